@@ -57,6 +57,11 @@ class Model:
     prepares_apart: bool = False
     """True if `preprocess` and `warmup` need nothing that `load` sets: then decoders, which build
     the model without loading it, may prepare its instances in processes of their own."""
+    can_run_ahead: bool = False
+    """`forward` takes a batch on the device or on the CPU, and keeps nothing on the model for the
+    methods after it. Then an accelerator gets each batch before it is done with the batch before:
+    the worker copies it there in time, and calls `forward` before that one's `postprocess`. A
+    subclass with a `forward` of its own must say so anew."""
     network: Callable[..., object] | None = None
     """The network that `forward` calls. If `load` sets it to an `nn.Module`, a speed preset may
     replace it with a faster one that takes and returns the same, after a trial on `samples`."""
@@ -163,7 +168,10 @@ class Model:
         return {name: _stacked([each[name] for each in instances]) for name in names}
 
     def forward(self, batch: Features) -> Features:
-        """Compute a batch under `torch.inference_mode()`; `batch` is on the CPU, maybe pinned."""
+        """Compute a batch under `torch.inference_mode()`; `batch` is on the CPU, maybe pinned.
+
+        If the model `can_run_ahead`, the batch may be on the device.
+        """
         raise NotImplementedError(f"{type(self).__name__} must define forward(batch)")
 
     def postprocess(self, outputs: Features) -> Features:

@@ -57,6 +57,16 @@ def is_overridden(model: Model, method: str) -> bool:
     return getattr(own, "__func__", own) is not getattr(Model, method)
 
 
+def forward_can_run_ahead(model: Model) -> bool:
+    """Return whether the class that defines `forward`, or one below it, says `can_run_ahead`."""
+    for each in type(model).__mro__:
+        if "can_run_ahead" in vars(each):
+            return model.can_run_ahead
+        if "forward" in vars(each):
+            return False
+    return False
+
+
 def place_of(model: Model, method: str) -> str:
     """Return where a method is defined, as "file:line"; empty if Python does not know."""
     own = inspect.unwrap(getattr(model, method))

@@ -204,6 +204,14 @@ class HandOver:
         """
         self._event.synchronize()
 
+    def is_over(self) -> bool:
+        """Return whether the moment has passed, without waiting.
+
+        Raises:
+            torch.AcceleratorError: The device's context is lost, perhaps by an earlier call.
+        """
+        return self._event.query()
+
     def seconds_since(self, earlier: "HandOver") -> float:
         """Return the device's time between two moments that are over."""
         return earlier._event.elapsed_time(self._event) / 1000

@@ -33,6 +33,8 @@ class ExportedModel(TensorModel):
         finite_outputs: Whether NaN and infinities in the outputs are errors.
     """
 
+    can_run_ahead = True
+
     def __init__(self, path: Path, *, finite_outputs: bool = True) -> None:
         super().__init__(finite_outputs=finite_outputs)
         self._path = path

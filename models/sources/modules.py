@@ -23,6 +23,7 @@ class TensorModel(Model, ABC):
     """Base of models whose network takes tensors by position, with the batch dimension first."""
 
     network: Callable[..., object]
+    can_run_ahead = True
 
     def __init__(
         self,

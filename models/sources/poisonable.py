@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from inferpool.models.base import Model
+from inferpool.models.border import forward_can_run_ahead
 from inferpool.models.example import reads_own_form
 from inferpool.models.item import Features, Item
 from inferpool.models.sources.registry import build
@@ -31,7 +32,8 @@ class Poisonable(Model):
         model = build(source, None if weights.lower() == "none" else weights, options or {})
         if not reads_own_form(model):
             model.preprocessed = ()  # nor does it, with the `preprocess` below before its own
-        model.__class__ = type("Poisoned", (_Poisoned, type(model)), {})
+        as_before = {"can_run_ahead": forward_can_run_ahead(model)}
+        model.__class__ = type("Poisoned", (_Poisoned, type(model)), as_before)
         return model
 
 

@@ -51,6 +51,8 @@ class SentenceEncoder(Model):
         prompt: Beginning of each text; by default as the folder says.
     """
 
+    can_run_ahead = True
+
     def __init__(
         self,
         folder: Path,

@@ -46,6 +46,7 @@ class Classifier(Model):
     checkpoint: Path | str | None = None
     """File with the weights of the built network; None leaves it as built."""
     has_fixed_shapes = True
+    can_run_ahead = True
     preprocessed = ()
     """Empty, since it is pixels or a normalised input, depending on the request."""
     tolerance: Tolerance = LabelTolerance()

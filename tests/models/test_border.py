@@ -258,7 +258,7 @@ def assert_serves(kind: type[Sums]) -> None:
         model.load(CPU)
         samples = list(model.warmup())
         example_of(model, samples)
-        computer = Computer(model, num_threads=1, pin_memory=False)
+        computer = Computer(model, num_threads=1)
         if samples:
             computer.warm_up(samples, (1, 2))
         payload = b"[1.0, 2.0, 3.0]"

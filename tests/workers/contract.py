@@ -24,12 +24,12 @@ def config_of(source: str = "tests.fault_model:FaultModel", **changes: object) -
     options = changes.pop("options", {})
     assert isinstance(options, dict)
     model = ModelConfig(name="m", source=source, options=options)
-    base: dict[str, object] = {"batch_timeout_s": 20.0, "load_timeout_s": 60.0}
-    return WorkerConfig(
-        model=model,
-        placement=Placement(devices=("cpu",)),
-        **{**base, **changes},  # type: ignore[arg-type]
-    )
+    base: dict[str, object] = {
+        "placement": Placement(devices=("cpu",)),
+        "batch_timeout_s": 20.0,
+        "load_timeout_s": 60.0,
+    }
+    return WorkerConfig(model=model, **{**base, **changes})  # type: ignore[arg-type]
 
 
 async def started(engine: Engine, **changes: object) -> WorkerHandle:

@@ -6,17 +6,13 @@ declares, the group is halved until the items at fault are alone, so that the ot
 """
 
 import logging
-import math
 import time
-from asyncio import CancelledError
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Sequence
 
 import msgspec
 import torch
 
-from inferpool.models.accelerator.device import pinned, synchronize
+from inferpool.models.accelerator.device import is_accelerator, synchronize
 from inferpool.models.accelerator.out_of_memory import is_out_of_memory
 from inferpool.models.base import Model
 from inferpool.models.border import bad_return, is_overridden
@@ -35,45 +31,16 @@ from inferpool.workers.inside.outcomes import (
     error_of,
     plain_value,
 )
-from inferpool.workers.inside.pools import started_pool
-from inferpool.workers.inside.shapes import ShapeGroup, grouped, signature_of
+from inferpool.workers.inside.preparing import RAISED, Prepared, Preparer
+from inferpool.workers.inside.shapes import ShapeGroup
 from inferpool.workers.inside.shortage import SafeSizes, release
+from inferpool.workers.inside.staging import Launch, Staging, mark_here, take
 from inferpool.workers.messages import ItemError, ItemRef, Outcome, Stored
 
 logger = logging.getLogger(__name__)
 
-_SAMPLE_REF = ItemRef("bytes", 0, 0, math.inf, request_id="canary")
-"""Reference for the item of a canary, whose payload is not in the arena."""
-_RAISED = (Exception, CancelledError)
-"""Errors that fail an instance. `CancelledError` is no Exception, but asyncio code raises it."""
 _CHEAP_BYTES = 1 << 16
 """JSON answers up to this size are not counted: no batch has enough of them to matter."""
-_POOL_PAYS_S = 0.0005
-"""Preparation time per item from which on other threads are used: a hand-over costs time."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Prepared:
-    """A prepared batch. Each list but `groups` has one entry per item."""
-
-    id: int
-    refs: Sequence[ItemRef]
-    items: Sequence[Item]
-    features: list[Features | None]
-    buckets: list[Hashable]
-    """Return values of the model's `bucket`: equal items are computed together."""
-    outcomes: list[Outcome | None]
-    groups: list[ShapeGroup] = field(default_factory=list)
-    began: float = 0.0
-    """Begin of its preparation."""
-    prepare_s: float = 0.0
-    is_canary: bool = False
-    step: str = "collate"
-    """Method of the model that is running, or that failed."""
-    num_bytes: int = 0
-    """Bytes of the answers so far."""
-    decoding: Decoding | None = None
-    """The part that decoders prepare, if there is one."""
 
 
 class Computer:
@@ -84,7 +51,7 @@ class Computer:
         model: Model,
         *,
         num_threads: int,
-        pin_memory: bool,
+        device: str = "cpu",
         sample: Item | None = None,
         on_progress: Callable[[], None] = lambda: None,
         keep: Callable[[memoryview], bytes | Stored] = bytes,
@@ -95,27 +62,26 @@ class Computer:
         Args:
             model: The model.
             num_threads: Number of preparations that may run at once.
-            pin_memory: True if batches go to a GPU.
+            device: Device that the model computes on.
             sample: Item that canaries compute.
             on_progress: Called before each part but the first of a batch computed in parts.
             keep: Copies the bytes of an output, whose memory the model may reuse.
             error_detail: Detail of the model's exceptions in answers.
         """
         self._model = model
-        self._pin_memory = pin_memory
         self._sample = sample
         self.on_progress = on_progress
         """See above. A loop that computes several batches at once replaces it."""
-        self.give_decoders: Callable[[Sequence[ItemRef]], Decoding | None] | None = None
-        """Gives the decoders of this worker, if it has some, what they can prepare of a batch."""
         self._keep = keep
         self._error_detail = error_detail
         self._is_sample_finite: bool | None = None
         self._checks = OutputChecks(model)
         self._renders_in = "render_batch" if is_overridden(model, "render_batch") else "render"
         self._safe_sizes = SafeSizes()
-        self._pool = started_pool(num_threads, "prepare") if num_threads > 1 else None
-        self._item_s = 0.0
+        self._staging = Staging(model, device) if is_accelerator(device) else None
+        self._preparer = Preparer(
+            model, num_threads=num_threads, staging=self._staging, error_detail=error_detail
+        )
         self._encode = msgspec.json.Encoder(enc_hook=plain_value).encode
 
     def warm_up(self, samples: Sequence[Item], sizes: Sequence[int]) -> float:
@@ -135,9 +101,8 @@ class Computer:
             prepare_s = (time.monotonic() - began) / len(samples)
             for size in sizes:
                 began = time.monotonic()
-                batch = model.collate([features[i % len(features)] for i in range(size)])
-                outputs = {name: out.cpu() for name, out in model.forward(batch).items()}
-                outputs = dict(model.postprocess(outputs))
+                chosen = [features[i % len(features)] for i in range(size)]
+                outputs = dict(model.postprocess(self._once(chosen)))
                 try:
                     self._checks.check_shapes(outputs, size)
                 except BrokenPromiseError as error:
@@ -145,38 +110,25 @@ class Computer:
                 longest_s = max(longest_s, prepare_s * size + time.monotonic() - began)
         return longest_s
 
+    def give_to(self, give_decoders: Callable[[Sequence[ItemRef]], Decoding | None]) -> None:
+        """Use decoders, which are given what they can prepare of a batch."""
+        self._preparer.give_decoders = give_decoders
+
     def prepare(self, id: int, refs: Sequence[ItemRef], payloads: Sequence[memoryview]) -> Prepared:
         """Decode, transform and collate. May run while another batch is in `compute`."""
         return self.finish(self.begin(id, refs, payloads))
 
     def begin(self, id: int, refs: Sequence[ItemRef], payloads: Sequence[memoryview]) -> Prepared:
         """Let decoders begin with a batch. `finish` prepares it, in the order of these calls."""
-        items = [
-            Item(
-                kind=ref.kind,
-                payload=payload,
-                headers=ref.headers,
-                parameters=msgspec.json.decode(ref.parameters) if ref.parameters else {},
-            )
-            for ref, payload in zip(refs, payloads, strict=True)
-        ]
-        prepared = _prepared(id, refs, items)
-        if self.give_decoders is not None:
-            prepared.decoding = self.give_decoders(refs)
-        return prepared
+        return self._preparer.begin(id, refs, payloads)
 
     def finish(self, prepared: Prepared, more: MoreWork | None = None) -> Prepared:
         """Prepare a batch; `more` may begin the next while decoders have nothing else to do."""
-        return self._prepare(prepared, time.monotonic(), more)
+        return self._preparer.finish(prepared, more)
 
     def prepare_sample(self, id: int) -> Prepared:
         """Prepare a canary: the model's sample, or nothing if it has none."""
-        sample = self._sample
-        prepared = (
-            _prepared(id, [], []) if sample is None else _prepared(id, [_SAMPLE_REF], [sample])
-        )
-        prepared.is_canary = True
-        return self._prepare(prepared, time.monotonic())
+        return self._preparer.prepare_sample(id, self._sample)
 
     def judge_sample(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
         """Return the error of a canary, if there is one.
@@ -192,6 +144,45 @@ class Computer:
                 logger.warning("the model's output for a sample of its own is not finite")
         return [*errors] if is_finite or self._is_sample_finite else []
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Batches may be launched before the batch before is answered."""
+        return self._staging is not None and self._staging.runs_ahead
+
+    def launch(self, prepared: Prepared) -> None:
+        """Tell the device to compute a batch, and do not wait: `compute` does the rest.
+
+        `compute` also does anew what fails here, when the batch before needs no more memory.
+
+        Raises:
+            torch.AcceleratorError: The device's context is lost.
+        """
+        assert self._staging is not None
+        for group in prepared.groups:
+            live, batch = _in_time(prepared, group.indices), group.batch
+            if batch is None or len(live) < len(group.indices):
+                continue
+            group.classify(prepared.features, batch)
+            if len(self._pieces(prepared, group, live)) > 1:
+                continue
+            group.batch = None
+            try:
+                began = mark_here()
+                outputs = self._forward(prepared, batch)
+                group.launch = self._staging.launch(began, outputs)
+            except RAISED as error:
+                if isinstance(error, torch.AcceleratorError) and not is_out_of_memory(error):
+                    raise
+                logger.debug("a launch failed", exc_info=True)
+
+    def wait(self, prepared: Prepared) -> None:
+        """Wait, asleep, until the device is done with what was launched. Any thread may wait."""
+        launches = [group.launch for group in prepared.groups if group.launch is not None]
+        for number, launch in enumerate(launches):
+            if number:
+                self.on_progress()
+            launch.wait()
+
     def compute(self, prepared: Prepared) -> list[Outcome]:
         """Run the model on a prepared batch, and render the answers."""
         for number, group in enumerate(prepared.groups):
@@ -204,92 +195,49 @@ class Computer:
         outcomes = [late if outcome is None else outcome for outcome in prepared.outcomes]
         return bounded(outcomes) if prepared.num_bytes > MAX_BATCH_BYTES else outcomes
 
-    def _prepare(self, prepared: Prepared, began: float, more: MoreWork | None = None) -> Prepared:
-        prepared.began = began
-        if prepared.decoding is None:
-            self._preprocess_all(prepared, range(len(prepared.items)))
-        else:
-            self._preprocess_all(prepared, prepared.decoding.others)
-            prepared.decoding.finish(more)
-            decoded = prepared.decoding.store(prepared.features, prepared.outcomes)
-            self._preprocess(prepared, decoded)
-            self._preprocess_all(prepared, prepared.decoding.others)
-        if live := [i for i, outcome in enumerate(prepared.outcomes) if outcome is None]:
-            prepared.groups = grouped(
-                live, prepared.features, prepared.buckets, partial(self._collate, prepared)
-            )
-        prepared.prepare_s = time.monotonic() - began
-        return prepared
-
-    def _preprocess_all(self, prepared: Prepared, indices: Sequence[int]) -> None:
-        """Preprocess items in this thread, or in those of the pool if that pays."""
-        num_items = len(indices)
-        if self._pool and num_items > 1 and self._item_s > _POOL_PAYS_S:
-            list(self._pool.map(partial(self._preprocess_apart, prepared), indices))
-        elif num_items:
-            began = time.monotonic()
-            self._preprocess(prepared, indices)
-            self._item_s = (time.monotonic() - began) / num_items
-
-    def _preprocess_apart(self, prepared: Prepared, index: int) -> None:
-        """Preprocess one item, in a thread of the pool."""
-        with torch.inference_mode():
-            self._preprocess(prepared, (index,))
-
-    def _preprocess(self, prepared: Prepared, indices: Iterable[int]) -> None:
-        preprocess, bucket = self._model.preprocess, self._model.bucket
-        refs, items, features = prepared.refs, prepared.items, prepared.features
-        for i in indices:
-            if refs[i].deadline <= time.monotonic():
-                prepared.outcomes[i] = ItemError(
-                    "deadline_exceeded", "the deadline passed before it was prepared"
-                )
-                continue
-            step = "preprocess"
-            try:
-                features[i] = found = features[i] or preprocess(items[i])
-                step = "bucket"
-                prepared.buckets[i] = name = bucket(found)
-                hash(name)  # fail this item, not the batch, if it cannot be hashed
-            except _RAISED as error:
-                prepared.outcomes[i] = self._error_of(error, step, refs[i])
-
-    def _collate(self, prepared: Prepared, indices: Sequence[int]) -> Features:
-        chosen = [features for i in indices if (features := prepared.features[i]) is not None]
-        prepared.step = "collate"
-        batch = self._model.collate(chosen)
-        if self._pin_memory and isinstance(batch, Mapping):
-            return {name: pinned(value) for name, value in batch.items()}
-        return batch
-
     def _compute_group(self, prepared: Prepared, group: ShapeGroup) -> None:
-        live = _in_time(prepared, group.indices)
-        if not live:
-            return
-        pieces = self._safe_sizes.split(live, prepared.features)
+        if group.launch is not None:
+            pieces = [group.indices]
+        else:
+            live = _in_time(prepared, group.indices)
+            if not live:
+                return
+            pieces = self._pieces(prepared, group, live)
         is_whole = len(pieces[0]) == len(group.indices)
+        if not is_whole:
+            group.batch = None
         for piece in pieces:
-            if self._compute_some(prepared, piece, group if is_whole else None):
-                self._safe_sizes.note_good(piece, prepared.features)
+            if self._compute_some(prepared, piece, group, is_whole=is_whole):
+                self._safe_sizes.note_good(group.memory_class, len(piece))
+
+    def _pieces(self, prepared: Prepared, group: ShapeGroup, indices: list[int]) -> list[list[int]]:
+        """Return items of a group in pieces that should fit into memory."""
+        if not self._safe_sizes:
+            return [indices]
+        group.classify(prepared.features)
+        return self._safe_sizes.split(indices, group.memory_class)
 
     def _compute_some(
-        self, prepared: Prepared, indices: list[int], whole: ShapeGroup | None
+        self, prepared: Prepared, indices: list[int], group: ShapeGroup, *, is_whole: bool = False
     ) -> bool:
         """Compute some items; halve them while they fail together.
 
         Args:
             prepared: Their batch.
             indices: The items.
-            whole: Their group, if they are all of it: it is collated already.
+            group: Their group.
+            is_whole: They are all of it: it is collated already, or even launched.
 
         Returns:
             True if each of them fitted into memory alone. An item that does not fit alone says
             nothing about how many others fit together.
         """
         batch: Features | None = None
-        if whole is not None:
+        launch: Launch | None = None
+        if is_whole:
             # A batch that does not fit must not take up memory while it is halved.
-            batch, whole.batch = whole.batch, None
+            batch, group.batch = group.batch, None
+            launch, group.launch = group.launch, None
         else:
             self.on_progress()
             indices = _in_time(prepared, indices)
@@ -297,24 +245,25 @@ class Computer:
                 return True
         is_shortage = False
         try:
-            again = self._compute_once(prepared, indices, batch)
-        except torch.AcceleratorError as error:
-            if not is_out_of_memory(error):
-                raise  # the context is lost: this worker must end
-            is_shortage = True
-            again = self._survive(prepared, indices, error)
-        except _RAISED as error:
+            again = self._compute_once(prepared, indices, batch, launch)
+        except RAISED as error:
             is_shortage = is_out_of_memory(error)
+            if isinstance(error, torch.AcceleratorError) and not is_shortage:
+                raise  # the context is lost: this worker must end
+            if is_shortage:
+                group.classify(prepared.features, batch)
+            del batch, launch
             again = self._survive(prepared, indices, error)
-        del batch
+        else:
+            del batch, launch
         if not again:
             return not is_shortage
         middle = len(again) // 2
-        has_first_fitted = self._compute_some(prepared, again[:middle], None)
-        has_second_fitted = self._compute_some(prepared, again[middle:], None)
+        has_first_fitted = self._compute_some(prepared, again[:middle], group)
+        has_second_fitted = self._compute_some(prepared, again[middle:], group)
         has_fitted = has_first_fitted and has_second_fitted
         if is_shortage and has_fitted:
-            size = self._safe_sizes.note(signature_of(prepared.features[again[0]]), len(again))
+            size = self._safe_sizes.note(group.memory_class, len(again))
             logger.warning("from now on at most %d inputs of this shape at once", size)
         return has_fitted
 
@@ -344,22 +293,55 @@ class Computer:
         return indices if len(indices) > 1 else []
 
     def _compute_once(
-        self, prepared: Prepared, indices: list[int], batch: Features | None
+        self,
+        prepared: Prepared,
+        indices: list[int],
+        batch: Features | None,
+        launch: Launch | None,
     ) -> list[int]:
         """Compute some items together; return those that must be computed in halves."""
-        model = self._model
-        if batch is None:
-            batch = self._collate(prepared, indices)
-        prepared.step = "forward"
-        outputs = model.forward(batch)
-        del batch  # the following steps need the memory
+        if launch is not None:
+            prepared.step = "forward"
+            outputs = launch.outputs()
+            prepared.device_s += launch.device_s
+        else:
+            if batch is None:
+                batch = self._collate_again(prepared, indices)
+            outputs = self._forward(prepared, batch)
+            del batch  # the following steps need the memory
+            prepared.step = "postprocess"
+            outputs = {name: out.cpu() for name, out in outputs.items()}
         prepared.step = "postprocess"
-        outputs = model.postprocess({name: out.cpu() for name, out in outputs.items()})
+        outputs = self._model.postprocess(outputs)
         self._checks.check_shapes(outputs, len(indices))
         if rows := self._checks.non_finite_rows(outputs):
             return self._leave_out(prepared, indices, rows, outputs)
         self._settle(prepared, indices, outputs)
         return []
+
+    def _once(self, chosen: Sequence[Features]) -> Features:
+        """Compute features that are no batch of a client, in the way in which batches go."""
+        model, staging = self._model, self._staging
+        if staging is None:
+            return {name: out.cpu() for name, out in model.forward(model.collate(chosen)).items()}
+        with staging.beside():
+            batch = staging.stage(model.collate(chosen))
+            handed_over = staging.hand_over()
+        take(handed_over, batch)
+        return staging.launch(mark_here(), model.forward(batch)).outputs()
+
+    def _forward(self, prepared: Prepared, batch: Features) -> Features:
+        if prepared.handed_over is not None:
+            take(prepared.handed_over, batch)
+        prepared.step = "forward"
+        return self._model.forward(batch)
+
+    def _collate_again(self, prepared: Prepared, indices: Sequence[int]) -> Features:
+        """Collate items that did not fit together with others, in this thread."""
+        if prepared.handed_over is not None:
+            for i in indices:
+                take(prepared.handed_over, prepared.features[i])
+        return self._preparer.collate(prepared, indices)
 
     def _leave_out(
         self, prepared: Prepared, indices: list[int], rows: list[int], outputs: Features
@@ -423,18 +405,6 @@ class Computer:
 
     def _error_of(self, error: BaseException, step: str, ref: ItemRef) -> ItemError:
         return error_of(error, step, ref, self._error_detail)
-
-
-def _prepared(id: int, refs: Sequence[ItemRef], items: Sequence[Item]) -> Prepared:
-    num_items = len(refs)
-    return Prepared(
-        id=id,
-        refs=refs,
-        items=items,
-        features=[None] * num_items,
-        buckets=[None] * num_items,
-        outcomes=[None] * num_items,
-    )
 
 
 def _in_time(prepared: Prepared, indices: Sequence[int]) -> list[int]:

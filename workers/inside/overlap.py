@@ -25,8 +25,8 @@ import torch
 
 from inferpool.models.accelerator.order import Lane
 from inferpool.models.split.turnstile import BatchClock, FairLock
-from inferpool.workers.inside.compute import Prepared
 from inferpool.workers.inside.pools import started_pool
+from inferpool.workers.inside.preparing import Prepared
 
 
 class ModelLock:

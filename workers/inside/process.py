@@ -2,7 +2,8 @@
 
 The main thread computes. Meanwhile a second thread waits for the next batch and prepares it, so
 that preparation and computation overlap. If the model answers in microseconds, the main thread does
-both, since a hand-over would cost more than it gains. The lead of a pipeline computes several
+both, since a hand-over would cost more than it gains. On an accelerator the main thread launches a
+batch before it answers the one before: see `run_ahead`. The lead of a pipeline computes several
 batches at once, in threads beside the main one: see `workers.inside.overlap`.
 """
 
@@ -22,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from inferpool.models.accelerator.device import is_accelerator, name_of
+from inferpool.models.accelerator.device import name_of
 from inferpool.models.base import load_model
 from inferpool.models.example import example_of, reads_own_form
 from inferpool.models.files.opened import OpenedFiles
@@ -33,10 +34,11 @@ from inferpool.workers.config import WorkerConfig
 from inferpool.workers.heartbeat import Heartbeat
 from inferpool.workers.inside.allocator import SpareMemory, give_back
 from inferpool.workers.inside.compiling import compile_package
-from inferpool.workers.inside.compute import Computer, Prepared
+from inferpool.workers.inside.compute import Computer
 from inferpool.workers.inside.decoders import crew_for
 from inferpool.workers.inside.decoding import MoreWork
 from inferpool.workers.inside.group import Group
+from inferpool.workers.inside.launched import LaunchedBatch
 from inferpool.workers.inside.overlap import ModelLock, OverlappingBatches
 from inferpool.workers.inside.own_process import (
     build_model,
@@ -46,6 +48,7 @@ from inferpool.workers.inside.own_process import (
     set_up,
 )
 from inferpool.workers.inside.pools import started_pool
+from inferpool.workers.inside.preparing import Prepared
 from inferpool.workers.inside.worker_queue import WorkerQueue
 from inferpool.workers.messages import BatchDone, ItemRef, Ready, StartProgress, Stored
 from inferpool.workers.outputs import OutputStore
@@ -102,7 +105,9 @@ def main(
     try:
         loop = WorkerLoop(computer, inbox, outbox, memoryview(arena), heartbeat, outputs)
         num_at_once = config.placement.num_at_once
-        if group is None or num_at_once == 1:
+        if group is None and computer.runs_ahead:
+            loop.run_ahead()
+        elif group is None or num_at_once == 1:
             loop.run()
         else:
             lock = ModelLock(heartbeat.at_work_since)
@@ -163,9 +168,36 @@ class WorkerLoop:
                     return
                 overlaps = self._compute_s > _OVERLAP_PAYS_S or prepared.decoding is not None
                 coming = self._ahead.submit(self._receive_ahead) if overlaps else None
-                self._answer(prepared)
-                if not prepared.is_canary:
-                    self._spare_memory.worked(time.monotonic())
+                self._answer_now(prepared)
+
+    def run_ahead(self) -> None:
+        """Serve like `run`, on an accelerator: while it computes a batch, answer the one before.
+
+        A batch is answered as soon as its outputs are there. If the next one is prepared sooner,
+        the device is told of that first, so that it has work while this thread renders. Only one
+        batch is ahead, so a batch that fails may be computed anew behind no more than that one.
+        """
+        waiting = started_pool(1, "device")
+        ahead: LaunchedBatch | None = None
+        coming: Future[Prepared | None] | None = None
+        with torch.inference_mode():
+            while True:
+                if ahead is not None and (coming is None or ahead.is_before(coming)):
+                    self._answer_launched(ahead)
+                    ahead = None
+                prepared = self._receive_here() if coming is None else self._wait_for(coming)
+                if prepared is None:
+                    break
+                overlaps = self._compute_s > _OVERLAP_PAYS_S or prepared.decoding is not None
+                coming = self._ahead.submit(self._receive_ahead) if overlaps else None
+                following = LaunchedBatch(prepared, self._computer, waiting) if overlaps else None
+                if ahead is not None:
+                    self._answer_launched(ahead)
+                ahead = following
+                if following is None:
+                    self._answer_now(prepared)
+            if ahead is not None:
+                self._answer_launched(ahead)
 
     def run_overlapping(self, num_at_once: int, lock: ModelLock) -> None:
         """Serve like `run`, with several batches at once.
@@ -249,10 +281,20 @@ class WorkerLoop:
                 self._heartbeat.beat()
                 self._spare_memory.idle(time.monotonic())
 
+    def _answer_launched(self, batch: LaunchedBatch) -> None:
+        batch.wait()
+        self._answer_now(batch.prepared)
+
+    def _answer_now(self, prepared: Prepared) -> None:
+        self._answer(prepared)
+        if not prepared.is_canary:
+            self._spare_memory.worked(time.monotonic())
+
     def _answer(self, prepared: Prepared, own_time: BatchClock | None = None) -> None:
         began = time.monotonic()
         num_stored_before = self._outputs.num_stored
         outcomes = self._computer.compute(prepared)
+        began -= prepared.device_s  # it was launched before
         compute_s = time.monotonic() - began
         if own_time is not None:
             began += own_time.waited_s
@@ -318,7 +360,7 @@ def load(
     computer = Computer(
         model,
         num_threads=config.prepare_threads,
-        pin_memory=is_accelerator(device),
+        device=device,
         sample=samples[0] if samples else None,
         on_progress=on_progress,
         keep=keep,
@@ -330,7 +372,7 @@ def load(
         warmup_s = computer.warm_up(samples, sizes_to_warm(device, config.max_batch_size))
     crew = crew_for(config, model, door, on_progress) if door is not None else None
     if crew is not None:
-        computer.give_decoders = crew.begin
+        computer.give_to(crew.begin)
     return computer, Ready(
         pid=os.getpid(),
         inputs=list(model.inputs),

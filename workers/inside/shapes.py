@@ -4,9 +4,12 @@ import logging
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from inferpool.models.accelerator.out_of_memory import is_out_of_memory
 from inferpool.models.item import Features
+from inferpool.workers.inside.staging import Launch
 
 logger = logging.getLogger(__name__)
 
@@ -18,6 +21,21 @@ class ShapeGroup:
     indices: list[int]
     batch: Features | None
     """Collated features; None if they could not be collated."""
+    launch: Launch | None = None
+    """Its computation on an accelerator, if that was told to begin with it."""
+    memory_class: object = None
+    """Names, dtypes and sizes that its memory depends on; None while nobody needs to know."""
+
+    def classify(self, features: Sequence[Features | None], batch: Features | None = None) -> None:
+        """Find the memory class, from the collated batch as long as it is there."""
+        if self.memory_class is not None:
+            return
+        batch = self.batch if batch is None else batch
+        if batch is not None:
+            self.memory_class = _look_of(batch, lambda x: (x.dtype, _rounded(x.shape[1:])))
+        else:
+            first = features[self.indices[0]]
+            self.memory_class = _look_of(first, lambda x: (x.dtype, _rounded(x.shape)))
 
 
 def grouped(
@@ -51,9 +69,12 @@ def _collated(
 ) -> list[ShapeGroup]:
     try:
         return [ShapeGroup(indices, collate(indices))]
+    except torch.AcceleratorError as error:
+        if not is_out_of_memory(error):
+            raise  # the context is lost: this worker must end
     except Exception:
         logger.debug("%d instances could not be collated", len(indices), exc_info=True)
-    for look_of in (_layout_of, signature_of):
+    for look_of in (_layout_of, _signature_of):
         parts = _alike(indices, lambda i: look_of(features[i]))  # noqa: B023 - called at once
         if len(parts) > 1:
             return [group for part in parts for group in _collated(part, features, collate)]
@@ -68,8 +89,12 @@ def _alike(indices: Iterable[int], name_of: Callable[[int], object]) -> list[lis
     return list(parts.values())
 
 
-def signature_of(features: Features | None) -> object:
-    """Return the names, dtypes and shapes of an instance's tensors, which determine its memory."""
+def _rounded(shape: torch.Size) -> tuple[int, ...]:
+    """Round sizes up to powers of two, so that texts of 60 and of 61 tokens count as alike."""
+    return tuple(1 << (size - 1).bit_length() if size else 0 for size in shape)
+
+
+def _signature_of(features: Features | None) -> object:
     return _look_of(features, lambda tensor: (tensor.dtype, tensor.shape))
 
 

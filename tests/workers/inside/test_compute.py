@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import inferpool.workers.inside.compute
+import inferpool.workers.inside.preparing
 import inferpool.workers.inside.shortage
 from inferpool.models.base import Model
 from inferpool.models.errors import ModelError
@@ -54,7 +55,7 @@ class DoublingModel(Model):
 
 
 def computer_of(model: Model, **options: Any) -> Computer:
-    return Computer(model, num_threads=1, pin_memory=False, **options)
+    return Computer(model, num_threads=1, **options)
 
 
 def compute(
@@ -249,9 +250,8 @@ def test_items_that_get_late_while_a_batch_is_halved_are_not_computed():
     computer = computer_of(model)
     refs = [ItemRef("json", 0, 1, 1.5 if n == 3 else math.inf) for n in range(4)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            inferpool.workers.inside.compute, "time", SimpleNamespace(monotonic=lambda: now[0])
-        )
+        for module in (inferpool.workers.inside.compute, inferpool.workers.inside.preparing):
+            patch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
         outcomes = computer.compute(computer.prepare(1, refs, [memoryview(b"1")] * 4))
     assert [read(outcome) for outcome in outcomes] == [2, 2, 2, "deadline_exceeded"]
     assert model.sizes == [4, 2, 1]

@@ -1,0 +1,246 @@
+"""Batches that go to a device ahead of time, in one process; the device is the simulated one."""
+
+import contextlib
+import json
+import math
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+
+import inferpool.workers.inside.staging
+from inferpool.models.accelerator.device import HandOver
+from inferpool.models.item import Features
+from inferpool.models.spec import Placement
+from inferpool.workers.inside.compute import Computer
+from inferpool.workers.inside.preparing import Prepared
+from inferpool.workers.messages import ItemError, ItemRef, Outcome
+from tests.ahead_model import AheadModel
+
+pytestmark = pytest.mark.simulated
+
+DEVICE = "sim:0"
+
+
+@pytest.fixture(autouse=True)
+def _inference() -> Iterator[None]:
+    """Run a test in torch's inference mode, like a worker, and leave the device in order."""
+    with torch.inference_mode():
+        yield
+    torch.sim.revive()
+    torch.sim.set_delay_us(0)
+    torch.sim.set_per_process_memory_fraction(1.0)
+
+
+def computer_of(model: AheadModel, num_threads: int = 1) -> Computer:
+    model.load(Placement(devices=(DEVICE,)))
+    return Computer(model, num_threads=num_threads, device=DEVICE)
+
+
+def prepared(computer: Computer, values: Sequence[object]) -> Prepared:
+    bodies = [json.dumps(value).encode() for value in values]
+    refs = [ItemRef("json", 0, len(body), math.inf) for body in bodies]
+    return computer.prepare(1, refs, [memoryview(body) for body in bodies])
+
+
+def numbers(*numbers: float) -> list[dict[str, float]]:
+    return [{"n": number} for number in numbers]
+
+
+def read(outcome: Outcome) -> object:
+    if isinstance(outcome, ItemError):
+        return outcome.code
+    assert isinstance(outcome, bytes)
+    return json.loads(outcome)["twice"]
+
+
+def answers(computer: Computer, batch: Prepared) -> list[object]:
+    return [read(outcome) for outcome in computer.compute(batch)]
+
+
+def test_next_batch_is_prepared_and_launched_while_the_device_computes():
+    model = AheadModel()
+    computer = computer_of(model)
+    with torch.sim.held():
+        first = prepared(computer, numbers(1, 2))
+        computer.launch(first)
+        second = prepared(computer, numbers(3))
+        computer.launch(second)
+        assert [name for name, _ in model.steps] == ["forward", "forward"]
+        assert not torch.sim.current_stream().query()
+    assert answers(computer, first) == [2, 4]
+    assert answers(computer, second) == [6]
+
+
+def test_batch_lies_in_pinned_memory_and_is_copied_while_the_device_computes(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    staged: list[torch.Tensor] = []
+
+    def pinned(value: object) -> object:
+        if isinstance(value, torch.Tensor):
+            staged.append(value.pin_memory())
+            return staged[-1]
+        return value
+
+    monkeypatch.setattr(inferpool.workers.inside.staging, "pinned", pinned)
+    computer = computer_of(AheadModel())
+    with torch.sim.held():
+        batch = prepared(computer, numbers(1, 2))
+        (group,) = batch.groups
+        assert group.batch is not None
+        assert group.batch["x"].device.type == "sim"
+        assert batch.handed_over is not None
+        batch.handed_over.wait()  # the copy needs not wait for what is computed
+    assert [x.is_pinned() for x in staged] == [True]
+    assert answers(computer, batch) == [2, 4]
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_answers_are_exact_however_far_the_device_lags(num_threads: int):
+    torch.sim.set_delay_us(100)
+    computer = computer_of(AheadModel(), num_threads)
+    before: tuple[Prepared, list[float]] | None = None
+    for start in range(0, 1200, 6):
+        values = [float(start + k) for k in range(1 + start % 5)]
+        batch = prepared(computer, numbers(*values))
+        computer.launch(batch)
+        if before is not None:
+            assert answers(computer, before[0]) == [2 * n for n in before[1]]
+        before = batch, values
+
+
+def test_outputs_that_nobody_waits_for_are_wrong_here(monkeypatch: pytest.MonkeyPatch):
+    computer = computer_of(AheadModel())
+    monkeypatch.setattr(HandOver, "wait", lambda _: None)
+    monkeypatch.setattr(HandOver, "seconds_since", lambda *_: 0.0)
+    with torch.sim.held():
+        batch = prepared(computer, numbers(1, 2))
+        computer.launch(batch)
+        assert answers(computer, batch) != [2, 4]
+
+
+def test_batch_that_is_not_handed_over_is_wrong_here(monkeypatch: pytest.MonkeyPatch):
+    streams: list[torch.Stream] = []
+
+    class Noting(AheadModel):
+        def collate(self, instances: Sequence[Features]) -> Features:
+            streams.append(torch.sim.current_stream())
+            return super().collate(instances)
+
+    computer = computer_of(Noting())
+    assert answers(computer, prepared(computer, numbers(1))) == [2]
+    monkeypatch.setattr(HandOver, "take", lambda *_: None)
+    with torch.sim.held(streams[0]):
+        batch = prepared(computer, numbers(1, 2))
+        computer.launch(batch)
+        torch.sim.current_stream().synchronize()
+        assert answers(computer, batch) != [2, 4]
+
+
+def test_model_that_does_not_say_that_it_can_gets_its_batch_on_the_host():
+    class Keeping(AheadModel):
+        def forward(self, batch: Features) -> Features:
+            assert batch["x"].is_pinned()
+            self.kept = batch["x"].sum().item()
+            return super().forward(batch)
+
+    computer = computer_of(Keeping())
+    assert not computer.runs_ahead
+    assert answers(computer, prepared(computer, numbers(1, 2))) == [2, 4]
+
+
+def test_batch_that_fails_to_launch_is_computed_after_the_one_before():
+    model = AheadModel()
+    computer = computer_of(model)
+    first = prepared(computer, numbers(1))
+    computer.launch(first)
+    second = prepared(computer, [{"n": 2}, {"n": 3, "do": "raise"}, {"n": 4}])
+    computer.launch(second)
+    assert answers(computer, first) == [2]
+    assert answers(computer, second) == [4, "model_error", 8]
+
+
+@pytest.mark.parametrize(("act", "code"), [("refuse", "model_error"), ("nan", "non_finite_output")])
+def test_input_that_fails_after_the_launch_fails_alone(act: str, code: str):
+    computer = computer_of(AheadModel())
+    first = prepared(computer, [{"n": 1}, {"n": 2, "do": act}, {"n": 3}])
+    computer.launch(first)
+    second = prepared(computer, numbers(4))
+    computer.launch(second)
+    assert answers(computer, first) == [2, code, 6]
+    assert answers(computer, second) == [8]
+
+
+def test_batch_that_does_not_fit_beside_the_one_before_fits_after_it():
+    computer = computer_of(AheadModel())
+    first = prepared(computer, numbers(1))
+    computer.launch(first)
+    second = prepared(computer, numbers(2, 3))
+    torch.sim.out_of_memory_after(0)
+    computer.launch(second)
+    assert answers(computer, first) == [2]
+    assert answers(computer, second) == [4, 6]
+
+
+def test_batch_too_large_for_the_device_is_halved_and_the_size_remembered():
+    class Wide(AheadModel):
+        can_run_ahead = True
+
+        def forward(self, batch: Features) -> Features:
+            torch.empty(len(batch["x"]) << 20, device=self.device)  # 4 MiB a row
+            return super().forward(batch)
+
+    computer = computer_of(model := Wide())
+    torch.sim.empty_cache()
+    torch.sim.set_per_process_memory_fraction(20 / 1024)
+    batch = prepared(computer, numbers(*range(8)))
+    computer.launch(batch)
+    assert answers(computer, batch) == [2 * n for n in range(8)]
+    model.steps.clear()
+    batch = prepared(computer, numbers(*range(8)))
+    computer.launch(batch)
+    assert model.steps == []  # it is computed in parts
+    assert answers(computer, batch) == [2 * n for n in range(8)]
+    assert [size for name, size in model.steps if name == "forward"] == [4, 4]
+
+
+def test_want_of_memory_that_shows_late_is_survived(monkeypatch: pytest.MonkeyPatch):
+    errors = [torch.AcceleratorError("CUDA error: out of memory")]
+    wait = HandOver.wait
+
+    def wait_and_fail(handed_over: HandOver) -> None:
+        wait(handed_over)
+        if errors:
+            raise errors.pop()
+
+    computer = computer_of(AheadModel())
+    batch = prepared(computer, numbers(1, 2))
+    computer.launch(batch)
+    monkeypatch.setattr(HandOver, "wait", wait_and_fail)
+    assert answers(computer, batch) == [2, 4]
+    assert not errors
+
+
+@pytest.mark.parametrize("act", ["lose", "fault"])
+def test_lost_device_ends_the_computation(act: str):
+    computer = computer_of(AheadModel())
+    first = prepared(computer, numbers(1))
+    computer.launch(first)
+    second = prepared(computer, [{"n": 2, "do": act}])
+    with contextlib.suppress(torch.AcceleratorError):  # or it shows later
+        computer.launch(second)
+    with pytest.raises(torch.AcceleratorError):
+        [computer.compute(each) for each in (first, second)]
+
+
+@pytest.mark.measures
+def test_time_of_a_batch_is_the_device_s_own_though_two_are_launched():
+    computer = computer_of(AheadModel(busy_us=50_000))
+    batches = [prepared(computer, numbers(1)) for _ in range(2)]
+    for batch in batches:
+        computer.launch(batch)
+    for batch in batches:
+        computer.wait(batch)
+        answers(computer, batch)
+        assert 0.05 <= batch.device_s < 0.09

@@ -1,0 +1,96 @@
+"""Workers that compute on the simulated accelerator, and launch batches ahead of time."""
+
+import asyncio
+
+import pytest
+
+from inferpool.models.spec import Placement
+from inferpool.workers.errors import WorkerLostError
+from inferpool.workers.host.engine import WorkerHandle
+from inferpool.workers.host.local import LocalEngine
+from inferpool.workers.messages import BatchDone, ItemError
+from tests.workers.contract import answers, started
+
+pytestmark = pytest.mark.simulated
+
+
+async def start(engine: LocalEngine, **options: object) -> WorkerHandle:
+    return await started(
+        engine,
+        source="tests.ahead_model:AheadModel",
+        placement=Placement(devices=("sim:0",)),
+        options=options,
+    )
+
+
+def codes(done: BatchDone) -> list[str]:
+    return [outcome.code for outcome in done.outcomes if isinstance(outcome, ItemError)]
+
+
+@pytest.mark.parametrize("busy_us", [0, 3000])
+async def test_thousands_of_answers_come_each_once_and_in_order(
+    engine: LocalEngine, put, busy_us: int
+):
+    worker = await start(engine, busy_us=busy_us)
+    arrived: list[int] = []
+    held = asyncio.Semaphore(worker.credit)
+
+    async def run(number: int) -> None:
+        async with held:
+            values = range(number * 10, number * 10 + 1 + number % 7)
+            done = await worker.run([put({"n": n}) for n in values])
+            arrived.append(number)
+            assert answers(done) == [2 * n for n in values]
+
+    num = 150 if busy_us else 400
+    await asyncio.gather(*map(run, range(num)))
+    assert arrived == list(range(num))
+    await worker.stop(5)
+
+
+async def test_next_batch_is_computed_while_the_one_before_is_answered(engine: LocalEngine, put):
+    worker = await start(engine, busy_us=30_000)
+    for _ in range(3):
+        await worker.run([put({"n": 1})])
+    first, second = worker.run([put({"n": 1})]), worker.run([put({"n": 2})])
+    done = await asyncio.gather(first, second)
+    assert [answers(each) for each in done] == [[2], [4]]
+    assert all(0.03 <= each.compute_s < 0.06 for each in done)
+    await worker.stop(5)
+
+
+@pytest.mark.parametrize("act", ["raise", "refuse", "nan"])
+async def test_input_that_fails_costs_no_other_an_answer(engine: LocalEngine, put, act: str):
+    worker = await start(engine, busy_us=5000)
+    await worker.run([put({"n": 1})])
+    bad = worker.run([put({"n": 1}), put({"n": 2, "do": act})])
+    good = worker.run([put({"n": 3}), put({"n": 4})])
+    code = "non_finite_output" if act == "nan" else "model_error"
+    assert codes(await bad) == [code]
+    assert answers(await good) == [6, 8]
+    await worker.stop(5)
+
+
+@pytest.mark.parametrize("act", ["lose", "fault"])
+async def test_device_that_is_lost_loses_both_batches_that_it_has(
+    engine: LocalEngine, put, act: str
+):
+    worker = await start(engine, busy_us=20_000)
+    for _ in range(2):
+        await worker.run([put({"n": 1})])
+    batches = [worker.run([put({"n": 1})]), worker.run([put({"n": 2, "do": act})])]
+    found = await asyncio.gather(*batches, return_exceptions=True)
+    assert isinstance(found[1], WorkerLostError)
+    assert found[1].started
+    assert isinstance(found[0], WorkerLostError) or answers(found[0]) == [2]
+    ending = await worker.wait()
+    assert ending.cause == "device"
+    assert ending.was_at_work
+
+
+async def test_sentinel_comes_after_all_that_is_launched(engine: LocalEngine, put):
+    worker = await start(engine, busy_us=20_000)
+    await worker.run([put({"n": 1})])
+    batches = [worker.run([put({"n": n})]) for n in (1, 2)]
+    await worker.stop(10)
+    assert [answers(await each) for each in batches] == [[2], [4]]

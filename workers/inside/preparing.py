@@ -1,0 +1,205 @@
+"""Prepares the batches of a worker: decodes, transforms and collates. Runs in a worker process.
+
+If the preparation of an item fails, only that item fails. Items that cannot be collated together
+are computed in several groups. For an accelerator, batches are laid in pinned memory, and copied to
+it while it computes the batch before.
+"""
+
+import math
+import time
+from asyncio import CancelledError
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+
+import msgspec
+import torch
+
+from inferpool.models.accelerator.device import HandOver
+from inferpool.models.accelerator.out_of_memory import is_out_of_memory
+from inferpool.models.base import Model
+from inferpool.models.item import Features, Item
+from inferpool.workers.config import ErrorDetail
+from inferpool.workers.inside.decoding import Decoding, MoreWork
+from inferpool.workers.inside.outcomes import error_of
+from inferpool.workers.inside.pools import started_pool
+from inferpool.workers.inside.shapes import ShapeGroup, grouped
+from inferpool.workers.inside.staging import Staging
+from inferpool.workers.messages import ItemError, ItemRef, Outcome
+
+RAISED = (Exception, CancelledError)
+"""Errors that fail an instance. `CancelledError` is no Exception, but asyncio code raises it."""
+_SAMPLE_REF = ItemRef("bytes", 0, 0, math.inf, request_id="canary")
+"""Reference for the item of a canary, whose payload is not in the arena."""
+_POOL_PAYS_S = 0.0005
+"""Preparation time per item from which on other threads are used: a hand-over costs time."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Prepared:
+    """A prepared batch. Each list but `groups` has one entry per item."""
+
+    id: int
+    refs: Sequence[ItemRef]
+    items: Sequence[Item]
+    features: list[Features | None]
+    buckets: list[Hashable]
+    """Return values of the model's `bucket`: equal items are computed together."""
+    outcomes: list[Outcome | None]
+    groups: list[ShapeGroup] = field(default_factory=list)
+    began: float = 0.0
+    """Begin of its preparation."""
+    prepare_s: float = 0.0
+    is_canary: bool = False
+    step: str = "collate"
+    """Method of the model that is running, or that failed."""
+    num_bytes: int = 0
+    """Bytes of the answers so far."""
+    decoding: Decoding | None = None
+    """The part that decoders prepare, if there is one."""
+    handed_over: HandOver | None = None
+    """When all that its preparation puts on the device is there; None on CPUs."""
+    device_s: float = 0.0
+    """The device's time for what was launched of it."""
+
+
+class Preparer:
+    """Prepares the batches of a loaded model. Its callers are in torch's inference mode."""
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        num_threads: int,
+        staging: Staging | None,
+        error_detail: ErrorDetail,
+    ) -> None:
+        """Start the threads.
+
+        Args:
+            model: The model.
+            num_threads: Number of preparations that may run at once.
+            staging: The way to the accelerator; None if batches stay on the host.
+            error_detail: Detail of the model's exceptions in answers.
+        """
+        self.give_decoders: Callable[[Sequence[ItemRef]], Decoding | None] | None = None
+        """Gives the decoders of this worker, if it has some, what they can prepare of a batch."""
+        self._model = model
+        self._staging = staging
+        self._error_detail = error_detail
+        with nullcontext() if staging is None else staging.beside():
+            # Its threads have the stream of this one.
+            self._pool = started_pool(num_threads, "prepare") if num_threads > 1 else None
+        self._item_s = 0.0
+
+    def begin(self, id: int, refs: Sequence[ItemRef], payloads: Sequence[memoryview]) -> Prepared:
+        """Let decoders begin with a batch. `finish` prepares it, in the order of these calls."""
+        items = [
+            Item(
+                kind=ref.kind,
+                payload=payload,
+                headers=ref.headers,
+                parameters=msgspec.json.decode(ref.parameters) if ref.parameters else {},
+            )
+            for ref, payload in zip(refs, payloads, strict=True)
+        ]
+        prepared = _prepared(id, refs, items)
+        if self.give_decoders is not None:
+            prepared.decoding = self.give_decoders(refs)
+        return prepared
+
+    def finish(self, prepared: Prepared, more: MoreWork | None = None) -> Prepared:
+        """Decode, transform and collate. May run while another batch is computed.
+
+        `more` may begin the next while decoders have nothing else to do.
+        """
+        prepared.began = time.monotonic()
+        if self._staging is None:
+            self._prepare(prepared, more)
+        else:
+            with self._staging.beside():
+                self._prepare(prepared, more)
+                prepared.handed_over = handed_over = self._staging.hand_over()
+            if prepared.decoding is not None:
+                prepared.decoding.is_copied = handed_over.is_over
+        prepared.prepare_s = time.monotonic() - prepared.began
+        return prepared
+
+    def prepare_sample(self, id: int, sample: Item | None) -> Prepared:
+        """Prepare a canary: a sample of the model, or nothing if it has none."""
+        prepared = (
+            _prepared(id, [], []) if sample is None else _prepared(id, [_SAMPLE_REF], [sample])
+        )
+        prepared.is_canary = True
+        return self.finish(prepared)
+
+    def collate(self, prepared: Prepared, indices: Sequence[int]) -> Features:
+        """Make one batch of some instances."""
+        chosen = [features for i in indices if (features := prepared.features[i]) is not None]
+        prepared.step = "collate"
+        batch = self._model.collate(chosen)
+        if self._staging is not None and isinstance(batch, Mapping):
+            return self._staging.stage(batch)
+        return batch
+
+    def _prepare(self, prepared: Prepared, more: MoreWork | None) -> None:
+        if prepared.decoding is None:
+            self._preprocess_all(prepared, range(len(prepared.items)))
+        else:
+            self._preprocess_all(prepared, prepared.decoding.others)
+            prepared.decoding.finish(more)
+            decoded = prepared.decoding.store(prepared.features, prepared.outcomes)
+            self._preprocess(prepared, decoded)
+            self._preprocess_all(prepared, prepared.decoding.others)
+        if live := [i for i, outcome in enumerate(prepared.outcomes) if outcome is None]:
+            prepared.groups = grouped(
+                live, prepared.features, prepared.buckets, partial(self.collate, prepared)
+            )
+
+    def _preprocess_all(self, prepared: Prepared, indices: Sequence[int]) -> None:
+        """Preprocess items in this thread, or in those of the pool if that pays."""
+        num_items = len(indices)
+        if self._pool and num_items > 1 and self._item_s > _POOL_PAYS_S:
+            list(self._pool.map(partial(self._preprocess_apart, prepared), indices))
+        elif num_items:
+            began = time.monotonic()
+            self._preprocess(prepared, indices)
+            self._item_s = (time.monotonic() - began) / num_items
+
+    def _preprocess_apart(self, prepared: Prepared, index: int) -> None:
+        """Preprocess one item, in a thread of the pool."""
+        with torch.inference_mode():
+            self._preprocess(prepared, (index,))
+
+    def _preprocess(self, prepared: Prepared, indices: Iterable[int]) -> None:
+        preprocess, bucket = self._model.preprocess, self._model.bucket
+        refs, items, features = prepared.refs, prepared.items, prepared.features
+        for i in indices:
+            if refs[i].deadline <= time.monotonic():
+                prepared.outcomes[i] = ItemError(
+                    "deadline_exceeded", "the deadline passed before it was prepared"
+                )
+                continue
+            step = "preprocess"
+            try:
+                features[i] = found = features[i] or preprocess(items[i])
+                step = "bucket"
+                prepared.buckets[i] = name = bucket(found)
+                hash(name)  # fail this item, not the batch, if it cannot be hashed
+            except RAISED as error:
+                if isinstance(error, torch.AcceleratorError) and not is_out_of_memory(error):
+                    raise  # the context is lost: this worker must end
+                prepared.outcomes[i] = error_of(error, step, refs[i], self._error_detail)
+
+
+def _prepared(id: int, refs: Sequence[ItemRef], items: Sequence[Item]) -> Prepared:
+    num_items = len(refs)
+    return Prepared(
+        id=id,
+        refs=refs,
+        items=items,
+        features=[None] * num_items,
+        buckets=[None] * num_items,
+        outcomes=[None] * num_items,
+    )

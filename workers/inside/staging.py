@@ -1,0 +1,114 @@
+"""Ways of batches to an accelerator, and of outputs back, beside what it computes. In workers.
+
+Three streams of a device work at the same time. One takes what the thread that prepares makes,
+among it the copy of the next batch. On the main thread's own the model computes. On the third the
+outputs go back. Events keep them in order, so that the host waits for outputs alone.
+"""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from inferpool.models.accelerator.device import HandOver, SideStream, current_stream, pinned
+from inferpool.models.base import Model
+from inferpool.models.border import forward_can_run_ahead
+from inferpool.models.item import Features
+
+
+class Staging:
+    """The ways between the host and the device of one model."""
+
+    def __init__(self, model: Model, device: str) -> None:
+        self.runs_ahead = forward_can_run_ahead(model)
+        """Batches are copied to the device before it computes them, and computed before the outputs
+        of the batch before are read."""
+        self._device = torch.device(device)
+        self._there = SideStream(device)
+        self._back = SideStream(device)
+
+    def beside(self) -> AbstractContextManager[None]:
+        """Let this thread put on the device what it prepares, in the block."""
+        return self._there.in_use()
+
+    def hand_over(self) -> HandOver:
+        """Mark the moment at which all that was put on the device so far is there."""
+        return self._there.mark()
+
+    def stage(self, batch: Features) -> Features:
+        """Lay a batch in pinned memory, and begin to copy it to the device if that may be done."""
+        return {name: self._staged(value) for name, value in batch.items()}
+
+    def launch(self, began: HandOver, outputs: Features) -> "Launch":
+        """Begin to copy outputs back, while this thread's stream goes on.
+
+        Args:
+            began: When the device began with them.
+            outputs: Return value of `forward`.
+        """
+        computed = mark_here()
+        with self._back.in_use():
+            computed.take(outputs.values())
+            copied = {name: out.to("cpu", non_blocking=True) for name, out in outputs.items()}
+            return Launch(copied, began, self._back.mark())
+
+    def _staged(self, value: Tensor) -> Tensor:
+        value = pinned(value)
+        if not self.runs_ahead or not isinstance(value, Tensor):
+            return value
+        try:
+            return value.to(self._device, non_blocking=True)
+        except torch.OutOfMemoryError:  # `forward` copies it, once the batch before is done
+            return value
+
+
+class Launch:
+    """Items that a device was told to compute, and their outputs on the way to the host."""
+
+    def __init__(self, outputs: Features, began: HandOver, done: HandOver) -> None:
+        self._outputs = outputs
+        self._began = began
+        self._done = done
+        self._is_over = False
+        self._error: Exception | None = None
+
+    def wait(self) -> None:
+        """Wait, asleep, until the outputs are there, or it has failed. Any thread may call it."""
+        if self._is_over:
+            return
+        try:
+            self._done.wait()
+        except Exception as error:  # for the thread that takes the outputs
+            self._error = error
+        self._is_over = True
+
+    def outputs(self) -> Features:
+        """Wait for the outputs, and return them.
+
+        Raises:
+            Exception: The device has failed, at this or at another task.
+        """
+        self.wait()
+        if self._error is not None:
+            raise self._error
+        return self._outputs
+
+    @property
+    def device_s(self) -> float:
+        """The device's time for it, if it is over and has not failed; else 0."""
+        if not self._is_over or self._error is not None:
+            return 0.0
+        return self._done.seconds_since(self._began)
+
+
+def take(handed_over: HandOver, features: Features | None) -> None:
+    """Let this thread's stream use what was put on the device before a moment."""
+    handed_over.take(features.values() if isinstance(features, Mapping) else ())
+
+
+def mark_here() -> HandOver:
+    """Mark the moment at which this thread's stream has done all that it was told until now."""
+    stream = current_stream()
+    assert stream is not None, "the device is in use"
+    return HandOver(stream)
