@@ -81,6 +81,7 @@ def settings_for(settings: Settings) -> Settings:
                 "decode": "exact",
                 "credit": 1,
                 "prepare_threads": 1,
+                "decoders": 0,
                 "objective_p99_ms": None,
             }
         )

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 
 from inferpool.service.api.routes.health import (
+    DecoderHealth,
     ForkserverHealth,
     FrontHealth,
     GpuHealth,
@@ -20,7 +21,7 @@ from inferpool.service.api.routes.health import (
 )
 from inferpool.service.queue.pool import Pool
 from inferpool.service.speed import SearchProgress, SpeedSearch
-from inferpool.workers.host.engine import ForkserverVitals, RankVitals
+from inferpool.workers.host.engine import DecoderVitals, ForkserverVitals, RankVitals
 from inferpool.workers.host.gpu_watch import GpuVitals
 from inferpool.workers.host.supervisor import WorkerSlot
 
@@ -104,6 +105,7 @@ def _worker_health(slot: WorkerSlot) -> WorkerHealth:
         placement=slot.config.placement.split or "replicate",
         threads=slot.config.placement.num_threads,
         ranks=[_rank_health(rank) for rank in vitals.ranks] if vitals else [],
+        decoders=[_decoder_health(each) for each in vitals.decoders] if vitals else [],
         split=SplitHealth(cuts=split.cuts, note=split.note) if split else None,
         speed=speed.preset if speed else None,
         speed_gain=round(speed.gain, 2) if speed else None,
@@ -148,6 +150,16 @@ def _rank_health(rank: RankVitals) -> RankHealth:
         part_bytes=rank.part.num_bytes if rank.part else 0,
         part=rank.part.text if rank.part else "",
         last_beat_age_s=round(rank.last_beat_age_s, 3),
+    )
+
+
+def _decoder_health(decoder: DecoderVitals) -> DecoderHealth:
+    return DecoderHealth(
+        number=decoder.seat,
+        pid=decoder.pid,
+        rss_bytes=decoder.rss_bytes,
+        num_decoded=decoder.num_done,
+        restarts=decoder.num_restarts,
     )
 
 

@@ -27,6 +27,7 @@ from inferpool.models.spec import Decoding, Placement, TensorHeader, TensorSpec
 from inferpool.models.vision.gpu_jpegs import GpuJpegs, decoder_on
 from inferpool.models.vision.images import check_size, decode_image, decode_scaled
 from inferpool.models.vision.photos import sample_jpegs, sample_views
+from inferpool.models.vision.stacking import stacked
 from inferpool.models.vision.transforms import ImageTransform, Normalize
 
 _DEFAULT_TOP_K = 5
@@ -58,6 +59,8 @@ class Classifier(Model):
         self.outputs = [
             TensorSpec(name="probabilities", dtype="float32", shape=(-1, len(self.labels)))
         ]
+        self.device = torch.device("cpu")
+        """Device of the network. Before `load`, and in decoders, it is the CPU."""
         self._normalize_on_cpu = Normalize(transform)
 
     def build_network(self) -> nn.Module:
@@ -118,7 +121,7 @@ class Classifier(Model):
         if any(image.dim() == 1 for image in images):
             images = self._decode_on_gpu(images)
         if all(image.dtype == torch.uint8 for image in images):
-            return {"image": torch.stack(images)}
+            return {"image": stacked(images)}
         return {
             "image": torch.stack(
                 [

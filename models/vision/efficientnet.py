@@ -52,6 +52,8 @@ _HEAD_CHANNELS = 1280
 class EfficientNetLite0(Classifier):
     """Serves the source `efficientnet_lite0`: 1000 ImageNet classes, 75.1 % top-1 as published."""
 
+    prepares_apart = True
+
     def __init__(self, *, weights: str | None = "DEFAULT") -> None:
         super().__init__(transform=_TRANSFORM, labels=imagenet_labels())
         self._weights = weights

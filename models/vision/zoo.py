@@ -39,6 +39,8 @@ class TorchvisionClassifier(Classifier):
         options: Keyword arguments of torchvision's builder, such as `num_classes`.
     """
 
+    prepares_apart = True
+
     def __init__(
         self,
         name: str,

@@ -17,6 +17,7 @@ from inferpool.service.errors import (
     NonFiniteOutputError,
     ServiceError,
     UnavailableError,
+    WorkerCrashedError,
 )
 from inferpool.service.queue.instance import (
     NO_TICK,
@@ -143,6 +144,8 @@ class Ledger:
             self.fail(instance, InvalidInputError(error.message))
         elif error.code == "non_finite_output":
             self.fail(instance, NonFiniteOutputError(error.message))
+        elif error.code == "worker_crashed":
+            self.fail(instance, WorkerCrashedError(error.message))
         elif error.code == "exhausted":
             self.fail(instance, UnavailableError(error.message, retry_after_s=1))
         else:

@@ -172,6 +172,10 @@ class Quarantine:
         self._suspects.drop(input.mark())
         self._suspects.drop(input.digest())
 
+    def convict(self, input: InputContent, now: float) -> None:
+        """Quarantine an input of which a worker says that its decoders have died of it."""
+        self.note_death_alone(input, MAX_CRASHES - 1, now)
+
     def note_success(self) -> None:
         """Note that a batch has succeeded, so workers do not die of every input."""
         self.recent.clear()
@@ -250,8 +254,15 @@ class Suspects:
         return is_any_guilty
 
     def note_answers(self, batch: Sequence[Instance], outcomes: Sequence[Outcome]) -> None:
-        """Clear the suspicion against an input that has come back alone with an answer."""
+        """Clear the suspicion against an input that has come back alone with an answer.
+
+        An input that decoders have died of goes into quarantine.
+        """
         quarantine = self._quarantine
+        if ItemError in map(type, outcomes):
+            for instance, outcome in zip(batch, outcomes, strict=True):
+                if isinstance(outcome, ItemError) and outcome.code == "worker_crashed":
+                    quarantine.convict(self._input_of(instance), time.monotonic())
         if batch[0].is_solo and not isinstance(outcomes[0], ItemError):
             quarantine.acquit(self._input_of(batch[0]))
         if quarantine.recent and not all(isinstance(each, ItemError) for each in outcomes):

@@ -21,6 +21,10 @@ from inferpool.workers.host.placing import PlacementRequest, place
 PositiveInt = Annotated[int, Field(ge=1)]
 PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Auto = Literal["auto"]
+_OWN_CORES = 2
+"""Cores of a worker for itself: for the thread that prepares, and the one that computes."""
+_LEAST_CORES = 4
+_MAX_DECODERS = 32
 
 
 class SettingsTable(BaseModel):
@@ -98,6 +102,10 @@ class ModelSettings(SettingsTable):
     `speed` is)."""
     prepare_threads: Auto | PositiveInt = "auto"
     """Threads that decode and resize in each worker; `auto`: 1 on a CPU, up to 8 for a GPU."""
+    decoders: Auto | Annotated[int, Field(ge=0, le=64)] = "auto"
+    """Processes that decode and resize for each worker, if its model allows it: the built-in image
+    classifiers do. 0: the threads do it. `auto`: 0 on a CPU; for a GPU one per core that its worker
+    has, less two, if it has four."""
 
     @field_validator("source")
     @classmethod
@@ -210,12 +218,15 @@ class ModelSettings(SettingsTable):
         error_detail: ErrorDetail = "name",
     ) -> WorkerConfig:
         """Return the configuration of the worker on one placement."""
+        num_decoders = self._num_decoders(placement)
         return WorkerConfig(
             model=self.model_config_for(name),
             placement=placement,
-            credit=self.credit + placement.num_at_once - 1,
+            # Decoders begin with one batch more, while the last instances of another are decoded.
+            credit=self.credit + placement.num_at_once - 1 + (num_decoders > 0),
             max_batch_size=self.batch_size,
             prepare_threads=self._num_prepare_threads(placement),
+            decoders=num_decoders,
             speed="exact" if placement.split else self.speed,
             decode=self.decode,
             cache_dir=cache_dir,
@@ -224,6 +235,14 @@ class ModelSettings(SettingsTable):
             max_image_pixels=max_image_pixels,
             error_detail=error_detail,
         )
+
+    def _num_decoders(self, placement: Placement) -> int:
+        if self.decoders != "auto":
+            return self.decoders
+        num_cores = placement.num_threads * placement.num_ranks
+        if "cpu" in placement.devices or num_cores < _LEAST_CORES:
+            return 0  # decoding competes with the forward pass for the same cores
+        return min(num_cores - _OWN_CORES, _MAX_DECODERS)
 
     def _num_prepare_threads(self, placement: Placement) -> int:
         if self.prepare_threads != "auto":

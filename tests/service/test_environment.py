@@ -82,6 +82,7 @@ MODEL = {
     "speed": "exact",
     "decode": "exact",
     "prepare_threads": 2,
+    "decoders": 3,
 }
 OPTIONS = {"width": 3, "rate": 0.5, "name": "cat or dog", "sizes": [1, 2], "is_on": True}
 

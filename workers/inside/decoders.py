@@ -369,8 +369,10 @@ def crew_for(
     config: WorkerConfig, model: Model, door: socket.socket, on_progress: Callable[[], None]
 ) -> DecoderCrew | None:
     """Return the crew of a loaded model; None if decoders cannot prepare its instances."""
+    if not model.prepares_apart or model.decode not in ("exact", "fast"):
+        return None  # its pictures may be decoded on the device
     samples = decodable(model)
-    if not model.prepares_apart or not samples:
+    if not samples:
         return None
     with torch.inference_mode():
         digest, slot_bytes = digest_of(model, samples)

@@ -43,6 +43,18 @@ class RankHealth:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderHealth:
+    """One process that decodes and resizes for a worker."""
+
+    number: int
+    pid: int
+    rss_bytes: int
+    num_decoded: int
+    """Instances that it has prepared."""
+    restarts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SplitHealth:
     """How the model of a worker was split."""
 
@@ -71,7 +83,7 @@ class WorkerHealth:
     last_answer_age_s: float | None
     """Seconds since it last answered a request or a canary."""
     rss_bytes: int | None
-    """Memory of all its ranks, as the operating system counts it."""
+    """Memory of all its ranks and decoders, as the operating system counts it."""
     restarts: int
     placement: Literal["replicate", "pipeline", "tensor"] = "replicate"
     """One process with the whole model, or the way it is split over several."""
@@ -79,6 +91,8 @@ class WorkerHealth:
     """Threads with which each of its processes computes."""
     ranks: Sequence[RankHealth] = ()
     """The processes that it is split over; none if it is not split, or not there."""
+    decoders: Sequence[DecoderHealth] = ()
+    """The processes that decode for it, if it has some."""
     split: SplitHealth | None = None
     """How it was split."""
     speed: str | None = None

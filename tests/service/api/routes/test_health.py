@@ -5,6 +5,7 @@ from fastapi import FastAPI
 
 from inferpool.service.api.errors import install_error_handlers
 from inferpool.service.api.routes.health import (
+    DecoderHealth,
     HealthReport,
     HostStatus,
     InputDescription,
@@ -41,6 +42,7 @@ WORKER = WorkerHealth(
             last_beat_age_s=0.5,
         )
     ],
+    decoders=[DecoderHealth(number=0, pid=124, rss_bytes=9, num_decoded=5, restarts=1)],
     split=SplitHealth(cuts=["layer2"], note="by bytes"),
     speed="folded",
     decode="exact",

@@ -1,0 +1,119 @@
+"""Photographs decoded in processes beside the workers, over HTTP."""
+
+import base64
+import os
+import signal
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.e2e.running import Running, is_alive, running, until
+from tests.models.items import jpeg
+
+NAMES = ("chelsea", "coffee", "astronaut", "rocket", "clock", "camera")
+APART = "tests.apart_model:ApartModel"
+
+
+def ask_all(service: Running) -> list[object]:
+    """Return the answers to photographs as bodies, in base64, cut short, and with a parameter.
+
+    In batches of one, since the size of a batch changes the last digits.
+    """
+    images = [jpeg(name) for name in NAMES]
+    texts = [{"b64": base64.b64encode(image).decode()} for image in images]
+
+    def post(image: bytes, path: str = "/predict") -> tuple[int, object]:
+        answer = service.post(path, content=image, headers={"Content-Type": "image/jpeg"})
+        return answer.status_code, answer.json().get("predictions", answer.json().get("detail"))
+
+    with ThreadPoolExecutor(8) as pool:
+        whole = list(pool.map(post, images * 3))
+    found: list[object] = [*whole, service.predict(*texts)]
+    found += [post(image[: len(image) // 2]) for image in images]
+    found += [post(images[0], f"/predict?top_k={top_k}") for top_k in (1, 3, 0)]
+    return found
+
+
+def one_worker(source: str, **changes: object) -> dict[str, object]:
+    return {"models": {"m": {"source": source, "replicas": 1, **changes}}}
+
+
+def decoders(service: Running) -> list[dict]:
+    return [decoder for worker in service.workers() for decoder in worker["decoders"]]
+
+
+def pids(service: Running) -> Sequence[int]:
+    return [decoder["pid"] for decoder in decoders(service)]
+
+
+def warm(service: Running, num: int) -> None:
+    """Ask until all decoders have prepared something."""
+    texts = [{"b64": base64.b64encode(jpeg(name)).decode()} for name in NAMES]
+
+    def all_have_worked() -> bool:
+        service.predict(*texts)
+        found = decoders(service)
+        return len(found) == num and all(each["num_decoded"] for each in found)
+
+    until(all_have_worked)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    with running(
+        settings=one_worker("efficientnet_lite0", decoders=0, max_batch_size=1)
+    ) as service:
+        assert decoders(service) == []
+        yield service
+
+
+@pytest.fixture(scope="module")
+def decoded():
+    with running(
+        settings=one_worker("efficientnet_lite0", decoders=2, max_batch_size=1)
+    ) as service:
+        warm(service, 2)
+        yield service
+
+
+def test_answers_are_the_same_as_without(plain: Running, decoded: Running):
+    assert ask_all(decoded) == ask_all(plain)
+    assert sum(each["num_decoded"] for each in decoders(decoded)) > 20
+
+
+def test_killed_and_stopped_decoders_cost_nobody_an_answer(plain: Running, decoded: Running):
+    expected = ask_all(plain)
+    before = pids(decoded)
+    os.kill(before[0], signal.SIGKILL)
+    os.kill(before[1], signal.SIGSTOP)
+    assert ask_all(decoded) == expected
+    until(lambda: len(pids(decoded)) == 2 and not {*pids(decoded)} & {*before})
+    (worker,) = decoded.workers()
+    assert worker["incarnation"] == worker["restarts"] == 0
+    assert ask_all(decoded) == expected
+
+
+def test_poison_costs_only_its_own_request_an_answer_and_is_quarantined():
+    with running(settings=one_worker(APART, decoders=1)) as service:
+        until(lambda: service.predict({"n": 2})[0]["by"] in pids(service))
+        poison = {"n": 1, "do": "kill early"}
+        answer = service.ask(poison)
+        assert (answer.status_code, answer.json()["code"]) == (500, "worker_crashed")
+        answer = service.ask(poison)
+        assert (answer.status_code, answer.json()["code"]) == (422, "quarantined")
+        until(lambda: service.predict({"n": 2})[0]["by"] in pids(service))
+        (worker,) = service.workers()
+        assert worker["incarnation"] == 0
+        assert decoders(service)[0]["restarts"] == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_decoders_end_with_the_service(number: int):
+    settings = {"models": {"m": {"source": APART, "replicas": 2, "decoders": 2}}}
+    with running(settings=settings) as service:
+        until(lambda: len(pids(service)) == 4)
+        family = service.family()
+        service.signal(number)
+        service.wait()
+        until(lambda: not any(map(is_alive, family)))
