@@ -96,8 +96,11 @@ API cuGetExportTable(const void **table, const void *id) { return NOT_FOUND; }
 API cuGetProcAddress_v2(const char *name, void **function, int version, unsigned long long flags,
                         int *status) {
     Dl_info self;
+    char newer[128];
     void *library = dladdr((void *)refuse, &self) ? dlopen(self.dli_fname, RTLD_LAZY) : NULL;
-    *function = library ? dlsym(library, name) : NULL;
+    snprintf(newer, sizeof newer, "%s_v2", name);
+    *function = dlsym(library, newer);
+    if (!*function) *function = dlsym(library, name);
     if (!*function) *function = (void *)refuse;
     if (status) *status = 0;
     return OK;
