@@ -39,8 +39,9 @@ class GpuVitals:
     """Share of the time in which a kernel ran on it."""
     temperature_c: float | None = None
     power_w: float | None = None
-    num_xid_errors: int = 0
-    """Critical errors that the driver has reported since the service started."""
+    num_xid_errors: int | None = None
+    """Critical errors that the driver has reported since the service started. Not every
+    driver reports them."""
     last_xid: int = 0
     """Number of the last such error; 0 if there was none."""
 
@@ -58,6 +59,8 @@ class GpuWatch:
         self._num_xids: Counter[str] = Counter()
         """Number of errors by the UUID of the whole GPU. Used by the thread only."""
         self._last_xids: dict[str, int] = {}
+        self._heard: set[str] = set()
+        """UUIDs of whole GPUs whose errors the driver reports."""
 
     def start(self) -> None:
         """Start the thread, if there are GPUs."""
@@ -104,6 +107,7 @@ class GpuWatch:
             try:
                 handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
                 nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, events)
+                self._heard.add(uuid)
             except nvml.NVMLError as error:  # not supported there, or not permitted
                 logger.debug("Xid errors of %s are not seen: NVML says %s", uuid, error)
         return events
@@ -154,7 +158,7 @@ class GpuWatch:
             name=gpu.name,
             is_up=False,
             memory_bytes=gpu.memory_bytes,
-            num_xid_errors=self._num_xids[_whole(gpu)],
+            num_xid_errors=self._num_xids[_whole(gpu)] if _whole(gpu) in self._heard else None,
             last_xid=self._last_xids.get(_whole(gpu), 0),
         )
 

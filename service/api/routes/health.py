@@ -202,7 +202,7 @@ class GpuHealth:
     """The share of the time in which something ran on it, from 0 to 1."""
     temperature_c: float | None
     power_w: float | None
-    xid_errors: int
+    xid_errors: int | None
     """Critical errors that the driver has reported since the service started."""
     last_xid: int
     """NVIDIA's number of the last of them; 0 for none."""
