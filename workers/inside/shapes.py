@@ -69,11 +69,13 @@ def _collated(
 ) -> list[ShapeGroup]:
     try:
         return [ShapeGroup(indices, collate(indices))]
-    except torch.AcceleratorError as error:
-        if not is_out_of_memory(error):
+    except Exception as error:
+        is_shortage = is_out_of_memory(error)
+        if isinstance(error, torch.AcceleratorError) and not is_shortage:
             raise  # the context is lost: this worker must end
-    except Exception:
         logger.debug("%d instances could not be collated", len(indices), exc_info=True)
+    if is_shortage:
+        return [ShapeGroup(indices, None)]  # to be halved
     for look_of in (_layout_of, _signature_of):
         parts = _alike(indices, lambda i: look_of(features[i]))  # noqa: B023 - called at once
         if len(parts) > 1:
