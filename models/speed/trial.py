@@ -25,6 +25,7 @@ from inferpool.models.accelerator.device import (
 from inferpool.models.accelerator.out_of_memory import is_out_of_memory
 from inferpool.models.agreement import Agreement
 from inferpool.models.base import Model
+from inferpool.models.border import forward_can_run_ahead
 from inferpool.models.item import Features, Item
 from inferpool.models.speed.compiled import Compiled
 from inferpool.models.speed.graphs import Graphed
@@ -187,7 +188,7 @@ class Trial:
         """Return its speed relative to the exact one: the geometric mean over batch sizes."""
         most = min(self._max_batch_size, _MAX_TIMED_BATCH)
         sizes = {1, self._fitting(most) if self.is_on_cpu else self.sizes[-1]}
-        gains = [self._gain(network, self._collate(range(size))) for size in sorted(sizes)]
+        gains = [self._gain(network, self._timed_batch(size)) for size in sorted(sizes)]
         return float(math.prod(gains) ** (1 / len(gains)))
 
     def recover(self) -> None:
@@ -219,8 +220,8 @@ class Trial:
     def _found_sizes(self) -> Sequence[int]:
         sizes: list[int] = []
         for size in steps_to(self._max_batch_size):
-            batch = self._collate(range(size))
             try:
+                batch = self._timed_batch(size)
                 self._seconds(self.exact, batch)  # the first call of a size is no measure
                 took_s = self._seconds(self.exact, batch)
             except RuntimeError as error:
@@ -266,7 +267,7 @@ class Trial:
     def _fitting(self, size: int, within_s: float = _BATCH_S) -> int:
         """Return the size, or a smaller one if such a batch would take too long."""
         if self._single_s is None:
-            single = self._collate([0])
+            single = self._timed_batch(1)
             self._seconds(self.exact, single)  # the first call of a network is no measure
             self._single_s = self._seconds(self.exact, single)
         return max(1, min(size, int(within_s / max(self._single_s, 1e-6))))
@@ -286,11 +287,18 @@ class Trial:
             self._features[i] = self.model.preprocess(self._items[i])
         return self._features[i]
 
-    def _seconds(self, network: nn.Module, batch: Features) -> float:
-        """Time a batch. On an accelerator that is the way there and the network.
+    @torch.inference_mode()
+    def _timed_batch(self, size: int) -> Features:
+        """Make a batch, and put it on the device if service does so beside what it computes."""
+        batch = self._collate(range(size))
+        if self.is_on_cpu or not forward_can_run_ahead(self.model):
+            return batch
+        return {name: value.to(self.device) for name, value in batch.items()}
 
-        The way back and the postprocessing are the same for all presets, and large beside a fast
-        network.
+    def _seconds(self, network: nn.Module, batch: Features) -> float:
+        """Time a batch; on an accelerator `forward` alone, until the device is done.
+
+        Service does the rest meanwhile, for any preset in the same way.
         """
         if self.is_on_cpu:
             began = self._clock()

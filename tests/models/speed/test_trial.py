@@ -153,27 +153,39 @@ def test_a_model_whose_inputs_differ_in_shape_serves_without_graphs(monkeypatch,
     assert "graphs are for inputs of one shape" in report.note
 
 
-def test_presets_are_timed_as_service_computes_them_and_without_what_follows():
-    seen = []
+class Noting(SmallClassifier):
+    """A classifier that notes the batches that it computes."""
 
-    class Noting(SmallClassifier):
-        def forward(self, batch):
-            seen.append((len(batch["image"]), batch["image"].is_pinned()))
-            return super().forward(batch)
+    def forward(self, batch):
+        x = batch["image"]
+        self.seen.append((len(x), "pinned" if x.is_pinned() else x.device.type))
+        return super().forward(batch)
 
-        def postprocess(self, outputs):
-            pytest.fail("it is the same for all presets")
+    def postprocess(self, outputs):
+        pytest.fail("it is the same for all presets")
 
-    trial = tried(on_device(model_class=Noting), max_batch_size=128)
+
+class NotingOnDevice(Noting):
+    can_run_ahead = True
+
+    def forward(self, batch):
+        return super().forward(batch)
+
+
+@pytest.mark.parametrize(("model_class", "where"), [(Noting, "pinned"), (NotingOnDevice, "sim")])
+def test_presets_are_timed_as_service_computes_them_and_without_what_follows(model_class, where):
+    model = on_device(model_class=model_class)
+    model.seen = []
+    trial = tried(model, max_batch_size=128)
     trial.gain(trial.exact)
-    assert {size for size, _ in seen} == {1, 2, 4, 8, 16, 32, 64, 128}
-    assert seen[-1][0] == 128
-    assert all(is_pinned for _, is_pinned in seen)
+    assert {size for size, _ in model.seen} == {1, 2, 4, 8, 16, 32, 64, 128}
+    assert model.seen[-1] == (128, where)
+    assert {place for _, place in model.seen} == {where}
 
 
 def test_timing_waits_for_what_was_told_before_and_for_the_end():
     trial = tried(on_device())
-    batch = trial._collate([0])
+    batch = trial._timed_batch(1)
     are_idle = []
 
     def clock():
