@@ -12,6 +12,7 @@ import pytest
 
 from inferpool.models.accelerator.device import module_of
 from inferpool.models.accelerator.kinds import accelerator_of
+from inferpool.models.spec import Placement
 from inferpool.workers.host.devices import find_host
 from tests.e2e.running import ROOT
 from tests.gpu.results import RunResults
@@ -47,6 +48,10 @@ class Devices:
     def uuids(self) -> list[str]:
         host = find_host(os.environ.get("CUDA_VISIBLE_DEVICES"))
         return [gpu.uuid for gpu in host.gpus if gpu.kind == self.kind]
+
+    def placement(self, index: int) -> Placement:
+        """Return the placement of a replica that this process loads itself."""
+        return Placement(devices=(f"{self.kind}:{index}",))
 
     def named(self, *indices: int) -> str:
         """Return the setting for some devices, such as "cuda:0,1"; skip the test if one lacks."""
@@ -89,6 +94,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterat
     """Write the page of results."""
     yield
     reports = [each for some in terminalreporter.stats.values() for each in some]
+    if terminalreporter.config.pluginmanager.has_plugin("serving"):
+        return  # the process that shows these tests has all of them
     results = RunResults(each for each in reports if isinstance(each, pytest.TestReport))
     chosen = os.environ.get(_FOLDER) or ("gpu-results" if "cuda" in results.kinds else "")
     if chosen:

@@ -1,6 +1,7 @@
 """Models that use a device in ways whose right answers are known, or break it as an input says."""
 
 import threading
+import time
 from pathlib import Path
 
 import torch
@@ -23,18 +24,23 @@ _MEET_S = 30.0
 class DeviceFaultModel(Model):
     """Takes {"n": number, "do": act, "share": part of the memory}; answers {"twice": 2 * number}.
 
-    "assert" indexes beyond the end of a table. "meet" waits in `forward` until a later input is
-    being prepared, and fails if none comes.
+    "assert" indexes beyond the end of a table. "meet" waits in `forward` until a later input has
+    been prepared, and fails if none is.
     """
 
     outputs = (TensorSpec(name="twice", dtype="int64", shape=(-1,)),)
 
-    def __init__(self, *, lost: str | None = None) -> None:
-        """Take a file; the device whose UUID is in it is lost to all processes (simulated)."""
+    def __init__(self, *, lost: str | None = None, forward_s: float = 0.0) -> None:
+        """Choose how it fails.
+
+        Args:
+            lost: A file; the device whose UUID is in it is lost to all processes (simulated).
+            forward_s: Seconds that each forward pass takes at least.
+        """
         self._lost = Path(lost) if lost else None
+        self._forward_s = forward_s
         self._prepared = threading.Condition()
-        self._last = -1
-        """Number of the input that was last prepared."""
+        self._num_prepared = 0
 
     def load(self, placement: Placement) -> None:
         self._device = torch.device(placement.devices[0])
@@ -50,21 +56,24 @@ class DeviceFaultModel(Model):
         if not isinstance(value, dict) or value.get("do", "ok") not in ACTS:
             raise InputError('an instance is {"n": number, "do": act, "share": number}')
         with self._prepared:
-            self._last = value["n"]
+            self._num_prepared += 1
+            place = self._num_prepared
             self._prepared.notify_all()
         return {
             "n": torch.tensor(value["n"]),
             "share": torch.tensor(float(value.get("share", 0))),
             "do": torch.tensor(ACTS.index(value.get("do", "ok"))),
+            "place": torch.tensor(place),
         }
 
     def forward(self, batch: Features) -> Features:
         self._lose_device()
+        time.sleep(self._forward_s)
         n = batch["n"].to(self._device, non_blocking=True)
         num_bytes = int(batch["share"].sum() * self._num_bytes)
         taken = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        for number, act in zip(batch["n"].tolist(), batch["do"].tolist(), strict=True):
-            self._act(ACTS[act], number)
+        for act, place in zip(batch["do"].tolist(), batch["place"].tolist(), strict=True):
+            self._act(ACTS[act], place)
         del taken
         return {"twice": n * 2}
 
@@ -74,18 +83,19 @@ class DeviceFaultModel(Model):
     def warmup(self) -> list[Item]:
         return [Item(kind="json", payload=memoryview(b'{"n": -1}'))]
 
-    def _act(self, act: str, number: int) -> None:
+    def _act(self, act: str, place: int) -> None:
         if act == "assert":
             table = torch.zeros(4, device=self._device)
             table[torch.full((1,), 9, device=self._device)].sum()
             self._module.synchronize()
         elif act == "meet":
             with self._prepared:
-                if not self._prepared.wait_for(lambda: self._last > number, _MEET_S):
+                if not self._prepared.wait_for(lambda: self._num_prepared > place, _MEET_S):
                     raise TimeoutError("no later input was prepared meanwhile")
 
     def _lose_device(self) -> None:
-        if self._lost and self._lost.exists() and self._lost.read_text() in self._uuid:
+        uuid = self._lost.read_text() if self._lost and self._lost.exists() else ""
+        if uuid and uuid in self._uuid:
             self._module.lose(self._device)
 
 

@@ -1,0 +1,74 @@
+"""Preparation and computation at the same time, from many clients, against exact answers."""
+
+import itertools
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from inferpool import Client
+from tests.e2e.running import Running, asking, faulty, running
+from tests.gpu.conftest import Devices
+from tests.gpu.device_models import ExactModel, Steps, numbers
+
+MODEL = "tests.gpu.device_models:DeviceFaultModel"
+EXACT = "tests.gpu.device_models:ExactModel"
+
+
+def test_next_batch_is_prepared_while_one_is_computed(devices: Devices):
+    # A worker prepares ahead where a batch takes a while.
+    slow = {"forward_s": 0.01}
+    settings = faulty(source=MODEL, devices=devices.named(0), max_batch_size=1, options=slow)
+    with running(settings=settings) as service:
+        service.predict({"n": 1})
+        with asking(lambda: service.ask({"n": 2})):
+            assert service.predict({"n": 3, "do": "meet"})[0]["twice"] == 6
+
+
+@pytest.fixture(scope="module", params=["exact", "graphed"])
+def exact(devices: Devices, request: pytest.FixtureRequest) -> Iterator[Running]:
+    """A model of whole numbers; on the simulated device operations begin late."""
+    settings = faulty(source=EXACT, devices=devices.named(0), max_batch_size=16, batch_wait_ms=1)
+    late = {"SIM_DELAY_US": "100"}
+    with running("--speed", request.param, settings=settings, env=late) as service:
+        assert service.workers()[0]["speed"] == request.param
+        yield service
+
+
+def test_every_answer_to_many_clients_is_exact(devices: Devices, exact: Running, record_property):
+    num_clients, num_each = (8, 40) if devices.is_simulated else (32, 400)
+    wrong: list[int] = []
+    network = Steps()
+
+    def ask(client: int) -> int:
+        own = Client(exact.url, timeout_s=60)
+        for number in range(client, num_clients * num_each, num_clients):
+            x = numbers(number)
+            found = own.predict({"x": x}, as_arrays=True).tensor
+            with torch.inference_mode():
+                if not torch.equal(found.reshape(-1), network(x[None])[0]):
+                    wrong.append(number)
+        own.close()
+        return num_each
+
+    with ThreadPoolExecutor(num_clients) as pool:
+        num_asked = sum(pool.map(ask, range(num_clients)))
+    assert wrong == []
+    batches = exact.workers()[0]["num_batches"]
+    assert batches < num_asked, "each was computed alone"
+    record_property("answers compared", num_asked)
+    record_property("batches", batches)
+
+
+def test_outputs_of_one_batch_survive_the_next(devices: Devices):
+    """A graph writes each batch's outputs to the same memory."""
+    inputs = torch.stack([numbers(number) for number in range(4)])
+    expected = Steps()(inputs)
+    model = ExactModel()
+    model.load(devices.placement(0))
+    with torch.inference_mode():
+        outputs = [model.forward({"x": row[None].pin_memory()})["y"] for row in inputs]
+        found = [output.cpu()[0] for output in outputs]
+    for one, other in itertools.zip_longest(found, expected):
+        assert torch.equal(one, other)
