@@ -8,11 +8,21 @@ from inferpool.models.errors import RankError
 from inferpool.models.texts import chain_of
 
 _MESSAGES = (
+    "out of memory",  # after "CUDA error: ", "CUDA driver error: ", "HIP error: "; also in NCCL
     "DefaultCPUAllocator: ",  # c10/core/impl/alloc_cpu.cpp: can't allocate, not enough memory
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
-    "CUDA error: out of memory",  # cudaErrorMemoryAllocation, after which the context is well
+    "_STATUS_ALLOC_FAILED",  # cuBLAS, cuSPARSE, cuSOLVER, and cuDNN before 9
+    "_ALLOCATION_FAILED",  # cuDNN 9: CUDNN_STATUS_INTERNAL_ERROR_{HOST,DEVICE}_ALLOCATION_FAILED
+    "CUFFT_ALLOC_FAILED",
+    "NVJPEG_STATUS_ALLOCATOR_FAILURE",
+    "_STATUS_NOT_INITIALIZED",  # a library's handle is made at its first use, and needs memory
+    "unable to find an engine to execute",  # torch tries cuDNN's engines until one has the memory
+    "Unable to find a valid cuDNN algorithm",
 )
+"""Parts of messages, in the words of NVIDIA's libraries and of torch.
+
+"_STATUS_NOT_INITIALIZED" has other causes too, such as a lost context. So after an error of this
+kind the caller waits for the device, which tells.
+"""
 
 _ERRNOS = frozenset(
     (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.EAGAIN)

@@ -1,0 +1,55 @@
+"""Errors for want of memory, in the words of the libraries that raise them."""
+
+import errno
+
+import pytest
+import torch
+
+from inferpool.models.accelerator.out_of_memory import is_out_of_memory, lacks_resources
+from inferpool.models.errors import RankError
+
+SHORTAGES = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total"),
+    MemoryError(),
+    torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be reported"),
+    RuntimeError("CUDA driver error: out of memory"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_NOT_INITIALIZED"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+    RuntimeError("GET was unable to find an engine to execute this computation"),
+    RuntimeError("CUDA error: CUSPARSE_STATUS_ALLOC_FAILED when calling `cusparseCreate(handle)`"),
+    RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate`"),
+    RuntimeError("cuFFT error: CUFFT_ALLOC_FAILED"),
+    torch.distributed.DistBackendError(
+        "NCCL error in: ProcessGroupNCCL.cpp:1331, unhandled cuda error\nncclUnhandledCudaError: "
+        "Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'"
+    ),
+    RankError(1, "it ran out", is_out_of_memory=True),
+]
+
+
+@pytest.mark.parametrize("error", SHORTAGES, ids=str)
+def test_want_of_memory_is_known_by_each_library_s_words(error: Exception):
+    assert is_out_of_memory(error)
+    assert lacks_resources(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`"),
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)"),
+        ValueError("out of memory"),
+        OSError(errno.ENOENT, "No such file or directory"),
+    ],
+    ids=str,
+)
+def test_other_errors_are_no_want_of_memory(error: Exception):
+    assert not is_out_of_memory(error)
+    assert not lacks_resources(error)
