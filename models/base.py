@@ -62,6 +62,9 @@ class Model:
     methods after it. Then an accelerator gets each batch before it is done with the batch before:
     the worker copies it there in time, and calls `forward` before that one's `postprocess`. A
     subclass with a `forward` of its own must say so anew."""
+    stack_instances: Callable[[list[Tensor]], Tensor] = staticmethod(torch.stack)
+    """Stacks tensors, for `collate`. The worker sets it after `load`, so that batches for an
+    accelerator are made in memory from which it copies them itself."""
     network: Callable[..., object] | None = None
     """The network that `forward` calls. If `load` sets it to an `nn.Module`, a speed preset may
     replace it with a faster one that takes and returns the same, after a trial on `samples`."""
@@ -165,7 +168,8 @@ class Model:
         names = instances[0]
         if len({len(each) for each in instances}) > 1:
             raise ValueError("the instances have not the same tensors")
-        return {name: _stacked([each[name] for each in instances]) for name in names}
+        stack = self.stack_instances
+        return {name: _stacked([each[name] for each in instances], stack) for name in names}
 
     def forward(self, batch: Features) -> Features:
         """Compute a batch under `torch.inference_mode()`; `batch` is on the CPU, maybe pinned.
@@ -257,7 +261,7 @@ def load_model(model: Model, placement: Placement) -> None:
         )
 
 
-def _stacked(tensors: list[Tensor]) -> Tensor:
+def _stacked(tensors: list[Tensor], stack: Callable[[list[Tensor]], Tensor]) -> Tensor:
     if len({tensor.dtype for tensor in tensors}) > 1:  # torch would find one that holds them all
         raise ValueError("tensors of one name differ in their dtype")
-    return torch.stack(tensors)
+    return stack(tensors)

@@ -6,7 +6,7 @@ of accelerator needs no change elsewhere.
 """
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -171,6 +171,18 @@ def pinned(value: object) -> Any:
     if not isinstance(value, Tensor) or value.device.type != "cpu":
         return value
     return value.pin_memory()
+
+
+def stack_pinned(tensors: Sequence[Tensor]) -> Tensor:
+    """Stack tensors like `torch.stack`; those on the CPU in pinned memory, with one copy.
+
+    torch keeps pinned memory for the next batches of about this size.
+    """
+    first = tensors[0]
+    if first.device.type != "cpu" or first.layout is not torch.strided or first.is_quantized:
+        return torch.stack([*tensors])
+    out = torch.empty((len(tensors), *first.shape), dtype=first.dtype, pin_memory=True)
+    return torch.stack([*tensors], out=out)
 
 
 class HandOver:

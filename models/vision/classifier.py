@@ -121,9 +121,9 @@ class Classifier(Model):
         if any(image.dim() == 1 for image in images):
             images = self._decode_on_gpu(images)
         if all(image.dtype == torch.uint8 for image in images):
-            return {"image": stacked(images)}
+            return {"image": stacked(images, self.stack_instances)}
         return {
-            "image": torch.stack(
+            "image": self.stack_instances(
                 [
                     self._normalize_on_cpu(image[None])[0] if image.dtype == torch.uint8 else image
                     for image in images

@@ -1,13 +1,12 @@
 """Stacks pictures that may lie side by side already. Worker processes only."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 
-def stacked(images: Sequence[Tensor]) -> Tensor:
-    """Stack pictures of one shape, like `torch.stack`.
+def stacked(images: list[Tensor], stack: Callable[[list[Tensor]], Tensor]) -> Tensor:
+    """Stack pictures of one shape, with `stack` if they do not lie side by side.
 
     Decoders write those of a batch side by side into shared memory, which may be pinned: these are
     not copied. So the result must not be written to.
@@ -24,6 +23,6 @@ def stacked(images: Sequence[Tensor]) -> Tensor:
         for number, image in enumerate(images)
     )
     if not is_side_by_side:
-        return torch.stack([*images])
+        return stack(images)
     shape = (len(images), *first.shape)
     return first.as_strided(shape, (step, *first.stride()), begin)

@@ -21,7 +21,7 @@ from inferpool.models.item import Features, Item
 from inferpool.models.texts import described, text_of
 from inferpool.workers.config import ErrorDetail
 from inferpool.workers.inside.checks import BrokenPromiseError, OutputChecks
-from inferpool.workers.inside.decoding import Decoding, MoreWork
+from inferpool.workers.inside.decoding import Decoding
 from inferpool.workers.inside.outcomes import (
     MAX_BATCH_BYTES,
     TensorOutputs,
@@ -82,6 +82,8 @@ class Computer:
         self._preparer = Preparer(
             model, num_threads=num_threads, staging=self._staging, error_detail=error_detail
         )
+        # Called for each batch, so without a step between.
+        self.begin, self.finish = self._preparer.begin, self._preparer.finish
         self._encode = msgspec.json.Encoder(enc_hook=plain_value).encode
 
     def warm_up(self, samples: Sequence[Item], sizes: Sequence[int]) -> float:
@@ -118,14 +120,6 @@ class Computer:
         """Decode, transform and collate. May run while another batch is in `compute`."""
         return self.finish(self.begin(id, refs, payloads))
 
-    def begin(self, id: int, refs: Sequence[ItemRef], payloads: Sequence[memoryview]) -> Prepared:
-        """Let decoders begin with a batch. `finish` prepares it, in the order of these calls."""
-        return self._preparer.begin(id, refs, payloads)
-
-    def finish(self, prepared: Prepared, more: MoreWork | None = None) -> Prepared:
-        """Prepare a batch; `more` may begin the next while decoders have nothing else to do."""
-        return self._preparer.finish(prepared, more)
-
     def prepare_sample(self, id: int) -> Prepared:
         """Prepare a canary: the model's sample, or nothing if it has none."""
         return self._preparer.prepare_sample(id, self._sample)
@@ -158,6 +152,7 @@ class Computer:
             torch.AcceleratorError: The device's context is lost.
         """
         assert self._staging is not None
+        assert prepared.handed_over is not None
         for group in prepared.groups:
             live, batch = _in_time(prepared, group.indices), group.batch
             if batch is None or len(live) < len(group.indices):
@@ -168,7 +163,9 @@ class Computer:
             group.batch = None
             try:
                 began = mark_here()
-                outputs = self._forward(prepared, batch)
+                take(prepared.handed_over, batch)
+                prepared.step = "forward"
+                outputs = self._model.forward(batch)
                 group.launch = self._staging.launch(began, outputs)
             except RAISED as error:
                 if isinstance(error, torch.AcceleratorError) and not is_out_of_memory(error):
@@ -202,18 +199,17 @@ class Computer:
             live = _in_time(prepared, group.indices)
             if not live:
                 return
-            pieces = self._pieces(prepared, group, live)
+            pieces = [live] if self._safe_sizes.are_all else self._pieces(prepared, group, live)
         is_whole = len(pieces[0]) == len(group.indices)
         if not is_whole:
             group.batch = None
         for piece in pieces:
-            if self._compute_some(prepared, piece, group, is_whole=is_whole):
+            is_good = self._compute_some(prepared, piece, group, is_whole=is_whole)
+            if is_good and not self._safe_sizes.are_all:
                 self._safe_sizes.note_good(group.memory_class, len(piece))
 
     def _pieces(self, prepared: Prepared, group: ShapeGroup, indices: list[int]) -> list[list[int]]:
         """Return items of a group in pieces that should fit into memory."""
-        if not self._safe_sizes:
-            return [indices]
         group.classify(prepared.features)
         return self._safe_sizes.split(indices, group.memory_class)
 
@@ -288,8 +284,7 @@ class Computer:
             logger.warning(text, len(indices), described(error))
         if is_shortage:
             release(error)
-        else:
-            synchronize()  # a library's error may hide that the context is lost
+        synchronize()  # a library's error may hide that the context is lost
         return indices if len(indices) > 1 else []
 
     def _compute_once(
@@ -307,7 +302,10 @@ class Computer:
         else:
             if batch is None:
                 batch = self._collate_again(prepared, indices)
-            outputs = self._forward(prepared, batch)
+            if prepared.handed_over is not None:
+                take(prepared.handed_over, batch)
+            prepared.step = "forward"
+            outputs = self._model.forward(batch)
             del batch  # the following steps need the memory
             prepared.step = "postprocess"
             outputs = {name: out.cpu() for name, out in outputs.items()}
@@ -329,12 +327,6 @@ class Computer:
             handed_over = staging.hand_over()
         take(handed_over, batch)
         return staging.launch(mark_here(), model.forward(batch)).outputs()
-
-    def _forward(self, prepared: Prepared, batch: Features) -> Features:
-        if prepared.handed_over is not None:
-            take(prepared.handed_over, batch)
-        prepared.step = "forward"
-        return self._model.forward(batch)
 
     def _collate_again(self, prepared: Prepared, indices: Sequence[int]) -> Features:
         """Collate items that did not fit together with others, in this thread."""

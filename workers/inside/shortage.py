@@ -37,14 +37,13 @@ class SafeSizes:
     """
 
     def __init__(self) -> None:
+        self.are_all = True
+        """No batch ever was too large."""
         self._sizes: dict[object, _SafeSize] = {}
-
-    def __bool__(self) -> bool:
-        """Return whether any batch ever was too large."""
-        return bool(self._sizes)
 
     def note(self, memory_class: object, num_rows: int) -> int:
         """Note that so many did not fit; return how many to compute at once from now on."""
+        self.are_all = False
         size = max(1, num_rows // 2)
         if memory_class not in self._sizes and len(self._sizes) >= _MAX_CLASSES:
             del self._sizes[next(iter(self._sizes))]

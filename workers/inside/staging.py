@@ -11,7 +11,13 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from inferpool.models.accelerator.device import HandOver, SideStream, current_stream, pinned
+from inferpool.models.accelerator.device import (
+    HandOver,
+    SideStream,
+    current_stream,
+    pinned,
+    stack_pinned,
+)
 from inferpool.models.base import Model
 from inferpool.models.border import forward_can_run_ahead
 from inferpool.models.item import Features
@@ -24,6 +30,7 @@ class Staging:
         self.runs_ahead = forward_can_run_ahead(model)
         """Batches are copied to the device before it computes them, and computed before the outputs
         of the batch before are read."""
+        model.stack_instances = stack_pinned
         self._device = torch.device(device)
         self._there = SideStream(device)
         self._back = SideStream(device)

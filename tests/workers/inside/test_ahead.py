@@ -3,6 +3,8 @@
 import contextlib
 import json
 import math
+import threading
+import time
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 
 import inferpool.workers.inside.staging
 from inferpool.models.accelerator.device import HandOver
-from inferpool.models.item import Features
+from inferpool.models.item import Features, Item
 from inferpool.models.spec import Placement
 from inferpool.workers.inside.compute import Computer
 from inferpool.workers.inside.preparing import Prepared
@@ -244,3 +246,39 @@ def test_time_of_a_batch_is_the_device_s_own_though_two_are_launched():
         computer.wait(batch)
         answers(computer, batch)
         assert 0.05 <= batch.device_s < 0.09
+
+
+def test_batch_is_stacked_into_pinned_memory_that_is_used_again():
+    class Watching(AheadModel):
+        can_run_ahead = False
+
+        def forward(self, batch: Features) -> Features:
+            assert batch["x"].is_pinned()
+            addresses.add(batch["x"].data_ptr())
+            return super().forward(batch)
+
+    addresses: set[int] = set()
+    model = Watching()
+    computer = computer_of(model)
+    stacked = model.collate([{"x": torch.ones(64), "do": "ok"}])["x"]  # type: ignore[dict-item]
+    assert stacked.is_pinned()
+    for n in range(50):
+        assert answers(computer, prepared(computer, numbers(n, n + 1))) == [2 * n, 2 * n + 2]
+    assert len(addresses) <= 3
+
+
+def test_cheap_items_of_a_large_batch_are_prepared_in_parts_by_several_threads():
+    threads: set[str] = set()
+
+    class Slow(AheadModel):
+        def preprocess(self, item: Item) -> Features:
+            threads.add(threading.current_thread().name)
+            if threading.current_thread() is threading.main_thread():
+                time.sleep(0.0002)  # less than is worth a hand-over for each
+            return super().preprocess(item)
+
+    computer = computer_of(Slow(), num_threads=3)
+    for _ in range(2):
+        batch = prepared(computer, numbers(*range(40)))
+        assert answers(computer, batch) == [2 * n for n in range(40)]
+    assert len({name for name in threads if name.startswith("prepare")}) > 1
