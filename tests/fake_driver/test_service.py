@@ -41,14 +41,16 @@ def diagnosed(driver: FakeDriver, *arguments: str) -> dict[str, str]:
 
 def test_nothing_before_a_workers_fork_initialises_cuda(tmp_path: Path):
     driver = FakeDriver(tmp_path, GPUS)
-    arguments = (MODEL, "--devices", "cpu", "--replicas", "2", "--front-ends", "2")
-    with running(*arguments, env=driver.env) as service:
+    model = {"source": MODEL, "devices": "cpu", "replicas": 2, "decoders": 2}
+    settings = {"front_ends": 2, "models": {"cats": model}}
+    with running(settings=settings, env=driver.env) as service:
         assert service.post(content=PHOTO, headers={"Content-Type": "image/jpeg"}).is_success
         health = service.get("/health").json()
         until(lambda: service.get("/health").json()["gpus"])
         assert [gpu["uuid"] for gpu in service.get("/health").json()["gpus"]] == ["GPU-a", "GPU-b"]
     assert health["forkserver"]["state"] == "ready"
     assert len(health["fronts"]) == 2
+    assert [len(worker["decoders"]) for worker in health["models"][0]["workers"]] == [2, 2]
     assert {call.pid for call in driver.calls("nvmlInitWithFlags")} == {service.process.pid}
     assert driver.calls("cuInit") == []
 
