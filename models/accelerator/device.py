@@ -281,13 +281,25 @@ class GraphPool:
         module = self._module
         before = module.current_stream()
         graph = module.CUDAGraph()
+        spoilt_by: BaseException | None = None
         try:
             with module.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                yield graph
+                try:
+                    yield graph
+                except BaseException as error:
+                    spoilt_by = error
+                    raise
+            return
         except BaseException:
             module.set_stream(before)  # torch 2.11 leaves the one of the capture
             self._forget_capture(before.device)
-            raise
+            if spoilt_by is None:
+                raise
+        # The end of a spoilt capture has failed, too, which says no more than that it was spoilt.
+        try:
+            raise spoilt_by
+        finally:
+            spoilt_by = None  # its traceback holds this frame, and the network's tensors
 
     def _forget_capture(self, device: torch.device) -> None:
         """Tell torch's allocator that a capture is over, as `capture_end` does not if it fails.
