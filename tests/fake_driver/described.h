@@ -3,8 +3,8 @@
    Each line of the file $FAKE_DRIVER is `WHO KEY VALUE`. WHO is the UUID of a GPU or of a MIG slice,
    or `driver`. GPUs come in the order of NVML, which is that of the PCI bus; `name` must be the
    first key of each. Where KEY is the name of a function, this function fails for this WHO, and
-   VALUE is the number of the error. The file is read again at every question, so a test may change
-   it while a process runs. */
+   VALUE is the number of the error. WHO hangs in the function that its key `hangs` names. The file
+   is read again at every question, so a test may change it while a process runs. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -74,6 +74,9 @@ static void note(const char *function, const char *who) {
 
 /* Take down a call, and answer with the error that the description has for it, or 0. */
 static int called(const char *function, const char *who) {
+    char hangs[128];
     note(function, who);
+    if (look_up(who, "hangs", hangs) && !strcmp(hangs, function))
+        for (;;) pause();
     return (int)number_of(who, function, 0);
 }

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from inferpool.models.accelerator.kinds import (
@@ -17,7 +18,7 @@ from inferpool.models.accelerator.kinds import (
     known_accelerators,
 )
 from inferpool.workers.cgroups import MOUNT, read_limits
-from inferpool.workers.host.gpus import DriverError, Gpu, read_gpus
+from inferpool.workers.host.gpus import DriverError, Gpu, in_time, read_gpus
 
 DEVICE_FORMS = (
     '"auto", "cpu", "cuda", GPUs such as "cuda:0,1", UUIDs as `nvidia-smi -L` prints them '
@@ -166,7 +167,7 @@ def _find_gpus(host: Host) -> Host:
     """Return a host with its GPUs of the first kind of which it has some."""
     for each in known_accelerators():
         try:
-            gpus = read_gpus(each.library, each.kind)
+            gpus = in_time(partial(read_gpus, each.library, each.kind))
         except DriverError as error:
             host = replace(host, problem=str(error))
             continue

@@ -2,10 +2,12 @@
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
@@ -16,6 +18,9 @@ logger = logging.getLogger(__name__)
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 _NVIDIA, _DISPLAY = "0x10de", "0x03"
 """NVIDIA's number, and the class of GPUs, in the PCI ID repository."""
+_ANSWER_S = 60.0
+"""Time for a driver to describe the GPUs; it may have to start each of them first."""
+_Answer = TypeVar("_Answer")
 _REMEDIES = {
     "NVML_ERROR_DRIVER_NOT_LOADED": "`modprobe nvidia` loads its kernel module, or says why not",
     "NVML_ERROR_LIB_RM_VERSION_MISMATCH": "the driver was updated while it was loaded: restart "
@@ -28,6 +33,28 @@ _REMEDIES = {
 
 class DriverError(Exception):
     """The driver of the GPUs is there, but does not work."""
+
+
+def in_time(read: Callable[[], _Answer]) -> _Answer:
+    """Return what a function reads from a driver, which may block for ever if it fails.
+
+    Raises:
+        DriverError: The driver does not answer.
+    """
+    answer: Future[_Answer] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(read())
+        except Exception as error:  # the caller raises it
+            answer.set_exception(error)
+
+    threading.Thread(target=run, name="read GPUs", daemon=True).start()
+    try:
+        return answer.result(_ANSWER_S)
+    except TimeoutError:
+        said = f"no GPU can be used: the driver has not answered in {_ANSWER_S:g} s"
+        raise DriverError(said) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from inferpool.workers.host.gpus import (
+    DriverError,
     has_driver,
+    in_time,
     is_cut,
     is_foreign,
     own_memory,
@@ -62,11 +64,18 @@ class NvmlState:
 
 
 def read_nvml(nvml: Any) -> NvmlState:
-    """Return what NVML reports, without a CUDA context.
+    """Return what NVML reports, without a CUDA context. A driver that hangs is broken.
 
     Args:
         nvml: The module `pynvml`, or a fake of it.
     """
+    try:
+        return in_time(lambda: _read(nvml))
+    except DriverError as error:
+        return NvmlState(problem=str(error), is_broken=True)
+
+
+def _read(nvml: Any) -> NvmlState:
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:

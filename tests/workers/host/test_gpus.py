@@ -28,6 +28,15 @@ except DriverError as error:
 """
 
 
+HASTY = """
+import pynvml
+from inferpool.workers.host import devices, gpus, nvml
+
+gpus._ANSWER_S = 0.1
+answer = [devices.find_host(None).problem, nvml.read_nvml(pynvml).problem]
+"""
+
+
 def uuids(host: Host) -> list[str]:
     return [gpu.uuid for gpu in host.gpus]
 
@@ -87,6 +96,13 @@ def test_driver_that_is_not_loaded_is_a_problem_only_where_there_is_a_gpu(tmp_pa
     assert problem() == "no GPU"
     assert problem(audio=("0x10de", "0x040300"), other=("0x1002", "0x030000")) == "no GPU"
     assert "NVML says Driver Not Loaded; `modprobe nvidia`" in problem(gpu=("0x10de", "0x030200"))
+
+
+@pytest.mark.parametrize("hangs", ["nvmlInitWithFlags", "nvmlDeviceGetMemoryInfo"])
+def test_driver_that_never_answers_is_waited_for_only_so_long(tmp_path: Path, hangs: str):
+    gpus = {"GPU-a": h100(hangs=hangs)}
+    driver = FakeDriver(tmp_path, gpus, hangs=hangs)
+    assert driver.ask(HASTY) == ["no GPU can be used: the driver has not answered in 0.1 s"] * 2
 
 
 def test_finding_gpus_leaves_cuda_alone(tmp_path: Path):
