@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from inferpool.models.agreement import Agreement
 from inferpool.models.base import Model
 from inferpool.models.errors import ModelError
 from inferpool.models.speed.compiled import can_compile
-from inferpool.models.speed.decoding import DecodeTrial
+from inferpool.models.speed.decoding import DecodeTrial, StartPool
 from inferpool.models.speed.names import COMPILED, FOR_ACCELERATORS, GRAPHED, SpeedReport
 from inferpool.models.speed.presets import presets_for
 from inferpool.models.speed.trial import NoTimeLeftError, PresetSelection, Trial, first_line
@@ -46,6 +47,10 @@ class SpeedOptions:
     """Choice of an earlier incarnation of this worker, to be applied without trying again."""
     decode: str = "exact"
     """One of `names.DECODE_CHOICES`."""
+    prepare_threads: int = 1
+    """Threads that preprocess instances."""
+    start_pool: StartPool = ThreadPoolExecutor
+    """Starts threads with the settings of this one."""
 
 
 def choose(model: Model, options: SpeedOptions, on_progress: Callable[[str], None]) -> SpeedReport:
@@ -70,7 +75,13 @@ def _choose(model: Model, options: SpeedOptions, on_progress: Callable[[str], No
         return msgspec.structs.replace(report, decode=chosen.decode, decode_gain=chosen.decode_gain)
     if options.decode == "exact" or (options.decode == "auto" and options.speed == "exact"):
         return report
-    trial = DecodeTrial(model, exact, VerdictStore(options.cache_dir))
+    trial = DecodeTrial(
+        model,
+        exact,
+        VerdictStore(options.cache_dir),
+        num_threads=options.prepare_threads,
+        start_pool=options.start_pool,
+    )
     return trial.choose(report, is_wanted=options.decode == "fast", on_progress=on_progress)
 
 

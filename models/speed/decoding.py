@@ -9,7 +9,9 @@ import hashlib
 import logging
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 
 import msgspec
@@ -33,6 +35,9 @@ _BATCH = 8
 _LEAST_GAIN = 1.1
 """Least gain for which another way is used; less may be noise."""
 _LOCK_WAIT_S = 60.0
+StartPool = Callable[[int, str], Executor]
+"""Starts a number of threads, which have a name."""
+
 _TITLES = {"fast": "fast decoding", "device": "decoding on the device"}
 
 
@@ -43,16 +48,27 @@ class DecodeTrial:
         model: With its network chosen.
         exact: Network that the chosen one replaced.
         store: Place for verdicts.
+        num_threads: Threads that preprocess for a device, as in service.
+        start_pool: Starts them.
     """
 
     def __init__(
-        self, model: Model, exact: Callable[..., object] | None, store: VerdictStore
+        self,
+        model: Model,
+        exact: Callable[..., object] | None,
+        store: VerdictStore,
+        *,
+        num_threads: int = 1,
+        start_pool: StartPool = ThreadPoolExecutor,
     ) -> None:
         self._model = model
         self._exact = exact
         self._store = store
         tensors = exact.state_dict().values() if isinstance(exact, nn.Module) else ()
         self._device = next((each.device for each in tensors), torch.device("cpu"))
+        # The CPU's ways gain alike from threads, and their time is measured within one.
+        self._num_threads = num_threads if is_accelerator(self._device) else 1
+        self._start_pool = start_pool
 
     def choose(
         self, report: SpeedReport, *, is_wanted: bool, on_progress: Callable[[str], None]
@@ -128,7 +144,7 @@ class DecodeTrial:
         for name, tensor in sorted(features.items()):
             sample.update(name.encode())
             sample.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        facts = (preset, sample.hexdigest(), name_of(self._device))
+        facts = (preset, sample.hexdigest(), name_of(self._device), self._num_threads)
         return f"{fingerprint(network, self._model.tolerance, *facts)}-decode-{way}"
 
     def _measure(self, way: Decoding, items: Sequence[Item]) -> SpeedReport:
@@ -165,24 +181,40 @@ class DecodeTrial:
             The exact batches, the others, and how many times as fast those were.
         """
         exact, found, ratios = [], [], []
-        self._prepare(items[:_BATCH], way)  # the first time takes longer
-        for start in range(0, len(items), _BATCH):
-            chosen = items[start : start + _BATCH]
-            batch, exact_s = self._prepare(chosen, "exact")
-            exact.append(batch)
-            batch, found_s = self._prepare(chosen, way)
-            found.append(batch)
-            ratios.append(exact_s / max(found_s, 1e-9))
+        with self._preprocessing() as preprocess:
+            self._prepare(items[:_BATCH], way, preprocess)  # the first time takes longer
+            for start in range(0, len(items), _BATCH):
+                chosen = items[start : start + _BATCH]
+                batch, exact_s = self._prepare(chosen, "exact", preprocess)
+                exact.append(batch)
+                batch, found_s = self._prepare(chosen, way, preprocess)
+                found.append(batch)
+                ratios.append(exact_s / max(found_s, 1e-9))
         return exact, found, statistics.median(ratios)
 
-    def _prepare(self, items: Sequence[Item], way: Decoding) -> tuple[Features, float]:
+    @contextmanager
+    def _preprocessing(self) -> "Iterator[Callable[[Sequence[Item]], list[Features]]]":
+        """Yield what preprocesses items, in as many threads as in service."""
+        preprocess = torch.inference_mode()(self._model.preprocess)
+        if self._num_threads == 1:
+            yield lambda items: [*map(preprocess, items)]
+            return
+        with self._start_pool(self._num_threads, "try") as pool:
+            yield lambda items: [*pool.map(preprocess, items)]
+
+    def _prepare(
+        self,
+        items: Sequence[Item],
+        way: Decoding,
+        preprocess: Callable[[Sequence[Item]], list[Features]],
+    ) -> tuple[Features, float]:
         """Make a batch of items, ready on the device; return how long that took."""
         model, device = self._model, self._device
         # A device works while this thread waits for it. On a CPU other processes must not count.
         clock = time.monotonic if is_accelerator(device) else time.thread_time
         model.decode = way
         began = clock()
-        batch = model.collate([model.preprocess(item) for item in items])
+        batch = model.collate(preprocess(items))
         ready = {name: tensor.to(device) for name, tensor in batch.items()}
         synchronize(device)
         return ready, clock() - began

@@ -98,8 +98,8 @@ class ModelSettings(SettingsTable):
     split model is always served exactly."""
     decode: Literal["auto", "exact", "fast"] = "auto"
     """How encoded images become pixels: `exact` as the model's authors did it; `fast` decodes large
-    JPEGs smaller and rounds differently; `auto` is fast if that agrees with exact (and exact if
-    `speed` is)."""
+    JPEGs smaller and rounds differently, or decodes plain JPEGs on the device; `auto` is fast if
+    that agrees with exact (and exact if `speed` is)."""
     prepare_threads: Auto | PositiveInt = "auto"
     """Threads that decode and resize in each worker; `auto`: 1 on a CPU, up to 8 for a GPU."""
     decoders: Auto | Annotated[int, Field(ge=0, le=64)] = "auto"

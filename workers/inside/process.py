@@ -353,6 +353,8 @@ def load(
         compile_package=partial(compile_package, config),
         chosen=config.chosen,
         decode=config.decode,
+        prepare_threads=config.prepare_threads,
+        start_pool=started_pool,
     )
     speed = choose(model, options, tell)
     device = config.placement.devices[0]

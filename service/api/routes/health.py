@@ -102,7 +102,7 @@ class WorkerHealth:
     speed_deviation: float | None = None
     """The largest deviation from `exact` on the sample inputs."""
     decode: str | None = None
-    """How it decodes inputs: `exact` or `fast`."""
+    """How it decodes inputs: `exact`, `fast`, or `device`."""
     reason: str = ""
     """Its progress while it loads, or why it is not there."""
     last_ending: LastEnding | None = None

@@ -1,6 +1,7 @@
 """The choice between the CPU's and the device's fast decoder, on the simulated device."""
 
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,8 @@ class Encoded(SmallClassifier):
         return ITEMS
 
 
-def on(device: str) -> Encoded:
-    model = Encoded()
+def on(device: str, model: Encoded | None = None) -> Encoded:
+    model = model or Encoded()
     with torch.inference_mode():
         model.load(Placement(devices=(device,)))
     return model
@@ -153,3 +154,19 @@ def test_the_next_life_of_a_worker_decodes_on_the_device_at_once(monkeypatch):
     report = choose(model, options("exact", decode="fast", chosen=chosen), quietly)
     assert model.decode == "device"
     assert report.text() == "exact, decoding on the device, 3.00 x, largest deviation 0"
+
+
+def test_the_exact_way_is_measured_with_the_threads_of_the_service(gains):
+    names: set[str] = set()
+
+    class Noting(Encoded):
+        def preprocess(self, item):
+            names.add(threading.current_thread().name.partition("_")[0])
+            return super().preprocess(item)
+
+    gains({"fast": 1.0, "device": 1.0})
+    for device, found in (("sim:0", {"MainThread", "try"}), ("cpu", {"MainThread"})):
+        names.clear()
+        model = on(device, Noting())
+        choose(model, options(decode="auto", prepare_threads=3), quietly)
+        assert names == found
