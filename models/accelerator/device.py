@@ -185,6 +185,18 @@ def stack_pinned(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack([*tensors], out=out)
 
 
+def pin_in_place(memory: Tensor, device: Device) -> bool:
+    """Pin host memory where it lies, for as long as this process has it mapped.
+
+    Returns:
+        True if a device copies it itself now; not every kind of accelerator has a way.
+    """
+    runtime = getattr(module_of(device), "cudart", None)
+    if runtime is None:
+        return False
+    return int(runtime().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0
+
+
 class HandOver:
     """The moment at which a stream has done all that it was told until now."""
 

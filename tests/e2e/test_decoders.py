@@ -12,6 +12,7 @@ from tests.e2e.running import Running, is_alive, running, until
 from tests.models.items import jpeg
 
 NAMES = ("chelsea", "coffee", "astronaut", "rocket", "clock", "camera")
+TEXTS = [{"b64": base64.b64encode(jpeg(name)).decode()} for name in NAMES]
 APART = "tests.apart_model:ApartModel"
 
 
@@ -21,7 +22,6 @@ def ask_all(service: Running) -> list[object]:
     In batches of one, since the size of a batch changes the last digits.
     """
     images = [jpeg(name) for name in NAMES]
-    texts = [{"b64": base64.b64encode(image).decode()} for image in images]
 
     def post(image: bytes, path: str = "/predict") -> tuple[int, object]:
         answer = service.post(path, content=image, headers={"Content-Type": "image/jpeg"})
@@ -29,7 +29,7 @@ def ask_all(service: Running) -> list[object]:
 
     with ThreadPoolExecutor(8) as pool:
         whole = list(pool.map(post, images * 3))
-    found: list[object] = [*whole, service.predict(*texts)]
+    found: list[object] = [*whole, service.predict(*TEXTS)]
     found += [post(image[: len(image) // 2]) for image in images]
     found += [post(images[0], f"/predict?top_k={top_k}") for top_k in (1, 3, 0)]
     return found
@@ -49,10 +49,9 @@ def pids(service: Running) -> Sequence[int]:
 
 def warm(service: Running, num: int) -> None:
     """Ask until all decoders have prepared something."""
-    texts = [{"b64": base64.b64encode(jpeg(name)).decode()} for name in NAMES]
 
     def all_have_worked() -> bool:
-        service.predict(*texts)
+        service.predict(*TEXTS)
         found = decoders(service)
         return len(found) == num and all(each["num_decoded"] for each in found)
 
@@ -117,3 +116,20 @@ def test_decoders_end_with_the_service(number: int):
         service.signal(number)
         service.wait()
         until(lambda: not any(map(is_alive, family)))
+
+
+@pytest.mark.simulated
+def test_answers_on_an_accelerator_are_the_same_as_without():
+    found = []
+    for num in (0, 2):
+        settings = one_worker("efficientnet_lite0", decoders=num, devices="sim:0")
+        with running(settings=settings) as service:
+            if num:
+                warm(service, num)
+            with ThreadPoolExecutor(2) as pool:
+                futures = [pool.submit(service.predict, *TEXTS) for _ in range(6)]
+            answers = [future.result() for future in futures]
+            labels = [[(row[0]["label"], round(row[0]["score"], 3)) for row in a] for a in answers]
+            found.append(labels)
+            assert not any("cannot be pinned" in str(line) for line in service.log)
+    assert found[0] == found[1]

@@ -187,6 +187,8 @@ class Computer:
                 self.on_progress()
             self._compute_group(prepared, group)
         if prepared.decoding is not None:
+            if self._staging is not None:  # it may have failed with a copy under way
+                prepared.decoding.readers.append(mark_here().is_over)
             prepared.decoding.release()
         late = ItemError("deadline_exceeded", "the deadline passed before it was computed")
         outcomes = [late if outcome is None else outcome for outcome in prepared.outcomes]

@@ -18,11 +18,13 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import msgspec
 import torch
 from torch import Tensor
 
+from inferpool.models.accelerator.device import is_accelerator, pin_in_place
 from inferpool.models.base import Model
 from inferpool.workers.config import WorkerConfig
 from inferpool.workers.decoding.ring import (
@@ -313,10 +315,10 @@ class DecoderCrew:
         """Free the slots of answered batches that no decoder and no device uses any more."""
         for _ in range(len(self.released)):
             decoding = self.released.popleft()
-            if decoding.num_writers or not decoding.is_copied():
-                self.released.append(decoding)
-            else:
+            if decoding.is_free:
                 self._runs.free(decoding.run)
+            else:
+                self.released.append(decoding)
 
     def _open_door(self) -> None:
         """Take in the ring and all decoders that wait."""
@@ -382,7 +384,20 @@ def crew_for(
         return None
     layout = RingLayout(num_seats=config.decoders, num_slots=num_slots, slot_bytes=slot_bytes)
     timeout_s = _SHARE_OF_TIMEOUT * (config.batch_timeout_s or _LEAST_TIMEOUT_S)
-    return DecoderCrew(door, layout, digest, task_timeout_s=timeout_s, on_progress=on_progress)
+    return DecoderCrew(
+        door,
+        layout,
+        digest,
+        task_timeout_s=timeout_s,
+        on_ring=partial(_pin, config.placement.devices[0]),
+        on_progress=on_progress,
+    )
+
+
+def _pin(device: str, ring: Tensor) -> None:
+    """Pin the ring for an accelerator, which then copies from it without a copy on the host."""
+    if is_accelerator(device) and not pin_in_place(ring, device):
+        logger.warning("the ring of the decoders cannot be pinned: each batch is copied first")
 
 
 def _is_short(ref: ItemRef) -> bool:

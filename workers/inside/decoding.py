@@ -49,11 +49,16 @@ class Decoding:
         """Instances that the worker prepares itself."""
         self.num_writers = 0
         """Instances whose slots a decoder may still write to."""
-        self.is_copied: Callable[[], bool] = lambda: True
-        """Returns whether the device has read all that lies in the slots."""
+        self.readers: list[Callable[[], bool]] = []
+        """Each returns whether the device is done with some copies from the slots."""
         self._given = given
         self._finish = finish
         self._release = release
+
+    @property
+    def is_free(self) -> bool:
+        """True if no decoder may write to its slots any more, and no device reads them."""
+        return not self.num_writers and all(is_over() for is_over in self.readers)
 
     @property
     def is_done(self) -> bool:

@@ -128,7 +128,7 @@ class Preparer:
                 self._prepare(prepared, more)
                 prepared.handed_over = handed_over = self._staging.hand_over()
             if prepared.decoding is not None:
-                prepared.decoding.is_copied = handed_over.is_over
+                prepared.decoding.readers.append(handed_over.is_over)
         prepared.prepare_s = time.monotonic() - prepared.began
         return prepared
 

@@ -1,0 +1,149 @@
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from inferpool.models.accelerator.device import HandOver, pin_in_place, pinned
+from inferpool.models.spec import TensorHeader
+from inferpool.models.vision.stacking import stacked
+from inferpool.workers.decoding.ring import RingRuns, SlotFilled, Unfit
+from inferpool.workers.inside.decoding import Decoding
+from inferpool.workers.messages import ItemError
+from tests.workers.inside.decoder_seats import ActedHost, acted_host, refs
+
+
+@pytest.fixture
+def host() -> Iterator[ActedHost]:
+    with acted_host() as host:
+        yield host
+
+
+def begun(host: ActedHost, num: int) -> Decoding:
+    decoding = host.crew.begin(refs(num))
+    assert decoding is not None
+    return decoding
+
+
+def values(decoding: Decoding) -> dict[int, object]:
+    return {
+        index: int(found["x"][0]) if isinstance(found, dict) else found
+        for index, found in decoding.found.items()
+    }
+
+
+def test_decoder_prepares_a_batch_two_instances_at_a_time(host: ActedHost):
+    decoder = host.hire()
+    decoding = begun(host, 3)
+    first = decoder.tasks()
+    assert len(first) == 2
+    for number, task in enumerate(first):
+        decoder.fill(task, 10 + number)
+    host.crew.begin(refs(0))
+    (last,) = decoder.tasks()
+    decoder.say(Unfit(last.id))
+    decoding.finish()
+    assert values(decoding) == {0: 10, 1: 11, 2: None}
+    features, outcomes = [None] * 3, [None] * 3
+    assert decoding.store(features, outcomes) == [0, 1]
+    assert decoding.others == [2]
+
+
+def test_decoder_that_prepares_otherwise_than_the_worker_is_refused(host: ActedHost):
+    decoder = host.hire(b"other")
+    assert host.crew.begin(refs(1)) is None
+    assert decoder.process.wait(10) == -9
+
+
+@pytest.mark.parametrize("kind", ["garbage", "frame", "unknown", "outside", "odd"])
+def test_decoder_that_says_nonsense_is_killed_and_the_worker_does_its_tasks(
+    host: ActedHost, kind: str
+):
+    decoder = host.hire()
+    decoding = begun(host, 1)
+    (task,) = decoder.tasks()
+    match kind:
+        case "garbage":
+            decoder.write(b"\0\0\0\4nope")
+        case "frame":
+            decoder.write(b"\xff" * 32)
+        case "unknown":
+            decoder.say(Unfit(99))
+        case "outside":
+            decoder.say(SlotFilled(task.id, (TensorHeader("x", "int64", (1,), 60),)))
+        case "odd":
+            decoder.say(SlotFilled(task.id, (TensorHeader("x", "int64", (1,), 3),)))
+    decoding.finish()
+    assert values(decoding) == {0: None}
+    assert decoder.process.wait(10) == -9
+
+
+def test_only_the_task_that_a_dead_decoder_had_begun_is_held_against_its_input(host: ActedHost):
+    decoding = None
+    for _ in range(2):
+        decoder = host.hire()
+        if decoding is None:
+            decoding = begun(host, 2)
+        first = decoder.tasks()[0]
+        decoder.begin(first)
+        decoder.die()
+        host.crew.begin(refs(0))
+    assert decoding is not None
+    decoding.finish()
+    poison = decoding.found[0]
+    assert isinstance(poison, ItemError)
+    assert poison.code == "worker_crashed"
+    assert decoding.found[1] is None
+
+
+def test_slots_are_used_again_after_the_answer_and_the_exit_of_who_may_write(host: ActedHost):
+    decoder = host.hire()
+    decoding = begun(host, 3)
+    decoding.release()
+    assert host.crew.begin(refs(3)) is None
+    decoder.die()
+    assert host.crew.begin(refs(3)) is None  # its exit is seen here, and no decoder is left
+    host.hire()
+    assert begun(host, 3).run == decoding.run
+
+
+def test_runs_of_slots_go_round_and_never_overlap():
+    runs = RingRuns(10)
+    first, second = runs.take(4), runs.take(4)
+    assert (first, second) == (range(4), range(4, 8))
+    assert runs.take(4) is None
+    assert first is not None
+    runs.free(first)
+    assert runs.take(3) == range(3)
+    assert runs.take(3) is None
+    assert runs.take(1) == range(3, 4)
+    assert runs.take(2) is None  # only after the newest, and from the start
+
+
+@pytest.mark.simulated
+def test_slots_are_used_again_only_when_the_device_has_copied_them(host: ActedHost):
+    device = torch.device("sim:0")
+    torch.ones(1, device=device)
+    torch.ones(1).pin_memory()  # before this, torch asks no device of this kind what is pinned
+    decoder = host.hire()
+    (ring,) = host.rings
+    assert pin_in_place(ring, device)
+    decoding = begun(host, 4)
+    host.crew.begin(refs(0))
+    given = 0
+    while given < 4:
+        for task in decoder.tasks():
+            decoder.fill(task, 100 + given)
+            given += 1
+        host.crew.begin(refs(0))
+    decoding.finish()
+    batch = stacked([decoding.found[i]["x"].view(torch.uint8) for i in range(4)])  # type: ignore[index, call-overload]
+    assert batch.shape == (4, 64)
+    assert pinned(batch).data_ptr() == batch.data_ptr()
+    with torch.sim.held():
+        copied = ring.to(device, non_blocking=True)
+        decoding.readers.append(HandOver(torch.sim.current_stream()).is_over)
+        decoding.release()
+        assert host.crew.begin(refs(4)) is None
+    torch.sim.synchronize()
+    assert torch.equal(copied.cpu(), ring)
+    assert begun(host, 4).run == decoding.run
