@@ -37,6 +37,8 @@ class WorkerConfig:
     credit: int = 2
     """Batches that it may hold at once; it computes `Placement.num_at_once` of them."""
     max_batch_size: int = 8
+    may_batches_grow: bool = False
+    """On an accelerator, later batches may be larger than `max_batch_size`, as far as they pay."""
     prepare_threads: int = 1
     """Threads that run `preprocess`."""
     decoders: int = 0

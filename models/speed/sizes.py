@@ -1,9 +1,29 @@
 """Sizes of batches that a worker makes itself ready for before it serves. Worker processes only."""
 
+from collections.abc import Sequence
+
 from inferpool.models.accelerator.device import Device, is_accelerator
 
+MOST_GROWN = 256
+"""Largest batch on an accelerator where the service finds out what pays."""
+LONG_S = 0.1
+"""Larger batches than those that take so long do not pay there: many would wait for one."""
 
-def sizes_to_warm(device: Device, most: int) -> list[int]:
+
+def largest_batch(device: Device, max_batch_size: int, *, may_grow: bool) -> int:
+    """Return the most instances that service may compute at once on a device.
+
+    Args:
+        device: The device.
+        max_batch_size: The most to begin with.
+        may_grow: Whether the service tries larger batches, which pay on accelerators.
+    """
+    if may_grow and is_accelerator(device):
+        return max(MOST_GROWN, max_batch_size)
+    return max_batch_size
+
+
+def sizes_to_warm(device: Device, most: int) -> Sequence[int]:
     """Return the batch sizes to compute before service, in rising order.
 
     On an accelerator they are those of `steps_to`, since libraries choose kernels, load code and

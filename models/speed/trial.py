@@ -31,7 +31,7 @@ from inferpool.models.speed.compiled import Compiled
 from inferpool.models.speed.graphs import Graphed
 from inferpool.models.speed.names import COMPILED, GRAPHED, SpeedReport
 from inferpool.models.speed.presets import can_be_changed, prepare
-from inferpool.models.speed.sizes import steps_to
+from inferpool.models.speed.sizes import LONG_S, steps_to
 from inferpool.models.speed.verdicts import VerdictStore, fingerprint
 
 logger = logging.getLogger(__name__)
@@ -44,8 +44,7 @@ _MIN_ROUNDS, _MAX_ROUNDS = 3, 15
 _CLEAR_SPREAD = 1.1
 """Rounds that differ by less than this factor are enough."""
 _BATCH_S = 0.25
-"""Longest batch for timing and graphs. Larger ones are made smaller, so that several fit into the
-time; launches are a small part of those."""
+"""Longest batch for timing; larger ones are made smaller, so that several fit into the time."""
 _COMPARED_BATCH = 8
 _MAX_TIMED_BATCH = 32
 """Largest batch for timing on a CPU."""
@@ -228,7 +227,7 @@ class Trial:
                 if not sizes or not is_out_of_memory(error):
                     raise
                 break
-            if sizes and took_s > _BATCH_S:
+            if sizes and took_s > LONG_S:
                 break
             sizes.append(size)
         release_memory()

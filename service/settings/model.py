@@ -225,6 +225,7 @@ class ModelSettings(SettingsTable):
             # Decoders begin with one batch more, while the last instances of another are decoded.
             credit=self.credit + placement.num_at_once - 1 + (num_decoders > 0),
             max_batch_size=self.batch_size,
+            may_batches_grow=self.max_batch_size == "auto",
             prepare_threads=self._num_prepare_threads(placement),
             decoders=num_decoders,
             speed="exact" if placement.split else self.speed,

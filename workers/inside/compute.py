@@ -18,6 +18,7 @@ from inferpool.models.base import Model
 from inferpool.models.border import bad_return, is_overridden
 from inferpool.models.errors import InputError, ModelError
 from inferpool.models.item import Features, Item
+from inferpool.models.speed.sizes import LONG_S
 from inferpool.models.texts import described, text_of
 from inferpool.workers.config import ErrorDetail
 from inferpool.workers.inside.checks import BrokenPromiseError, OutputChecks
@@ -86,8 +87,16 @@ class Computer:
         self.begin, self.finish = self._preparer.begin, self._preparer.finish
         self._encode = msgspec.json.Encoder(enc_hook=plain_value).encode
 
-    def warm_up(self, samples: Sequence[Item], sizes: Sequence[int]) -> float:
+    def warm_up(
+        self, samples: Sequence[Item], sizes: Sequence[int], *, needed: int | None = None
+    ) -> float:
         """Compute batches of samples in some sizes.
+
+        Args:
+            samples: The samples.
+            sizes: The sizes, in rising order.
+            needed: Larger sizes are computed only as far as they fit into memory, and until one
+                takes long; None for all.
 
         Returns:
             Seconds of the longest batch, including the preparation of its samples.
@@ -102,15 +111,31 @@ class Computer:
             features = [model.preprocess(item) for item in samples]
             prepare_s = (time.monotonic() - began) / len(samples)
             for size in sizes:
-                began = time.monotonic()
+                is_needed = needed is None or size <= needed
                 chosen = [features[i % len(features)] for i in range(size)]
-                outputs = dict(model.postprocess(self._once(chosen)))
                 try:
-                    self._checks.check_shapes(outputs, size)
-                except BrokenPromiseError as error:
-                    raise ModelError(str(error)) from error
-                longest_s = max(longest_s, prepare_s * size + time.monotonic() - began)
+                    took_s = self._warm(chosen)
+                    if not is_needed:  # the first of a size is no measure
+                        took_s = min(took_s, self._warm(chosen))
+                except (RuntimeError, MemoryError) as error:
+                    if is_needed or not is_out_of_memory(error):
+                        raise
+                    release(error)
+                    break
+                longest_s = max(longest_s, prepare_s * size + took_s)
+                if not is_needed and took_s > LONG_S:
+                    break
         return longest_s
+
+    def _warm(self, chosen: Sequence[Features]) -> float:
+        """Compute a batch, and return how long it took."""
+        began = time.monotonic()
+        outputs = dict(self._model.postprocess(self._once(chosen)))
+        try:
+            self._checks.check_shapes(outputs, len(chosen))
+        except BrokenPromiseError as error:
+            raise ModelError(str(error)) from error
+        return time.monotonic() - began
 
     def give_to(self, give_decoders: Callable[[Sequence[ItemRef]], Decoding | None]) -> None:
         """Use decoders, which are given what they can prepare of a batch."""

@@ -28,7 +28,7 @@ from inferpool.models.base import load_model
 from inferpool.models.example import example_of, reads_own_form
 from inferpool.models.files.opened import OpenedFiles
 from inferpool.models.speed.choose import SpeedOptions, choose
-from inferpool.models.speed.sizes import sizes_to_warm
+from inferpool.models.speed.sizes import largest_batch, sizes_to_warm
 from inferpool.models.split.turnstile import BatchClock
 from inferpool.workers.config import WorkerConfig
 from inferpool.workers.heartbeat import Heartbeat
@@ -346,9 +346,11 @@ def load(
     with opened.noting():
         model = build_model(config, group)
         load_model(model, config.placement)
+    device = config.placement.devices[0]
+    most = largest_batch(device, config.max_batch_size, may_grow=config.may_batches_grow)
     options = SpeedOptions(
         speed=config.speed,
-        max_batch_size=config.max_batch_size,
+        max_batch_size=most,
         cache_dir=Path(config.cache_dir) if config.cache_dir else None,
         compile_package=partial(compile_package, config),
         chosen=config.chosen,
@@ -357,7 +359,6 @@ def load(
         start_pool=started_pool,
     )
     speed = choose(model, options, tell)
-    device = config.placement.devices[0]
     samples = list(model.warmup())
     computer = Computer(
         model,
@@ -371,7 +372,9 @@ def load(
     warmup_s: float | None = None
     if samples:
         tell("warming up")
-        warmup_s = computer.warm_up(samples, sizes_to_warm(device, config.max_batch_size))
+        warmup_s = computer.warm_up(
+            samples, sizes_to_warm(device, most), needed=config.max_batch_size
+        )
     crew = crew_for(config, model, door, on_progress) if door is not None else None
     if crew is not None:
         computer.give_to(crew.begin)

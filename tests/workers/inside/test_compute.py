@@ -19,6 +19,7 @@ from inferpool.models.base import Model
 from inferpool.models.errors import ModelError
 from inferpool.models.item import Features, Item
 from inferpool.models.spec import TensorSpec
+from inferpool.models.speed.sizes import LONG_S
 from inferpool.workers.config import ErrorDetail
 from inferpool.workers.inside.checks import BrokenPromiseError
 from inferpool.workers.inside.compute import Computer
@@ -158,6 +159,31 @@ def test_model_that_breaks_its_promises_on_its_own_sample_cannot_be_loaded():
     computer = computer_of(MisdeclaredModel())
     with pytest.raises(ModelError, match=r"declares \[7\]"):
         computer.warm_up([Item(kind="json", payload=memoryview(b"1"))], (1, 2))
+
+
+@pytest.mark.parametrize("shortage", [torch.OutOfMemoryError("CUDA out of memory"), None])
+def test_sizes_that_may_come_later_are_warmed_up_as_far_as_they_fit_and_take_short(
+    shortage, monkeypatch
+):
+    now = 0.0
+
+    def compute(x):
+        nonlocal now
+        if len(x) > 4 and shortage:
+            raise shortage
+        now += 2 * LONG_S if len(x) > 4 else 0.0
+        return x * 2
+
+    clock = SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr(inferpool.workers.inside.compute, "time", clock)
+    model = DoublingModel(compute)
+    samples = [Item(kind="json", payload=memoryview(b"1"))]
+    computer_of(model).warm_up(samples, (1, 2, 4, 8, 16), needed=2)
+    # Twice, since the first of a size may take long.
+    assert model.sizes == [1, 2, 4, 4, 8] if shortage else [1, 2, 4, 4, 8, 8]
+    if shortage:
+        with pytest.raises(torch.OutOfMemoryError):
+            computer_of(model).warm_up(samples, (1, 8), needed=8)
 
 
 SHORTAGES = [
