@@ -136,7 +136,7 @@ def test_slots_are_used_again_only_when_the_device_has_copied_them(host: ActedHo
             given += 1
         host.crew.begin(refs(0))
     decoding.finish()
-    batch = stacked([decoding.found[i]["x"].view(torch.uint8) for i in range(4)])  # type: ignore[index, call-overload]
+    batch = stacked([decoding.found[i]["x"].view(torch.uint8) for i in range(4)], torch.stack)  # type: ignore[index, call-overload]
     assert batch.shape == (4, 64)
     assert pinned(batch).data_ptr() == batch.data_ptr()
     with torch.sim.held():
