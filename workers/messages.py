@@ -165,6 +165,8 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     """True if its `preprocess` reads another form than `inputs` describe."""
     files: list[FileMark] = []
     """Files that its model has loaded."""
+    is_accelerated: bool = False
+    """True if it computes on an accelerator rather than on a CPU."""
     decoding: DecodingPlan | None = None
     """The ring for its decoders; None if it wants none."""
 

@@ -19,6 +19,16 @@ if TYPE_CHECKING:
 AUTO_SIZE = 8
 """The largest batch, unless the settings say otherwise or more instances cost next to nothing."""
 _AUTO_MOST = 64
+_ACCELERATED_MOST = 256
+"""The same for accelerators, whose memory may bound it sooner."""
+_LONG_S = 0.1
+"""Batches for accelerators that take longer are not made larger: many would wait for one."""
+_PAYS = 0.9
+"""A batch of twice the size pays if an instance takes no more than this share of its time."""
+_NUM_COLD = 2
+"""First full batches of a size, in which libraries of an accelerator choose and load kernels."""
+_TRIED_AGAIN_AFTER = 512
+"""Full batches after which an accelerator gets larger ones again that did not pay before."""
 _FREE_S = 0.002
 """A worker's time for a batch below which messages and wake-ups cost more than the batch does. An
 echo of 64 takes 0.9 ms, and needs an eighth of the messages that batches of 8 need."""
@@ -177,17 +187,23 @@ class BatchCosts:
 class SizeLimit:
     """The most instances that a batch may have: a fixed number, or with `auto` what pays.
 
-    With `auto` (None) it starts at 8, which workers have warmed up with. It doubles, up to 64,
-    while full batches come back so fast that twice as many would still cost next to nothing, and
-    falls back when they turn out slower. Networks that were compiled for some sizes stay with them.
+    With `auto` (None) it starts at 8, which workers have warmed up with. On CPUs it doubles, up to
+    64, while full batches come back so fast that twice as many would still cost next to nothing,
+    and falls back when they turn out slower. On accelerators, which compute many instances at once,
+    it doubles, up to 256, as long as the time per instance falls clearly, and falls back if it does
+    not. Networks that were compiled for some sizes stay with them.
     """
 
     def __init__(self, max_batch_size: int | None) -> None:
         self.now = self.own = max_batch_size or AUTO_SIZE
         """`own` is the limit without an objective."""
         self._may_grow = max_batch_size is None
+        self._is_accelerated = False
         self._full_s = 0.0
         self._num_full = 0
+        self._half_s = 0.0
+        """Time per instance in batches of half the size, while it is compared; else 0."""
+        self._num_until_trial = 0
 
     def hold(self) -> None:
         """Stay at the size that workers have warmed up with."""
@@ -195,24 +211,51 @@ class SizeLimit:
             self._may_grow = False
             self.now = self.own = AUTO_SIZE
 
+    def accelerate(self) -> None:
+        """Note that the fast workers compute on accelerators."""
+        if not self._is_accelerated:
+            self._is_accelerated, self._num_full = True, -_NUM_COLD
+
     def bound(self, most: int) -> None:
         """Allow no more than an objective does."""
         self.now = min(self.own, most)
 
-    def note(self, size: int, took_s: float) -> None:
+    def note(self, size: int, prepare_s: float, compute_s: float) -> None:
         """Learn from a batch that took a worker so long to prepare and to compute."""
         if size < self.own or not self._may_grow:
             return
-        if self._num_full:
+        # An accelerator computes a batch while the next one is prepared.
+        took_s = max(prepare_s, compute_s) if self._is_accelerated else prepare_s + compute_s
+        if self._num_full > 0:
             took_s = min(took_s, _SLOW * self._full_s)
         self._num_full += 1
+        if self._num_full <= 0:
+            return
         self._full_s += (took_s - self._full_s) / min(self._num_full, _NUM_FULL)
         if self._num_full < _NUM_FULL:
             return
-        if self._full_s <= _FREE_S / 2 and self.own < _AUTO_MOST:
+        if self._is_accelerated:
+            self._judge()
+        elif self._full_s <= _FREE_S / 2 and self.own < _AUTO_MOST:
             self._change(self.own * 2)
         elif self._full_s > 2 * _FREE_S and self.own > AUTO_SIZE:
             self._change(self.own // 2)
+
+    def _judge(self) -> None:
+        """Try batches of twice the size, or keep to those of half the size if these do not pay."""
+        item_s = self._full_s / self.own
+        does_not_pay = self._half_s and item_s > _PAYS * self._half_s
+        self._half_s = 0.0
+        self._num_until_trial -= 1
+        if self.own > AUTO_SIZE and (does_not_pay or self._full_s > 2 * _LONG_S):
+            self._num_until_trial = _TRIED_AGAIN_AFTER
+            self._change(self.own // 2)
+        elif (
+            self._num_until_trial <= 0 and self._full_s <= _LONG_S and self.own < _ACCELERATED_MOST
+        ):
+            self._half_s = item_s
+            self._change(self.own * 2)
+            self._num_full = -_NUM_COLD
 
     def _change(self, size: int) -> None:
         self.now = self.own = size

@@ -200,6 +200,8 @@ class Dispatcher:
         self.inputs = worker.ready.inputs
         if worker.ready.speed.preset not in ANY_SIZE:
             self._limit.hold()
+        if worker.ready.is_accelerated:
+            self._limit.accelerate()
         self._lanes.attach(worker)
         self._scheduler.soon()
 
@@ -350,7 +352,7 @@ class Dispatcher:
         if not isinstance(done.outcomes[0], ItemError):  # or it may not have been computed
             self._lanes.learn(lane, num, now)
             if not lane.is_lagging:
-                self._limit.note(num, done.prepare_s + done.compute_s)
+                self._limit.note(num, done.prepare_s, done.compute_s)
                 self._scheduler.prepare_s = done.prepare_s
         if lane.batches:
             lane.begin(now, was_idle=False)

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from inferpool.models.accelerator.device import name_of
+from inferpool.models.accelerator.device import is_accelerator, name_of
 from inferpool.models.base import load_model
 from inferpool.models.example import example_of, reads_own_form
 from inferpool.models.files.opened import OpenedFiles
@@ -392,5 +392,6 @@ def load(
         example=example_of(model, samples),
         reads_own_form=reads_own_form(model),
         files=opened.marks(),
+        is_accelerated=is_accelerator(device),
         decoding=crew.plan if crew else None,
     )

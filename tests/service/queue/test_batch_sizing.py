@@ -1,4 +1,5 @@
 import random
+from itertools import pairwise
 from math import inf
 
 import pytest
@@ -153,7 +154,7 @@ def test_the_soonest_deadline_is_a_lower_bound(left_s: float):
 
 def fed(limit: SizeLimit, item_s: float, num_batches: int = 100) -> int:
     for _ in range(num_batches):
-        limit.note(limit.now, item_s * limit.now)
+        limit.note(limit.now, 0.0, item_s * limit.now)
     return limit.now
 
 
@@ -171,11 +172,11 @@ def test_only_auto_grows_and_while_full_batches_take_little_time(set_size, item_
 def test_batch_that_is_not_full_or_was_interrupted_changes_nothing():
     limit = SizeLimit(None)
     for _ in range(50):
-        limit.note(limit.now - 1, 0.00001)
+        limit.note(limit.now - 1, 0.0, 0.00001)
     assert limit.now == 8
     fed(limit, item_s=0.00001, num_batches=30)
     grown = limit.now
-    limit.note(grown, 5.0)
+    limit.note(grown, 0.0, 5.0)
     assert fed(limit, item_s=0.00001) == 64
 
 
@@ -184,3 +185,50 @@ def test_the_size_of_a_compiled_network_stays():
     fed(limit, item_s=0.00001)
     limit.hold()
     assert fed(limit, item_s=0.00001) == 8
+
+
+def accelerated(fixed_s: float, item_s: float, num_batches: int = 200, prepare_s: float = 0.0):
+    """Return the sizes that a limit goes through on a device that takes so long for a batch."""
+    limit, sizes = SizeLimit(None), []
+    limit.accelerate()
+    for number in range(num_batches):
+        is_new = number == 0 or sizes[-1] != limit.now
+        sizes.append(limit.now)
+        cold_s = 1.0 if is_new else 0.0  # the first batch of a size
+        limit.note(limit.now, prepare_s * limit.now, cold_s + fixed_s + item_s * limit.now)
+    return sizes
+
+
+@pytest.mark.parametrize(
+    ("fixed_s", "item_s", "expected"),
+    [
+        pytest.param(0.005, 0.0, 256, id="bound by launches"),
+        pytest.param(0.005, 0.0002, 128, id="both"),
+        pytest.param(0.0, 0.001, 8, id="in proportion"),
+        pytest.param(0.15, 0.0, 8, id="long"),
+    ],
+)
+def test_on_accelerators_batches_grow_while_the_time_per_instance_falls(fixed_s, item_s, expected):
+    sizes = accelerated(fixed_s, item_s)
+    assert sizes[-1] == expected
+    assert max(sizes) <= 2 * expected
+    assert len(set(sizes[100:])) == 1
+
+
+def test_batches_do_not_grow_where_the_preparation_takes_longer_than_the_accelerator():
+    assert accelerated(0.005, 0.0, prepare_s=0.001)[-1] == 8
+
+
+def test_size_that_did_not_pay_is_tried_again_much_later():
+    sizes = accelerated(0.0, 0.001, num_batches=2000)
+    trials = [i for i in range(1, len(sizes)) if sizes[i] == 16 != sizes[i - 1]]
+    assert 2 <= len(trials) <= 4
+    assert all(later - earlier > 400 for earlier, later in pairwise(trials))
+
+
+def test_a_size_in_the_settings_holds_for_accelerators_too():
+    limit = SizeLimit(8)
+    limit.accelerate()
+    for _ in range(100):
+        limit.note(8, 0.0, 0.001)
+    assert limit.now == 8

@@ -4,6 +4,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import uvloop
 
@@ -105,6 +106,21 @@ async def have(
             worker.answer(compute_s=took_s / 2)
     await turn()
     return sizes
+
+
+@pytest.mark.parametrize(("is_accelerated", "grows"), [(True, True), (False, False)])
+async def test_batches_of_some_milliseconds_grow_on_accelerators_alone(
+    bench, is_accelerated, grows
+):
+    b, worker = bench(max_batch_size=None), FakeWorker(credit=1)
+    worker.ready = msgspec.structs.replace(worker.ready, is_accelerated=is_accelerated)
+    b.dispatcher.attach(worker)
+    for _ in range(40):
+        await b.send(b.dispatcher.max_batch_size)
+        worker.answer(compute_s=0.005)
+        await turn()
+    assert (b.dispatcher.max_batch_size > 8) == grows
+    b.check_books()
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ async def test_thousands_of_answers_come_each_once_and_in_order(
     engine: LocalEngine, put, busy_us: int
 ):
     worker = await start(engine, busy_us=busy_us)
+    assert worker.ready.is_accelerated
     arrived: list[int] = []
     held = asyncio.Semaphore(worker.credit)
 
