@@ -4,12 +4,12 @@ import contextlib
 import json
 import math
 import threading
-import time
 from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 
+import inferpool.workers.inside.preparing
 import inferpool.workers.inside.staging
 from inferpool.models.accelerator.device import HandOver
 from inferpool.models.item import Features, Item
@@ -267,18 +267,24 @@ def test_batch_is_stacked_into_pinned_memory_that_is_used_again():
     assert len(addresses) <= 3
 
 
-def test_cheap_items_of_a_large_batch_are_prepared_in_parts_by_several_threads():
-    threads: set[str] = set()
+def test_cheap_items_of_a_large_batch_are_prepared_in_parts_by_several_threads(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(inferpool.workers.inside.preparing, "_POOL_PAYS_S", math.inf)
+    monkeypatch.setattr(inferpool.workers.inside.preparing, "_PARTS_PAY_S", 0.0)
+    together = threading.Barrier(3)
+    threads: list[str] = []
 
-    class Slow(AheadModel):
+    class Meeting(AheadModel):
         def preprocess(self, item: Item) -> Features:
-            threads.add(threading.current_thread().name)
-            if threading.current_thread() is threading.main_thread():
-                time.sleep(0.0002)  # less than is worth a hand-over for each
+            name = threading.current_thread().name
+            if name.startswith("prepare") and name not in threads:
+                together.wait(timeout=10)
+            threads.append(name)
             return super().preprocess(item)
 
-    computer = computer_of(Slow(), num_threads=3)
+    computer = computer_of(Meeting(), num_threads=3)
     for _ in range(2):
-        batch = prepared(computer, numbers(*range(40)))
-        assert answers(computer, batch) == [2 * n for n in range(40)]
-    assert len({name for name in threads if name.startswith("prepare")}) > 1
+        batch = prepared(computer, numbers(*range(7)))
+        assert answers(computer, batch) == [2 * n for n in range(7)]
+    assert sorted(threads.count(name) for name in {*threads}) == [2, 2, 3, 7]

@@ -298,6 +298,42 @@ def test_size_is_remembered_for_its_shape_alone():
     assert model.sizes == [4]
 
 
+def test_size_is_remembered_for_what_the_network_gets_however_long_the_inputs_are():
+    class Decoding(Hungry):
+        """Its instances are as different as encoded pictures, and its batches alike."""
+
+        def preprocess(self, item: Item) -> Features:
+            return {"x": torch.full((item.json() + 1,), float(item.json()))}
+
+        def collate(self, instances: Sequence[Features]) -> Features:
+            return {"x": torch.stack([each["x"][0] for each in instances])}
+
+    model = Decoding()
+    computer = computer_of(model)
+    assert compute(model, range(4), computer) == [0, 2, 4, 6]
+    model.sizes.clear()
+    assert compute(model, range(10, 14), computer) == [20, 22, 24, 26]
+    assert model.sizes == [2, 2]
+
+
+@pytest.mark.parametrize(("length", "sizes"), [(120, [2, 2]), (300, [4])])
+def test_sizes_are_shared_by_inputs_of_about_the_same_length(length: int, sizes: list[int]):
+    class Long(DoublingModel):
+        outputs = ()
+
+        def double(self, x: torch.Tensor) -> Features:
+            if len(x) > 3 and x.shape[1] < 200:
+                raise MemoryError
+            return {"y": x[:, 0] * 2}
+
+    model = Long()
+    computer = computer_of(model)
+    compute(model, [[1.0] * 100] * 4, computer)
+    model.sizes.clear()
+    assert compute(model, [[1.0] * length] * 4, computer) == [2] * 4
+    assert model.sizes == sizes
+
+
 def test_input_that_does_not_fit_alone_fails_with_the_reason(caplog: pytest.LogCaptureFixture):
     computer = computer_of(Hungry())
     body = b"[1, 2]"
