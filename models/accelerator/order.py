@@ -39,13 +39,10 @@ class Lane:
     def mark(self) -> HandOver | None:
         """Mark the moment at which the device has done what this thread has told it until now.
 
-        The thread need not be using this lane.
+        The thread need not be using this lane. None if the device was told nothing yet.
         """
-        if self._stream is None:
-            return None
-        stream = current_stream()
-        assert stream is not None, "the device of a lane is in use"
-        return HandOver(stream)
+        stream = None if self._stream is None else current_stream()
+        return None if stream is None else HandOver(stream)
 
     def follow(self, marked: HandOver | None, values: Iterable[object] = ()) -> None:
         """Have the device begin what this thread tells it next after a moment.

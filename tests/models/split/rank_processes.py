@@ -1,20 +1,22 @@
 """The ranks of a group, each a process as in a worker of so many devices, that load networks."""
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import Pipe
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from inferpool.models.accelerator.out_of_memory import is_out_of_memory
 from inferpool.models.base import Model, load_model
 from inferpool.models.errors import ModelError, OutOfStepError, RankError
 from inferpool.models.files.checkpoint import StoredWeights
-from inferpool.models.spec import Placement
+from inferpool.models.spec import Placement, Split
 from inferpool.models.split.network import serve
 from inferpool.models.split.report import RankPart, SplitReport
 from inferpool.workers.host.forked import ForkedProcess
@@ -62,17 +64,25 @@ class LoadedNetwork:
 
 
 class RankProcesses(AbstractContextManager):
-    """Processes that are connected to each other once, and load one network after the other."""
+    """Processes that are connected to each other once, and load one network after the other.
 
-    def __init__(self, size: int) -> None:
+    Args:
+        size: Number of ranks.
+        devices: Device of each rank; by default the CPU.
+        split: The kind of split that they have groups for.
+    """
+
+    def __init__(self, size: int, devices: Sequence[str] = (), split: Split = "pipeline") -> None:
         start_forkserver()  # with torch in it, for the tests of workers too
+        self.size = size
+        placement = Placement(devices=(*devices,) or ("cpu",) * size, split=split)
         wiring = Wiring(size)
         self._orders = []
         self._processes = []
         for rank in range(size):
             ours, theirs = Pipe()
             process = ForkedProcess(
-                target=_work, args=(theirs, size, wiring.ends_of(rank)), daemon=True
+                target=_work, args=(theirs, placement, wiring.ends_of(rank)), daemon=True
             )
             process.start()
             theirs.close()
@@ -171,10 +181,12 @@ class _LoadingModel(Model):
         assert self.ranks.rank == 0
 
 
-def _work(orders, size, ends):
+def _work(orders, placement, ends):
     torch.set_num_threads(1)
-    group = Group(ends, Placement(devices=("cpu",) * size, split="pipeline"))
-    state = SimpleNamespace(group=group, model=None, patches=pytest.MonkeyPatch())
+    group = Group(ends, placement)
+    state = SimpleNamespace(
+        group=group, placement=placement, model=None, patches=pytest.MonkeyPatch()
+    )
     while True:
         try:
             function, args = orders.recv()
@@ -202,7 +214,7 @@ def _load(state, split, build, weights, example, attributes):
     model.ranks = state.group
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StoredWeights, "read", counted)
-        load_model(model, Placement(devices=("cpu",) * state.group.size, split=split))
+        load_model(model, replace(state.placement, split=split))
     state.model = model
     return model.split_network.part, model.split_network.report, sum(num_bytes)
 
@@ -216,8 +228,13 @@ def _undo(state):
 
 
 def _call(state, args, kwargs):
+    args, kwargs = _moved((args, kwargs), state.group.device)
     with torch.inference_mode():
-        return state.model.network(*args, **kwargs)
+        return _moved(state.model.network(*args, **kwargs), "cpu")
+
+
+def _moved(value, device):
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
 
 
 def _serve(state):

@@ -1,0 +1,85 @@
+"""Networks that are split over simulated devices answer as whole ones on the CPU.
+
+Ranks with a device each transfer as NCCL orders it; ranks that share one go by way of the host.
+"""
+
+import pytest
+import torch
+
+from tests.busy_stages import BUSY_S, busy_pair, rows_for
+from tests.models.split import networks
+from tests.models.split.rank_processes import RaisedError, RankProcesses
+from tests.models.split.test_tensor import whole
+
+pytestmark = pytest.mark.simulated
+
+APART, SHARED = ("sim:0", "sim:1"), ("sim:0", "sim:0")
+
+
+@pytest.fixture(scope="module", params=[APART, SHARED, ("sim:1", "sim:3", "sim:0")])
+def ranks(request):
+    with RankProcesses(len(request.param), request.param) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module", params=[APART, SHARED])
+def tensor_pair(request):
+    with RankProcesses(2, request.param, split="tensor") as pair:
+        yield pair
+
+
+def assert_equal(got, expected):
+    assert got.shape == expected.shape
+    assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("build", "shape"),
+    [(networks.mlp, (32,)), (networks.resnet, (3, 40, 40)), (networks.encoder, (5, 32))],
+)
+def test_a_pipeline_answers_as_the_whole_network(ranks, build, shape):
+    network = build().eval()
+    with ranks.loaded("pipeline", build, example=[torch.randn(2, *shape)]) as model:
+        for num_rows in (1, 8, 8, 8, 8, 8, 8, 8, 3):
+            x = torch.randn(num_rows, *shape)
+            with torch.inference_mode():
+                assert_equal(model(x), network(x))
+
+
+def test_an_input_that_a_stage_refuses_fails_alone(ranks):
+    good = torch.ones(4, 2)
+    points = ["1", "2"][: ranks.size - 1]
+    with ranks.loaded("pipeline", networks.refusing, split_points=points) as model:
+        expected = model(good)
+        with pytest.raises(RaisedError, match="RankError: rank 1: ValueError: 500 is too much"):
+            model(torch.tensor([[1.0, 1], [1, 500], [1, 1], [1, 1]]))
+        assert torch.equal(model(good), expected)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("build", [networks.Encoder, networks.Blocks])
+def test_a_tensor_parallel_network_answers_as_the_whole_one(tensor_pair, build, tmp_path):
+    network, path = whole(build, tmp_path)
+    example = networks.INPUTS[build]()
+    with tensor_pair.loaded("tensor", build, path, example) as model, torch.inference_mode():
+        for args in (networks.INPUTS[build](), networks.INPUTS[build]()[:1]):
+            got, expected = model(*args), network(*args)
+            assert (got - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+def measured_s(state):
+    """Return what the lead has noted of batches of one row, which go in one piece."""
+    sizes = state.model.split_network._alone._sizes
+    return [seconds for size in sizes.values() for seconds in size.row_s.values()]
+
+
+def test_a_pipeline_measures_the_work_of_all_stages(ranks):
+    if ranks.size != 2:
+        pytest.skip("for two stages")
+    loaded = ranks.loaded("pipeline", busy_pair, example=[torch.zeros(1, 1)], split_points=["1"])
+    with loaded as model:
+        got = model(rows_for("busy", torch.tensor([5.0])))
+        assert torch.equal(got, rows_for("busy", torch.tensor([7.0])))
+        ranks.order(0, measured_s)
+        (seconds,) = ranks.result_of(0)
+    assert seconds >= 0.99 * 2 * BUSY_S

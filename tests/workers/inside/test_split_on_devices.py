@@ -1,0 +1,86 @@
+"""Replicas that are split over simulated devices, in real worker processes.
+
+Devices order transfers as NCCL does: what waits for a circle there hangs here.
+"""
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from inferpool.models.spec import Placement
+from inferpool.workers.errors import WorkerLostError
+from inferpool.workers.host.engine import WorkerId
+from inferpool.workers.host.local import LocalEngine
+from inferpool.workers.host.local_worker import LocalWorker
+from tests.busy_stages import BUSY_S
+from tests.workers.contract import answers, config_of, is_gone, is_quick
+
+pytestmark = pytest.mark.simulated
+
+APART, SHARED, THREE = ("sim:0", "sim:1"), ("sim:0", "sim:0"), ("sim:0", "sim:1", "sim:2")
+
+
+async def started(engine: LocalEngine, devices: tuple[str, ...], **changes: object) -> LocalWorker:
+    config = config_of("tests.busy_stages:BusyStages", max_batch_size=4, **changes)
+    placement = Placement(devices=devices, split="pipeline")
+    config = replace(config, placement=placement, credit=1 + len(devices))
+    return await engine.start(WorkerId(model="m", slot=0), config, lambda stage: None)
+
+
+@pytest.mark.parametrize("devices", [APART, SHARED, THREE])
+async def test_batches_and_pieces_in_flight_are_all_answered(
+    engine: LocalEngine, put, devices: tuple[str, ...]
+):
+    worker = await started(engine, devices)
+    batches = [worker.run([put({"n": 4 * n + i}) for i in range(4)]) for n in range(40)]
+    for n, batch in enumerate(batches):
+        assert answers(await batch) == [2 * (4 * n + i) for i in range(4)]
+    await worker.stop(5)
+
+
+@pytest.mark.measures
+@pytest.mark.parametrize("devices", [APART, SHARED])
+async def test_stages_work_on_several_batches_at_once(
+    engine: LocalEngine, put, devices: tuple[str, ...]
+):
+    worker = await started(engine, devices)
+
+    async def ten_batches() -> float:
+        began = time.monotonic()
+        batches = [worker.run([put({"n": n, "do": "busy"})]) for n in range(10)]
+        assert [answers(await batch) for batch in batches] == [[2 * n] for n in range(10)]
+        return time.monotonic() - began
+
+    assert await is_quick(ten_batches, 16 * BUSY_S)  # 11 overlapping, 20 in turn
+    await worker.stop(5)
+
+
+@pytest.mark.measures
+async def test_own_time_is_that_of_all_stages_and_not_of_other_batches(engine: LocalEngine, put):
+    worker = await started(engine, THREE)
+
+    async def longest_own_s() -> float:
+        batches = [worker.run([put({"n": n, "do": "busy"})]) for n in range(5)]
+        own_s = [(await batch).compute_s for batch in batches]
+        assert min(own_s) >= 0.99 * len(THREE) * BUSY_S
+        return max(own_s)
+
+    assert await is_quick(longest_own_s, 4.5 * BUSY_S)
+    await worker.stop(5)
+
+
+@pytest.mark.parametrize("devices", [APART, SHARED])
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize(("act", "reason"), [("kill", "SIGKILL"), ("lose", "device")])
+async def test_end_of_a_rank_or_its_device_ends_all(
+    engine: LocalEngine, put, devices: tuple[str, ...], stage: int, act: str, reason: str
+):
+    worker = await started(engine, devices)
+    pids = [rank.pid for rank in worker.vitals().ranks]
+    assert answers(await worker.run([put({"n": 2})])) == [4]
+    with pytest.raises(WorkerLostError, match=reason) as lost:
+        await worker.run([put({"n": 1, "do": act, "stage": stage})])
+    assert f"rank {stage}" in str(lost.value)
+    assert lost.value.started
+    assert all(map(is_gone, pids))
