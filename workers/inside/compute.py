@@ -111,19 +111,19 @@ class Computer:
             features = [model.preprocess(item) for item in samples]
             prepare_s = (time.monotonic() - began) / len(samples)
             for size in sizes:
-                is_needed = needed is None or size <= needed
                 chosen = [features[i % len(features)] for i in range(size)]
+                may_end = needed is not None and needed <= size < sizes[-1]
                 try:
                     took_s = self._warm(chosen)
-                    if not is_needed:  # the first of a size is no measure
+                    if may_end:  # the first of a size is no measure
                         took_s = min(took_s, self._warm(chosen))
                 except (RuntimeError, MemoryError) as error:
-                    if is_needed or not is_out_of_memory(error):
+                    if needed is None or size <= needed or not is_out_of_memory(error):
                         raise
                     release(error)
                     break
                 longest_s = max(longest_s, prepare_s * size + took_s)
-                if not is_needed and took_s > LONG_S:
+                if may_end and took_s > LONG_S:
                     break
         return longest_s
 
