@@ -36,6 +36,12 @@ ANY_SIZE = ("exact", "channels_last", "folded", "tf32", "bf16", "fp16", *GRAPHED
 """Presets that compute a batch of any size as it is; the others are made for certain sizes."""
 
 
+MOST_GROWN = 256
+"""Largest batch on an accelerator where the service finds out what pays. Memory and deadlines may
+bound it sooner."""
+LONG_S = 0.1
+"""Batches on an accelerator that take longer are not made larger: many would wait for one."""
+
 DECODE_CHOICES = ("auto", "exact", "fast")
 """Values of the setting `decode`.
 

@@ -3,11 +3,7 @@
 from collections.abc import Sequence
 
 from inferpool.models.accelerator.device import Device, is_accelerator
-
-MOST_GROWN = 256
-"""Largest batch on an accelerator where the service finds out what pays."""
-LONG_S = 0.1
-"""Larger batches than those that take so long do not pay there: many would wait for one."""
+from inferpool.models.speed.names import MOST_GROWN
 
 
 def largest_batch(device: Device, max_batch_size: int, *, may_grow: bool) -> int:

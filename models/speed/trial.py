@@ -29,9 +29,9 @@ from inferpool.models.border import forward_can_run_ahead
 from inferpool.models.item import Features, Item
 from inferpool.models.speed.compiled import Compiled
 from inferpool.models.speed.graphs import Graphed
-from inferpool.models.speed.names import COMPILED, GRAPHED, SpeedReport
+from inferpool.models.speed.names import COMPILED, GRAPHED, LONG_S, SpeedReport
 from inferpool.models.speed.presets import can_be_changed, prepare
-from inferpool.models.speed.sizes import LONG_S, steps_to
+from inferpool.models.speed.sizes import steps_to
 from inferpool.models.speed.verdicts import VerdictStore, fingerprint
 
 logger = logging.getLogger(__name__)

@@ -13,16 +13,14 @@ from itertools import islice
 from math import inf
 from typing import TYPE_CHECKING
 
+from inferpool.models.speed.names import LONG_S, MOST_GROWN
+
 if TYPE_CHECKING:
     from inferpool.service.queue.batcher import Batcher, Q
 
 AUTO_SIZE = 8
 """The largest batch, unless the settings say otherwise or more instances cost next to nothing."""
 _AUTO_MOST = 64
-_ACCELERATED_MOST = 256
-"""The same for accelerators, whose memory may bound it sooner."""
-_LONG_S = 0.1
-"""Batches for accelerators that take longer are not made larger: many would wait for one."""
 _PAYS = 0.9
 """A batch of twice the size pays if an instance takes no more than this share of its time."""
 _NUM_COLD = 2
@@ -247,12 +245,10 @@ class SizeLimit:
         does_not_pay = self._half_s and item_s > _PAYS * self._half_s
         self._half_s = 0.0
         self._num_until_trial -= 1
-        if self.own > AUTO_SIZE and (does_not_pay or self._full_s > 2 * _LONG_S):
+        if self.own > AUTO_SIZE and (does_not_pay or self._full_s > 2 * LONG_S):
             self._num_until_trial = _TRIED_AGAIN_AFTER
             self._change(self.own // 2)
-        elif (
-            self._num_until_trial <= 0 and self._full_s <= _LONG_S and self.own < _ACCELERATED_MOST
-        ):
+        elif self._num_until_trial <= 0 and self._full_s <= LONG_S and self.own < MOST_GROWN:
             self._half_s = item_s
             self._change(self.own * 2)
             self._num_full = -_NUM_COLD

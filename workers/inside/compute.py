@@ -18,7 +18,7 @@ from inferpool.models.base import Model
 from inferpool.models.border import bad_return, is_overridden
 from inferpool.models.errors import InputError, ModelError
 from inferpool.models.item import Features, Item
-from inferpool.models.speed.sizes import LONG_S
+from inferpool.models.speed.names import LONG_S
 from inferpool.models.texts import described, text_of
 from inferpool.workers.config import ErrorDetail
 from inferpool.workers.inside.checks import BrokenPromiseError, OutputChecks

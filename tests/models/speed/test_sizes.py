@@ -1,6 +1,7 @@
 import pytest
 
-from inferpool.models.speed.sizes import MOST_GROWN, largest_batch, sizes_to_warm, steps_to
+from inferpool.models.speed.names import MOST_GROWN
+from inferpool.models.speed.sizes import largest_batch, sizes_to_warm, steps_to
 
 
 @pytest.mark.parametrize(
