@@ -12,7 +12,7 @@ from inferpool.models.accelerator.device import (
 )
 
 
-class Lane:
+class OwnStream:
     """A stream of a device beside those of the threads, for work that these shall not wait for.
 
     For the CPU it is nothing, and none of its methods does anything.
@@ -39,7 +39,7 @@ class Lane:
     def mark(self) -> HandOver | None:
         """Mark the moment at which the device has done what this thread has told it until now.
 
-        The thread need not be using this lane. None if the device was told nothing yet.
+        The thread need not be using this stream. None if the device was told nothing yet.
         """
         stream = None if self._stream is None else current_stream()
         return None if stream is None else HandOver(stream)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from inferpool.models.accelerator.device import release_memory
-from inferpool.models.accelerator.order import Lane
+from inferpool.models.accelerator.order import OwnStream
 from inferpool.models.accelerator.out_of_memory import is_out_of_memory
 from inferpool.models.errors import ModelError, RankError
 from inferpool.models.files.checkpoint import StoredWeights, check_fit
@@ -76,7 +76,7 @@ class Pipeline:
         self.report = report
         self._ranks = ranks
         self._stage = stage
-        self._lane = Lane(ranks.device)
+        self._own_stream = OwnStream(ranks.device)
         self._signature = inspect.signature(steps.network.forward)
         self._arguments = steps.arguments
         self._name = type(steps.network).__name__
@@ -206,10 +206,10 @@ class Pipeline:
         stream, since each stream keeps the memory that it has once needed.
         """
         ranks = self._ranks
-        with self._lane.inserted():
+        with self._own_stream.inserted():
             with torch.inference_mode():
                 packed, tensors = pack(self._stage(*values), ranks.device)
-            self._lane.finish()
+            self._own_stream.finish()
             ranks.send((ranks.rank + 1) % ranks.size, _values(packed, held_up_s), tensors)
 
     def _pass_on(self, values: Sequence[Any], held_up_s: float) -> None:
@@ -227,7 +227,7 @@ class Pipeline:
             if is_shortage:
                 release_memory()
             else:
-                self._lane.finish()  # raises if the context is lost
+                self._own_stream.finish()  # raises if the context is lost
             ranks.send((ranks.rank + 1) % ranks.size, ["error", ranks.rank, text, is_shortage])
 
     def _bound(self, args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[object, ...]:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from inferpool.models.accelerator.device import free_bytes, is_accelerator, select
 from inferpool.models.accelerator.kinds import accelerator_of
-from inferpool.models.accelerator.order import Lane
+from inferpool.models.accelerator.order import OwnStream
 from inferpool.models.spec import Placement, Split
 from inferpool.models.split.turnstile import BatchClock
 from inferpool.workers.memory import available_bytes
@@ -71,7 +71,7 @@ class Group:
         select(self.device)
         # A transfer waits for the other rank, and what a stream is told later waits for it. So no
         # transfer goes to a stream that computes, and no two kinds of transfer to the same one.
-        self._sending, self._receiving, self._keeping = (Lane(self.device) for _ in range(3))
+        self._sending, self._receiving, self._keeping = (OwnStream(self.device) for _ in range(3))
         # All ranks are on this host, whose name may not resolve to an address.
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = _LOOPBACK
         store = torch.distributed.FileStore(str(ends.meeting), self.size)  # type: ignore[attr-defined]  # its module does not export it

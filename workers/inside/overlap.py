@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from inferpool.models.accelerator.order import Lane
+from inferpool.models.accelerator.order import OwnStream
 from inferpool.models.split.turnstile import BatchClock, FairLock
 from inferpool.workers.inside.pools import started_pool
 from inferpool.workers.inside.preparing import Prepared
@@ -38,8 +38,8 @@ class ModelLock:
         self._owner: int | None = None
         self._own_time = BatchClock()
         """Clock of the batch that holds the lock."""
-        self._lane = Lane()
-        self._told = self._lane.mark()
+        self._own_stream = OwnStream()
+        self._told = self._own_stream.mark()
         """Mark behind all that the device was told under the lock."""
         self._tell = tell
         self._telling = threading.Lock()
@@ -79,12 +79,12 @@ class ModelLock:
     def _acquire(self) -> None:
         self._lock.acquire()
         self._owner = threading.get_ident()
-        self._lane.follow(self._told)
+        self._own_stream.follow(self._told)
 
     def _release(self) -> None:
         self._owner = None
         try:
-            self._told = self._lane.mark()
+            self._told = self._own_stream.mark()
         finally:
             self._lock.release()
 
@@ -111,9 +111,9 @@ class OverlappingBatches:
         self._model_lock = lock
         self._answer = answer
         self._pool = started_pool(num_at_once, "compute")
-        self._free_lanes: SimpleQueue[Lane] = SimpleQueue()
+        self._free_streams: SimpleQueue[OwnStream] = SimpleQueue()
         for _ in range(num_at_once):
-            self._free_lanes.put(Lane())
+            self._free_streams.put(OwnStream())
         self._under_way: set[Future[bool]] = set()
         """Computations; their results are True, or False for canaries."""
 
@@ -150,14 +150,14 @@ class OverlappingBatches:
         return any(answered)
 
     def _compute(self, prepared: Prepared) -> bool:
-        lane = self._free_lanes.get()
+        stream = self._free_streams.get()
         try:
             with (
                 torch.inference_mode(),
-                lane.used(),
+                stream.used(),
                 self._model_lock.held() as own_time,
             ):
                 self._answer(prepared, own_time)
         finally:
-            self._free_lanes.put(lane)
+            self._free_streams.put(stream)
         return not prepared.is_canary

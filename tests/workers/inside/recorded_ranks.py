@@ -1,7 +1,7 @@
 """The ranks of a pipeline as threads, on devices that only note the order of what they are told.
 
 The code that runs is that of real ranks (`Group`, `Pipeline`, `ModelLock`, `OverlappingBatches`,
-`Lane`); only the lowest seams are stand-ins: `torch.distributed`, the pipes, and streams and
+`OwnStream`); only the lowest seams are stand-ins: `torch.distributed`, the pipes, and streams and
 events. No device waits for anything here. What would have to wait for what is kept as a graph, in
 which a circle is a deadlock.
 """
@@ -25,7 +25,7 @@ import inferpool.models.accelerator.order
 import inferpool.models.split.turnstile
 import inferpool.workers.inside.group
 import inferpool.workers.inside.overlap
-from inferpool.models.accelerator.order import Lane
+from inferpool.models.accelerator.order import OwnStream
 from inferpool.models.spec import Placement
 from inferpool.models.split.pipeline import Pipeline
 from inferpool.models.split.report import RankPart, SplitReport
@@ -43,7 +43,7 @@ _rank_of_thread: ContextVar[int] = ContextVar("rank_of_thread")
 
 
 class Order:
-    """What happens, and what each thing waits for. Nodes are numbers."""
+    """A graph of all that happens, in which each thing waits for others. Nodes are numbers."""
 
     def __init__(self, channels: Channels) -> None:
         self.channels = channels
@@ -345,9 +345,9 @@ def _lead(
         batches.wait(None, _DEADLINE_S)
 
 
-def without_lanes(patch: pytest.MonkeyPatch) -> None:
+def without_own_streams(patch: pytest.MonkeyPatch) -> None:
     """Have all threads of a rank use one stream, for transfers too, and never wait for it."""
-    patch.setattr(Lane, "__init__", lambda lane, device=None: setattr(lane, "_stream", None))
+    patch.setattr(OwnStream, "__init__", lambda own, device=None: setattr(own, "_stream", None))
 
 
 def _stand_in(patch: pytest.MonkeyPatch, order: Order) -> None:

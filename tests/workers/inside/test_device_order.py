@@ -13,7 +13,7 @@ import inferpool.workers.inside.group
 from tests.workers.inside.recorded_ranks import (
     Channels,
     order_of_pipeline,
-    without_lanes,
+    without_own_streams,
 )
 
 SIZES = [
@@ -54,7 +54,7 @@ def test_no_device_waits_in_a_circle(
 def test_transfers_on_the_stream_that_computes_wait_in_a_circle(
     patch: pytest.MonkeyPatch, tmp_path: Path, num_ranks: int
 ):
-    without_lanes(patch)
+    without_own_streams(patch)
     for num_batches, num_pieces in [(1, 1), (1, 2), (1, 4), (2, 1), (4, 1), (2, 2)]:
         order = order_of_pipeline(
             patch,
