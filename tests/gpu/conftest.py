@@ -17,7 +17,7 @@ from inferpool.workers.host.devices import find_host
 from tests.e2e.running import ROOT
 from tests.gpu.results import RunResults
 
-_FOLDER = "INFERPOOL_GPU_RESULTS"
+_FOLDER = "GPU_RESULTS"
 """Variable with a folder for the page of results. Without it, only a run on CUDA has a page."""
 
 
@@ -80,13 +80,6 @@ def trace_folder(devices: Devices, tmp_path: Path) -> Path:
     """The folder of a test's traces: beside the results, so that they are sent with them."""
     chosen = os.environ.get(_FOLDER) or ("" if devices.is_simulated else "gpu-results")
     return Path(ROOT, chosen) if chosen else tmp_path
-
-
-@pytest.fixture(autouse=True)
-def note_kind(request: pytest.FixtureRequest, record_property) -> None:
-    """Write down the kind of device, for the page of results."""
-    if "devices" in request.fixturenames:
-        record_property("device", request.getfixturevalue("devices").kind)
 
 
 @pytest.hookimpl(wrapper=True)

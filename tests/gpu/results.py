@@ -2,6 +2,7 @@
 
 import json
 import platform
+import re
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -13,6 +14,8 @@ import torch
 from inferpool.workers.host.nvml import read_nvml
 
 ROOT = Path(__file__).resolve().parents[2]
+_KIND = re.compile(r"tests/gpu/.*\[(?:.*-)?(sim|cuda)[-\]]")
+"""The parameter of a test that is the kind of its devices."""
 _LINES = 12
 """Lines of a failure on the page; the JSON file has all."""
 
@@ -110,15 +113,14 @@ def _first_line(*command: str) -> str:
 
 def _end_of(report: pytest.TestReport) -> TestEnd | None:
     """Return the end of a test, if it ran on a device and this is the report that tells."""
-    noted = dict(report.user_properties)
-    device = str(noted.pop("device", ""))
-    if not device or (report.when != "call" and report.outcome == "passed"):
+    kind = _KIND.search(report.nodeid)
+    if kind is None or (report.when != "call" and report.outcome == "passed"):
         return None
     return TestEnd(
         name=report.nodeid.rpartition("/")[2],
         outcome=report.outcome,
         seconds=report.duration,
-        device=device,
-        figures=noted,
+        device=kind[1],
+        figures=dict(report.user_properties),
         said=report.longreprtext,
     )

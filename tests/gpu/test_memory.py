@@ -52,7 +52,7 @@ def test_input_that_does_not_fit_alone_fails_and_its_memory_is_returned(greedy: 
     assert good["twice"] == 2
     assert bad["error"]["code"] == "model_error"
     assert "out of memory on this input alone" in bad["error"]["message"]
-    assert greedy.predict({"n": 3, "share": 0.7})[0]["twice"] == 6
+    assert greedy.predict({"n": 3, "share": 0.3})[0]["twice"] == 6
     assert greedy.worker_pids() == [pid]
 
 
@@ -71,7 +71,7 @@ def test_replicas_share_the_memory_of_a_device(devices: Devices):
         # The share of each is less than a half, since each context takes some memory, too.
         answer = service.ask({"n": 1, "share": 0.5})
         assert "out of memory on this input alone" in answer.text
-        answers = [service.predict({"n": n, "share": 0.2})[0]["twice"] for n in range(6)]
+        answers = [service.predict({"n": n, "share": 0.1})[0]["twice"] for n in range(6)]
         assert answers == [2 * n for n in range(6)]
 
 
@@ -84,10 +84,11 @@ def test_killed_worker_gives_its_memory_back_and_returns(devices: Devices, greed
 
     library.nvmlInit()
     (pid,) = greedy.worker_pids()
+    assert greedy.predict({"n": 4, "share": 0.6})[0]["twice"] == 8  # torch keeps the memory
     # In a container the driver may name no process, or tell their numbers outside of it.
     names_ours = pid in pids_on_device()
     os.kill(pid, signal.SIGKILL)
-    answer = greedy.predict({"n": 5, "share": 0.7}, timeout=120)
+    answer = greedy.predict({"n": 5, "share": 0.6}, timeout=120)
     assert answer[0]["twice"] == 10
     until(lambda: greedy.worker_pids() not in ([], [pid]))
     if names_ours:
