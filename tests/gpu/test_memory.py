@@ -52,7 +52,7 @@ def test_input_that_does_not_fit_alone_fails_and_its_memory_is_returned(greedy: 
     assert good["twice"] == 2
     assert bad["error"]["code"] == "model_error"
     assert "out of memory on this input alone" in bad["error"]["message"]
-    assert greedy.predict({"n": 3, "share": 0.3})[0]["twice"] == 6
+    assert greedy.predict({"n": 3, "share": 0.6})[0]["twice"] == 6
     assert greedy.worker_pids() == [pid]
 
 
@@ -71,7 +71,7 @@ def test_replicas_share_the_memory_of_a_device(devices: Devices):
         # The share of each is less than a half, since each context takes some memory, too.
         answer = service.ask({"n": 1, "share": 0.5})
         assert "out of memory on this input alone" in answer.text
-        answers = [service.predict({"n": n, "share": 0.1})[0]["twice"] for n in range(6)]
+        answers = [service.predict({"n": n, "share": 0.05})[0]["twice"] for n in range(6)]
         assert answers == [2 * n for n in range(6)]
 
 
