@@ -58,10 +58,10 @@ class Model:
     """True if `preprocess` and `warmup` need nothing that `load` sets: then decoders, which build
     the model without loading it, may prepare its instances in processes of their own."""
     can_run_ahead: bool = False
-    """`forward` takes a batch on the device or on the CPU, and keeps nothing on the model for the
-    methods after it. Then an accelerator gets each batch before it is done with the batch before:
-    the worker copies it there in time, and calls `forward` before that one's `postprocess`. A
-    subclass with a `forward` of its own must say so anew."""
+    """`forward` takes a batch on the device or on the CPU, returns new tensors each time, and keeps
+    nothing on the model for the methods after it. Then an accelerator gets each batch before it is
+    done with the batch before: the worker copies it there in time, and calls `forward` before that
+    one's `postprocess`. A subclass with a `forward` of its own must say so anew."""
     stack_instances: Callable[[list[Tensor]], Tensor] = staticmethod(torch.stack)
     """Stacks tensors, for `collate`. The worker sets it after `load`, so that batches for an
     accelerator are made in memory from which it copies them itself."""

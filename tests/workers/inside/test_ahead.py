@@ -14,6 +14,7 @@ import inferpool.workers.inside.staging
 from inferpool.models.accelerator.device import HandOver
 from inferpool.models.item import Features, Item
 from inferpool.models.spec import Placement
+from inferpool.models.speed.graphs import Graphed
 from inferpool.workers.inside.compute import Computer
 from inferpool.workers.inside.preparing import Prepared
 from inferpool.workers.messages import ItemError, ItemRef, Outcome
@@ -288,3 +289,31 @@ def test_cheap_items_of_a_large_batch_are_prepared_in_parts_by_several_threads(
         batch = prepared(computer, numbers(*range(7)))
         assert answers(computer, batch) == [2 * n for n in range(7)]
     assert sorted(threads.count(name) for name in {*threads}) == [2, 2, 3, 7]
+
+
+def test_graphs_write_over_no_outputs_that_are_still_copied_back():
+    class Doubling(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+    class Graphing(AheadModel):
+        can_run_ahead = True
+
+        def forward(self, batch: Features) -> Features:
+            y = graphed(batch["x"])
+            assert isinstance(y, torch.Tensor)
+            return {"twice": y, "refused": torch.zeros(len(y))}
+
+    torch.sim.set_device(0)
+    torch.ones(1, device=DEVICE)  # graphs are for a device in use
+    graphed = Graphed(Doubling())
+    computer = computer_of(Graphing())
+    with graphed.capturing():
+        graphed(torch.ones(2, 64, device=DEVICE))
+    assert graphed.num_graphs == 1
+    with torch.sim.held():
+        batches = [prepared(computer, numbers(n, n + 1)) for n in range(4)]
+        for batch in batches:
+            computer.launch(batch)
+    for n, batch in enumerate(batches):
+        assert answers(computer, batch) == [2 * n, 2 * n + 2]
