@@ -36,23 +36,24 @@ sim = tests.simulated_accelerator.torch_sim:autoload
 [inferpool.accelerators]
 sim = tests.simulated_accelerator.kind:ACCELERATOR
 """
-_NUM_KEPT = 6
+_NUM_KEPT = 20
 """Builds that are kept, so that switching between versions of torch costs nothing."""
 
 
-class BuildError(Exception):
-    """The simulated accelerator cannot be built here; the message says why."""
+class NoCompilerError(Exception):
+    """The simulated accelerator cannot be built here."""
 
 
 def build() -> Path:
     """Return the folder with the simulated accelerator; the first call takes half a minute.
 
     Raises:
-        BuildError: There is no compiler, or this torch is not one that it can be built for.
+        NoCompilerError: There is none.
+        RuntimeError: It cannot be built for this torch.
     """
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
-        raise BuildError("the simulated accelerator needs g++, which is not installed")
+        raise NoCompilerError("the simulated accelerator needs g++, which is not installed")
     cache = _cache()
     cache.mkdir(parents=True, exist_ok=True)
     folder = cache / _key(compiler)
@@ -117,7 +118,7 @@ def _finish(process: "subprocess.Popen[str]") -> None:
     output, _ = process.communicate()
     if process.returncode != 0:
         problem = "\n".join(line for line in output.splitlines() if "error" in line)[:2000]
-        raise BuildError(f"the simulated accelerator cannot be built for this torch: {problem}")
+        raise RuntimeError(f"the simulated accelerator cannot be built for this torch: {problem}")
 
 
 def _describe(folder: Path) -> None:
@@ -138,5 +139,5 @@ def _forget_old(cache: Path) -> None:
 if __name__ == "__main__":
     try:
         sys.stdout.write(f"{build()}\n")
-    except BuildError as error:
+    except (NoCompilerError, RuntimeError) as error:
         sys.exit(str(error))

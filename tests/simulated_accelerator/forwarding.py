@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from importlib.metadata import entry_points
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from tests.simulated_accelerator.build import BuildError, build, environment
+from tests.simulated_accelerator.build import NoCompilerError, build, environment
 
 MARK = "simulated"
 _TEST_LIMIT_S = 600.0
@@ -38,8 +38,8 @@ class Forwarding:
     def __init__(self) -> None:
         self._child: _Child | None = None
         self._problem = ""
-        self._paths: Sequence[str] = ()
-        """Files with such tests."""
+        self._files: dict[str, None] = {}
+        """Files with such tests, in order. The child collects them all at its start."""
 
     @pytest.hookimpl
     def pytest_collection_modifyitems(self, items: Iterable[pytest.Item]) -> None:
@@ -50,9 +50,8 @@ class Forwarding:
 
     @pytest.hookimpl
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Note which files have such tests."""
-        ours = [item for item in session.items if item.get_closest_marker(MARK)]
-        self._paths = list(dict.fromkeys(str(item.path) for item in ours))
+        """Note the files of the tests that were chosen."""
+        self._files = {str(i.path): None for i in session.items if i.get_closest_marker(MARK)}
 
     @pytest.hookimpl
     def pytest_runtest_protocol(
@@ -78,7 +77,10 @@ class Forwarding:
     def _reports(
         self, item: pytest.Item, nextitem: pytest.Item | None
     ) -> Iterable[pytest.TestReport]:
-        child = self._start(item.config)
+        try:
+            child = self._start(item.config)
+        except RuntimeError as error:  # of the compiler
+            return [_report(item, "setup", "failed", str(error))]
         if child is None:
             return [_report(item, "setup", "skipped", (str(item.path), 0, self._problem))]
         try:
@@ -90,8 +92,8 @@ class Forwarding:
     def _start(self, config: pytest.Config) -> "_Child | None":
         if self._child is None and not self._problem:
             try:
-                self._child = _Child(config, build(), self._paths)
-            except BuildError as error:
+                self._child = _Child(config, build(), self._files)
+            except NoCompilerError as error:
                 self._problem = str(error)
         return self._child
 
@@ -99,14 +101,13 @@ class Forwarding:
 class _Child:
     """The second pytest process."""
 
-    def __init__(self, config: pytest.Config, folder: Path, paths: Sequence[str]) -> None:
+    def __init__(self, config: pytest.Config, folder: Path, files: Iterable[str]) -> None:
         self._config = config
         self._scratch = tempfile.TemporaryDirectory(prefix="simulated-")
-        self._stderr = Path(self._scratch.name, "stderr")
+        self._output = Path(self._scratch.name, "output")
         self._pipe, theirs = Pipe()
-        self._process = _start_child(config, folder, Path(self._scratch.name), theirs)
+        self._process = _start_child(config, folder, files, self._output, theirs)
         theirs.close()
-        self._pipe.send(paths)
 
     def run(self, item: pytest.Item, nextitem: pytest.Item | None) -> list[pytest.TestReport]:
         """Run a test. Its fixtures end, too, unless the next test is in the same file."""
@@ -133,31 +134,32 @@ class _Child:
         """End the process, and return what it wrote as it failed."""
         self._process.kill()
         code = self._process.wait()
-        text = self._stderr.read_text(errors="replace")[-20_000:]
+        text = self._output.read_text(errors="replace")[-20_000:]
         self.end()
         return f"the process with the simulated accelerator ended with {code}:\n{text}"
 
 
 def _start_child(
-    config: pytest.Config, folder: Path, scratch: Path, pipe: Connection
+    config: pytest.Config, folder: Path, files: Iterable[str], output: Path, pipe: Connection
 ) -> "subprocess.Popen[bytes]":
     arguments = [
         *("-c", str(config.inipath), "--rootdir", str(config.rootpath), "-m", ""),
         *("-p", "tests.simulated_accelerator.serving", "-p", "no:cacheprovider"),
+        *files,
     ]
     variables = {
         **environment(folder),
-        "SIM_SHARED": str(scratch / "devices"),
+        "SIM_SHARED": str(output.with_name("devices")),
         "SIM_TESTS_PIPE": str(pipe.fileno()),
     }
-    with (scratch / "stderr").open("wb") as stderr:
+    with output.open("wb") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "pytest", *arguments],
             cwd=config.rootpath,
             env={**os.environ, **variables},
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL if config.option.capture != "no" else None,
-            stderr=stderr,
+            stdout=log if config.option.capture != "no" else None,
+            stderr=log,
             pass_fds=[pipe.fileno()],
         )
 

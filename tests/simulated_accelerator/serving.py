@@ -15,15 +15,9 @@ class Serving:
         self._reports: list[dict[str, Any]] = []
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_collection(self) -> bool:
-        """Collect nothing yet."""
-        return True
-
-    @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        """Collect the files that are named first, and run tests until the pipe is closed."""
-        # A second collection would not find the fixtures of a conftest.py again.
-        items = {item.nodeid: item for item in session.perform_collect(self._pipe.recv())}
+        """Run tests until the other process closes the pipe."""
+        items = {item.nodeid: item for item in session.items}
         while True:
             try:
                 name, following = self._pipe.recv()

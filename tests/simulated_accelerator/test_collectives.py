@@ -29,7 +29,7 @@ told = torch.full((2,), float(rank), device=here)
 dist.broadcast(told, 1)
 assert told.tolist() == [1.0, 1.0], told
 part = torch.empty(2, device=here)
-dist.reduce_scatter_tensor(part, torch.arange(4.0, device=here))
+dist.reduce_scatter_tensor(part, torch.tensor([0.0, 1.0, 2.0, 3.0], device=here))
 assert part.tolist() == [4.0 * rank, 4.0 * rank + 2], part
 if rank == 0:
     dist.send(x * 2, 1)

@@ -88,6 +88,8 @@ class Call {
         duration_(duration_of(schema_.name())) {}
 
   Stack run() {
+    TORCH_CHECK_NOT_IMPLEMENTED(op_.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU),
+        "the simulated device lacks ", op_.operator_name(), ", which has no kernel for CPUs");
     if (depends_on_numbers(op_)) return run_and_wait();
     std::vector<std::pair<Tensor, Tensor>> resized; // what it writes to, and how that shall be
     Stack shapes;

@@ -1,7 +1,10 @@
 // Shapes of the outputs of operators whose meta kernel is written in Python.
 #include "operators.h"
 
+#include <ATen/TensorIterator.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/result_type.h>
 
 #include <unordered_map>
 
@@ -67,15 +70,63 @@ void normalise(Stack& stack, size_t num_args, bool is_training) {
 }
 void native_batch_norm(Stack& stack) { normalise(stack, 8, (stack.end() - 3)->toBool()); }
 void batch_norm_no_training(Stack& stack) { normalise(stack, 7, false); }
+/// Mean, variance and the like over some dimensions, or over all.
+template <size_t num_results>
+void reduced(Stack& stack) {
+  auto args = stack.end() - 4;
+  Tensor input = args[0].toTensor();
+  auto dims = args[1].isNone() ? std::vector<int64_t>{} : args[1].toIntVector();
+  bool keeps = args[3].toBool();
+  std::vector<int64_t> sizes;
+  for (int64_t i = 0; i < input.dim(); i++) {
+    bool is_reduced = dims.empty();
+    for (int64_t dim : dims) is_reduced = is_reduced || (dim + input.dim()) % input.dim() == i;
+    if (!is_reduced || keeps) sizes.push_back(is_reduced ? 1 : input.size(i));
+  }
+  torch::jit::drop(stack, 4);
+  for (size_t i = 0; i < num_results; i++)
+    stack.emplace_back(at::empty(sizes, meta_options(input)));
+}
+
+template <size_t num_args>
+void same_as_first(Stack& stack) {
+  Tensor input = (stack.end() - num_args)->toTensor();
+  torch::jit::drop(stack, num_args);
+  stack.emplace_back(at::empty_like(input));
+}
+
+void where(Stack& stack) {
+  auto args = stack.end() - 3;
+  Tensor condition = args[0].toTensor(), self = args[1].toTensor(), other = args[2].toTensor();
+  auto broadcast = at::TensorIteratorConfig()
+                       .check_all_same_dtype(false)
+                       .check_all_same_device(false)
+                       .declare_static_dtype_and_device(at::result_type(self, other), c10::kMeta)
+                       .add_owned_output(Tensor())
+                       .add_const_input(condition)
+                       .add_const_input(self)
+                       .add_const_input(other)
+                       .build();
+  torch::jit::drop(stack, 3);
+  stack.emplace_back(broadcast.output());
+}
 } // namespace
 
 ShapeFunction shapes_of(const c10::OperatorName& name) {
-  static const std::unordered_map<std::string, ShapeFunction> all{
-      {"aten::convolution", convolution},
-      {"aten::native_batch_norm", native_batch_norm},
-      {"aten::_native_batch_norm_legit_no_training", batch_norm_no_training},
+  static const std::unordered_map<c10::OperatorName, ShapeFunction> all{
+      {{"aten::convolution", ""}, convolution},
+      {{"aten::native_batch_norm", ""}, native_batch_norm},
+      {{"aten::_native_batch_norm_legit_no_training", ""}, batch_norm_no_training},
+      {{"aten::var_mean", "correction"}, reduced<2>},
+      {{"aten::var", "correction"}, reduced<1>},
+      {{"aten::std", "correction"}, reduced<1>},
+      {{"aten::hardtanh", ""}, same_as_first<3>},
+      {{"aten::hardswish", ""}, same_as_first<1>},
+      {{"aten::_prelu_kernel", ""}, same_as_first<2>},
+      {{"aten::roll", ""}, same_as_first<3>},
+      {{"aten::where", "self"}, where},
   };
-  auto found = name.overload_name.empty() ? all.find(name.name) : all.end();
+  auto found = all.find(name);
   return found == all.end() ? nullptr : found->second;
 }
 } // namespace sim
