@@ -16,17 +16,17 @@ def check_visible(facts: Facts, settings: Settings) -> Iterator[Finding]:
     if host.problem:
         finding = warning if host.gpus else error
         yield finding("GPUs", host.problem, "see `nvidia-smi -L`, which prints each GPU's UUID")
-    elif host.accelerator is not CUDA:
+    elif visible in (None, "all") or host.accelerator is not CUDA:
         return
-    elif visible is not None and not host.is_told_gpus:
+    elif not host.is_told_gpus:
         yield note("CUDA_VISIBLE_DEVICES", "hides every GPU", "unset it to use them")
-    elif visible is not None and not host.gpus:
+    elif not host.gpus:
         yield warning(
             "CUDA_VISIBLE_DEVICES",
             f"{visible!r} names GPUs, and this host has none: CPUs compute",
             "unset it, or install NVIDIA's driver",
         )
-    elif visible is not None:
+    else:
         yield ok("CUDA_VISIBLE_DEVICES", visible)
 
 

@@ -244,14 +244,18 @@ def test_processes_that_share_a_gpu_are_found(tmp_path: Path):
         ("0", {"is_told_gpus": True, "gpus": ()}, "'0' names GPUs, and this host has none"),
         ("0,7", {"is_told_gpus": True, "problem": "'7' is none"}, "warning GPUs: '7' is none"),
         (None, {"gpus": (), "problem": "NVML says no"}, "error GPUs: NVML says no"),
+        ("all", {"problem": "NVML says no"}, "warning GPUs: NVML says no"),
+        ("all", {}, None),
+        (None, {}, None),
     ],
 )
 def test_visible_devices_are_checked(
-    tmp_path: Path, visible: str | None, host: dict[str, Any], said: str
+    tmp_path: Path, visible: str | None, host: dict[str, Any], said: str | None
 ):
     settings = settings_of(tmp_path).model_copy(update={"cuda_visible_devices": visible})
     facts = replace(sound_facts(tmp_path), host=replace(ONE_GPU, **host))
-    assert said in lines(devices.check_visible(facts, settings))
+    found = lines(devices.check_visible(facts, settings))
+    assert found == "" if said is None else said in found
 
 
 def test_key_for_two_kinds_of_requests_is_a_warning_of_every_start(tmp_path: Path):
