@@ -116,9 +116,11 @@ class Service:
 
     @property
     def num_processes(self) -> int:
-        """The processes of all workers. A split replica has several."""
+        """The processes of all workers. A split replica has several, and decoders come on top."""
         return sum(
-            config.placement.num_ranks for configs in self._plans.values() for config in configs
+            config.placement.num_ranks + config.decoders
+            for configs in self._plans.values()
+            for config in configs
         )
 
     def start(self) -> None:

@@ -51,6 +51,8 @@ class Facts:
     """Placements by model, for models whose devices exist."""
     misplaced: Mapping[str, str]
     """Reasons by model, for models whose devices do not exist."""
+    num_decoders: int
+    """Number of decoders of all workers, if every model allows them."""
     cgroup: CgroupLimits
     memory_bytes: int
     available_bytes: int
@@ -111,6 +113,11 @@ def gather(settings: Settings, host: Host, root: Path = Path("/")) -> Facts:
         host=host,
         placements=placements,
         misplaced=misplaced,
+        num_decoders=sum(
+            settings.models[name].num_decoders(placement)
+            for name, each in placements.items()
+            for placement in each
+        ),
         cgroup=read_limits(sys / "fs/cgroup", root / "proc/self/cgroup"),
         memory_bytes=memory.get("MemTotal", 0),
         available_bytes=memory.get("MemAvailable", 0),

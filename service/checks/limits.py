@@ -11,13 +11,15 @@ _FEW_CONNECTIONS = 256
 MORE_FILES = "raise the hard limit: LimitNOFILE=65536, or docker's --ulimit nofile=65536"
 _BASE_PIDS = 12
 """Processes and threads of the front end, the forkserver and multiprocessing."""
+_DECODER_PIDS = 4
+"""A decoder and its threads."""
 _FRONT_END_AS_BYTES = 4 << 30
 
 
 def check_descriptors(facts: Facts, settings: Settings) -> Iterator[Finding]:
     """Check the file descriptors; each connection needs one, each worker a few."""
     limit = facts.num_files
-    fitting = max_connections(limit, facts.num_processes)
+    fitting = max_connections(limit, facts.num_processes + facts.num_decoders)
     message = f"{limit} open files leave room for {fitting} connections"
     if fitting <= MIN_CONNECTIONS:
         yield error("descriptors", f"{message}, and may be too few for the workers", MORE_FILES)
@@ -29,7 +31,7 @@ def check_descriptors(facts: Facts, settings: Settings) -> Iterator[Finding]:
 
 def check_processes(facts: Facts, settings: Settings) -> Iterator[Finding]:
     """Check the limits of processes, which count threads too."""
-    need = _BASE_PIDS
+    need = _BASE_PIDS + _DECODER_PIDS * facts.num_decoders
     for name, placements in facts.placements.items():
         each = settings.models[name].prepare_threads
         for placement in placements:

@@ -218,7 +218,7 @@ class ModelSettings(SettingsTable):
         error_detail: ErrorDetail = "name",
     ) -> WorkerConfig:
         """Return the configuration of the worker on one placement."""
-        num_decoders = self._num_decoders(placement)
+        num_decoders = self.num_decoders(placement)
         return WorkerConfig(
             model=self.model_config_for(name),
             placement=placement,
@@ -237,7 +237,8 @@ class ModelSettings(SettingsTable):
             error_detail=error_detail,
         )
 
-    def _num_decoders(self, placement: Placement) -> int:
+    def num_decoders(self, placement: Placement) -> int:
+        """Return how many decoders the worker on a placement has, if its model allows it."""
         if self.decoders != "auto":
             return self.decoders
         num_cores = placement.num_threads * placement.num_ranks

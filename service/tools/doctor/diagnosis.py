@@ -64,7 +64,7 @@ def check_fronts(facts: Facts, settings: Settings) -> Iterator[Finding]:
 def check_connections(facts: Facts, settings: Settings) -> Iterator[Finding]:
     """Check that as many connections fit as the settings ask for."""
     wanted = settings.max_connections
-    fitting = max_connections(facts.num_files, facts.num_processes)
+    fitting = max_connections(facts.num_files, facts.num_processes + facts.num_decoders)
     if wanted != "auto" and wanted > fitting:
         yield warning("max_connections", f"{wanted} do not fit: {fitting} do", MORE_FILES)
 

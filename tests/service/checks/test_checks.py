@@ -142,8 +142,30 @@ def test_weights_on_a_gpu_count_for_the_host_if_they_share_memory(tmp_path: Path
         facts = replace(facts, available_bytes=3 * GIB, cgroup=CgroupLimits())
         return lines(memory.check_replicas(facts, settings))
 
-    assert "need about 2.1 GiB" in said(GPU)
-    assert "need about 4.1 GiB" in said(replace(GPU, is_unified=True))
+    assert "need about 3.2 GiB" in said(GPU)
+    assert "need about 5.2 GiB" in said(replace(GPU, is_unified=True))
+
+
+def test_decoders_need_memory_descriptors_and_processes(tmp_path: Path):
+    def said(check: Check, decoders: str) -> str:
+        environ = {"INFERPOOL_MODELS__ECHO__DECODERS": decoders}
+        settings = load({"model": "echo"}, environ, tmp_path).settings
+        facts = replace(gather(settings, ONE_GPU), num_files=1200, rlimits={"NPROC": 200})
+        facts = replace(facts, available_bytes=6 * GIB, cgroup=CgroupLimits(num_pids_left=200))
+        return lines(check(facts, settings))
+
+    assert "1 worker and the front end need about 2.1 GiB" in said(memory.check_replicas, "0")
+    assert "1 worker, 60 decoders and the front end need about 6.8 GiB" in said(
+        memory.check_replicas, "60"
+    )
+    assert "lower decoders, lower replicas" in said(memory.check_replicas, "60")
+    assert said(limits.check_descriptors, "0").startswith("ok descriptors")
+    assert "too few for the workers" not in said(limits.check_descriptors, "0")
+    assert said(limits.check_descriptors, "60").startswith("warning descriptors: 1200 open files")
+    assert said(limits.check_processes, "0").startswith("ok")
+    assert "200 more processes and threads are allowed" in said(limits.check_processes, "60")
+    assert gather(settings_of(tmp_path), ONE_GPU).num_decoders == 14
+    assert gather(settings_of(tmp_path), TWO_CORES).num_decoders == 0
 
 
 def test_more_threads_than_cores_take_turns(tmp_path: Path):
