@@ -118,7 +118,8 @@ class Carrier:
             # A busy worker gets a canary only if all its answers are errors, with a batch's time.
             self.give_canary(held.batch_timeout_s)
         self.has_worked = True
-        future.set_result(done)
+        if not future.done():  # else nobody waits for it any more
+            future.set_result(done)
         return False
 
     def send_sentinel(self) -> None:
@@ -150,7 +151,8 @@ class Carrier:
             if batch.future is not None:
                 is_started = id <= last_received and not is_our_doing
                 was_at_work = was_at_work or is_started
-                batch.future.set_exception(WorkerLostError(reason, started=is_started))
+                if not batch.future.done():  # else nobody waits for it any more
+                    batch.future.set_exception(WorkerLostError(reason, started=is_started))
         return was_at_work
 
     def close(self) -> None:
