@@ -67,7 +67,7 @@ class Communicators(dist.ProcessGroup):
         rank, size = options.group_rank, options.group_size
         super().__init__(rank, size)
         self._host = dist.ProcessGroupGloo(options.store, rank, size, timeout=options.timeout)
-        whole = options.process_group
+        whole = getattr(options, "process_group", None)  # torch 2.11 does not tell
         bound = getattr(whole, "bound_device_id", None)
         if bound is not None:
             self.bound_device_id = bound
