@@ -220,8 +220,9 @@ class FrameError(Exception):
 class Frames:
     """Parser of frames; it keeps incomplete ones until the rest arrives."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
         self._buffer = bytearray()
+        self._max_frame_bytes = max_frame_bytes
 
     def feed(self, data: bytes) -> Iterable[bytes]:
         """Return the frames that are complete now. Use them up before the next call.
@@ -237,7 +238,7 @@ class Frames:
         buffer = self._buffer
         buffer += data
         while len(buffer) >= 4:
-            start, length = _parse_head(buffer)
+            start, length = _parse_head(buffer, self._max_frame_bytes)
             if length is None or len(buffer) < start + length:
                 return
             frame = bytes(memoryview(buffer)[start : start + length])
@@ -245,7 +246,7 @@ class Frames:
             yield frame
 
 
-def _parse_head(buffer: bytearray) -> tuple[int, int | None]:
+def _parse_head(buffer: bytearray, max_frame_bytes: int) -> tuple[int, int | None]:
     """Return the start of the first frame's body, and its length if that has arrived."""
     (length,) = struct.unpack_from("!i", buffer)
     start = 4
@@ -254,6 +255,6 @@ def _parse_head(buffer: bytearray) -> tuple[int, int | None]:
             return 12, None
         (length,) = struct.unpack_from("!Q", buffer, 4)
         start = 12
-    if not 0 <= length <= MAX_FRAME_BYTES:
+    if not 0 <= length <= max_frame_bytes:
         raise FrameError(f"a frame of {length} bytes")
     return start, length

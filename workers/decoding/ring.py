@@ -20,6 +20,8 @@ from inferpool.workers.messages import ItemError, ItemRef
 
 MAX_TASK_BYTES = 2048
 """Longest task. A pipe has room for all that a decoder may hold, so the worker never blocks."""
+MAX_ANSWER_BYTES = 1 << 18
+"""Longest message of a decoder; the longest texts of errors are a tenth of it."""
 TASKS_AT_ONCE = 2
 """Tasks that a decoder may hold: one runs, and one lies ready, so that it never waits."""
 MAX_RING_BYTES = 1 << 30

@@ -46,9 +46,7 @@ from inferpool.workers.decoding.ring import (
 from inferpool.workers.decoding.slots import decodable, digest_of, view_in
 from inferpool.workers.inside.decoding import DecoderJob, DecoderSeat, Decoding, Found, MoreWork
 from inferpool.workers.messages import (
-    UNREADABLE,
     DecodingPlan,
-    FrameError,
     ItemError,
     ItemRef,
 )
@@ -206,8 +204,13 @@ class DecoderCrew:
             seat.due = time.monotonic() + self._task_timeout_s
         seat.jobs[id] = job
         decoding.num_writers += 1
-        with contextlib.suppress(BrokenPipeError):  # its end will be seen
+        try:
             os.write(seat.tasks_fd, len(body).to_bytes(4, "big") + body)
+        except BlockingIOError:
+            logger.error("decoder %d answers tasks that it has not read; killing it", seat.number)
+            seat.kill()
+        except BrokenPipeError:
+            pass  # its end will be seen
 
     def _take_back(self) -> None:
         """Leave to the worker what waits while there is no decoder."""
@@ -228,7 +231,7 @@ class DecoderCrew:
                 return
             for frame in seat.frames.feed(data):
                 self._take(seat, _decode(frame))
-        except (FrameError, ValueError, RuntimeError, *UNREADABLE) as error:
+        except Exception as error:  # whatever it wrote, only the decoder is to blame
             logger.error("decoder %d wrote an invalid message: %s", seat.number, error)
             self._poll.unregister(seat.answers_fd)
             seat.kill()
@@ -344,12 +347,15 @@ class DecoderCrew:
         match _decode_door(data), fds:
             case NewRing(num_bytes=num_bytes), [fd]:
                 self._map(fd, num_bytes)
-            case NewDecoder(seat=number, pid=pid), [tasks_fd, answers_fd, process_fd]:
+            case NewDecoder(seat=number, pid=pid), [tasks_fd, answers_fd, process_fd] if (
+                self._slots is not None
+            ):
+                os.set_blocking(tasks_fd, False)
                 seat = DecoderSeat(number, pid, tasks_fd, answers_fd, process_fd)
                 for fd in (answers_fd, process_fd):
                     self._seats[fd] = seat
                     self._poll.register(fd, select.POLLIN)
-            case _:  # there were too few descriptors
+            case _:  # there were too few descriptors, for it or for the ring
                 logger.error("a decoder cannot be taken in: too few descriptors (ulimit -n)")
                 for fd in fds:
                     os.close(fd)

@@ -9,9 +9,10 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from inferpool.models.item import Features
-from inferpool.workers.decoding.ring import TASKS_AT_ONCE
+from inferpool.workers.decoding.ring import MAX_ANSWER_BYTES, TASKS_AT_ONCE
 from inferpool.workers.messages import Frames, ItemError, ItemRef, Outcome
 
 Found = Features | ItemError | None
@@ -112,7 +113,7 @@ class DecoderSeat:
     tasks_fd: int
     answers_fd: int
     process_fd: int
-    frames: Frames = field(default_factory=Frames)
+    frames: Frames = field(default_factory=partial(Frames, MAX_ANSWER_BYTES))
     jobs: dict[int, DecoderJob] = field(default_factory=dict)
     is_greeted: bool = False
     due: float = 0.0

@@ -44,7 +44,7 @@ class ActedDecoder:
         tasks_r, tasks_w = os.pipe()
         answers_r, answers_w = os.pipe()
         process_fd = os.pidfd_open(self.process.pid)
-        self._tasks, self._answers = tasks_r, answers_w
+        self._tasks, self.answers = tasks_r, answers_w
         self._frames = Frames()
         acted.tell(NewDecoder(seat, self.process.pid), [tasks_w, answers_r, process_fd])
         for fd in (tasks_w, answers_r, process_fd):
@@ -55,7 +55,7 @@ class ActedDecoder:
         self.write(len(body).to_bytes(4, "big") + body)
 
     def write(self, data: bytes) -> None:
-        os.write(self._answers, data)
+        os.write(self.answers, data)
 
     def tasks(self) -> list[Task]:
         """Return the tasks that have come."""
@@ -81,13 +81,13 @@ class ActedDecoder:
     def close(self) -> None:
         self.die()
         os.close(self._tasks)
-        os.close(self._answers)
+        os.close(self.answers)
 
 
 class ActedHost:
     """The front end's side of a crew."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_ring: bool) -> None:
         self._door, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         fd = os.memfd_create("ring")
         os.ftruncate(fd, LAYOUT.num_bytes)
@@ -96,7 +96,7 @@ class ActedHost:
         self.crew = DecoderCrew(
             theirs, LAYOUT, DIGEST, task_timeout_s=60.0, on_ring=self.rings.append
         )
-        self.tell(NewRing(LAYOUT.num_bytes), [fd])
+        self.tell(NewRing(LAYOUT.num_bytes), [fd] if has_ring else [])
         os.close(fd)
         self.decoders: list[ActedDecoder] = []
 
@@ -120,8 +120,8 @@ class ActedHost:
 
 
 @contextmanager
-def acted_host() -> Iterator[ActedHost]:
-    host = ActedHost()
+def acted_host(*, has_ring: bool = True) -> Iterator[ActedHost]:
+    host = ActedHost(has_ring=has_ring)
     try:
         yield host
     finally:

@@ -54,27 +54,65 @@ def test_decoder_that_prepares_otherwise_than_the_worker_is_refused(host: ActedH
     assert decoder.process.wait(10) == -9
 
 
-@pytest.mark.parametrize("kind", ["garbage", "frame", "unknown", "outside", "odd"])
+def header(dtype: str, *shape: int) -> TensorHeader:
+    return TensorHeader("x", dtype, shape, 0)
+
+
+NONSENSE: dict[str, bytes | TensorHeader | Unfit] = {
+    "garbage": b"\0\0\0\4nope",
+    "frame": b"\xff" * 32,
+    "endless": (1 << 29).to_bytes(4, "big"),
+    "unknown": Unfit(99),
+    "outside": TensorHeader("x", "int64", (1,), 60),
+    "odd": TensorHeader("x", "int64", (1,), 3),
+    "no dtype": header("load", 1),
+    "huge and empty": header("int64", (1 << 64) - 1, 0),
+    "negative": header("int64", -1, -1),
+}
+
+
+@pytest.mark.parametrize("kind", NONSENSE)
 def test_decoder_that_says_nonsense_is_killed_and_the_worker_does_its_tasks(
     host: ActedHost, kind: str
 ):
     decoder = host.hire()
     decoding = begun(host, 1)
     (task,) = decoder.tasks()
-    match kind:
-        case "garbage":
-            decoder.write(b"\0\0\0\4nope")
-        case "frame":
-            decoder.write(b"\xff" * 32)
-        case "unknown":
-            decoder.say(Unfit(99))
-        case "outside":
-            decoder.say(SlotFilled(task.id, (TensorHeader("x", "int64", (1,), 60),)))
-        case "odd":
-            decoder.say(SlotFilled(task.id, (TensorHeader("x", "int64", (1,), 3),)))
+    match NONSENSE[kind]:
+        case bytes(data):
+            decoder.write(data)
+        case TensorHeader() as placed:
+            decoder.say(SlotFilled(task.id, (placed,)))
+        case message:
+            decoder.say(message)
     decoding.finish()
     assert values(decoding) == {0: None}
     assert decoder.process.wait(10) == -9
+
+
+def test_decoder_that_answers_tasks_without_reading_them_cannot_block_the_worker(host: ActedHost):
+    decoder = host.hire()
+    decoding = begun(host, 1)
+    (task,) = decoder.tasks()
+    id = task.id
+    while decoder.process.poll() is None:
+        decoder.say(Unfit(id))
+        decoding.finish()
+        decoding.release()
+        host.crew.begin(refs(0))
+        if (following := host.crew.begin(refs(1))) is None:
+            break
+        decoding, id = following, id + 1
+    assert id > 100
+    decoding.finish()
+    assert decoder.process.wait(10) == -9
+
+
+def test_decoders_whose_ring_did_not_arrive_are_not_used():
+    with acted_host(has_ring=False) as host:
+        host.hire()
+        assert host.crew.begin(refs(1)) is None
+        assert host.crew.num_ready == 0
 
 
 def test_only_the_task_that_a_dead_decoder_had_begun_is_held_against_its_input(host: ActedHost):
