@@ -1,7 +1,7 @@
 """A model whose instances decoders may prepare, and that says which process prepared them."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -38,3 +38,10 @@ class UnbuildableApart(ApartModel):
     def preprocess(self, item: Item) -> Features:
         assert self._is_loaded
         return super().preprocess(item)
+
+
+class OddSamplesApart(ApartModel):
+    """An `ApartModel` that cannot prepare one of its own samples."""
+
+    def encoded_samples(self) -> Sequence[Item]:
+        return [Item(kind="json", payload=b'{"n": 1, "do": "raise early"}')]

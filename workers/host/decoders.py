@@ -46,7 +46,8 @@ _RECENT_S = 60.0
 _FIRST_PAUSE_S = 0.05
 _MAX_PAUSE_S = 10.0
 _MAX_IDLE_DEATHS = 5
-"""Deaths in a row of decoders that have done nothing, after which no more are started."""
+"""Deaths in a row of decoders that have done nothing, after which the next starts wait long."""
+_REST_S = 300.0
 
 StartProcess = Callable[..., Awaitable[BaseProcess]]
 """Starts a process: called with its target, its name and its arguments."""
@@ -158,7 +159,7 @@ class DecoderHost:
         arena: SharedMemory,
     ) -> None:
         """Run one decoder after the other."""
-        while self._num_idle_deaths < _MAX_IDLE_DEATHS:
+        while True:
             try:
                 life = _DecoderLife(self._id, seat, self._oom_kills)
             except (SharedMemoryError, OSError) as error:
@@ -171,7 +172,6 @@ class DecoderHost:
                 self._living.pop(seat, None)
                 life.close()
             await asyncio.sleep(self._pause_s())
-        logger.error("%s: its decoders die before they do anything; it does without", self._id)
 
     async def _run(
         self,
@@ -213,6 +213,10 @@ class DecoderHost:
 
     def _pause_s(self) -> float:
         """Return the seconds to wait before the next start: longer after more deaths."""
+        if self._num_idle_deaths >= _MAX_IDLE_DEATHS:
+            text = "%s: its decoders die before they do anything; it does without for %g s"
+            logger.error(text, self._id, _REST_S)
+            return _REST_S
         now = time.monotonic()
         while self._deaths and self._deaths[0] < now - _RECENT_S:
             self._deaths.popleft()

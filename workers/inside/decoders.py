@@ -26,6 +26,7 @@ from torch import Tensor
 
 from inferpool.models.accelerator.device import is_accelerator, pin_in_place
 from inferpool.models.base import Model
+from inferpool.models.texts import described
 from inferpool.workers.config import WorkerConfig
 from inferpool.workers.decoding.ring import (
     MAX_RING_BYTES,
@@ -382,8 +383,12 @@ def crew_for(
     samples = decodable(model)
     if not samples:
         return None
-    with torch.inference_mode():
-        digest, slot_bytes = digest_of(model, samples)
+    try:
+        with torch.inference_mode():
+            digest, slot_bytes = digest_of(model, samples)
+    except Exception as error:  # whatever the model raises
+        logger.error("no decoders: the model cannot prepare its samples: %s", described(error))
+        return None
     slot_bytes = -(-slot_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
     num_slots = (config.credit + 1) * max(config.max_batch_size, _USUAL_BATCH)
     if not 0 < slot_bytes * num_slots < MAX_RING_BYTES:

@@ -1,3 +1,4 @@
+import asyncio
 import json
 import os
 import signal
@@ -6,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from inferpool.workers.host import decoders
 from inferpool.workers.host.engine import WorkerHandle
 from inferpool.workers.host.local import LocalEngine
 from inferpool.workers.messages import BatchDone, ItemError, ItemRef
@@ -38,6 +40,7 @@ async def until_used(worker: WorkerHandle, put: Put) -> None:
         assert time.monotonic() < deadline, (used, pids(worker))
         done = await worker.run([put({"n": n}) for n in range(1, 9)])
         used = set(prepared_by(done)) & pids(worker)
+        await asyncio.sleep(0.05)  # payloads are never freed here, and decoders take time to start
 
 
 async def test_decoders_prepare_the_instances_of_a_worker(engine: LocalEngine, put: Put):
@@ -160,6 +163,33 @@ async def test_decoders_that_die_at_once_are_given_up(engine: LocalEngine, put: 
     worker = await started(engine, source="tests.apart_model:UnbuildableApart", decoders=1)
     try:
         await until(lambda: "does without" in caplog.text)
+        assert answered(await worker.run([put({"n": 1})])) == [2]
+    finally:
+        await worker.stop(5)
+
+
+async def test_idle_decoders_that_are_killed_come_back(
+    engine: LocalEngine, put: Put, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(decoders, "_REST_S", 0.1)
+    monkeypatch.setattr(decoders, "_MAX_PAUSE_S", 0.1)
+    worker = await with_decoders(engine, 1)
+    try:
+        for _ in range(6):
+            (before,) = pids(worker)
+            os.kill(before, signal.SIGKILL)
+            await until(lambda before=before: pids(worker) - {before})
+        await until_used(worker, put)
+    finally:
+        await worker.stop(5)
+
+
+async def test_a_model_that_cannot_prepare_its_samples_serves_without(
+    engine: LocalEngine, put: Put
+):
+    worker = await started(engine, source="tests.apart_model:OddSamplesApart", decoders=1)
+    try:
+        assert worker.ready.decoding is None
         assert answered(await worker.run([put({"n": 1})])) == [2]
     finally:
         await worker.stop(5)
