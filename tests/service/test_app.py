@@ -43,6 +43,16 @@ def app(settings) -> Iterator[App]:
     logs.close()
 
 
+def test_decoders_count_among_the_processes_that_need_descriptors(tmp_path):
+    model = "INFERPOOL_MODELS__ECHO__"
+    environ = {f"{model}REPLICAS": "2", f"{model}DECODERS": "3"}
+    settings = load({"model": "echo", "devices": "cpu"}, environ, tmp_path).settings
+    logs = configure("json")
+    service = Service(settings, find_host(""), Metrics(settings.models, {}), Console(logs))
+    assert service.num_processes == 2 * (1 + 3)
+    logs.close()
+
+
 def paths_of(routes: Iterable[BaseRoute]) -> Iterator[str]:
     for route in routes:
         included = getattr(route, "original_router", None)

@@ -91,6 +91,12 @@ def test_service_does_not_fall_back_to_cpus_from_gpus_that_were_named(tmp_path: 
     assert place(host, PlacementRequest(devices="cpu"))
 
 
+def test_all_chooses_every_gpu(tmp_path: Path):
+    host = FakeDriver(tmp_path, ALIKE).host(CUDA_VISIBLE_DEVICES="all")
+    assert [gpu.uuid for gpu in host.gpus] == list(ALIKE)
+    assert host.problem == ""
+
+
 def test_name_that_comes_twice_leaves_no_gpu(tmp_path: Path):
     host = FakeDriver(tmp_path, ALIKE).host(CUDA_VISIBLE_DEVICES="1,GPU-a1")
     assert host.gpus == ()

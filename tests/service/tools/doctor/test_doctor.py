@@ -22,6 +22,7 @@ from tests.certificates import make_certificate
 from tests.fake_driver.driver import (
     IS_LOST,
     MISMATCH,
+    NO_PERMISSION,
     NOT_LOADED,
     NOT_SUPPORTED,
     FakeDriver,
@@ -91,6 +92,13 @@ def test_driver_and_gpus_are_checked(
     tmp_path: Path, gpu: dict[str, object], driver: dict[str, object], said: str
 ):
     assert said in said_of(tmp_path, FakeDriver(tmp_path, {"GPU-a": h100(**gpu)}, **driver))
+
+
+def test_gpu_of_another_job_is_no_problem(tmp_path: Path):
+    foreign = h100(nvmlDeviceGetHandleByIndex_v2=NO_PERMISSION)
+    said = said_of(tmp_path, FakeDriver(tmp_path, {"GPU-a": h100(), "GPU-b": foreign}))
+    assert "ok cuda:0" in said
+    assert "cuda:1" not in said
 
 
 def test_gpu_that_is_cut_is_shown_with_its_slices(tmp_path: Path):
