@@ -24,6 +24,21 @@ def test_a_worker_is_told_what_the_settings_say(tmp_path):
     assert model.worker_config_for("echo", gpu, max_image_pixels=9).prepare_threads == 4
 
 
+@pytest.mark.parametrize(
+    ("device", "num_threads", "decoders", "credit"),
+    [("cuda:0", 3, 0, 2), ("cuda:0", 4, 2, 3), ("cuda:0", 64, 32, 3), ("cpu", 64, 0, 2)],
+)
+def test_workers_with_a_gpu_and_cores_to_spare_have_decoders(
+    tmp_path, device, num_threads, decoders, credit
+):
+    model = load({"model": "echo"}, {}, tmp_path).settings.models["echo"]
+    placement = Placement(devices=(device,), num_threads=num_threads)
+    config = model.worker_config_for("echo", placement, max_image_pixels=9)
+    assert (config.decoders, config.credit) == (decoders, credit)
+    own = model.model_copy(update={"decoders": 5})
+    assert own.worker_config_for("echo", placement, max_image_pixels=9).decoders == 5
+
+
 def test_speed_and_its_cache_reach_the_worker(tmp_path):
     settings = load({"speed": "folded"}, {"HOME": "/nowhere"}, tmp_path).settings
     (model,) = settings.models.values()
