@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from inferpool.service.tools.chaos.subject import POISONABLE
 from tests.e2e.running import Running, is_alive, running, until
 from tests.models.items import jpeg
 
@@ -105,6 +106,26 @@ def test_poison_costs_only_its_own_request_an_answer_and_is_quarantined():
         (worker,) = service.workers()
         assert worker["incarnation"] == 0
         assert decoders(service)[0]["restarts"] == 2
+
+
+def test_poisonous_picture_fails_alone_and_costs_no_worker_its_life():
+    options = {"source": "efficientnet_lite0"}
+    poisoned = {"headers": {"Content-Type": "image/jpeg"}, "content": jpeg("coffee")}
+    with running(settings=one_worker(POISONABLE, decoders=2, options=options)) as service:
+        warm(service, 2)
+        expected = service.predict(*TEXTS)
+        with ThreadPoolExecutor(4) as pool:
+            beside = [pool.submit(service.predict, *TEXTS) for _ in range(4)]
+            answer = service.post("/predict?inferpool_chaos=preprocess-1", **poisoned)
+            answers = [each.result() for each in beside]
+        assert (answer.status_code, answer.json()["code"]) == (500, "worker_crashed")
+        answer = service.post("/predict?inferpool_chaos=preprocess-1", **poisoned)
+        assert (answer.status_code, answer.json()["code"]) == (422, "quarantined")
+        labels = [row[0]["label"] for row in expected]
+        assert [[row[0]["label"] for row in each] for each in answers] == [labels] * 4
+        (worker,) = service.workers()
+        assert worker["incarnation"] == 0
+        until(lambda: sum(each["restarts"] for each in decoders(service)) == 2)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
