@@ -1,4 +1,4 @@
-"""The faults: what is done to which worker or to the forkserver, and when. A seed decides it."""
+"""The faults: what is done to which worker, decoder or forkserver, and when. A seed decides it."""
 
 import asyncio
 import contextlib
@@ -17,9 +17,9 @@ import psutil
 from inferpool.service.tools.chaos.load import PATIENCE_S, ChaosTally
 from inferpool.service.tools.chaos.plan import Fault
 from inferpool.service.tools.chaos.questions import Question, is_refusal, problem_code
-from inferpool.service.tools.chaos.watch import FORKSERVER, Recovery, Watch
+from inferpool.service.tools.chaos.watch import FORKSERVER, Recovery, Watch, decoder_name
 from inferpool.service.tools.trial.connection import Address, NoAnswerError, connected
-from inferpool.service.tools.trial.health import WorkerState
+from inferpool.service.tools.trial.health import DecoderState, WorkerState
 
 PLACES = ("preprocess", "forward", "render")
 """Places where a poisoned input kills its worker: see `models.sources.poisonable`."""
@@ -92,6 +92,9 @@ class Faults:
                 await asyncio.sleep(began + moment - time.monotonic())
                 if fault == "forkserver":
                     await self._strike_forkserver()
+                elif fault == "decoder":
+                    if not await self._strike_decoder():
+                        continue  # none is well
                 elif fault != "poison":
                     await self._strike(fault)
                     # What had to wait puts all else off, so that nothing comes in a burst.
@@ -102,6 +105,7 @@ class Faults:
                     poisoning = asyncio.create_task(self._poison(self.counts[fault]))
                 self.counts[fault] += 1
         finally:
+            self._kill_stopped_decoders()
             if poisoning is not None:
                 await poisoning
 
@@ -140,6 +144,49 @@ class Faults:
             )
             self.watch.add(recovery)
 
+    async def _strike_decoder(self) -> bool:
+        """Kill or stop a decoder that has worked, in turns; return whether there was one.
+
+        There is none until the one struck before is back: the service blames inputs that two
+        decoders die of.
+        """
+        if any(each.kind == "decoder" for each in self.watch.pending):
+            return False
+        try:
+            health = await self.watch.look()
+        except (OSError, NoAnswerError):
+            return False
+        ready = [worker for worker in health.workers if worker.state == "ready"]
+        well = [(worker, each) for worker in ready for each in worker.decoders if each.num_decoded]
+        return bool(well) and self._strike_one_decoder_of(well)
+
+    def _strike_one_decoder_of(self, well: Sequence[tuple[WorkerState, DecoderState]]) -> bool:
+        worker, decoder = self._rng.choice(well)
+        is_kill = self.counts["decoder"] % 2 == 0
+        try:
+            processes = [psutil.Process(decoder.pid)]
+            began = time.monotonic()
+            os.kill(decoder.pid, signal.SIGKILL if is_kill else signal.SIGSTOP)
+        except (ProcessLookupError, psutil.NoSuchProcess):  # it died of a poison since
+            return False
+        recovery = Recovery(
+            kind="decoder",
+            worker=decoder_name(worker, decoder),
+            incarnation=decoder.pid,
+            processes=processes,
+            began=began,
+        )
+        self.watch.add(recovery)
+        return True
+
+    def _kill_stopped_decoders(self) -> None:
+        """Kill those that are still stopped: without work nobody misses them."""
+        for each in self.watch.pending:
+            if each.kind == "decoder" and each.noticed is None:
+                for process in each.processes:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        process.kill()
+
     async def _well(self, kind: Literal["kill", "stop"]) -> list[WorkerState]:
         """Return workers that are ready and not struck; none while others have to come back."""
         if any(each.kind in ("kill", kind) for each in self.watch.pending):
@@ -156,7 +203,8 @@ class Faults:
         rank, pid = self._rng.choice(list(worker.pids.items()))
         number = signal.SIGKILL if kind == "kill" else signal.SIGSTOP
         try:
-            processes = [psutil.Process(each) for each in worker.pids.values()]
+            decoders = [each.pid for each in worker.decoders]
+            processes = [psutil.Process(each) for each in (*worker.pids.values(), *decoders)]
             began = time.monotonic()
             os.kill(pid, number)
         except (ProcessLookupError, psutil.NoSuchProcess):  # it died of a poison since

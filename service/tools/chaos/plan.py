@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 from inferpool.service.tools.trial.flags import count, folder, non_negative
 
-Fault = Literal["kill", "stop", "poison", "forkserver"]
+Fault = Literal["kill", "stop", "poison", "forkserver", "decoder"]
 
 
 _SCARCE: tuple[Fault, ...] = ("stop", "poison", "forkserver")
@@ -98,6 +98,7 @@ def add_flags(parser: ArgumentParser) -> None:
         ("stop", 15.0, "SIGSTOP a worker, so that it hangs"),
         ("poison", 10.0, "send an input that kills any worker that takes it"),
         ("forkserver", 10.0, "SIGKILL or SIGSTOP the process that forks workers"),
+        ("decoder", 5.0, "SIGKILL or SIGSTOP a decoder, if workers have some,"),
     ):
         faults.add_argument(
             f"--{kind}-every",

@@ -21,7 +21,9 @@ _PLAIN = (
     "workers", "clients", "seed", "is_complete", "is_interrupted", "planned_kills", "exit_code",
     "left_over",
 )  # fmt: skip
-_SIGNALS: Mapping[Kind, str] = {"kill": "SIGKILL", "stop": "SIGSTOP", "forkserver": "forkserver"}
+_SIGNALS: Mapping[Kind, str] = {
+    "kill": "SIGKILL", "stop": "SIGSTOP", "forkserver": "forkserver", "decoder": "decoder",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,11 +153,13 @@ class ChaosReport:
         yield "expired, late", f"{chaos.expired + quiet.expired:,}, {chaos.late + quiet.late:,}"
         kills = self.faults.get("kill", 0)
         planned = f" of {self.planned_kills} planned" if kills < self.planned_kills else ""
+        decoders = self.faults.get("decoder")
         yield (
             "faults",
             f"{kills} SIGKILLs{planned}, {self.faults.get('stop', 0)} SIGSTOPs, "
             f"{self.poisonings.num_sent} poisoned inputs, "
-            f"{self.faults.get('forkserver', 0)} signals to the forkserver",
+            f"{self.faults.get('forkserver', 0)} signals to the forkserver"
+            + (f", {decoders} to decoders" if decoders is not None else ""),
         )
         for kind, by_rank in self._struck().items():
             text = ", ".join(f"rank {rank} {count} times" for rank, count in by_rank.items())

@@ -105,6 +105,7 @@ class _ChaosRun:
             quiet = ChaosTally()
             until = time.monotonic() + _QUIET_S
             await self._load(knowledge.questions, quiet, lambda _: time.monotonic() > until)
+            health = await watch.look()  # decoders start after their worker
             watch.close()  # which asks for a connection when it needs one
             before = await self._settled_holdings(None)
             screen.begin(f"asking under faults, {self._plan.text}")
@@ -206,6 +207,8 @@ class _ChaosRun:
             every_s["poison"] = 0.0
         if health.forkserver is None:  # this host has none
             every_s["forkserver"] = 0.0
+        if not any(worker.decoders for worker in health.workers):
+            every_s["decoder"] = 0.0
         return Faults(
             address=self._subject.address,
             watch=watch,
@@ -240,7 +243,9 @@ class _ChaosRun:
                     f"{tally.num_sent:,} sent, {tally.right:,} right, {tally.wrong} wrong, "
                     f"{tally.lost} lost, {tally.duplicated} duplicated; "
                     f"{faults.counts['kill']} kills, {faults.counts['stop']} stops, "
-                    f"{faults.counts['poison']} poisons, {faults.counts['forkserver']} forkservers"
+                    f"{faults.counts['poison']} poisons, "
+                    f"{faults.counts['forkserver']} forkservers, "
+                    f"{faults.counts['decoder']} decoders"
                 )
                 screen.show(share(tally), figures)
                 await asyncio.sleep(_TICK_S)

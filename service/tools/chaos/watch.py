@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 import psutil
@@ -15,14 +15,14 @@ from inferpool.service.tools.trial.connection import (
     connect,
 )
 from inferpool.service.tools.trial.health import (
-    ForkserverState,
+    DecoderState,
     ServiceHealth,
     WorkerState,
     read_health,
 )
 from inferpool.service.tools.trial.processes import is_alive
 
-Kind = Literal["kill", "stop", "forkserver"]
+Kind = Literal["kill", "stop", "forkserver", "decoder"]
 FORKSERVER = "forkserver"
 """Name of the forkserver; those of workers have a slash."""
 
@@ -32,8 +32,13 @@ _SOON_S = 0.5
 """How long after a fault /health is read often."""
 
 
+def decoder_name(worker: WorkerState, decoder: DecoderState) -> str:
+    """Return the name of a decoder."""
+    return f"{worker.name} decoder {decoder.number}"
+
+
 class Recovery(msgspec.Struct, kw_only=True):
-    """A fault of a worker or of the forkserver, and the moments of its recovery.
+    """A fault of a worker, a decoder or the forkserver, and the moments of its recovery.
 
     Times are on CLOCK_MONOTONIC.
     """
@@ -41,6 +46,7 @@ class Recovery(msgspec.Struct, kw_only=True):
     kind: Kind
     worker: str
     incarnation: int
+    """What is another number for the successor; of a decoder, its process id."""
     rank: int | None = None
     processes: Sequence[psutil.Process] = ()
     num_left_behind: int = 0
@@ -50,6 +56,16 @@ class Recovery(msgspec.Struct, kw_only=True):
     """Moment when the service no longer counted on the worker."""
     recovered: float | None = None
     """Moment when its successor was ready, and every worker that was not struck as well."""
+
+
+class _Sight(NamedTuple):
+    """The state of something that may be struck."""
+
+    state: str
+    incarnation: int
+
+
+_NOT_THERE = _Sight("absent", -1)
 
 
 class Watch:
@@ -115,16 +131,21 @@ class Watch:
             self._connection.close()
 
     def _compare(self, pending: Sequence[Recovery], health: ServiceHealth, now: float) -> None:
-        workers: dict[str, WorkerState | ForkserverState] = {
-            each.name: each for each in health.workers
+        workers = {each.name: _Sight(each.state, each.incarnation) for each in health.workers}
+        if (forkserver := health.forkserver) is not None:
+            workers[FORKSERVER] = _Sight(forkserver.state, forkserver.incarnation)
+        living = {
+            decoder_name(worker, each): _Sight("ready", each.pid)
+            for worker in health.workers
+            for each in worker.decoders
         }
-        if health.forkserver is not None:
-            workers[FORKSERVER] = health.forkserver
         for each in pending:
+            if each.kind == "decoder":  # no other decoder has to be there
+                workers[each.worker] = living.get(each.worker, _NOT_THERE)
             worker = workers.get(each.worker)
             if worker is None:
                 continue
-            is_gone = worker.incarnation > each.incarnation or worker.state != "ready"
+            is_gone = worker.incarnation != each.incarnation or worker.state != "ready"
             if each.noticed is None and is_gone:
                 each.noticed = now
         hidden = {each.worker for each in pending if each.noticed is None}

@@ -16,6 +16,14 @@ class Rank(msgspec.Struct):
     pid: int
 
 
+class DecoderState(msgspec.Struct):
+    """A process that decodes for a worker."""
+
+    number: int
+    pid: int
+    num_decoded: int = 0
+
+
 class WorkerState(msgspec.Struct):
     """One worker."""
 
@@ -26,6 +34,7 @@ class WorkerState(msgspec.Struct):
     placement: str = "replicate"
     ranks: list[Rank] = []
     """Its processes, if its model is split over several."""
+    decoders: list[DecoderState] = []
     reason: str = ""
     speed: str | None = None
     decode: str | None = None

@@ -1,13 +1,25 @@
+import asyncio
 import os
+import signal
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
+from typing import get_args
 
 from inferpool.service.tools.chaos.faults import Faults, schedule
 from inferpool.service.tools.chaos.load import ChaosTally
-from inferpool.service.tools.chaos.watch import Watch
-from inferpool.service.tools.trial.health import Rank, WorkerState
+from inferpool.service.tools.chaos.plan import Fault
+from inferpool.service.tools.chaos.watch import Recovery, Watch
+from inferpool.service.tools.trial.health import (
+    DecoderState,
+    ModelState,
+    Rank,
+    ServiceHealth,
+    WorkerState,
+)
 
 
 def test_faults_come_in_order_as_often_as_asked_and_as_the_seed_decides():
@@ -23,6 +35,72 @@ def test_faults_come_in_order_as_often_as_asked_and_as_the_seed_decides():
     assert list(schedule(1, dict.fromkeys(every_s, 0.0))) == []
 
 
+class SeenWatch(Watch):
+    """Sees one worker with decoders."""
+
+    def __init__(self, decoders: Sequence[DecoderState]) -> None:
+        super().__init__(("127.0.0.1", 1))
+        self.decoders = list(decoders)
+
+    async def look(self) -> ServiceHealth:
+        worker = WorkerState(name="m/0", state="ready", pid=1, decoders=self.decoders)
+        return ServiceHealth(models=[ModelState(name="m", workers=[worker])])
+
+    async def compare(self) -> None:
+        self._compare(self.pending, await self.look(), 5.0)
+
+
+def faults_on(watch: Watch, **every_s: float) -> Faults:
+    return Faults(
+        address=("127.0.0.1", 1), watch=watch, tally=ChaosTally(), questions=[], seed=1,
+        every_s=dict.fromkeys(get_args(Fault), 0.0) | every_s,
+        timeout_s=1, keeps_quarantine=True,
+    )  # fmt: skip
+
+
+@contextmanager
+def sleeping() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def test_decoders_that_have_worked_are_killed_and_stopped_in_turn():
+    with sleeping() as first, sleeping() as second, sleeping() as idle:
+        watch = SeenWatch([DecoderState(0, idle.pid), DecoderState(1, first.pid, 5)])
+        faults = faults_on(watch, decoder=1)
+        assert await faults._strike_decoder()
+        faults.counts["decoder"] += 1
+        assert first.wait(10) == -signal.SIGKILL
+        watch.decoders[1] = DecoderState(1, second.pid, 5)
+        assert not await faults._strike_decoder()  # until it is back
+        await watch.compare()
+        assert [(each.noticed, each.recovered) for each in watch.recoveries] == [(5.0, 5.0)]
+        assert await faults._strike_decoder()
+        _, status = await asyncio.to_thread(os.waitpid, second.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+        assert idle.poll() is None
+        faults._kill_stopped_decoders()
+        assert second.wait(10) == -signal.SIGKILL
+
+
+async def test_decoder_that_is_not_there_is_noticed_and_not_back_and_no_worker_waits_for_it():
+    watch = SeenWatch([])
+    watch.add(Recovery(kind="decoder", worker="m/0 decoder 0", incarnation=77, began=1.0))
+    watch.add(Recovery(kind="kill", worker="m/0", incarnation=-1, began=1.0))
+    await watch.compare()
+    decoder, worker = watch.recoveries
+    assert (decoder.noticed, decoder.recovered) == (5.0, None)
+    assert worker.recovered == 5.0
+
+
+async def test_decoders_are_not_struck_where_there_are_none():
+    assert not await faults_on(SeenWatch([]), decoder=1)._strike_decoder()
+
+
 def test_any_rank_of_a_split_worker_is_struck_and_all_of_them_are_watched():
     sleepers = [
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) for _ in range(2)
@@ -34,7 +112,7 @@ def test_any_rank_of_a_split_worker_is_struck_and_all_of_them_are_watched():
         watch = Watch(("127.0.0.1", 1))
         faults = Faults(
             address=("127.0.0.1", 1), watch=watch, tally=ChaosTally(), questions=[], seed=seed,
-            every_s={"kill": 0, "stop": 1, "poison": 0, "forkserver": 0},
+            every_s={"kill": 0, "stop": 1, "poison": 0, "forkserver": 0, "decoder": 0},
             timeout_s=1, keeps_quarantine=True,
         )  # fmt: skip
         assert faults._strike_one_of([worker], "stop")

@@ -121,12 +121,12 @@ def written(**changes: object) -> str:
 def test_report_says_the_figures_and_the_verdict():
     text = written(
         planned_kills=5,
-        faults={"kill": 1, "poison": 1, "forkserver": 2},
+        faults={"kill": 1, "poison": 1, "forkserver": 2, "decoder": 3},
         plan="until there are at least 5 requests",
     )
     for piece in (
         "1 SIGKILLs of 5 planned",
-        "2 signals to the forkserver",
+        "2 signals to the forkserver, 3 to decoders",
         "2,000.0 / 2,000.0 / 2,000.0 ms",
         "111 accepted = 110 succeeded + 1 failed",
         "descriptors 30 -> 30",
