@@ -46,7 +46,7 @@ class Recovery(msgspec.Struct, kw_only=True):
     kind: Kind
     worker: str
     incarnation: int
-    """What is another number for the successor; of a decoder, its process id."""
+    """It is another one in the successor; for a decoder it is the process id."""
     rank: int | None = None
     processes: Sequence[psutil.Process] = ()
     num_left_behind: int = 0
