@@ -69,7 +69,10 @@ def test_doctor_on_a_host_with_gpus_names_all_that_is_wrong_with_them(tmp_path: 
     slices = {"MIG-a": mig_slice("GPU-c"), "MIG-b": mig_slice("GPU-c")}
     gb10 = h100(name="NVIDIA GB10", nvmlDeviceGetMemoryInfo=NOT_SUPPORTED)
     machine = {"GPU-a": h100(ecc_errors=1), "GPU-b": gb10, "GPU-c": h100(), **slices}
-    said = diagnosed(FakeDriver(tmp_path, {**machine, "GPU-d": h100(mig=1)}))
+    driver = FakeDriver(tmp_path, {**machine, "GPU-d": h100(mig=1)})
+    said = diagnosed(driver)
+    # CUDA shows a process whole GPUs or one slice.
+    assert {call.visible for call in driver.calls("cuInit")} == {"GPU-a,GPU-b"}
     assert said["GPU driver"] == "ok 580.82.07, for CUDA up to 13.2"
     assert said["cuda:0"].startswith("warning 1 uncorrected memory errors")
     assert said["cuda:1"] == "ok NVIDIA GB10, no errors"

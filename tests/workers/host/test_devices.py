@@ -2,7 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from inferpool.workers.host.devices import DeviceError, find_host
+from inferpool.workers.host.devices import DeviceError, Host, find_host
+from inferpool.workers.host.gpus import Gpu
 from inferpool.workers.host.placing import PlacementRequest, place
 from tests.fake_driver.driver import MISMATCH, FakeDriver, h100, mig_slice, t4
 
@@ -95,6 +96,14 @@ def test_all_chooses_every_gpu(tmp_path: Path):
     host = FakeDriver(tmp_path, ALIKE).host(CUDA_VISIBLE_DEVICES="all")
     assert [gpu.uuid for gpu in host.gpus] == list(ALIKE)
     assert host.problem == ""
+
+
+def test_kinds_of_accelerator_are_kept_apart():
+    gpu = Gpu(index=0, uuid="X-0", name="other", memory_bytes=1 << 30, cpus=(), kind="other")
+    host = Host(cpus=(0, 1), num_cores=2, gpus=(gpu,))
+    for devices in ("cuda", "cuda:0"):
+        with pytest.raises(DeviceError, match="there is no cuda"):
+            place(host, PlacementRequest(devices=devices))
 
 
 def test_name_that_comes_twice_leaves_no_gpu(tmp_path: Path):
