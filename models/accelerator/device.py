@@ -179,7 +179,9 @@ def stack_pinned(tensors: Sequence[Tensor]) -> Tensor:
     torch keeps pinned memory for the next batches of about this size.
     """
     first = tensors[0]
-    if first.device.type != "cpu" or first.layout is not torch.strided or first.is_quantized:
+    is_plain = first.device.type == "cpu" and first.layout is torch.strided
+    # torch would round numbers of several dtypes to that of `out`.
+    if not is_plain or first.is_quantized or any(each.dtype != first.dtype for each in tensors):
         return torch.stack([*tensors])
     out = torch.empty((len(tensors), *first.shape), dtype=first.dtype, pin_memory=True)
     return torch.stack([*tensors], out=out)

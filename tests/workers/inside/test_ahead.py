@@ -11,7 +11,7 @@ import torch
 
 import inferpool.workers.inside.preparing
 import inferpool.workers.inside.staging
-from inferpool.models.accelerator.device import HandOver
+from inferpool.models.accelerator.device import HandOver, stack_pinned
 from inferpool.models.item import Features, Item
 from inferpool.models.spec import Placement
 from inferpool.models.speed.graphs import Graphed
@@ -266,6 +266,13 @@ def test_batch_is_stacked_into_pinned_memory_that_is_used_again():
     for n in range(50):
         assert answers(computer, prepared(computer, numbers(n, n + 1))) == [2 * n, 2 * n + 2]
     assert len(addresses) <= 3
+
+
+def test_numbers_of_several_dtypes_are_stacked_as_on_the_host():
+    tensors = [torch.ones(2), torch.full((2,), 1 / 3, dtype=torch.float64), torch.ones(2).int()]
+    for some in (tensors, tensors[::-1]):
+        assert torch.equal(stack_pinned(some), torch.stack(some))
+        assert stack_pinned(some).dtype == torch.float64
 
 
 def test_cheap_items_of_a_large_batch_are_prepared_in_parts_by_several_threads(
