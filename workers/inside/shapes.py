@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -109,6 +110,10 @@ def _look_of(features: Features | None, of_tensor: Callable[[Tensor], object]) -
     if not isinstance(features, Mapping):
         return type(features)
     return frozenset(
-        (name, of_tensor(value) if isinstance(value, Tensor) else type(value))
+        (name, of_tensor(value) if _has_sizes(value) else type(value))
         for name, value in features.items()
     )
+
+
+def _has_sizes(value: object) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and not value.is_nested

@@ -108,3 +108,21 @@ def test_instances_that_cannot_be_collated_are_computed_apart():
     odd: list[object] = [None, {"x": 3}, {"x": torch.ones(2)}]
     groups = grouped([0, 1, 2], odd, [None] * 3, refuse)  # type: ignore[arg-type]  # a user's mistake
     assert len(groups) == 3
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_batch_that_does_not_fit_into_memory_is_halved(layout: torch.layout):
+    class Nested(SummingModel):
+        def collate(self, instances: Sequence[Features]) -> Features:
+            return {
+                "x": torch.nested.nested_tensor([each["x"] for each in instances], layout=layout)
+            }
+
+        def forward(self, batch: Features) -> Features:
+            rows = batch["x"].unbind()
+            if len(rows) > 1:
+                raise torch.OutOfMemoryError("too much")
+            return {"y": torch.stack([row.sum() for row in rows])}
+
+    assert compute(Nested(), [[1.0], [2.0, 3.0], [4.0]]) == [1.0, 5.0, 4.0]
