@@ -137,6 +137,19 @@ def test_a_lack_of_memory_is_no_lasting_verdict(gains, decoder, tmp_path: Path):
     assert '"is_cut_short": true' in verdicts[0]
 
 
+def test_a_lack_of_memory_that_the_driver_tells_does_not_end_the_worker(gains):
+    class Refusing(Encoded):
+        def collate(self, instances):
+            if self.decode == "device":
+                raise torch.AcceleratorError("CUDA error: out of memory")
+            return super().collate(instances)
+
+    gains({"fast": 2.0, "device": 3.0})
+    model = on("sim:0", Refusing())
+    report = choose(model, options(decode="auto"), quietly)
+    assert (model.decode, report.decode) == ("fast", "fast")
+
+
 def test_a_device_that_is_lost_meanwhile_ends_the_choice(decoder):
     def lose(decode: Decode, encoded: list[Tensor]) -> list[Tensor]:
         torch.sim.lose(0)
