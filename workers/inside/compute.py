@@ -125,6 +125,10 @@ class Computer:
                 longest_s = max(longest_s, prepare_s * size + took_s)
                 if may_end and took_s > LONG_S:
                     break
+            if self._staging is not None and self._staging.runs_ahead:
+                single = features[:1]
+                outputs = [model.forward(model.collate(single)) for _ in range(2)]
+                self._staging.compare(*outputs)
         return longest_s
 
     def _warm(self, chosen: Sequence[Features]) -> float:

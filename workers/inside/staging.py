@@ -5,6 +5,7 @@ among it the copy of the next batch. On the main thread's own the model computes
 outputs go back. Events keep them in order, so that the host waits for outputs alone.
 """
 
+import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 
@@ -22,6 +23,8 @@ from inferpool.models.base import Model
 from inferpool.models.border import forward_can_run_ahead
 from inferpool.models.item import Features
 
+logger = logging.getLogger(__name__)
+
 
 class Staging:
     """The ways between the host and the device of one model."""
@@ -29,7 +32,7 @@ class Staging:
     def __init__(self, model: Model, device: str) -> None:
         self.runs_ahead = forward_can_run_ahead(model)
         """Batches are copied to the device before it computes them, and computed before the outputs
-        of the batch before are read."""
+        of the batch before are read. `compare` may find that this model cannot do it."""
         model.stack_instances = stack_pinned
         self._device = torch.device(device)
         self._there = SideStream(device)
@@ -59,6 +62,17 @@ class Staging:
             computed.take(outputs.values())
             copied = {name: out.to("cpu", non_blocking=True) for name, out in outputs.items()}
             return Launch(copied, began, self._back.mark())
+
+    def compare(self, first: Features, second: Features) -> None:
+        """Do not run ahead if two calls of `forward` have returned the same memory.
+
+        The later call would write over outputs that are not yet copied, or not yet rendered.
+        """
+        if _memory_of(first) & _memory_of(second):
+            self.runs_ahead = False
+            logger.warning(
+                "`forward` returns the same memory each time, so batches are computed one by one"
+            )
 
     def _staged(self, value: Tensor) -> Tensor:
         value = pinned(value)
@@ -107,6 +121,12 @@ class Launch:
         if not self._is_over or self._error is not None:
             return 0.0
         return self._done.seconds_since(self._began)
+
+
+def _memory_of(outputs: Features) -> set[int]:
+    """Return where outputs begin that have memory of their own."""
+    plain = [out for out in outputs.values() if out.layout is torch.strided and out.numel()]
+    return {out.untyped_storage().data_ptr() for out in plain}
 
 
 def take(handed_over: HandOver, features: Features | None) -> None:

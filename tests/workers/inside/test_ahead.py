@@ -153,6 +153,25 @@ def test_model_that_does_not_say_that_it_can_gets_its_batch_on_the_host():
     assert answers(computer, prepared(computer, numbers(1, 2))) == [2, 4]
 
 
+@pytest.mark.parametrize("host", [False, True])
+def test_model_whose_forward_returns_the_same_memory_each_time_does_not_run_ahead(host: bool):
+    class Keeping(AheadModel):
+        can_run_ahead = True
+
+        def forward(self, batch: Features) -> Features:
+            found = super().forward(batch)["twice"]
+            if not hasattr(self, "kept"):
+                self.kept = torch.empty(8, *found.shape[1:], device="cpu" if host else found.device)
+            kept = self.kept[: len(found)]
+            return {"twice": kept.copy_(found), "refused": torch.zeros(len(found))}
+
+    for model, runs_ahead in ((AheadModel(), True), (Keeping(), False)):
+        computer = computer_of(model)
+        computer.warm_up(model.warmup(), [1])
+        assert computer.runs_ahead == runs_ahead
+        assert answers(computer, prepared(computer, numbers(1, 2))) == [2, 4]
+
+
 def test_batch_that_fails_to_launch_is_computed_after_the_one_before():
     model = AheadModel()
     computer = computer_of(model)
