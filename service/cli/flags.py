@@ -39,6 +39,7 @@ _SETTINGS_FLAGS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "objective-p99-ms": ("MS", "answer 99 of 100 within it, refuse the rest"),
         "speed": ("HOW", '"auto", "exact" or a preset\'s name'),
         "decode": ("HOW", "auto, exact or fast"),
+        "decoders": ("N", "processes that decode pictures for each worker"),
     },
     "logs": {
         "log-format": ("HOW", "auto, human or json"),
