@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from inferpool.service.cli.flags import _SETTINGS_FLAGS
 from inferpool.service.settings.model import ModelSettings
 from inferpool.service.settings.names import FLAGS
 from inferpool.service.settings.settings import Settings
@@ -257,3 +258,8 @@ def test_client_only_installation_has_its_verbs_and_names_missing_packages():
         done = run(verb)
         assert done.returncode == 1
         assert " is not installed. Without it, only version and predict work" in done.stderr
+
+
+def test_every_flag_of_a_setting_sets_it():
+    shown = {name for flags in _SETTINGS_FLAGS.values() for name in flags}
+    assert shown == {flag.removeprefix("--") for flag in FLAGS.values()}
