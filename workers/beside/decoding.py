@@ -123,6 +123,7 @@ class DecoderLoop:
             for frame in frames.feed(data):
                 task = _decode(frame)
                 self._at_work_on[self._seat] = task.id
+                self._heartbeat.received(task.id)
                 answer = self._answer(task)
                 _write(answers_fd, answer)
                 self._heartbeat.answered()

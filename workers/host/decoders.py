@@ -44,9 +44,10 @@ logger = logging.getLogger(__name__)
 _RECENT_S = 60.0
 """Seconds for which a death makes the next starts wait longer."""
 _FIRST_PAUSE_S = 0.05
-_MAX_PAUSE_S = 10.0
+_MAX_PAUSE_S = 2.0
+"""Less than the time for which a worker waits for a decoder that its inputs have killed."""
 _MAX_IDLE_DEATHS = 5
-"""Deaths in a row of decoders that have done nothing, after which the next starts wait long."""
+"""Deaths in a row of decoders that have begun nothing, after which the next starts wait long."""
 _REST_S = 300.0
 
 StartProcess = Callable[..., Awaitable[BaseProcess]]
@@ -206,7 +207,7 @@ class DecoderHost:
         self._note_end(life)
 
     def _note_end(self, life: "_DecoderLife") -> None:
-        has_worked = life.process.heartbeat.num_batches > 0
+        has_worked = life.process.heartbeat.last_received > 0
         self._num_idle_deaths = 0 if has_worked else self._num_idle_deaths + 1
         self._deaths.append(time.monotonic())
         logger.warning("%s ended: %s; starting another", life.process.name, life.reason)

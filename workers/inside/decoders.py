@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 MAX_DEATHS = 2
 """Decoders that an instance may kill."""
 _COMEBACK_S = 5.0
-"""Seconds for which an instance that has killed a decoder waits for another one."""
+"""Seconds for which all wait for a decoder, if the last one was killed by what it worked on."""
 _EXIT_S = 5.0
 """Seconds that a decoder may take to exit after SIGKILL, before its slots count as lost."""
 _SHARE_OF_TIMEOUT = 0.5
@@ -113,6 +113,9 @@ class DecoderCrew:
         self.released: deque[Decoding] = deque()
         """Batches that are answered. Any thread may add to it."""
         self._next_id = 1
+        self._comeback_due = 0.0
+        """Time until which decoders are waited for if there is none: in here the instance, or one
+        like it, would kill the worker."""
         self._poll = select.poll()
         self._poll.register(door, select.POLLIN)
 
@@ -130,7 +133,7 @@ class DecoderCrew:
         """Give decoders what they can prepare of a batch; return None if that is nothing now."""
         self._attend(0)
         given = [i for i, ref in enumerate(refs) if ref.kind != "tensors" and _is_short(ref)]
-        if not given or not self.num_ready:
+        if not given or not (self.num_ready or time.monotonic() < self._comeback_due):
             return None
         self._reclaim()
         run = self._runs.take(len(refs))
@@ -181,7 +184,7 @@ class DecoderCrew:
         now = time.monotonic()
         dues = [seat.due for seat in self._living() if seat.jobs and not seat.killed_at]
         dues += [due for seat in self._living() if now < (due := seat.killed_at + _EXIT_S)]
-        dues += [job.since + _COMEBACK_S for job in self._waiting if job.num_deaths]
+        dues += [self._comeback_due] if self._waiting and now < self._comeback_due else []
         return max(0.0, min([due - now for due in dues], default=1.0)) + 0.001
 
     def _feed(self) -> None:
@@ -215,13 +218,11 @@ class DecoderCrew:
 
     def _take_back(self) -> None:
         """Leave to the worker what waits while there is no decoder."""
-        now = time.monotonic()
-        waiting, self._waiting = self._waiting, deque()
-        for job in waiting:
-            if job.num_deaths and now < job.since + _COMEBACK_S:
-                self._waiting.append(job)  # in here it would kill the worker
-            else:
-                job.decoding.found[job.index] = None
+        if time.monotonic() < self._comeback_due:
+            return
+        for job in self._waiting:
+            job.decoding.found[job.index] = None
+        self._waiting.clear()
 
     def _listen(self, seat: DecoderSeat) -> None:
         try:
@@ -305,7 +306,7 @@ class DecoderCrew:
         if job.index in job.decoding.found:
             return
         job.num_deaths += 1
-        job.since = time.monotonic()
+        self._comeback_due = time.monotonic() + min(_COMEBACK_S, self._task_timeout_s)
         ref = job.decoding.refs[job.index]
         if job.num_deaths < MAX_DEATHS:
             logger.warning("a decoder died while it prepared an input", extra=ref.log_ids())

@@ -100,8 +100,7 @@ class DecoderJob:
     decoding: Decoding
     index: int
     num_deaths: int = 0
-    since: float = 0.0
-    """Time at which its last decoder died."""
+    """Decoders that died while they worked on it."""
 
 
 @dataclass(slots=True, eq=False)

@@ -7,6 +7,7 @@ from inferpool.models.accelerator.device import HandOver, pin_in_place, pinned
 from inferpool.models.spec import TensorHeader
 from inferpool.models.vision.stacking import stacked
 from inferpool.workers.decoding.ring import RingRuns, SlotFilled, Unfit
+from inferpool.workers.inside import decoders
 from inferpool.workers.inside.decoding import Decoding
 from inferpool.workers.messages import ItemError
 from tests.workers.inside.decoder_seats import ActedHost, acted_host, refs
@@ -115,7 +116,10 @@ def test_decoders_whose_ring_did_not_arrive_are_not_used():
         assert host.crew.num_ready == 0
 
 
-def test_only_the_task_that_a_dead_decoder_had_begun_is_held_against_its_input(host: ActedHost):
+def test_only_the_task_that_a_dead_decoder_had_begun_is_held_against_its_input(
+    host: ActedHost, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(decoders, "_COMEBACK_S", 0.2)
     decoding = None
     for _ in range(2):
         decoder = host.hire()
@@ -131,6 +135,20 @@ def test_only_the_task_that_a_dead_decoder_had_begun_is_held_against_its_input(h
     assert isinstance(poison, ItemError)
     assert poison.code == "worker_crashed"
     assert decoding.found[1] is None
+
+
+def test_batches_wait_for_a_decoder_if_inputs_have_killed_the_last(host: ActedHost):
+    decoder = host.hire()
+    first = begun(host, 1)
+    decoder.begin(decoder.tasks()[0])
+    decoder.die()
+    following = begun(host, 1)
+    decoder = host.hire()
+    for number, task in enumerate(decoder.tasks()):
+        decoder.fill(task, number)
+    first.finish()
+    following.finish()
+    assert [values(first), values(following)] == [{0: 0}, {0: 1}]
 
 
 def test_slots_are_used_again_after_the_answer_and_the_exit_of_who_may_write(host: ActedHost):
