@@ -5,12 +5,15 @@ CUDA is built in. Another package adds a kind with an entry point of the group
 refers to an `Accelerator`. The tests add a simulated accelerator in this way.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 _GROUP = "inferpool.accelerators"
 
@@ -61,8 +64,15 @@ CUDA = Accelerator(
 
 @cache
 def known_accelerators() -> Sequence[Accelerator]:
-    """Return all kinds. Added ones come first, as in torch."""
-    return *(point.load() for point in entry_points(group=_GROUP)), CUDA
+    """Return all kinds that can be loaded. Added ones come first, as in torch."""
+    added: list[Accelerator] = []
+    for point in entry_points(group=_GROUP):
+        try:
+            added.append(point.load())
+        except Exception:  # code of another package may raise anything
+            text = "the accelerator %r cannot be used: mend or remove the package that adds %s"
+            logger.exception(text, point.name, point.value)
+    return *added, CUDA
 
 
 def accelerator_of(device: str) -> Accelerator | None:

@@ -168,7 +168,7 @@ def _find_gpus(host: Host) -> Host:
     for each in known_accelerators():
         try:
             gpus = in_time(partial(read_gpus, each.library, each.kind))
-        except DriverError as error:
+        except (DriverError, ImportError) as error:
             host = replace(host, problem=str(error))
             continue
         if gpus:
