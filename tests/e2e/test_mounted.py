@@ -148,7 +148,7 @@ def test_first_call_starts_the_models_if_nothing_else_has(folder: Path):
 def test_call_after_a_start_that_failed_starts_the_models_again(monkeypatch: pytest.MonkeyPatch):
     tries = []
 
-    def refuse(_: object) -> None:
+    def refuse(*_: object) -> None:
         tries.append(1)
         raise OSError("no room")
 

@@ -10,6 +10,7 @@ pytestmark = pytest.mark.simulated
 
 START = """
 import os, sys, time, torch, torch.distributed as dist
+from pathlib import Path
 rank, store, is_bound = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "bound"
 here = torch.device("sim", rank)
 torch.sim.set_device(here)
@@ -75,6 +76,9 @@ until = time.monotonic() + (30 if sys.argv[4] == "aside" else 1)
 while not arrived.query() and time.monotonic() < until:
     time.sleep(0.01)
 print("arrived" if arrived.query() else "hangs", flush=True)
+Path(f"{sys.argv[2]}.{rank}").touch()
+while not Path(f"{sys.argv[2]}.{1 - rank}").exists() and time.monotonic() < until + 30:
+    time.sleep(0.01)  # an end would disturb what the other one has under way
 os._exit(0)  # what hangs would hold up the end
 """
 

@@ -4,17 +4,22 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 pytestmark = pytest.mark.simulated
 
 
-def test_doctor_tries_accelerators_of_any_kind_and_calls_them_by_it():
+def test_doctor_tries_accelerators_of_any_kind_and_calls_them_by_it(tmp_path: Path):
     command = [sys.executable, "-m", "inferpool", "doctor", "echo", "--devices", "sim:0,2"]
     done = subprocess.run(
         [*command, "--port", "0", "--json"],
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "0"},
+        env={
+            **os.environ,
+            "CUDA_VISIBLE_DEVICES": "0",
+            "SIM_SHARED": str(tmp_path / "devices"),  # whose memory no other test uses
+        },
         capture_output=True,
         text=True,
         timeout=120,
