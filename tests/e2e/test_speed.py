@@ -46,7 +46,7 @@ def test_two_replicas_share_one_verdict_and_say_which(tmp_path):
         (verdict,) = map(verdict_in, paths)
         assert f"speed: {verdict['preset']}" in logged
         assert {worker["speed"] for worker in service.workers()} == {verdict["preset"]}
-        (path,) = tmp_path.glob("*-decode.json")
+        (path,) = tmp_path.glob("*-decode*.json")
         decode = verdict_in(path)["decode"]
         assert {worker["decode"] for worker in service.workers()} == {decode}
 
