@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.e2e.running import running, until
+from tests.e2e.running import Running, running, until
 from tests.fake_driver.driver import NOT_SUPPORTED, ROOT, FakeDriver, h100, mig_slice, t4
 
 pytestmark = pytest.mark.skipif(
@@ -39,18 +39,24 @@ def diagnosed(driver: FakeDriver, *arguments: str) -> dict[str, str]:
     return {each["check"]: f"{each['level']} {each['message']}" for each in found}
 
 
+def decoders_of(service: Running) -> list[int]:
+    """Return the number of decoders of each worker."""
+    workers = service.get("/health").json()["models"][0]["workers"]
+    return [len(worker["decoders"]) for worker in workers]
+
+
 def test_nothing_before_a_workers_fork_initialises_cuda(tmp_path: Path):
     driver = FakeDriver(tmp_path, GPUS)
     model = {"source": MODEL, "devices": "cpu", "replicas": 2, "decoders": 2}
     settings = {"front_ends": 2, "models": {"cats": model}}
     with running(settings=settings, env=driver.env) as service:
         assert service.post(content=PHOTO, headers={"Content-Type": "image/jpeg"}).is_success
-        health = service.get("/health").json()
+        until(lambda: decoders_of(service) == [2, 2])
         until(lambda: service.get("/health").json()["gpus"])
-        assert [gpu["uuid"] for gpu in service.get("/health").json()["gpus"]] == ["GPU-a", "GPU-b"]
+        health = service.get("/health").json()
+    assert [gpu["uuid"] for gpu in health["gpus"]] == ["GPU-a", "GPU-b"]
     assert health["forkserver"]["state"] == "ready"
     assert len(health["fronts"]) == 2
-    assert [len(worker["decoders"]) for worker in health["models"][0]["workers"]] == [2, 2]
     assert {call.pid for call in driver.calls("nvmlInitWithFlags")} == {service.process.pid}
     assert driver.calls("cuInit") == []
 
