@@ -90,7 +90,7 @@ class Service:
         self.fronts: OnlyFront | Fronts = OnlyFront()
         """The front ends, which take the connections. Set before the start."""
         self._speed_cache = SpeedCache(settings)
-        self._speed_search = SpeedSearch(self.pools, search, grace_s=settings.drain_timeout_s)
+        self._speed_search = SpeedSearch(search, grace_s=settings.drain_timeout_s)
         self._plans = _plan(settings, host, self._speed_cache.folder)
         try:
             self.arena = Arena(settings.arena_bytes)
@@ -133,7 +133,8 @@ class Service:
         self._gpu_watch.start()
         self.live.start()
         if self.settings.speed_search:
-            self._speed_search.start()
+            for pool in self.pools.values():
+                self._speed_search.add(pool)
 
     def begin_stop(self) -> None:
         """Turn readiness red for good. New calls are still answered."""

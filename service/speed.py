@@ -9,7 +9,7 @@ import logging
 import os
 import shutil
 from asyncio import Task
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
@@ -80,26 +80,44 @@ class SpeedCache:
 
 
 class SpeedSearch:
-    """Searches for one model after another, once their workers are up."""
+    """Searches for some models, each once its workers are up, and one at a time.
 
-    def __init__(self, pools: Mapping[str, Pool], search: Search, *, grace_s: float) -> None:
-        self._pools = pools
+    Models come and go while it runs. All methods are for the event loop.
+    """
+
+    def __init__(self, search: Search, *, grace_s: float) -> None:
         self._search = search
         self._grace_s = grace_s
         self._progress: dict[str, SearchProgress] = {}
+        self._tasks: dict[str, Task[None]] = {}
+        self._turn = asyncio.Lock()
+        """Held while a search process runs: two would compete for idle cores and memory."""
         self._changed = asyncio.Event()
-        self._task: Task[None] | None = None
 
-    def start(self) -> None:
-        """Begin to wait for the workers."""
-        self._progress = {name: SearchProgress() for name in self._pools}
-        self._task = asyncio.create_task(self._run(), name="search for speed")
+    def add(self, pool: Pool) -> None:
+        """Begin to wait for the workers of a model, and then to search for it.
+
+        An earlier search for a model of this name must be forgotten first.
+        """
+        assert pool.name not in self._tasks
+        progress = self._progress[pool.name] = SearchProgress()
+        name = f"search for speed of {pool.name}"
+        self._tasks[pool.name] = asyncio.create_task(self._run(pool, progress), name=name)
+
+    async def forget(self, model: str) -> None:
+        """Cancel the search for a model, if there is one, and wait for the end of its process.
+
+        Workers that have changed over stay as they are, and so do the others.
+        """
+        self._progress.pop(model, None)
+        task = self._tasks.pop(model, None)
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
     async def stop(self) -> None:
-        """End the running search, if any."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        """Cancel all searches."""
+        await asyncio.gather(*map(self.forget, list(self._tasks)))
 
     def on_change(self) -> None:
         """Note that a worker has come up or gone down."""
@@ -109,15 +127,14 @@ class SpeedSearch:
         """Return the progress for a model."""
         return self._progress.get(model, SearchProgress(state="off"))
 
-    async def _run(self) -> None:
-        for pool in self._pools.values():
-            progress = self._progress[pool.name]
+    async def _run(self, pool: Pool, progress: SearchProgress) -> None:
+        try:
             await self._until_settled(pool)
-            try:
+            async with self._turn:
                 await self._improve(pool, progress)
-            except Exception:
-                logger.exception("%s speed: the search failed", pool.name)
-                progress.state, progress.text = "failed", "a mistake of the service"
+        except Exception:
+            logger.exception("%s speed: the search failed", pool.name)
+            progress.state, progress.text = "failed", "a mistake of the service"
 
     async def _until_settled(self, pool: Pool) -> None:
         """Wait until each worker is ready or given up."""

@@ -25,11 +25,10 @@ FOUND = SpeedReport(preset="compiled_bf16", gain=3.0, note="bf16 2.00 x; compile
 class RaisedPool:
     """A pool whose workers come up when the test says so."""
 
-    name = "m"
-
-    def __init__(self, num_workers: int = 2, comes_up: bool = True) -> None:
+    def __init__(self, num_workers: int = 2, comes_up: bool = True, name: str = "m") -> None:
+        self.name = name
         self.slots = [
-            WorkerSlot(config=CONFIG, id=WorkerId(model="m", slot=number))
+            WorkerSlot(config=CONFIG, id=WorkerId(model=name, slot=number))
             for number in range(num_workers)
         ]
         self.changed: list[tuple[str, str]] = []
@@ -72,8 +71,8 @@ class FakeSearch:
 
 @asynccontextmanager
 async def searching_for(pool: RaisedPool, search: FakeSearch) -> AsyncIterator[SpeedSearch]:
-    searching = SpeedSearch({"m": pool}, search, grace_s=1)  # type: ignore[dict-item]
-    searching.start()
+    searching = SpeedSearch(search, grace_s=1)
+    searching.add(pool)  # type: ignore[arg-type]
     yield searching
     await searching.stop()
 
@@ -171,6 +170,26 @@ async def test_a_stop_ends_the_search():
         searching.on_change()
         await until(lambda: searching.progress("m").text == "compiling")
     assert search.was_cancelled
+
+
+async def test_forgotten_search_ends_with_its_process_and_gives_its_turn_to_the_next():
+    pool, other, search = RaisedPool(), RaisedPool(name="n"), FakeSearch(found=None)
+    async with searching_for(pool, search) as searching:
+        searching.add(other)  # type: ignore[arg-type]
+        pool.raise_all()
+        other.raise_all()
+        searching.on_change()
+        await until(lambda: searching.progress("m").state == "searching")
+        search.found = FOUND
+        await searching.forget("m")
+        assert search.was_cancelled
+        assert searching.progress("m").state == "off"
+        await until(lambda: searching.progress("n").state == "done")
+        assert not pool.changed
+        await searching.forget("never added")
+        searching.add(pool)  # type: ignore[arg-type]
+        await until(lambda: searching.progress("m").state == "done")
+        assert pool.changed
 
 
 def cache_of(tmp_path: Path, folder: Path | str, speed: str = "auto") -> SpeedCache:

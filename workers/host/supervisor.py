@@ -127,8 +127,8 @@ class Supervisor(Generic[C, L]):
         self._watcher = watcher
         self._policy = policy
         self._tasks: list[Task[None]] = []
-        self._leaving: list[L] = []
-        """Incarnations that are finishing while their successors serve."""
+        self._leaving: dict[L, Task[None]] = {}
+        """Incarnations that are finishing while their successors serve, and who sees to it."""
         self._starts_more = True
         self._is_stopping = False
         self._files = files or ReplicaFiles[L](lambda _: ())
@@ -155,7 +155,7 @@ class Supervisor(Generic[C, L]):
         self.start_no_more()
         handles = [slot.handle for slot in self.slots if slot.handle]
         await asyncio.gather(*(handle.stop(grace_s) for handle in (*handles, *self._leaving)))
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, *self._leaving.values(), return_exceptions=True)
         await self._files.close()
 
     async def replace(self, slot: Slot[C, L], grace_s: float, *, renews: bool = False) -> bool:
@@ -201,7 +201,8 @@ class Supervisor(Generic[C, L]):
     ) -> None:
         """Start a worker's successor beside it; stop the old one only when the new one is ready.
 
-        So one of the two takes batches at any moment.
+        So one of the two takes batches at any moment. If this is cancelled, either the worker goes
+        on as before, or its successor has taken over and it leaves as it would.
 
         Args:
             slot: The worker, which is ready.
@@ -233,9 +234,10 @@ class Supervisor(Generic[C, L]):
         slot.num_restarts += 1
         self._watcher.on_ready(slot)
         self._watcher.on_gone(predecessor)
-        self._leaving.append(predecessor)
-        await predecessor.stop(grace_s)
-        self._leaving.remove(predecessor)
+        leaving = asyncio.create_task(predecessor.stop(grace_s), name=f"stop {predecessor.id}")
+        self._leaving[predecessor] = leaving
+        leaving.add_done_callback(lambda _: self._leaving.pop(predecessor))
+        await asyncio.shield(leaving)
 
     def outdated(self) -> list[Slot[C, L]]:
         """Return the workers that have loaded other files than later incarnations will load."""

@@ -247,6 +247,29 @@ async def test_a_successor_takes_over_before_the_old_worker_leaves_and_is_superv
         assert slot.id.incarnation == 3
 
 
+async def test_a_worker_leaves_in_order_though_its_succession_is_cancelled():
+    engine = FakeEngine()
+    async with supervised(engine) as (supervisor, watcher):
+        await watcher.until("ready")
+        slot, first = supervisor.slots[0], engine.started[0]
+        stop, may_end = first.stop, asyncio.Event()
+
+        async def finish_first(grace_s: float) -> None:
+            await may_end.wait()
+            await stop(grace_s)
+
+        first.stop = finish_first  # type: ignore[method-assign]
+        succession = asyncio.create_task(supervisor.succeed(slot, slot.config, 1))
+        await watcher.until("ready", 2)
+        succession.cancel()
+        await asyncio.gather(succession, return_exceptions=True)
+        assert slot.handle is engine.started[1]
+        may_end.set()
+        await asyncio.wait_for(first.wait(), 5)
+        engine.started[1].die()
+        await watcher.until("ready", 3)
+
+
 async def test_a_worker_stays_if_its_successor_does_not_start():
     engine = FakeEngine()
     async with supervised(engine) as (supervisor, watcher):
