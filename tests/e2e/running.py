@@ -72,6 +72,12 @@ class Running:
         (model,) = self.get("/health").json()["models"]
         return dict(model)
 
+    def worker(self, name: str) -> dict[str, Any]:
+        """Return what /health says about the only worker of a model, one of several."""
+        models = self.get("/health").json()["models"]
+        (worker,) = next(model["workers"] for model in models if model["name"] == name)
+        return dict(worker)
+
     def workers(self) -> list[dict[str, Any]]:
         """Return what /health says about each worker of every model."""
         return [w for model in self.get("/health").json()["models"] for w in model["workers"]]
@@ -153,7 +159,7 @@ class Running:
 @contextlib.contextmanager
 def running(
     *arguments: str,
-    settings: Mapping[str, object] | None = None,
+    settings: Mapping[str, Any] | None = None,
     env: Mapping[str, str] | None = None,
     cwd: Path = ROOT,
     port: int = 0,
@@ -162,7 +168,8 @@ def running(
     preexec_fn: Callable[[], None] | None = None,
 ) -> Iterator[Running]:
     """Start `inferpool serve` with settings from a file, and end it however the test left it."""
-    if "--speed" not in arguments:
+    models = (settings or {}).get("models", {}).values()
+    if "--speed" not in arguments and not any("speed" in model for model in models):
         arguments += ("--speed", "exact")  # choosing a preset takes seconds
     with tempfile.TemporaryDirectory() as folder:
         if settings is not None:

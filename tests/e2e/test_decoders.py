@@ -1,6 +1,7 @@
 """Photographs decoded in processes beside the workers, over HTTP."""
 
 import base64
+import functools
 import os
 import signal
 from collections.abc import Sequence
@@ -143,16 +144,19 @@ def test_decoders_end_with_the_service(number: int):
 
 @pytest.mark.simulated
 def test_answers_on_an_accelerator_are_the_same_as_without():
+    models = {
+        name: {"source": "efficientnet_lite0", "decoders": num, "devices": "sim:0"}
+        for name, num in (("decoded", 2), ("plain", 0))
+    }
     found = []
-    for num in (0, 2):
-        settings = one_worker("efficientnet_lite0", decoders=num, devices="sim:0")
-        with running(settings=settings) as service:
-            if num:
-                warm(service, num)
+    with running(settings={"models": models, "default_model": "decoded"}) as service:
+        warm(service, 2)
+        for name in models:
+            ask = functools.partial(service.predict, *TEXTS, path=f"/predict/{name}")
             with ThreadPoolExecutor(2) as pool:
-                futures = [pool.submit(service.predict, *TEXTS) for _ in range(6)]
+                futures = [pool.submit(ask) for _ in range(6)]
             answers = [future.result() for future in futures]
             labels = [[(row[0]["label"], round(row[0]["score"], 3)) for row in a] for a in answers]
             found.append(labels)
-            assert not any("cannot be pinned" in str(line) for line in service.log)
+        assert not any("cannot be pinned" in str(line) for line in service.log)
     assert found[0] == found[1]

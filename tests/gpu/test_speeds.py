@@ -1,7 +1,7 @@
 """Speed presets and fast decoding on devices, against the exact network with exact pixels."""
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,11 +10,12 @@ import torch
 from inferpool.models.base import Model
 from inferpool.models.sources.registry import build
 from inferpool.models.vision.gpu_jpegs import decoder_on
-from tests.e2e.running import faulty, running
+from tests.e2e.running import Running, faulty, running, until
 from tests.gpu.conftest import Devices
 from tests.models.items import encoded, image_item, loaded, photo, run
 
 PHOTOS = [encoded(photo(name)) for name in ("astronaut", "chelsea", "coffee", "rocket")]
+PRESETS = ("auto", "graphed", "graphed_fp16")
 _SLACK = 0.05
 """Largest difference of a probability: presets may round to 16 bits."""
 
@@ -25,28 +26,41 @@ def source_on(devices: Devices) -> str:
     return small if devices.is_simulated else "efficientnet_lite0"
 
 
-@pytest.mark.parametrize("speed", ["auto", "graphed", "graphed_fp16"])
+@pytest.fixture(scope="module")
+def service(devices: Devices, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A model for each preset. It need not be ready: what fails to load fails its own test."""
+    model = faulty(
+        source=source_on(devices), devices=devices.named(0), decode="fast", max_batch_size=8
+    )["models"]["m"]
+    models = {speed: {**model, "speed": speed} for speed in PRESETS}
+    settings = {"cache_dir": str(tmp_path_factory.mktemp("cache")), "models": models}
+    with running(settings=settings, ready=False) as service:
+        yield service.wait_until_listening()
+
+
+@pytest.fixture(scope="module")
+def expected(devices: Devices) -> np.ndarray:
+    model = loaded(build(source_on(devices), "DEFAULT", {}))
+    return run(model, [image_item(data) for data in PHOTOS])["probabilities"].numpy()
+
+
+@pytest.mark.parametrize("speed", PRESETS)
 def test_preset_answers_photographs_as_exact_does(
-    devices: Devices, speed: str, tmp_path: Path, record_property
+    devices: Devices, service: Running, expected: np.ndarray, speed: str, record_property
 ):
-    source = source_on(devices)
-    model = loaded(build(source, "DEFAULT", {}))
-    expected = run(model, [image_item(data) for data in PHOTOS])["probabilities"].numpy()
-    settings = faulty(source=source, devices=devices.named(0), decode="auto", max_batch_size=8)
-    settings["cache_dir"] = str(tmp_path)  # type: ignore[assignment]  # a setting of all models
-    flags = ("--speed", speed, "--decode", "fast")
-    with running(*flags, settings=settings) as service, ThreadPoolExecutor(8) as pool:
-        (worker,) = service.workers()
-        assert speed in ("auto", worker["speed"])
-        assert worker["speed_deviation"] < _SLACK
-        numbers = [*range(len(PHOTOS))] * 8
+    def ask(number: int) -> dict[int, float]:
+        headers = {"Content-Type": "image/jpeg"}
+        path = f"/predict/{speed}?top_k=10"
+        answer = service.post(path, content=PHOTOS[number], headers=headers)
+        assert answer.status_code == 200, answer.text
+        return {each["index"]: each["score"] for each in answer.json()["predictions"][0]}
 
-        def ask(number: int) -> dict[int, float]:
-            headers = {"Content-Type": "image/jpeg"}
-            answer = service.post("/predict?top_k=10", content=PHOTOS[number], headers=headers)
-            assert answer.status_code == 200, answer.text
-            return {each["index"]: each["score"] for each in answer.json()["predictions"][0]}
-
+    until(lambda: service.worker(speed)["state"] == "ready")
+    worker = service.worker(speed)
+    assert speed in ("auto", worker["speed"])
+    assert worker["speed_deviation"] < _SLACK
+    numbers = [*range(len(PHOTOS))] * 8
+    with ThreadPoolExecutor(8) as pool:
         for number, scores in zip(numbers, pool.map(ask, numbers), strict=True):
             for index, score in scores.items():
                 assert abs(score - expected[number][index]) < _SLACK

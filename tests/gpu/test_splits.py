@@ -1,13 +1,17 @@
 """Replicas that are split over two ranks, on one device and on two, against the CPU's answers."""
 
+from collections.abc import Iterator
+
 import pytest
 
 from inferpool.models.sources.registry import build
-from tests.e2e.running import running, until
+from tests.e2e.running import Running, running, until
 from tests.gpu.conftest import Devices
 from tests.models.items import answers, json_item, loaded
 
 TEXTS = ["a queue", "a pool of workers answers what was accepted", "so be it"]
+PLACEMENTS = ("pipeline", "tensor")
+INDICES = {"one device": (0, 0), "two devices": (0, 1)}
 
 
 @pytest.fixture(scope="module")
@@ -16,22 +20,44 @@ def expected() -> list[list[float]]:
     return answers(loaded(build("minilm_l6", "DEFAULT", {})), [json_item(text) for text in TEXTS])
 
 
-@pytest.mark.parametrize("placement", ["pipeline", "tensor"])
-@pytest.mark.parametrize("indices", [(0, 0), (0, 1)], ids=["one device", "two devices"])
+@pytest.fixture(scope="module")
+def service(devices: Devices) -> Iterator[Running]:
+    """One service for all tests. It need not be ready: what fails to load fails its own test."""
+    models = {
+        f"{placement}{len(set(indices))}": {
+            "source": "minilm_l6",
+            "devices": devices.named(*indices),
+            "placement": placement,
+        }
+        for indices in INDICES.values()
+        if max(indices) < len(devices.uuids)
+        for placement in PLACEMENTS
+    }
+    with running(settings={"models": models}, ready=False) as service:
+        yield service.wait_until_listening()
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("indices", INDICES.values(), ids=INDICES)
 def test_two_ranks_answer_as_the_cpu(
-    devices: Devices, placement: str, indices: tuple[int, int], expected: list[list[float]]
+    devices: Devices,
+    service: Running,
+    placement: str,
+    indices: tuple[int, int],
+    expected: list[list[float]],
 ):
-    names = devices.named(*indices)
-    with running("minilm_l6", "--devices", names, "--placement", placement) as service:
-        found = service.predict(*TEXTS)
-        for row, wanted in zip(found, expected, strict=True):
-            assert row == pytest.approx(wanted, abs=1e-5 if devices.is_simulated else 1e-4)
-        (worker,) = service.workers()
-        assert worker["placement"] == placement
-        assert len(worker["ranks"]) == 2
-        for index in indices:
-            assert devices.uuids[index] in worker["device"]
-        # Several batches at once go through the stages of a pipeline.
-        for row in service.predict(*TEXTS * 8)[::3]:
-            assert row == pytest.approx(expected[0], abs=1e-4)
-        until(lambda: worker["state"] == "ready")
+    devices.named(*indices)  # skips where there are too few
+    model = f"{placement}{len(set(indices))}"
+    path = f"/predict/{model}"
+    until(lambda: service.worker(model)["state"] == "ready")
+    worker = service.worker(model)
+    for row, wanted in zip(service.predict(*TEXTS, path=path), expected, strict=True):
+        assert row == pytest.approx(wanted, abs=1e-5 if devices.is_simulated else 1e-4)
+    assert worker["placement"] == placement
+    assert len(worker["ranks"]) == 2
+    for index in indices:
+        assert devices.uuids[index] in worker["device"]
+    # Several batches at once go through the stages of a pipeline.
+    for row in service.predict(*TEXTS * 8, path=path)[::3]:
+        assert row == pytest.approx(expected[0], abs=1e-4)
+    until(lambda: service.worker(model)["state"] == "ready")
