@@ -146,8 +146,9 @@ def test_groups_are_of_gpus_that_are_near_each_other_unless_they_are_named():
         gpus(4),
         gpus=tuple(replace(gpu(i), distances={f"GPU-{near[i]}": 0}) for i in range(4)),
     )
-    near_ones = visible(host, split="pipeline", ranks=2)
-    assert near_ones == [("GPU-0", "GPU-2"), ("GPU-1", "GPU-3")]
+    for devices in ("auto", "cuda"):
+        near_ones = visible(host, split="pipeline", ranks=2, devices=devices)
+        assert near_ones == [("GPU-0", "GPU-2"), ("GPU-1", "GPU-3")]
     named = visible(host, split="pipeline", ranks=2, devices="cuda:0,1,2,3")
     assert named == [("GPU-0", "GPU-1"), ("GPU-2", "GPU-3")]
 
