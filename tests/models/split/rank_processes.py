@@ -75,7 +75,8 @@ class RankProcesses(AbstractContextManager):
     def __init__(self, size: int, devices: Sequence[str] = (), split: Split = "pipeline") -> None:
         start_forkserver()  # with torch in it, for the tests of workers too
         self.size = size
-        placement = Placement(devices=(*devices,) or ("cpu",) * size, split=split)
+        self.devices = (*devices,) or ("cpu",) * size
+        placement = Placement(devices=self.devices, split=split)
         wiring = Wiring(size)
         self._orders = []
         self._processes = []

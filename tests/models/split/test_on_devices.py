@@ -5,6 +5,7 @@ Ranks with a device each transfer as NCCL orders it; ranks that share one go by 
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.busy_stages import BUSY_S, busy_pair, rows_for
 from tests.models.split import networks
@@ -31,6 +32,20 @@ def tensor_pair(request):
 def assert_equal(got, expected):
     assert got.shape == expected.shape
     assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def bound_devices(state):
+    """Return the devices that the rank's groups know as its own."""
+    groups = [dist.group.WORLD, *state.group._ways]
+    return [str(group.bound_device_id) for group in groups if group is not None]
+
+
+def test_each_rank_tells_its_groups_its_device(ranks):
+    # gloo's tensors are on the host.
+    wanted = ["None"] * 2 if ranks.devices == SHARED else ranks.devices
+    found = ranks.run(bound_devices)
+    assert [{*each} for each in found] == [{device} for device in wanted]
+    assert all(len(each) > 1 for each in found) == (ranks.devices != SHARED)
 
 
 @pytest.mark.parametrize(
