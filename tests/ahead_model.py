@@ -14,8 +14,8 @@ _WIDTH = 64
 class AheadModel(Model):
     """Takes {"n": number, "do": act}; answers {"twice": 2 * number}.
 
-    Acts: "raise" and "lose" the device in `forward`, "fault" on the device some time later,
-    "refuse" in `postprocess`, "nan".
+    Acts: "raise" and "lose" the device in `forward`, "fault" on the device some time later, and
+    "hang" there for ever; "hang early" in `preprocess`, "refuse" in `postprocess`, "nan".
     """
 
     can_run_ahead = True
@@ -33,6 +33,9 @@ class AheadModel(Model):
     def preprocess(self, item: Item) -> Features:
         value = item.json()
         assert isinstance(value, dict)
+        if value.get("do") == "hang early":
+            torch.sim.hang()
+            torch.sim.current_stream().synchronize()
         return {"x": torch.full((_WIDTH,), float(value["n"])), "do": value.get("do", "ok")}
 
     def collate(self, instances: Sequence[Features]) -> Features:
@@ -46,6 +49,8 @@ class AheadModel(Model):
             raise ValueError("an input that this model cannot compute")
         if "lose" in acts:
             torch.sim.lose()
+        if "hang" in acts:
+            torch.sim.hang()
         x = batch["x"].to(self.device, non_blocking=True)
         if "fault" in acts:
             self.factor[torch.tensor([10**6]).to(self.device)] = 0

@@ -167,7 +167,7 @@ class Communicators(dist.ProcessGroup):
             stream.wait_stream(torch.accelerator.current_stream(device))
             for tensor in tensors:
                 tensor.record_stream(stream)  # nobody gets its memory before we are done with it
-            _launch(stream, act)
+            launch(stream, act)
             return _OnStream(stream)
 
     def _stream(self, device: torch.device, peer: int | None) -> torch.Stream:
@@ -212,7 +212,7 @@ def _run(number: int) -> None:
 _run_address = ctypes.cast(_run, ctypes.c_void_p).value
 
 
-def _launch(stream: torch.Stream, act: Callable[[], object]) -> None:
+def launch(stream: torch.Stream, act: Callable[[], object]) -> None:
     """Give a stream a Python function."""
     number = next(_numbers)
     _acts[number] = act

@@ -10,7 +10,7 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import distribution
 from types import SimpleNamespace
 from typing import Any
@@ -304,6 +304,16 @@ def held(stream: torch.Stream | None = None) -> Iterator[None]:
         yield
     finally:
         _ops().let_go(gate)
+
+
+def hang(stream: torch.Stream | None = None) -> None:
+    """Let a stream do nothing from now on that it is given."""
+    _ops().hold(*_place(stream))
+
+
+def call(function: Callable[[], object], stream: torch.Stream | None = None) -> None:
+    """Give a stream a function of Python, as `cudaLaunchHostFunc` does; it may wait."""
+    collectives.launch(stream or current_stream(), function)
 
 
 def busy(us: float, stream: torch.Stream | None = None) -> None:

@@ -14,11 +14,14 @@ from tests.workers.contract import answers, started
 pytestmark = pytest.mark.simulated
 
 
-async def start(engine: LocalEngine, **options: object) -> WorkerHandle:
+async def start(
+    engine: LocalEngine, batch_timeout_s: float = 20.0, **options: object
+) -> WorkerHandle:
     return await started(
         engine,
         source="tests.ahead_model:AheadModel",
         placement=Placement(devices=("sim:0",)),
+        batch_timeout_s=batch_timeout_s,
         options=options,
     )
 
@@ -87,6 +90,28 @@ async def test_device_that_is_lost_loses_both_batches_that_it_has(
     ending = await worker.wait()
     assert ending.cause == "device"
     assert ending.was_at_work
+
+
+@pytest.mark.measures
+@pytest.mark.parametrize("act", ["hang", "hang early"])
+@pytest.mark.parametrize("hung", [0, 1])
+async def test_device_that_stands_still_loses_all_that_it_has_in_time(
+    engine: LocalEngine, put, hung: int, act: str
+):
+    worker = await start(engine, batch_timeout_s=2.0, busy_us=20_000)
+    for _ in range(2):
+        await worker.run([put({"n": 1})])
+    batches = [worker.run([put({"n": n, "do": act if n == hung else "ok"})]) for n in range(3)]
+    found = await asyncio.gather(*batches, return_exceptions=True)
+    for each in found[:hung]:
+        assert isinstance(each, BatchDone)
+        assert answers(each) == [0]
+    assert isinstance(found[hung], WorkerLostError)
+    assert found[hung].started
+    assert [str(each) for each in found[hung:]] == [str(found[hung])] * (3 - hung)
+    ending = await worker.wait()
+    assert (ending.cause, ending.was_at_work) == ("hang", True)
+    assert ending.reason == "hung: a batch ran for more than 2 s"
 
 
 async def test_sentinel_comes_after_all_that_is_launched(engine: LocalEngine, put):
