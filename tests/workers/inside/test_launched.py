@@ -106,9 +106,10 @@ async def test_device_that_stands_still_loses_all_that_it_has_in_time(
     for each in found[:hung]:
         assert isinstance(each, BatchDone)
         assert answers(each) == [0]
-    assert isinstance(found[hung], WorkerLostError)
-    assert found[hung].started
-    assert [str(each) for each in found[hung:]] == [str(found[hung])] * (3 - hung)
+    lost = found[hung]
+    assert isinstance(lost, WorkerLostError)
+    assert lost.started
+    assert [str(each) for each in found[hung:]] == [str(lost)] * (3 - hung)
     ending = await worker.wait()
     assert (ending.cause, ending.was_at_work) == ("hang", True)
     assert ending.reason == "hung: a batch ran for more than 2 s"
