@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from inferpool.models.accelerator.device import is_accelerator, name_of, synchronize
-from inferpool.models.accelerator.out_of_memory import is_out_of_memory, lacks_resources
+from inferpool.models.accelerator.failures import is_lost_device, lacks_resources
 from inferpool.models.agreement import Agreement
 from inferpool.models.base import Model
 from inferpool.models.errors import ModelError
@@ -153,8 +153,8 @@ class DecodeTrial:
             exact, found, gain = self._decode(way, items)
             agreement = self._compare(exact, found)
         except Exception as error:  # the model is the user's: it may raise anything
-            if isinstance(error, torch.AcceleratorError) and not is_out_of_memory(error):
-                raise  # the context is lost, and nothing more can be tried
+            if is_lost_device(error):
+                raise  # nothing more can be tried
             logger.debug("%s fails", title, exc_info=True)
             # What lacked memory may have it another time.
             return SpeedReport(note=f"{title} fails: {error}", is_cut_short=lacks_resources(error))

@@ -22,7 +22,7 @@ from inferpool.models.accelerator.device import (
     release_memory,
     synchronize,
 )
-from inferpool.models.accelerator.out_of_memory import is_out_of_memory
+from inferpool.models.accelerator.failures import is_out_of_memory
 from inferpool.models.agreement import Agreement
 from inferpool.models.base import Model
 from inferpool.models.border import forward_can_run_ahead

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from inferpool.models.accelerator.device import release_memory
+from inferpool.models.accelerator.failures import is_lost_device, is_out_of_memory
 from inferpool.models.accelerator.order import OwnStream
-from inferpool.models.accelerator.out_of_memory import is_out_of_memory
 from inferpool.models.errors import ModelError, RankError
 from inferpool.models.files.checkpoint import StoredWeights, check_fit
 from inferpool.models.split.cuts import choose_cuts, verified
@@ -218,9 +218,9 @@ class Pipeline:
         try:
             self._compute(values, held_up_s)
         except Exception as error:  # the network is the user's: it may raise anything
+            if is_lost_device(error):
+                raise  # and this rank is lost with it
             is_shortage = is_out_of_memory(error)
-            if isinstance(error, torch.AcceleratorError) and not is_shortage:
-                raise  # the context is lost, and this rank with it
             logger.exception("stage %d failed", ranks.rank)
             text = described(error)
             traceback.clear_frames(error.__traceback__)

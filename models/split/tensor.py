@@ -29,7 +29,7 @@ import msgspec
 import torch
 from torch import nn
 
-from inferpool.models.accelerator.out_of_memory import is_out_of_memory
+from inferpool.models.accelerator.failures import is_lost_device
 from inferpool.models.errors import ModelError, OutOfStepError
 from inferpool.models.files.checkpoint import StoredWeights, check_fit
 from inferpool.models.split.meta_network import MetaNetwork
@@ -303,6 +303,6 @@ def cut_parameters(network: nn.Module, plan: TensorPlan) -> list[nn.Parameter]:
 
 
 def _raise_if_lost(error: Exception) -> None:
-    """Raise an error of a lost device: this process must end, and there is nothing to settle."""
-    if isinstance(error, torch.AcceleratorError) and not is_out_of_memory(error):
+    """Raise an error of a lost device: there is nothing to settle."""
+    if is_lost_device(error):
         raise error

@@ -20,7 +20,7 @@ from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
-from inferpool.models.accelerator.out_of_memory import lacks_resources
+from inferpool.models.accelerator.failures import lacks_resources
 from inferpool.models.errors import InputError
 from inferpool.models.spec import MAX_IMAGE_PIXELS
 from inferpool.models.vision.containers import check_container, check_exif

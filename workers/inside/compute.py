@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from inferpool.models.accelerator.device import is_accelerator, synchronize
-from inferpool.models.accelerator.out_of_memory import is_out_of_memory
+from inferpool.models.accelerator.failures import is_lost_device, is_out_of_memory
 from inferpool.models.base import Model
 from inferpool.models.border import bad_return, is_overridden
 from inferpool.models.errors import InputError, ModelError
@@ -197,7 +197,7 @@ class Computer:
                 outputs = self._model.forward(batch)
                 group.launch = self._staging.launch(began, outputs)
             except RAISED as error:
-                if isinstance(error, torch.AcceleratorError) and not is_out_of_memory(error):
+                if is_lost_device(error):
                     raise
                 logger.debug("a launch failed", exc_info=True)
 
@@ -274,9 +274,9 @@ class Computer:
         try:
             again = self._compute_once(prepared, indices, batch, launch)
         except RAISED as error:
+            if is_lost_device(error):
+                raise
             is_shortage = is_out_of_memory(error)
-            if isinstance(error, torch.AcceleratorError) and not is_shortage:
-                raise  # the context is lost: this worker must end
             if is_shortage:
                 group.classify(prepared.features, batch)
             del batch, launch

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from inferpool.models.accelerator.out_of_memory import lacks_resources
+from inferpool.models.accelerator.failures import lacks_resources
 from inferpool.models.base import MAX_JSON_NUMBERS
 from inferpool.models.errors import InputError
 from inferpool.models.texts import described, name_of, text_of, traceback_of

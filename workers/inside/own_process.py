@@ -18,8 +18,8 @@ from typing import NoReturn
 import torch
 
 from inferpool.models.accelerator.device import limit_memory, module_in_use, use_float32
+from inferpool.models.accelerator.failures import lacks_resources
 from inferpool.models.accelerator.kinds import accelerator_of, known_accelerators
-from inferpool.models.accelerator.out_of_memory import lacks_resources
 from inferpool.models.base import Model
 from inferpool.models.errors import ModelError
 from inferpool.models.sources.registry import build

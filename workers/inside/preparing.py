@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from inferpool.models.accelerator.device import HandOver
-from inferpool.models.accelerator.out_of_memory import is_out_of_memory
+from inferpool.models.accelerator.failures import is_lost_device
 from inferpool.models.base import Model
 from inferpool.models.item import Features, Item
 from inferpool.workers.config import ErrorDetail
@@ -205,8 +205,8 @@ class Preparer:
                 prepared.buckets[i] = name = bucket(found)
                 hash(name)  # fail this item, not the batch, if it cannot be hashed
             except RAISED as error:
-                if isinstance(error, torch.AcceleratorError) and not is_out_of_memory(error):
-                    raise  # the context is lost: this worker must end
+                if is_lost_device(error):
+                    raise
                 prepared.outcomes[i] = error_of(error, step, refs[i], self._error_detail)
 
 

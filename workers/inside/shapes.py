@@ -8,7 +8,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from inferpool.models.accelerator.out_of_memory import is_out_of_memory
+from inferpool.models.accelerator.failures import is_lost_device, is_out_of_memory
 from inferpool.models.item import Features
 from inferpool.workers.inside.staging import Launch
 
@@ -71,9 +71,9 @@ def _collated(
     try:
         return [ShapeGroup(indices, collate(indices))]
     except Exception as error:
+        if is_lost_device(error):
+            raise
         is_shortage = is_out_of_memory(error)
-        if isinstance(error, torch.AcceleratorError) and not is_shortage:
-            raise  # the context is lost: this worker must end
         logger.debug("%d instances could not be collated", len(indices), exc_info=True)
     if is_shortage:
         return [ShapeGroup(indices, None)]  # to be halved

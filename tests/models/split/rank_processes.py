@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from inferpool.models.accelerator.out_of_memory import is_out_of_memory
+from inferpool.models.accelerator.failures import is_out_of_memory
 from inferpool.models.base import Model, load_model
 from inferpool.models.errors import ModelError, OutOfStepError, RankError
 from inferpool.models.files.checkpoint import StoredWeights

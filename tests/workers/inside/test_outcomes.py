@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from inferpool.models.accelerator.out_of_memory import lacks_resources
+from inferpool.models.accelerator.failures import lacks_resources
 from inferpool.models.errors import CheckpointError, InputError
 from inferpool.models.vision.images import decode_image
 from inferpool.workers.inside import outcomes as outcomes_module

@@ -1,4 +1,4 @@
-"""Recognizes errors for want of memory, on a device or on the host. Worker processes only."""
+"""Recognizes errors for want of memory, and those of lost devices. Worker processes only."""
 
 import errno
 
@@ -48,3 +48,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _MESSAGES)
+
+
+def is_lost_device(error: BaseException) -> bool:
+    """Return whether an error is that of a device whose context is lost: this process must end."""
+    return isinstance(error, torch.AcceleratorError) and not is_out_of_memory(error)

@@ -1,11 +1,11 @@
-"""Errors for want of memory, in the words of the libraries that raise them."""
+"""Errors for want of memory and of lost devices, in the words of those that raise them."""
 
 import errno
 
 import pytest
 import torch
 
-from inferpool.models.accelerator.out_of_memory import is_out_of_memory, lacks_resources
+from inferpool.models.accelerator.failures import is_lost_device, is_out_of_memory, lacks_resources
 from inferpool.models.errors import RankError
 
 SHORTAGES = [
@@ -36,6 +36,7 @@ SHORTAGES = [
 def test_want_of_memory_is_known_by_each_library_s_words(error: Exception):
     assert is_out_of_memory(error)
     assert lacks_resources(error)
+    assert not is_lost_device(error)
 
 
 @pytest.mark.parametrize(
@@ -53,3 +54,8 @@ def test_want_of_memory_is_known_by_each_library_s_words(error: Exception):
 def test_other_errors_are_no_want_of_memory(error: Exception):
     assert not is_out_of_memory(error)
     assert not lacks_resources(error)
+
+
+def test_a_device_is_lost_by_any_error_of_its_own_but_want_of_memory():
+    assert is_lost_device(torch.AcceleratorError("CUDA error: unspecified launch failure"))
+    assert not is_lost_device(RuntimeError("CUDA error: unspecified launch failure"))
