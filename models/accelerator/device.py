@@ -243,6 +243,13 @@ class HandOver:
         return earlier._event.elapsed_time(self._event) / 1000
 
 
+def mark_here() -> HandOver:
+    """Mark the moment at which this thread's stream has done all that it was told until now."""
+    stream = current_stream()
+    assert stream is not None, "the device is in use"
+    return HandOver(stream)
+
+
 class SideStream:
     """A stream of a device that runs beside the one that computes. Any thread may use it.
 

@@ -9,6 +9,7 @@ from inferpool.models.accelerator.device import (
     SideStream,
     current_stream,
     is_accelerator,
+    mark_here,
 )
 
 
@@ -41,8 +42,7 @@ class OwnStream:
 
         The thread need not be using this stream. None if the device was told nothing yet.
         """
-        stream = None if self._stream is None else current_stream()
-        return None if stream is None else HandOver(stream)
+        return None if self._stream is None or current_stream() is None else mark_here()
 
     def follow(self, marked: HandOver | None, values: Iterable[object] = ()) -> None:
         """Have the device begin what this thread tells it next after a moment.

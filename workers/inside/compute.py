@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import torch
 
-from inferpool.models.accelerator.device import is_accelerator, synchronize
+from inferpool.models.accelerator.device import is_accelerator, mark_here, synchronize
 from inferpool.models.accelerator.failures import is_lost_device, is_out_of_memory
 from inferpool.models.base import Model
 from inferpool.models.border import bad_return, is_overridden
@@ -35,7 +35,7 @@ from inferpool.workers.inside.outcomes import (
 from inferpool.workers.inside.preparing import RAISED, Prepared, Preparer
 from inferpool.workers.inside.shapes import ShapeGroup
 from inferpool.workers.inside.shortage import SafeSizes, release
-from inferpool.workers.inside.staging import Launch, Staging, mark_here, take
+from inferpool.workers.inside.staging import Launch, Staging, take
 from inferpool.workers.messages import ItemError, ItemRef, Outcome, Stored
 
 logger = logging.getLogger(__name__)

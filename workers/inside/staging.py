@@ -15,7 +15,7 @@ from torch import Tensor
 from inferpool.models.accelerator.device import (
     HandOver,
     SideStream,
-    current_stream,
+    mark_here,
     pinned,
     stack_pinned,
 )
@@ -132,10 +132,3 @@ def _memory_of(outputs: Features) -> set[int]:
 def take(handed_over: HandOver, features: Features | None) -> None:
     """Let this thread's stream use what was put on the device before a moment."""
     handed_over.take(features.values() if isinstance(features, Mapping) else ())
-
-
-def mark_here() -> HandOver:
-    """Mark the moment at which this thread's stream has done all that it was told until now."""
-    stream = current_stream()
-    assert stream is not None, "the device is in use"
-    return HandOver(stream)

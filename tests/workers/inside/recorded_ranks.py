@@ -391,11 +391,10 @@ def _stand_in(patch: pytest.MonkeyPatch, order: Order) -> None:
             order.host("wait for the call before", self._node)
             return True
 
-    device = torch.device("cpu")
     seam = inferpool.models.accelerator.order
     patch.setattr(seam, "is_accelerator", lambda device: True)
-    patch.setattr(seam, "current_stream", lambda: _stream_of(order, device))
-    patch.setattr(seam, "HandOver", lambda stream: NotedHandOver(stream.key))
+    patch.setattr(seam, "current_stream", lambda: SimpleNamespace(device=torch.device("cpu")))
+    patch.setattr(seam, "mark_here", lambda: NotedHandOver(order.stream))
     patch.setattr(seam, "SideStream", NotedSideStream)
     turnstile = inferpool.models.split.turnstile
     threads = SimpleNamespace(Event=NotedEvent, Condition=threading.Condition)
@@ -404,7 +403,3 @@ def _stand_in(patch: pytest.MonkeyPatch, order: Order) -> None:
     patch.setattr(inferpool.workers.inside.overlap, "FairLock", NotedLock)
     patch.setattr(inferpool.workers.inside.group, "dist", NotedDistributed(order))
     patch.setattr(inferpool.workers.inside.group, "backend_for", lambda devices: "noted")
-
-
-def _stream_of(order: Order, device: torch.device) -> SimpleNamespace:
-    return SimpleNamespace(device=device, key=order.stream)
