@@ -283,16 +283,6 @@ class GraphPool:
         self._pool = self._module.graph_pool_handle()
 
     @contextmanager
-    def side_stream(self) -> Iterator[None]:
-        """Run the block on a stream of its own, in order with this thread's stream."""
-        module = self._module
-        stream = module.Stream()
-        stream.wait_stream(module.current_stream())
-        with module.stream(stream):
-            yield
-        module.current_stream().wait_stream(stream)
-
-    @contextmanager
     def captured(self) -> Iterator[Any]:
         """Capture all that this thread tells the device in the block; yield the graph.
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from inferpool.models.accelerator.device import GraphPool, current_stream
+from inferpool.models.accelerator.order import OwnStream
 
 _NUM_WARM = 3
 """Calls before a capture, in which libraries choose kernels and allocate memory."""
@@ -134,7 +135,7 @@ class _DeviceCapture:
     def __call__(self, call: Callable[[], object]) -> tuple[object, Callable[[], None]]:
         if self._pool is None:
             self._pool = GraphPool()
-        with self._pool.side_stream():
+        with OwnStream().inserted():
             for _ in range(_NUM_WARM):
                 call()
         with self._pool.captured() as graph:
