@@ -108,18 +108,10 @@ class Communicators(dist.ProcessGroup):
         return self._enqueue(tensors, act, peer=source)
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
-        data = [_InKernel(tensor) for tensor in tensors]
-        opts = opts or dist.AllreduceOptions()
-        return self._enqueue(
-            tensors, lambda: self._host.allreduce([d.view() for d in data], opts).wait()
-        )
+        return self._on_host(self._host.allreduce, tensors, opts or dist.AllreduceOptions())
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
-        data = [_InKernel(tensor) for tensor in tensors]
-        opts = opts or dist.BroadcastOptions()
-        return self._enqueue(
-            tensors, lambda: self._host.broadcast([d.view() for d in data], opts).wait()
-        )
+        return self._on_host(self._host.broadcast, tensors, opts or dist.BroadcastOptions())
 
     def allgather(
         self,
@@ -155,6 +147,12 @@ class Communicators(dist.ProcessGroup):
     def barrier(self, opts: Any = None) -> dist.Work:
         self._enqueue([], lambda: self._host.barrier().wait())
         return _OnStream(self._stream(_here(), None), holds_host=True)
+
+    def _on_host(
+        self, call: Callable[..., dist.Work], tensors: Sequence[Tensor], opts: Any
+    ) -> dist.Work:
+        data = [_InKernel(tensor) for tensor in tensors]
+        return self._enqueue(tensors, lambda: call([d.view() for d in data], opts).wait())
 
     def _enqueue(
         self, tensors: Sequence[Tensor], act: Callable[[], object], peer: int | None = None
