@@ -15,7 +15,6 @@ import torch
 
 from inferpool.models.base import Model
 from inferpool.models.errors import ModelError
-from inferpool.models.item import Item
 from inferpool.models.spec import Placement
 from inferpool.models.texts import described
 from inferpool.workers.config import WorkerConfig
@@ -32,6 +31,7 @@ from inferpool.workers.decoding.slots import decodable, digest_of, in_slot, writ
 from inferpool.workers.heartbeat import Heartbeat
 from inferpool.workers.inside.outcomes import error_of
 from inferpool.workers.inside.own_process import build_model, pin, reporting_failures, set_up
+from inferpool.workers.inside.preparing import item_of
 from inferpool.workers.inside.worker_queue import WorkerQueue
 from inferpool.workers.messages import Frames, Leaving
 
@@ -130,13 +130,9 @@ class DecoderLoop:
 
     def _answer(self, task: Task) -> FromDecoder:
         ref = task.ref
-        item = Item(
-            kind=ref.kind,
-            payload=self._arena[ref.offset : ref.offset + ref.num_bytes],
-            parameters=msgspec.json.decode(ref.parameters) if ref.parameters else {},
-        )
+        payload = self._arena[ref.offset : ref.offset + ref.num_bytes]
         try:
-            features = self._model.preprocess(item)
+            features = self._model.preprocess(item_of(ref, payload))
         except Exception as error:
             return Refused(task.id, error_of(error, "preprocess", ref, self._error_detail))
         placed = in_slot(features, self._layout.slot_bytes)

@@ -101,15 +101,7 @@ class Preparer:
 
     def begin(self, id: int, refs: Sequence[ItemRef], payloads: Sequence[memoryview]) -> Prepared:
         """Let decoders begin with a batch. `finish` prepares it, in the order of these calls."""
-        items = [
-            Item(
-                kind=ref.kind,
-                payload=payload,
-                headers=ref.headers,
-                parameters=msgspec.json.decode(ref.parameters) if ref.parameters else {},
-            )
-            for ref, payload in zip(refs, payloads, strict=True)
-        ]
+        items = [item_of(ref, payload) for ref, payload in zip(refs, payloads, strict=True)]
         prepared = _prepared(id, refs, items)
         if self.give_decoders is not None:
             prepared.decoding = self.give_decoders(refs)
@@ -208,6 +200,16 @@ class Preparer:
                 if is_lost_device(error):
                     raise
                 prepared.outcomes[i] = error_of(error, step, refs[i], self._error_detail)
+
+
+def item_of(ref: ItemRef, payload: memoryview) -> Item:
+    """Return an instance as its model sees it."""
+    return Item(
+        kind=ref.kind,
+        payload=payload,
+        headers=ref.headers,
+        parameters=msgspec.json.decode(ref.parameters) if ref.parameters else {},
+    )
 
 
 def _prepared(id: int, refs: Sequence[ItemRef], items: Sequence[Item]) -> Prepared:
