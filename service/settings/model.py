@@ -85,7 +85,8 @@ class ModelSettings(SettingsTable):
     """A worker that has not become ready by then is killed and started again."""
     credit: int = Field(2, ge=1, le=64)
     """Batches that a worker may hold at once: one that runs, the rest in preparation. A pipeline
-    runs one for each stage (four at most), and holds more for that."""
+    runs one for each stage (four at most), and holds more for that; a worker with decoders holds
+    one more."""
     max_restarts: int = Field(5, ge=0)
     """A worker that has never been ready is given up after this many restarts in a row."""
     threads_per_replica: Auto | PositiveInt = "auto"
@@ -218,16 +219,14 @@ class ModelSettings(SettingsTable):
         error_detail: ErrorDetail = "name",
     ) -> WorkerConfig:
         """Return the configuration of the worker on one placement."""
-        num_decoders = self.num_decoders(placement)
         return WorkerConfig(
             model=self.model_config_for(name),
             placement=placement,
-            # Decoders begin with one batch more, while the last instances of another are decoded.
-            credit=self.credit + placement.num_at_once - 1 + (num_decoders > 0),
+            credit=self.credit + placement.num_at_once - 1,
             max_batch_size=self.batch_size,
             may_batches_grow=self.max_batch_size == "auto",
             prepare_threads=self._num_prepare_threads(placement),
-            decoders=num_decoders,
+            decoders=self.num_decoders(placement),
             speed="exact" if placement.split else self.speed,
             decode=self.decode,
             cache_dir=cache_dir,

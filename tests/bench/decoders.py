@@ -113,7 +113,6 @@ async def _serve(num: int, secs: float) -> tuple[float, float]:
         model=ModelConfig(name="m", source=_SOURCE),
         placement=Placement(devices=("cpu",)),
         decoders=num,
-        credit=2 + (num > 0),
     )
     worker = await engine.start(WorkerId(model="m", slot=0), config, lambda _: None)
     try:

@@ -96,11 +96,11 @@ class DecoderHost:
         """True if none is left, and none will be started."""
         return self.is_ending and not self._keeping
 
-    def begin(self, ready: Ready, start: StartProcess, arena: SharedMemory) -> None:
-        """Start decoders for a worker that is loaded, if it wants some."""
+    def begin(self, ready: Ready, start: StartProcess, arena: SharedMemory) -> bool:
+        """Start decoders for a worker that is loaded; return False if it wants or gets none."""
         plan = ready.decoding
         if plan is None or self.is_ending:
-            return
+            return False
         num_seats = self._config.decoders
         layout = RingLayout(
             num_seats=num_seats, num_slots=plan.num_slots, slot_bytes=plan.slot_bytes
@@ -110,7 +110,7 @@ class DecoderHost:
             self._tell(NewRing(layout.num_bytes), [self._ring.fileno()])
         except (SharedMemoryError, OSError) as error:
             logger.error("%s gets no decoders: %s", self._id, error)
-            return
+            return False
         config = replace(self._config, decode=ready.speed.decode)
         for seat in range(num_seats):
             keeping = asyncio.create_task(
@@ -118,6 +118,7 @@ class DecoderHost:
             )
             self._keeping.append(keeping)
             keeping.add_done_callback(self._on_unkept)
+        return True
 
     def close_door(self) -> None:
         """Close the worker's end here, once the worker has it."""

@@ -225,7 +225,9 @@ class LocalEngine:
             raise
 
     def _start_decoders(self, worker: LocalWorker, ready: Ready) -> None:
-        worker.decoders.begin(ready, self._start_decoder, self._arena.memory)
+        if worker.decoders.begin(ready, self._start_decoder, self._arena.memory):
+            # They begin with one batch more, while the last instances of another are decoded.
+            worker.credit += 1
 
     async def _start_decoder(
         self, target: Callable[..., None], name: str, args: tuple[object, ...]

@@ -391,7 +391,7 @@ def crew_for(
         logger.error("no decoders: the model cannot prepare its samples: %s", described(error))
         return None
     slot_bytes = -(-slot_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
-    num_slots = (config.credit + 1) * max(config.max_batch_size, _USUAL_BATCH)
+    num_slots = (config.credit + 2) * max(config.max_batch_size, _USUAL_BATCH)
     if not 0 < slot_bytes * num_slots < MAX_RING_BYTES:
         return None
     layout = RingLayout(num_seats=config.decoders, num_slots=num_slots, slot_bytes=slot_bytes)

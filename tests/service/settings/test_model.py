@@ -25,16 +25,16 @@ def test_a_worker_is_told_what_the_settings_say(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("device", "num_threads", "decoders", "credit"),
-    [("cuda:0", 3, 0, 2), ("cuda:0", 4, 2, 3), ("cuda:0", 64, 32, 3), ("cpu", 64, 0, 2)],
+    ("device", "num_threads", "decoders"),
+    [("cuda:0", 3, 0), ("cuda:0", 4, 2), ("cuda:0", 64, 32), ("cpu", 64, 0)],
 )
 def test_workers_with_a_gpu_and_cores_to_spare_have_decoders(
-    tmp_path, device, num_threads, decoders, credit
+    tmp_path, device, num_threads, decoders
 ):
     model = load({"model": "echo"}, {}, tmp_path).settings.models["echo"]
     placement = Placement(devices=(device,), num_threads=num_threads)
     config = model.worker_config_for("echo", placement, max_image_pixels=9)
-    assert (config.decoders, config.credit) == (decoders, credit)
+    assert config.decoders == decoders
     own = model.model_copy(update={"decoders": 5})
     assert own.worker_config_for("echo", placement, max_image_pixels=9).decoders == 5
 

@@ -47,6 +47,7 @@ async def test_decoders_prepare_the_instances_of_a_worker(engine: LocalEngine, p
     worker = await with_decoders(engine, 2)
     try:
         await until_used(worker, put)
+        assert worker.credit == 3
         done = await worker.run([put({"n": n}) for n in range(1, 9)])
         assert [json.loads(each)["twice"] for each in done.outcomes] == list(range(2, 18, 2))  # type: ignore[arg-type]
         assert set(prepared_by(done)) <= pids(worker)
@@ -153,6 +154,7 @@ async def test_a_model_that_does_not_allow_it_gets_no_decoders(engine: LocalEngi
     worker = await started(engine, decoders=2)
     try:
         assert worker.ready.decoding is None
+        assert worker.credit == 2
         assert answered(await worker.run([put({"n": 1})])) == [2]
         assert not worker.vitals().decoders
     finally:
