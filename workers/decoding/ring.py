@@ -131,23 +131,26 @@ class RingRuns:
         self._next = 0
         self._taken: list[range] = []
 
-    def take(self, num: int) -> range | None:
-        """Return a run of free slots after the newest one, or from the start; None if neither is.
+    def take(self, num: int, *, or_less: bool = False) -> range | None:
+        """Take a run of free slots after the newest one, or from the start; None if neither is.
 
         Runs go round in circles, since batches are answered in about the order in which they came.
+
+        Args:
+            num: Length of the run.
+            or_less: Take the longest one of these if both are shorter.
         """
-        for begin in (self._next, 0):
-            run = range(begin, begin + num)
-            if run.stop <= self._num_slots and not any(_overlap(run, each) for each in self._taken):
-                self._taken.append(run)
-                self._next = run.stop
-                return run
-        return None
+        run = max((self._free_from(begin, num) for begin in (self._next, 0)), key=len)
+        if len(run) < (1 if or_less else num):
+            return None
+        self._taken.append(run)
+        self._next = run.stop
+        return run
 
     def free(self, run: range) -> None:
         """Free a run that was taken."""
         self._taken.remove(run)
 
-
-def _overlap(run: range, other: range) -> bool:
-    return run.start < other.stop and other.start < run.stop
+    def _free_from(self, begin: int, num: int) -> range:
+        ends = [max(begin, each.start) for each in self._taken if each.stop > begin]
+        return range(begin, min([begin + num, self._num_slots, *ends]))

@@ -22,7 +22,6 @@ from inferpool.models.speed.names import LONG_S
 from inferpool.models.texts import described, text_of
 from inferpool.workers.config import ErrorDetail
 from inferpool.workers.inside.checks import BrokenPromiseError, OutputChecks
-from inferpool.workers.inside.decoding import Decoding
 from inferpool.workers.inside.outcomes import (
     MAX_BATCH_BYTES,
     TensorOutputs,
@@ -32,7 +31,7 @@ from inferpool.workers.inside.outcomes import (
     error_of,
     plain_value,
 )
-from inferpool.workers.inside.preparing import RAISED, Prepared, Preparer
+from inferpool.workers.inside.preparing import RAISED, GiveDecoders, Prepared, Preparer
 from inferpool.workers.inside.shapes import ShapeGroup
 from inferpool.workers.inside.shortage import SafeSizes, release
 from inferpool.workers.inside.staging import Launch, Staging, take
@@ -141,7 +140,7 @@ class Computer:
             raise ModelError(str(error)) from error
         return time.monotonic() - began
 
-    def give_to(self, give_decoders: Callable[[Sequence[ItemRef]], Decoding | None]) -> None:
+    def give_to(self, give_decoders: GiveDecoders) -> None:
         """Use decoders, which are given what they can prepare of a batch."""
         self._preparer.give_decoders = give_decoders
 

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from inferpool.models.accelerator.device import is_accelerator, pin_in_place
 from inferpool.models.base import Model
+from inferpool.models.speed.sizes import largest_batch
 from inferpool.models.texts import described
 from inferpool.workers.config import WorkerConfig
 from inferpool.workers.decoding.ring import (
@@ -65,7 +66,7 @@ _SHARE_OF_TIMEOUT = 0.5
 _LEAST_TIMEOUT_S = 10.0
 """The least timeout of a batch if the settings have none: see `workers.host.held`."""
 _USUAL_BATCH = 64
-"""Instances of a batch that there are slots for at least, since batches may grow."""
+"""Instances of a batch that there are slots for at least: on CPUs batches may grow to it."""
 _READ_BYTES = 1 << 16
 _DOOR_BYTES = 1 << 10
 _encode = msgspec.msgpack.Encoder().encode
@@ -129,16 +130,22 @@ class DecoderCrew:
         """Decoders that take tasks."""
         return sum(seat.is_greeted and not seat.killed_at for seat in self._living())
 
-    def begin(self, refs: Sequence[ItemRef]) -> Decoding | None:
-        """Give decoders what they can prepare of a batch; return None if that is nothing now."""
+    def begin(self, refs: Sequence[ItemRef], in_part: bool = False) -> Decoding | None:
+        """Give decoders what they can prepare of a batch; return None if that is nothing now.
+
+        Args:
+            refs: The batch.
+            in_part: Give them the first instances if there are no slots for all.
+        """
         self._attend(0)
         given = [i for i, ref in enumerate(refs) if ref.kind != "tensors" and _is_short(ref)]
         if not given or not (self.num_ready or time.monotonic() < self._comeback_due):
             return None
         self._reclaim()
-        run = self._runs.take(len(refs))
+        run = self._runs.take(given[-1] + 1, or_less=in_part)
         if run is None:
             return None
+        given = [i for i in given if i < len(run)]
         decoding = Decoding(refs, given, run, self.finish, self.released.append)
         self._waiting.extend(DecoderJob(decoding, index) for index in given)
         self._feed()
@@ -391,8 +398,14 @@ def crew_for(
         logger.error("no decoders: the model cannot prepare its samples: %s", described(error))
         return None
     slot_bytes = -(-slot_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
-    num_slots = (config.credit + 2) * max(config.max_batch_size, _USUAL_BATCH)
-    if not 0 < slot_bytes * num_slots < MAX_RING_BYTES:
+    if not slot_bytes:
+        return None
+    most = largest_batch(
+        config.placement.devices[0], config.max_batch_size, may_grow=config.may_batches_grow
+    )
+    wanted = (config.credit + 2) * max(most, _USUAL_BATCH)
+    num_slots = min(wanted, (MAX_RING_BYTES - mmap.PAGESIZE) // slot_bytes)
+    if num_slots < 1:
         return None
     layout = RingLayout(num_seats=config.decoders, num_slots=num_slots, slot_bytes=slot_bytes)
     timeout_s = _SHARE_OF_TIMEOUT * (config.batch_timeout_s or _LEAST_TIMEOUT_S)

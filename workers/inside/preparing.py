@@ -28,6 +28,8 @@ from inferpool.workers.inside.shapes import ShapeGroup, grouped
 from inferpool.workers.inside.staging import Staging
 from inferpool.workers.messages import ItemError, ItemRef, Outcome
 
+GiveDecoders = Callable[[Sequence[ItemRef], bool], Decoding | None]
+"""Gives decoders what they can prepare of a batch: only some, if the flag is set and slots lack."""
 RAISED = (Exception, CancelledError)
 """Errors that fail an instance. `CancelledError` is no Exception, but asyncio code raises it."""
 _SAMPLE_REF = ItemRef("bytes", 0, 0, math.inf, request_id="canary")
@@ -88,8 +90,8 @@ class Preparer:
             staging: The way to the accelerator; None if batches stay on the host.
             error_detail: Detail of the model's exceptions in answers.
         """
-        self.give_decoders: Callable[[Sequence[ItemRef]], Decoding | None] | None = None
-        """Gives the decoders of this worker, if it has some, what they can prepare of a batch."""
+        self.give_decoders: GiveDecoders | None = None
+        """Set if this worker has decoders."""
         self._model = model
         self._staging = staging
         self._error_detail = error_detail
@@ -104,7 +106,7 @@ class Preparer:
         items = [item_of(ref, payload) for ref, payload in zip(refs, payloads, strict=True)]
         prepared = _prepared(id, refs, items)
         if self.give_decoders is not None:
-            prepared.decoding = self.give_decoders(refs)
+            prepared.decoding = self.give_decoders(refs, False)
         return prepared
 
     def finish(self, prepared: Prepared, more: MoreWork | None = None) -> Prepared:
@@ -113,6 +115,9 @@ class Preparer:
         `more` may begin the next while decoders have nothing else to do.
         """
         prepared.began = time.monotonic()
+        if prepared.decoding is None and self.give_decoders is not None and not prepared.is_canary:
+            # There may be slots by now. If not for all, the threads prepare the others.
+            prepared.decoding = self.give_decoders(prepared.refs, True)
         if self._staging is None:
             self._prepare(prepared, more)
         else:

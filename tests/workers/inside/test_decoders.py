@@ -1,15 +1,20 @@
+import socket
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from inferpool.models.accelerator.device import HandOver, pin_in_place, pinned
-from inferpool.models.spec import TensorHeader
+from inferpool.models.item import Features, Item
+from inferpool.models.spec import Placement, TensorHeader
 from inferpool.models.vision.stacking import stacked
+from inferpool.workers.config import ModelConfig, WorkerConfig
 from inferpool.workers.decoding.ring import RingRuns, SlotFilled, Unfit
 from inferpool.workers.inside import decoders
 from inferpool.workers.inside.decoding import Decoding
 from inferpool.workers.messages import ItemError
+from tests.apart_model import ApartModel
 from tests.workers.inside.decoder_seats import ActedHost, acted_host, refs
 
 
@@ -162,6 +167,57 @@ def test_slots_are_used_again_after_the_answer_and_the_exit_of_who_may_write(hos
     assert begun(host, 3).run == decoding.run
 
 
+class LargeApart(ApartModel):
+    def preprocess(self, item: Item) -> Features:
+        return {**super().preprocess(item), "pad": torch.zeros(1 << 19)}
+
+
+@pytest.mark.parametrize(
+    ("model", "device", "changes", "num_slots"),
+    [
+        (ApartModel, "cpu", {"may_batches_grow": True}, 4 * 64),
+        (ApartModel, "cuda:0", {"may_batches_grow": True}, 4 * 256),
+        (ApartModel, "cuda:0", {}, 4 * 64),
+        (ApartModel, "cpu", {"max_batch_size": 1000}, 4 * 1000),
+        (LargeApart, "cuda:0", {"may_batches_grow": True}, 511),  # all that fits into the ring
+    ],
+)
+def test_ring_has_slots_for_all_batches_that_may_come_if_they_are_not_too_many(
+    model: type[ApartModel], device: str, changes: dict[str, Any], num_slots: int
+):
+    config = WorkerConfig(
+        model=ModelConfig(name="m", source="tests"),
+        placement=Placement(devices=(device,)),
+        decoders=1,
+        **changes,
+    )
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        crew = decoders.crew_for(config, model(), theirs, lambda: None)
+        assert crew is not None
+        assert crew.plan.num_slots == num_slots
+
+
+def test_batch_without_enough_slots_waits_for_them_and_is_prepared_in_part_if_need_be(
+    host: ActedHost,
+):
+    decoder = host.hire()
+    first = begun(host, 3)
+    assert host.crew.begin(refs(6)) is None
+    part = host.crew.begin(refs(6), True)
+    assert part is not None
+    assert (part.run, part.others) == (range(3, 4), [1, 2, 3, 4, 5])
+    for decoding in (first, part):
+        while not decoding.is_done:
+            for task in decoder.tasks():
+                decoder.fill(task, task.slot)
+            host.crew.begin(refs(0))
+        decoding.finish()
+        decoding.release()
+    assert (values(first), values(part)) == ({0: 0, 1: 1, 2: 2}, {0: 3})
+    assert host.crew.begin(refs(6), True).run == range(4)  # type: ignore[union-attr]
+
+
 def test_runs_of_slots_go_round_and_never_overlap():
     runs = RingRuns(10)
     first, second = runs.take(4), runs.take(4)
@@ -173,6 +229,9 @@ def test_runs_of_slots_go_round_and_never_overlap():
     assert runs.take(3) is None
     assert runs.take(1) == range(3, 4)
     assert runs.take(2) is None  # only after the newest, and from the start
+    runs.free(range(3))
+    assert runs.take(8, or_less=True) == range(3)
+    assert runs.take(8, or_less=True) is None
 
 
 @pytest.mark.simulated
