@@ -120,6 +120,11 @@ class ServiceHealth(msgspec.Struct):
         return all(worker.state == "ready" for worker in self.workers)
 
     @property
+    def are_decoders_warm(self) -> bool:
+        """Every decoder has decoded something."""
+        return all(each.num_decoded for worker in self.workers for each in worker.decoders)
+
+    @property
     def failure(self) -> str:
         """Reason why a worker was given up; empty if none was."""
         failed = [worker for worker in self.workers if worker.state == _NO_WORKER]

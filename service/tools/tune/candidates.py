@@ -38,6 +38,8 @@ _WARM_S = 0.5
 _WARM_PIPELINE_S = 5.0
 """A pipeline tries into how many pieces batches go best, and computes the first of them twice: 16
 clients of minilm_l6 got a fifth less in its first four seconds than in the four that followed."""
+_WARM_DECODERS_S = 10.0
+"""Decoders start after their worker is ready; with few clients some may never get an instance."""
 NUM_ROUNDS = 3
 
 
@@ -64,6 +66,9 @@ class ServiceCandidate:
             raise TrialError(f"an input has no answer: {error}") from error
         self._requests = requests
         await self._load(connections, self._warm_s)
+        until = time.monotonic() + _WARM_DECODERS_S
+        while not (await self._subject.health()).are_decoders_warm and time.monotonic() < until:
+            await self._load(connections, self._warm_s)
         self.memory_bytes = sum(pss_of(each.pid).total for each in self._subject.family())
 
     async def measure(self, connections: int) -> LoadSample:
@@ -104,6 +109,7 @@ class ServiceStarter:
         self.preset = "exact"
         self.decode = "exact"
         self.num_fronts = 1
+        self.num_decoders = 0
         own = loaded.settings.models[model]
         self._source = own.source
         self._placement = own.placement
@@ -133,6 +139,9 @@ class ServiceStarter:
             if not self._requests:
                 self._learn(await subject.health())
             await candidate.warm_up(self._requests, self._plan.goal.connections)
+            if not changes:
+                health = await subject.health()
+                self.num_decoders = max((len(w.decoders) for w in health.workers), default=0)
             stack.pop_all()
         self._most_bytes = max(self._most_bytes, candidate.memory_bytes)
         return candidate

@@ -41,6 +41,8 @@ class KnobFacts:
     """Speed preset in use with the user's settings."""
     decode: str = "exact"
     num_fronts: int = 1
+    num_decoders: int = 0
+    """Decoders that each worker has; none if the model does not allow them, or the settings."""
 
     @property
     def own(self) -> ModelSettings:
@@ -149,6 +151,17 @@ def _prepare_threads(facts: KnobFacts) -> _Ways:
     return [[{"prepare_threads": 2 * now}], [{"prepare_threads": count} for count in _halves(now)]]
 
 
+def _decoders(facts: KnobFacts) -> _Ways:
+    """Vary the processes that decode, where there are some.
+
+    Without a GPU there are none unless the user wants some: they take cores from the replicas.
+    """
+    now = facts.num_decoders
+    if not now:
+        return []
+    return [[{"decoders": now + 2}], [{"decoders": count} for count in (*_halves(now), 0)]]
+
+
 def _decode(facts: KnobFacts) -> _Ways:
     """Try exact decoding where `auto` has chosen another; the user's own choice stays."""
     is_chosen = facts.own.decode == "auto" and facts.decode != "exact"
@@ -173,6 +186,7 @@ _KNOBS: Mapping[str, Callable[[KnobFacts], _Ways]] = {
     "processes that take calls": _front_ends,
     "objective": _objective,
     "credit": _credit,
+    "decoders": _decoders,
     "threads that prepare": _prepare_threads,
     "wait for a batch": _batch_wait,
     "speed preset": _speed,

@@ -115,6 +115,7 @@ class _TuneRun:
                     preset=self._starter.preset,
                     decode=self._starter.decode,
                     num_fronts=self._starter.num_fronts,
+                    num_decoders=self._starter.num_decoders,
                 )
                 await search.run(knobs_for(facts, self._fixed()))
             except (TrialError, BestLostError) as error:

@@ -83,6 +83,12 @@ def knobs(
             {"cores": 16, "num_fronts": 4},
             [[{"front_ends": 5}, {"front_ends": 6}], [{"front_ends": 3}]],
         ),
+        ("decoders", {}, None),
+        (
+            "decoders",
+            {"num_decoders": 6},
+            [[{"decoders": 8}], [{"decoders": 3}, {"decoders": 1}, {"decoders": 0}]],
+        ),
         ("objective", {}, None),
         ("objective", {"goal": Goal(p99_ms=50.0)}, [[{"objective_p99_ms": 50.0}]]),
     ],
