@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -198,3 +199,14 @@ def test_a_batch_takes_few_calls_for_each_jpeg(jpegs: GpuJpegs):
     with torch.inference_mode(), Calls() as calls:
         TRANSFORM.device_pixels(decoded)
     assert calls.num / len(decoded) < 3
+
+
+def test_long_pictures_take_no_more_memory_than_others():
+    """Their weights take far more than their pixels."""
+    long = [torch.zeros(3, 24, 12_000, dtype=torch.uint8, device="sim:0") for _ in range(16)]
+    torch.sim.synchronize()
+    torch.sim.reset_peak_memory_stats()
+    before = torch.sim.memory_allocated()
+    bicubic = ImageTransform(resize=256, crop=224, interpolation=Image.Resampling.BICUBIC)
+    assert len(bicubic.device_pixels(long)) == len(long)
+    assert torch.sim.max_memory_allocated() - before < 500_000_000

@@ -48,14 +48,14 @@ def test_pictures_that_are_large_together_are_resized_in_parts(monkeypatch):
 
     def note(images: list[Tensor]) -> Tensor:
         found = canvas(images)
-        sizes.append(found[:, 0].numel())
+        sizes.append(len(found) * resampling._num_bytes(*found.shape[2:], 32))
         return found
 
     monkeypatch.setattr(resampling, "_canvas", note)
-    monkeypatch.setattr(resampling, "_MAX_PIXELS", 400_000)
+    monkeypatch.setattr(resampling, "_MAX_BYTES", 7_000_000)
     found = transform.device_pixels(x)
     assert len(sizes) > 2
-    assert max(sizes) <= 400_000
+    assert max(sizes) <= 7_000_000
     for one, other in zip(found, expected, strict=True):
         assert (one.int() - other.int()).abs().max() <= 1
     assert transform.device_pixels([]) == []
