@@ -20,7 +20,8 @@ from torch import Tensor
 
 from inferpool.models.accelerator.device import finish_stream, synchronize
 from inferpool.models.accelerator.kinds import accelerator_of
-from inferpool.models.vision.containers import check_exif
+from inferpool.models.vision.containers import check_container, check_exif
+from inferpool.models.vision.images import check_size
 from inferpool.models.vision.transforms import ImageTransform
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,9 @@ is lost, and another `RuntimeError` if it cannot decode one of them.
 _MAX_PIXELS = 1 << 24
 """Larger ones would take 200 MB of the GPU's memory each while they are resized."""
 _END = b"\xff\xd9"
+_RGB = [*b"RGB"]
+"""Names of components that libjpeg takes for red, green and blue, without another marker that says
+so (jdapimin.c, `default_decompress_parms`). Other decoders take them for YCbCr."""
 _SHORTAGE = re.compile(r"out of memory|Failed to [^:]*: 5\b")
 """Errors of memory, as torchvision words them (decode_jpegs_cuda.cpp, version 0.29). It makes all
 into "Error while decoding JPEG images: ...", with torch's text of a lack, or nvJPEG's status; 5 is
@@ -55,11 +59,13 @@ class GpuJpegs:
         if not data.startswith(b"\xff\xd8\xff") or not data.endswith(_END):
             return None
         try:
+            check_container("JPEG", data, check_size)
             image = JpegImageFile(BytesIO(data))
             check_exif(len(image.info.get("exif", b"")))
             is_plain = (
                 (image.mode, image.layers) in (("RGB", 3), ("L", 1))
                 and not {"progressive", "adobe"} & image.info.keys()
+                and [name for name, *_ in image.layer] != _RGB
                 and image.width * image.height <= min(max_pixels, _MAX_PIXELS)
                 and image.getexif().get(ExifTags.Base.Orientation, 1) == 1
             )

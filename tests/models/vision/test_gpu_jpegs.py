@@ -8,6 +8,7 @@ import torch
 from PIL import Image
 
 from inferpool.models.errors import InputError
+from inferpool.models.vision import gpu_jpegs
 from inferpool.models.vision.gpu_jpegs import GpuJpegs, decoder_on
 from inferpool.models.vision.images import decode_image
 from inferpool.models.vision.transforms import ImageTransform
@@ -42,6 +43,16 @@ class FakeNvjpeg:
         return [torch.from_numpy(np.array(image)).permute(2, 0, 1) for image in images]
 
 
+def with_names(data: bytes, names: bytes) -> bytes:
+    """Rename the components of a JPEG, and leave out the marker that says what they are."""
+    jfif, frame, scan = (data.index(b"\xff" + bytes([marker])) for marker in b"\xe0\xc0\xda")
+    renamed = bytearray(data)
+    for number, name in enumerate(names):
+        renamed[frame + 10 + 3 * number] = renamed[scan + 5 + 2 * number] = name
+    num_bytes = 2 + int.from_bytes(data[jfif + 2 : jfif + 4], "big")
+    return bytes(renamed[:jfif] + renamed[jfif + num_bytes :])
+
+
 @pytest.fixture
 def decoder():
     return FakeNvjpeg()
@@ -55,7 +66,11 @@ def model(decoder):
     return model
 
 
-@pytest.mark.parametrize("data", [encoded(COFFEE), encoded(COFFEE.convert("L"))])
+@pytest.mark.parametrize(
+    "data",
+    [encoded(COFFEE), encoded(COFFEE.convert("L")), with_names(encoded(COFFEE), b"\1\2\3")],
+    ids=["colour", "gray", "without JFIF"],
+)
 def test_plain_jpegs_are_for_the_gpu(decoder, data):
     jpeg = GpuJpegs(decoder, SMALL).accept(memoryview(data), MAX)
     assert jpeg.numpy().tobytes() == data
@@ -67,6 +82,7 @@ def test_plain_jpegs_are_for_the_gpu(decoder, data):
         encoded(COFFEE, "PNG"),
         encoded(COFFEE.convert("CMYK")),
         encoded(COFFEE, keep_rgb=True),
+        with_names(encoded(COFFEE), b"RGB"),
         encoded(COFFEE, progressive=True),
         encoded(COFFEE)[:5000],
         encoded(COFFEE, exif=orientation_exif(6)),
@@ -74,10 +90,27 @@ def test_plain_jpegs_are_for_the_gpu(decoder, data):
         b"\xff\xd8\xff\xd9",
         b"",
     ],
-    ids=["png", "cmyk", "rgb", "progressive", "cut", "turned", "large", "rubbish", "empty"],
+    ids=[
+        "png",
+        "cmyk",
+        "rgb",
+        "rgb by name",
+        "progressive",
+        "cut",
+        "turned",
+        "large",
+        "rubbish",
+        "empty",
+    ],
 )
 def test_all_others_are_for_the_cpu(decoder, data):
     assert GpuJpegs(decoder, SMALL).accept(memoryview(data), MAX) is None
+
+
+def test_a_jpeg_of_very_many_segments_is_refused_before_they_are_read(decoder, monkeypatch):
+    many = encoded(COFFEE)[:2] + b"\xff\xfe\x00\x02" * 20_000 + encoded(COFFEE)[2:]
+    monkeypatch.setattr(gpu_jpegs, "JpegImageFile", lambda _: pytest.fail("it is read"))
+    assert GpuJpegs(decoder, SMALL).accept(memoryview(many), MAX) is None
 
 
 def test_more_pixels_than_are_taken_are_for_the_cpu_to_refuse(decoder):
