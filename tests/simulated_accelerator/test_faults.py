@@ -10,6 +10,9 @@ pytestmark = pytest.mark.simulated
 
 def test_a_lost_device_refuses_everything_and_the_others_do_not():
     x = torch.ones(4, device="sim:1")
+    done = torch.Event("sim:1", enable_timing=True)
+    done.record(torch.sim.current_stream(1))
+    done.synchronize()
     torch.sim.lose(1)
     calls = [
         lambda: x + 1,
@@ -18,6 +21,9 @@ def test_a_lost_device_refuses_everything_and_the_others_do_not():
         lambda: torch.ones(2, device="sim:1"),
         lambda: torch.ones(2).to("sim:1"),
         lambda: torch.sim.mem_get_info(1),
+        done.query,
+        done.synchronize,
+        lambda: done.elapsed_time(done),
     ]
     for call in calls:
         with pytest.raises(torch.AcceleratorError, match="device is lost"):

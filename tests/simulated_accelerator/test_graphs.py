@@ -90,6 +90,17 @@ def test_a_call_that_waits_spoils_a_capture():
     assert x.sum().item() == 4
 
 
+@pytest.mark.parametrize("mode", ["thread_local", "relaxed"])
+def test_a_copy_from_memory_that_is_not_pinned_cannot_be_captured(mode: str):
+    x, pageable = torch.ones(4, device="sim"), torch.ones(4)
+    with (
+        pytest.raises(torch.AcceleratorError),
+        torch.sim.graph(torch.sim.CUDAGraph(), capture_error_mode=mode),
+    ):
+        x.copy_(pageable, non_blocking=True)
+    x.copy_(pageable, non_blocking=True)
+
+
 @pytest.mark.parametrize("call", [pin_anew, allocate_anew, ask_an_event, synchronize])
 def test_in_the_global_mode_another_thread_spoils_a_capture(call):
     x, graph = torch.ones(4, device="sim"), torch.sim.CUDAGraph()

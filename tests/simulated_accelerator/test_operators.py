@@ -91,6 +91,17 @@ def test_a_wrong_shape_is_an_error_of_the_call():
     assert (x + 1).isfinite().all()
 
 
+def test_only_indices_may_be_on_the_host():
+    x, i = torch.zeros(4, device="sim"), torch.tensor([1, 2])
+    x[i] = 1.0
+    x[i] = torch.tensor(2.0)
+    assert x[i].sum().item() == 4
+    with pytest.raises(RuntimeError, match="on the same device"):
+        x[i] = torch.ones(2)
+    with pytest.raises(RuntimeError, match="on the same device"):
+        torch.zeros(4)[i.to("sim")] = 1.0
+
+
 def test_an_operator_that_cpus_lack_is_an_error_of_the_call():
     with pytest.raises(NotImplementedError, match="_thnn_fused_lstm_cell"):
         torch.nn.LSTM(4, 4).to("sim")(torch.ones(2, 4, device="sim"))

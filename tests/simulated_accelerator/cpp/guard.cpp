@@ -12,6 +12,7 @@ namespace {
 /// torch.Event; each recording replaces the one before.
 struct Event {
   MomentPtr moment;
+  int device = 0;
 };
 
 int index_of(c10::Device device) { return device.index() < 0 ? current_device() : device.index(); }
@@ -73,22 +74,26 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex,
       const c10::EventFlag) const override {
     if (!*event) *event = new Event;
-    event_of(*event).moment = sim::record(stream.device_index(), stream.id());
+    event_of(*event) = {sim::record(stream.device_index(), stream.id()), stream.device_index()};
   }
   void block(void* event, const c10::Stream& stream) const override {
     if (event) make_wait(stream.device_index(), stream.id(), event_of(event).moment);
   }
   bool queryEvent(void* event) const override {
     forbid_in_captures();
-    return !event || event_of(event).moment->is_done();
+    if (!event) return true;
+    check(event_of(event).device);
+    return event_of(event).moment->is_done();
   }
   void synchronizeEvent(void* event) const override {
     forbid_in_captures();
-    if (event) event_of(event).moment->wait();
-    check(current_device());
+    if (!event) return;
+    event_of(event).moment->wait();
+    check(event_of(event).device);
   }
   double elapsedTime(void* begin, void* end, const c10::DeviceIndex) const override {
     TORCH_CHECK(begin && end, "Both events must be recorded before calculating elapsed time.");
+    check(event_of(begin).device);
     auto from = event_of(begin).moment, to = event_of(end).moment;
     TORCH_CHECK(from->is_done() && to->is_done(),
         "Both events must be completed before calculating elapsed time.");

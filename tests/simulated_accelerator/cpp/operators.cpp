@@ -71,7 +71,9 @@ bool depends_on_numbers(const c10::OperatorHandle& op) {
   return false;
 }
 
-bool takes_indices_from_anywhere(const std::string& name) {
+/// True if an argument is a list of indices, which may be on the host, too.
+bool may_be_anywhere(const std::string& name, size_t argument) {
+  if (argument != 1) return false;
   return name == "aten::index" || name == "aten::index_put_" || name == "aten::_index_put_impl_";
 }
 
@@ -102,8 +104,9 @@ class Call {
  private:
   c10::Device find_device() const {
     c10::Device device(kType, -1);
-    bool is_strict = !takes_indices_from_anywhere(schema_.name());
-    for (auto& arg : args_) {
+    for (size_t i = 0; i < args_.size(); i++) {
+      auto& arg = args_[i];
+      bool is_strict = !may_be_anywhere(schema_.name(), i);
       if (is_sim_device(arg) && device.index() < 0) device = arg.toDevice();
       for_each(arg, [&](const Tensor& t) {
         bool is_other =

@@ -101,6 +101,10 @@ Tensor copy_from(const Tensor& self, const Tensor& to, bool non_blocking) {
   if (is_sim(self)) {
     submit(device, stream, [a = in_kernel(self), b = unowned(to)] { b.copy_(a); });
   } else if (non_blocking && !is_async) { // the driver takes the numbers away before it returns
+    if (device_at(device).streams[stream].graph) {
+      forbid_in_captures();
+      fail(kCaptureUnsupported, "sim error: a capture can copy from pinned memory alone");
+    }
     at::AutoDispatchBelowADInplaceOrView below;
     submit(device, stream, [a = self.clone(), b = in_kernel(to)] { b.copy_(a); });
     return to;
