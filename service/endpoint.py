@@ -40,7 +40,10 @@ class TraceError(StartError):
 def make_guard(settings: Settings) -> Guard:
     """Return the guard with the keys of the settings."""
     return Guard(
-        predict=settings.predict_keys, metrics=settings.metrics_keys, admin=settings.admin_keys
+        predict=settings.predict_keys,
+        metrics=settings.metrics_keys,
+        admin=settings.admin_keys,
+        tells_apart=settings.key_share < 1,
     )
 
 

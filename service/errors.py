@@ -10,6 +10,7 @@ ServiceError
 +-- InvalidInputError          it was read, and does not fit the model: 422
 +-- QuarantinedError           this very input has killed workers lately: 422
 +-- OverloadedError            the queue or the arena is full, or the deadline cannot be met: 429
+|   +-- OverShareError         its API key has its share of the queue or of the arena: 429
 +-- ModelFailedError           the model raised on this input: 500
 |   +-- NonFiniteOutputError   its output has NaN or an infinity in it: 500
 +-- WorkerCrashedError         the workers that computed this input died: 500
@@ -96,6 +97,12 @@ class OverloadedError(ServiceError):
     """There is no room or no time for this request now."""
 
     code = "overloaded"
+
+
+class OverShareError(OverloadedError):
+    """The key of this request has its share already, and others may need the rest."""
+
+    code = "over_share"
 
 
 class ModelFailedError(ServiceError):

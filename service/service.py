@@ -223,6 +223,7 @@ class Service:
             max_queue_length=self.settings.max_queue_length,
             max_batch_size=model.batch_size,
             rejected=metrics.rejected,
+            key_share=self.settings.key_share,
         )
         dispatcher = Dispatcher(
             name=name,

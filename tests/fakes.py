@@ -11,10 +11,14 @@ from inferpool.workers.host.engine import Ending, Vitals, WorkerId
 from inferpool.workers.messages import BatchDone, ItemRef, Outcome, Ready
 
 
-def ref_to(payload: bytes, timeout_s: float = 30.0, priority: int = 5, id: str = "") -> ItemRef:
+def ref_to(
+    payload: bytes, timeout_s: float = 30.0, priority: int = 5, id: str = "", caller: int = 0
+) -> ItemRef:
     """Return a reference to an instance whose payload is not in the arena yet."""
     deadline = time.monotonic() + timeout_s
-    return ItemRef("bytes", 0, len(payload), deadline, request_id=id, priority=priority)
+    return ItemRef(
+        "bytes", 0, len(payload), deadline, request_id=id, priority=priority, caller=caller
+    )
 
 
 class FakeWorker:

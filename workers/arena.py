@@ -7,6 +7,7 @@ a part of the region with its own allocator.
 """
 
 import mmap
+from collections import defaultdict
 from collections.abc import Sequence
 
 from inferpool.workers.memory import SharedMemory
@@ -31,6 +32,10 @@ class Slots:
         self.num_bytes = num_bytes
         self.used_bytes = 0
         """Bytes in use, including rounding."""
+        self.used_by: defaultdict[int, int] = defaultdict(int)
+        """The same by caller, where callers are told apart."""
+        self._callers: dict[int, int] = {}
+        """Callers by the offsets of their slots, where they are told apart."""
         self._map = memory
         self._start = start
         num_orders = (num_bytes // MIN_BLOCK_BYTES).bit_length()
@@ -43,12 +48,15 @@ class Slots:
                 self._free[order].add(offset)
                 offset += MIN_BLOCK_BYTES << order
 
-    def put(self, chunks: Sequence[bytes | bytearray | memoryview], num_bytes: int) -> int | None:
+    def put(
+        self, chunks: Sequence[bytes | bytearray | memoryview], num_bytes: int, caller: int = 0
+    ) -> int | None:
         """Copy a payload into a new slot.
 
         Args:
             chunks: The payload in pieces.
             num_bytes: Their total length.
+            caller: The caller to count the slot for; 0 for none.
 
         Returns:
             The slot's offset, or None if no slot of that size is free.
@@ -62,6 +70,9 @@ class Slots:
             return None
         self._orders[offset] = order
         self.used_bytes += MIN_BLOCK_BYTES << order
+        if caller:
+            self._callers[offset] = caller
+            self.used_by[caller] += MIN_BLOCK_BYTES << order
         position = offset
         for chunk in chunks:
             end = position + len(chunk)
@@ -77,6 +88,8 @@ class Slots:
         """Free a slot. No worker may read it any more."""
         order = self._orders.pop(offset)
         self.used_bytes -= MIN_BLOCK_BYTES << order
+        if self._callers and (caller := self._callers.pop(offset, 0)):
+            self.used_by[caller] -= MIN_BLOCK_BYTES << order
         recent = self._recent[order]
         if len(recent) < _MAX_RECENT:
             recent.append(offset)

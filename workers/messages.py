@@ -49,6 +49,9 @@ class ItemRef(msgspec.Struct, array_like=True, gc=False):
     """Trace id, a hyphen and span id, for the log; empty if the call is not traced."""
     priority: int = 5
     """Priority from 1 (first) to 9 (last). The worker ignores it."""
+    caller: int = 0
+    """Number of the API key that it was asked with, from 1; 0 if keys are not told apart. The
+    worker ignores it."""
 
     def log_ids(self) -> dict[str, str]:
         """Return the fields by which log lines about it are found."""

@@ -56,9 +56,17 @@ class Guard:
     """
 
     def __init__(
-        self, *, predict: Keys | None = None, metrics: Keys | None = None, admin: Keys | None = None
+        self,
+        *,
+        predict: Keys | None = None,
+        metrics: Keys | None = None,
+        admin: Keys | None = None,
+        tells_apart: bool = False,
     ) -> None:
-        """Take the keys of each kind. Without keys, calls are open and admin paths do not exist."""
+        """Take the keys of each kind. Without keys, calls are open and admin paths do not exist.
+
+        If it tells predict keys apart, each has a number, which is the same in every process.
+        """
         given: Mapping[Access, Keys] = {
             "predict": predict or Keys(),
             "metrics": metrics or predict or Keys(),
@@ -69,6 +77,8 @@ class Guard:
         for access, keys in given.items():
             for digest in keys.digests:
                 self._accesses.setdefault(digest, (digest, set()))[1].add(access)
+        numbered = sorted(predict.digests) if predict and tells_apart else ()
+        self._numbers = {digest: number for number, digest in enumerate(numbered, 1)}
 
     @property
     def restricted(self) -> frozenset[Access]:
@@ -94,15 +104,15 @@ class Guard:
         if policy != "open":
             self.check(policy, headers)
 
-    def check(self, access: Access, headers: Headers) -> None:
-        """Check that a call has a key of a kind.
+    def check(self, access: Access, headers: Headers) -> int:
+        """Check that a call has a key of a kind, and return the key's number; 0 if it has none.
 
         Raises:
             UnauthorizedError: It needs a key, and has no known one.
             ForbiddenError: Its key is for something else.
         """
         if access not in self._restricted:
-            return
+            return 0
         key = key_of(headers)
         if key is None:
             raise UnauthorizedError(
@@ -114,6 +124,7 @@ class Guard:
             raise UnauthorizedError("this key is not known here")
         if access not in known[1]:
             raise ForbiddenError(f"this key is for something else; this needs one of {access}_keys")
+        return self._numbers.get(digest, 0)
 
     def allows(self, access: Access, headers: Headers) -> bool:
         """Return whether a call has a key of a kind, or needs none."""

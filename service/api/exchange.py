@@ -243,7 +243,7 @@ class Exchange(msgspec.Struct, eq=False):
         call, predict = self.call, self.predict
         headers = call.headers
         if predict.guard is not None:
-            predict.guard.check("predict", headers)
+            call.ref.caller = predict.guard.check("predict", headers)
         if call.method != "POST":
             raise MethodNotAllowedError(f"{call.path} takes POST, not {call.method}")
         if call.entry is None:

@@ -98,7 +98,9 @@ class Front:
         self._num_taken = 0
         self._moving: asyncio.Task[None] | None = None
         self._metrics: defaultdict[str, ModelMetrics] = defaultdict(lambda: ModelMetrics(""))
-        self._front_side = FrontSide(reader, writer, slots, list(settings.models), self._obey, _end)
+        self._front_side = FrontSide(
+            reader, writer, slots, list(settings.models), self._obey, _end, settings.key_share
+        )
         self._send_logs_to_main(config.log_level)
         self._tracer = make_tracer(settings, self._metrics.__getitem__)
         predict = make_predict(
@@ -157,11 +159,10 @@ class Front:
             metrics.requests.clear()
             durations.append((label, metrics.answer_duration.take(), metrics.error_duration.take()))
             exemplars.append((label, metrics.exemplars.take()))
-        num_full = []
+        rejected = []
         for model in self._front_side.models.values():
-            if model.num_full:
-                num_full.append((model.name, model.num_full))
-                model.num_full = 0
+            rejected += [(model.name, reason, num) for reason, num in model.rejected.items()]
+            model.rejected.clear()
         num_open = len(self._server.server_state.connections)
         traced = (0, 0) if self._tracer is None else self._tracer.take_counts()
         counts = FrontCounts(
@@ -169,7 +170,7 @@ class Front:
             calls,
             durations,
             exemplars,
-            num_full,
+            rejected,
             self._num_taken,
             num_open,
             self._edge.use(),

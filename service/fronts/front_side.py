@@ -1,6 +1,7 @@
 """A front's side of the link to the main process: the models as calls see them. Runs in a front."""
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
@@ -19,12 +20,14 @@ from inferpool.service.fronts.messages import (
     Submissions,
     error_of,
 )
+from inferpool.service.queue.admission import KeyShare
 from inferpool.service.queue.instance import Buffer, InstanceSteps, InstanceTiming, Result
 from inferpool.workers.arena import Slots
 from inferpool.workers.messages import ItemRef
 
 if TYPE_CHECKING:
     from inferpool.models.spec import TensorSpec
+    from inferpool.service.telemetry.metrics import RejectReason
 
 _decode = msgspec.msgpack.Decoder(FromMain).decode
 
@@ -51,11 +54,12 @@ class PendingInstance(asyncio.Future[Result]):
 class RemoteModel:
     """A model in the main process, as the calls of a front see it."""
 
-    def __init__(self, front_side: "FrontSide", index: int, name: str) -> None:
+    def __init__(self, front_side: "FrontSide", index: int, name: str, key_share: float) -> None:
         self.name = name
         self.inputs: Sequence[TensorSpec] = ()
-        self.num_full = 0
-        """Instances that found no room in the arena since the last count."""
+        self.rejected: defaultdict[RejectReason, int] = defaultdict(int)
+        """Instances refused here since the last count, by reason."""
+        self._key_share = KeyShare(key_share, self.rejected)
         self._front_side = front_side
         self._index = index
 
@@ -65,11 +69,15 @@ class RemoteModel:
         """Copy a payload into the arena, and submit it; the future fails if it is refused.
 
         Raises:
+            OverShareError: Its key has its share of the arena.
             OverloadedError: The arena has no room for it.
         """
-        pending = self._front_side.submit(self._index, ref, chunks, steps)
+        front_side = self._front_side
+        if ref.caller:
+            self._key_share.check_bytes(front_side.slots, ref)
+        pending = front_side.submit(self._index, ref, chunks, steps)
         if pending is None:
-            self.num_full += 1
+            self.rejected["arena_full"] += 1
             raise OverloadedError("the arena for payloads is full", retry_after_s=1)
         return pending
 
@@ -85,14 +93,18 @@ class FrontSide:
         models: Sequence[str],
         on_command: Callable[[Command], None],
         on_lost: Callable[[str], None],
+        key_share: float = 1.0,
     ) -> None:
         """Begin to listen to the main process, with the models in the order of the settings.
 
-        `on_lost` is called with the reason when the main process is gone.
+        `on_lost` is called with the reason when the main process is gone. Each API key may take
+        `key_share` of the slots that others leave.
         """
         self.loop = asyncio.get_running_loop()
-        self.models = {name: RemoteModel(self, index, name) for index, name in enumerate(models)}
-        self._slots = slots
+        self.models = {
+            name: RemoteModel(self, index, name, key_share) for index, name in enumerate(models)
+        }
+        self.slots = slots
         self._on_command = on_command
         self._open: dict[int, PendingInstance] = {}
         self._given_up: dict[int, InstanceSteps] = {}
@@ -107,7 +119,7 @@ class FrontSide:
         self, model: int, ref: ItemRef, chunks: Sequence[Buffer], steps: InstanceSteps | None
     ) -> PendingInstance | None:
         """Submit an instance; return None if the arena has no room for it."""
-        offset = self._slots.put(chunks, ref.num_bytes)
+        offset = self.slots.put(chunks, ref.num_bytes, ref.caller)
         if offset is None:
             return None
         ref.offset = offset
@@ -139,7 +151,7 @@ class FrontSide:
 
     def _fail(self, submission: Submission) -> None:
         """Settle an instance that could not be encoded."""
-        self._slots.free(submission.ref.offset)
+        self.slots.free(submission.ref.offset)
         self._given_up.pop(submission.id, None)
         pending = self._open.pop(submission.id, None)
         if pending is not None:
@@ -158,7 +170,7 @@ class FrontSide:
                 self._on_command(message)
 
     def _settle(self, message: Answers) -> None:
-        free = self._slots.free
+        free = self.slots.free
         for offset in message.freed:
             free(offset)
         for answer in message.answers:

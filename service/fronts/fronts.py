@@ -230,6 +230,6 @@ class Fronts:
             self._metrics.model(label).error_duration.add(*errors)
         for label, exemplars in counts.exemplars:
             self._metrics.model(label).exemplars.add(exemplars)
-        for name, num in counts.num_full:
-            self._metrics.model(name).rejected["arena_full"] += num
+        for name, reason, num in counts.rejected:
+            self._metrics.model(name).rejected[reason] += num
         self.traced = self.traced[0] + counts.traced[0], self.traced[1] + counts.traced[1]

@@ -15,6 +15,7 @@ from inferpool.service.errors import ServiceError
 from inferpool.service.queue.instance import InstanceSteps
 from inferpool.service.settings.settings import Settings
 from inferpool.service.telemetry.distribution import Exemplar
+from inferpool.service.telemetry.metrics import RejectReason
 from inferpool.workers.messages import ItemRef, LogLine, TensorBlob
 
 
@@ -67,8 +68,8 @@ class FrontCounts(msgspec.Struct, frozen=True, array_like=True, tag="counts"):
     `DURATION_EDGES_S`, and the sum of their durations in seconds."""
     exemplars: list[tuple[str, list[tuple[int, Exemplar]]]]
     """Model label, and an exemplar per bucket."""
-    num_full: list[tuple[str, int]]
-    """Model name, and instances refused because the front's part of the arena was full."""
+    rejected: list[tuple[str, RejectReason, int]]
+    """Model name, and instances that the front refused itself, by reason."""
     num_taken: int
     """Connections received from the main process since the start."""
     num_open: int

@@ -8,6 +8,7 @@ const RECENT = 5; // samples in which something was refused
 const REASONS = {
   queue_full: "the queue is full",
   arena_full: "the shared memory for payloads is full",
+  key_share: "their API key had its share of the queue or of the shared memory",
   deadline: "their deadlines could not be met",
   objective: "they would have been later than the objective allows",
   draining: "the service is draining",

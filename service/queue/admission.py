@@ -1,16 +1,23 @@
 """Admits an instance to the queue, or refuses it at once and says when to try again.
 
 Count and time are bounded here. Bytes are bounded by the arena: the dispatcher refuses a payload
-that finds no slot.
+that finds no slot. Of all three, an API key may take its share.
 """
 
 from collections import deque
 from math import ceil
 from statistics import median
 
-from inferpool.service.errors import DeadlineExceededError, OverloadedError, UnavailableError
+from inferpool.service.errors import (
+    DeadlineExceededError,
+    OverloadedError,
+    OverShareError,
+    UnavailableError,
+)
 from inferpool.service.queue.batcher import Position
 from inferpool.service.telemetry.metrics import RejectReason
+from inferpool.workers.arena import Slots, slot_bytes
+from inferpool.workers.messages import ItemRef
 
 _WEIGHT = 0.2
 """The weight of the newest batch in the moving averages."""
@@ -101,13 +108,66 @@ class RateMeter:
         return len(rates) / sum(rates), median(batches_s)
 
 
+class KeyShare:
+    """Bounds what one API key takes of the queue, the time and the arena that several keys share.
+
+    A key may have this share of what the others leave. So a key alone may have this share of the
+    whole, several that ask for more have equal parts, and some stays free for one more (the rule
+    of `Admission.check_share`). It means that each thing that a key has counts `weight` times
+    against it. A key that has nothing is refused nothing.
+    """
+
+    def __init__(self, share: float, rejected: dict[RejectReason, int]) -> None:
+        self.share = share
+        self.weight = 1 / share
+        self._rejected = rejected
+
+    def check_places(self, num_own: int, num_waiting: int, most: int, retry_after_s: int) -> None:
+        """Check that a key with `num_own` of the waiting instances may have one more.
+
+        Raises:
+            OverShareError: It would have more than its share of the queue.
+        """
+        if num_own and num_own + 1 > self.share * (most - num_waiting + num_own):
+            raise self.over(f"the {num_own} requests of this key that wait", retry_after_s)
+
+    def check_bytes(self, slots: Slots, ref: ItemRef) -> None:
+        """Check that a key may have a slot for one more payload.
+
+        Raises:
+            OverShareError: It would have more than its share of the arena.
+        """
+        own = slots.used_by[ref.caller]
+        left = slots.num_bytes - slots.used_bytes + own
+        if own and own + slot_bytes(ref.num_bytes) > self.share * left:
+            raise self.over(f"the payloads of this key, {own >> 10} KiB,", 1)
+
+    def extra(self, num_own: int) -> float:
+        """Return how many more than they are the instances of a key count as."""
+        return num_own * (self.weight - 1)
+
+    def over(self, what: str, retry_after_s: int) -> OverShareError:
+        """Count a refusal, and return its error."""
+        self._rejected["key_share"] += 1
+        return OverShareError(
+            f"{what} have its share (per_key_share = {self.share:g} of what other keys leave)",
+            retry_after_s=retry_after_s,
+        )
+
+
 class Admission:
     """Admits instances to the queue of one model, or refuses them at once."""
 
     def __init__(
-        self, *, max_queue_length: int, max_batch_size: int, rejected: dict[RejectReason, int]
+        self,
+        *,
+        max_queue_length: int,
+        max_batch_size: int,
+        rejected: dict[RejectReason, int],
+        key_share: float = 1.0,
     ) -> None:
         self.rate = RateMeter(max_batch_size)
+        self.key_share = KeyShare(key_share, rejected)
         self._rejected = rejected
         self.is_draining = False
         self.max_queue_length = max_queue_length
@@ -150,15 +210,19 @@ class Admission:
         return (num_ahead * rate.item_s / num_workers + rate.batch_s) * _SPARE <= left_s
 
     def check_share(self, position: Position, num_queued: int, num_workers: int) -> None:
-        """Check that an instance's kind does not get more than its share of the queue.
+        """Check that an instance's key and kind do not get more than their shares of the queue.
 
         Each kind may have three times as many instances as there are free places (Choudhury and
         Hahne, "Dynamic queue length thresholds for shared-memory packet switches", 1998). So a
         flood of one kind leaves room for others, and two floods have equal shares.
 
         Raises:
+            OverShareError: Its key would get more.
             OverloadedError: Its kind would get more.
         """
+        if num_own := position.num_own:
+            retry_after_s = self._time_for_half(num_own, num_workers)
+            self.key_share.check_places(num_own, num_queued, self.max_queue_length, retry_after_s)
         num_kin = position.num_kin
         if num_kin > _TIMES_ROOM * (self.max_queue_length - num_queued):
             self._rejected["queue_full"] += 1
@@ -181,6 +245,7 @@ class Admission:
             now: CLOCK_MONOTONIC seconds.
 
         Raises:
+            OverShareError: Its key would take more than its share of the time until its deadline.
             OverloadedError: It would be late, or make an admitted one late, or take more than its
                 share of time. Its kind may use half of the time until its deadline, so that an
                 instance with a higher priority need not wait for it. If an admitted instance is
@@ -198,6 +263,11 @@ class Admission:
                 f"and {left_s:.1f} s are left",
                 retry_after_s=max(1, ceil(answered_s * _SPARE - left_s)),
             )
+        if num_own := position.num_own_by_deadline:
+            over_s = (answered_s + self.key_share.extra(num_own) * item_s) * _SPARE - left_s
+            if over_s > 0:
+                what = f"the {num_own} requests of this key with an earlier deadline"
+                raise self.key_share.over(what, max(1, ceil(over_s)))
         if num_kin := position.num_kin_by_deadline:
             over_s = (answered_s + num_kin * item_s) * _SPARE - left_s
             if over_s > 0:

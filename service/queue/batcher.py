@@ -10,7 +10,7 @@ clock, no future and no process.
 """
 
 from bisect import bisect_right, insort
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import accumulate, chain, islice
 from math import frexp, inf
@@ -42,7 +42,7 @@ class Queueable(Protocol, Hashable):
     """The part of an instance that the batcher uses."""
 
     ref: ItemRef
-    """Holds its priority and its deadline."""
+    """Holds its priority, its deadline and its caller."""
     arrived: float
     is_solo: bool
     """It must be alone in its batch, since a worker died with it."""
@@ -56,7 +56,7 @@ Q = TypeVar("Q", bound=Queueable)
 class Bucket:
     """Instances of one kind with about the same deadline."""
 
-    __slots__ = ("deadline", "end", "instances", "kind", "least_s", "number", "priority")
+    __slots__ = ("deadline", "end", "instances", "kind", "least_s", "num_of", "number", "priority")
 
     def __init__(self, kind: int, number: int) -> None:
         octave = kind % _OCTAVES
@@ -71,6 +71,8 @@ class Bucket:
         self.least_s = _PER_OCTAVE / _PER_S[octave] if octave else -inf
         """Its instances came with at least this timeout."""
         self.instances: OrderedDict[Any, None] = OrderedDict()
+        self.num_of: defaultdict[int, int] = defaultdict(int)
+        """How many of its instances each caller has, where callers are told apart."""
 
 
 class Position(NamedTuple):
@@ -87,6 +89,10 @@ class Position(NamedTuple):
     behind: Sequence[tuple[float, int]]
     """Later deadlines, and how many of those that wait must be answered by each of them, or a
     little later."""
+    num_own: int = 0
+    """Instances of its caller; 0 where callers are not told apart."""
+    num_own_by_deadline: int = 0
+    """Instances of its caller with an earlier deadline, under the same condition."""
 
 
 class DeadlineSums(NamedTuple):
@@ -158,14 +164,15 @@ class Batcher(Generic[Q]):
             yield from bucket.instances
         yield from self._late.instances
 
-    def position(self, priority: int, deadline: float, now: float) -> Position:
+    def position(self, priority: int, deadline: float, now: float, caller: int = 0) -> Position:
         """Return the place of an instance that came now."""
+        own = self._num_own(caller, deadline) if caller else (0, 0)
         if self.is_mixed and now >= self._kinds_looked_at + _LOOK_AGAIN_S:
             self._forget_kinds(now)
         buckets = self._by_deadline
         if not self.is_mixed and (not buckets or buckets[-1].deadline <= deadline):
             num = self.num_waiting - len(self._late.instances)
-            return Position(num, num, 0, 0, ())
+            return Position(num, num, 0, 0, (), *own)
         sums = self._sums or self._sum_up()
         index = bisect_right(sums.deadlines, deadline)
         num_by_deadline = sums.numbers[index - 1] if index else 0
@@ -178,7 +185,7 @@ class Batcher(Generic[Q]):
                 if bucket.deadline <= deadline:
                     num_kin_by_deadline = num_kin
         behind = sums.behind(index)
-        return Position(num_ahead, num_by_deadline, num_kin, num_kin_by_deadline, behind)
+        return Position(num_ahead, num_by_deadline, num_kin, num_kin_by_deadline, behind, *own)
 
     def push(self, instance: Q, now: float) -> None:
         """Add an instance behind its equals."""
@@ -191,6 +198,8 @@ class Batcher(Generic[Q]):
             self._newest = bucket = self._bucket(priority, deadline, now)
         instance.bucket = bucket
         bucket.instances[instance] = None
+        if caller := instance.ref.caller:
+            bucket.num_of[caller] += 1
         self.num_waiting += 1
         self._sums = None
 
@@ -203,12 +212,16 @@ class Batcher(Generic[Q]):
             instance.bucket = bucket = self._buckets.get(key) or self._open(kind, number)
         bucket.instances[instance] = None
         bucket.instances.move_to_end(instance, last=False)
+        if caller := instance.ref.caller:
+            bucket.num_of[caller] += 1
         self.num_waiting += 1
         self._sums = None
 
     def remove(self, instance: Q) -> None:
         """Take out an instance that waits."""
         del instance.bucket.instances[instance]
+        if caller := instance.ref.caller:
+            instance.bucket.num_of[caller] -= 1
         self.num_waiting -= 1
         self._sums = None
 
@@ -228,6 +241,9 @@ class Batcher(Generic[Q]):
                 del instances[instance]
                 late[instance] = None
                 instance.bucket = self._late
+                if caller := instance.ref.caller:
+                    bucket.num_of[caller] -= 1
+                    self._late.num_of[caller] += 1
 
     @property
     def can_be_rearranged(self) -> bool:
@@ -257,6 +273,8 @@ class Batcher(Generic[Q]):
                     break
                 del instances[instance]
                 batch.append(instance)
+                if caller := instance.ref.caller:
+                    bucket.num_of[caller] -= 1
                 if instance.is_solo:
                     break
             if batch and (batch[-1].is_solo or instances or len(batch) == max_size):
@@ -297,6 +315,15 @@ class Batcher(Generic[Q]):
             if bucket.instances:
                 return bucket.deadline
         return inf
+
+    def _num_own(self, caller: int, deadline: float) -> tuple[int, int]:
+        """Return how many of a caller wait, and how many of these with an earlier deadline."""
+        num = num_by_deadline = 0
+        for bucket in self._by_deadline:
+            num += bucket.num_of.get(caller, 0)
+            if bucket.deadline <= deadline:
+                num_by_deadline = num
+        return num + self._late.num_of.get(caller, 0), num_by_deadline
 
     def _bucket(self, priority: int, deadline: float, now: float) -> Bucket:
         kind = _kind_of(priority, deadline - now)

@@ -168,6 +168,7 @@ class Dispatcher:
         Raises:
             QuarantinedError: This input has killed workers.
             DeadlineExceededError: Its deadline has passed.
+            OverShareError: Its key has its share of the queue or the arena.
             OverloadedError: The queue or the arena is full, or the deadline cannot be met.
             UnavailableError: The service is draining.
         """
@@ -180,7 +181,9 @@ class Dispatcher:
         self._check_admission(ref, now)
         if owner is None:
             owner = self._arena
-            offset = self._arena.put(chunks, num_bytes)
+            if ref.caller:
+                self._admission.key_share.check_bytes(self._arena, ref)
+            offset = self._arena.put(chunks, num_bytes, ref.caller)
             if offset is None:
                 self._metrics.rejected["arena_full"] += 1
                 raise OverloadedError("the arena for payloads is full", retry_after_s=1)
@@ -263,10 +266,12 @@ class Dispatcher:
         # If there are several kinds, all that wait may be of this one's. Its kind may take half of
         # the time until its deadline, so each counts twice.
         num_counted = 2 * num_queued if queue.is_mixed else num_queued
+        if ref.caller and num_queued:  # in the same way, all may be of this one's key
+            num_counted = max(num_counted, int((num_queued + 1) * admission.key_share.weight))
         if admission.is_welcome(num_counted, num_counted + lanes.num_sent, num_workers, left_s):
             return
         admission.check(num_queued, num_workers, left_s)
-        position = queue.position(ref.priority, ref.deadline, now)
+        position = queue.position(ref.priority, ref.deadline, now, ref.caller)
         admission.check_share(position, num_queued, num_workers)
         admission.check_time(position, lanes.free_in(now), num_workers, left_s, now)
 

@@ -159,9 +159,13 @@ class ObjectiveAdmission(Admission):
         max_queue_length: int,
         max_batch_size: int,
         rejected: dict[RejectReason, int],
+        key_share: float = 1.0,
     ) -> None:
         super().__init__(
-            max_queue_length=max_queue_length, max_batch_size=max_batch_size, rejected=rejected
+            max_queue_length=max_queue_length,
+            max_batch_size=max_batch_size,
+            rejected=rejected,
+            key_share=key_share,
         )
         self._objective = objective
 
@@ -180,6 +184,11 @@ class ObjectiveAdmission(Admission):
         super().check_time(position, free_s, num_workers, left_s, now)
         objective = self._objective
         answered_s = objective.answered_s(position.num_ahead, now)
+        num_own = position.num_own_by_deadline
+        if num_own >= objective.max_size:  # less would not fill a batch, and so lose throughput
+            num_counted = position.num_ahead + ceil(self.key_share.extra(num_own))
+            if answered_s <= objective.aim_s < objective.answered_s(num_counted, now):
+                raise self.key_share.over(f"the {num_own} requests of this key that wait", 1)
         if answered_s > objective.aim_s:
             self._rejected["objective"] += 1
             raise OverloadedError(

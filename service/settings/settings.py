@@ -114,6 +114,10 @@ class Settings(SettingsTable):
     `max_body_bytes`."""
     max_queue_length: int = Field(1024, ge=1)
     """Instances that may wait for each model; more are refused with 429."""
+    per_key_share: float = Field(0.75, gt=0, le=1)
+    """The largest part of what the others leave that one of several `predict_keys` may take of each
+    model's queue, of the time until its deadlines and of `arena_bytes`; more is refused with 429.
+    1: all of it."""
     quarantine_s: float = Field(300.0, ge=0, allow_inf_nan=False)
     """How long an input that has killed workers is refused with 422; 0: it is tried each time."""
     max_instances_per_request: int = Field(256, ge=1)
@@ -198,6 +202,11 @@ class Settings(SettingsTable):
         if tls_key is not None and info.data.get("tls_certificate") is None:
             raise ValueError("is a key without a certificate; set tls_certificate too")
         return tls_key
+
+    @property
+    def key_share(self) -> float:
+        """The `per_key_share` in force: 1, which is no bound, where no two keys could share."""
+        return self.per_key_share if len(self.predict_keys) > 1 else 1.0
 
     def host_of(self, name: str, host: Host) -> Host:
         """Return the part of the host that a model may use: the models share the cores."""

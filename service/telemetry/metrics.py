@@ -28,7 +28,14 @@ from inferpool.workers.host.gpu_watch import GpuVitals
 logger = logging.getLogger(__name__)
 
 RejectReason = Literal[
-    "queue_full", "arena_full", "deadline", "objective", "draining", "unavailable", "quarantined"
+    "queue_full",
+    "arena_full",
+    "key_share",
+    "deadline",
+    "objective",
+    "draining",
+    "unavailable",
+    "quarantined",
 ]
 
 DURATION_EDGES_S = (

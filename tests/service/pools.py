@@ -32,10 +32,14 @@ def make_dispatcher(
     max_batch_size: int = 4,
     quarantine_s: float = 60.0,
     batch_wait_ms: float = 0.0,
+    key_share: float = 1.0,
 ) -> Dispatcher:
     metrics = metrics or ModelMetrics("m")
     admission = Admission(
-        max_queue_length=max_queue_length, max_batch_size=max_batch_size, rejected=metrics.rejected
+        max_queue_length=max_queue_length,
+        max_batch_size=max_batch_size,
+        rejected=metrics.rejected,
+        key_share=key_share,
     )
     return Dispatcher(
         name="m",

@@ -92,6 +92,8 @@ class Stream:
     priority: int = 5
     burst: int = 1
     """Calls that arrive at once."""
+    caller: int = 0
+    """Number of the key that they come with."""
     from_s: float = 0.0
     until_s: float = float("inf")
     draw_timeout_s: Callable[[random.Random], float] | None = None
@@ -161,6 +163,7 @@ def simulate_mix(
     seed: int = 0,
     max_queue_length: int = 1024,
     max_batch_size: int = 8,
+    key_share: float = 1.0,
     objective_s: float = 0.0,
     worker_type: type[SimulatedWorker] = SimulatedWorker,
     lost_at: float | None = None,
@@ -188,7 +191,7 @@ def simulate_mix(
                 timeout_s = draw(chance) if draw else stream.timeout_s
                 stream.num_asked += counts
                 try:
-                    ref = ref_to(b"x", timeout_s, stream.priority)
+                    ref = ref_to(b"x", timeout_s, stream.priority, caller=stream.caller)
                     instance = dispatcher.submit(ref, [b"x"])
                 except OverloadedError:
                     stream.num_refused += counts
@@ -215,6 +218,7 @@ def simulate_mix(
                 max_queue_length=max_queue_length,
                 max_batch_size=max_batch_size,
                 rejected=metrics.rejected,
+                key_share=key_share,
             ),
             quarantine=Quarantine(name="m", duration_s=60.0),
             metrics=metrics,

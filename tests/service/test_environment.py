@@ -49,6 +49,7 @@ HOST = {
     "show_errors": True,
     "arena_bytes": 1 << 25,
     "max_queue_length": 12,
+    "per_key_share": 0.5,
     "quarantine_s": 0.0,
     "max_instances_per_request": 13,
     "max_image_pixels": 14,

@@ -6,6 +6,7 @@ counters are compared with what was done.
 
 import asyncio
 import itertools
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
@@ -18,6 +19,7 @@ from inferpool.service.errors import (
     InternalError,
     InvalidInputError,
     ModelFailedError,
+    OverShareError,
     QuarantinedError,
     ServiceError,
     UnavailableError,
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 NUM_SCHEDULES = 60
 NUM_STEPS = 150
 MAX_BATCH_SIZE = 4
+MAX_QUEUE_LENGTH = 12
 ITEM_ERRORS = ("invalid_input", "model_error", "deadline_exceeded", "exhausted")
 FAILURES = (
     InternalError,
@@ -131,6 +134,7 @@ class RandomSchedule:
         self.is_sick = self.chance.random() < 0.2
         """Workers die of any input."""
         self.num_refused = 0
+        self.key_share = self.chance.choice([1.0, 0.8, 0.5])
         self.seen: Counter[str] = Counter()
         self.suspects: dict[bytes, float] = {}
         """Payloads with which a worker has died lately, by when that is forgotten."""
@@ -150,9 +154,10 @@ class RandomSchedule:
             name="m",
             arena=self.arena,
             admission=Admission(
-                max_queue_length=12,
+                max_queue_length=MAX_QUEUE_LENGTH,
                 max_batch_size=MAX_BATCH_SIZE,
                 rejected=self.metrics.rejected,
+                key_share=self.key_share,
             ),
             quarantine=Quarantine(name="m", duration_s=QUARANTINE_S, max_inputs=2),
             metrics=self.metrics,
@@ -182,8 +187,10 @@ class RandomSchedule:
             if self.chance.random() < 0.03:
                 payload += UNSENDABLE
             timeout_s = self.chance.choice([60.0, 60.0, 2.0, 0.05, 0.004, -0.01])
-            ref = ref_to(payload, timeout_s, self.chance.choice([1, 5, 9]))
+            caller = self.chance.choice([1, 1, 1, 2, 3]) if self.key_share < 1 else 0
+            ref = ref_to(payload, timeout_s, self.chance.choice([1, 5, 9]), caller=caller)
             before = self.metrics.accepted
+            num_own, own_bytes = self.own(caller)
             try:
                 instance = self.dispatcher.submit(ref, [payload])
             except ServiceError as error:
@@ -191,12 +198,36 @@ class RandomSchedule:
                     assert self.num_deaths_alone[payload] >= 2
                 self.num_refused += 1
                 assert self.metrics.accepted == before
+                if isinstance(error, OverShareError):
+                    assert num_own or own_bytes
                 continue
+            self.check_share(caller, num_own, own_bytes)
             is_suspect = self.suspects.get(payload, 0) > self.clock.now
             assert instance.is_solo is is_suspect
             self.seen["suspect"] += is_suspect
             self.payloads[instance] = payload
             instance.add_done_callback(lambda done: self.settled.update([done]))
+
+    def own(self, caller: int) -> tuple[int, int]:
+        """Return how many instances of a caller wait, and the bytes of the arena that it has."""
+        queued = [each.ref for each in self.dispatcher._queue]
+        held = [ref for worker in self.workers for ref in worker.held()]
+        num_own = sum(ref.caller == caller for ref in queued)
+        return num_own, sum(
+            slot_bytes(ref.num_bytes) for ref in (*queued, *held) if ref.caller == caller
+        )
+
+    def check_share(self, caller: int, num_own: int, own_bytes: int) -> None:
+        """Check that a caller that had this much was given no more than its share leaves it."""
+        if not caller:
+            return
+        if num_own:
+            left = MAX_QUEUE_LENGTH - self.dispatcher.num_queued + num_own + 1
+            assert num_own + 1 <= self.key_share * left
+        if own_bytes:
+            _, now_bytes = self.own(caller)
+            left = self.arena.num_bytes - self.arena.used_bytes + now_bytes
+            assert now_bytes <= self.key_share * left
 
     async def attach(self) -> None:
         if len(self.workers) < 3:
@@ -324,6 +355,10 @@ class RandomSchedule:
         slots = [*queued.values(), *held.values()]
         assert self.arena.used_bytes == sum(slot_bytes(ref.num_bytes) for ref in slots)
         assert self.dispatcher.num_queued == len(queued)
+        for caller in (1, 2, 3):
+            num_own, own_bytes = self.own(caller)
+            assert self.dispatcher._queue.position(5, math.inf, 0.0, caller).num_own == num_own
+            assert self.arena.used_by[caller] == own_bytes
         assert self.dispatcher.queued_bytes == sum(ref.num_bytes for ref in queued.values())
         waiting = [instance for instance in self.payloads if not instance.done()]
         assert {each.ref.offset for each in waiting} <= queued.keys() | held.keys()
@@ -346,6 +381,7 @@ class RandomSchedule:
             worker.perish(started=False)
         self.do(turn())
         assert self.arena.used_bytes == 0
+        assert not any(self.arena.used_by.values())
         self.check_outcomes()
         self.loop.close()
         self.arena.close()

@@ -60,6 +60,52 @@ def test_queue_that_fills_sooner_than_time_runs_out_keeps_room_for_others():
     assert low.num_missed == 0
 
 
+@pytest.mark.parametrize(
+    ("cost", "timeout_s", "max_queue_length"),
+    [(slow, 9.0, 1024), (lambda size: 0.001 * size, 30.0, 256)],
+    ids=["time runs out first", "places run out first"],
+)
+def test_a_key_that_floods_leaves_the_others_their_calls(cost, timeout_s, max_queue_length):
+    per_s = 2 * 8 / cost(8)
+    seconds = 400 / per_s
+
+    def flooded(key_share: float) -> tuple[Stream, Stream, Stream]:
+        floods = [Stream(5 * per_s, timeout_s, caller=caller) for caller in (1, 2)]
+        quiet = Stream(0.2 * per_s, timeout_s, caller=3)
+        simulate_mix(
+            [*floods, quiet], cost, seconds, warm_s=2 * seconds, key_share=key_share,
+            max_queue_length=max_queue_length,
+        )  # fmt: skip
+        return *floods, quiet
+
+    one, other, quiet = flooded(0.75)
+    assert quiet.num_answered >= 0.98 * quiet.num_asked
+    assert one.num_missed == other.num_missed == quiet.num_missed == 0
+    assert 0.8 < one.num_answered / other.num_answered < 1.25
+    assert sum(each.num_answered for each in (one, other, quiet)) >= 0.95 * per_s * seconds
+    *_, starved = flooded(1.0)
+    assert starved.num_answered < 0.3 * starved.num_asked
+
+
+def test_a_key_that_asks_alone_loses_no_throughput_by_its_share():
+    alone = [Stream(10 * PER_S, 9.0, caller=1) for _ in range(2)]
+    for stream, key_share in zip(alone, (1.0, 0.5), strict=True):
+        simulate_mix([stream], slow, 60.0, warm_s=10.0, key_share=key_share)
+    assert alone[1].num_answered >= 0.98 * alone[0].num_answered
+
+
+def test_a_key_has_its_share_of_what_an_objective_lets_wait():
+    def quiet(key_share: float) -> int:
+        flood, quiet = Stream(4440.0, caller=1), Stream(89.0, caller=2)
+        simulate_mix(
+            [flood, quiet], lambda size: 0.004 + 0.004 * size, 4.0, warm_s=1.0,
+            key_share=key_share, objective_s=0.1,
+        )  # fmt: skip
+        return quiet.num_answered
+
+    assert quiet(0.75) > 3 * quiet(1.0)  # 191 and 40 of 353: its calls come while workers are busy
+
+
 def drawn(seed: int) -> tuple[int, float, float, list[Stream]]:
     """A mix: workers, seconds of an instance and of a batch beside, and what is asked."""
     chance = random.Random(seed)

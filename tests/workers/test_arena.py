@@ -82,6 +82,19 @@ def test_slots_never_overlap_and_all_memory_comes_back(steps):
         arena.close()
 
 
+def test_slots_are_counted_for_their_callers_until_they_are_free():
+    arena = Arena(64 * 1024)
+    slots = [arena.put([bytes(size)], size, caller) for size, caller in ((5, 1), (3000, 1), (9, 2))]
+    nobodys = arena.put([b"x"], 1)
+    assert arena.used_by == {1: 5 * 1024, 2: 1024}
+    assert None not in slots
+    assert nobodys is not None
+    arena.free(slots[1])
+    arena.free(nobodys)
+    assert arena.used_by == {1: 1024, 2: 1024}
+    arena.close()
+
+
 def test_an_arena_is_divided_into_parts_that_are_allocated_apart():
     arena = Arena(10 * MIN_BLOCK_BYTES)
     parts = arena.give_away(3)

@@ -35,6 +35,8 @@ _DETAILS: Mapping[str, str] = {
     "quarantined": "workers have died while they computed this very input; it is not tried "
     "again within the next 280 s",
     "overloaded": "the queue is full (1024 requests wait)",
+    "over_share": "the 768 requests of this key that wait have its share (per_key_share = 0.75 of "
+    "what other keys leave)",
     "head_too_large": "there are more than 100 headers",
     "model_error": "forward raised ValueError: index out of range",
     "non_finite_output": "the model's output for this input has NaN or an infinity in it",

@@ -117,6 +117,7 @@ def both_sides(
     memory: mmap,
     model: LocalModel,
     on_counts: Callable[[FrontCounts], object] = print,
+    key_share: float = 1.0,
 ) -> tuple[MainSide, FrontSide, Slots]:
     """Both sides of a new front, joined by two pipes; it knows which slots are in use."""
     from_front, to_main = Pipe(duplex=False)
@@ -128,7 +129,8 @@ def both_sides(
     slots = Slots(memory, part.where.start, len(part.where))
     for offset, num_bytes in part.held.items():
         slots.reserve(offset, num_bytes)
-    return main_side, FrontSide(from_main, to_main, slots, [model.name], print, print), slots
+    front_side = FrontSide(from_main, to_main, slots, [model.name], print, print, key_share)
+    return main_side, front_side, slots
 
 
 def in_front(model: FakeModel, arena: Arena) -> RemoteModel:

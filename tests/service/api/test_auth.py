@@ -9,7 +9,7 @@ from inferpool.service.api.routes.health import HealthReport, ModelHealth, healt
 from inferpool.service.api.routes.metrics import metrics_router
 from inferpool.service.api.web import App
 from inferpool.service.settings.keys import Keys, read_keys
-from tests.service.api.fakes import FakeModel, call, endpoint, post
+from tests.service.api.fakes import FakeModel, as_app, call, endpoint, post
 from tests.service.api.server import until
 
 PREDICT, METRICS, ADMIN = "p" * 20, "m" * 20, "a" * 20
@@ -197,6 +197,31 @@ def test_no_spelling_of_a_path_leads_around_its_policy(path: str) -> None:
     assert answer.status_code in (401, 404, 307)
     assert "up 1" not in answer.text
     assert "secret" not in answer.text
+
+
+def test_predict_keys_have_numbers_where_they_are_told_apart() -> None:
+    keys = read_keys(f"{PREDICT},{METRICS}")
+    first, second = (Guard(predict=keys, admin=read_keys(ADMIN), tells_apart=True) for _ in "ab")
+    numbers = [first.check("predict", {b"x-api-key": key.encode()}) for key in (PREDICT, METRICS)]
+    assert sorted(numbers) == [1, 2]
+    assert numbers == [
+        second.check("predict", {b"x-api-key": key.encode()}) for key in (PREDICT, METRICS)
+    ]
+    assert first.check("admin", {b"x-api-key": ADMIN.encode()}) == 0
+    assert Guard(predict=keys).check("predict", {b"x-api-key": PREDICT.encode()}) == 0
+
+
+@pytest.mark.parametrize("tells_apart", [True, False])
+def test_each_instance_carries_the_number_of_its_key(tells_apart: bool) -> None:
+    model = FakeModel()
+    guard = Guard(predict=read_keys(f"{PREDICT},{METRICS}"), tells_apart=tells_apart)
+    app = as_app(endpoint(model, guard=guard))
+    for key in (PREDICT, METRICS, PREDICT):
+        body = {"instances": [1, 2]}
+        assert post(app, json=body, headers={"x-api-key": key}).status_code == 200
+    callers = [ref.caller for ref in model.refs]
+    assert callers[:2] == callers[4:]
+    assert set(callers) == ({1, 2} if tells_apart else {0})
 
 
 def test_checks_say_what_is_missing() -> None:

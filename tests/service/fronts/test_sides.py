@@ -14,6 +14,7 @@ from inferpool.service.errors import (
     InternalError,
     InvalidInputError,
     OverloadedError,
+    OverShareError,
     UnavailableError,
 )
 from inferpool.service.fronts import link
@@ -35,10 +36,12 @@ class DispatchedModel:
 
     name = "m"
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: Arena, key_share: float) -> None:
         self.metrics = ModelMetrics("m")
         self.inputs: tuple[TensorSpec, ...] = ()
-        self.dispatcher = make_dispatcher(arena, self.metrics, max_queue_length=3, max_batch_size=2)
+        self.dispatcher = make_dispatcher(
+            arena, self.metrics, max_queue_length=3, max_batch_size=2, key_share=key_share
+        )
 
     def submit(
         self,
@@ -53,11 +56,12 @@ class DispatchedModel:
 class Sides:
     """A front's side and the main process's, and the dispatcher behind that."""
 
-    def __init__(self) -> None:
+    def __init__(self, key_share: float) -> None:
+        self.key_share = key_share
         self.arena = Arena(64 * 1024)
         (where,) = self.arena.give_away(1)
         self.part = ArenaPart(self.arena.memory.map, where)
-        self.model = DispatchedModel(self.arena)
+        self.model = DispatchedModel(self.arena, key_share)
         self.worker = FakeWorker(credit=1)
         self.model.dispatcher.attach(self.worker)
         self.open_front()
@@ -65,12 +69,12 @@ class Sides:
     def open_front(self) -> None:
         """Begin a new process of the front, which knows what an earlier one has left."""
         self.main_side, self.front_side, self.slots = both_sides(
-            self.part, self.arena.memory.map, self.model
+            self.part, self.arena.memory.map, self.model, key_share=self.key_share
         )
         self.front = self.front_side.models["m"]
 
-    def ask(self, data: bytes = b"x", timeout_s: float = 30.0) -> asyncio.Future:
-        return self.front.submit(ref_to(data, timeout_s, id="id"), [data])
+    def ask(self, data: bytes = b"x", timeout_s: float = 30.0, caller: int = 0) -> asyncio.Future:
+        return self.front.submit(ref_to(data, timeout_s, id="id", caller=caller), [data])
 
     async def until(self, claim: Callable[[], object]) -> None:
         async with asyncio.timeout(10):
@@ -79,8 +83,8 @@ class Sides:
 
 
 @contextlib.asynccontextmanager
-async def open_sides() -> AsyncIterator[Sides]:
-    sides = Sides()
+async def open_sides(key_share: float = 1.0) -> AsyncIterator[Sides]:
+    sides = Sides(key_share)
     yield sides
     sides.part.close()
     sides.arena.close()
@@ -115,7 +119,7 @@ async def test_refusals_and_failures_come_back_as_what_they_are():
         assert refused.value.retry_after_s == 1
         with pytest.raises(OverloadedError, match="arena"):  # which the front knows at once
             b.ask(bytes(60_000))
-        assert b.front.num_full == 1
+        assert b.front.rejected == {"arena_full": 1}
         with pytest.raises(DeadlineExceededError):
             await late
         b.worker.answer([ItemError("invalid_input", "no such thing"), b"1"])
@@ -125,6 +129,29 @@ async def test_refusals_and_failures_come_back_as_what_they_are():
         for each in waiting:
             with pytest.raises(UnavailableError, match="enough"):
                 await each
+
+
+async def test_a_key_has_its_share_of_the_queue_and_of_the_arena_behind_a_front():
+    async with open_sides(key_share=0.75) as b:
+        sent = [b.ask(caller=2), b.ask(caller=2)]
+        await b.until(lambda: b.worker.batches)
+        waiting = [b.ask(caller=1), b.ask(caller=1)]
+        with pytest.raises(OverShareError, match="2 requests of this key"):
+            await b.ask(caller=1)
+        waiting.append(b.ask(caller=2))
+        await b.until(lambda: b.model.dispatcher.num_queued == 3)
+        assert b.model.metrics.rejected["key_share"] == 1
+        with pytest.raises(OverShareError, match="payloads of this key"):  # which the front knows
+            b.ask(bytes(60_000), caller=2)
+        assert b.front.rejected == {"key_share": 1}
+        waiting[0].cancel()
+        for _ in range(4):
+            await asyncio.sleep(0.01)
+            if b.worker.batches:
+                b.worker.answer()
+        await asyncio.wait([*sent, *waiting])
+        await b.until(lambda: not b.slots.used_bytes)
+        assert not any(b.slots.used_by.values())
 
 
 async def test_cancelled_instances_leave_the_queue_and_the_rest_are_answered():

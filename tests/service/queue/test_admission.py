@@ -1,17 +1,26 @@
 import pytest
 
-from inferpool.service.errors import DeadlineExceededError, OverloadedError, UnavailableError
+from inferpool.service.errors import (
+    DeadlineExceededError,
+    OverloadedError,
+    OverShareError,
+    UnavailableError,
+)
 from inferpool.service.queue.admission import Admission
 from inferpool.service.queue.batcher import Position
 from inferpool.service.telemetry.metrics import ModelMetrics
+from inferpool.workers.arena import Arena
+from tests.fakes import ref_to
 
 
 def admission(
-    num_items: int = 0, took_s: float = 0.0, num: int = 4
+    num_items: int = 0, took_s: float = 0.0, num: int = 4, key_share: float = 1.0
 ) -> tuple[Admission, ModelMetrics]:
     """Return an admission that has seen so many batches."""
     metrics = ModelMetrics("m")
-    gate = Admission(max_queue_length=100, max_batch_size=8, rejected=metrics.rejected)
+    gate = Admission(
+        max_queue_length=100, max_batch_size=8, rejected=metrics.rejected, key_share=key_share
+    )
     for _ in range(num if num_items else 0):
         gate.rate.note(num_items=num_items, elapsed_s=took_s, now=1.0)
     return gate, metrics
@@ -100,6 +109,49 @@ def test_one_kind_leaves_room_and_time_for_others():
         gate.check_time(Position(50, 50, 50, 50, ()), 0.0, num_workers=1, left_s=12.9, now=1.0)
     gate.check_time(Position(50, 50, 0, 0, ()), 0.0, num_workers=1, left_s=7.0, now=1.0)
     assert (metrics.rejected["queue_full"], metrics.rejected["deadline"]) == (1, 1)
+
+
+def own(num: int, num_own: int) -> Position:
+    """Return the place of an instance behind `num` of one kind, `num_own` of them of its key."""
+    return Position(num, num, 0, 0, (), num_own, num_own)
+
+
+def test_one_key_leaves_room_and_time_for_others():
+    gate, metrics = admission(8, 0.8, key_share=0.75)
+    gate.check_share(own(74, 74), num_queued=74, num_workers=1)
+    with pytest.raises(OverShareError, match=r"75 requests of this key.*\(per_key_share = 0\.75 "):
+        gate.check_share(own(75, 75), num_queued=75, num_workers=1)
+    gate.check_share(own(99, 0), num_queued=99, num_workers=1)  # it has nothing
+    gate.check_share(own(80, 40), num_queued=80, num_workers=1)  # of 60 that the others leave
+    with pytest.raises(OverShareError) as over:
+        gate.check_share(own(95, 20), num_queued=95, num_workers=2)  # of 25
+    assert over.value.retry_after_s == 1
+    gate.check_time(own(30, 30), 0.0, num_workers=1, left_s=5.8, now=1.0)  # 40 and a batch, x 1.2
+    with pytest.raises(OverShareError, match="earlier deadline"):
+        gate.check_time(own(30, 30), 0.0, num_workers=1, left_s=5.7, now=1.0)
+    gate.check_time(own(30, 0), 0.0, num_workers=1, left_s=5.7, now=1.0)
+    assert metrics.rejected["key_share"] == 3
+
+
+def test_one_key_leaves_bytes_for_others():
+    gate, metrics = admission(key_share=0.5)
+    arena = Arena(64 * 1024)
+
+    def put(num_bytes: int, caller: int) -> None:
+        ref = ref_to(bytes(num_bytes), caller=caller)
+        gate.key_share.check_bytes(arena, ref)
+        arena.put([bytes(num_bytes)], num_bytes, caller)
+
+    put(16_000, 1)
+    put(16_000, 1)
+    with pytest.raises(OverShareError, match="payloads of this key, 32 KiB, have its share"):
+        put(1, 1)
+    put(16_000, 2)
+    with pytest.raises(OverShareError):
+        put(16_000, 2)
+    put(16_000, 3)
+    assert metrics.rejected["key_share"] == 2
+    arena.close()
 
 
 def test_a_lost_instance_refuses_nothing():

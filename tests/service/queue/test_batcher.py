@@ -15,9 +15,10 @@ class Queued:
     arrived: float = 0.0
     is_solo: bool = False
     bucket: Bucket | None = None
+    caller: int = 0
 
     def __post_init__(self) -> None:
-        self.ref = ItemRef("bytes", 0, 0, self.deadline, priority=self.priority)
+        self.ref = ItemRef("bytes", 0, 0, self.deadline, priority=self.priority, caller=self.caller)
 
 
 def names(batch: list[Queued]) -> str:
@@ -53,6 +54,31 @@ def filled(*requests: Queued) -> Batcher[Queued]:
 def test_batches_are_in_order(requests: list[Queued], most: int, batches: list[str]):
     batcher = filled(*requests)
     assert [names(batcher.next_batch(most)) for _ in batches] == batches
+
+
+def test_position_tells_how_many_of_its_caller_wait_wherever_they_are():
+    hopeless, near, far = Queued("h", deadline=0.01), Queued("n", deadline=9.0), Queued("f")
+    for request in (hopeless, near, far):
+        request.ref.caller = 1
+    batcher = filled(hopeless, near, far, Queued("o", caller=2), Queued("x"))
+
+    def own(caller: int, deadline: float = 20.0) -> tuple[int, int]:
+        return batcher.position(5, deadline, 0.0, caller)[-2:]
+
+    assert own(1) == (3, 2)
+    assert own(1, deadline=40.0) == (3, 3)
+    assert own(2, deadline=40.0) == (1, 1)
+    assert own(0) == own(3) == (0, 0)
+    batcher.put_last(1.0)
+    assert own(1) == (3, 1)
+    assert batcher.next_batch(1) == [near]
+    assert own(1) == (2, 0)
+    batcher.push_front(near)
+    assert own(1) == (3, 1)
+    batcher.remove(hopeless)
+    assert own(1) == (2, 1)
+    batcher.next_batch(8)
+    assert own(1) == own(2) == (0, 0)
 
 
 def test_solo_request_comes_alone_and_first_when_put_back():

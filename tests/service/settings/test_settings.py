@@ -22,6 +22,21 @@ def test_the_arena_holds_two_of_the_largest_bodies(tmp_path):
     assert 2**25 <= loaded.settings.arena_bytes <= 2**28
 
 
+def test_keys_have_shares_only_where_there_are_several(tmp_path):
+    def key_share(keys: str, share: str | None = None) -> float:
+        env = {"INFERPOOL_PREDICT_KEYS": keys}
+        if share is not None:
+            env["INFERPOOL_PER_KEY_SHARE"] = share
+        return load({}, env, tmp_path).settings.key_share
+
+    one, two = "k" * 16, f"{'k' * 16},{'l' * 16}"
+    assert load({}, {}, tmp_path).settings.key_share == 1
+    assert key_share(one) == 1
+    assert key_share(two) == 0.75
+    assert key_share(two, "0.5") == 0.5
+    assert key_share(two, "1") == 1
+
+
 def test_every_field_is_documented():
     for table in (Settings, ModelSettings):
         for name, field in table.model_fields.items():
