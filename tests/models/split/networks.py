@@ -39,6 +39,27 @@ def resnet():
     return resnet18()
 
 
+class Residual(nn.Module):
+    """Convolutions whose input is added to their output, with running means as in a ResNet."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.first = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(width)
+        self.second = nn.Conv2d(width, width, 3, padding=1, bias=False)
+
+    def forward(self, x):
+        return functional.relu(x + self.second(functional.relu(self.norm(self.first(x)))))
+
+
+def residuals():
+    """Return a small ResNet. torchvision's takes each rank seconds to import."""
+    torch.manual_seed(0)
+    stem = (nn.Conv2d(3, 16, 7, stride=2), nn.BatchNorm2d(16), nn.ReLU(inplace=True))
+    head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
+    return nn.Sequential(*stem, nn.MaxPool2d(3, 2), *(Residual() for _ in range(4)), *head)
+
+
 def bert():
     from inferpool.models.text.bert import Bert, BertConfig
 

@@ -50,7 +50,7 @@ def test_each_rank_tells_its_groups_its_device(ranks):
 
 @pytest.mark.parametrize(
     ("build", "shape"),
-    [(networks.mlp, (32,)), (networks.resnet, (3, 40, 40)), (networks.encoder, (5, 32))],
+    [(networks.mlp, (32,)), (networks.residuals, (3, 40, 40)), (networks.encoder, (5, 32))],
 )
 def test_a_pipeline_answers_as_the_whole_network(ranks, build, shape):
     network = build().eval()
