@@ -16,6 +16,7 @@ from uvloop import new_event_loop
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
+from inferpool.workers.inside.threads import spin_briefly
 from tests.simulated_accelerator.forwarding import Forwarding, has_device
 from tests.turns import turn
 from tests.virtual_time import run_in_virtual_time
@@ -35,8 +36,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
     They hear the signals that `nohup` or a shell's `&` has a process ignore. They keep bytecode,
     even if the environment forbids it: tests start some hundred interpreters, and each would
-    compile torch anew, for two seconds.
+    compile torch anew, for two seconds. Threads of torch spin briefly, as a worker's do: tests have
+    more of them than there are cores.
     """
+    spin_briefly()
     if not has_device():
         config.pluginmanager.register(Forwarding(), "forwarding")
     for number in (signal.SIGINT, signal.SIGHUP):
