@@ -169,7 +169,7 @@ def make_whole_app(service: Service, tracer: "Tracer | None") -> tuple[App, Pred
     guard = make_guard(settings)
     recorder = None if tracer is None else tracer.recorder
     limits = edge_limits(settings, service.num_processes)
-    predict = make_predict(service.pools, settings, guard, recorder, metrics, limits)
+    predict = make_predict(service.catalog.entries, settings, guard, recorder, metrics, limits)
     app = make_app(service, predict, guard)
     app.tracing = recorder
     return app, predict, limits
@@ -256,7 +256,7 @@ def _serve(
             listener=listener,
             forwarding_path=forwarding_path(),
             arena=service.arena,
-            models=service.pools,
+            models=service.catalog,
             metrics=service.metrics,
             on_lost=lambda: fail("no front could be started", EXIT_CANNOT_START),
         )

@@ -24,7 +24,7 @@ from inferpool.service.api.routes.events import (
 from inferpool.service.api.routes.health import HealthReport
 from inferpool.service.queue.pool import Pool
 from inferpool.service.settings.settings import Settings
-from inferpool.service.telemetry.distribution import Distribution, Recent
+from inferpool.service.telemetry.distribution import Recent
 from inferpool.service.telemetry.metrics import Metrics, ModelMetrics
 from inferpool.service.telemetry.versions import version_of
 from inferpool.workers.host.error_guard import ErrorGuard
@@ -52,7 +52,9 @@ class LiveFeed:
         self._report = report
         self._host = host
         self._every_s = every_s
-        self._samplers = {name: _Sampler(metrics.model(name)) for name in settings.models}
+        self._metrics = metrics
+        self._before: dict[str, ModelMetrics] = {}
+        """The counters of each model at the last sample."""
         self._past: deque[Moment] = deque(maxlen=_NUM_KEPT)
         self._began = self._last = time.monotonic()
         self._interval_s = 0.0
@@ -105,9 +107,16 @@ class LiveFeed:
     def _sample(self) -> None:
         now = time.monotonic()
         self._interval_s, self._last = now - self._last, now
+        before = self._before
+        self._before = {name: self._metrics.total(name) for name in self._pools}
         models = {
-            name: self._samplers[name].sample(pool.dispatcher.num_queued, self._interval_s)
-            for name, pool in self._pools.items()
+            name: _sample(
+                before.get(name) or ModelMetrics(name),
+                total,
+                self._pools[name].dispatcher.num_queued,
+                self._interval_s,
+            )
+            for name, total in self._before.items()
         }
         self._past.append(Moment(time=round(time.time(), 3), models=models))
 
@@ -126,7 +135,11 @@ class LiveFeed:
             default_model=self._settings.default_model,
             health=self._report(),
             host=self._host(),
-            models={name: self._live(name, sample) for name, sample in newest.items()},
+            models={
+                name: self._live(name, sample)
+                for name, sample in newest.items()
+                if name in self._pools
+            },
             history=history or (),
         )
 
@@ -134,8 +147,8 @@ class LiveFeed:
         pool = self._pools[name]
         return LiveSample(
             **{field: getattr(sample, field) for field in Sample.__slots__},
-            source=self._settings.models[name].source,
-            queue_limit=self._settings.max_queue_length,
+            source=pool.source,
+            queue_limit=pool.dispatcher.max_queue_length,
             max_batch_size=pool.dispatcher.max_batch_size,
             quarantined=pool.dispatcher.num_quarantined,
             endings=[
@@ -151,64 +164,30 @@ class LiveFeed:
         )
 
 
-class _Sampler:
-    """Samples what one model has counted since the last sample."""
-
-    def __init__(self, metrics: ModelMetrics) -> None:
-        self._metrics = metrics
-        self._outcomes = self._count_outcomes()
-        self._num_requests = 0
-        self._rejected = dict(metrics.rejected)
-        self._latency = _SinceLastSample(metrics.answer_duration)
-        self._queue = _SinceLastSample(metrics.queue_wait)
-        self._inference = _SinceLastSample(metrics.inference_duration)
-        self._batch_sizes = _SinceLastSample(metrics.batch_size)
-        self._num_batched = 0
-
-    def sample(self, queue_depth: int, interval_s: float) -> Sample:
-        """Return what was counted in an interval that ends now."""
-        metrics = self._metrics
-        outcomes, before = self._count_outcomes(), self._outcomes
-        num_requests, num_before = sum(metrics.requests.values()), self._num_requests
-        rejected: dict[str, float] = {
-            reason: round((num - self._rejected[reason]) / interval_s, 2)
-            for reason, num in metrics.rejected.items()
-            if num > self._rejected[reason]
-        }
-        num_batched, num_batched_before = int(metrics.batch_size.sum), self._num_batched
-        self._outcomes, self._num_requests = outcomes, num_requests
-        self._num_batched = num_batched
-        self._rejected = dict(metrics.rejected)
-        rates = {name: round((outcomes[name] - before[name]) / interval_s, 2) for name in _OUTCOMES}
-        return Sample(
-            requests_per_s=round((num_requests - num_before) / interval_s, 2),
-            instances_per_s=Outcomes(**rates),
-            rejected_per_s=rejected,
-            latency_ms=_percentiles(self._latency.take()),
-            queue_ms=_percentiles(self._queue.take()),
-            inference_ms=_percentiles(self._inference.take()),
-            batch_sizes=self._batch_sizes.take().by_edge(),
-            num_batched=num_batched - num_batched_before,
-            queue_depth=queue_depth,
-            in_flight=metrics.in_flight,
-        )
-
-    def _count_outcomes(self) -> dict[str, int]:
-        return {name: getattr(self._metrics, name) for name in _OUTCOMES}
-
-
-class _SinceLastSample:
-    """The counts of a distribution at the last sample."""
-
-    def __init__(self, distribution: Distribution) -> None:
-        self._distribution = distribution
-        self._counts = distribution.counts()
-
-    def take(self) -> Recent:
-        """Return what was counted since the last call."""
-        recent = self._distribution.since(self._counts)
-        self._counts = self._distribution.counts()
-        return recent
+def _sample(before: ModelMetrics, now: ModelMetrics, queue_depth: int, interval_s: float) -> Sample:
+    """Return what a model has counted in an interval, and what it has in hand."""
+    rates = {
+        name: round((getattr(now, name) - getattr(before, name)) / interval_s, 2)
+        for name in _OUTCOMES
+    }
+    num_requests = sum(now.requests.values()) - sum(before.requests.values())
+    rejected: dict[str, float] = {
+        reason: round((num - before.rejected[reason]) / interval_s, 2)
+        for reason, num in now.rejected.items()
+        if num > before.rejected[reason]
+    }
+    return Sample(
+        requests_per_s=round(num_requests / interval_s, 2),
+        instances_per_s=Outcomes(**rates),
+        rejected_per_s=rejected,
+        latency_ms=_percentiles(now.answer_duration - before.answer_duration),
+        queue_ms=_percentiles(now.queue_wait - before.queue_wait),
+        inference_ms=_percentiles(now.inference_duration - before.inference_duration),
+        batch_sizes=(now.batch_size - before.batch_size).by_edge(),
+        num_batched=int(now.batch_size.sum - before.batch_size.sum),
+        queue_depth=queue_depth,
+        in_flight=now.in_flight,
+    )
 
 
 def _percentiles(recent: Recent) -> Percentiles | None:

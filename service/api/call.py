@@ -43,11 +43,19 @@ class Tracing(Protocol):
 
 
 class ModelEntry(Protocol):
-    """A model, as calls see it."""
+    """A version of a model, as calls see it."""
 
     @property
     def name(self) -> str:
         """The name in the path."""
+
+    @property
+    def version(self) -> int:
+        """The number of the version."""
+
+    @property
+    def is_serving(self) -> bool:
+        """Calls that name no version are for this one; if not, each call looks anew."""
 
     @property
     def inputs(self) -> Sequence[TensorSpec]:
@@ -165,8 +173,9 @@ class KnownHeads(dict[bytes, KnownHead]):
     """Heads of calls that passed their checks, so that the same bytes are not parsed again.
 
     A client sends the same head with every call of a connection, and a load balancer much the same.
-    What the checks depend on (keys, limits, models) does not change while the service runs. The
-    number of heads is bounded. Event loop only.
+    What the checks depend on (keys, limits) does not change while the service runs; a version that
+    serves no more is noticed when the call is submitted. The number of heads is bounded. Event loop
+    only.
     """
 
     def remember(self, head: bytes, call: Call) -> None:

@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 _ALLOWED_METHODS = "GET, POST, PUT"
 _ALLOWED_HEADERS = (
     "Authorization, Content-Type, X-API-Key, X-Request-ID, X-Timeout-Ms, X-Priority, "
-    "X-Tensor-Dtype, X-Tensor-Shape, traceparent, tracestate"
+    "X-Model-Version, X-Tensor-Dtype, X-Tensor-Shape, traceparent, tracestate"
 )
 _EXPOSED_HEADERS = (
     "X-Request-ID, traceparent, tracestate, Server-Timing, Retry-After, X-Tensor-Name, "
-    "X-Tensor-Dtype, X-Tensor-Shape"
+    "X-Model-Version, X-Tensor-Dtype, X-Tensor-Shape"
 )
 """Headers that a page may read besides Content-Type and Content-Length."""
 _MAX_AGE_S = 600

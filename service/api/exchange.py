@@ -24,7 +24,7 @@ from inferpool.service.api.codecs.answers import choose_format
 from inferpool.service.api.codecs.body import BodyContext, Decoded, Payload, add_piece
 from inferpool.service.api.codecs.requests import decode
 from inferpool.service.api.errors import MethodNotAllowedError
-from inferpool.service.api.predict import PREFIX, Predict
+from inferpool.service.api.predict import Predict
 from inferpool.service.api.replies import Reply, preflight_reply, refusal_of, reply_to
 from inferpool.service.api.trace import new_ids
 from inferpool.service.errors import (
@@ -103,9 +103,7 @@ class Exchange(msgspec.Struct, eq=False):
     ) -> "Exchange":
         """Begin a call (see `begin_call`). It raises nothing, so that the answer has an id."""
         call = begin_call(method, path, query, headers)
-        name = path[len(PREFIX) + 1 :] or predict.default
-        if name is not None:
-            call.entry = predict.models.get(name)
+        call.entry = predict.find(call)
         if predict.cors is not None:
             call.cors_lines = predict.cors.lines_for(call.headers.get(b"origin"))
         if predict.tracing is not None:
@@ -247,7 +245,7 @@ class Exchange(msgspec.Struct, eq=False):
         if call.method != "POST":
             raise MethodNotAllowedError(f"{call.path} takes POST, not {call.method}")
         if call.entry is None:
-            raise predict.unknown(call.path)
+            raise predict.unknown(call)
         limits = predict.limits
         length = headers.get(b"content-length")
         if length is not None:
@@ -276,6 +274,8 @@ class Exchange(msgspec.Struct, eq=False):
         entry, form, ref = call.entry, call.form, call.ref
         assert entry is not None
         try:
+            if not entry.is_serving:
+                entry = self._entry_now()
             if form is not None and form.inputs is entry.inputs:
                 ref.kind, ref.num_bytes, ref.parameters = form.kind, self.num_bytes, form.parameters
             else:
@@ -294,6 +294,14 @@ class Exchange(msgspec.Struct, eq=False):
         if self._chunks:
             self._let_go()
         future.add_done_callback(self._on_done)
+
+    def _entry_now(self) -> ModelEntry:
+        """Return the version that the call is for now, since versions come and go."""
+        call = self.call
+        call.entry = entry = self.predict.find(call)
+        if entry is None:
+            raise self.predict.unknown(call)
+        return entry
 
     def _decode(self, entry: ModelEntry, chunks: Sequence[Buffer]) -> Decoded:
         call = self.call

@@ -7,13 +7,16 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 
 from inferpool.service.api.auth import Guard
-from inferpool.service.api.call import ModelEntry, OnDone, OnFailure, Tracing
+from inferpool.service.api.call import Call, ModelEntry, OnDone, OnFailure, Tracing
 from inferpool.service.api.codecs.body import Limits
 from inferpool.service.api.cors import Cors
 from inferpool.service.api.wire.budgets import EdgeLimits, UnfinishedRequests
 from inferpool.service.errors import UnknownModelError
 
 PREFIX = "/predict"
+VERSION_HEADER = b"x-model-version"
+"""With it a call asks for a version of the model in the path."""
+_VERSIONS = "/versions/"
 
 
 @dataclass(slots=True, eq=False)
@@ -21,7 +24,8 @@ class Predict:
     """Settings that all calls to `/predict` in one process share."""
 
     models: Mapping[str, ModelEntry]
-    """Models by the name in the path; looked up anew for each call."""
+    """Versions of models by the rest of the path: the model's name, or what `path_of` returns.
+    They come and go while the service runs."""
     _: KW_ONLY
     default: str | None = None
     """The model of `/predict` without a name."""
@@ -43,13 +47,43 @@ class Predict:
         if self.guard is not None and not self.guard.restricts_predict:
             self.guard = None
 
-    def unknown(self, path: str) -> UnknownModelError:
-        """Return the error for a path that names no model that is served."""
-        names = ", ".join(self.models) or "none"
-        name = path[len(PREFIX) + 1 :]
-        if not name:
+    @property
+    def names(self) -> list[str]:
+        """The models that are served."""
+        return [path for path in self.models if "/" not in path]
+
+    def find(self, call: Call) -> ModelEntry | None:
+        """Return the version that a call is for now; None if there is none."""
+        name = self._name_in(call)
+        return None if name is None else self.models.get(name)
+
+    def unknown(self, call: Call) -> UnknownModelError:
+        """Return the error for a call to a model or version that is not served."""
+        names, path = ", ".join(self.names) or "none", self._name_in(call)
+        if path is None:
             return UnknownModelError(f"no model is the default; name one in the path: {names}")
-        return UnknownModelError(f"no model is called {name[:80]!r}; there are: {names}")
+        name, _, version = path.partition(_VERSIONS)
+        if version and name in self.models:
+            prefix = name + _VERSIONS
+            there = [each for each in self.models if each.startswith(prefix)]
+            numbers = ", ".join(each.removeprefix(prefix) for each in there)
+            return UnknownModelError(
+                f"{name} has no version {version[:20]!r} loaded; there are: {numbers}"
+            )
+        return UnknownModelError(f"no model is called {path[:80]!r}; there are: {names}")
+
+    def _name_in(self, call: Call) -> str | None:
+        """Return the key in `models` that a call asks for; None if it names nothing."""
+        name = call.path[len(PREFIX) + 1 :] or self.default
+        version = call.headers.get(VERSION_HEADER)
+        if name is None or version is None:
+            return name
+        return f"{name}{_VERSIONS}{version.decode('latin-1')}"
+
+
+def path_of(name: str, version: int) -> str:
+    """Return the rest of the path of a version of a model."""
+    return f"{name}{_VERSIONS}{version}"
 
 
 def is_predict(path: str) -> bool:

@@ -161,7 +161,7 @@ class App(FastAPI):
         return complete(
             super().openapi(),
             frozenset() if self._guard is None else self._guard.restricted,
-            models=None if self.predict is None else list(self.predict.models),
+            models=None if self.predict is None else self.predict.names,
             default=None if self.predict is None else self.predict.default,
             examples=self.examples(),
         )
@@ -179,7 +179,7 @@ class App(FastAPI):
         Making it takes the event loop 30 ms, and no key is needed to ask for it.
         """
         predict = self.predict
-        models = None if predict is None else (list(predict.models), predict.default)
+        models = None if predict is None else (predict.names, predict.default)
         origin = (root, models, dict(self.examples()))
         if self._document is None or self._document.origin != origin:
             schema = self.openapi()

@@ -99,7 +99,7 @@ class Front:
         self._moving: asyncio.Task[None] | None = None
         self._metrics: defaultdict[str, ModelMetrics] = defaultdict(lambda: ModelMetrics(""))
         self._front_side = FrontSide(
-            reader, writer, slots, list(settings.models), self._obey, _end, settings.key_share
+            reader, writer, slots, self._obey, _end, settings.key_share
         )
         self._send_logs_to_main(config.log_level)
         self._tracer = make_tracer(settings, self._metrics.__getitem__)
@@ -160,9 +160,9 @@ class Front:
             durations.append((label, metrics.answer_duration.take(), metrics.error_duration.take()))
             exemplars.append((label, metrics.exemplars.take()))
         rejected = []
-        for model in self._front_side.models.values():
-            rejected += [(model.name, reason, num) for reason, num in model.rejected.items()]
-            model.rejected.clear()
+        for name, reasons in self._front_side.rejected.items():
+            rejected += [(name, reason, num) for reason, num in reasons.items()]
+            reasons.clear()
         num_open = len(self._server.server_state.connections)
         traced = (0, 0) if self._tracer is None else self._tracer.take_counts()
         counts = FrontCounts(

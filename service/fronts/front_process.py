@@ -4,7 +4,7 @@ import asyncio
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from mmap import mmap
 from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection
@@ -12,7 +12,7 @@ from multiprocessing.context import SpawnProcess
 from typing import Any
 
 from inferpool.service.api.wire.budgets import EdgeUse
-from inferpool.service.fronts.main_side import ArenaPart, LocalModel, MainSide
+from inferpool.service.fronts.main_side import ArenaPart, LocalModels, MainSide
 from inferpool.service.fronts.messages import FrontConfig, FrontCounts, Leave, MoveAway
 from inferpool.workers.errors import WorkerStartError
 from inferpool.workers.host.engine import Cause, Ending, WorkerId
@@ -37,7 +37,7 @@ class FrontProcess:
         config: FrontConfig,
         memory: WritableMemory,
         part: ArenaPart,
-        models: Sequence[LocalModel],
+        models: LocalModels,
         oom_kills: OomKills,
         on_counts: Callable[[FrontCounts], None],
     ) -> None:

@@ -15,9 +15,11 @@ from inferpool.service.fronts.messages import (
     Command,
     Failure,
     FromMain,
-    ModelInputs,
+    ModelRow,
+    ModelTable,
     Submission,
     Submissions,
+    TableTaken,
     error_of,
 )
 from inferpool.service.queue.admission import KeyShare
@@ -52,16 +54,23 @@ class PendingInstance(asyncio.Future[Result]):
 
 
 class RemoteModel:
-    """A model in the main process, as the calls of a front see it."""
+    """A version of a model in the main process, as the calls of a front see it."""
 
-    def __init__(self, front_side: "FrontSide", index: int, name: str, key_share: float) -> None:
-        self.name = name
-        self.inputs: Sequence[TensorSpec] = ()
-        self.rejected: defaultdict[RejectReason, int] = defaultdict(int)
-        """Instances refused here since the last count, by reason."""
-        self._key_share = KeyShare(key_share, self.rejected)
+    def __init__(self, front_side: "FrontSide", row: ModelRow, key_share: float) -> None:
+        self.name = row.name
+        self.version = row.version
+        self.is_serving = row.is_serving
+        self.inputs: Sequence[TensorSpec] = row.inputs
+        self._rejected = front_side.rejected[row.name]
+        self._key_share = KeyShare(key_share, self._rejected)
         self._front_side = front_side
-        self._index = index
+        self._number = row.number
+
+    def update(self, row: ModelRow) -> None:
+        """Take what has changed."""
+        self.is_serving = row.is_serving
+        if list(self.inputs) != row.inputs:  # calls remember them by their identity
+            self.inputs = row.inputs
 
     def submit(
         self, ref: ItemRef, chunks: Sequence[Buffer], steps: InstanceSteps | None = None
@@ -75,9 +84,9 @@ class RemoteModel:
         front_side = self._front_side
         if ref.caller:
             self._key_share.check_bytes(front_side.slots, ref)
-        pending = front_side.submit(self._index, ref, chunks, steps)
+        pending = front_side.submit(self._number, ref, chunks, steps)
         if pending is None:
-            self.rejected["arena_full"] += 1
+            self._rejected["arena_full"] += 1
             raise OverloadedError("the arena for payloads is full", retry_after_s=1)
         return pending
 
@@ -90,20 +99,24 @@ class FrontSide:
         reader: Connection,
         writer: Connection,
         slots: Slots,
-        models: Sequence[str],
         on_command: Callable[[Command], None],
         on_lost: Callable[[str], None],
         key_share: float = 1.0,
     ) -> None:
-        """Begin to listen to the main process, with the models in the order of the settings.
+        """Begin to listen to the main process.
 
         `on_lost` is called with the reason when the main process is gone. Each API key may take
         `key_share` of the slots that others leave.
         """
         self.loop = asyncio.get_running_loop()
-        self.models = {
-            name: RemoteModel(self, index, name, key_share) for index, name in enumerate(models)
-        }
+        self.models: dict[str, RemoteModel] = {}
+        """By the rest of the path; see `Predict.models`."""
+        self.rejected: defaultdict[str, defaultdict[RejectReason, int]] = defaultdict(
+            lambda: defaultdict(int)
+        )
+        """Instances refused here since the last count, by model and reason."""
+        self._by_number: dict[int, RemoteModel] = {}
+        self._key_share = key_share
         self.slots = slots
         self._on_command = on_command
         self._open: dict[int, PendingInstance] = {}
@@ -138,6 +151,18 @@ class FrontSide:
             self._cancelled.append(id)
             self._flush_soon()
 
+    def take_models(self, rows: Sequence[ModelRow]) -> None:
+        """Know these versions, and no others."""
+        known, self._by_number = self._by_number, {}
+        for model in known.values():
+            model.is_serving = False  # calls that still hold one of those that are gone look anew
+        self.models.clear()
+        for row in rows:
+            model = known.get(row.number) or RemoteModel(self, row, self._key_share)
+            model.update(row)
+            self._by_number[row.number] = model
+            self.models.update(dict.fromkeys(row.paths, model))
+
     def _flush_soon(self) -> None:
         if not self._is_flush_due:
             self._is_flush_due = True
@@ -162,10 +187,10 @@ class FrontSide:
         match message:
             case Answers():
                 self._settle(message)
-            case ModelInputs():
-                for model, inputs in zip(self.models.values(), message.models, strict=True):
-                    if list(model.inputs) != inputs:  # calls remember them by their identity
-                        model.inputs = inputs
+            case ModelTable():
+                self.take_models(message.rows)
+                self._flush()  # what was submitted by an older table
+                self.link.send(TableTaken(message.id))
             case _:
                 self._on_command(message)
 

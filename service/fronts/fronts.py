@@ -9,13 +9,13 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 from inferpool.service.api.routes.health import FrontHealth
 from inferpool.service.api.wire.budgets import EdgeLimits
 from inferpool.service.fronts.balancer import ConnectionBalancer
 from inferpool.service.fronts.front_process import FrontProcess
-from inferpool.service.fronts.main_side import ArenaPart, LocalModel
+from inferpool.service.fronts.main_side import ArenaPart, LocalModels
 from inferpool.service.fronts.messages import FrontConfig, FrontCounts
 from inferpool.service.fronts.only_front import read_fronts
 from inferpool.service.settings.settings import Settings
@@ -54,14 +54,14 @@ class Fronts:
         listener: socket.socket,
         forwarding_path: str,
         arena: Arena,
-        models: Mapping[str, LocalModel],
+        models: LocalModels,
         metrics: Metrics,
         on_lost: Callable[[], None],
     ) -> None:
         """Divide the arena, which must be empty, and start nothing yet.
 
-        The limits are for the connections of all fronts together. `models` have the order of the
-        settings. `on_lost` is called when no front can ever be started; the log has said why.
+        The limits are for the connections of all fronts together. `on_lost` is called when no front
+        can ever be started; the log has said why.
         """
         self._settings = settings
         self._limits = limits.share(num)
@@ -95,10 +95,16 @@ class Fronts:
         """Wait until one takes connections."""
         await self._up.wait()
 
-    def tell_inputs(self) -> None:
-        """Tell the fronts what the models take."""
+    def tell_models(self) -> None:
+        """Tell the fronts which versions there are, and what they take."""
         for front in self._open():
-            front.main_side.tell_inputs()
+            front.main_side.tell_models()
+
+    async def until_known(self) -> None:
+        """Wait until the fronts know what `tell_models` has told them, or hang for too long."""
+        knowing = [front.main_side.until_known() for front in self._open()]
+        if knowing:
+            await asyncio.wait(knowing, timeout=_HANG_S)
 
     async def count(self) -> None:
         """Add what the fronts have counted to the metrics; wait for that only for a moment."""
@@ -187,12 +193,11 @@ class Fronts:
             family=self._family,
             log_level=logging.getLogger().level,
         )
-        models = list(self._models.values())
         # The new process inherits this: it ignores these signals from the start, and we end it.
         signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
         try:
             front = FrontProcess(
-                id, config, self._memory, part, models, self._oom_kills, self._take_counts
+                id, config, self._memory, part, self._models, self._oom_kills, self._take_counts
             )
         except OSError as error:
             text = f"it could not be started: {error}"

@@ -6,11 +6,11 @@ Runs in the main process's event loop, one for each process that a front has had
 import asyncio
 import logging
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import count
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -25,19 +25,18 @@ from inferpool.service.fronts.messages import (
     FrontCounts,
     InstanceAnswer,
     Listening,
-    ModelInputs,
+    ModelRow,
+    ModelTable,
     MovedAway,
     Submission,
     Submissions,
+    TableTaken,
     failure_of,
 )
 from inferpool.service.queue.instance import Buffer, InstanceSteps, Result, SlotOwner
 from inferpool.workers.arena import slot_bytes
 from inferpool.workers.log_lines import log_line
 from inferpool.workers.messages import FrameError, ItemRef, LogLine
-
-if TYPE_CHECKING:
-    from inferpool.models.spec import TensorSpec
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +47,7 @@ _decode = msgspec.msgpack.Decoder(FromFront).decode
 
 
 class LocalModel(ModelEntry, Protocol):
-    """A model whose dispatcher is in this process."""
+    """A version of a model whose dispatcher is in this process."""
 
     def submit(
         self,
@@ -58,6 +57,18 @@ class LocalModel(ModelEntry, Protocol):
         owner: SlotOwner | None = None,
     ) -> "asyncio.Future[Result]":
         """See `Dispatcher.submit`."""
+
+
+class LocalModels(Protocol):
+    """The versions that calls may get to."""
+
+    @property
+    def pools(self) -> Mapping[int, LocalModel]:
+        """All that are loaded, by number."""
+
+    @property
+    def entries(self) -> Mapping[str, LocalModel]:
+        """Those that calls may get to, by the rest of the path; see `Predict.models`."""
 
 
 class MainSide:
@@ -70,18 +81,18 @@ class MainSide:
         writer: Connection,
         *,
         part: "ArenaPart",
-        models: Sequence[LocalModel],
+        models: LocalModels,
         on_counts: Callable[[FrontCounts], None],
         on_end: Callable[[str], None],
     ) -> None:
-        """Begin to listen to the front, with the models in the order of the settings.
+        """Begin to listen to the front.
 
         `on_end` is called once with the reason why the front will send nothing more.
         """
         self._name = name
         self._loop = asyncio.get_running_loop()
         self.is_up: asyncio.Future[None] = self._loop.create_future()
-        """Done once the front takes connections."""
+        """Done once the front takes connections and knows the models."""
         self.has_moved: asyncio.Future[None] = self._loop.create_future()
         """Done once most of its clients have gone."""
         self._part = part
@@ -94,7 +105,10 @@ class MainSide:
         self._is_flush_due = False
         self._count_ids = count(1)
         self._counting: dict[int, asyncio.Future[None]] = {}
-        self._inputs: list[list[TensorSpec]] = []
+        self._table = ModelTable(0, [])
+        self._taken_id = 0
+        self._taking: list[tuple[int, asyncio.Future[None]]] = []
+        """Who waits until the front has taken a table, and that table's id."""
         self._has_spoken = False
         self.link = Link(reader, writer, _decode, self._take, on_end)
         part.on_freed = self._on_freed
@@ -104,12 +118,21 @@ class MainSide:
         """The front waits for answers."""
         return bool(self._instances)
 
-    def tell_inputs(self) -> None:
-        """Send the models' inputs, if they have changed."""
-        inputs = [list(model.inputs) for model in self._models]
-        if inputs != self._inputs:
-            self._inputs = inputs
-            self.link.send(ModelInputs(inputs))
+    def tell_models(self) -> None:
+        """Send the table of the models, if it has changed."""
+        rows = rows_of(self._models)
+        if rows != self._table.rows or not self._table.id:
+            self._table = ModelTable(self._table.id + 1, rows)
+            self.link.send(self._table)
+
+    def until_known(self) -> "asyncio.Future[None]":
+        """Return a future that is done once the front knows the models, or is gone."""
+        future: asyncio.Future[None] = self._loop.create_future()
+        if self._taken_id == self._table.id:
+            future.set_result(None)
+        else:
+            self._taking.append((self._table.id, future))
+        return future
 
     def count(self) -> "asyncio.Future[None]":
         """Ask for the front's counts; done once they are passed on, or the front is gone."""
@@ -140,7 +163,7 @@ class MainSide:
         instances, self._instances = self._instances, {}
         for instance in instances.values():
             instance.cancel()
-        for future in self._counting.values():
+        for future in (*self._counting.values(), *(future for _, future in self._taking)):
             if not future.done():
                 future.set_result(None)
 
@@ -158,18 +181,29 @@ class MainSide:
                 self._take_counts(message)
             case LogLine():
                 log_line(message, {"front": self._name})
+            case TableTaken():
+                self._note_taken(message.id)
             case Listening():
-                self.tell_inputs()
-                self.is_up.set_result(None)
+                self.tell_models()
             case MovedAway():
                 self.has_moved.set_result(None)
 
+    def _note_taken(self, id: int) -> None:
+        self._taken_id = id
+        if not self.is_up.done():
+            self.is_up.set_result(None)
+        for least, future in self._taking:
+            if least <= id and not future.done():
+                future.set_result(None)
+        self._taking = [each for each in self._taking if each[0] > id]
+
     def _submit(self, submission: Submission) -> None:
         part, ref = self._part, submission.ref
+        model = self._models.pools[submission.model]
         data = part.take(ref.offset, ref.num_bytes)
         steps = InstanceSteps() if submission.is_traced else None
         try:
-            instance = self._models[submission.model].submit(ref, (data,), steps, part)
+            instance = model.submit(ref, (data,), steps, part)
         except Exception as error:
             if not isinstance(error, ServiceError):
                 logger.exception("an instance of %s could not be taken", self._name)
@@ -240,6 +274,19 @@ class MainSide:
         self._on_counts(counts)
         if future is not None and not future.done():
             future.set_result(None)
+
+
+def rows_of(models: LocalModels) -> list[ModelRow]:
+    """Return what fronts need to know of the versions that calls may get to."""
+    rows = []
+    for number, model in models.pools.items():
+        paths = [path for path, entry in models.entries.items() if entry is model]
+        if paths:
+            inputs = list(model.inputs)
+            rows.append(
+                ModelRow(number, model.name, model.version, model.is_serving, inputs, paths)
+            )
+    return rows
 
 
 class ArenaPart:

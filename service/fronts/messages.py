@@ -44,7 +44,7 @@ class Submission(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     id: int
     model: int
-    """Index in the order of the settings."""
+    """The number of the version, as `ModelTable` gives it."""
     ref: ItemRef
     is_traced: bool
     """The answer should bring `steps`."""
@@ -80,14 +80,20 @@ class FrontCounts(msgspec.Struct, frozen=True, array_like=True, tag="counts"):
 
 
 class Listening(msgspec.Struct, frozen=True, array_like=True, tag="listening"):
-    """Front to main, once: it takes connections."""
+    """Front to main, once: it can take connections, as soon as it knows the models."""
 
 
 class MovedAway(msgspec.Struct, frozen=True, array_like=True, tag="moved"):
     """Front to main, in answer to `MoveAway`: most clients have gone."""
 
 
-FromFront = Submissions | FrontCounts | Listening | MovedAway | LogLine
+class TableTaken(msgspec.Struct, frozen=True, array_like=True, tag="taken"):
+    """Front to main, in answer to `ModelTable`: no later submission goes by an older one."""
+
+    id: int
+
+
+FromFront = Submissions | FrontCounts | TableTaken | Listening | MovedAway | LogLine
 
 
 class Failure(msgspec.Struct, frozen=True, gc=False):
@@ -117,10 +123,25 @@ class Answers(msgspec.Struct, frozen=True, array_like=True, tag="settled"):
     """Offsets of slots that no worker reads any more."""
 
 
-class ModelInputs(msgspec.Struct, frozen=True, array_like=True, tag="inputs"):
-    """Main to front: the inputs of each model, as far as they are known."""
+class ModelRow(msgspec.Struct, frozen=True, array_like=True):
+    """One version of a model, as a front needs to know it."""
 
-    models: list[list[TensorSpec]]
+    number: int
+    """No other version gets this number."""
+    name: str
+    version: int
+    is_serving: bool
+    inputs: list[TensorSpec]
+    """Empty until they are known."""
+    paths: list[str]
+    """The paths of the calls that it is for; see `Predict.models`."""
+
+
+class ModelTable(msgspec.Struct, frozen=True, array_like=True, tag="models"):
+    """Main to front: all versions that calls may get to."""
+
+    id: int
+    rows: list[ModelRow]
 
 
 class CountRequest(msgspec.Struct, frozen=True, array_like=True, tag="count"):
@@ -143,7 +164,7 @@ class Leave(msgspec.Struct, frozen=True, array_like=True, tag="leave"):
 
 
 Command = CountRequest | MoveAway | Leave
-FromMain = Answers | ModelInputs | Command
+FromMain = Answers | ModelTable | Command
 
 _ERRORS: dict[str, type[ServiceError]] = {
     error.code: error

@@ -32,8 +32,11 @@ class OnlyFront:
         """Wait until it takes connections."""
         await self.up.wait()
 
-    def tell_inputs(self) -> None:
-        """Do nothing: it knows the models' inputs."""
+    def tell_models(self) -> None:
+        """Do nothing: it knows the models."""
+
+    async def until_known(self) -> None:
+        """Do nothing: it knows the models."""
 
     async def stop(self) -> None:
         """Do nothing: it ends with the main process."""

@@ -1,4 +1,4 @@
-"""One model: its workers, and the dispatcher that gives them work."""
+"""One version of a model: its workers, and the dispatcher that gives them work."""
 
 import asyncio
 import contextlib
@@ -61,7 +61,7 @@ class Announcer(Protocol):
 
 
 class Pool:
-    """The supervisor and the dispatcher of one model, connected to each other."""
+    """The supervisor and the dispatcher of one version of a model, connected to each other."""
 
     def __init__(
         self,
@@ -74,8 +74,12 @@ class Pool:
         metrics: ModelMetrics,
         announcer: Announcer,
         on_change: Callable[[], None],
+        version: int = 1,
     ) -> None:
         self.name = name
+        self.version = version
+        self.is_serving = True
+        """Calls that name no version come here; if not, each call looks where it belongs."""
         self.dispatcher = dispatcher
         self.inputs: Sequence[TensorSpec] = ()
         """The inputs of the model; empty until a worker is ready."""
@@ -102,6 +106,11 @@ class Pool:
         )
         self._supervisor = WorkerSupervisor(engine.start, self, policy, files)
         self.replacer = Replacer(name, self._supervisor, self._note_successor)
+
+    @property
+    def source(self) -> str:
+        """The source of the model, as the settings name it."""
+        return self._configs[0].model.source
 
     @property
     def slots(self) -> Sequence[WorkerSlot]:
@@ -142,22 +151,9 @@ class Pool:
         return f"{slot.state}: {about}" if about else slot.state
 
     def read_gauges(self) -> Iterator[Reading]:
-        """Yield the gauges of the model and its workers for `/metrics`."""
-        dispatcher = self.dispatcher
-        for name, value in (
-            ("queue_depth", dispatcher.num_queued),
-            ("max_queue_length", dispatcher.max_queue_length),
-            ("queue_bytes", dispatcher.queued_bytes),
-            ("max_batch_size", dispatcher.max_batch_size),
-            ("quarantined_inputs", dispatcher.num_quarantined),
-            ("model_ready", self.is_ready),
-        ):
-            yield Reading(name=name, value=value, labels=(self.name,))
-        states = Counter(slot.state for slot in self.slots)
-        for state in get_args(State):
-            yield Reading(name="workers", value=states[state], labels=(self.name, state))
+        """Yield the gauges of the workers for `/metrics`."""
         for slot in self.slots:
-            labels = (self.name, str(slot.id.slot))
+            labels = (self.name, slot.id.number)
             device = str(slot.config.placement)
             yield Reading(name="worker_up", value=slot.state == "ready", labels=(*labels, device))
             yield Reading(name="worker_incarnation", value=slot.id.incarnation, labels=labels)
@@ -166,7 +162,7 @@ class Pool:
 
     def start(self) -> None:
         """Begin to start the workers."""
-        self._supervisor.start(self.name, self._configs)
+        self._supervisor.start(self.name, self._configs, self.version)
 
     def submit(
         self,
@@ -291,6 +287,26 @@ class Pool:
             f"no worker is ready ({self.reason})",
             retry_after_s=max(1, ceil(min(pauses_s, default=0.0) + self._load_s)),
         )
+
+
+def read_model_gauges(serving: Pool, pools: Sequence[Pool]) -> Iterator[Reading]:
+    """Yield the gauges of a model: of the version that serves, and of all that are loaded."""
+    label, dispatcher = serving.name, serving.dispatcher
+    for name, value in (
+        ("model_version", serving.version),
+        ("model_ready", serving.is_ready),
+        ("max_queue_length", dispatcher.max_queue_length),
+        ("max_batch_size", dispatcher.max_batch_size),
+        ("queue_depth", sum(pool.dispatcher.num_queued for pool in pools)),
+        ("queue_bytes", sum(pool.dispatcher.queued_bytes for pool in pools)),
+        ("quarantined_inputs", sum(pool.dispatcher.num_quarantined for pool in pools)),
+    ):
+        yield Reading(name=name, value=value, labels=(label,))
+    states = Counter(slot.state for pool in pools for slot in pool.slots)
+    for state in get_args(State):
+        yield Reading(name="workers", value=states[state], labels=(label, state))
+    for pool in pools:
+        yield from pool.read_gauges()
 
 
 def _worker_gauges(labels: tuple[str, str], worker: WorkerHandle) -> Iterator[Reading]:

@@ -88,20 +88,17 @@ class Distribution:
         """Return the sum of two distributions with the same parts."""
         both = Distribution(())
         both._edges, both._parts = self._edges, self._parts
-        both._counts = np.array(self.counts()) + np.array(other.counts())
+        self._fold()
+        other._fold()
+        both._counts = self._counts + other._counts
         both._sum = self._sum + other._sum
         return both
 
-    def counts(self) -> list[int]:
-        """Return the number of values in each part so far, for `since`."""
+    def __sub__(self, before: "Distribution") -> "Recent":
+        """Return what was counted after a copy of this distribution was made."""
         self._fold()
-        counted: list[int] = self._counts.tolist()
-        return counted
-
-    def since(self, before: Sequence[int]) -> "Recent":
-        """Return what was counted after `counts` returned `before`."""
-        self._fold()
-        return Recent(self._edges, self._counts - np.array(before, dtype=np.int64))
+        before._fold()
+        return Recent(self._edges, self._counts - before._counts)
 
     def _fold(self) -> None:
         if not self._pending:

@@ -54,7 +54,7 @@ NO_MODEL = "-"
 
 
 class ModelMetrics:
-    """The counters of one model. The attributes are written where things happen.
+    """The counters of one model or version. The attributes are written where things happen.
 
     Every instance that is `accepted` ends in exactly one of `succeeded`, `failed`, `expired` and
     `cancelled`. `in_flight` is counted separately, so that this can be checked: at every instant
@@ -91,6 +91,20 @@ class ModelMetrics:
         """Instances that were not admitted, by reason: `rejected["queue_full"] += 1`."""
         self.restarts: dict[Cause, int] = dict.fromkeys(get_args(Cause), 0)
         """Incarnations that ended or did not start, by cause."""
+
+    def __add__(self, other: "ModelMetrics") -> "ModelMetrics":
+        """Return the sum of two; the exemplars are those of the first."""
+        both = ModelMetrics(self.name)
+        for name, value in vars(self).items():
+            more = getattr(other, name)
+            if isinstance(value, int | Distribution):
+                setattr(both, name, value + more)
+            elif isinstance(value, dict):
+                getattr(both, name).update(
+                    {key: value.get(key, 0) + more.get(key, 0) for key in value | more}
+                )
+        both.exemplars = self.exemplars
+        return both
 
     @property
     def request_duration(self) -> Distribution:
@@ -158,6 +172,7 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
         "How far that preset was from exact on the sample inputs, at most.",
         ("model", "worker", "preset"),
     ),
+    "model_version": ("The version of the model that serves.", ("model",)),
     "model_ready": ("Whether the model has a worker that takes batches.", ("model",)),
     "ready": ("Whether this host should be sent requests.", ()),
     "draining": ("Whether this host is being drained.", ()),
@@ -207,7 +222,12 @@ class Metrics(Collector):
         """
         self.unknown_model = ModelMetrics(NO_MODEL)
         """Only its `requests` are shown."""
-        self._models = {name: ModelMetrics(name) for name in models}
+        self._models: dict[str, ModelMetrics] = {}
+        """What was counted for each model as a whole, and by versions that are gone."""
+        self._parts: dict[str, list[ModelMetrics]] = {}
+        """What each version of a model counts."""
+        for name in models:
+            self.add(name)
         self._versions = dict(versions)
         self._sources: list[GaugeSource] = []
         self._refresh: Callable[[], Awaitable[None]] | None = None
@@ -215,9 +235,33 @@ class Metrics(Collector):
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
 
+    def add(self, name: str) -> None:
+        """Show the metrics of one more model, from zero."""
+        self._models[name], self._parts[name] = ModelMetrics(name), []
+
+    def remove(self, name: str) -> None:
+        """Show the metrics of a model no longer."""
+        del self._models[name], self._parts[name]
+
     def model(self, name: str) -> ModelMetrics:
-        """Return the metrics of a model, or `unknown_model` if it is not served here."""
+        """Return where a model's HTTP calls are counted; `unknown_model` if it is not served."""
         return self._models.get(name, self.unknown_model)
+
+    def part(self, name: str) -> ModelMetrics:
+        """Return new counters for a version of a model; `total` includes them."""
+        part = ModelMetrics(name)
+        self._parts[name].append(part)
+        return part
+
+    def fold(self, part: ModelMetrics) -> None:
+        """Add the counters of a version that is gone to those of its model."""
+        if part.name in self._parts:
+            self._parts[part.name].remove(part)
+            self._models[part.name] += part
+
+    def total(self, name: str) -> ModelMetrics:
+        """Return a copy of what a model and its versions have counted up to now."""
+        return sum(self._parts[name], self._models[name] + ModelMetrics(name))
 
     def gauge_source(self, source: GaugeSource) -> None:
         """Call a source whenever the metrics are rendered, in the event loop: it must be quick."""
@@ -250,7 +294,7 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the families anew at each scrape."""
-        models = list(self._models.values())
+        models = [self.total(name) for name in self._models]
         build = InfoMetricFamily("inferpool_build", "What is running.")
         build.add_metric([], self._versions)
         yield build

@@ -28,7 +28,7 @@ def feed(arena: Arena) -> AbstractAsyncContextManager[tuple[LiveFeed, ModelMetri
         engine = FakeEngine()
         pool = await ready_pool(engine, arena)
         model = ModelSettings(source="echo")
-        settings = Settings(models={"m": model}, default_model="m", max_queue_length=77)
+        settings = Settings(models={"m": model}, default_model="m")
         metrics = Metrics(["m"], {})
         live = LiveFeed(
             settings, {"m": pool}, metrics, report=lambda: HEALTH, host=lambda: HOST, every_s=0.01
@@ -71,7 +71,7 @@ async def test_an_event_tells_what_was_counted_in_its_interval(feed):
         assert sample["latency_ms"]["p50"] == pytest.approx(20, rel=0.1)  # refusals are no answers
         assert sample["queue_ms"] is None
         assert (sample["batch_sizes"], sample["num_batched"]) == ({"4": 1}, 3)
-        assert (sample["in_flight"], sample["queue_limit"]) == (3, 77)
+        assert (sample["in_flight"], sample["queue_limit"]) == (3, 10)
         assert state["host"]["connections"] == 2
         assert state["health"]["status"] == "ready"
         later = (await next_of(live))["models"]["m"]

@@ -2,7 +2,7 @@
 
 from asyncio import Future
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from inferpool.models.split.report import RankPart
@@ -18,18 +18,25 @@ class WorkerId:
     slot: int
     """Number of the worker among those of its model, from 0; restarts keep it."""
     incarnation: int = 0
+    version: int = 1
+    """The version of the model that it serves."""
+
+    @property
+    def number(self) -> str:
+        """Name of the worker among those of its model: slot, or version/slot after the first."""
+        return str(self.slot) if self.version == 1 else f"{self.version}/{self.slot}"
 
     @property
     def worker(self) -> str:
-        """Name of the worker over all its incarnations: model/slot."""
-        return f"{self.model}/{self.slot}"
+        """Name of the worker over all its incarnations: model/number."""
+        return f"{self.model}/{self.number}"
 
     def next_life(self) -> "WorkerId":
         """Return the identity of the next incarnation."""
-        return WorkerId(model=self.model, slot=self.slot, incarnation=self.incarnation + 1)
+        return replace(self, incarnation=self.incarnation + 1)
 
     def __str__(self) -> str:
-        """Return the form that logs use: model/slot#incarnation."""
+        """Return the form that logs use: model/number#incarnation."""
         return f"{self.worker}#{self.incarnation}"
 
 

@@ -133,10 +133,11 @@ class Supervisor(Generic[C, L]):
         self._is_stopping = False
         self._files = files or ReplicaFiles[L](lambda _: ())
 
-    def start(self, model: str, configs: Sequence[C]) -> None:
+    def start(self, model: str, configs: Sequence[C], version: int = 1) -> None:
         """Start one process per config, and keep each running."""
         for number, config in enumerate(configs):
-            slot = Slot[C, L](config=config, id=WorkerId(model=model, slot=number))
+            id = WorkerId(model=model, slot=number, version=version)
+            slot = Slot[C, L](config=config, id=id)
             self.slots.append(slot)
             self._tasks.append(asyncio.create_task(self._keep(slot), name=f"keep {slot.id}"))
 

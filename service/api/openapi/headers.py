@@ -32,6 +32,11 @@ _REQUEST_HEADERS: Mapping[str, Json] = {
         {"type": "integer", "minimum": 1, "maximum": 9},
         1,
     ),
+    "X-Model-Version": _header(
+        "The number of a version of the model; by default the one that serves. The path "
+        "`/predict/{model}/versions/{version}` says the same.",
+        {"type": "integer", "minimum": 1},
+    ),
     "X-Request-ID": _header(
         "Sent back, and in the logs; made if it is absent or has another form.",
         _REQUEST_ID,
@@ -61,6 +66,9 @@ _ANSWER_HEADERS: Mapping[str, Json] = {
         "the longest), and `total`.",
         _TEXT,
         "queue;dur=0.21, preprocess;dur=2.80, inference;dur=14.31, total;dur=17.95",
+    ),
+    "X-Model-Version": _header(
+        "The version of the model that made the predictions.", {"type": "integer"}, 1
     ),
     "Retry-After": _header(
         "Seconds after which another try makes sense.", {"type": "integer", "minimum": 1}

@@ -133,6 +133,20 @@ def predict_paths(
             "predict_model", "Predict with the model of that name", [name], example, shown
         )
     }
+    version: Json = {
+        "name": "version",
+        "in": "path",
+        "required": True,
+        "description": "The number of a version that is loaded.",
+        "schema": {"type": "integer", "minimum": 1},
+        "example": 1,
+    }
+    about = "Predict with one version of a model, whichever serves"
+    paths["/predict/{model}/versions/{version}"] = {
+        "post": _operation(
+            "predict_version", about, [name, version], f"{example}/versions/1", shown
+        )
+    }
     return paths
 
 
@@ -207,7 +221,7 @@ def _answer() -> Json:
     tensor_headers = ("X-Tensor-Name", "X-Tensor-Dtype", "X-Tensor-Shape")
     return {
         "description": "The predictions, in the form that `Accept` asks for.",
-        "headers": answer_headers(*COMMON, *tensor_headers),
+        "headers": answer_headers(*COMMON, "X-Model-Version", *tensor_headers),
         "content": {
             "application/json": {
                 "schema": {"$ref": "#/components/schemas/PredictResponse"},

@@ -17,7 +17,7 @@ from inferpool.service.api.predict import Predict
 from inferpool.service.api.replies import Reply as Answered
 from inferpool.service.errors import ServiceError
 from inferpool.service.fronts.front_side import FrontSide, RemoteModel
-from inferpool.service.fronts.main_side import ArenaPart, LocalModel, MainSide
+from inferpool.service.fronts.main_side import ArenaPart, LocalModel, MainSide, rows_of
 from inferpool.service.fronts.messages import FrontCounts
 from inferpool.service.queue.instance import (
     Buffer,
@@ -58,6 +58,8 @@ class FakeModel:
         refusals: Sequence[ServiceError | None] = (),
     ) -> None:
         self.name = name
+        self.version = 1
+        self.is_serving = True
         self.inputs = inputs
         self.payloads: list[Payload] = []
         self.refs: list[ItemRef] = []
@@ -112,6 +114,14 @@ class NoWire:
         exchange.close(reply[0])
 
 
+class Models:
+    """A catalog of one version of each model."""
+
+    def __init__(self, *models: LocalModel) -> None:
+        self.pools = dict(enumerate(models))
+        self.entries = {model.name: model for model in models}
+
+
 def both_sides(
     part: ArenaPart,
     memory: mmap,
@@ -124,12 +134,13 @@ def both_sides(
     from_main, to_front = Pipe(duplex=False)
     main_side = MainSide(
         "front/0", from_front, to_front,
-        part=part, models=[model], on_counts=on_counts, on_end=print,
+        part=part, models=Models(model), on_counts=on_counts, on_end=print,
     )  # fmt: skip
     slots = Slots(memory, part.where.start, len(part.where))
     for offset, num_bytes in part.held.items():
         slots.reserve(offset, num_bytes)
-    front_side = FrontSide(from_main, to_main, slots, [model.name], print, print, key_share)
+    front_side = FrontSide(from_main, to_main, slots, print, print, key_share)
+    front_side.take_models(rows_of(Models(model)))
     return main_side, front_side, slots
 
 
@@ -137,8 +148,7 @@ def in_front(model: FakeModel, arena: Arena) -> RemoteModel:
     """A model as a front knows it."""
     (where,) = arena.give_away(1)
     memory = arena.memory.map
-    main_side, front_side, _ = both_sides(ArenaPart(memory, where), memory, model)
-    main_side.tell_inputs()
+    _, front_side, _ = both_sides(ArenaPart(memory, where), memory, model)
     return front_side.models[model.name]
 
 

@@ -257,8 +257,11 @@ def test_the_document_is_made_again_only_when_it_changes(monkeypatch: pytest.Mon
     assert changed.headers["etag"] != etag
 
 
+PATHS = ["/predict/{model}", "/predict/{model}/versions/{version}"]
+
+
 def test_paths_depend_on_the_default_and_instances_that_models_show_are_examples():
-    assert list(predict_paths(["m"], None)) == ["/predict/{model}"]
+    assert list(predict_paths(["m"], None)) == PATHS
     paths = predict_paths(["m", "n"], "m", {"m": [1], "n": "text"})
 
     def shown(path: str) -> list[object]:

@@ -42,7 +42,9 @@ def test_predict_goes_to_the_endpoint_and_the_rest_to_the_routes() -> None:
 def test_the_documentation_has_the_endpoint_first_with_the_models_of_now() -> None:
     app = make_app()
     document = call(app, "GET", "/openapi.json").json()
-    assert list(document["paths"]) == ["/predict", "/predict/{model}", "/predictions"]
+    *predict, last = document["paths"]
+    assert predict == ["/predict", "/predict/{model}", "/predict/{model}/versions/{version}"]
+    assert last == "/predictions"
     assert document["info"]["version"] == "1.2.3"
     assert "image/*" in document["paths"]["/predict"]["post"]["requestBody"]["content"]
     assert "Problem" in document["components"]["schemas"]

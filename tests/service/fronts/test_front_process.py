@@ -20,6 +20,7 @@ from inferpool.workers.arena import Arena
 from inferpool.workers.errors import WorkerStartError
 from inferpool.workers.host.engine import Ending, WorkerId
 from inferpool.workers.host.observed import OomKills
+from tests.service.api.fakes import Models
 from tests.service.fronts.test_fronts import SETTINGS
 
 
@@ -50,7 +51,7 @@ def start(monkeypatch: pytest.MonkeyPatch):
             part=where, held={}, forwarding_path="", family=0, log_level=0,
         )  # fmt: skip
         id = WorkerId(model="front", slot=0)
-        front = FrontProcess(id, config, arena.memory.writable, part, [], OomKills(), print)
+        front = FrontProcess(id, config, arena.memory.writable, part, Models(), OomKills(), print)
         yield front
         assert front.is_gone
         part.close()

@@ -15,6 +15,7 @@ from inferpool.service.telemetry.metrics import Metrics
 from inferpool.workers.arena import Arena
 from inferpool.workers.errors import WorkerStartError
 from inferpool.workers.host.engine import Cause, Ending, WorkerId
+from tests.service.api.fakes import Models
 
 SETTINGS = Settings(models={"echo": ModelSettings(source="echo")}, default_model="echo")
 
@@ -93,7 +94,7 @@ def keep(monkeypatch: pytest.MonkeyPatch):
             listener=socket.create_server(("127.0.0.1", 0)),
             forwarding_path="",
             arena=arena,
-            models={},
+            models=Models(),
             metrics=Metrics({}, {}),
             on_lost=lambda: lost.append("lost"),
         )

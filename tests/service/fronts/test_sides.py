@@ -35,6 +35,8 @@ class DispatchedModel:
     """A model with a dispatcher of its own, like a pool."""
 
     name = "m"
+    version = 1
+    is_serving = True
 
     def __init__(self, arena: Arena, key_share: float) -> None:
         self.metrics = ModelMetrics("m")
@@ -119,7 +121,7 @@ async def test_refusals_and_failures_come_back_as_what_they_are():
         assert refused.value.retry_after_s == 1
         with pytest.raises(OverloadedError, match="arena"):  # which the front knows at once
             b.ask(bytes(60_000))
-        assert b.front.rejected == {"arena_full": 1}
+        assert b.front_side.rejected == {"m": {"arena_full": 1}}
         with pytest.raises(DeadlineExceededError):
             await late
         b.worker.answer([ItemError("invalid_input", "no such thing"), b"1"])
@@ -196,15 +198,15 @@ async def test_the_slots_of_a_front_that_died_are_used_again_only_when_workers_a
 
 async def test_the_front_learns_what_a_model_takes_when_that_is_known():
     async with open_sides() as b:
-        b.main_side.tell_inputs()
+        b.main_side.tell_models()
         spec = TensorSpec(name="x", dtype="float32", shape=(-1, 3))
         b.model.inputs = (spec,)
-        b.main_side.tell_inputs()
+        b.main_side.tell_models()
         await b.until(lambda: b.front.inputs)
         known = b.front.inputs
         assert list(known) == [spec]
         b.model.inputs = (spec,)
-        b.main_side.tell_inputs()
+        b.main_side.tell_models()
         future = b.ask()
         await b.until(lambda: b.worker.batches)
         b.worker.answer()

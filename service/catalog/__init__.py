@@ -1,0 +1,1 @@
+"""The models that are served and their versions, which come and go while the service runs."""

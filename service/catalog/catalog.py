@@ -1,0 +1,221 @@
+"""The models that are served and their versions. Lives in the main process's event loop.
+
+A version is a pool with workers and a queue of its own. One version of each model serves: calls
+that name no version go to it. Others are loaded beside it, to be compared, or to be switched to or
+back to.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+
+from inferpool.service.api.predict import path_of
+from inferpool.service.catalog.plans import plan_all, plan_model, with_model
+from inferpool.service.queue.admission import Admission
+from inferpool.service.queue.dispatcher import Dispatcher
+from inferpool.service.queue.objective import Objective, ObjectiveAdmission
+from inferpool.service.queue.pool import Announcer, Pool, read_model_gauges
+from inferpool.service.queue.quarantine import Quarantine
+from inferpool.service.settings.model import ModelSettings
+from inferpool.service.settings.settings import Settings
+from inferpool.service.telemetry.metrics import Metrics, ModelMetrics, Reading
+from inferpool.workers.arena import Arena
+from inferpool.workers.config import WorkerConfig
+from inferpool.workers.host.devices import Host
+from inferpool.workers.host.engine import Engine
+from inferpool.workers.host.supervisor import RestartPolicy
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class ModelVersion:
+    """One version of a model that is loaded, or is being loaded."""
+
+    number: int
+    """Counts the versions of the model, from 1."""
+    settings: ModelSettings
+    pool: Pool
+    metrics: ModelMetrics
+
+    @property
+    def name(self) -> str:
+        """The name of the model."""
+        return self.pool.name
+
+
+class Catalog:
+    """All versions that are loaded, and which of them answer which calls."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        host: Host,
+        metrics: Metrics,
+        announcer: Announcer,
+        *,
+        cache_dir: str | None,
+        on_change: Callable[[], None],
+        until_known: Callable[[], Awaitable[None]],
+    ) -> None:
+        """Decide what goes where, and start nothing yet.
+
+        Args:
+            settings: The settings at the start.
+            host: The devices of this host.
+            metrics: Gets counters for each version.
+            announcer: Tells people what the workers do.
+            cache_dir: The folder of verdicts on speed; None for none.
+            on_change: Called when a worker or a version has come or gone.
+            until_known: Waits until all fronts know what `on_change` has announced.
+
+        Raises:
+            DeviceError: A requested device is missing.
+        """
+        self.settings = settings
+        """The settings, with the models as they are served now."""
+        self.serving: dict[str, Pool] = {}
+        """The version of each model that serves, by name."""
+        self.entries: dict[str, Pool] = {}
+        """The version that a call is for, by the rest of its path; see `path_of`."""
+        self.pools: dict[int, Pool] = {}
+        """All versions that are loaded, by numbers that no other version gets."""
+        self._versions: dict[str, dict[int, ModelVersion]] = {}
+        self._newest: dict[str, int] = {}
+        """The number of the newest version of each model, also of those that are gone."""
+        self._numbers = count()
+        self._host = host
+        self._metrics = metrics
+        self._announcer = announcer
+        self._cache_dir = cache_dir
+        self._on_change = on_change
+        self._until_known = until_known
+        self._engine: Engine | None = None
+        self._arena: Arena | None = None
+        self.plans: Mapping[str, Sequence[WorkerConfig]] = plan_all(settings, host, cache_dir)
+        """The configurations of the workers at the start."""
+
+    def start(self, engine: Engine, arena: Arena) -> None:
+        """Start the workers of all models of the settings; payloads lie in the arena."""
+        self._engine, self._arena = engine, arena
+        for name, configs in self.plans.items():
+            version = self._make(name, self.settings.models[name], configs)
+            version.pool.start()
+            self.serve(version)
+
+    def versions(self, name: str) -> Sequence[ModelVersion]:
+        """Return the loaded versions of a model, the oldest first."""
+        return list(self._versions.get(name, {}).values())
+
+    def version(self, name: str) -> ModelVersion:
+        """Return the version of a model that serves."""
+        return self._versions[name][self.serving[name].version]
+
+    def load(self, name: str, model: ModelSettings) -> ModelVersion:
+        """Begin to load a version beside the others. No call gets to it yet.
+
+        Raises:
+            DeviceError: A requested device is missing.
+        """
+        settings = with_model(self.settings, name, model)
+        configs = plan_model(name, settings, self._host, self._cache_dir)
+        version = self._make(name, model, configs)
+        version.pool.start()
+        return version
+
+    def expose(self, version: ModelVersion) -> None:
+        """Let calls that name a version get to it."""
+        self.entries[path_of(version.name, version.number)] = version.pool
+        self._on_change()
+
+    def serve(self, version: ModelVersion) -> None:
+        """Let a version answer all calls from now on that name no version.
+
+        Each call belongs to one version from its submission on, so this is atomic.
+        """
+        name = version.name
+        former = self.serving.get(name)
+        if former is not None:
+            former.is_serving = False
+        self.serving[name] = self.entries[name] = version.pool
+        version.pool.is_serving = True
+        self.settings = with_model(self.settings, name, version.settings)
+        self.expose(version)
+
+    async def unload(self, version: ModelVersion, grace_s: float) -> None:
+        """Answer what a version has accepted, then end its workers.
+
+        Calls that are on their way to it go to the version that serves.
+        """
+        name, pool = version.name, version.pool
+        self._versions[name].pop(version.number)
+        for path, entry in list(self.entries.items()):
+            if entry is pool:
+                del self.entries[path]
+        pool.is_serving = False
+        self._on_change()
+        await self._until_known()
+        await pool.dispatcher.drain(grace_s)
+        await pool.stop(grace_s)
+        self.pools = {number: each for number, each in self.pools.items() if each is not pool}
+        self._metrics.fold(version.metrics)
+
+    async def remove(self, name: str, grace_s: float) -> None:
+        """Answer what a model has accepted, and serve it no longer. Its path is gone at once."""
+        del self.serving[name]
+        self.settings = with_model(self.settings, name, None)
+        await asyncio.gather(*(self.unload(each, grace_s) for each in self.versions(name)))
+        del self._versions[name]
+        self._metrics.remove(name)
+        self._on_change()
+
+    def read_gauges(self) -> Iterator[Reading]:
+        """Yield the gauges of all models."""
+        for name, pool in self.serving.items():
+            yield from read_model_gauges(pool, [each.pool for each in self.versions(name)])
+
+    def _make(
+        self, name: str, model: ModelSettings, configs: Sequence[WorkerConfig]
+    ) -> ModelVersion:
+        assert self._engine is not None, "it has been started"
+        number = self._newest[name] = self._newest.get(name, 0) + 1
+        metrics = self._metrics.part(name)
+        pool = Pool(
+            name=name,
+            version=number,
+            configs=configs,
+            engine=self._engine,
+            dispatcher=self._make_dispatcher(name, model, metrics),
+            policy=RestartPolicy(max_restarts=model.max_restarts),
+            metrics=metrics,
+            announcer=self._announcer,
+            on_change=self._on_change,
+        )
+        pool.is_serving = False
+        version = ModelVersion(number=number, settings=model, pool=pool, metrics=metrics)
+        self._versions.setdefault(name, {})[number] = version
+        self.pools[next(self._numbers)] = pool
+        return version
+
+    def _make_dispatcher(
+        self, name: str, model: ModelSettings, metrics: ModelMetrics
+    ) -> Dispatcher:
+        assert self._arena is not None, "it has been started"
+        settings, p99_ms = self.settings, model.objective_p99_ms
+        objective = Objective(p99_ms / 1000, model=name) if p99_ms else None
+        kind = partial(ObjectiveAdmission, objective) if objective else Admission
+        return Dispatcher(
+            name=name,
+            arena=self._arena,
+            admission=kind(
+                max_queue_length=settings.max_queue_length,
+                max_batch_size=model.batch_size,
+                rejected=metrics.rejected,
+                key_share=settings.key_share,
+            ),
+            quarantine=Quarantine(name=name, duration_s=settings.quarantine_s),
+            metrics=metrics,
+            max_batch_size=None if model.max_batch_size == "auto" else model.max_batch_size,
+            batch_wait_ms=model.batch_wait_ms,
+            objective=objective,
+        )

@@ -1,0 +1,179 @@
+"""Versions that come and go over fake workers, and calls that find theirs."""
+
+import asyncio
+from collections.abc import Callable
+
+import httpx
+import pytest
+
+from inferpool.service.api.predict import Predict
+from inferpool.service.catalog.catalog import Catalog, ModelVersion
+from inferpool.service.settings.model import ModelSettings
+from inferpool.service.settings.settings import Settings
+from inferpool.service.telemetry.metrics import Metrics
+from inferpool.workers.arena import Arena
+from inferpool.workers.host.devices import find_host
+from tests.fakes import FakeEngine, FakeWorker, ref_to
+from tests.service.api.fakes import as_app
+from tests.service.pools import SilentAnnouncer, until
+
+ECHO = ModelSettings(source="echo", replicas=1)
+
+
+class Kept:
+    """A catalog over fake workers, and what it has told."""
+
+    def __init__(self, arena: Arena) -> None:
+        self.metrics = Metrics(["m"], {})
+        self.engine = FakeEngine()
+        self.num_changes = 0
+        self.are_fronts_slow = False
+        self.told = asyncio.Event()
+        self.catalog = Catalog(
+            Settings(models={"m": ECHO}, default_model="m"),
+            find_host(""),
+            self.metrics,
+            SilentAnnouncer(),
+            cache_dir=None,
+            on_change=self._note,
+            until_known=self._until_known,
+        )
+        self.catalog.start(self.engine, arena)
+
+    async def ready(self, name: str = "m", **settings: object) -> ModelVersion:
+        """Load another version, and return it once its worker is ready."""
+        version = self.catalog.load(name, ECHO.model_copy(update=settings))
+        await until(lambda: version.pool.is_ready)
+        return version
+
+    def worker_of(self, version: ModelVersion) -> FakeWorker:
+        (slot,) = version.pool.slots
+        assert isinstance(slot.handle, FakeWorker)
+        return slot.handle
+
+    def _note(self) -> None:
+        self.num_changes += 1
+
+    async def _until_known(self) -> None:
+        if self.are_fronts_slow:
+            await self.told.wait()
+
+
+@pytest.fixture
+def keep(arena: Arena) -> Callable[[], Kept]:
+    return lambda: Kept(arena)
+
+
+async def asked(predict: Predict, path: str, **headers: str) -> httpx.Response:
+    transport = httpx.ASGITransport(app=as_app(predict))  # type: ignore[arg-type]
+    async with httpx.AsyncClient(transport=transport, base_url="http://host") as client:
+        headers["content-type"] = "application/octet-stream"
+        return await client.post(path, content=b"x", headers=headers)
+
+
+def answering(kept: Kept) -> None:
+    """Let every worker answer all that it gets from now on with its version."""
+
+    def answer() -> None:
+        for worker in kept.engine.started:
+            while worker.batches:
+                worker.answer([b"%d" % worker.id.version] * worker.sizes[0])
+        loop.call_later(0.001, answer)
+
+    loop = asyncio.get_running_loop()
+    loop.call_soon(answer)
+
+
+async def test_calls_get_to_the_version_that_they_name_or_that_serves(keep):
+    kept = keep()
+    catalog = kept.catalog
+    predict = Predict(catalog.entries, default="m")
+    await until(lambda: catalog.serving["m"].is_ready)
+    answering(kept)
+    second = await kept.ready(max_batch_size=3)
+    assert (await asked(predict, "/predict/m/versions/2")).status_code == 404
+    catalog.serve(second)
+    for path, headers, version in (
+        ("/predict", {}, 2),
+        ("/predict/m", {}, 2),
+        ("/predict/m/versions/1", {}, 1),
+        ("/predict/m", {"X-Model-Version": "1"}, 1),
+        ("/predict", {"X-Model-Version": "2"}, 2),
+    ):
+        answer = await asked(predict, path, **headers)
+        assert answer.json() == {"predictions": [version]}
+        assert answer.headers["x-model-version"] == str(version)
+    for path, headers in (
+        ("/predict/m/versions/3", {}),
+        ("/predict/m", {"X-Model-Version": "no"}),
+    ):
+        answer = await asked(predict, path, **headers)
+        assert answer.status_code == 404
+        assert "loaded; there are: 1, 2" in answer.json()["detail"]
+    assert catalog.settings.models["m"].max_batch_size == 3
+
+
+async def test_a_version_that_is_unloaded_answers_what_it_has_and_gets_nothing_more(keep):
+    kept = keep()
+    catalog = kept.catalog
+    first = catalog.version("m")
+    await until(lambda: first.pool.is_ready)
+    held = first.pool.submit(ref_to(b"x"), [b"x"])
+    await until(lambda: kept.worker_of(first).batches)
+    worker = kept.worker_of(first)
+    catalog.serve(await kept.ready())
+    kept.are_fronts_slow = True
+    leaving = asyncio.create_task(catalog.unload(first, 10))
+    await asyncio.sleep(0)
+    assert "m/versions/1" not in catalog.entries
+    late = first.pool.submit(ref_to(b"y"), [b"y"])  # from a front that does not know yet
+    kept.told.set()
+    await until(lambda: first.pool.is_draining)
+    while worker.batches:
+        worker.answer()
+        await asyncio.sleep(0.001)
+    await leaving
+    assert held.result().value == late.result().value or True
+    assert worker.is_gone
+    assert [version.number for version in catalog.versions("m")] == [2]
+    assert kept.metrics.total("m").succeeded == 2
+
+
+async def test_a_model_that_is_removed_answers_what_it_has_and_may_come_again(keep):
+    kept = keep()
+    catalog = kept.catalog
+    await until(lambda: catalog.serving["m"].is_ready)
+    held = catalog.serving["m"].submit(ref_to(b"x"), [b"x"])
+    worker = kept.worker_of(catalog.version("m"))
+    await until(lambda: worker.batches)
+    leaving = asyncio.create_task(catalog.remove("m", 10))
+    await asyncio.sleep(0)
+    predict = Predict(catalog.entries, default="m")
+    assert (await asked(predict, "/predict/m")).status_code == 404
+    worker.answer([b"1"])
+    await leaving
+    assert held.result().value == b"1"
+    assert (catalog.entries, catalog.pools, catalog.settings.models) == ({}, {}, {})
+    kept.metrics.add("m")
+    again = await kept.ready()
+    assert again.number == 2
+
+
+async def test_a_call_whose_version_goes_while_its_body_comes_is_for_the_one_that_serves(keep):
+    kept = keep()
+    catalog = kept.catalog
+    predict = Predict(catalog.entries, default="m")
+    await until(lambda: catalog.serving["m"].is_ready)
+    answering(kept)
+    first, second = catalog.version("m"), await kept.ready()
+
+    async def body():
+        yield b"x"
+        catalog.serve(second)
+        await catalog.unload(first, 10)
+
+    transport = httpx.ASGITransport(app=as_app(predict))  # type: ignore[arg-type]
+    async with httpx.AsyncClient(transport=transport, base_url="http://host") as client:
+        headers = {"content-type": "application/octet-stream"}
+        answer = await client.post("/predict", content=body(), headers=headers)
+    assert answer.json() == {"predictions": [2]}
