@@ -17,6 +17,7 @@ from inferpool.service.api.routes.admin import admin_router
 from inferpool.service.api.routes.events import events_router
 from inferpool.service.api.routes.health import health_router
 from inferpool.service.api.routes.metrics import metrics_router
+from inferpool.service.api.routes.models import models_router
 from inferpool.service.api.web import App
 from inferpool.service.api.wire.budgets import EdgeLimits
 from inferpool.service.api.wire.listening import (
@@ -192,7 +193,7 @@ def make_app(service: Service, predict: Predict, guard: Guard) -> App:
         events_router(service.live),
     ]
     if service.settings.admin_keys:
-        routers.append(admin_router(service.operations))
+        routers += [admin_router(service.operations), models_router(service.changes)]
     app = App(
         version=version_of(),
         routers=routers,

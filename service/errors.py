@@ -8,6 +8,7 @@ ServiceError
 +-- NotAcceptableError         no answer in any form that `Accept` allows: 406
 +-- UnsupportedTypeError       a content type that no codec reads: 415
 +-- InvalidInputError          it was read, and does not fit the model: 422
++-- VersionRefusedError        a version of a model may not serve: 422
 +-- QuarantinedError           this very input has killed workers lately: 422
 +-- OverloadedError            the queue or the arena is full, or the deadline cannot be met: 429
 |   +-- OverShareError         its API key has its share of the queue or of the arena: 429
@@ -23,6 +24,8 @@ CancelledByClientError         the client hung up; nobody is left to be told
 StartError                     the service cannot start, or did not come up
 """
 
+from collections.abc import Mapping
+
 
 class StartError(Exception):
     """The service cannot start, or did not come up; the message says why and what to do."""
@@ -35,9 +38,11 @@ class ServiceError(Exception):
         code: A stable, machine-readable name.
         message: One or two sentences for a person: what was wrong, where, and what to do.
         retry_after_s: Whole seconds after which another try makes sense, or None.
+        figures: Figures that show what was wrong, if there are any.
     """
 
     code = "error"
+    figures: Mapping[str, object] | None = None
 
     def __init__(self, message: str, *, retry_after_s: int | None = None) -> None:
         super().__init__(message)
@@ -85,6 +90,12 @@ class InvalidInputError(ServiceError):
     """The input was read, but the model cannot take it."""
 
     code = "invalid_input"
+
+
+class VersionRefusedError(ServiceError):
+    """A version of a model cannot be loaded, or is not good enough to serve."""
+
+    code = "version_refused"
 
 
 class QuarantinedError(ServiceError):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from inferpool.service.api.routes.events import HostState
 from inferpool.service.api.routes.health import HealthReport
 from inferpool.service.catalog.catalog import Catalog
+from inferpool.service.catalog.changes import Changes
 from inferpool.service.catalog.plans import placement_text
 from inferpool.service.errors import StartError
 from inferpool.service.fronts.only_front import OnlyFront
@@ -96,6 +97,12 @@ class Service:
             settings_json=lambda: json_of(loaded.rows()),
         )
         self._speed_search = SpeedSearch(search, grace_s=settings.drain_timeout_s)
+        self.changes = Changes(
+            self.catalog,
+            metrics,
+            self._speed_search if settings.speed_search else None,
+            grace_s=settings.drain_timeout_s,
+        )
         self._settled = asyncio.Event()
         self._changed = asyncio.Event()
         self._lost = asyncio.Event()
@@ -163,6 +170,7 @@ class Service:
         self._gpu_watch.stop()
         await self.live.stop()
         await self.operations.stop()
+        await self.changes.stop()
         await self._speed_search.stop()
         await self.drain()
         await self.fronts.stop()

@@ -10,10 +10,10 @@ LargeHeadError             too many headers, or too long ones: 431
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from http import HTTPStatus
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 from urllib.parse import quote
 
 import msgspec
@@ -43,6 +43,7 @@ from inferpool.service.errors import (
     UnavailableError,
     UnknownModelError,
     UnsupportedTypeError,
+    VersionRefusedError,
     WorkerCrashedError,
 )
 
@@ -127,6 +128,7 @@ TABLE: dict[type[ServiceError], ErrorKind] = {
     LongUrlError: ErrorKind(414, "The URL is too long", False),
     UnsupportedTypeError: ErrorKind(415, "Unsupported content type", False),
     InvalidInputError: ErrorKind(422, "The input does not fit", False),
+    VersionRefusedError: ErrorKind(422, "The version is refused", False),
     QuarantinedError: ErrorKind(422, "The input is in quarantine", False),
     OverloadedError: ErrorKind(429, "Overloaded", True),
     OverShareError: ErrorKind(429, "The key has its share", True),
@@ -182,6 +184,10 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     request_id: Annotated[str, Meta(description="The same as in `X-Request-ID`.")]
     retryable: Annotated[bool, Meta(description="The same request may succeed later.")]
     retry_after_s: Annotated[int | None, Meta(description="The same as in `Retry-After`.")] = None
+    figures: Annotated[
+        Mapping[str, Any],
+        Meta(description="Why a version of a model was refused, in figures: see `SwapFigures`."),
+    ] = {}
     errors: Annotated[
         Sequence[InstanceError],
         Meta(description="The error of each instance, if there were several and all failed."),
@@ -223,6 +229,7 @@ def problem(
         is_retryable=kind.is_retryable,
         retry_after_s=retry_after_s,
         errors=errors,
+        figures=error.figures,
     )
 
 
@@ -257,6 +264,7 @@ def _render(
     is_retryable: bool,
     retry_after_s: int | None = None,
     errors: Sequence[InstanceError] = (),
+    figures: Mapping[str, object] | None = None,
 ) -> Answer:
     document = Problem(
         type=_TYPE_PREFIX + code,
@@ -270,6 +278,7 @@ def _render(
         retryable=is_retryable,
         retry_after_s=retry_after_s,
         errors=errors,
+        figures=figures or {},
     )
     body = msgspec.json.encode(document)
     headers = [(b"content-type", PROBLEM_TYPE), (b"content-length", b"%d" % len(body))]

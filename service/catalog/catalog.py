@@ -88,7 +88,8 @@ class Catalog:
         self._metrics = metrics
         self._announcer = announcer
         self._cache_dir = cache_dir
-        self._on_change = on_change
+        self._tell = on_change
+        self._waiting: list[asyncio.Future[None]] = []
         self._until_known = until_known
         self._engine: Engine | None = None
         self._arena: Arena | None = None
@@ -110,6 +111,12 @@ class Catalog:
     def version(self, name: str) -> ModelVersion:
         """Return the version of a model that serves."""
         return self._versions[name][self.serving[name].version]
+
+    async def until_changed(self) -> None:
+        """Wait until a worker or a version has come or gone."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(future)
+        await future
 
     def load(self, name: str, model: ModelSettings) -> ModelVersion:
         """Begin to load a version beside the others. No call gets to it yet.
@@ -165,7 +172,11 @@ class Catalog:
         del self.serving[name]
         self.settings = with_model(self.settings, name, None)
         await asyncio.gather(*(self.unload(each, grace_s) for each in self.versions(name)))
-        del self._versions[name]
+        self.forget(name)
+
+    def forget(self, name: str) -> None:
+        """Show a model no longer that has no version left."""
+        self._versions.pop(name, None)
         self._metrics.remove(name)
         self._on_change()
 
@@ -173,6 +184,13 @@ class Catalog:
         """Yield the gauges of all models."""
         for name, pool in self.serving.items():
             yield from read_model_gauges(pool, [each.pool for each in self.versions(name)])
+
+    def _on_change(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for future in waiting:
+            if not future.done():
+                future.set_result(None)
+        self._tell()
 
     def _make(
         self, name: str, model: ModelSettings, configs: Sequence[WorkerConfig]

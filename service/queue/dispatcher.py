@@ -150,6 +150,8 @@ class Dispatcher:
         chunks: Sequence[Buffer],
         steps: InstanceSteps | None = None,
         owner: SlotOwner | None = None,
+        *,
+        is_solo: bool = False,
     ) -> Instance:
         """Admit one instance: copy its payload into the arena, if it is not there, and queue it.
 
@@ -161,6 +163,7 @@ class Dispatcher:
                 copy.
             steps: Notes what happens to the instance, if its call is traced.
             owner: The owner of the payload's slot, if it is in the arena already.
+            is_solo: Compute it in a batch of its own.
 
         Returns:
             The future of its result, which may raise a `ServiceError`. Cancelling it gives it up.
@@ -189,6 +192,7 @@ class Dispatcher:
                 raise OverloadedError("the arena for payloads is full", retry_after_s=1)
             ref.offset = offset
         instance = Instance(self, ref, owner, now)
+        instance.is_solo = is_solo
         if is_suspect:
             instance.is_solo = True
             instance.num_crashes = 1
@@ -404,6 +408,7 @@ class Dispatcher:
             if instance.state == SETTLED:
                 instance.owner.free(instance.ref.offset)
             elif instance.num_crashes >= MAX_CRASHES:
+                self._metrics.faults += 1
                 instance.owner.free(instance.ref.offset)
                 self._ledger.fail(
                     instance,

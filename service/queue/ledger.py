@@ -38,6 +38,8 @@ FAR_S = 1.0
 """Deadlines further off than this are not tracked yet. Nearly all instances are answered before
 theirs comes near, so most cost nothing."""
 _LOOK_S = 0.5
+_FAULTS = ("model_error", "non_finite_output", "worker_crashed")
+"""Errors that are the model's own, rather than those of an input, a caller or the host."""
 
 
 class Ledger:
@@ -138,6 +140,8 @@ class Ledger:
         self._end(instance, error)
 
     def _fail_item(self, instance: Instance, error: ItemError) -> None:
+        if error.code in _FAULTS:
+            self.metrics.faults += 1
         if error.code == "deadline_exceeded":
             self.expire(instance, error.message)
         elif error.code == "invalid_input":

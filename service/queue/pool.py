@@ -80,6 +80,8 @@ class Pool:
         self.version = version
         self.is_serving = True
         """Calls that name no version come here; if not, each call looks where it belongs."""
+        self.recorder: Callable[[ItemRef, Sequence[Buffer]], None] | None = None
+        """Gets each instance before it is submitted, while versions are compared."""
         self.dispatcher = dispatcher
         self.inputs: Sequence[TensorSpec] = ()
         """The inputs of the model; empty until a worker is ready."""
@@ -181,6 +183,8 @@ class Pool:
         if not self._is_expecting and not dispatcher.num_ready and not dispatcher.is_draining:
             self._metrics.rejected["unavailable"] += 1
             raise self._nobody()
+        if self.recorder is not None:
+            self.recorder(ref, chunks)
         return dispatcher.submit(ref, chunks, steps, owner)
 
     async def stop(self, grace_s: float) -> None:

@@ -11,7 +11,7 @@ from pydantic_core import ErrorDetails
 
 from inferpool.models.files.reading import read_file
 from inferpool.service.settings.keys import Keys, read_keys
-from inferpool.service.settings.model import ModelSettings
+from inferpool.service.settings.model import MODEL_NAME, ModelSettings
 from inferpool.service.settings.names import (
     FLAGS,
     KEY_SETTINGS,
@@ -47,8 +47,6 @@ from inferpool.service.settings.tracing import (
     parted,
     values_from,
 )
-
-_MODEL_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 
 
 class Draft:
@@ -372,7 +370,7 @@ class Draft:
         return where or dotted(key)
 
     def _name_model(self, name: str, place: str) -> bool:
-        if not _MODEL_NAME.fullmatch(name):
+        if not MODEL_NAME.fullmatch(name):
             rule = "up to 64 of a-z, 0-9, '.', '_' and '-', the first a letter or digit"
             self._problems.append(f"{place}: {shown(name)} is not a model's name: {rule}")
             return False

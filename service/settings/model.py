@@ -1,5 +1,6 @@
 """The settings of one model, and the configuration that its workers get from them."""
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
@@ -18,6 +19,7 @@ from inferpool.workers.config import ErrorDetail, ModelConfig, WorkerConfig
 from inferpool.workers.host.devices import Host, parse_devices
 from inferpool.workers.host.placing import PlacementRequest, place
 
+MODEL_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 PositiveInt = Annotated[int, Field(ge=1)]
 PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Auto = Literal["auto"]

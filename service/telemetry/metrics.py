@@ -85,6 +85,8 @@ class ModelMetrics:
         self.expired = 0
         self.cancelled = 0
         self.in_flight = 0
+        self.faults = 0
+        """Instances among `failed` that the model failed on, or that ended workers."""
         self.retried = 0
         """Instances sent again after the worker that held them was lost."""
         self.rejected: dict[RejectReason, int] = dict.fromkeys(get_args(RejectReason), 0)

@@ -20,7 +20,7 @@ from inferpool.service.api.openapi.headers import (
     answer_headers,
 )
 from inferpool.service.api.openapi.problems import COMMON_STATUSES, refer_to
-from inferpool.service.api.routes import admin, events, health
+from inferpool.service.api.routes import admin, events, health, models
 
 INFO: Mapping[str, Any] = {
     "title": "inferpool",
@@ -99,7 +99,7 @@ def _texts_of_fields() -> Mapping[str, Mapping[str, str]]:
     pydantic could do this too, but at import: it would add 0.1 s to the start.
     """
     found: dict[str, dict[str, str]] = {}
-    for module in (health, events, admin):
+    for module in (health, events, admin, models):
         for node in ast.parse(inspect.getsource(module)).body:
             if not isinstance(node, ast.ClassDef):
                 continue

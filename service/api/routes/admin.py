@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 _Responses = dict[int | str, dict[str, Any]]
-_ERRORS: _Responses = {
+ERRORS: _Responses = {
     401: {"description": "No key, or no known one."},
     403: {"description": "The key is not one of `admin_keys`."},
 }
@@ -105,27 +105,27 @@ class AdminTarget(Protocol):
 def admin_router(target: AdminTarget) -> APIRouter:
     """Return the routes, acting on a target. Whoever serves them checks the key."""
     logger.setLevel(logging.INFO)  # always, whatever the level of the rest
-    router = APIRouter(prefix="/admin", tags=["admin"], responses=_ERRORS)
+    router = APIRouter(prefix="/admin", tags=["admin"], responses=ERRORS)
 
     @router.post("/drain", summary="Turn readiness red, but serve on; /admin/resume undoes it")
     async def drain(request: Request) -> Draining:
         """Balancers send no more requests; those that come all the same are answered."""
         target.set_draining(True)
-        _record(request, "drain")
+        record(request, "drain")
         return Draining(draining=True)
 
     @router.post("/resume", summary="Turn readiness green again", responses=_BUSY)
     async def resume(request: Request) -> Draining:
         """Undo a drain; a shutdown cannot be undone."""
         target.set_draining(False)
-        _record(request, "resume")
+        record(request, "resume")
         return Draining(draining=False)
 
     async def restarted(
         request: Request, response: Response, model: str, number: int | None, old_first: bool
     ) -> Restarting:
         workers = target.restart(model, number, old_first=old_first)
-        _record(request, f"restart of {', '.join(workers)}")
+        record(request, f"restart of {', '.join(workers)}")
         if not await target.until_restarted(model):
             response.status_code = 202
         return Restarting(workers=workers)
@@ -159,7 +159,7 @@ def admin_router(target: AdminTarget) -> APIRouter:
     )
     async def settings(request: Request) -> Response:
         """The same as `inferpool config --json` prints."""
-        _record(request, "show settings")
+        record(request, "show settings")
         return Response(target.settings_json(), media_type="application/json")
 
     @router.get("/log-level", summary="The least severe log lines that are written")
@@ -172,7 +172,7 @@ def admin_router(target: AdminTarget) -> APIRouter:
         """The level holds until the next start; admin actions are always logged."""
         before = _level_now()
         logging.getLogger().setLevel(level.upper())
-        _record(request, f"log level {before} -> {level}")
+        record(request, f"log level {before} -> {level}")
         return Logging(level=level)
 
     return router
@@ -184,7 +184,7 @@ def _level_now() -> LogLevel:
     return min(known, key=lambda name: abs(getattr(logging, name.upper()) - number))
 
 
-def _record(request: Request, action: str) -> None:
+def record(request: Request, action: str) -> None:
     """Log an action with its caller and its id."""
     call: Call = request.scope[CALL_KEY]
     logger.info(

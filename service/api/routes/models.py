@@ -1,0 +1,227 @@
+"""/admin/models: models and their versions that come and go while the service runs."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from inferpool.service.api.routes.admin import ERRORS, record
+from inferpool.service.errors import BadRequestError, TooLargeError
+
+MAX_BODY_BYTES = 256 * 1024
+_BODY_S = 10.0
+"""How long a body may take to arrive."""
+_ANSWER_S = 3600.0
+"""The longest that a call waits for the decision."""
+
+VersionState = Literal[
+    "loading", "comparing", "serving", "kept", "leaving", "gone", "refused", "rolled_back"
+]
+
+_Responses = dict[int | str, dict[str, Any]]
+_NO_MODEL: _Responses = {404: {"description": "No such model."}}
+_BUSY: _Responses = {409: {"description": "The model is being changed already."}}
+_UNFIT: _Responses = {422: {"description": "The settings cannot be used, or it was refused."}}
+_GOING_ON: _Responses = {
+    202: {"description": "It was asked for with `Prefer: respond-async`; `Location` says how."}
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwapFigures:
+    """A comparison of a version with the one that serves."""
+
+    num_inputs: int = 0
+    """Inputs that both have computed."""
+    num_live: int = 0
+    """Inputs among them that clients had sent."""
+    agreement: float | None = None
+    """The share of inputs with the same best label, or the same text."""
+    deviation: float | None = None
+    """The largest difference of any number, as a part of the largest number of its output."""
+    latency_ms: float | None = None
+    """The median time of one input."""
+    latency_ratio: float | None = None
+    """The median of that time divided by that of the version that serves."""
+    memory_bytes: int | None = None
+    """Memory of its workers."""
+    memory_ratio: float | None = None
+    """The same divided by that of the version that serves."""
+    num_faults: int = 0
+    """Inputs that it fails on, and the version that serves does not."""
+    first_fault: str = ""
+    """The error of the first of these."""
+    accuracy: float | None = None
+    """The share of `validation` that it labels right."""
+    accuracy_before: float | None = None
+    """The same for the version that serves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionInfo:
+    """One version of a model."""
+
+    number: int
+    state: VersionState
+    source: str
+    weights: str
+    since: float
+    """When it came into this state, in seconds of the Unix epoch."""
+    reason: str = ""
+    """Why it was refused or rolled back, or its progress while it loads."""
+    figures: SwapFigures | None = None
+    """How it compared with the version that served then."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """One model and its versions."""
+
+    name: str
+    version: int | None
+    """The version that serves; null while the model loads for the first time."""
+    ready: bool
+    change: str = ""
+    """What is being done to it, for a person; empty if nothing is."""
+    versions: Sequence[VersionInfo] = ()
+    """The newest first; those that are gone too, as far as they are remembered."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelList:
+    """All models."""
+
+    models: Sequence[ModelInfo]
+
+
+class ModelsTarget(Protocol):
+    """Does what the operator asks for. Each change is of one model; it has one at a time.
+
+    All of these raise `UnknownModelError`, `ConflictError` if the model is being changed, and
+    `InvalidInputError` if the settings cannot be used.
+    """
+
+    def list_models(self) -> Sequence[ModelInfo]:
+        """Return all models."""
+
+    def model_info(self, name: str) -> ModelInfo:
+        """Return one model."""
+
+    def begin_add(self, settings: Mapping[str, object]) -> str:
+        """Begin to load a model with the settings of one `[models.NAME]`; return its name."""
+
+    def begin_remove(self, name: str) -> None:
+        """Serve a model no longer, and begin to drain it."""
+
+    def begin_swap(self, name: str, request: Mapping[str, object]) -> None:
+        """Begin to load another version of a model, which takes over if it is good enough."""
+
+    def begin_rollback(self, name: str) -> None:
+        """Let the version that served before serve again."""
+
+    async def until_decided(self, name: str) -> None:
+        """Wait until the change of a model is decided.
+
+        Raises:
+            ServiceError: It came to nothing; says why, and what serves.
+        """
+
+
+def models_router(target: ModelsTarget) -> APIRouter:
+    """Return the routes, acting on a target. Whoever serves them checks the key."""
+    router = APIRouter(prefix="/admin/models", tags=["admin"], responses=ERRORS)
+
+    async def decided(request: Request, response: Response, name: str) -> ModelInfo:
+        """Wait for the decision, unless the caller does not want to (RFC 7240, 4.1)."""
+        if "respond-async" in request.headers.get("prefer", ""):
+            response.status_code = 202
+            root = request.scope.get("root_path", "").rstrip("/")
+            response.headers["location"] = f"{root}/admin/models/{name}"
+            response.headers["preference-applied"] = "respond-async"
+        else:
+            await asyncio.wait_for(target.until_decided(name), _ANSWER_S)
+        return target.model_info(name)
+
+    @router.get("", summary="All models and their versions")
+    async def models() -> ModelList:
+        """The version that serves, what is being changed, and what became of earlier versions."""
+        return ModelList(models=target.list_models())
+
+    @router.post("", summary="Load one more model", responses=_BUSY | _UNFIT | _GOING_ON)
+    async def add_model(request: Request, response: Response) -> ModelInfo:
+        """The body is a JSON object: `name`, and the settings of `[models.NAME]` in the file."""
+        name = target.begin_add(await _body_of(request))
+        record(request, f"add {name}")
+        return await decided(request, response, name)
+
+    @router.get("/{model}", summary="One model and its versions", responses=_NO_MODEL)
+    async def show_model(model: str) -> ModelInfo:
+        """The same as in the list of all models."""
+        return target.model_info(model)
+
+    @router.delete(
+        "/{model}", status_code=204, summary="Serve a model no longer", responses=_NO_MODEL | _BUSY
+    )
+    async def remove_model(request: Request, model: str) -> Response:
+        """New calls get 404. The answer comes once what it had accepted is answered."""
+        target.begin_remove(model)
+        record(request, f"remove {model}")
+        await target.until_decided(model)
+        return Response(status_code=204)
+
+    @router.get("/{model}/versions", summary="The versions of a model", responses=_NO_MODEL)
+    async def show_versions(model: str) -> Sequence[VersionInfo]:
+        """The newest first; those that are gone too, as far as they are remembered."""
+        return target.model_info(model).versions
+
+    @router.post(
+        "/{model}/versions",
+        summary="Load another version of a model, which takes over if it is good enough",
+        responses=_NO_MODEL | _BUSY | _UNFIT | _GOING_ON,
+    )
+    async def swap_model(request: Request, response: Response, model: str) -> ModelInfo:
+        """The body is a JSON object: settings of `[models.NAME]` that change, and the policy."""
+        target.begin_swap(model, await _body_of(request))
+        record(request, f"another version of {model}")
+        return await decided(request, response, model)
+
+    @router.post(
+        "/{model}/rollback",
+        summary="Let the version that served before serve again",
+        responses=_NO_MODEL | _BUSY | _GOING_ON,
+    )
+    async def rollback_model(request: Request, response: Response, model: str) -> ModelInfo:
+        """At once if it is still loaded (see `rollback_s`); else it is loaded first."""
+        target.begin_rollback(model)
+        record(request, f"rollback of {model}")
+        return await decided(request, response, model)
+
+    return router
+
+
+async def _body_of(request: Request) -> Mapping[str, object]:
+    """Read a body that is a JSON object.
+
+    Raises:
+        BadRequestError: It is something else.
+        TooLargeError: It is too long.
+    """
+    body = b""
+    try:
+        async with asyncio.timeout(_BODY_S):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > MAX_BODY_BYTES:
+                    raise TooLargeError(f"the body is larger than {MAX_BODY_BYTES} bytes")
+    except TimeoutError:
+        raise BadRequestError(f"the body did not arrive within {_BODY_S:g} s") from None
+    try:
+        decoded = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise BadRequestError(f"the body is not JSON: {error}") from error
+    if not isinstance(decoded, dict):
+        raise BadRequestError('the body must be a JSON object, such as {"source": "echo"}')
+    return decoded

@@ -1,0 +1,440 @@
+"""Changes of models that an operator asks for: one at a time for each model.
+
+A version that is asked for is loaded beside the one that serves, and judged. The switch is one
+step in the event loop. The former version stays loaded for a while, to go back to.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+from inferpool.service.api.routes.models import (
+    ModelInfo,
+    SwapFigures,
+    VersionInfo,
+    VersionState,
+)
+from inferpool.service.catalog.catalog import Catalog, ModelVersion
+from inferpool.service.catalog.comparison import Comparison, why_not
+from inferpool.service.catalog.requests import SwapOptions, read_add, read_swap
+from inferpool.service.catalog.samples import Recorder, samples_of
+from inferpool.service.errors import (
+    ConflictError,
+    InvalidInputError,
+    ServiceError,
+    UnavailableError,
+    UnknownModelError,
+    VersionRefusedError,
+)
+from inferpool.service.settings.model import ModelSettings
+from inferpool.service.speed import SpeedSearch
+from inferpool.service.telemetry.metrics import Metrics, ModelMetrics
+from inferpool.workers.host.devices import DeviceError
+
+logger = logging.getLogger(__name__)
+
+_NUM_REMEMBERED = 20
+"""Versions of a model that are remembered."""
+_LEAST_ANSWERS = 50
+"""With fewer answers of a version, its faults and times are not judged."""
+_WATCH_EVERY_S = 0.5
+
+
+@dataclass(slots=True, kw_only=True)
+class Record:
+    """What became of a version."""
+
+    number: int
+    settings: ModelSettings
+    state: VersionState
+    since: float
+    reason: str = ""
+    figures: SwapFigures | None = None
+
+    def become(self, state: VersionState, reason: str = "") -> None:
+        """Come into another state."""
+        self.state, self.reason, self.since = state, reason, time.time()
+
+    def info(self) -> VersionInfo:
+        """Return it as an answer."""
+        return VersionInfo(
+            number=self.number,
+            state=self.state,
+            source=self.settings.source,
+            weights=self.settings.weights,
+            since=round(self.since, 3),
+            reason=self.reason,
+            figures=self.figures,
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class Change:
+    """One change of a model."""
+
+    what: str
+    """For people."""
+    decided: asyncio.Future[None]
+    """Done once the change has taken effect, or failed with the error that says why."""
+    task: asyncio.Task[None] | None = None
+
+
+class Changes:
+    """Adds, removes and swaps models; see `ModelsTarget`. Lives in the event loop."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        metrics: Metrics,
+        speed_search: SpeedSearch | None,
+        *,
+        grace_s: float,
+    ) -> None:
+        """Change nothing yet. Calls may take `grace_s` to end when their version leaves."""
+        self._speed_search = speed_search
+        self._catalog = catalog
+        self._metrics = metrics
+        self._grace_s = grace_s
+        self._changes: dict[str, Change] = {}
+        self._records: dict[str, deque[Record]] = {}
+        self._watches: dict[str, asyncio.Task[None]] = {}
+        self._is_ending = False
+
+    def list_models(self) -> Sequence[ModelInfo]:
+        """See `ModelsTarget`."""
+        names = dict.fromkeys((*self._catalog.serving, *self._changes))
+        return [self._info(name) for name in names]
+
+    def model_info(self, name: str) -> ModelInfo:
+        """See `ModelsTarget`."""
+        self._check_known(name)
+        return self._info(name)
+
+    def begin_add(self, settings: Mapping[str, object]) -> str:
+        """See `ModelsTarget`."""
+        name, model, _ = read_add(settings)
+        if name in self._catalog.serving:
+            raise ConflictError(f"there is a model {name!r}; swap it, or remove it first")
+        self._begin(name, "add", partial(self._add, name, model))
+        return name
+
+    def begin_remove(self, name: str) -> None:
+        """See `ModelsTarget`."""
+        self._check_known(name)
+        self._begin(name, "remove", partial(self._remove, name))
+
+    def begin_swap(self, name: str, request: Mapping[str, object]) -> None:
+        """See `ModelsTarget`."""
+        self._check_known(name)
+        model, options = read_swap(request, self._catalog.version(name).settings)
+        self._begin(name, "swap", partial(self._swap, name, model, options))
+
+    def begin_rollback(self, name: str) -> None:
+        """See `ModelsTarget`."""
+        self._check_known(name)
+        former = self._former(name)
+        if former is None:
+            raise ConflictError(f"{name} has no earlier version to go back to")
+        if former.number in {version.number for version in self._catalog.versions(name)}:
+            self._begin(name, "rollback", partial(self._go_back, name, "it was asked for"))
+            return
+        options = SwapOptions(policy="force")
+        self._begin(name, "rollback", partial(self._swap, name, former.settings, options))
+
+    async def until_decided(self, name: str) -> None:
+        """See `ModelsTarget`."""
+        change = self._changes.get(name)
+        if change is not None:
+            await asyncio.shield(change.decided)
+
+    async def stop(self) -> None:
+        """End all changes where they are; what serves goes on to serve."""
+        self._is_ending = True
+        tasks = [change.task for change in self._changes.values() if change.task is not None]
+        tasks += self._watches.values()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _check_known(self, name: str) -> None:
+        if name not in self._catalog.serving:
+            names = ", ".join(self._catalog.serving) or "none"
+            raise UnknownModelError(f"no model is called {name[:80]!r}; there are: {names}")
+
+    def _info(self, name: str) -> ModelInfo:
+        change, pool = self._changes.get(name), self._catalog.serving.get(name)
+        self._remember_all(name)
+        return ModelInfo(
+            name=name,
+            version=pool.version if pool else None,
+            ready=pool.is_ready if pool else False,
+            change=change.what if change else "",
+            versions=[record.info() for record in reversed(self._records.get(name, ()))],
+        )
+
+    def _remember_all(self, name: str) -> None:
+        """Make records of the versions that were there at the start."""
+        for version in self._catalog.versions(name):
+            self._record(version, "serving" if version.pool.is_serving else "loading")
+
+    def _record(self, version: ModelVersion, state: VersionState) -> Record:
+        """Return the record of a version; make it in this state if there is none."""
+        records = self._records.setdefault(version.name, deque(maxlen=_NUM_REMEMBERED))
+        for record in records:
+            if record.number == version.number:
+                return record
+        record = Record(
+            number=version.number, settings=version.settings, state=state, since=time.time()
+        )
+        records.append(record)
+        return record
+
+    def _former(self, name: str) -> Record | None:
+        """Return the version that served before the one of now."""
+        self._remember_all(name)
+        number = self._catalog.serving[name].version
+        earlier = [
+            record
+            for record in self._records[name]
+            if record.number != number and record.state in ("kept", "leaving", "gone")
+        ]
+        return max(earlier, key=lambda record: record.since, default=None)
+
+    def _begin(
+        self, name: str, kind: str, steps: Callable[[Change], Coroutine[Any, Any, None]]
+    ) -> None:
+        if name in self._changes:
+            what = self._changes[name].what
+            raise ConflictError(f"{name} is being changed already ({what})", retry_after_s=1)
+        if self._is_ending:
+            raise ConflictError("the service is shutting down")
+        change = Change(what=kind, decided=asyncio.get_running_loop().create_future())
+        self._changes[name] = change
+        change.task = asyncio.create_task(self._run(name, change, steps), name=f"{kind} {name}")
+
+    async def _run(
+        self, name: str, change: Change, steps: Callable[[Change], Coroutine[Any, Any, None]]
+    ) -> None:
+        decided = change.decided
+        try:
+            if self._speed_search is not None:
+                await self._speed_search.forget(name)
+            await steps(change)
+        except asyncio.CancelledError:
+            _fail(decided, UnavailableError("the service is shutting down", retry_after_s=1))
+            raise
+        except ServiceError as error:
+            logger.warning("%s: %s failed: %s", name, change.what, error.message)
+            _fail(decided, error)
+        except Exception as error:
+            logger.exception("%s: %s failed", name, change.what)
+            _fail(decided, error)
+        finally:
+            del self._changes[name]
+            if self._speed_search is not None and name in self._catalog.serving:
+                self._speed_search.add(self._catalog.serving[name])
+        if not decided.done():
+            decided.set_result(None)
+
+    async def _add(self, name: str, model: ModelSettings, change: Change) -> None:
+        self._metrics.add(name)
+        version = None
+        try:
+            version = self._load(name, model)
+            await self._until_loaded(version, change)
+        except BaseException:
+            if version is not None:
+                await self._catalog.unload(version, 0)
+            self._catalog.forget(name)
+            raise
+        self._serve(version)
+
+    async def _remove(self, name: str, change: Change) -> None:
+        await self._end_watch(name)
+        logger.info("%s: removed; what it has accepted is answered", name)
+        await self._catalog.remove(name, self._grace_s)
+        self._records.pop(name, None)
+
+    async def _swap(
+        self, name: str, model: ModelSettings, options: SwapOptions, change: Change
+    ) -> None:
+        await self._end_watch(name)
+        old = self._catalog.version(name)
+        new = self._load(name, model)
+        record = self._record(new, "loading")
+        try:
+            await self._until_loaded(new, change)
+            record.become("comparing")
+            await self._judge(old, new, options, change)
+        except BaseException as error:
+            record.become("refused", getattr(error, "message", "") or repr(error))
+            if isinstance(error, VersionRefusedError) and record.figures is not None:
+                error.figures = asdict(record.figures)
+            await self._catalog.unload(new, 0)
+            raise
+        self._serve(new)
+        change.decided.set_result(None)
+        self._keep(old, options)
+        if options.rollback_s:
+            watch = self._watch(old, new, options)
+            self._watches[name] = asyncio.create_task(watch, name=f"watch {name}")
+        else:
+            await self._leave(old)
+
+    def _load(self, name: str, model: ModelSettings) -> ModelVersion:
+        try:
+            return self._catalog.load(name, model)
+        except DeviceError as error:
+            raise InvalidInputError(str(error)) from error
+
+    async def _until_loaded(self, version: ModelVersion, change: Change) -> None:
+        """Wait until all workers of a version are ready.
+
+        Raises:
+            VersionRefusedError: One did not come up.
+        """
+        kind, pool = change.what, version.pool
+        while not all(slot.handle for slot in pool.slots):
+            for slot in pool.slots:
+                if slot.handle is None and slot.state in ("backoff", "failed"):
+                    raise VersionRefusedError(f"{slot.id.worker} did not come up: {slot.reason}")
+            change.what = f"{kind}: version {version.number} {pool.reason or 'starting'}"
+            await self._catalog.until_changed()
+        change.what = kind
+
+    async def _judge(
+        self, old: ModelVersion, new: ModelVersion, options: SwapOptions, change: Change
+    ) -> None:
+        """Compare a version with the one that serves.
+
+        Raises:
+            VersionRefusedError: It is not good enough; has the figures.
+        """
+        if not old.pool.is_ready:
+            return  # nothing serves that it could be compared with
+        comparison = Comparison(old.pool, new.pool)
+        samples = [*samples_of(old.pool)]
+        if options.policy != "force":
+            samples += await self._recorded(old, options, change)
+
+        def show(num: int) -> None:
+            change.what = f"swap: compared on {num} of {len(samples)} inputs"
+
+        await comparison.add(samples, show)
+        figures = comparison.figures()
+        self._record(new, "comparing").figures = figures
+        if options.policy == "force":
+            if figures.num_inputs and figures.num_faults == figures.num_inputs:
+                raise VersionRefusedError(f"it fails on every input: {figures.first_fault}")
+            return
+        if reason := why_not(figures, options):
+            raise VersionRefusedError(reason)
+
+    async def _recorded(
+        self, old: ModelVersion, options: SwapOptions, change: Change
+    ) -> Sequence[Any]:
+        recorder = Recorder(old.pool, options.num_inputs)
+        until = time.monotonic() + options.wait_s
+        try:
+            while not recorder.is_full and time.monotonic() < until:
+                change.what = f"swap: waits for live inputs, {len(recorder.samples)} have come"
+                await asyncio.sleep(0.05)
+        finally:
+            recorder.stop()
+        return recorder.take_all()
+
+    def _serve(self, version: ModelVersion) -> None:
+        record = self._record(version, "serving")
+        self._catalog.serve(version)
+        record.become("serving")
+        logger.info("%s: version %d serves", version.name, version.number)
+
+    def _keep(self, version: ModelVersion, options: SwapOptions) -> None:
+        reason = f"for {options.rollback_s:g} s, to go back to" if options.rollback_s else ""
+        self._record(version, "serving").become("kept", reason)
+
+    async def _leave(self, version: ModelVersion, state: VersionState = "gone") -> None:
+        record = self._record(version, "leaving")
+        reason = record.reason if state == "rolled_back" else ""
+        record.become("leaving", reason)
+        await self._catalog.unload(version, self._grace_s)
+        record.become(state, reason)
+
+    async def _end_watch(self, name: str) -> None:
+        """Stop looking at a version that serves, and let the kept ones leave."""
+        watch = self._watches.pop(name, None)
+        if watch is not None:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+        for version in self._catalog.versions(name):
+            if not version.pool.is_serving:
+                await self._leave(version)
+
+    async def _watch(self, old: ModelVersion, new: ModelVersion, options: SwapOptions) -> None:
+        """Keep the former version for a while, and go back to it if the new one is worse."""
+        until = time.monotonic() + options.rollback_s
+        while time.monotonic() < until:
+            await asyncio.sleep(_WATCH_EVERY_S)
+            reason = "" if options.policy == "force" else why_worse(old, new, options)
+            if reason and new.name not in self._changes:
+                logger.error("%s: version %d is rolled back: %s", new.name, new.number, reason)
+                self._watches.pop(new.name, None)
+                self._begin(new.name, "rollback", partial(self._go_back, new.name, reason))
+                return
+        self._watches.pop(new.name, None)
+        await self._leave(old)
+
+    async def _go_back(self, name: str, reason: str, change: Change) -> None:
+        """Let the version that is kept serve again, at once."""
+        watch = self._watches.pop(name, None)
+        if watch is not None:
+            watch.cancel()
+        new = self._catalog.version(name)
+        (old,) = (each for each in self._catalog.versions(name) if each is not new)
+        self._serve(old)
+        self._record(new, "kept").become("rolled_back", reason)
+        change.decided.set_result(None)
+        await self._leave(new, "rolled_back")
+
+
+def why_worse(old: ModelVersion, new: ModelVersion, options: SwapOptions) -> str:
+    """Return why a version that serves is worse than the former one; empty if it is not."""
+    num = _num_computed(new.metrics)
+    if num < _LEAST_ANSWERS:
+        return ""
+    faults = new.metrics.faults / num
+    before = old.metrics.faults / max(1, _num_computed(old.metrics))
+    if faults > before + options.max_fault_share:
+        return (
+            f"it fails on {faults:.2%} of {num} inputs, the former version on {before:.2%}; "
+            f"max_fault_share is {options.max_fault_share:g}"
+        )
+    if _num_computed(old.metrics) >= _LEAST_ANSWERS:
+        ratio = _work_s(new.metrics) / _work_s(old.metrics)
+        if ratio > options.max_latency_ratio:
+            return (
+                f"it takes {ratio:.2f} times as long for an input as the former version, "
+                f"max_latency_ratio is {options.max_latency_ratio:g}"
+            )
+    return ""
+
+
+def _num_computed(metrics: ModelMetrics) -> int:
+    return metrics.succeeded + metrics.faults
+
+
+def _work_s(metrics: ModelMetrics) -> float:
+    """Return the time that workers spent on an input, on average."""
+    spent_s = metrics.prepare_duration.sum + metrics.inference_duration.sum
+    return spent_s / max(1.0, metrics.batch_size.sum)
+
+
+def _fail(decided: "asyncio.Future[None]", error: Exception) -> None:
+    if not decided.done():
+        decided.set_exception(error)
+        decided.exception()  # nobody may be waiting for it

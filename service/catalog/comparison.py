@@ -1,0 +1,215 @@
+"""Compares a version with the one that serves: answers, outputs, time and memory.
+
+Both compute each input alone, one after the other, at the lowest priority: first the answer as a
+client would get it, then the output tensors.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from statistics import median
+
+import msgspec
+import numpy as np
+
+from inferpool.service.api.routes.models import SwapFigures
+from inferpool.service.catalog.requests import SwapOptions
+from inferpool.service.catalog.samples import Sample
+from inferpool.service.errors import ServiceError
+from inferpool.service.queue.instance import Result
+from inferpool.service.queue.pool import Pool
+from inferpool.workers.messages import ItemRef, TensorBlob
+
+_LAST = 9
+"""The priority of inputs that no client waits for."""
+_TIMEOUT_S = 60.0
+_LEAST_TIMED = 5
+"""With fewer inputs, times say nothing."""
+
+
+class Comparison:
+    """Gathers figures over one or several rounds of inputs."""
+
+    def __init__(self, old: Pool, new: Pool) -> None:
+        """Compare a pool with the one that serves."""
+        self._old = old
+        self._new = new
+        self._num = self._num_live = self._num_agreeing = self._num_faults = 0
+        self._first_fault = ""
+        self._deviation: float | None = None
+        self._times_s: list[tuple[float, float]] = []
+
+    async def add(
+        self, samples: Sequence[Sample], on_progress: Callable[[int], None] = lambda num: None
+    ) -> None:
+        """Compare on some inputs. Inputs that the version of now fails on do not count."""
+        for number, sample in enumerate(samples, 1):
+            await self._add_one(sample)
+            on_progress(number)
+
+    async def _add_one(self, sample: Sample) -> None:
+        before = await asked(self._old, sample)
+        if isinstance(before, ServiceError):
+            return
+        after = await asked(self._new, sample)
+        self._num += 1
+        self._num_live += sample.is_live
+        if isinstance(after, ServiceError):
+            self._note_fault(f"{after.code}: {after.message}")
+            return
+        self._num_agreeing += label_of(before.value) == label_of(after.value)
+        self._times_s.append((_work_s(before), _work_s(after)))
+        tensors = [await asked(pool, sample, wants_tensors=True) for pool in (self._old, self._new)]
+        exact, other = tensors
+        if isinstance(exact, ServiceError):
+            return
+        if isinstance(other, ServiceError):
+            self._note_fault(f"{other.code}: {other.message}")
+            return
+        deviation, fault = deviation_of(exact.value, other.value)
+        if fault:
+            self._note_fault(fault)
+        elif deviation is not None:
+            self._deviation = max(self._deviation or 0.0, deviation)
+
+    def _note_fault(self, text: str) -> None:
+        self._num_faults += 1
+        self._first_fault = self._first_fault or text
+
+    def figures(self) -> SwapFigures:
+        """Return what has been found up to now."""
+        memory, memory_before = (_memory_bytes(pool) for pool in (self._new, self._old))
+        latency_ms = latency_ratio = None
+        if len(self._times_s) >= _LEAST_TIMED:
+            latency_ms = round(1e3 * median(new for _, new in self._times_s), 3)
+            latency_ratio = round(median(new / old for old, new in self._times_s if old), 3)
+        num_answered = self._num - self._num_faults
+        return SwapFigures(
+            num_inputs=self._num,
+            num_live=self._num_live,
+            agreement=round(self._num_agreeing / num_answered, 4) if num_answered else None,
+            deviation=None if self._deviation is None else float(f"{self._deviation:.3g}"),
+            latency_ms=latency_ms,
+            latency_ratio=latency_ratio,
+            memory_bytes=memory,
+            memory_ratio=round(memory / memory_before, 3) if memory_before else None,
+            num_faults=self._num_faults,
+            first_fault=self._first_fault[:500],
+        )
+
+
+async def asked(
+    pool: Pool, sample: Sample, *, wants_tensors: bool = False
+) -> Result | ServiceError:
+    """Have a version compute an input alone, as JSON or as tensors; return its error, if any."""
+    ref = ItemRef(
+        sample.kind,
+        0,
+        len(sample.payload),
+        time.monotonic() + _TIMEOUT_S,
+        wants_tensors=wants_tensors,
+        headers=sample.headers,
+        parameters=sample.parameters,
+        priority=_LAST,
+    )
+    try:
+        return await pool.dispatcher.submit(ref, (sample.payload,), is_solo=True)
+    except ServiceError as error:
+        return error
+
+
+def why_not(figures: SwapFigures, options: SwapOptions) -> str:
+    """Return what is wrong with a version by its figures; empty if it may serve."""
+    num = figures.num_inputs
+    wrong = []
+    if num and figures.num_faults > options.max_fault_share * num:
+        wrong.append(
+            f"it fails on {figures.num_faults} of {num} inputs that the version of now answers "
+            f"({figures.first_fault}), max_fault_share is {options.max_fault_share:g}"
+        )
+    if figures.accuracy is not None and figures.accuracy_before is not None:
+        if figures.accuracy < figures.accuracy_before:
+            wrong.append(
+                f"it labels {figures.accuracy:.2%} of the validation right, the version of now "
+                f"{figures.accuracy_before:.2%}"
+            )
+    else:
+        if figures.agreement is not None and figures.agreement < options.min_agreement:
+            wrong.append(
+                f"its answer agrees for {figures.agreement:.2%} of {num} inputs, min_agreement is "
+                f"{options.min_agreement:.2%}"
+            )
+        if figures.deviation is not None and figures.deviation > options.max_deviation:
+            wrong.append(
+                f"its outputs are off by up to {figures.deviation:.3g} of the largest, "
+                f"max_deviation is {options.max_deviation:g}"
+            )
+    ratio = figures.latency_ratio
+    if ratio is not None and ratio > options.max_latency_ratio:
+        wrong.append(
+            f"it takes {ratio:.2f} times as long for an input, max_latency_ratio is "
+            f"{options.max_latency_ratio:g}"
+        )
+    return "; ".join(wrong)
+
+
+def label_of(value: object) -> object:
+    """Return what an answer says: its best label, the place of its largest number, or itself."""
+    answer = msgspec.json.decode(value) if isinstance(value, bytes) else value
+    if isinstance(answer, list) and answer and isinstance(answer[0], dict):
+        answer = answer[0]
+    if isinstance(answer, dict):
+        for key in ("label", "index"):
+            if key in answer:
+                return answer[key]
+        return {key: label_of(each) for key, each in answer.items()}
+    if isinstance(answer, list) and answer and all(isinstance(x, int | float) for x in answer):
+        return int(np.argmax(answer))
+    if isinstance(answer, list):
+        return [label_of(each) for each in answer]
+    return None if isinstance(answer, float) else answer
+
+
+def deviation_of(exact: object, other: object) -> tuple[float | None, str]:
+    """Compare output tensors: the largest difference as a part of the largest number, or a fault.
+
+    Returns:
+        The difference, None if there are no fractions to compare; and what is wrong with the
+        other's form.
+    """
+    assert isinstance(exact, list), "tensors were asked for"
+    assert isinstance(other, list), "tensors were asked for"
+    found = {blob.name: blob for blob in other}
+    worst: float | None = None
+    for blob in exact:
+        twin = found.get(blob.name)
+        if twin is None or (twin.dtype, twin.shape) != (blob.dtype, blob.shape):
+            had = "is missing" if twin is None else f"is {twin.dtype} {list(twin.shape)}"
+            return None, f"output {blob.name!r} {had}, it was {blob.dtype} {list(blob.shape)}"
+        one, two = _numbers_of(blob), _numbers_of(twin)
+        if not np.isfinite(two).all():
+            return None, f"output {blob.name!r} has numbers that are not finite"
+        if one.size:
+            scale = max(float(np.abs(one).max()), float(np.finfo(np.float32).tiny))
+            worst = max(worst or 0.0, float(np.abs(one - two).max()) / scale)
+    return worst, ""
+
+
+def with_accuracy(figures: SwapFigures, accuracy: float, before: float) -> SwapFigures:
+    """Return the figures with shares of right labels."""
+    return replace(figures, accuracy=round(accuracy, 4), accuracy_before=round(before, 4))
+
+
+def _numbers_of(blob: TensorBlob) -> np.ndarray:
+    if blob.dtype == "bfloat16":  # the upper half of a float32
+        bits = np.frombuffer(blob.buffer, np.uint16).astype(np.uint32) << 16
+        return bits.view(np.float32).astype(np.float64)
+    return np.frombuffer(blob.buffer, blob.dtype).astype(np.float64)
+
+
+def _work_s(result: Result) -> float:
+    return result.timing.prepare_s + result.timing.compute_s
+
+
+def _memory_bytes(pool: Pool) -> int:
+    return sum(slot.handle.vitals().rss_bytes for slot in pool.slots if slot.handle)

@@ -1,0 +1,91 @@
+"""Reads what an operator asks for: the settings of a model, and how to judge another version."""
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationError
+
+from inferpool.service.errors import InvalidInputError
+from inferpool.service.settings.model import MODEL_NAME, ModelSettings, SettingsTable
+
+Policy = Literal["verified", "shadow", "canary", "force"]
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(ge=0, le=86_400, allow_inf_nan=False)]
+
+
+class SwapOptions(SettingsTable):
+    """How a version is judged before it serves, and after that."""
+
+    policy: Policy = "verified"
+    """`verified` compares it with the version that serves, on the model's example, on made-up
+    inputs and on live ones. `shadow` then also gives it a share of the traffic, whose answers are
+    compared and thrown away; `canary` lets it answer a share of the calls. `force` compares
+    nothing, and never rolls back by itself. Each must load, warm up and give finite outputs."""
+    min_agreement: Share = 0.99
+    """The least share of inputs with the same best label (or text) as now."""
+    max_deviation: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.05
+    """The largest difference of any number, as a part of the largest number of its output."""
+    max_latency_ratio: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.5
+    """The most that the median time of an input may be, as a multiple of that of now."""
+    max_fault_share: Share = 0.005
+    """The largest share of inputs that it may fail on while the version of now does not."""
+    num_inputs: Annotated[int, Field(ge=1, le=10_000)] = 100
+    """Live inputs to compare on. They are kept in memory until it is decided, and never on disk."""
+    wait_s: Seconds = 10.0
+    """How long to wait for so many live inputs; without traffic there are fewer."""
+    share: Share = 0.1
+    """The share of the traffic that a shadow or a canary gets."""
+    duration_s: Seconds = 60.0
+    """How long a shadow or a canary is watched before it serves."""
+    rollback_s: Seconds = 300.0
+    """How long the former version stays loaded. If errors or latency of the new one pass the
+    bounds within that time, the former one serves again."""
+    validation: str | None = None
+    """A folder of inputs, one subfolder for each label. The version serves if it labels at least
+    as many right as the one of now; agreement and deviation are not looked at then."""
+    ephemeral: bool = False
+    """Forget the change at the next start of the service."""
+
+
+def read_swap(
+    request: Mapping[str, object], current: ModelSettings
+) -> tuple[ModelSettings, SwapOptions]:
+    """Read the settings of another version, and how to judge it.
+
+    Raises:
+        InvalidInputError: Something cannot be used; says what.
+    """
+    options = {key: value for key, value in request.items() if key in SwapOptions.model_fields}
+    changed = {key: value for key, value in request.items() if key not in options}
+    try:
+        judged = SwapOptions.model_validate(options)
+        return ModelSettings.model_validate(current.model_dump() | changed), judged
+    except ValidationError as error:
+        raise _invalid(error) from error
+
+
+def read_add(request: Mapping[str, object]) -> tuple[str, ModelSettings, bool]:
+    """Read the name and settings of one more model, and whether it is ephemeral.
+
+    Raises:
+        InvalidInputError: Something cannot be used; says what.
+    """
+    settings = dict(request)
+    name, ephemeral = settings.pop("name", None), settings.pop("ephemeral", False)
+    if not isinstance(name, str) or not MODEL_NAME.fullmatch(name):
+        raise InvalidInputError(
+            f"name: {str(name)[:80]!r} cannot be a model's name; use up to 64 of a-z, 0-9, '.', "
+            "'_' and '-', and begin with a letter or a digit"
+        )
+    if not isinstance(ephemeral, bool):
+        raise InvalidInputError("ephemeral: must be true or false")
+    settings.setdefault("source", name)
+    try:
+        return name, ModelSettings.model_validate(settings), ephemeral
+    except ValidationError as error:
+        raise _invalid(error) from error
+
+
+def _invalid(error: ValidationError) -> InvalidInputError:
+    found = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
+    return InvalidInputError("; ".join(found))
