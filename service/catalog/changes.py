@@ -21,8 +21,8 @@ from inferpool.service.api.routes.models import (
 )
 from inferpool.service.catalog.catalog import Catalog, ModelVersion
 from inferpool.service.catalog.comparison import Comparison, why_not
+from inferpool.service.catalog.inputs import InputRecorder, inputs_of
 from inferpool.service.catalog.requests import SwapOptions, read_add, read_swap
-from inferpool.service.catalog.samples import Recorder, samples_of
 from inferpool.service.errors import (
     ConflictError,
     InvalidInputError,
@@ -47,7 +47,7 @@ _WATCH_EVERY_S = 0.5
 
 @dataclass(slots=True, kw_only=True)
 class Record:
-    """What became of a version."""
+    """The fate of a version."""
 
     number: int
     settings: ModelSettings
@@ -318,14 +318,14 @@ class Changes:
         if not old.pool.is_ready:
             return  # nothing serves that it could be compared with
         comparison = Comparison(old.pool, new.pool)
-        samples = [*samples_of(old.pool)]
+        inputs = [*inputs_of(old.pool)]
         if options.policy != "force":
-            samples += await self._recorded(old, options, change)
+            inputs += await self._recorded(old, options, change)
 
         def show(num: int) -> None:
-            change.what = f"swap: compared on {num} of {len(samples)} inputs"
+            change.what = f"swap: compared on {num} of {len(inputs)} inputs"
 
-        await comparison.add(samples, show)
+        await comparison.add(inputs, show)
         figures = comparison.figures()
         self._record(new, "comparing").figures = figures
         if options.policy == "force":
@@ -338,11 +338,11 @@ class Changes:
     async def _recorded(
         self, old: ModelVersion, options: SwapOptions, change: Change
     ) -> Sequence[Any]:
-        recorder = Recorder(old.pool, options.num_inputs)
+        recorder = InputRecorder(old.pool, options.num_inputs)
         until = time.monotonic() + options.wait_s
         try:
             while not recorder.is_full and time.monotonic() < until:
-                change.what = f"swap: waits for live inputs, {len(recorder.samples)} have come"
+                change.what = f"swap: waits for live inputs, {len(recorder.inputs)} have come"
                 await asyncio.sleep(0.05)
         finally:
             recorder.stop()

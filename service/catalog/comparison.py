@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 
 from inferpool.service.api.routes.models import SwapFigures
+from inferpool.service.catalog.inputs import SwapInput
 from inferpool.service.catalog.requests import SwapOptions
-from inferpool.service.catalog.samples import Sample
 from inferpool.service.errors import ServiceError
 from inferpool.service.queue.instance import Result
 from inferpool.service.queue.pool import Pool
@@ -40,14 +40,14 @@ class Comparison:
         self._times_s: list[tuple[float, float]] = []
 
     async def add(
-        self, samples: Sequence[Sample], on_progress: Callable[[int], None] = lambda num: None
+        self, inputs: Sequence[SwapInput], on_progress: Callable[[int], None] = lambda num: None
     ) -> None:
         """Compare on some inputs. Inputs that the version of now fails on do not count."""
-        for number, sample in enumerate(samples, 1):
+        for number, sample in enumerate(inputs, 1):
             await self._add_one(sample)
             on_progress(number)
 
-    async def _add_one(self, sample: Sample) -> None:
+    async def _add_one(self, sample: SwapInput) -> None:
         before = await asked(self._old, sample)
         if isinstance(before, ServiceError):
             return
@@ -99,7 +99,7 @@ class Comparison:
 
 
 async def asked(
-    pool: Pool, sample: Sample, *, wants_tensors: bool = False
+    pool: Pool, sample: SwapInput, *, wants_tensors: bool = False
 ) -> Result | ServiceError:
     """Have a version compute an input alone, as JSON or as tensors; return its error, if any."""
     ref = ItemRef(

@@ -108,7 +108,7 @@ class MainSide:
         self._table = ModelTable(0, [])
         self._taken_id = 0
         self._taking: list[tuple[int, asyncio.Future[None]]] = []
-        """Who waits until the front has taken a table, and that table's id."""
+        """Waits until the front has taken a table, each with that table's id."""
         self._has_spoken = False
         self.link = Link(reader, writer, _decode, self._take, on_end)
         part.on_freed = self._on_freed

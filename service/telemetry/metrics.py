@@ -225,9 +225,9 @@ class Metrics(Collector):
         self.unknown_model = ModelMetrics(NO_MODEL)
         """Only its `requests` are shown."""
         self._models: dict[str, ModelMetrics] = {}
-        """What was counted for each model as a whole, and by versions that are gone."""
+        """Counts of each model as a whole, and of its versions that are gone."""
         self._parts: dict[str, list[ModelMetrics]] = {}
-        """What each version of a model counts."""
+        """Counts of each version of a model."""
         for name in models:
             self.add(name)
         self._versions = dict(versions)

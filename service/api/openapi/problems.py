@@ -34,6 +34,7 @@ _DETAILS: Mapping[str, str] = {
     "invalid_input": "instances: is empty; one instance at least is needed",
     "quarantined": "workers have died while they computed this very input; it is not tried "
     "again within the next 280 s",
+    "version_refused": "its answer agrees for 91.00% of 212 inputs, min_agreement is 99.00%",
     "overloaded": "the queue is full (1024 requests wait)",
     "over_share": "the 768 requests of this key that wait have its share (per_key_share = 0.75 of "
     "what other keys leave)",
@@ -56,7 +57,7 @@ _ADDED_HEADERS: Mapping[int, str] = {
     429: "Retry-After",
     503: "Retry-After",
 }
-_ADMIN_CODES = ("forbidden", "not_found", "conflict", "restart_failed")
+_ADMIN_CODES = ("forbidden", "not_found", "conflict", "restart_failed", "version_refused")
 _MEDIA_TYPE = PROBLEM_TYPE.decode()
 _REQUEST_ID = "order-1234"
 _ERRORS: Mapping[str, type[ServiceError]] = {

@@ -85,7 +85,7 @@ class ModelInfo:
     """The version that serves; null while the model loads for the first time."""
     ready: bool
     change: str = ""
-    """What is being done to it, for a person; empty if nothing is."""
+    """The change that goes on, for a person; empty if there is none."""
     versions: Sequence[VersionInfo] = ()
     """The newest first; those that are gone too, as far as they are remembered."""
 

@@ -25,7 +25,7 @@ _FREE_LENGTH = 8
 """The length of a dimension that may have any."""
 
 
-class Sample(msgspec.Struct, frozen=True, kw_only=True):
+class SwapInput(msgspec.Struct, frozen=True, kw_only=True):
     """One input, with everything that its answer depends on."""
 
     kind: Kind
@@ -36,12 +36,12 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """A client has sent it."""
 
 
-class Recorder:
+class InputRecorder:
     """Keeps the inputs that a version gets, until there are enough. Lives in the event loop."""
 
     def __init__(self, pool: Pool, most: int, share: float = 1.0) -> None:
         """Begin to record up to `most` inputs, a share of those that come."""
-        self.samples: list[Sample] = []
+        self.inputs: list[SwapInput] = []
         self._pool = pool
         self._most = most
         self._share = share
@@ -52,7 +52,7 @@ class Recorder:
     @property
     def is_full(self) -> bool:
         """Nothing more is recorded."""
-        return len(self.samples) >= self._most
+        return len(self.inputs) >= self._most
 
     def take(self, ref: ItemRef, chunks: Sequence[Buffer]) -> None:
         """Copy an instance that is about to be submitted, if it is its turn."""
@@ -62,8 +62,8 @@ class Recorder:
         self._owed -= 1
         self._num_bytes += ref.num_bytes
         payload = b"".join(map(bytes, chunks))
-        self.samples.append(
-            Sample(
+        self.inputs.append(
+            SwapInput(
                 kind=ref.kind,
                 payload=payload,
                 headers=ref.headers,
@@ -72,17 +72,17 @@ class Recorder:
             )
         )
 
-    def take_all(self) -> list[Sample]:
+    def take_all(self) -> list[SwapInput]:
         """Return what was recorded since the last call, and make room for more."""
-        samples, self.samples, self._num_bytes = self.samples, [], 0
-        return samples
+        inputs, self.inputs, self._num_bytes = self.inputs, [], 0
+        return inputs
 
     def stop(self) -> None:
         """Record nothing more."""
         self._pool.recorder = None
 
 
-def samples_of(pool: Pool) -> Iterator[Sample]:
+def inputs_of(pool: Pool) -> Iterator[SwapInput]:
     """Yield the example of a model, and inputs that are made up from what it declares."""
     if pool.example is not None:
         body = msgspec.json.encode({"instances": [pool.example]})
@@ -93,7 +93,7 @@ def samples_of(pool: Pool) -> Iterator[Sample]:
             pass  # the example is too long for an HTTP call
         else:
             for payload in decoded.payloads:
-                yield Sample(
+                yield SwapInput(
                     kind=payload.kind,
                     payload=b"".join(map(bytes, payload.chunks)),
                     headers=payload.headers,
@@ -105,14 +105,14 @@ def samples_of(pool: Pool) -> Iterator[Sample]:
             yield _made_up(pool.inputs, rng)
 
 
-def _made_up(inputs: "Sequence[TensorSpec]", rng: np.random.Generator) -> Sample:
+def _made_up(inputs: "Sequence[TensorSpec]", rng: np.random.Generator) -> SwapInput:
     headers: list[TensorHeader] = []
     pieces: list[bytes] = []
     for spec in inputs:
         shape = tuple(_FREE_LENGTH if size < 0 else size for size in spec.shape[1:])
         headers.append(TensorHeader(spec.name, spec.dtype, shape, sum(map(len, pieces))))
         pieces.append(_numbers(spec.dtype, prod(shape), rng))
-    return Sample(kind="tensors", payload=b"".join(pieces), headers=tuple(headers))
+    return SwapInput(kind="tensors", payload=b"".join(pieces), headers=tuple(headers))
 
 
 def _numbers(dtype: str, num: int, rng: np.random.Generator) -> bytes:
