@@ -98,9 +98,7 @@ class Front:
         self._num_taken = 0
         self._moving: asyncio.Task[None] | None = None
         self._metrics: defaultdict[str, ModelMetrics] = defaultdict(lambda: ModelMetrics(""))
-        self._front_side = FrontSide(
-            reader, writer, slots, self._obey, _end, settings.key_share
-        )
+        self._front_side = FrontSide(reader, writer, slots, self._obey, _end, settings.key_share)
         self._send_logs_to_main(config.log_level)
         self._tracer = make_tracer(settings, self._metrics.__getitem__)
         predict = make_predict(

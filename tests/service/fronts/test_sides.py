@@ -145,7 +145,7 @@ async def test_a_key_has_its_share_of_the_queue_and_of_the_arena_behind_a_front(
         assert b.model.metrics.rejected["key_share"] == 1
         with pytest.raises(OverShareError, match="payloads of this key"):  # which the front knows
             b.ask(bytes(60_000), caller=2)
-        assert b.front.rejected == {"key_share": 1}
+        assert b.front_side.rejected == {"m": {"key_share": 1}}
         waiting[0].cancel()
         for _ in range(4):
             await asyncio.sleep(0.01)
