@@ -57,6 +57,9 @@ logger = logging.getLogger(__name__)
 
 MAX_DEATHS = 2
 """Decoders that an instance may kill."""
+_MAX_UNBEGUN = 5
+"""Decoders that may end before they have begun their oldest instance, by what they say. From then
+on it counts as begun: a decoder that is out of its mind may have overwritten what it said."""
 _COMEBACK_S = 5.0
 """Seconds for which all wait for a decoder, if the last one was killed by what it worked on."""
 _EXIT_S = 5.0
@@ -247,6 +250,8 @@ class DecoderCrew:
 
     def _take(self, seat: DecoderSeat, message: FromDecoder) -> None:
         if isinstance(message, Greeting):
+            if seat.is_greeted:
+                raise ValueError("it greets again")
             if message.digest != self._digest:
                 raise ValueError("it does not prepare the model's samples as this worker does")
             seat.is_greeted = True
@@ -291,9 +296,12 @@ class DecoderCrew:
         seat.close()
         assert self._at_work_on is not None
         begun = self._at_work_on[seat.number]
+        oldest = next(iter(seat.jobs), 0)
         for id, job in reversed(seat.jobs.items()):
             job.decoding.num_writers -= 1
-            if id == begun:
+            if id == oldest != begun:
+                job.num_unbegun += 1
+            if id == begun or job.num_unbegun > _MAX_UNBEGUN:
                 self._blame(job)
             elif job.index not in job.decoding.found:
                 self._waiting.appendleft(job)

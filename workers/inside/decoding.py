@@ -101,6 +101,8 @@ class DecoderJob:
     index: int
     num_deaths: int = 0
     """Decoders that died while they worked on it."""
+    num_unbegun: int = 0
+    """Decoders that died with it as their oldest task, and had not said that they had begun it."""
 
 
 @dataclass(slots=True, eq=False)

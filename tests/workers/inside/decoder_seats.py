@@ -27,11 +27,12 @@ from inferpool.workers.inside.decoders import DecoderCrew
 from inferpool.workers.messages import Frames, ItemRef
 
 DIGEST = b"d" * 16
+TIMEOUT_S = 60.0
 LAYOUT = RingLayout(num_seats=2, num_slots=4, slot_bytes=64)
 
 
-def refs(num: int) -> list[ItemRef]:
-    return [ItemRef("json", 0, 2, math.inf) for _ in range(num)]
+def refs(num: int, deadline: float = math.inf) -> list[ItemRef]:
+    return [ItemRef("json", 0, 2, deadline) for _ in range(num)]
 
 
 class ActedDecoder:
@@ -66,7 +67,11 @@ class ActedDecoder:
         return found
 
     def begin(self, task: Task) -> None:
-        memoryview(self._ring).cast("Q")[self._seat] = task.id
+        self.say_begun(task.id)
+
+    def say_begun(self, id: int) -> None:
+        """Write to the ring which task it works on."""
+        memoryview(self._ring).cast("Q")[self._seat] = id
 
     def fill(self, task: Task, value: int) -> None:
         """Answer a task with a number and zeros."""
@@ -94,7 +99,7 @@ class ActedHost:
         self.memory = mmap.mmap(fd, LAYOUT.num_bytes)
         self.rings: list[Tensor] = []
         self.crew = DecoderCrew(
-            theirs, LAYOUT, DIGEST, task_timeout_s=60.0, on_ring=self.rings.append
+            theirs, LAYOUT, DIGEST, task_timeout_s=TIMEOUT_S, on_ring=self.rings.append
         )
         self.tell(NewRing(LAYOUT.num_bytes), [fd] if has_ring else [])
         os.close(fd)
@@ -111,7 +116,7 @@ class ActedHost:
 
     def hire(self, digest: bytes = DIGEST) -> ActedDecoder:
         """Introduce a decoder that greets."""
-        decoder = ActedDecoder(self, len(self.decoders))
+        decoder = ActedDecoder(self, len(self.decoders) % LAYOUT.num_seats)
         self.decoders.append(decoder)
         decoder.say(Greeting(digest))
         for _ in range(2):  # the crew sees the newcomer, then its greeting

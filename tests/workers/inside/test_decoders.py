@@ -10,12 +10,12 @@ from inferpool.models.item import Features, Item
 from inferpool.models.spec import Placement, TensorHeader
 from inferpool.models.vision.stacking import stacked
 from inferpool.workers.config import ModelConfig, WorkerConfig
-from inferpool.workers.decoding.ring import RingRuns, SlotFilled, Unfit
+from inferpool.workers.decoding.ring import Greeting, RingRuns, SlotFilled, Unfit
 from inferpool.workers.inside import decoders
 from inferpool.workers.inside.decoding import Decoding
 from inferpool.workers.messages import ItemError
 from tests.apart_model import ApartModel
-from tests.workers.inside.decoder_seats import ActedHost, acted_host, refs
+from tests.workers.inside.decoder_seats import DIGEST, ActedHost, acted_host, refs
 
 
 @pytest.fixture
@@ -154,6 +154,38 @@ def test_batches_wait_for_a_decoder_if_inputs_have_killed_the_last(host: ActedHo
     first.finish()
     following.finish()
     assert [values(first), values(following)] == [{0: 0}, {0: 1}]
+
+
+@pytest.mark.parametrize("said", [0, (1 << 64) - 1])
+def test_an_input_whose_decoders_die_is_given_up_whatever_they_say_about_it(
+    host: ActedHost, monkeypatch: pytest.MonkeyPatch, said: int
+):
+    monkeypatch.setattr(decoders, "_COMEBACK_S", 0.2)
+    decoder = host.hire()
+    decoding = begun(host, 2)
+    for _ in range(20):
+        decoder.tasks()
+        decoder.say_begun(said)
+        following = host.hire()
+        decoder.die()
+        host.crew.begin(refs(0))
+        decoder = following
+        if decoding.found:
+            break
+    for task in decoder.tasks():
+        decoder.fill(task, 7)
+    decoding.finish()
+    poison = decoding.found[0]
+    assert isinstance(poison, ItemError)
+    assert poison.code == "worker_crashed"
+    assert values(decoding)[1] == 7
+
+
+def test_a_decoder_that_greets_again_is_killed(host: ActedHost):
+    decoder = host.hire()
+    decoder.say(Greeting(DIGEST))
+    host.crew.begin(refs(0))
+    assert decoder.process.wait(10) == -9
 
 
 def test_slots_are_used_again_after_the_answer_and_the_exit_of_who_may_write(host: ActedHost):
