@@ -64,6 +64,11 @@ _COMEBACK_S = 5.0
 """Seconds for which all wait for a decoder, if the last one was killed by what it worked on."""
 _EXIT_S = 5.0
 """Seconds that a decoder may take to exit after SIGKILL, before its slots count as lost."""
+_LOOKS_PER_TIMEOUT = 8
+"""Looks at a decoder, at least, before it counts as hung."""
+_LATE = 1.5
+"""Factor by which a look may come later than planned. The rest of the time was a pause of this
+process, or of the whole host, and it does not count."""
 _SHARE_OF_TIMEOUT = 0.5
 """Part of a batch's timeout after which a decoder counts as hung."""
 _LEAST_TIMEOUT_S = 10.0
@@ -106,6 +111,8 @@ class DecoderCrew:
         self._layout = layout
         self._digest = digest
         self._task_timeout_s = task_timeout_s
+        self._look_s = min(1.0, task_timeout_s / _LOOKS_PER_TIMEOUT)
+        self._looked_at = time.monotonic()
         self._on_ring = on_ring
         self._on_progress = on_progress
         self._slots: Tensor | None = None
@@ -180,8 +187,19 @@ class DecoderCrew:
                     self._listen(seat)
         if has_visitor:  # last, since a newcomer may get descriptors that were closed just now
             self._open_door()
+        self._forgive()
         self._end_hung()
         self._feed()
+
+    def _forgive(self) -> None:
+        """Do not count the time in which nobody has looked, such as a pause of the whole host."""
+        now = time.monotonic()
+        pause_s = now - self._looked_at - _LATE * self._look_s
+        self._looked_at = now
+        if pause_s > 0:
+            self._comeback_due += pause_s
+            for seat in self._living():
+                seat.due += pause_s
 
     def _has_room(self) -> bool:
         return any(seat.has_room for seat in self._living())
@@ -195,7 +213,7 @@ class DecoderCrew:
         dues = [seat.due for seat in self._living() if seat.jobs and not seat.killed_at]
         dues += [due for seat in self._living() if now < (due := seat.killed_at + _EXIT_S)]
         dues += [self._comeback_due] if self._waiting and now < self._comeback_due else []
-        return max(0.0, min([due - now for due in dues], default=1.0)) + 0.001
+        return max(0.0, min(due - now for due in (now + self._look_s, *dues))) + 0.001
 
     def _feed(self) -> None:
         """Give waiting instances to decoders: one to each that has none, then one more to each."""

@@ -1,4 +1,5 @@
 import socket
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ from inferpool.workers.inside import decoders
 from inferpool.workers.inside.decoding import Decoding
 from inferpool.workers.messages import ItemError
 from tests.apart_model import ApartModel
-from tests.workers.inside.decoder_seats import DIGEST, ActedHost, acted_host, refs
+from tests.workers.inside.decoder_seats import DIGEST, TIMEOUT_S, ActedHost, acted_host, refs
 
 
 @pytest.fixture
@@ -184,6 +185,49 @@ def test_an_input_whose_decoders_die_is_given_up_whatever_they_say_about_it(
 def test_a_decoder_that_greets_again_is_killed(host: ActedHost):
     decoder = host.hire()
     decoder.say(Greeting(DIGEST))
+    host.crew.begin(refs(0))
+    assert decoder.process.wait(10) == -9
+
+
+class Clock:
+    """The crew's clock, which a test moves on."""
+
+    def __init__(self) -> None:
+        self.passed_s = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.passed_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(decoders, "time", clock)
+    return clock
+
+
+def test_a_pause_of_the_whole_host_kills_no_decoder(clock: Clock, host: ActedHost):
+    decoder = host.hire()
+    decoding = begun(host, 1)
+    (task,) = decoder.tasks()
+    decoder.begin(task)
+    for _ in range(3):
+        clock.passed_s += 2 * TIMEOUT_S
+        host.crew.begin(refs(0))
+    assert decoder.process.poll() is None
+    decoder.fill(task, 5)
+    decoding.finish()
+    assert values(decoding) == {0: 5}
+
+
+def test_a_decoder_that_hangs_while_the_worker_looks_on_is_killed(clock: Clock, host: ActedHost):
+    decoder = host.hire()
+    begun(host, 1)
+    for _ in range(int(TIMEOUT_S)):
+        clock.passed_s += 1.0
+        host.crew.begin(refs(0))
+    assert decoder.process.poll() is None
+    clock.passed_s += 1.0
     host.crew.begin(refs(0))
     assert decoder.process.wait(10) == -9
 
