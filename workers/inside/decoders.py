@@ -218,15 +218,21 @@ class DecoderCrew:
     def _feed(self) -> None:
         """Give waiting instances to decoders: one to each that has none, then one more to each."""
         waiting, now = self._waiting, time.monotonic()
-        while waiting and waiting[0].decoding.refs[waiting[0].index].deadline <= now:
-            job = waiting.popleft()
-            job.decoding.found[job.index] = None  # the worker says that it is late
+        self._skip_late(now)
         for most in range(1, TASKS_AT_ONCE + 1):
             for seat in self._living():
                 if waiting and seat.has_room and len(seat.jobs) < most:
                     self._give(seat, waiting.popleft())
+                    self._skip_late(now)
         if waiting and not self.num_ready:
             self._take_back()
+
+    def _skip_late(self, now: float) -> None:
+        """Leave to the worker the next instances whose deadline has passed."""
+        waiting = self._waiting
+        while waiting and waiting[0].decoding.refs[waiting[0].index].deadline <= now:
+            job = waiting.popleft()
+            job.decoding.found[job.index] = None  # the worker says that it is late
 
     def _give(self, seat: DecoderSeat, job: DecoderJob) -> None:
         decoding = job.decoding

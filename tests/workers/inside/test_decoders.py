@@ -232,6 +232,40 @@ def test_a_decoder_that_hangs_while_the_worker_looks_on_is_killed(clock: Clock, 
     assert decoder.process.wait(10) == -9
 
 
+def test_instances_whose_deadline_has_passed_go_to_no_decoder(clock: Clock, host: ActedHost):
+    decoder = host.hire()
+    decoding = host.crew.begin([*refs(3), *refs(1, time.monotonic() + 1000)])
+    assert decoding is not None
+    first = decoder.tasks()
+    clock.passed_s += 1000
+    for number, task in enumerate(first):
+        decoder.fill(task, number)
+    host.crew.begin(refs(0))
+    (third,) = decoder.tasks()
+    decoder.fill(third, 2)
+    decoding.finish()
+    assert values(decoding) == {0: 0, 1: 1, 2: 2, 3: None}
+
+
+def test_an_instance_whose_deadline_passes_at_a_decoder_keeps_its_slot_until_the_answer(
+    clock: Clock, host: ActedHost
+):
+    decoder = host.hire()
+    decoding = host.crew.begin(refs(4, time.monotonic() + 1000))
+    assert decoding is not None
+    first = decoder.tasks()
+    clock.passed_s += 1000
+    host.crew.begin(refs(0))
+    assert values(decoding) == {2: None, 3: None}
+    decoding.release()
+    assert host.crew.begin(refs(1)) is None  # a decoder may still write to its slots
+    for task in first:
+        decoder.fill(task, 1)
+    host.crew.begin(refs(0))
+    assert values(decoding) == {0: 1, 1: 1, 2: None, 3: None}
+    assert host.crew.begin(refs(4)) is not None
+
+
 def test_slots_are_used_again_after_the_answer_and_the_exit_of_who_may_write(host: ActedHost):
     decoder = host.hire()
     decoding = begun(host, 3)
