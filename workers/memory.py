@@ -6,8 +6,10 @@ It is a memfd: nothing is left behind however its owners die, and the size of /d
 
 import contextlib
 import errno
+import fcntl
 import mmap
 import os
+import sys
 import tempfile
 from multiprocessing import reduction
 
@@ -61,6 +63,7 @@ class SharedMemory:
                 os.posix_fallocate(self._fd, 0, num_bytes)
             else:
                 os.ftruncate(self._fd, num_bytes)
+            _fix_size(self._fd)
             self.map = mmap.mmap(self._fd, num_bytes)
         except OSError as error:
             os.close(self._fd)
@@ -108,6 +111,14 @@ def attach(descriptor: object, num_bytes: int, writable: bool) -> mmap.mmap:
         os.close(fd)
 
 
+def _fix_size(fd: int) -> None:
+    """Seal the size: a process that truncates a region would kill all that read what is gone."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):  # a sandbox that has no seals
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+
+
 def _explain(error: OSError) -> str:
     """Return the system's error, and the limit that may be its cause."""
     limits = {
@@ -138,6 +149,6 @@ def available_bytes() -> int:
 def open_anonymous(name: str) -> int:
     """Return a descriptor of anonymous memory without pages; the name is only for people."""
     if hasattr(os, "memfd_create"):
-        return os.memfd_create(f"inferpool-{name}", os.MFD_CLOEXEC)
+        return os.memfd_create(f"inferpool-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with tempfile.TemporaryFile(prefix=f"inferpool-{name}-") as file:
         return os.dup(file.fileno())

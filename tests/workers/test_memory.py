@@ -67,6 +67,14 @@ def test_limit_of_the_control_group_is_found_before_the_kernel_kills_for_it(grou
     assert reserve(enter=group.enter) == "reserved\n"
 
 
+@pytest.mark.parametrize("num_bytes", [0, MIB])
+def test_no_process_can_take_pages_from_under_another_that_has_mapped_them(num_bytes: int):
+    memory = SharedMemory(8192, name="ring", writable=True)
+    with pytest.raises(PermissionError):
+        os.ftruncate(memory.fileno(), num_bytes)
+    memory.close()
+
+
 def test_refused_region_leaves_no_descriptor():
     before = set(Path("/proc/self/fd").iterdir())
     with pytest.raises(SharedMemoryError):
