@@ -50,6 +50,8 @@ _MAX_IDLE_DEATHS = 5
 """Deaths in a row of decoders that have begun nothing, after which the next starts wait long."""
 _REST_S = 300.0
 
+UntilReady = Callable[[], Awaitable[None]]
+"""Returns once processes can be started; raises an error if they cannot for long."""
 StartProcess = Callable[..., Awaitable[BaseProcess]]
 """Starts a process: called with its target, its name and its arguments."""
 
@@ -96,7 +98,9 @@ class DecoderHost:
         """True if none is left, and none will be started."""
         return self.is_ending and not self._keeping
 
-    def begin(self, ready: Ready, start: StartProcess, arena: SharedMemory) -> bool:
+    def begin(
+        self, ready: Ready, until_ready: UntilReady, start: StartProcess, arena: SharedMemory
+    ) -> bool:
         """Start decoders for a worker that is loaded; return False if it wants or gets none."""
         plan = ready.decoding
         if plan is None or self.is_ending:
@@ -111,10 +115,11 @@ class DecoderHost:
         except (SharedMemoryError, OSError) as error:
             logger.error("%s gets no decoders: %s", self._id, error)
             return False
+        self._until_ready, self._start, self._arena = until_ready, start, arena
         config = replace(self._config, decode=ready.speed.decode)
         for seat in range(num_seats):
             keeping = asyncio.create_task(
-                self._keep(seat, config, layout, start, arena), name=f"decoder {seat} of {self._id}"
+                self._keep(seat, config, layout), name=f"decoder {seat} of {self._id}"
             )
             self._keeping.append(keeping)
             keeping.add_done_callback(self._on_unkept)
@@ -152,14 +157,7 @@ class DecoderHost:
             for seat, decoder in sorted(self._living.items())
         ]
 
-    async def _keep(
-        self,
-        seat: int,
-        config: WorkerConfig,
-        layout: RingLayout,
-        start: StartProcess,
-        arena: SharedMemory,
-    ) -> None:
+    async def _keep(self, seat: int, config: WorkerConfig, layout: RingLayout) -> None:
         """Run one decoder after the other."""
         while True:
             try:
@@ -169,29 +167,17 @@ class DecoderHost:
                 await asyncio.sleep(_MAX_PAUSE_S)
                 continue
             try:
-                await self._run(life, config, layout, start, arena)
+                await self._run(life, config, layout)
             finally:
                 self._living.pop(seat, None)
                 life.close()
             await asyncio.sleep(self._pause_s())
 
-    async def _run(
-        self,
-        life: "_DecoderLife",
-        config: WorkerConfig,
-        layout: RingLayout,
-        start: StartProcess,
-        arena: SharedMemory,
-    ) -> None:
+    async def _run(self, life: "_DecoderLife", config: WorkerConfig, layout: RingLayout) -> None:
         """Start a decoder, introduce it to the worker, and return once its exit is confirmed."""
-        starting = asyncio.ensure_future(life.start(start, config, layout, arena, self._ring))
         try:
-            await asyncio.shield(starting)
-        except asyncio.CancelledError:
-            await asyncio.wait([starting])  # a half-started process cannot be killed yet
-            if not starting.exception():
-                await life.kill()
-            raise
+            await self._until_ready()
+            await self._start_fully(life, config, layout)
         except Exception as error:  # anything that the start of a process may raise
             logger.warning("%s: a decoder could not be started: %s", self._id, error)
             self._num_idle_deaths += 1
@@ -206,6 +192,25 @@ class DecoderHost:
         finally:
             await life.kill()
         self._note_end(life)
+
+    async def _start_fully(
+        self, life: "_DecoderLife", config: WorkerConfig, layout: RingLayout
+    ) -> None:
+        """Start a process; if cancelled, wait for it and kill it: half-started it cannot be killed.
+
+        Raises:
+            Exception: See `_DecoderLife.start`.
+        """
+        starting = asyncio.ensure_future(
+            life.start(self._start, config, layout, self._arena, self._ring)
+        )
+        try:
+            await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            await asyncio.wait([starting])
+            if not starting.exception():
+                await life.kill()
+            raise
 
     def _note_end(self, life: "_DecoderLife") -> None:
         has_worked = life.process.heartbeat.last_received > 0

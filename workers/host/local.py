@@ -225,20 +225,21 @@ class LocalEngine:
             raise
 
     def _start_decoders(self, worker: LocalWorker, ready: Ready) -> None:
-        if worker.decoders.begin(ready, self._start_decoder, self._arena.memory):
+        if self._forkserver is None:
+            return
+        until_ready = self._forkserver.ready
+        if worker.decoders.begin(ready, until_ready, self._start_decoder, self._arena.memory):
             # They begin with one batch more, while the last instances of another are decoded.
             worker.credit += 1
 
     async def _start_decoder(
         self, target: Callable[..., None], name: str, args: tuple[object, ...]
     ) -> BaseProcess:
-        """Start a decoder of a worker, as soon as there is a forkserver.
+        """Start a decoder of a worker.
 
         Raises:
             Exception: It could not be started.
         """
-        assert self._forkserver is not None, "without it there are no decoders"
-        await self._forkserver.ready()
         _require_descriptors(1)
         process = ForkedProcess(target=target, name=name, args=args)
         await self._start_process(process)

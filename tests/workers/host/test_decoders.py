@@ -9,6 +9,7 @@ import pytest
 
 from inferpool.workers.host import decoders
 from inferpool.workers.host.engine import WorkerHandle
+from inferpool.workers.host.forkserver import Forkserver
 from inferpool.workers.host.local import LocalEngine
 from inferpool.workers.messages import BatchDone, ItemError, ItemRef
 from tests.workers.contract import is_gone, started, suspend, until
@@ -139,7 +140,7 @@ async def test_errors_are_those_of_the_worker_itself(engine: LocalEngine, put: P
 
 
 @pytest.mark.parametrize("way", ["stop", "kill"])
-async def test_decoders_end_with_their_worker(engine: LocalEngine, put: Put, way: str):
+async def test_decoders_end_with_their_worker(engine: LocalEngine, put: Put, caplog, way: str):
     worker = await with_decoders(engine, 2)
     before = pids(worker)
     if way == "stop":
@@ -148,6 +149,30 @@ async def test_decoders_end_with_their_worker(engine: LocalEngine, put: Put, way
         os.kill(worker.vitals().pid, signal.SIGKILL)
     await worker.wait()
     assert all(is_gone(pid) for pid in before)
+    assert "starting another" not in caplog.text
+
+
+async def test_a_worker_ends_although_there_is_no_forkserver_for_its_next_decoder(
+    engine: LocalEngine, put: Put, monkeypatch: pytest.MonkeyPatch
+):
+    is_down, waits = asyncio.Event(), asyncio.Event()
+    ready = Forkserver.ready
+
+    async def ready_unless_down(self: Forkserver) -> None:
+        if is_down.is_set():
+            waits.set()
+            await asyncio.Event().wait()
+        await ready(self)
+
+    monkeypatch.setattr(Forkserver, "ready", ready_unless_down)
+    worker = await with_decoders(engine, 1)
+    is_down.set()
+    os.kill(min(pids(worker)), signal.SIGKILL)
+    async with asyncio.timeout(30):
+        await waits.wait()
+    os.kill(worker.vitals().pid, signal.SIGKILL)
+    async with asyncio.timeout(10):
+        await worker.wait()
 
 
 async def test_a_model_that_does_not_allow_it_gets_no_decoders(engine: LocalEngine, put: Put):
