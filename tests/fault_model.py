@@ -170,6 +170,8 @@ class FaultModel(Model):
                 os._exit(7)
             case "leave":
                 sys.exit(9)
+            case "quit":
+                sys.exit(0)
 
     def _wait(self) -> None:
         while self._gate is not None and self._gate.exists():

@@ -87,7 +87,7 @@ def main(
     except (BrokenPipeError, ConnectionResetError):
         os._exit(0)  # the worker is gone
     except SystemExit as error:
-        os._exit(error.code if isinstance(error.code, int) else 1)
+        os._exit((isinstance(error.code, int) and error.code) or 1)  # only we leave with 0
     except BaseException as error:
         logger.critical("a decoder failed", exc_info=True)
         outbox.put(Leaving("exit", f"its loop failed: {described(error)}"))

@@ -216,6 +216,8 @@ class DecoderHost:
         has_worked = life.process.heartbeat.last_received > 0
         self._num_idle_deaths = 0 if has_worked else self._num_idle_deaths + 1
         self._deaths.append(time.monotonic())
+        if life.process.has_left:
+            return  # its worker is gone
         logger.warning("%s ended: %s; starting another", life.process.name, life.reason)
 
     def _pause_s(self) -> float:

@@ -139,6 +139,17 @@ async def test_errors_are_those_of_the_worker_itself(engine: LocalEngine, put: P
     assert [each.code for each in found[0]] == ["model_error", "invalid_input"]  # type: ignore[union-attr]
 
 
+async def test_a_model_that_exits_in_a_decoder_is_reported(engine: LocalEngine, put: Put, caplog):
+    worker = await with_decoders(engine, 2)
+    try:
+        await until_used(worker, put)
+        done = await worker.run([put({"n": 1, "do": "quit early"}), put({"n": 2})])
+        assert answered(done) == ["worker_crashed", 4]
+        await until(lambda: caplog.text.count("ended: exit code 1; starting another") == 2)
+    finally:
+        await worker.stop(5)
+
+
 @pytest.mark.parametrize("way", ["stop", "kill"])
 async def test_decoders_end_with_their_worker(engine: LocalEngine, put: Put, caplog, way: str):
     worker = await with_decoders(engine, 2)
