@@ -4,9 +4,11 @@ import base64
 import functools
 import os
 import signal
+import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
+import httpx
 import pytest
 
 from inferpool.service.tools.chaos.subject import POISONABLE
@@ -31,10 +33,17 @@ def ask_all(service: Running) -> list[object]:
 
     with ThreadPoolExecutor(8) as pool:
         whole = list(pool.map(post, images * 3))
-    found: list[object] = [*whole, service.predict(*TEXTS)]
+    cut = {"b64": base64.b64encode(jpeg("coffee")[:99]).decode()}
+    mixed = service.ask(*TEXTS[:2], cut, *TEXTS[:2], {"b64": "no base64"}, TEXTS[0])
+    found: list[object] = [*whole, service.predict(*TEXTS), mixed.status_code, told(mixed)]
     found += [post(image[: len(image) // 2]) for image in images]
     found += [post(images[0], f"/predict?top_k={top_k}") for top_k in (1, 3, 0)]
     return found
+
+
+def told(answer: httpx.Response) -> dict[str, object]:
+    """Return what a JSON answer says, without what names the request."""
+    return {k: v for k, v in answer.json().items() if k not in ("instance", "request_id")}
 
 
 def one_worker(source: str, **changes: object) -> dict[str, object]:
@@ -129,6 +138,110 @@ def test_poisonous_picture_fails_alone_and_costs_no_worker_its_life():
         (worker,) = service.workers()
         assert worker["incarnation"] == 0
         until(lambda: sum(each["restarts"] for each in decoders(service)) == 2)
+
+
+def ask_slowly(service: Running, num: int) -> list[Future[httpx.Response]]:
+    """Ask of a model that prepares slowly, and return once decoders work on that."""
+    before = sum(each["num_decoded"] for each in decoders(service))
+    with_results = ThreadPoolExecutor(num)
+    futures = [with_results.submit(service.ask, {"n": n}) for n in range(1, num + 1)]
+    with_results.shutdown(wait=False)
+    until(lambda: sum(each["num_decoded"] for each in decoders(service)) > before)
+    return futures
+
+
+def test_all_that_decoders_hold_is_answered_before_the_service_ends():
+    settings = one_worker(APART, decoders=2, max_batch_size=4, options={"prepare_s": 0.2})
+    with running(settings=settings) as service:
+        until(lambda: service.predict({"n": 1})[0]["by"] in pids(service))
+        futures = ask_slowly(service, 12)
+        family = service.family()
+        for process in family:  # as a stop of the control group does
+            process.send_signal(signal.SIGTERM)
+        answers = [future.result() for future in futures]
+        assert [answer.status_code for answer in answers] == [200] * 12
+        found = [answer.json()["predictions"][0]["twice"] for answer in answers]
+        assert found == [2 * n for n in range(1, 13)]
+        assert service.wait() == 0
+        until(lambda: not any(map(is_alive, family)))
+        assert not [line for line in service.log if line["level"] in ("warning", "error")]
+
+
+def test_a_pause_of_the_whole_host_costs_no_decoder_its_life():
+    options = {"prepare_s": 0.2}
+    settings = one_worker(APART, decoders=2, max_batch_size=4, batch_timeout_s=4.0, options=options)
+    with running(settings=settings) as service:
+        until(lambda: service.predict({"n": 1})[0]["by"] in pids(service))
+        before = pids(service)
+        for _ in range(2):
+            futures = ask_slowly(service, 12)
+            family = service.family()
+            for process in family:
+                process.suspend()
+            time.sleep(5)  # longer than a decoder may work on one input
+            for process in family:
+                process.resume()
+            answers = [future.result() for future in futures]
+            assert [answer.status_code for answer in answers] == [200] * 12
+        assert pids(service) == before
+        assert [each["restarts"] for each in decoders(service)] == [0, 0]
+        (worker,) = service.workers()
+        assert worker["incarnation"] == 0
+
+
+def test_deadlines_that_pass_in_decoders_cost_only_their_own_requests_an_answer():
+    with running(settings=one_worker(APART, decoders=1, max_batch_size=4)) as service:
+        until(lambda: service.predict({"n": 1})[0]["by"] in pids(service))
+        before = pids(service)
+        short = {"headers": {"X-Timeout-Ms": "300"}}
+        with ThreadPoolExecutor(8) as pool:
+            slow = {"n": 1, "do": "hold early"}
+            hasty = [pool.submit(service.ask, slow, **short) for _ in range(4)]
+            patient = [pool.submit(service.ask, {"n": n}) for n in (5, 6, 7, 8)]
+            codes = {future.result().status_code for future in hasty}
+            answers = [future.result() for future in patient]
+        assert 504 in codes
+        assert codes <= {504, 503, 429}  # late, or refused because it would be late
+        assert [a.json()["predictions"][0]["twice"] for a in answers] == [10, 12, 14, 16]
+        assert pids(service) == before
+
+
+def test_models_in_one_service_have_decoders_of_their_own():
+    first = {"source": APART, "replicas": 1, "decoders": 1}
+    second = {"source": "efficientnet_lite0", "replicas": 1, "decoders": 1}
+    with running(settings={"models": {"a": first, "b": second}}) as service:
+
+        def both_have_worked() -> bool:
+            service.post("/predict/a", json={"instances": [{"n": 2}]})
+            service.post("/predict/b", json={"instances": TEXTS})
+            return [each["num_decoded"] > 0 for each in decoders(service)] == [True, True]
+
+        until(both_have_worked)
+        before = pids(service)
+        os.kill(before[0], signal.SIGKILL)
+        answer = service.post("/predict/b", json={"instances": TEXTS})
+        assert answer.status_code == 200
+        until(lambda: both_have_worked() and before[0] not in pids(service))
+        assert pids(service)[1] == before[1]
+
+
+def test_a_split_replica_has_decoders_that_end_with_it(plain: Running):
+    settings = one_worker(
+        "efficientnet_lite0", decoders=2, placement="pipeline", devices_per_replica=2
+    )
+    labels = [row[0]["label"] for row in plain.predict(*TEXTS)]
+    with running(settings=settings) as service:
+        warm(service, 2)
+        with ThreadPoolExecutor(4) as pool:
+            answers = list(pool.map(lambda _: service.predict(*TEXTS), range(8)))
+        assert [[row[0]["label"] for row in answer] for answer in answers] == [labels] * 8
+        before = pids(service)
+        (worker,) = service.workers()
+        assert len(worker["ranks"]) == 2
+        os.kill(worker["ranks"][1]["pid"], signal.SIGKILL)
+        assert [row[0]["label"] for row in service.predict(*TEXTS)] == labels
+        warm(service, 2)
+        assert not {*before} & {*pids(service)}
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
