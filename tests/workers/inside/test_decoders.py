@@ -189,7 +189,7 @@ def test_a_decoder_that_greets_again_is_killed(host: ActedHost):
     assert decoder.process.wait(10) == -9
 
 
-class Clock:
+class CrewClock:
     """The crew's clock, which a test moves on."""
 
     def __init__(self) -> None:
@@ -200,13 +200,13 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> CrewClock:
+    clock = CrewClock()
     monkeypatch.setattr(decoders, "time", clock)
     return clock
 
 
-def test_a_pause_of_the_whole_host_kills_no_decoder(clock: Clock, host: ActedHost):
+def test_a_pause_of_the_whole_host_kills_no_decoder(clock: CrewClock, host: ActedHost):
     decoder = host.hire()
     decoding = begun(host, 1)
     (task,) = decoder.tasks()
@@ -220,7 +220,9 @@ def test_a_pause_of_the_whole_host_kills_no_decoder(clock: Clock, host: ActedHos
     assert values(decoding) == {0: 5}
 
 
-def test_a_decoder_that_hangs_while_the_worker_looks_on_is_killed(clock: Clock, host: ActedHost):
+def test_a_decoder_that_hangs_while_the_worker_looks_on_is_killed(
+    clock: CrewClock, host: ActedHost
+):
     decoder = host.hire()
     begun(host, 1)
     for _ in range(int(TIMEOUT_S)):
@@ -232,7 +234,7 @@ def test_a_decoder_that_hangs_while_the_worker_looks_on_is_killed(clock: Clock, 
     assert decoder.process.wait(10) == -9
 
 
-def test_instances_whose_deadline_has_passed_go_to_no_decoder(clock: Clock, host: ActedHost):
+def test_instances_whose_deadline_has_passed_go_to_no_decoder(clock: CrewClock, host: ActedHost):
     decoder = host.hire()
     decoding = host.crew.begin([*refs(3), *refs(1, time.monotonic() + 1000)])
     assert decoding is not None
@@ -248,7 +250,7 @@ def test_instances_whose_deadline_has_passed_go_to_no_decoder(clock: Clock, host
 
 
 def test_an_instance_whose_deadline_passes_at_a_decoder_keeps_its_slot_until_the_answer(
-    clock: Clock, host: ActedHost
+    clock: CrewClock, host: ActedHost
 ):
     decoder = host.hire()
     decoding = host.crew.begin(refs(4, time.monotonic() + 1000))
