@@ -123,6 +123,11 @@ def laid_out(sizes: Sequence[int]) -> tuple[list[int], int]:
     return offsets, end
 
 
+def is_short(ref: ItemRef) -> bool:
+    """Return True if a task with this instance is surely not too long for a pipe."""
+    return len(ref.parameters) + len(ref.request_id) + len(ref.trace) < MAX_TASK_BYTES - 200
+
+
 class RingRuns:
     """Allocator of runs of slots that lie side by side. One thread uses it."""
 

@@ -3,16 +3,20 @@
 The worker and its decoders use it.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 
 import torch
 from torch import Tensor
 
+from inferpool.models.accelerator.device import is_accelerator, pin_in_place
 from inferpool.models.base import Model
 from inferpool.models.item import Features, Item
 from inferpool.models.spec import DTYPE_BYTES, TensorHeader
 from inferpool.workers.decoding.ring import laid_out
+
+logger = logging.getLogger(__name__)
 
 _MAX_TENSORS = 64
 
@@ -78,6 +82,12 @@ def view_in(slot: Tensor, header: TensorHeader) -> Tensor:
     if begin < 0 or end > len(slot) or min(header.shape, default=0) < 0:
         raise ValueError(f"a tensor at {begin} to {end} of a slot of {len(slot)} bytes")
     return slot[begin:end].view(getattr(torch, header.dtype)).view(header.shape)
+
+
+def pin_ring(device: str, ring: Tensor) -> None:
+    """Pin the ring for an accelerator, which then copies from it without a copy on the host."""
+    if is_accelerator(device) and not pin_in_place(ring, device):
+        logger.warning("the ring of the decoders cannot be pinned: each batch is copied first")
 
 
 def _is_plain(tensor: Tensor) -> bool:

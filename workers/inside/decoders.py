@@ -24,14 +24,12 @@ import msgspec
 import torch
 from torch import Tensor
 
-from inferpool.models.accelerator.device import is_accelerator, pin_in_place
 from inferpool.models.base import Model
 from inferpool.models.speed.sizes import largest_batch
 from inferpool.models.texts import described
 from inferpool.workers.config import WorkerConfig
 from inferpool.workers.decoding.ring import (
     MAX_RING_BYTES,
-    MAX_TASK_BYTES,
     SLOT_ALIGNMENT,
     TASKS_AT_ONCE,
     FromDecoder,
@@ -44,8 +42,9 @@ from inferpool.workers.decoding.ring import (
     SlotFilled,
     Task,
     ToDoor,
+    is_short,
 )
-from inferpool.workers.decoding.slots import decodable, digest_of, view_in
+from inferpool.workers.decoding.slots import decodable, digest_of, pin_ring, view_in
 from inferpool.workers.inside.decoding import DecoderJob, DecoderSeat, Decoding, Found, MoreWork
 from inferpool.workers.messages import (
     DecodingPlan,
@@ -148,7 +147,7 @@ class DecoderCrew:
             in_part: Give them the first instances if there are no slots for all.
         """
         self._attend(0)
-        given = [i for i, ref in enumerate(refs) if ref.kind != "tensors" and _is_short(ref)]
+        given = [i for i, ref in enumerate(refs) if ref.kind != "tensors" and is_short(ref)]
         if not given or not (self.num_ready or time.monotonic() < self._comeback_due):
             return None
         self._reclaim()
@@ -446,17 +445,6 @@ def crew_for(
         layout,
         digest,
         task_timeout_s=timeout_s,
-        on_ring=partial(_pin, config.placement.devices[0]),
+        on_ring=partial(pin_ring, config.placement.devices[0]),
         on_progress=on_progress,
     )
-
-
-def _pin(device: str, ring: Tensor) -> None:
-    """Pin the ring for an accelerator, which then copies from it without a copy on the host."""
-    if is_accelerator(device) and not pin_in_place(ring, device):
-        logger.warning("the ring of the decoders cannot be pinned: each batch is copied first")
-
-
-def _is_short(ref: ItemRef) -> bool:
-    """Return True if a task with this instance is surely not too long for a pipe."""
-    return len(ref.parameters) + len(ref.request_id) + len(ref.trace) < MAX_TASK_BYTES - 200
