@@ -20,9 +20,9 @@ from inferpool.service.api.routes.models import (
     VersionState,
 )
 from inferpool.service.catalog.catalog import Catalog, ModelVersion
-from inferpool.service.catalog.comparison import Comparison, why_not
-from inferpool.service.catalog.inputs import InputRecorder, inputs_of
+from inferpool.service.catalog.judging import Judge
 from inferpool.service.catalog.requests import SwapOptions, read_add, read_swap
+from inferpool.service.catalog.watching import why_worse
 from inferpool.service.errors import (
     ConflictError,
     InvalidInputError,
@@ -33,15 +33,13 @@ from inferpool.service.errors import (
 )
 from inferpool.service.settings.model import ModelSettings
 from inferpool.service.speed import SpeedSearch
-from inferpool.service.telemetry.metrics import Metrics, ModelMetrics
+from inferpool.service.telemetry.metrics import Metrics
 from inferpool.workers.host.devices import DeviceError
 
 logger = logging.getLogger(__name__)
 
 _NUM_REMEMBERED = 20
 """Versions of a model that are remembered."""
-_LEAST_ANSWERS = 50
-"""With fewer answers of a version, its faults and times are not judged."""
 _WATCH_EVERY_S = 0.5
 
 
@@ -267,16 +265,23 @@ class Changes:
         old = self._catalog.version(name)
         new = self._load(name, model)
         record = self._record(new, "loading")
+
+        def say(text: str) -> None:
+            change.what = f"swap: {text}"
+
+        judge = Judge(old, new, options, say)
         try:
             await self._until_loaded(new, change)
             record.become("comparing")
-            await self._judge(old, new, options, change)
+            await judge.judge()
         except BaseException as error:
             record.become("refused", getattr(error, "message", "") or repr(error))
+            record.figures = judge.figures
             if isinstance(error, VersionRefusedError) and record.figures is not None:
                 error.figures = asdict(record.figures)
             await self._catalog.unload(new, 0)
             raise
+        record.figures = judge.figures
         self._serve(new)
         change.decided.set_result(None)
         self._keep(old, options)
@@ -306,47 +311,6 @@ class Changes:
             change.what = f"{kind}: version {version.number} {pool.reason or 'starting'}"
             await self._catalog.until_changed()
         change.what = kind
-
-    async def _judge(
-        self, old: ModelVersion, new: ModelVersion, options: SwapOptions, change: Change
-    ) -> None:
-        """Compare a version with the one that serves.
-
-        Raises:
-            VersionRefusedError: It is not good enough; has the figures.
-        """
-        if not old.pool.is_ready:
-            return  # nothing serves that it could be compared with
-        comparison = Comparison(old.pool, new.pool)
-        inputs = [*inputs_of(old.pool)]
-        if options.policy != "force":
-            inputs += await self._recorded(old, options, change)
-
-        def show(num: int) -> None:
-            change.what = f"swap: compared on {num} of {len(inputs)} inputs"
-
-        await comparison.add(inputs, show)
-        figures = comparison.figures()
-        self._record(new, "comparing").figures = figures
-        if options.policy == "force":
-            if figures.num_inputs and figures.num_faults == figures.num_inputs:
-                raise VersionRefusedError(f"it fails on every input: {figures.first_fault}")
-            return
-        if reason := why_not(figures, options):
-            raise VersionRefusedError(reason)
-
-    async def _recorded(
-        self, old: ModelVersion, options: SwapOptions, change: Change
-    ) -> Sequence[Any]:
-        recorder = InputRecorder(old.pool, options.num_inputs)
-        until = time.monotonic() + options.wait_s
-        try:
-            while not recorder.is_full and time.monotonic() < until:
-                change.what = f"swap: waits for live inputs, {len(recorder.inputs)} have come"
-                await asyncio.sleep(0.05)
-        finally:
-            recorder.stop()
-        return recorder.take_all()
 
     def _serve(self, version: ModelVersion) -> None:
         record = self._record(version, "serving")
@@ -400,38 +364,6 @@ class Changes:
         self._record(new, "kept").become("rolled_back", reason)
         change.decided.set_result(None)
         await self._leave(new, "rolled_back")
-
-
-def why_worse(old: ModelVersion, new: ModelVersion, options: SwapOptions) -> str:
-    """Return why a version that serves is worse than the former one; empty if it is not."""
-    num = _num_computed(new.metrics)
-    if num < _LEAST_ANSWERS:
-        return ""
-    faults = new.metrics.faults / num
-    before = old.metrics.faults / max(1, _num_computed(old.metrics))
-    if faults > before + options.max_fault_share:
-        return (
-            f"it fails on {faults:.2%} of {num} inputs, the former version on {before:.2%}; "
-            f"max_fault_share is {options.max_fault_share:g}"
-        )
-    if _num_computed(old.metrics) >= _LEAST_ANSWERS:
-        ratio = _work_s(new.metrics) / _work_s(old.metrics)
-        if ratio > options.max_latency_ratio:
-            return (
-                f"it takes {ratio:.2f} times as long for an input as the former version, "
-                f"max_latency_ratio is {options.max_latency_ratio:g}"
-            )
-    return ""
-
-
-def _num_computed(metrics: ModelMetrics) -> int:
-    return metrics.succeeded + metrics.faults
-
-
-def _work_s(metrics: ModelMetrics) -> float:
-    """Return the time that workers spent on an input, on average."""
-    spent_s = metrics.prepare_duration.sum + metrics.inference_duration.sum
-    return spent_s / max(1.0, metrics.batch_size.sum)
 
 
 def _fail(decided: "asyncio.Future[None]", error: Exception) -> None:
