@@ -9,21 +9,19 @@ import logging
 import os
 import shutil
 from asyncio import Task
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Container, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Literal
-
-import psutil
 
 from inferpool.models.speed.names import SpeedReport
 from inferpool.service.queue.pool import Pool
 from inferpool.service.settings.settings import Settings
 from inferpool.workers.beside.searching import SearchFailedError
-from inferpool.workers.cgroups import read_limits
 from inferpool.workers.config import WorkerConfig
 from inferpool.workers.host.supervisor import WorkerSlot
+from inferpool.workers.memory import available_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +31,7 @@ Search = Callable[[WorkerConfig, str, Callable[[str], None]], Awaitable[SpeedRep
 """Searches for what is kept under a cache key, and reports progress; see
 `workers.beside.searching`."""
 
-_NEEDED_BYTES = 2 << 30
+_COMPILER_BYTES = 2 << 30
 """The most that compiling resnet18 took, in two processes. Each also holds the model."""
 
 
@@ -128,44 +126,50 @@ class SpeedSearch:
         return self._progress.get(model, SearchProgress(state="off"))
 
     async def _run(self, pool: Pool, progress: SearchProgress) -> None:
+        """Search as long as workers come up that may serve faster."""
+        given_up: set[tuple[str, bool]] = set()
+        while True:
+            self._changed.clear()
+            is_settled = all(slot.handle or slot.state == "failed" for slot in pool.slots)
+            slots = _to_improve(pool, given_up) if is_settled else []
+            if slots:
+                question = _question(_speed_of(slots[0]))
+                async with self._turn:
+                    if not await self._improve_safely(pool, slots, progress):
+                        given_up.add(question)
+                continue
+            if is_settled and progress.state == "waiting":
+                is_judged = any(_speed_of(slot).key for slot in pool.slots)
+                progress.state = "done" if is_judged else "off"
+                progress.text = progress.text or ("nothing is left to try" if is_judged else "")
+            await self._changed.wait()
+
+    async def _improve_safely(
+        self, pool: Pool, slots: Sequence[WorkerSlot], progress: SearchProgress
+    ) -> bool:
+        """Run `_improve`, and log a mistake of ours."""
         try:
-            await self._until_settled(pool)
-            async with self._turn:
-                await self._improve(pool, progress)
+            return await self._improve(pool, slots, progress)
         except Exception:
             logger.exception("%s speed: the search failed", pool.name)
             progress.state, progress.text = "failed", "a mistake of the service"
+            return False
 
-    async def _until_settled(self, pool: Pool) -> None:
-        """Wait until each worker is ready or given up."""
-        while not all(slot.handle or slot.state == "failed" for slot in pool.slots):
-            self._changed.clear()
-            await self._changed.wait()
+    async def _improve(
+        self, pool: Pool, slots: Sequence[WorkerSlot], progress: SearchProgress
+    ) -> bool:
+        """Search for workers that serve alike, and change them over to what is found.
 
-    async def _improve(self, pool: Pool, progress: SearchProgress) -> None:
-        progress.state = "off"
-        present: dict[str, list[WorkerSlot]] = {}
-        for slot in pool.slots:
-            speed = slot.handle.ready.speed if slot.handle else SpeedReport()
-            if not speed.is_final:
-                present.setdefault(speed.key, []).append(slot)
-            elif speed.key:  # everything was tried, now or at an earlier start
-                progress.state, progress.text = "done", "nothing is left to try"
-        for key, slots in present.items():  # the number of threads is part of the key
-            if obstacle := _obstacle(slots[0]):
-                text = "%s speed: not searching for a faster preset: %s"
-                logger.info(text, pool.name, obstacle)
-                progress.state, progress.text = "off", obstacle
-                return
-            await self._improve_some(pool, key, slots, progress)
-
-    async def _improve_some(
-        self, pool: Pool, key: str, slots: Sequence[WorkerSlot], progress: SearchProgress
-    ) -> None:
-        """Search for workers that share a cache key."""
-        preset = _preset_of(slots[0])
+        Returns:
+            Whether the same may be searched for again, for workers that have missed it.
+        """
+        present = _speed_of(slots[0])
+        if obstacle := _obstacle(slots[0], present):
+            logger.info("%s speed: not searching for a faster preset: %s", pool.name, obstacle)
+            progress.state, progress.text = "off", obstacle
+            return False
         text = "%s speed: searching for a faster preset than %s, in the time left over"
-        logger.info(text, pool.name, preset)
+        logger.info(text, pool.name, present.preset)
         progress.state = "searching"
 
         def on_progress(stage: str) -> None:
@@ -173,27 +177,35 @@ class SpeedSearch:
             logger.debug("%s speed: %s", pool.name, stage)
 
         try:
-            found = await self._search(slots[0].config, key, on_progress)
+            config = replace(slots[0].config, chosen=present)
+            found = await self._search(config, present.key, on_progress)
         except SearchFailedError as error:
-            logger.warning("%s speed: %s stays, as the search failed: %s", pool.name, preset, error)
+            text = "%s speed: %s stays, as the search failed: %s"
+            logger.warning(text, pool.name, present.preset, error)
             progress.state, progress.text = "failed", str(error)
-            return
+            return False
         figures = f" ({found.note})" if found.note else ""
-        if found.preset == preset:
-            logger.info("%s speed: %s stays%s", pool.name, preset, figures)
-            progress.state, progress.text = "done", f"{preset} stays{figures}"
-            return
-        logger.info("%s speed: changing from %s to %s%s", pool.name, preset, found.text(), figures)
-        progress.state, progress.text = "changing", f"from {preset} to {found.text()}"
+        if found.way == present.way:
+            for slot in slots:
+                slot.config = replace(slot.config, chosen=found)
+            logger.info("%s speed: %s stays%s", pool.name, present.preset, figures)
+            progress.state, progress.text = "waiting", f"{present.preset} stays{figures}"
+            return found.is_final or present.is_provisional
+        before, after = present.preset, found.text()
+        logger.info("%s speed: changing from %s to %s%s", pool.name, before, after, figures)
+        progress.state, progress.text = "changing", f"from {before} to {after}"
         for slot in slots:
-            if not await pool.replacer.change_over(slot, found.preset, self._grace_s):
+            if _speed_of(slot).key != present.key:
+                continue  # it has loaded other weights meanwhile
+            if not await pool.replacer.change_over(slot, found, self._grace_s):
                 text = "%s speed: %s did not come up with %s, so the others stay as they are"
                 logger.warning(text, pool.name, slot.id.worker, found.preset)
                 progress.state = "failed"
                 progress.text = f"{slot.id.worker} did not come up with {found.preset}"
-                return
-        logger.info("%s speed: changed from %s to %s", pool.name, preset, found.text())
-        progress.state, progress.text = "done", f"changed from {preset} to {found.text()}{figures}"
+                return False
+        logger.info("%s speed: changed from %s to %s", pool.name, before, after)
+        progress.state, progress.text = "waiting", f"changed from {before} to {after}{figures}"
+        return found.is_final or present.is_provisional
 
 
 def compiler_name() -> str:
@@ -206,19 +218,45 @@ def find_compiler() -> str | None:
     return shutil.which(compiler_name())
 
 
-def _preset_of(slot: WorkerSlot) -> str:
-    return slot.handle.ready.speed.preset if slot.handle else "exact"
+def _to_improve(pool: Pool, given_up: Container[tuple[str, bool]]) -> Sequence[WorkerSlot]:
+    """Return workers that serve alike and may do so faster, the slowest first; empty if none may.
+
+    The number of threads is part of the key, and a worker that ended meanwhile may be behind.
+
+    Args:
+        pool: The model.
+        given_up: Questions that no search is to answer again.
+    """
+    alike: dict[tuple[str, ...], list[WorkerSlot]] = {}
+    for slot in pool.slots:
+        speed = _speed_of(slot)
+        is_open = speed.is_provisional or not speed.is_final
+        if slot.handle and is_open and _question(speed) not in given_up:
+            alike.setdefault((speed.key, *speed.way), []).append(slot)
+    return min(alike.values(), key=lambda slots: _speed_of(slots[0]).gain, default=[])
 
 
-def _obstacle(slot: WorkerSlot) -> str:
-    """Return why nothing can be compiled now; empty if it can."""
-    if find_compiler() is None:
-        return f"there is no C++ compiler ({compiler_name()})"
+def _speed_of(slot: WorkerSlot) -> SpeedReport:
+    """Return what is known of a worker's speed; a search may know more than the worker."""
+    if slot.config.chosen is not None:
+        return slot.config.chosen
+    return slot.handle.ready.speed if slot.handle else SpeedReport()
+
+
+def _question(speed: SpeedReport) -> tuple[str, bool]:
+    """Return what a search would find out: it measures, or compiles, for workers with a key."""
+    return speed.key, speed.is_provisional
+
+
+def _obstacle(slot: WorkerSlot, speed: SpeedReport) -> str:
+    """Return why nothing can be measured or compiled now; empty if it can."""
     replica_bytes = slot.handle.vitals().rss_bytes if slot.handle else 0
-    needed = _NEEDED_BYTES + 2 * replica_bytes
-    left = read_limits().memory_left_bytes
-    free = psutil.virtual_memory().available
-    free = free if left is None else min(free, left)
+    needed = 2 * replica_bytes
+    if not speed.is_provisional:  # the next step is to compile
+        if find_compiler() is None:
+            return f"there is no C++ compiler ({compiler_name()})"
+        needed += _COMPILER_BYTES
+    free = available_bytes()
     if free < needed:
         return f"it takes {needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} GiB are free"
     return ""

@@ -51,6 +51,9 @@ class WorkerConfig:
     """One of `models.speed.names.CHOICES`."""
     decode: str = "exact"
     """One of `models.speed.names.DECODE_CHOICES`."""
+    measures_speed: bool = True
+    """Measure before it is ready what the cache has no verdict on, if `speed` is `auto`. Otherwise
+    `exact` serves until a search has found something faster."""
     cache_dir: str | None = None
     """Folder for verdicts on speed presets; None stores none."""
     chosen: SpeedReport | None = None

@@ -146,6 +146,12 @@ def available_bytes() -> int:
     return available if left is None else min(available, left)
 
 
+def has_room_beside() -> bool:
+    """Return whether a second process like this one would have room to load and to work."""
+    needed: int = 2 * psutil.Process().memory_info().rss
+    return available_bytes() >= needed
+
+
 def open_anonymous(name: str) -> int:
     """Return a descriptor of anonymous memory without pages; the name is only for people."""
     if hasattr(os, "memfd_create"):

@@ -1,6 +1,7 @@
 """Marks of attempts that may kill their process, as by using up all memory. No torch."""
 
 import contextlib
+import fcntl
 import os
 import shutil
 import time
@@ -20,14 +21,16 @@ def attempt(folder: Path, key: str, *, fatal: type[Exception] | tuple[()] = ()) 
     Yields whether to go on: False if an attempt of the last day never ended, or ended with an error
     of the type `fatal`. It may have killed the whole service, and would do so again.
     """
+    if _is_marked(folder, key):
+        yield False
+        return
     mark = _mark(folder, key)
-    with contextlib.suppress(OSError):
-        if time.time() - mark.stat().st_mtime < _HOLDS_S:
-            yield False
-            return
+    descriptor = None
     with contextlib.suppress(OSError):
         mark.unlink(missing_ok=True)  # it may be a pipe, which nobody reads
         mark.write_text(str(os.getpid()))
+        descriptor = os.open(mark, os.O_RDONLY | os.O_CLOEXEC)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # as long as this process lives
     is_over = True
     try:
         yield True
@@ -38,6 +41,35 @@ def attempt(folder: Path, key: str, *, fatal: type[Exception] | tuple[()] = ()) 
         if is_over:
             with contextlib.suppress(OSError):
                 mark.unlink()
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def was_killed(folder: Path, key: str) -> bool:
+    """Return whether an attempt of the last day did not end before its process did."""
+    return _is_marked(folder, key) and is_left(_mark(folder, key))
+
+
+def is_left(mark: Path) -> bool:
+    """Return whether the process that made a mark is gone; each holds a lock on its own."""
+    try:
+        descriptor = os.open(mark, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def _is_marked(folder: Path, key: str) -> bool:
+    """Return whether an attempt of the last day has not ended."""
+    with contextlib.suppress(OSError):
+        return time.time() - _mark(folder, key).stat().st_mtime < _HOLDS_S
+    return False
 
 
 def forget_attempt(folder: Path, key: str, pid: int) -> None:

@@ -25,7 +25,10 @@ from inferpool.models.speed.verdicts import VerdictStore
 logger = logging.getLogger(__name__)
 
 _BUDGET_S = 10.0
-"""Time for trying presets; those not judged by then are left out."""
+"""Time for trying presets before a start; those not judged by then are left out."""
+_PATIENCE = 4.0
+"""Time for measuring beside workers, as a multiple of a start's: nobody waits for that verdict."""
+_LATER = "speed presets are measured while it serves"
 _LOCK_WAIT_S = 60.0
 _COMPILE_WAIT_S = 600.0
 
@@ -51,6 +54,10 @@ class SpeedOptions:
     """Threads that preprocess instances."""
     start_pool: StartPool = ThreadPoolExecutor
     """Starts threads with the settings of this one."""
+    measures: bool = True
+    """With `auto`, measure what the cache has no verdict on. Otherwise `exact` serves meanwhile."""
+    is_beside: bool = False
+    """It runs beside workers and gives way to them: it measures processor time, with patience."""
 
 
 def choose(model: Model, options: SpeedOptions, on_progress: Callable[[str], None]) -> SpeedReport:
@@ -75,6 +82,8 @@ def _choose(model: Model, options: SpeedOptions, on_progress: Callable[[str], No
         return msgspec.structs.replace(report, decode=chosen.decode, decode_gain=chosen.decode_gain)
     if options.decode == "exact" or (options.decode == "auto" and options.speed == "exact"):
         return report
+    if options.decode == "auto" and report.is_provisional:
+        return report  # decoding is judged together with the preset
     trial = DecodeTrial(
         model,
         exact,
@@ -82,7 +91,22 @@ def _choose(model: Model, options: SpeedOptions, on_progress: Callable[[str], No
         num_threads=options.prepare_threads,
         start_pool=options.start_pool,
     )
-    return trial.choose(report, is_wanted=options.decode == "fast", on_progress=on_progress)
+    is_wanted = options.decode == "fast"
+    may_wait = options.speed == "auto" and report.key and not is_wanted
+    return trial.choose(
+        report,
+        is_wanted=is_wanted,
+        measures=options.measures or not may_wait,
+        on_progress=on_progress,
+    )
+
+
+def trial_of(model: Model, options: SpeedOptions, store: VerdictStore) -> Trial:
+    """Return a trial that measures as the options ask."""
+    if options.is_beside:
+        clock, patience = time.process_time, _PATIENCE
+        return Trial(model, options.max_batch_size, store, clock=clock, patience=patience)
+    return Trial(model, options.max_batch_size, store)
 
 
 def _choose_network(
@@ -91,7 +115,7 @@ def _choose_network(
     if options.speed == "exact":
         return SpeedReport()
     store = VerdictStore(options.cache_dir)
-    trial = Trial(model, options.max_batch_size, store)
+    trial = trial_of(model, options, store)
     if options.chosen and (known := _apply_chosen(trial, options.chosen)):
         return known
     if trial.obstacle:
@@ -108,7 +132,7 @@ def _choose_network(
             _compile(trial, options, store, on_progress)  # what could not be loaded was set aside
     if options.speed != "auto":
         return _apply_named(trial, options.speed)
-    return _choose_best(trial, store, on_progress)
+    return _choose_best(trial, options, store, on_progress)
 
 
 def _apply_chosen(trial: Trial, chosen: SpeedReport) -> SpeedReport | None:
@@ -187,27 +211,36 @@ def _applied(trial: Trial, name: str, network: nn.Module, agreement: Agreement) 
 
 
 def _choose_best(
-    trial: Trial, store: VerdictStore, on_progress: Callable[[str], None]
+    trial: Trial, options: SpeedOptions, store: VerdictStore, on_progress: Callable[[str], None]
 ) -> SpeedReport:
-    if known := _reuse(trial, store):
+    measures = options.measures or store.was_killed(trial.key)
+    if known := _reuse(trial, store, may_be_better=measures and bool(trial.packages())):
         return known
+    if not measures:
+        return SpeedReport(note=_LATER, is_final=False, is_provisional=True, key=trial.key)
     began = time.monotonic()
     turn = store.turn(
         trial.key, _LOCK_WAIT_S, lambda: on_progress("waiting for the choice of a preset")
     )
     with turn:
-        report = _reuse(trial, store)
+        report = _reuse(trial, store, may_be_better=bool(trial.packages()))
         if report is None:
+            if not options.is_beside:
+                trial.until = time.monotonic() + _BUDGET_S
             report = _measure(trial, store, on_progress)
             store.write(trial.key, report)
     return msgspec.structs.replace(report, measured_s=time.monotonic() - began)
 
 
-def _reuse(trial: Trial, store: VerdictStore) -> SpeedReport | None:
-    """Apply the kept verdict, if it still holds for the first samples."""
+def _reuse(trial: Trial, store: VerdictStore, *, may_be_better: bool) -> SpeedReport | None:
+    """Apply the kept verdict, if it still holds for the first samples.
+
+    If something `may_be_better`, because there was no package yet when it was made, it must be
+    final.
+    """
     known = store.read(trial.key)
-    if known is None or (trial.packages() and not known.is_final):
-        return None  # or there was no package yet when it was made
+    if known is None or (may_be_better and not known.is_final):
+        return None
     if known.preset == "exact":
         return known
     try:
@@ -226,7 +259,6 @@ def _reuse(trial: Trial, store: VerdictStore) -> SpeedReport | None:
 
 def _measure(trial: Trial, store: VerdictStore, on_progress: Callable[[str], None]) -> SpeedReport:
     names = [*trial.packages(), *presets_for(trial.exact, trial.device)]
-    trial.until = time.monotonic() + _BUDGET_S
     selection = PresetSelection(trial)
     is_complete = _enter_all(selection, names, on_progress)
     if is_complete and not trial.is_on_cpu and not trial.has_varying_shapes:

@@ -71,13 +71,20 @@ class DecodeTrial:
         self._start_pool = start_pool
 
     def choose(
-        self, report: SpeedReport, *, is_wanted: bool, on_progress: Callable[[str], None]
+        self,
+        report: SpeedReport,
+        *,
+        is_wanted: bool,
+        measures: bool = True,
+        on_progress: Callable[[str], None],
     ) -> SpeedReport:
         """Let the model decode in the fastest way that agrees, and return the completed report.
 
         Args:
             report: Report about the model's network.
             is_wanted: Whether the settings name `fast`: then one is used whatever it changes.
+            measures: Whether to measure what the store has no verdict on. Otherwise the report is
+                provisional then, and the model decodes exactly.
             on_progress: Called with what is being done.
 
         Raises:
@@ -93,7 +100,12 @@ class DecodeTrial:
         with torch.inference_mode():
             first = self._model.preprocess(items[0])
         ways = self._model.fast_decodings
-        verdicts = [self._verdict(way, items, first, report.preset, on_progress) for way in ways]
+        keys = [self._key(way, first, report.preset) for way in ways]
+        if not measures and not all(map(self._store.read, keys)):
+            return msgspec.structs.replace(report, is_provisional=True)
+        verdicts = [
+            self._verdict(way, key, items, on_progress) for way, key in zip(ways, keys, strict=True)
+        ]
         # First those that may be used, then the faster.
         best = max(
             range(len(ways)), key=lambda i: (verdicts[i].decode != "exact", verdicts[i].decode_gain)
@@ -121,12 +133,10 @@ class DecodeTrial:
     def _verdict(
         self,
         way: Decoding,
+        key: str,
         items: Sequence[Item],
-        first: Features,
-        preset: str,
         on_progress: Callable[[str], None],
     ) -> SpeedReport:
-        key = self._key(way, first, preset)
         if known := self._store.read(key):
             return known
         title = _TITLES[way]

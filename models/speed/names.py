@@ -69,10 +69,17 @@ class SpeedReport(msgspec.Struct, frozen=True, kw_only=True):
     """Number of times as fast as `exact` that this way prepares sample inputs."""
     is_final: bool = True
     """True if the presets that take minutes to make have been judged, or are of no use here."""
+    is_provisional: bool = False
+    """True if there is no verdict yet: a search measures while this serves."""
     key: str = ""
-    """Key of the kept verdict; empty if nothing was tried."""
+    """Key of the kept verdict; empty if there is nothing to try."""
     measured_s: float = 0.0
     """Time that this worker measured, or waited for the one that did."""
+
+    @property
+    def way(self) -> tuple[str, str]:
+        """How answers are computed: the preset and the decoder."""
+        return self.preset, self.decode
 
     def text(self) -> str:
         """Return a short line about the choice."""

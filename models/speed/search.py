@@ -1,21 +1,22 @@
-"""Judges the presets that take minutes to make, while workers serve with another one.
+"""Judges presets and ways to decode while workers serve with others.
 
 Runs in a process of its own, at idle priority (`workers.beside.search_process`).
 """
 
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import msgspec
 
 from inferpool.models.base import Model
-from inferpool.models.speed.choose import SpeedOptions
+from inferpool.models.speed.choose import SpeedOptions, choose, trial_of
 from inferpool.models.speed.names import COMPILED, SpeedReport
 from inferpool.models.speed.presets import presets_for
 from inferpool.models.speed.trial import PresetSelection, Trial, first_line
 from inferpool.models.speed.verdicts import VerdictStore
 
 _HOST_WAIT_S = 11 * 3600.0
-_PATIENCE = 4.0
-"""Time for measuring, as a multiple of a start's: nobody waits for this verdict."""
 
 
 class SearchError(Exception):
@@ -25,13 +26,14 @@ class SearchError(Exception):
 def search(
     model: Model, options: SpeedOptions, key: str, on_progress: Callable[[str], None]
 ) -> SpeedReport:
-    """Compile, compare and measure, and keep the verdict where workers find it.
+    """Find something faster than what workers serve with; keep the verdict where they find it.
 
-    It measures processor time, since this process gives way to all others.
+    While workers serve with no verdict, it makes the one that a start would make, which takes
+    seconds. Otherwise it compiles, and judges all presets, which takes minutes.
 
     Args:
         model: Loaded on the CPU. Its network is another one afterwards.
-        options: With a `cache_dir` and a `compile_package`.
+        options: With a `cache_dir`, a `compile_package`, and what workers serve with as `chosen`.
         key: Key of the workers' own verdict.
         on_progress: Called with what is being done.
 
@@ -39,25 +41,43 @@ def search(
         SearchError: There is nothing to search for, or the last search for it was killed.
     """
     store = VerdictStore(options.cache_dir)
-    trial = Trial(model, options.max_batch_size, store, clock=time.process_time, patience=_PATIENCE)
+    trial = trial_of(model, options, store)
     if trial.obstacle:
         raise SearchError(trial.obstacle)
     if trial.key != key:
-        raise SearchError("the weights differ from one load to the next, so nothing can be kept")
+        raise SearchError(
+            "the weights differ from one load to the next, so nothing can be kept; with "
+            "speed_search = false each start measures for itself"
+        )
+    present = options.chosen
+    options = replace(options, chosen=None)
+    if present is not None and present.is_provisional:
+        with _only_attempt(store, key):
+            return _chosen(model, options, on_progress)
     with store.host_turn(_HOST_WAIT_S, lambda: on_progress("waiting for another search")):
         known = store.read(key)
-        if known is not None and known.is_final:
-            return known
-        with store.attempt(key) as is_first:
-            if not is_first:
-                raise SearchError(
-                    "the last search was killed, perhaps for want of memory; "
-                    "the next one is made a day after that"
-                )
-            present = known.preset if known else "exact"
-            report = _judge_all(trial, options, store, present, on_progress)
-            store.write(key, report)
-            return report
+        if known is None or not known.is_final:
+            with _only_attempt(store, key):
+                name = known.preset if known else "exact"
+                store.write(key, _judge_all(trial, options, store, name, on_progress))
+                return _chosen(model, options, on_progress)
+        return _chosen(model, options, on_progress)
+
+
+@contextmanager
+def _only_attempt(store: VerdictStore, key: str) -> Iterator[None]:
+    with store.attempt(key) as is_first:
+        if not is_first:
+            raise SearchError(
+                "the last search was killed, perhaps for want of memory; "
+                "the next one is made a day after that"
+            )
+        yield
+
+
+def _chosen(model: Model, options: SpeedOptions, on_progress: Callable[[str], None]) -> SpeedReport:
+    """Choose as a worker does, so that it finds each verdict that it looks for."""
+    return msgspec.structs.replace(choose(model, options, on_progress), measured_s=0.0)
 
 
 def _judge_all(

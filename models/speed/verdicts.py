@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from inferpool.models.files.reading import read_file
-from inferpool.models.speed.attempts import LOADING, attempt, loading_prefix
+from inferpool.models.speed.attempts import LOADING, attempt, is_left, loading_prefix, was_killed
 from inferpool.models.speed.names import CHOICES, SpeedReport
 
 logger = logging.getLogger(__name__)
@@ -53,6 +53,8 @@ def fingerprint(network: nn.Module, tolerance: object, *facts: object) -> str:
     for fact in (*facts, _LAYOUT, CHOICES, torch.__version__, _processor(), str(network)):
         add(fact)
     for kind in sorted({type(module) for module in network.modules()}, key=repr):
+        if kind.__module__.startswith("torch."):
+            continue  # torch's version says it, and parsing its files takes a quarter of a second
         with contextlib.suppress(OSError, TypeError):  # it has no source
             add(inspect.getsource(kind))
     for name, tensor in network.state_dict().items():
@@ -179,7 +181,7 @@ class VerdictStore:
     def _judge_loads(self, path: Path) -> None:
         """Move a package aside if a process died while loading it, and remove what that left."""
         for mark in path.parent.glob(f"{path.stem}{LOADING}*"):
-            if _is_left(mark):
+            if is_left(mark):
                 self._set_aside(path, "was being loaded when a process died")
                 shutil.rmtree(mark, ignore_errors=True)
 
@@ -222,6 +224,10 @@ class VerdictStore:
         with attempt(self._folder, key, fatal=fatal) as is_first:
             yield is_first
 
+    def was_killed(self, key: str) -> bool:
+        """Return whether an attempt of the last day did not end before its process did."""
+        return self._folder is not None and was_killed(self._folder, key)
+
     @contextlib.contextmanager
     def _locked(
         self, path: Path | None, timeout_s: float, on_wait: Callable[[], None]
@@ -247,20 +253,6 @@ class VerdictStore:
             text = "verdicts on speed presets are not kept, since %s cannot be written: %s"
             logger.warning(text, self._folder, error)
         self._has_warned = True
-
-
-def _is_left(mark: Path) -> bool:
-    try:
-        descriptor = os.open(mark, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
-    return True
 
 
 def _remove(path: Path) -> None:

@@ -125,7 +125,10 @@ class Catalog:
             DeviceError: A requested device is missing.
         """
         settings = with_model(self.settings, name, model)
-        configs = plan_model(name, settings, self._host, self._cache_dir)
+        is_successor = name in self.serving
+        configs = plan_model(
+            name, settings, self._host, self._cache_dir, is_successor=is_successor
+        )
         version = self._make(name, model, configs)
         version.pool.start()
         return version

@@ -29,9 +29,17 @@ def plan_all(
 
 
 def plan_model(
-    name: str, settings: Settings, host: Host, cache_dir: str | None
+    name: str,
+    settings: Settings,
+    host: Host,
+    cache_dir: str | None,
+    *,
+    is_successor: bool = False,
 ) -> list[WorkerConfig]:
     """Return the configurations of the workers of one model of the settings.
+
+    If it `is_successor` of a version that serves, it is compared with that one. So its workers
+    measure speed before they are ready, while those of other models leave that to the search.
 
     Raises:
         DeviceError: A device is missing, or there are too few.
@@ -39,12 +47,14 @@ def plan_model(
     model = settings.models[name]
     if model.split and model.speed == "auto":
         logger.info("%s speed: exact, as a split model is served", name)
+    searches_speed = settings.speed_search and cache_dir is not None and not is_successor
     return [
         model.worker_config_for(
             name,
             placement,
             max_image_pixels=settings.max_image_pixels,
             cache_dir=cache_dir,
+            searches_speed=searches_speed,
             error_detail="text" if settings.show_errors else "name",
         )
         for placement in settings.placements_of(name, host)

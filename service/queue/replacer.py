@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from inferpool.models.speed.names import SpeedReport
 from inferpool.service.errors import RestartFailedError
 from inferpool.workers.config import WorkerConfig
 from inferpool.workers.errors import WorkerStartError
@@ -146,13 +147,13 @@ class Replacer:
         await self._supervisor.succeed(slot, config, grace_s, on_progress, renews=renews)
         self._on_succession(predecessor)
 
-    async def change_over(self, slot: WorkerSlot, preset: str, grace_s: float) -> bool:
-        """Replace a worker by one that serves with another speed preset from the cache.
+    async def change_over(self, slot: WorkerSlot, found: SpeedReport, grace_s: float) -> bool:
+        """Replace a worker by one that serves with a speed preset and decoder from the cache.
 
         The new one is ready before the old one leaves, so that no request waits for it.
 
         Returns:
-            Whether it came up with that preset. If it did not come up, the old one stays.
+            Whether it came up with them. If it did not come up, the old one stays.
         """
         config = replace(slot.config, chosen=None)
         if slot.handle is None:
@@ -163,7 +164,7 @@ class Replacer:
                 await self._succeed(slot, config, grace_s)
         except WorkerStartError:  # the supervisor has logged it
             return False
-        return slot.handle is not None and slot.handle.ready.speed.preset == preset
+        return slot.handle is not None and slot.handle.ready.speed.way == found.way
 
 
 def _shortage(worker: WorkerHandle) -> str:

@@ -218,6 +218,7 @@ class ModelSettings(SettingsTable):
         *,
         max_image_pixels: int,
         cache_dir: str | None = None,
+        searches_speed: bool = False,
         error_detail: ErrorDetail = "name",
     ) -> WorkerConfig:
         """Return the configuration of the worker on one placement."""
@@ -231,6 +232,8 @@ class ModelSettings(SettingsTable):
             decoders=self.num_decoders(placement),
             speed="exact" if placement.split else self.speed,
             decode=self.decode,
+            # A search would need an accelerator's memory, and time that workers then lack.
+            measures_speed=not searches_speed or placement.devices != ("cpu",),
             cache_dir=cache_dir,
             load_timeout_s=self.load_timeout_s,
             batch_timeout_s=None if self.batch_timeout_s == "auto" else self.batch_timeout_s,

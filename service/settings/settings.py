@@ -144,9 +144,9 @@ class Settings(SettingsTable):
     """The folder where workers keep what they measure about speed; `none` keeps nothing. The
     variable XDG_CACHE_HOME moves it."""
     speed_search: bool = True
-    """Search for presets that take minutes to make while workers serve, in a process at idle
-    priority, and change over to them if they are faster; for models with `speed` at `auto`, on
-    CPUs."""
+    """Search for faster presets and decoders while workers serve, in a process at idle priority,
+    and change over to what it finds; for models with `speed` at `auto`, on CPUs. Otherwise workers
+    measure before they are ready, and nothing is compiled."""
     cuda_visible_devices: str | None = None
     """The GPUs to use, as indices or UUIDs, or `all`; from CUDA_VISIBLE_DEVICES."""
     cuda_device_order: str = "FASTEST_FIRST"

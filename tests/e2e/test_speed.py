@@ -86,6 +86,38 @@ def test_service_starts_and_answers_as_before_whatever_became_of_its_cache(tmp_p
     assert not list(temp.glob("aotinductor*"))
 
 
+@pytest.mark.compile  # it compiles nothing, but measures at idle priority
+@pytest.mark.timeout(600)
+def test_first_start_serves_exact_at_once_and_changes_over_with_no_request_lost(tmp_path):
+    env = {"INFERPOOL_CACHE_DIR": str(tmp_path), "CXX": "no-such-compiler"}
+    arguments = (SMALL, "--speed", "auto", "--replicas", "2")
+    labels = set()
+
+    def search(service: Running) -> str:
+        return str(service.model()["speed_search"]["state"])
+
+    with running(*arguments, env=env) as service, httpx.Client(timeout=60) as client:
+        assert [(w["speed"], w["incarnation"]) for w in service.workers()] == [("exact", 0)] * 2
+        assert search(service) in ("waiting", "searching")
+        until = time.monotonic() + 500
+        while search(service) not in ("off", "failed"):
+            assert time.monotonic() < until
+            labels.add(label(service, client))
+            time.sleep(0.02)  # the search has what time is left over
+        assert "no C++ compiler" in service.model()["speed_search"]["text"]
+        found = [(w["speed"], w["decode"]) for w in service.workers()]
+        assert len(set(found)) == 1
+        assert found[0] != ("exact", "exact"), service.log  # decoding fast always pays
+        assert [w["incarnation"] for w in service.workers()] == [1, 1]
+        assert len(labels) == 1
+        service.signal(signal.SIGTERM)
+        assert service.wait() == 0
+    with running(*arguments, env=env) as service:
+        assert [(w["speed"], w["decode"]) for w in service.workers()] == found
+        assert [w["incarnation"] for w in service.workers()] == [0, 0]
+    assert not list(tmp_path.glob("*.begun"))
+
+
 @pytest.mark.compile
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
@@ -102,7 +134,7 @@ def test_a_compiled_preset_is_found_while_serving_and_taken_with_no_request_lost
             time.sleep(0.02)  # the search has what time is left over
         (worker,) = service.workers()
         assert worker["speed"].startswith("compiled"), service.log
-        assert worker["incarnation"] == 1
+        assert worker["incarnation"] >= 1
         assert len(labels) == 1
         gain = f'worker_speed_gain{{model="fusibleclassifier",preset="{worker["speed"]}"'
         assert gain in service.metrics()

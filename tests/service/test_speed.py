@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 from inferpool.models.speed.names import SpeedReport
 from inferpool.service.settings.loader import load
@@ -18,8 +18,11 @@ from inferpool.workers.host.supervisor import WorkerSlot
 from tests.fakes import FakeWorker
 from tests.service.pools import CONFIG, until
 
+FIRST = SpeedReport(is_final=False, is_provisional=True, key="key")
 QUICK = SpeedReport(preset="bf16", gain=2.0, is_final=False, key="key")
-FOUND = SpeedReport(preset="compiled_bf16", gain=3.0, note="bf16 2.00 x; compiled_bf16 3.00 x")
+FOUND = SpeedReport(
+    preset="compiled_bf16", gain=3.0, note="bf16 2.00 x; compiled_bf16 3.00 x", key="key"
+)
 
 
 class RaisedPool:
@@ -32,41 +35,50 @@ class RaisedPool:
             for number in range(num_workers)
         ]
         self.changed: list[tuple[str, str]] = []
+        self.comes_up_with: SpeedReport | None = None
+        """What the next worker to change over serves with, in place of what was found."""
         self._comes_up = comes_up
         self.replacer = self
 
     def raise_all(self, speed: SpeedReport = QUICK) -> None:
         for slot in self.slots:
             slot.handle, slot.state = FakeWorker(slot.id), "ready"
-            slot.handle.ready = msgspec.structs.replace(slot.handle.ready, speed=speed)
+            slot.handle.ready = replace(slot.handle.ready, speed=speed)
 
-    async def change_over(self, slot: WorkerSlot, preset: str, grace_s: float) -> bool:
-        self.changed.append((slot.id.worker, preset))
+    async def change_over(self, slot: WorkerSlot, found: SpeedReport, grace_s: float) -> bool:
+        self.changed.append((slot.id.worker, found.preset))
+        if self._comes_up and slot.handle is not None:
+            speed, self.comes_up_with = self.comes_up_with or found, None
+            slot.handle.ready = replace(slot.handle.ready, speed=speed)
         return self._comes_up
 
 
 class FakeSearch:
     """A search with a given result."""
 
-    def __init__(self, found: SpeedReport | Exception | None = FOUND) -> None:
-        self.found = found
+    def __init__(self, *found: SpeedReport | Exception | None) -> None:
+        self.found = list(found or [FOUND])
         self.keys: list[str] = []
+        self.present: list[SpeedReport | None] = []
+        """What the workers served with when each search began."""
         self.was_cancelled = False
 
     async def __call__(
         self, config: WorkerConfig, key: str, on_progress: Callable[[str], None]
     ) -> SpeedReport:
         self.keys.append(key)
+        self.present.append(config.chosen)
         on_progress("compiling")
+        found = self.found.pop(0)
         try:
-            await asyncio.sleep(3600 if self.found is None else 0)
+            await asyncio.sleep(3600 if found is None else 0)
         except asyncio.CancelledError:
             self.was_cancelled = True
             raise
-        if isinstance(self.found, Exception):
-            raise self.found
-        assert self.found is not None
-        return self.found
+        if isinstance(found, Exception):
+            raise found
+        assert found is not None
+        return found
 
 
 @asynccontextmanager
@@ -94,7 +106,7 @@ def with_compiler(monkeypatch, tmp_path):
     compiler.touch()
     compiler.chmod(0o700)
     monkeypatch.setenv("CXX", str(compiler))
-    monkeypatch.setattr("inferpool.service.speed._NEEDED_BYTES", 0)
+    monkeypatch.setattr("inferpool.service.speed._COMPILER_BYTES", 0)
 
 
 async def test_each_worker_changes_over_to_the_preset_found(caplog):
@@ -108,6 +120,49 @@ async def test_each_worker_changes_over_to_the_preset_found(caplog):
     assert "searching for a faster preset than bf16" in first
     assert "compiled_bf16, 3.00 x exact" in found
     assert "changed from bf16" in last
+
+
+async def test_workers_that_serve_exact_at_first_change_over_twice():
+    pool, search = RaisedPool(), FakeSearch(QUICK, FOUND)
+    async with searching_for(pool, search) as searching:
+        pool.raise_all(FIRST)
+        searching.on_change()
+        await until(lambda: searching.progress("m").state == "done")
+        assert searching.progress("m").text.startswith("changed from bf16 to compiled_bf16")
+    assert [preset for _, preset in pool.changed] == ["bf16"] * 2 + ["compiled_bf16"] * 2
+    assert search.present == [FIRST, QUICK]
+
+
+async def test_what_is_faster_takes_over_also_if_nothing_can_be_compiled(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    pool, search = RaisedPool(), FakeSearch(QUICK)
+    assert "no C++ compiler" in await search_to(pool, search, "off", FIRST)
+    assert pool.changed == [("m/0", "bf16"), ("m/1", "bf16")]
+
+
+async def test_another_way_to_decode_is_a_reason_to_change_over():
+    pool = RaisedPool()
+    decoding = replace(FIRST, decode="fast", is_provisional=False, is_final=True)
+    text = await search_to(pool, FakeSearch(decoding), "done", FIRST)
+    assert text.startswith("changed from exact to exact, decoding fast")
+    assert len(pool.changed) == 2
+
+
+async def test_exact_that_stays_is_known_to_be_judged():
+    pool = RaisedPool()
+    judged = SpeedReport(note="folded 0.9 x", key="key")
+    assert await search_to(pool, FakeSearch(judged), "done", FIRST) == "exact stays (folded 0.9 x)"
+    assert [slot.config.chosen for slot in pool.slots] == [judged, judged]  # for the next life
+    assert not pool.changed
+
+
+async def test_a_worker_that_has_missed_the_change_is_changed_over_too():
+    pool, search = RaisedPool(), FakeSearch(QUICK, QUICK, FOUND)
+    pool.comes_up_with = FIRST  # as one that crashed meanwhile and was told what it had
+    await search_to(pool, search, "done", FIRST)
+    assert search.present == [FIRST, FIRST, QUICK]
+    assert pool.changed[2] == ("m/0", "bf16")
+    assert len(pool.changed) == 5
 
 
 async def test_it_waits_until_all_workers_are_up():
@@ -128,7 +183,11 @@ async def test_it_waits_until_all_workers_are_up():
 @pytest.mark.parametrize(
     ("found", "state", "text"),
     [
-        (SpeedReport(preset="bf16", note="compiled 1.9 x"), "done", "bf16 stays (compiled 1.9 x)"),
+        (
+            replace(QUICK, note="compiled 1.9 x", is_final=True),
+            "done",
+            "bf16 stays (compiled 1.9 x)",
+        ),
         (SearchFailedError("ended by signal 9"), "failed", "ended by signal 9"),
         (RuntimeError("a bug"), "failed", "a mistake of the service"),
     ],
@@ -138,6 +197,30 @@ async def test_workers_stay_if_nothing_better_is_found(caplog, found, state, tex
     assert await search_to(pool, FakeSearch(found), state) == text
     assert not pool.changed
     assert len([r for r in caplog.records if r.levelno >= logging.WARNING]) == (state == "failed")
+
+
+async def test_workers_that_come_up_with_other_weights_later_are_searched_for_too():
+    pool, search = RaisedPool(), FakeSearch(FOUND, replace(FOUND, key="new"))
+    async with searching_for(pool, search) as searching:
+        pool.raise_all()
+        searching.on_change()
+        await until(lambda: searching.progress("m").state == "done")
+        pool.raise_all(replace(FIRST, key="new"))
+        searching.on_change()
+        await until(lambda: len(search.keys) == 2 and searching.progress("m").state == "done")
+    assert search.keys == ["key", "new"]
+    assert len(pool.changed) == 4
+
+
+async def test_what_failed_is_not_tried_again_when_a_worker_comes_back():
+    pool, search = RaisedPool(), FakeSearch(SearchFailedError("no"), FOUND)
+    async with searching_for(pool, search) as searching:
+        pool.raise_all()
+        for _ in range(9):
+            searching.on_change()
+            await asyncio.sleep(0)
+        assert searching.progress("m").state == "failed"
+    assert search.keys == ["key"]
 
 
 async def test_the_others_stay_if_the_first_does_not_come_up():
@@ -150,11 +233,11 @@ async def test_there_is_no_search_without_a_candidate_or_a_compiler(monkeypatch,
     caplog.set_level(logging.INFO)
     pool, search = RaisedPool(), FakeSearch()
     await search_to(pool, search, "off", SpeedReport())
-    await search_to(pool, search, "done", msgspec.structs.replace(FOUND, key="key"))
+    await search_to(pool, search, "done", replace(FOUND, key="key"))
     monkeypatch.setenv("CXX", "no-such-compiler")
     without_compiler = await search_to(pool, search, "off")
     monkeypatch.setenv("CXX", "sh")
-    monkeypatch.setattr("inferpool.service.speed._NEEDED_BYTES", 1 << 60)
+    monkeypatch.setattr("inferpool.service.speed._COMPILER_BYTES", 1 << 60)
     without_memory = await search_to(pool, search, "off")
     assert not search.keys
     assert without_compiler == "there is no C++ compiler (no-such-compiler)"
@@ -164,7 +247,7 @@ async def test_there_is_no_search_without_a_candidate_or_a_compiler(monkeypatch,
 
 
 async def test_a_stop_ends_the_search():
-    pool, search = RaisedPool(), FakeSearch(found=None)
+    pool, search = RaisedPool(), FakeSearch(None)
     async with searching_for(pool, search) as searching:
         pool.raise_all()
         searching.on_change()
@@ -173,14 +256,14 @@ async def test_a_stop_ends_the_search():
 
 
 async def test_forgotten_search_ends_with_its_process_and_gives_its_turn_to_the_next():
-    pool, other, search = RaisedPool(), RaisedPool(name="n"), FakeSearch(found=None)
+    pool, other, search = RaisedPool(), RaisedPool(name="n"), FakeSearch(None)
     async with searching_for(pool, search) as searching:
         searching.add(other)  # type: ignore[arg-type]
         pool.raise_all()
         other.raise_all()
         searching.on_change()
         await until(lambda: searching.progress("m").state == "searching")
-        search.found = FOUND
+        search.found = [FOUND, FOUND]
         await searching.forget("m")
         assert search.was_cancelled
         assert searching.progress("m").state == "off"

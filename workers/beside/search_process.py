@@ -82,6 +82,10 @@ def _search(order: SearchOrder, say: _SendNews) -> None:
             max_batch_size=config.max_batch_size,
             cache_dir=Path(config.cache_dir),
             compile_package=partial(compile_package, config, timeout_s=_COMPILE_S),
+            chosen=config.chosen,
+            decode=config.decode,
+            prepare_threads=config.prepare_threads,
+            is_beside=True,
         )
         say(found=search(model, options, order.key, lambda stage: say(stage=stage)))
     except (ModelError, SearchError) as error:

@@ -50,6 +50,7 @@ from inferpool.workers.inside.own_process import (
 from inferpool.workers.inside.pools import started_pool
 from inferpool.workers.inside.preparing import Prepared
 from inferpool.workers.inside.worker_queue import WorkerQueue
+from inferpool.workers.memory import has_room_beside
 from inferpool.workers.messages import BatchDone, ItemRef, Ready, StartProgress, Stored
 from inferpool.workers.outputs import OutputStore
 from inferpool.workers.wiring import RankEnds
@@ -357,6 +358,7 @@ def load(
         decode=config.decode,
         prepare_threads=config.prepare_threads,
         start_pool=started_pool,
+        measures=config.measures_speed or not has_room_beside(),
     )
     speed = choose(model, options, tell)
     samples = list(model.warmup())

@@ -105,7 +105,7 @@ def check_compiler(facts: Facts, settings: Settings) -> Iterator[Finding]:
         yield note(
             "C++ compiler",
             f"there is none ({compiler_name()}): the search leaves out compiled presets",
-            "install g++, or set speed_search = false",
+            "install g++, or set CXX",
         )
 
 

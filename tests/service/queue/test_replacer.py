@@ -7,6 +7,7 @@ import pytest
 
 import inferpool.service.queue.replacer
 from inferpool.models.files.opened import mark_of
+from inferpool.models.speed.names import SpeedReport
 from inferpool.service.errors import RestartFailedError
 from inferpool.service.queue.pool import Pool
 from inferpool.workers.arena import Arena
@@ -21,7 +22,8 @@ from tests.service.pools import MeasuringEngine, ready_pool, until
 async def test_a_worker_that_changes_over_stays_ready(wanted: str, is_changed: bool, arena: Arena):
     engine = MeasuringEngine()
     pool = await ready_pool(engine, arena, speed="auto")
-    changing = asyncio.create_task(pool.replacer.change_over(pool.slots[0], wanted, 1))
+    found = SpeedReport(preset=wanted)
+    changing = asyncio.create_task(pool.replacer.change_over(pool.slots[0], found, 1))
     await until(lambda: len(engine.started) == 2 or not pool.is_ready)
     while not changing.done():
         assert pool.is_ready

@@ -50,6 +50,19 @@ def test_speed_and_its_cache_reach_the_worker(tmp_path):
         load({"speed": "ludicrous"}, {}, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("device", "searches", "measures"),
+    [("cpu", True, False), ("cpu", False, True), ("cuda:0", True, True)],
+)
+def test_a_worker_on_a_cpu_leaves_measuring_to_the_search(tmp_path, device, searches, measures):
+    (model,) = load({}, {}, tmp_path).settings.models.values()
+    placement = Placement(devices=(device,))
+    config = model.worker_config_for(
+        "m", placement, max_image_pixels=9, cache_dir="/c", searches_speed=searches
+    )
+    assert config.measures_speed is measures
+
+
 def test_a_split_model_is_served_exactly_with_threads_of_all_its_ranks_to_prepare(tmp_path):
     settings = load({"placement": "pipeline"}, {}, tmp_path).settings
     (model,) = settings.models.values()
