@@ -126,9 +126,7 @@ class Catalog:
         """
         settings = with_model(self.settings, name, model)
         is_successor = name in self.serving
-        configs = plan_model(
-            name, settings, self._host, self._cache_dir, is_successor=is_successor
-        )
+        configs = plan_model(name, settings, self._host, self._cache_dir, is_successor=is_successor)
         version = self._make(name, model, configs)
         version.pool.start()
         return version

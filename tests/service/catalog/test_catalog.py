@@ -34,7 +34,7 @@ class Kept:
             find_host(""),
             self.metrics,
             SilentAnnouncer(),
-            cache_dir=None,
+            cache_dir="/nowhere",
             on_change=self._note,
             until_known=self._until_known,
         )
@@ -111,6 +111,15 @@ async def test_calls_get_to_the_version_that_they_name_or_that_serves(keep):
         assert answer.status_code == 404
         assert "loaded; there are: 1, 2" in answer.json()["detail"]
     assert catalog.settings.models["m"].max_batch_size == 3
+
+
+async def test_only_a_version_that_will_be_compared_measures_speed_before_it_is_ready(keep):
+    kept = keep()
+    await until(lambda: kept.catalog.serving["m"].is_ready)
+    kept.metrics.add("n")
+    versions = (kept.catalog.version("m"), await kept.ready("n"), await kept.ready("m"))
+    measures = [version.pool.slots[0].config.measures_speed for version in versions]
+    assert measures == [False, False, True]
 
 
 async def test_a_version_that_is_unloaded_answers_what_it_has_and_gets_nothing_more(keep):
