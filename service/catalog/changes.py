@@ -9,18 +9,19 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 from inferpool.service.api.routes.models import (
+    ChangeInfo,
+    ChangeKind,
     ModelInfo,
-    SwapFigures,
-    VersionInfo,
     VersionState,
 )
 from inferpool.service.catalog.catalog import Catalog, ModelVersion
 from inferpool.service.catalog.judging import Judge
+from inferpool.service.catalog.records import Change, Record
 from inferpool.service.catalog.requests import SwapOptions, read_add, read_swap
 from inferpool.service.catalog.watching import why_worse
 from inferpool.service.errors import (
@@ -39,47 +40,10 @@ from inferpool.workers.host.devices import DeviceError
 logger = logging.getLogger(__name__)
 
 _NUM_REMEMBERED = 20
-"""Versions of a model that are remembered."""
+"""Versions of a model that are remembered, and changes."""
+_NUM_ABSENT = 100
+"""Models that failed to come, and are remembered."""
 _WATCH_EVERY_S = 0.5
-
-
-@dataclass(slots=True, kw_only=True)
-class Record:
-    """The fate of a version."""
-
-    number: int
-    settings: ModelSettings
-    state: VersionState
-    since: float
-    reason: str = ""
-    figures: SwapFigures | None = None
-
-    def become(self, state: VersionState, reason: str = "") -> None:
-        """Come into another state."""
-        self.state, self.reason, self.since = state, reason, time.time()
-
-    def info(self) -> VersionInfo:
-        """Return it as an answer."""
-        return VersionInfo(
-            number=self.number,
-            state=self.state,
-            source=self.settings.source,
-            weights=self.settings.weights,
-            since=round(self.since, 3),
-            reason=self.reason,
-            figures=self.figures,
-        )
-
-
-@dataclass(slots=True, kw_only=True)
-class Change:
-    """One change of a model."""
-
-    what: str
-    """For people."""
-    decided: asyncio.Future[None]
-    """Done once the change has taken effect, or failed with the error that says why."""
-    task: asyncio.Task[None] | None = None
 
 
 class Changes:
@@ -99,6 +63,8 @@ class Changes:
         self._metrics = metrics
         self._grace_s = grace_s
         self._changes: dict[str, Change] = {}
+        self._ended: dict[str, deque[ChangeInfo]] = {}
+        """Changes that are over, by model, the newest first."""
         self._records: dict[str, deque[Record]] = {}
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._is_ending = False
@@ -110,7 +76,8 @@ class Changes:
 
     def model_info(self, name: str) -> ModelInfo:
         """See `ModelsTarget`."""
-        self._check_known(name)
+        if name not in self._changes and name not in self._ended:
+            self._check_known(name)
         return self._info(name)
 
     def begin_add(self, settings: Mapping[str, object]) -> str:
@@ -173,6 +140,7 @@ class Changes:
             ready=pool.is_ready if pool else False,
             change=change.what if change else "",
             versions=[record.info() for record in reversed(self._records.get(name, ()))],
+            changes=[*([change.info()] if change else ()), *self._ended.get(name, ())],
         )
 
     def _remember_all(self, name: str) -> None:
@@ -204,49 +172,64 @@ class Changes:
         return max(earlier, key=lambda record: record.since, default=None)
 
     def _begin(
-        self, name: str, kind: str, steps: Callable[[Change], Coroutine[Any, Any, None]]
+        self, name: str, kind: ChangeKind, steps: Callable[[Change], Coroutine[Any, Any, None]]
     ) -> None:
         if name in self._changes:
             what = self._changes[name].what
             raise ConflictError(f"{name} is being changed already ({what})", retry_after_s=1)
         if self._is_ending:
             raise ConflictError("the service is shutting down")
-        change = Change(what=kind, decided=asyncio.get_running_loop().create_future())
+        decided = asyncio.get_running_loop().create_future()
+        change = Change(kind=kind, what=kind, decided=decided)
         self._changes[name] = change
         change.task = asyncio.create_task(self._run(name, change, steps), name=f"{kind} {name}")
 
     async def _run(
         self, name: str, change: Change, steps: Callable[[Change], Coroutine[Any, Any, None]]
     ) -> None:
-        decided = change.decided
         try:
             if self._speed_search is not None:
                 await self._speed_search.forget(name)
             await steps(change)
         except asyncio.CancelledError:
-            _fail(decided, UnavailableError("the service is shutting down", retry_after_s=1))
+            change.fail(UnavailableError("the service is shutting down", retry_after_s=1))
             raise
         except ServiceError as error:
-            logger.warning("%s: %s failed: %s", name, change.what, error.message)
-            _fail(decided, error)
+            logger.warning("%s: %s failed: %s", name, change.kind, error.message)
+            change.fail(error)
         except Exception as error:
-            logger.exception("%s: %s failed", name, change.what)
-            _fail(decided, error)
+            logger.exception("%s: %s failed", name, change.kind)
+            change.fail(error)
+        else:
+            if not change.decided.done():
+                change.decided.set_result(None)
         finally:
             del self._changes[name]
+            self._remember(name, change.info())
             if self._speed_search is not None and name in self._catalog.serving:
                 self._speed_search.add(self._catalog.serving[name])
-        if not decided.done():
-            decided.set_result(None)
+
+    def _remember(self, name: str, change: ChangeInfo) -> None:
+        """Keep the outcome of a change, for those who have not waited for it."""
+        if change.kind == "remove" and change.state == "done":
+            self._ended.pop(name, None)
+            return
+        self._ended.setdefault(name, deque(maxlen=_NUM_REMEMBERED)).appendleft(change)
+        absent = [each for each in self._ended if each not in self._catalog.serving]
+        for each in absent[:-_NUM_ABSENT]:
+            del self._ended[each]
+            self._records.pop(each, None)
 
     async def _add(self, name: str, model: ModelSettings, change: Change) -> None:
         self._metrics.add(name)
         version = None
         try:
             version = self._load(name, model)
+            record = self._record(version, "loading")
             await self._until_loaded(version, change)
-        except BaseException:
+        except BaseException as error:
             if version is not None:
+                record.become("refused", getattr(error, "message", "") or repr(error))
                 await self._catalog.unload(version, 0)
             self._catalog.forget(name)
             raise
@@ -304,6 +287,7 @@ class Changes:
             VersionRefusedError: One did not come up.
         """
         kind, pool = change.what, version.pool
+        change.version = version.number
         while not all(slot.handle for slot in pool.slots):
             for slot in pool.slots:
                 if slot.handle is None and slot.state in ("backoff", "failed"):
@@ -360,13 +344,8 @@ class Changes:
             watch.cancel()
         new = self._catalog.version(name)
         (old,) = (each for each in self._catalog.versions(name) if each is not new)
+        change.version = old.number
         self._serve(old)
         self._record(new, "kept").become("rolled_back", reason)
         change.decided.set_result(None)
         await self._leave(new, "rolled_back")
-
-
-def _fail(decided: "asyncio.Future[None]", error: Exception) -> None:
-    if not decided.done():
-        decided.set_exception(error)
-        decided.exception()  # nobody may be waiting for it

@@ -20,6 +20,8 @@ _ANSWER_S = 3600.0
 VersionState = Literal[
     "loading", "comparing", "serving", "kept", "leaving", "gone", "refused", "rolled_back"
 ]
+ChangeKind = Literal["add", "remove", "swap", "rollback"]
+ChangeState = Literal["going_on", "done", "failed"]
 
 _Responses = dict[int | str, dict[str, Any]]
 _NO_MODEL: _Responses = {404: {"description": "No such model."}}
@@ -77,6 +79,25 @@ class VersionInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ChangeInfo:
+    """A change of a model, and how it went."""
+
+    id: str
+    """No other change has it."""
+    kind: ChangeKind
+    state: ChangeState
+    """`going_on` until it is decided; `failed` if it came to nothing, and all is as it was."""
+    since: float
+    """When it began, in seconds of the Unix epoch."""
+    version: int | None = None
+    """The version that it loads, or goes back to."""
+    code: str = ""
+    """The code of the error that it failed with."""
+    reason: str = ""
+    """Why it failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
     """One model and its versions."""
 
@@ -88,6 +109,8 @@ class ModelInfo:
     """The change that goes on, for a person; empty if there is none."""
     versions: Sequence[VersionInfo] = ()
     """The newest first; those that are gone too, as far as they are remembered."""
+    changes: Sequence[ChangeInfo] = ()
+    """The newest first, since the start of the service, as far as they are remembered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +131,7 @@ class ModelsTarget(Protocol):
         """Return all models."""
 
     def model_info(self, name: str) -> ModelInfo:
-        """Return one model."""
+        """Return one model: also one that is on its way in or out, or that failed to come."""
 
     def begin_add(self, settings: Mapping[str, object]) -> str:
         """Begin to load a model with the settings of one `[models.NAME]`; return its name."""
@@ -135,12 +158,10 @@ def models_router(target: ModelsTarget) -> APIRouter:
     router = APIRouter(prefix="/admin/models", tags=["admin"], responses=ERRORS)
 
     async def decided(request: Request, response: Response, name: str) -> ModelInfo:
-        """Wait for the decision, unless the caller does not want to (RFC 7240, 4.1)."""
-        if "respond-async" in request.headers.get("prefer", ""):
+        """Wait for the decision, unless the caller does not want to."""
+        if _is_asynchronous(request):
             response.status_code = 202
-            root = request.scope.get("root_path", "").rstrip("/")
-            response.headers["location"] = f"{root}/admin/models/{name}"
-            response.headers["preference-applied"] = "respond-async"
+            response.headers.update(_going_on_headers(request, name))
         else:
             await asyncio.wait_for(target.until_decided(name), _ANSWER_S)
         return target.model_info(name)
@@ -163,12 +184,22 @@ def models_router(target: ModelsTarget) -> APIRouter:
         return target.model_info(model)
 
     @router.delete(
-        "/{model}", status_code=204, summary="Serve a model no longer", responses=_NO_MODEL | _BUSY
+        "/{model}",
+        status_code=204,
+        summary="Serve a model no longer",
+        responses=_NO_MODEL | _BUSY | _GOING_ON,
     )
     async def remove_model(request: Request, model: str) -> Response:
         """New calls get 404. The answer comes once what it had accepted is answered."""
         target.begin_remove(model)
         record(request, f"remove {model}")
+        if _is_asynchronous(request):
+            return Response(
+                msgspec.json.encode(target.model_info(model)),
+                status_code=202,
+                headers=_going_on_headers(request, model),
+                media_type="application/json",
+            )
         await target.until_decided(model)
         return Response(status_code=204)
 
@@ -200,6 +231,20 @@ def models_router(target: ModelsTarget) -> APIRouter:
         return await decided(request, response, model)
 
     return router
+
+
+def _is_asynchronous(request: Request) -> bool:
+    """Return whether the caller does not want to wait for the decision (RFC 7240, 4.1)."""
+    return "respond-async" in request.headers.get("prefer", "")
+
+
+def _going_on_headers(request: Request, name: str) -> dict[str, str]:
+    """Return the headers that say where a change that goes on is shown."""
+    root = request.scope.get("root_path", "").rstrip("/")
+    return {
+        "location": f"{root}/admin/models/{name}",
+        "preference-applied": "respond-async",
+    }
 
 
 async def _body_of(request: Request) -> Mapping[str, object]:

@@ -1,0 +1,120 @@
+"""What became of a change, for those who asked for it and did not wait."""
+
+import asyncio
+from collections.abc import Callable
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from inferpool.service.api.call import begin_call
+from inferpool.service.api.errors import CALL_KEY, install_error_handlers
+from inferpool.service.api.routes.models import models_router
+from inferpool.service.catalog.changes import Changes
+from inferpool.workers.arena import Arena
+from inferpool.workers.errors import WorkerStartError
+from tests.service.catalog.test_catalog import Kept
+from tests.service.pools import until
+
+ASYNC = {"prefer": "respond-async"}
+
+
+class Asked:
+    """Asks the routes of changes over a catalog of fake workers."""
+
+    def __init__(self, arena: Arena) -> None:
+        self.kept = Kept(arena)
+        self.changes = Changes(self.kept.catalog, self.kept.metrics, None, grace_s=5)
+        app = FastAPI()
+        install_error_handlers(app)
+        app.include_router(models_router(self.changes))
+
+        async def with_call(scope, receive, send):
+            call = begin_call(scope["method"], scope["path"], b"", scope["headers"])
+            await app({**scope, CALL_KEY: call}, receive, send)
+
+        transport = httpx.ASGITransport(app=with_call)
+        self.http = httpx.AsyncClient(transport=transport, base_url="http://host", headers=ASYNC)
+
+    async def over(self, name: str, id: str) -> dict[str, object]:
+        """Return a change once it is decided."""
+        for _ in range(2000):
+            info = (await self.http.get(f"/admin/models/{name}")).json()
+            (change,) = (each for each in info["changes"] if each["id"] == id)
+            if change["state"] != "going_on":
+                return dict(change)
+            await asyncio.sleep(0.001)
+        raise AssertionError(info)
+
+
+@pytest.fixture
+def make(arena: Arena) -> Callable[[], Asked]:
+    return lambda: Asked(arena)
+
+
+async def test_a_swap_that_is_refused_between_two_looks_still_says_why(make):
+    asked = make()
+    await until(lambda: asked.kept.catalog.serving["m"].is_ready)
+    asked.kept.engine.failures = [WorkerStartError("there is no file new.pth", permanent=True)] * 9
+    begun = await asked.http.post("/admin/models/m/versions", json={"weights": "new.pth"})
+    assert begun.status_code == 202
+    assert begun.headers["location"] == "/admin/models/m"
+    (change,) = begun.json()["changes"]
+    assert (change["kind"], change["state"]) == ("swap", "going_on")
+    ended = await asked.over("m", change["id"])
+    assert (ended["state"], ended["code"], ended["version"]) == ("failed", "version_refused", 2)
+    assert "there is no file new.pth" in str(ended["reason"])
+    await until(lambda: not asked.changes.model_info("m").change)
+    asked.kept.engine.failures = []
+    later = await asked.http.post("/admin/models/m/versions", json={"policy": "force"})
+    assert (await asked.over("m", later.json()["changes"][0]["id"]))["state"] == "done"
+    info = (await asked.http.get("/admin/models/m")).json()
+    assert [each["state"] for each in info["changes"]] == ["done", "failed"]
+    assert [each["state"] for each in info["versions"]][1:] == ["refused", "kept"]
+    await asked.changes.stop()
+
+
+async def test_a_model_that_fails_to_come_is_remembered_but_not_listed(make):
+    asked = make()
+    asked.kept.engine.failures = [WorkerStartError("no module named nets", permanent=True)] * 9
+    begun = await asked.http.post("/admin/models", json={"name": "n", "source": "echo"})
+    ended = await asked.over("n", begun.json()["changes"][0]["id"])
+    assert (ended["kind"], ended["state"]) == ("add", "failed")
+    assert "no module named nets" in str(ended["reason"])
+    await until(lambda: "n" not in asked.changes._changes)
+    info = (await asked.http.get("/admin/models/n")).json()
+    assert (info["version"], info["ready"], info["change"]) == (None, False, "")
+    assert [each["state"] for each in info["versions"]] == ["refused"]
+    listed = (await asked.http.get("/admin/models")).json()["models"]
+    assert [each["name"] for each in listed] == ["m"]
+    assert (await asked.http.delete("/admin/models/n")).status_code == 404
+
+
+async def test_a_removal_is_shown_until_what_was_accepted_is_answered_and_then_the_model_is_gone(
+    make,
+):
+    asked = make()
+    await until(lambda: asked.kept.catalog.serving["m"].is_ready)
+    asked.kept.are_fronts_slow = True
+    begun = await asked.http.delete("/admin/models/m")
+    assert begun.status_code == 202
+    (change,) = begun.json()["changes"]
+    await until(lambda: "m" not in asked.kept.catalog.serving)
+    info = (await asked.http.get("/admin/models/m")).json()
+    assert (info["changes"][0]["id"], info["version"]) == (change["id"], None)
+    asked.kept.told.set()
+    await until(lambda: "m" not in asked.changes._changes)
+    assert (await asked.http.get("/admin/models/m")).status_code == 404
+
+
+async def test_models_that_failed_to_come_are_forgotten_in_the_end(make, monkeypatch):
+    monkeypatch.setattr("inferpool.service.catalog.changes._NUM_ABSENT", 2)
+    asked = make()
+    for name in ("a", "b", "c"):
+        asked.kept.engine.failures = [WorkerStartError("it has a bug", permanent=True)] * 9
+        begun = await asked.http.post("/admin/models", json={"name": name, "source": "echo"})
+        await asked.over(name, begun.json()["changes"][0]["id"])
+        await until(lambda name=name: name not in asked.changes._changes)
+    statuses = [(await asked.http.get(f"/admin/models/{name}")).status_code for name in "abc"]
+    assert statuses == [404, 200, 200]
+    assert set(asked.changes._records) <= {"b", "c", "m"}
