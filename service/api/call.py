@@ -13,7 +13,7 @@ from inferpool.service.api.codecs.answers import AnswerFormat
 from inferpool.service.api.codecs.body import joined
 from inferpool.service.api.trace import new_ids, request_id_of, trace_of, trace_state_of
 from inferpool.service.errors import ServiceError
-from inferpool.service.queue.instance import Buffer, InstanceSteps, Result
+from inferpool.service.queue.instance import Buffer, CanaryShare, InstanceSteps, Result
 from inferpool.workers.messages import ItemRef, Kind
 
 UNKNOWN_MODEL = "unknown"
@@ -56,6 +56,10 @@ class ModelEntry(Protocol):
     @property
     def is_serving(self) -> bool:
         """Calls that name no version are for this one; if not, each call looks anew."""
+
+    @property
+    def canary(self) -> CanaryShare | None:
+        """The version that gets a share of its calls; it `is_serving` False meanwhile."""
 
     @property
     def inputs(self) -> Sequence[TensorSpec]:

@@ -298,7 +298,7 @@ class Exchange(msgspec.Struct, eq=False):
     def _entry_now(self) -> ModelEntry:
         """Return the version that the call is for now, since versions come and go."""
         call = self.call
-        call.entry = entry = self.predict.find(call)
+        call.entry = entry = self.predict.find_now(call)
         if entry is None:
             raise self.predict.unknown(call)
         return entry

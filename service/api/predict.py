@@ -57,6 +57,18 @@ class Predict:
         name = self._name_in(call)
         return None if name is None else self.models.get(name)
 
+    def find_now(self, call: Call) -> ModelEntry | None:
+        """Return the version that computes a call: a canary, if it is the call's turn.
+
+        Calls that name a version get that one.
+        """
+        name = self._name_in(call)
+        entry = None if name is None else self.models.get(name)
+        if entry is None or entry.canary is None or name != entry.name:
+            return entry
+        canary = entry.canary
+        return self.models.get(canary.path, entry) if canary.gets(call.request_id) else entry
+
     def unknown(self, call: Call) -> UnknownModelError:
         """Return the error for a call to a model or version that is not served."""
         names, path = ", ".join(self.names) or "none", self._name_in(call)

@@ -15,6 +15,7 @@ from inferpool.service.api.predict import path_of
 from inferpool.service.catalog.plans import plan_all, plan_model, with_model
 from inferpool.service.queue.admission import Admission
 from inferpool.service.queue.dispatcher import Dispatcher
+from inferpool.service.queue.instance import CanaryShare
 from inferpool.service.queue.objective import Objective, ObjectiveAdmission
 from inferpool.service.queue.pool import Announcer, Pool, read_model_gauges
 from inferpool.service.queue.quarantine import Quarantine
@@ -144,11 +145,24 @@ class Catalog:
         name = version.name
         former = self.serving.get(name)
         if former is not None:
-            former.is_serving = False
+            former.is_serving, former.canary = False, None
         self.serving[name] = self.entries[name] = version.pool
         version.pool.is_serving = True
         self.settings = with_model(self.settings, name, version.settings)
         self.expose(version)
+
+    def begin_canary(self, version: ModelVersion, share: float) -> None:
+        """Let a version answer a share of the calls that name no version, by their ids."""
+        serving = self.serving[version.name]
+        path = path_of(version.name, version.number)
+        serving.canary, serving.is_serving = CanaryShare(path, share), False
+        self.expose(version)
+
+    def end_canary(self, version: ModelVersion) -> None:
+        """Let the version that serves answer all calls again that name no version."""
+        serving = self.serving[version.name]
+        serving.canary, serving.is_serving = None, True
+        self._on_change()
 
     async def unload(self, version: ModelVersion, grace_s: float) -> None:
         """Answer what a version has accepted, then end its workers.

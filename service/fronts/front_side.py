@@ -60,6 +60,7 @@ class RemoteModel:
         self.name = row.name
         self.version = row.version
         self.is_serving = row.is_serving
+        self.canary = row.canary
         self.inputs: Sequence[TensorSpec] = row.inputs
         self._rejected = front_side.rejected[row.name]
         self._key_share = KeyShare(key_share, self._rejected)
@@ -68,7 +69,7 @@ class RemoteModel:
 
     def update(self, row: ModelRow) -> None:
         """Take what has changed."""
-        self.is_serving = row.is_serving
+        self.is_serving, self.canary = row.is_serving, row.canary
         if list(self.inputs) != row.inputs:  # calls remember them by their identity
             self.inputs = row.inputs
 

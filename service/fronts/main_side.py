@@ -282,9 +282,9 @@ def rows_of(models: LocalModels) -> list[ModelRow]:
     for number, model in models.pools.items():
         paths = [path for path, entry in models.entries.items() if entry is model]
         if paths:
-            inputs = list(model.inputs)
+            inputs, serves = list(model.inputs), model.is_serving
             rows.append(
-                ModelRow(number, model.name, model.version, model.is_serving, inputs, paths)
+                ModelRow(number, model.name, model.version, serves, inputs, paths, model.canary)
             )
     return rows
 

@@ -12,7 +12,7 @@ from inferpool.models.spec import TensorSpec
 from inferpool.service import errors
 from inferpool.service.api.wire.budgets import EdgeLimits, EdgeUse
 from inferpool.service.errors import ServiceError
-from inferpool.service.queue.instance import InstanceSteps
+from inferpool.service.queue.instance import CanaryShare, InstanceSteps
 from inferpool.service.settings.settings import Settings
 from inferpool.service.telemetry.distribution import Exemplar
 from inferpool.service.telemetry.metrics import RejectReason
@@ -135,6 +135,7 @@ class ModelRow(msgspec.Struct, frozen=True, array_like=True):
     """Empty until they are known."""
     paths: list[str]
     """The paths of the calls that it is for; see `Predict.models`."""
+    canary: CanaryShare | None = None
 
 
 class ModelTable(msgspec.Struct, frozen=True, array_like=True, tag="models"):

@@ -7,6 +7,7 @@ of CLOCK_MONOTONIC, which all processes of a host share.
 
 import asyncio
 from typing import TYPE_CHECKING, Final, Protocol
+from zlib import crc32
 
 import msgspec
 
@@ -93,6 +94,18 @@ class Instance(asyncio.Future[Result]):
             return False
         self.dispatcher.on_cancelled(self)
         return super().cancel(msg)
+
+
+class CanaryShare(msgspec.Struct, frozen=True, array_like=True):
+    """A version that answers a share of the calls to the one that serves."""
+
+    path: str
+    """The rest of the path of calls that name it; see `Predict.models`."""
+    share: float
+
+    def gets(self, request_id: str) -> bool:
+        """Return whether it answers a call; the same for all calls with the same id."""
+        return crc32(request_id.encode()) < self.share * 2**32
 
 
 class Attempt(msgspec.Struct, array_like=True):

@@ -16,7 +16,7 @@ from inferpool.models.speed.names import SpeedReport
 from inferpool.models.split.report import SplitReport
 from inferpool.service.errors import GivenUpError, ServiceError, UnavailableError
 from inferpool.service.queue.dispatcher import Dispatcher
-from inferpool.service.queue.instance import Buffer, Instance, InstanceSteps, SlotOwner
+from inferpool.service.queue.instance import Buffer, CanaryShare, Instance, InstanceSteps, SlotOwner
 from inferpool.service.queue.replacer import Replacer
 from inferpool.service.telemetry.metrics import ModelMetrics, Reading
 from inferpool.workers.config import WorkerConfig
@@ -80,6 +80,8 @@ class Pool:
         self.version = version
         self.is_serving = True
         """Calls that name no version come here; if not, each call looks where it belongs."""
+        self.canary: CanaryShare | None = None
+        """The version that gets a share of its calls; calls must look anew meanwhile."""
         self.recorder: Callable[[ItemRef, Sequence[Buffer]], None] | None = None
         """Gets each instance before it is submitted, while versions are compared."""
         self.dispatcher = dispatcher

@@ -60,6 +60,7 @@ class FakeModel:
         self.name = name
         self.version = 1
         self.is_serving = True
+        self.canary = None
         self.inputs = inputs
         self.payloads: list[Payload] = []
         self.refs: list[ItemRef] = []

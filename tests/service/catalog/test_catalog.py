@@ -186,3 +186,54 @@ async def test_a_call_whose_version_goes_while_its_body_comes_is_for_the_one_tha
         headers = {"content-type": "application/octet-stream"}
         answer = await client.post("/predict", content=body(), headers=headers)
     assert answer.json() == {"predictions": [2]}
+
+
+async def test_a_canary_gets_its_share_of_the_calls_and_the_same_ids_each_time(keep):
+    kept = keep()
+    catalog = kept.catalog
+    predict = Predict(catalog.entries, default="m")
+    await until(lambda: catalog.serving["m"].is_ready)
+    answering(kept)
+    first, second = catalog.version("m"), await kept.ready()
+    catalog.begin_canary(second, 0.25)
+    ids = [f"call-{number}" for number in range(200)]
+
+    async def versions(path: str = "/predict") -> list[str]:
+        answers = [await asked(predict, path, **{"X-Request-Id": id}) for id in ids]
+        return [answer.headers["x-model-version"] for answer in answers]
+
+    found = await versions()
+    assert 25 <= found.count("2") <= 75
+    assert await versions() == found
+    assert set(await versions("/predict/m/versions/1")) == {"1"}
+    catalog.end_canary(second)
+    assert set(await versions()) == {"1"}
+    assert first.pool.is_serving
+    catalog.begin_canary(second, 0.0)
+    assert set(await versions()) == {"1"}
+    catalog.begin_canary(second, 1.0)
+    assert set(await versions()) == {"2"}
+    catalog.serve(second)
+    assert first.pool.canary is None
+    assert set(await versions()) == {"2"}
+    assert set(await versions("/predict/m/versions/1")) == {"1"}
+
+
+async def test_all_instances_of_a_call_are_computed_by_one_version_of_a_canary(keep):
+    kept = keep()
+    catalog = kept.catalog
+    predict = Predict(catalog.entries, default="m")
+    await until(lambda: catalog.serving["m"].is_ready)
+    answering(kept)
+    catalog.begin_canary(await kept.ready(), 0.5)
+    transport = httpx.ASGITransport(app=as_app(predict))  # type: ignore[arg-type]
+    found = set()
+    async with httpx.AsyncClient(transport=transport, base_url="http://host") as client:
+        for number in range(30):
+            headers = {"X-Request-Id": f"call-{number}"}
+            body = {"instances": [1, 2, 3]}
+            answer = await client.post("/predict", json=body, headers=headers)
+            (version,) = set(answer.json()["predictions"])
+            assert answer.headers["x-model-version"] == str(version)
+            found.add(version)
+    assert found == {1, 2}

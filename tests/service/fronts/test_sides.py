@@ -20,7 +20,7 @@ from inferpool.service.errors import (
 from inferpool.service.fronts import link
 from inferpool.service.fronts.main_side import ArenaPart
 from inferpool.service.fronts.messages import Answers, Submissions
-from inferpool.service.queue.instance import Buffer, Instance, InstanceSteps, SlotOwner
+from inferpool.service.queue.instance import Buffer, CanaryShare, Instance, InstanceSteps, SlotOwner
 from inferpool.service.telemetry.metrics import ModelMetrics
 from inferpool.workers.arena import Arena
 from inferpool.workers.messages import ItemError, ItemRef, TensorBlob
@@ -37,6 +37,7 @@ class DispatchedModel:
     name = "m"
     version = 1
     is_serving = True
+    canary: CanaryShare | None = None
 
     def __init__(self, arena: Arena, key_share: float) -> None:
         self.metrics = ModelMetrics("m")
@@ -212,6 +213,19 @@ async def test_the_front_learns_what_a_model_takes_when_that_is_known():
         b.worker.answer()
         await future
         assert b.front.inputs is known
+
+
+async def test_the_front_learns_that_a_canary_gets_a_share_of_the_calls_and_that_it_ended():
+    async with open_sides() as b:
+        assert (b.front.is_serving, b.front.canary) == (True, None)
+        b.model.is_serving, b.model.canary = False, CanaryShare("m/versions/2", 0.5)
+        b.main_side.tell_models()
+        await b.until(lambda: not b.front.is_serving)
+        assert b.front.canary == b.model.canary
+        b.model.is_serving, b.model.canary = True, None
+        b.main_side.tell_models()
+        await b.until(lambda: b.front.is_serving)
+        assert b.front.canary is None
 
 
 async def test_a_front_that_names_a_slot_which_cannot_be_is_not_listened_to():
