@@ -1,17 +1,20 @@
 """Forwards all calls but predictions to the main process, over a Unix socket. Runs in a front.
 
-`service.fronts.forwarded` is the other end. No route but `/predict` reads a body, so bodies are not
-forwarded: a client that sends half of one holds up nobody.
+`service.fronts.forwarded` is the other end. Only changes of models have bodies that anybody reads.
+They are forwarded as they come, if the key is right. Other bodies are not forwarded: a client that
+sends half of one holds up nobody.
 """
 
 import asyncio
 import contextlib
 import logging
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import httpx
 from starlette.types import Receive, Scope, Send
 
+from inferpool.service.api.auth import Guard
 from inferpool.service.api.call import Call, begin_call
 from inferpool.service.api.replies import refusal_of, send_reply
 from inferpool.service.errors import BadRequestError, ServiceError, UnavailableError
@@ -23,14 +26,17 @@ _CONNECTION_HEADERS = frozenset(
     b"connection keep-alive proxy-connection te trailer transfer-encoding upgrade expect".split()
 )
 """Headers of one connection, which are not forwarded (RFC 9110, 7.6.1)."""
+_WITH_BODY = "/admin/models"
+"""Calls to these paths may have a body."""
 _NOT_FORWARDED = _CONNECTION_HEADERS | {b"content-length", CLIENT, SCHEME}
 
 
 class Forwarder:
     """Has the main process answer every call that is not a prediction."""
 
-    def __init__(self, path: str) -> None:
-        """Forward to the main process's Unix socket."""
+    def __init__(self, path: str, guard: Guard) -> None:
+        """Forward to the main process's Unix socket; the guard knows who may send a body."""
+        self._guard = guard
         limits = httpx.Limits(
             max_connections=None, max_keepalive_connections=8, keepalive_expiry=IDLE_S
         )
@@ -40,7 +46,10 @@ class Forwarder:
         """Answer one ASGI call."""
         call = begin_call(scope["method"], scope["path"], scope["query_string"], scope["headers"])
         try:
-            answer = await self._transport.handle_async_request(_request(scope))
+            body = _body(receive) if self._may_send_body(call) else None
+            answer = await self._transport.handle_async_request(_request(scope, body))
+        except _HungUpError:
+            return
         except (httpx.LocalProtocolError, httpx.InvalidURL) as error:
             await _refuse(call, send, BadRequestError(f"this cannot be passed on: {error}"))
             return
@@ -62,12 +71,35 @@ class Forwarder:
             if not watch.done() or watch.cancelled():
                 raise
 
+    def _may_send_body(self, call: Call) -> bool:
+        if call.method != "POST" or not call.path.startswith(_WITH_BODY):
+            return False
+        try:
+            self._guard.check_path(call.path, call.headers)
+        except ServiceError:
+            return False  # the main process refuses the call, and logs it
+        return True
+
     async def close(self) -> None:
         """Close the connections to the main process."""
         await self._transport.aclose()
 
 
-def _request(scope: Scope) -> httpx.Request:
+class _HungUpError(Exception):
+    """The client is gone before its body was complete."""
+
+
+async def _body(receive: Receive) -> AsyncGenerator[bytes, None]:
+    is_more = True
+    while is_more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise _HungUpError
+        yield message.get("body", b"")
+        is_more = message.get("more_body", False)
+
+
+def _request(scope: Scope, body: AsyncGenerator[bytes, None] | None) -> httpx.Request:
     headers = [each for each in scope["headers"] if each[0] not in _NOT_FORWARDED]
     if scope.get("client"):
         host, port = scope["client"]
@@ -78,6 +110,7 @@ def _request(scope: Scope) -> httpx.Request:
         scope["method"],
         "http://main/",
         headers=headers,
+        content=body,
         extensions={"target": target},
     )
 

@@ -101,15 +101,16 @@ class Front:
         self._front_side = FrontSide(reader, writer, slots, self._obey, _end, settings.key_share)
         self._send_logs_to_main(config.log_level)
         self._tracer = make_tracer(settings, self._metrics.__getitem__)
+        guard = make_guard(settings)
         predict = make_predict(
             self._front_side.models,
             settings,
-            make_guard(settings),
+            guard,
             None if self._tracer is None else self._tracer.recorder,
             self._metrics.__getitem__,
             config.limits,
         )
-        self._forwarder = Forwarder(config.forwarding_path)
+        self._forwarder = Forwarder(config.forwarding_path, guard)
         http = PredictProtocol.bound_to(predict, config.limits)
         self._edge = http.connection_limits
         tls = None

@@ -102,6 +102,13 @@ REQUESTS = {
     "metrics without a key": request("GET /metrics", key=""),
     "admin without a key": request("POST /admin/drain"),
     "admin": request("GET /admin/log-level", key="an-administrators-key"),
+    "bad change": request(
+        "POST /admin/models", JSON, body=b'{"name": "a b"}', key="an-administrators-key"
+    ),
+    "large change": request(
+        "POST /admin/models", JSON, body=b" " * 300_000, key="an-administrators-key"
+    ),
+    "change without a key": request("POST /admin/models", JSON, body=b'{"name": "a"}'),
 }  # fmt: skip
 
 
