@@ -19,6 +19,7 @@ from inferpool.service.queue.instance import CanaryShare
 from inferpool.service.queue.objective import Objective, ObjectiveAdmission
 from inferpool.service.queue.pool import Announcer, Pool, read_model_gauges
 from inferpool.service.queue.quarantine import Quarantine
+from inferpool.service.queue.turns.gate import DeviceGate
 from inferpool.service.settings.model import ModelSettings
 from inferpool.service.settings.settings import Settings
 from inferpool.service.telemetry.metrics import Metrics, ModelMetrics, Reading
@@ -75,6 +76,7 @@ class Catalog:
         """
         self.settings = settings
         """The settings, with the models as they are served now."""
+        self._gate = DeviceGate(host.num_cores)
         self.serving: dict[str, Pool] = {}
         """The version of each model that serves, by name."""
         self.entries: dict[str, Pool] = {}
@@ -223,6 +225,8 @@ class Catalog:
             metrics=metrics,
             announcer=self._announcer,
             on_change=self._on_change,
+            gate=self._gate,
+            share=model.weight,
         )
         pool.is_serving = False
         version = ModelVersion(number=number, settings=model, pool=pool, metrics=metrics)

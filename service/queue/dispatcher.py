@@ -90,7 +90,7 @@ class Dispatcher:
         self._queue: Batcher[Instance] = Batcher()
         self._lanes = Lanes()
         self._ledger = Ledger(metrics, self._on_deadline, self._unsettled)
-        self._scheduler = BatchScheduler(
+        self.scheduler = BatchScheduler(
             self._queue,
             self._lanes,
             self._limit,
@@ -198,8 +198,8 @@ class Dispatcher:
             instance.num_crashes = 1
         self._ledger.open(instance, now, steps)
         self._queue.push(instance, now)
-        if not self._scheduler.is_due:
-            self._scheduler.soon()
+        if not self.scheduler.is_due:
+            self.scheduler.soon()
         return instance
 
     def attach(self, worker: WorkerHandle) -> None:
@@ -210,7 +210,7 @@ class Dispatcher:
         if worker.ready.is_accelerated:
             self._limit.accelerate()
         self._lanes.attach(worker)
-        self._scheduler.soon()
+        self.scheduler.soon()
 
     def detach(self, worker: WorkerHandle) -> None:
         """Send nothing more to a worker, which is gone or about to go."""
@@ -317,6 +317,8 @@ class Dispatcher:
         self._ledger.note_sent(batch, lane.worker, now)
         if len(lane.batches) == 1:
             lane.begin(now, was_idle=True)
+        if self.scheduler.turns is not None:
+            self.scheduler.turns.begin(lane, batch, now)
         if self._objective:
             self._plan(self._objective, now)
 
@@ -342,27 +344,32 @@ class Dispatcher:
     def _on_batch_done(
         self, lane: Lane, batch: list[Instance], future: "asyncio.Future[BatchDone]"
     ) -> None:
-        now = time.monotonic()
+        now, waited_s = time.monotonic(), 0.0
         error = future.exception()
+        if self.scheduler.turns is not None:
+            done = None if error else future.result()
+            waited_s = self.scheduler.turns.end(lane, batch, done, now)
         if error is None:
-            self._take_answers(lane, batch, future.result(), now)
+            self._take_answers(lane, batch, future.result(), now, waited_s)
         elif isinstance(error, WorkerLostError):
             self._take_back(lane, batch, error, now)
         else:
             raise error
         self._arrange(now)
-        self._scheduler.soon()
+        self.scheduler.soon()
 
-    def _take_answers(self, lane: Lane, batch: list[Instance], done: BatchDone, now: float) -> None:
+    def _take_answers(
+        self, lane: Lane, batch: list[Instance], done: BatchDone, now: float, waited_s: float
+    ) -> None:
         """Learn how fast a worker is from a batch that has come back, and answer its instances."""
-        num, took_s = len(batch), now - lane.busy_since
+        num, took_s = len(batch), now - lane.busy_since + waited_s
         self._lanes.take(lane, batch)
         self._admission.rate.note(num, took_s, now, lane.worker.id.slot)
         if not isinstance(done.outcomes[0], ItemError):  # or it may not have been computed
             self._lanes.learn(lane, num, now)
             if not lane.is_lagging:
                 self._limit.note(num, done.prepare_s, done.compute_s)
-                self._scheduler.prepare_s = done.prepare_s
+                self.scheduler.prepare_s = done.prepare_s
         if lane.batches:
             lane.begin(now, was_idle=False)
         if self._objective:

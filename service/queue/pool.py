@@ -18,6 +18,7 @@ from inferpool.service.errors import GivenUpError, ServiceError, UnavailableErro
 from inferpool.service.queue.dispatcher import Dispatcher
 from inferpool.service.queue.instance import Buffer, CanaryShare, Instance, InstanceSteps, SlotOwner
 from inferpool.service.queue.replacer import Replacer
+from inferpool.service.queue.turns.gate import DeviceGate, GateMember
 from inferpool.service.telemetry.metrics import ModelMetrics, Reading
 from inferpool.workers.config import WorkerConfig
 from inferpool.workers.host.engine import Cause, Engine, RankVitals, WorkerHandle, WorkerId
@@ -75,7 +76,24 @@ class Pool:
         announcer: Announcer,
         on_change: Callable[[], None],
         version: int = 1,
+        gate: DeviceGate | None = None,
+        share: float = 1.0,
     ) -> None:
+        """Start nothing yet.
+
+        Args:
+            name: The name of the model.
+            configs: The configuration of each worker.
+            engine: Starts workers.
+            dispatcher: Gives them work.
+            policy: Says how often they are restarted.
+            metrics: Counters of the model.
+            announcer: Shows people what comes and goes.
+            on_change: Is called when a worker has come or gone.
+            version: The number of the version.
+            gate: Gives turns to the models that share a device; None if this model has its own.
+            share: The model's weight there.
+        """
         self.name = name
         self.version = version
         self.is_serving = True
@@ -94,6 +112,9 @@ class Pool:
         self.endings: deque[EndedIncarnation] = deque(maxlen=_NUM_ENDINGS)
         """The latest endings of workers, the newest last."""
         self._configs = configs
+        self._gate = gate
+        self._share = share
+        self._turns: GateMember | None = None
         self._metrics = metrics
         self._announcer = announcer
         self._on_change = on_change
@@ -166,6 +187,14 @@ class Pool:
 
     def start(self) -> None:
         """Begin to start the workers."""
+        if self._gate is not None:
+            placements = [config.placement for config in self._configs]
+            self._turns = self._gate.join(
+                self.dispatcher.scheduler,
+                model=self.name,
+                share=self._share,
+                placements=placements,
+            )
         self._supervisor.start(self.name, self._configs, self.version)
 
     def submit(
@@ -192,6 +221,8 @@ class Pool:
     async def stop(self, grace_s: float) -> None:
         """Stop every worker; each may take `grace_s` to finish."""
         await self._supervisor.stop(grace_s)
+        if self._turns is not None:
+            self._turns.leave()
 
     def on_progress(self, slot: WorkerSlot) -> None:
         """See `Watcher`."""

@@ -10,15 +10,17 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from math import inf
+from typing import Protocol
 
 from inferpool.service.queue.batch_sizing import BatchCosts, CostCurve, SizeLimit
 from inferpool.service.queue.batcher import Batcher
 from inferpool.service.queue.instance import Instance
 from inferpool.workers.host.engine import WorkerHandle
+from inferpool.workers.messages import BatchDone
 
-_EARLY_S = 0.001
+EARLY_S = 0.001
 """How long before the end of a batch the next is sent, besides the time to prepare it."""
 _LEAST_WAIT_S = 0.001
 """The shortest timer for a lagging worker. A shorter one may be over at once by rounding, again and
@@ -215,6 +217,23 @@ class Lanes:
                 yield from batch
 
 
+class TurnTaker(Protocol):
+    """Takes turns at devices with other models."""
+
+    def ask(self) -> None:
+        """Call `BatchScheduler.send_next` whenever it is this model's turn."""
+
+    def begin(self, lane: Lane, batch: list[Instance], now: float) -> None:
+        """Note that a worker was sent a batch."""
+
+    def end(self, lane: Lane, batch: list[Instance], done: BatchDone | None, now: float) -> float:
+        """Note that a worker has answered a batch, or is lost with it (None).
+
+        Returns:
+            The seconds for which the worker was idle before, waiting for its turn.
+        """
+
+
 class BatchScheduler:
     """Gives the workers of one model their batches."""
 
@@ -241,8 +260,10 @@ class BatchScheduler:
         """
         self.prepare_s = 0.0
         """The time that it took to prepare the last batch."""
+        self.lanes = lanes
+        self.turns: TurnTaker | None = None
+        """Says when batches may be sent, while other models contend for a device."""
         self._queue = queue
-        self._lanes = lanes
         self._limit = limit
         self._batch_wait_s = batch_wait_s
         self._send = send
@@ -261,22 +282,49 @@ class BatchScheduler:
 
     def _pump(self) -> None:
         self.is_due = False
-        while self._queue.num_waiting:
-            now = time.monotonic()
-            idle = [lane for lane in self._lanes.leading if not lane.batches]
-            if idle:
-                if self._waits_for_more(now):
-                    return
-                self._give_idle(idle, now)
-                continue
-            if self._lanes.lagging and self._give_rest(now):
-                continue
-            lane = self._next_busy(now)
-            if lane is None:
-                return
-            self._send(lane, self._limit.now, now)
+        lanes = self.lanes
+        if self.turns is not None:
+            if self._queue.num_waiting:
+                self.turns.ask()
+            return
+        while self._queue.num_waiting and self.send_next(lanes.leading, lanes.lagging):
+            pass
 
-    def _give_idle(self, idle: list[Lane], now: float) -> None:
+    @property
+    def num_waiting(self) -> int:
+        """Instances that wait."""
+        return self._queue.num_waiting
+
+    def send_next(
+        self, leading: Sequence[Lane], lagging: Sequence[Lane], most: int | None = None
+    ) -> bool:
+        """Send a batch to one of these workers, or one to each of several that are idle.
+
+        Args:
+            leading: Fast workers.
+            lagging: Slow ones, the fastest first.
+            most: The most batches to send to workers that are idle; None: one to each.
+
+        Returns:
+            Whether anything was sent. If not, nothing will be before something changes, or a timer
+            that was set here is over.
+        """
+        now = time.monotonic()
+        idle = [lane for lane in leading if not lane.batches]
+        if idle:
+            if self._waits_for_more(now):
+                return False
+            self._give_idle(idle[:most], now)
+            return True
+        if lagging and self._give_rest(lagging, now):
+            return True
+        lane = self._next_busy(leading, now)
+        if lane is None:
+            return False
+        self._send(lane, self._limit.now, now)
+        return True
+
+    def _give_idle(self, idle: Sequence[Lane], now: float) -> None:
         """Divide what waits evenly among idle workers, or give it all to one that is soon done."""
         num = self._queue.num_waiting
         if len(idle) == 1 or (
@@ -288,7 +336,7 @@ class BatchScheduler:
             if num := self._queue.num_waiting:
                 self._send(lane, -(-num // (len(idle) - position)), now)
 
-    def _give_rest(self, now: float) -> bool:
+    def _give_rest(self, lagging: Sequence[Lane], now: float) -> bool:
         """Give a lagging worker what it can answer no later than the leading ones would.
 
         If none of the leading workers is on time, it gets what it can answer in as long as they
@@ -298,10 +346,10 @@ class BatchScheduler:
         Returns:
             Whether it was given anything.
         """
-        lanes, most = self._lanes, self._limit.now
+        lanes, most = self.lanes, self._limit.now
         num = self._queue.num_waiting
         by = lanes.answered_by(num, most, now)
-        for lane in lanes.lagging:
+        for lane in lagging:
             if not lane.has_credit:
                 continue
             if by == inf:
@@ -334,9 +382,9 @@ class BatchScheduler:
         self.wake_in(left_s)
         return True
 
-    def _next_busy(self, now: float) -> Lane | None:
+    def _next_busy(self, leading: Sequence[Lane], now: float) -> Lane | None:
         """Return a busy worker that should get a batch now: a full one, or its end is near."""
-        lanes = [lane for lane in self._lanes.leading if lane.has_credit]
+        lanes = [lane for lane in leading if lane.has_credit]
         oldest = self._queue.oldest()
         if not lanes or oldest is None or oldest.is_solo:  # a solo one waits for an idle worker
             return None
@@ -345,7 +393,7 @@ class BatchScheduler:
             return lane
         if len(lane.batches) > 1 or lane.ends_at - lane.busy_since < _OVERLAP_PAYS_S:
             return None
-        left_s = lane.ends_at - now - self.prepare_s - _EARLY_S
+        left_s = lane.ends_at - now - self.prepare_s - EARLY_S
         if left_s <= 0:
             return lane
         self.wake_in(left_s)

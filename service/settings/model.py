@@ -67,6 +67,11 @@ class ModelSettings(SettingsTable):
     devices_per_replica: Auto | PositiveInt = "auto"
     """The number of devices that a replica is split over, each with its own process. `auto`: the
     GPUs divided by `replicas`, or all of them if that is `auto`; 2 on CPUs."""
+    share: float | None = Field(None, ge=0.001, le=1000)
+    """The model's weight where several models are busy on one device: with `2.0` it gets twice the
+    time of one with `1.0`, which is what a model without a share counts as. While the others are
+    idle, it gets all. Without a GPU, models have cores of their own and share nothing, unless a
+    share is set for one of them: then each has replicas on all cores, which takes more memory."""
     gpu_memory_fraction: Auto | Annotated[float, Field(gt=0, le=1)] = "auto"
     """The most of its GPU's memory that each process may allocate. `auto`: an equal share if
     several processes use a GPU, less what CUDA itself takes."""
@@ -163,6 +168,11 @@ class ModelSettings(SettingsTable):
                 "leave it at auto, which then means exact"
             )
         return speed
+
+    @property
+    def weight(self) -> float:
+        """Its share, or what it counts as without one."""
+        return 1.0 if self.share is None else self.share
 
     @property
     def split(self) -> Split | None:

@@ -209,7 +209,12 @@ class Settings(SettingsTable):
         return self.per_key_share if len(self.predict_keys) > 1 else 1.0
 
     def host_of(self, name: str, host: Host) -> Host:
-        """Return the part of the host that a model may use: the models share the cores."""
+        """Return the part of the host that a model may use.
+
+        The cores are divided among the models, unless these take turns at all of them.
+        """
+        if any(model.share is not None for model in self.models.values()):
+            return host
         asked = [model.num_cores for model in self.models.values()]
         return share_cores(host, asked)[list(self.models).index(name)]
 

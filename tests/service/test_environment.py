@@ -72,6 +72,7 @@ MODEL = {
     "placement": "pipeline",
     "devices_per_replica": 2,
     "gpu_memory_fraction": 0.5,
+    "share": 2.0,
     "max_batch_size": 32,
     "batch_wait_ms": 1.5,
     "objective_p99_ms": 80.0,

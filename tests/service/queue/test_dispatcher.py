@@ -199,7 +199,7 @@ def test_wake_ups_within_a_millisecond_are_kept_apart(bench):
     async def go():
         b = bench()
         for delay_s in (0.0003, 0.0002, 0.0004):  # to uvloop, which counts milliseconds: at once
-            b.dispatcher._scheduler.wake_in(delay_s)
+            b.dispatcher.scheduler.wake_in(delay_s)
         await turn()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -379,7 +379,7 @@ async def test_solo_instance_goes_to_an_idle_worker_and_nothing_goes_behind_it(b
 
 async def test_sooner_wake_up_is_not_lost_behind_a_later_one(bench):
     b = bench(max_batch_size=4, batch_wait_ms=30)
-    b.dispatcher._scheduler.wake_in(5.0)
+    b.dispatcher.scheduler.wake_in(5.0)
     worker = b.worker()
     b.submit()
     await asyncio.sleep(0.1)
