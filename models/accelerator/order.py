@@ -66,11 +66,13 @@ class OwnStream:
 
     @contextmanager
     def _in_order(self, stream: SideStream) -> Iterator[None]:
-        before = self.mark()
-        with stream.in_use():
-            self.follow(before)
-            try:
-                yield
-            finally:
-                after = self.mark()
-        self.follow(after)
+        before, after = self.mark(), None
+        try:
+            with stream.in_use():
+                self.follow(before)
+                try:
+                    yield
+                finally:
+                    after = self.mark()
+        finally:
+            self.follow(after)
