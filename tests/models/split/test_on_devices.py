@@ -3,11 +3,18 @@
 Ranks with a device each transfer as NCCL orders it; ranks that share one go by way of the host.
 """
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from tests.busy_stages import BUSY_S, busy_pair, rows_for
+from inferpool.models.split.packing import pack
+from inferpool.models.split.pipeline import Pipeline
+from inferpool.models.split.report import RankPart, SplitReport
+from tests.busy_stages import BUSY_S, BusyStage, busy_pair, rows_for
 from tests.models.split import networks
 from tests.models.split.rank_processes import RaisedError, RankProcesses
 from tests.models.split.test_tensor import whole
@@ -98,3 +105,29 @@ def test_a_pipeline_measures_the_work_of_all_stages(ranks):
         ranks.order(0, measured_s)
         (seconds,) = ranks.result_of(0)
     assert seconds >= 0.99 * 2 * BUSY_S
+
+
+class LastRank:
+    """A rank of two that is sent one piece, and notes if the device has made what it sends on."""
+
+    rank, size = 1, 2
+
+    def __init__(self, rows):
+        self.device = rows.device
+        self._rows = rows
+        self.was_done = []
+
+    def receive(self, source, timeout_s=None):
+        packed, tensors = pack([self._rows], self.device)
+        return ["values", packed, 0.0, 0.0], tensors
+
+    def send(self, to, message, tensors=()):
+        self.was_done.append(torch.sim.current_stream().query())
+
+
+def test_a_stage_sends_on_what_its_device_has_computed():
+    ranks: Any = LastRank(rows_for("busy", torch.tensor([5.0])).to("sim:0"))
+    steps: Any = SimpleNamespace(network=nn.Identity(), arguments=["input"])
+    pipeline = Pipeline(ranks, BusyStage(1), steps, RankPart(1, 0, ""), SplitReport())
+    pipeline.serve_next(1.0)
+    assert ranks.was_done == [True]

@@ -5,6 +5,7 @@ Devices order transfers as NCCL does: what waits for a circle there hangs here.
 
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +14,7 @@ from inferpool.workers.errors import WorkerLostError
 from inferpool.workers.host.engine import WorkerId
 from inferpool.workers.host.local import LocalEngine
 from inferpool.workers.host.local_worker import LocalWorker
-from tests.busy_stages import BUSY_S
+from tests.busy_stages import BUSY_S, MODEL
 from tests.workers.contract import answers, config_of, is_gone, is_quick
 
 pytestmark = pytest.mark.simulated
@@ -36,6 +37,20 @@ async def test_batches_and_pieces_in_flight_are_all_answered(
     batches = [worker.run([put({"n": 4 * n + i}) for i in range(4)]) for n in range(40)]
     for n, batch in enumerate(batches):
         assert answers(await batch) == [2 * (4 * n + i) for i in range(4)]
+    await worker.stop(5)
+
+
+@pytest.mark.parametrize("devices", [SHARED, THREE])
+async def test_device_at_work_holds_up_no_other_stage_nor_the_model_s_code(
+    engine: LocalEngine, put, devices: tuple[str, ...], tmp_path: Path
+):
+    worker = await started(engine, devices, options={"folder": str(tmp_path)})
+    for waiting in range(len(devices)):
+        for freeing in (MODEL, *range(waiting)):
+            first = worker.run([put({"n": 1, "do": "wait", "stage": waiting})])
+            second = worker.run([put({"n": 2, "do": "free", "stage": freeing})])
+            assert [answers(await batch) for batch in (first, second)] == [[2], [4]]
+            (tmp_path / "freed").unlink()
     await worker.stop(5)
 
 
@@ -84,3 +99,18 @@ async def test_end_of_a_rank_or_its_device_ends_all(
     assert f"rank {stage}" in str(lost.value)
     assert lost.value.started
     assert all(map(is_gone, pids))
+
+
+@pytest.mark.measures
+@pytest.mark.parametrize("stage", [0, 1])
+async def test_device_of_a_stage_that_stands_still_is_found_out(
+    engine: LocalEngine, put, stage: int
+):
+    worker = await started(engine, APART, batch_timeout_s=2.0)
+    pids = [rank.pid for rank in worker.vitals().ranks]
+    hung = worker.run([put({"n": 1, "do": "hang", "stage": stage})])
+    for batch in (hung, worker.run([put({"n": 2})])):
+        with pytest.raises(WorkerLostError, match="hung: a batch ran for more than 2 s"):
+            await batch
+    assert all(map(is_gone, pids))
+    assert (await worker.wait()).cause == "hang"
