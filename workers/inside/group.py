@@ -181,6 +181,7 @@ class Group:
 
         NCCL's `wait` returns at once and has the thread's stream wait: here one of its own.
         """
+        select(self.device)  # a thread begins on the first device, where it must take no memory
         while True:
             work, tensor = self._under_way.get()
             if work is not None:

@@ -3,6 +3,7 @@
 Ranks with a device each transfer as NCCL orders it; ranks that share one go by way of the host.
 """
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.busy_stages import BUSY_S, BusyStage, busy_pair, rows_for
 from tests.models.split import networks
 from tests.models.split.rank_processes import RaisedError, RankProcesses
 from tests.models.split.test_tensor import whole
+from tests.simulated_accelerator.fake_nvml import nvmlDeviceGetComputeRunningProcesses
 
 pytestmark = pytest.mark.simulated
 
@@ -66,6 +68,21 @@ def test_a_pipeline_answers_as_the_whole_network(ranks, build, shape):
             x = torch.randn(num_rows, *shape)
             with torch.inference_mode():
                 assert_equal(model(x), network(x))
+
+
+def pid(state):
+    return os.getpid()
+
+
+def test_no_rank_takes_memory_of_the_device_of_another(ranks):
+    pids = ranks.run(pid)
+    with ranks.loaded("pipeline", networks.mlp, example=[torch.randn(2, 32)]) as model:
+        for _ in range(5):
+            model(torch.randn(4, 32))
+    for index in range(4):
+        wanted = {pids[rank] for rank, name in enumerate(ranks.devices) if name == f"sim:{index}"}
+        users = {each.pid for each in nvmlDeviceGetComputeRunningProcesses(index)}
+        assert users & {*pids} == wanted
 
 
 def test_an_input_that_a_stage_refuses_fails_alone(ranks):

@@ -112,7 +112,10 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   }
   c10::DeviceIndex deviceCount() const override { return c10::DeviceIndex(num_devices()); }
   c10::DeviceIndex getCurrentDevice() const override { return c10::DeviceIndex(current_device()); }
-  void setCurrentDevice(c10::DeviceIndex device) const override { set_device(device); }
+  void setCurrentDevice(c10::DeviceIndex device) const override {
+    if (device != current_device()) note_use(device_at(device).number); // as cudaSetDevice, from 12
+    set_device(device);
+  }
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex device) const override {
     auto before = getCurrentDevice();
     if (device >= 0) set_device(device);
