@@ -39,7 +39,7 @@ class RankError(Exception):
 
 
 class OutOfStepError(BaseException):
-    """A rank of a split replica raised while others may wait for it in a collective.
+    """A rank of a split replica raised while others may wait for it in a collective or a transfer.
 
     Only the end of its process frees them. So this is no `Exception`, which a model might catch.
     """

@@ -87,6 +87,8 @@ class Ranks(Protocol):
 
         Raises:
             EOFError: That rank is gone, or lets this one go.
+            OutOfStepError: This rank has no memory for the tensors: its process must end, since
+                what comes next would be taken for them.
             TimeoutError: No message has come.
         """
 

@@ -24,6 +24,8 @@ from torch import Tensor
 from inferpool.models.accelerator.device import free_bytes, is_accelerator, select
 from inferpool.models.accelerator.kinds import accelerator_of
 from inferpool.models.accelerator.order import OwnStream
+from inferpool.models.accelerator.out_of_memory import is_out_of_memory
+from inferpool.models.errors import OutOfStepError
 from inferpool.models.spec import Placement, Split
 from inferpool.models.split.turnstile import BatchClock
 from inferpool.workers.memory import available_bytes
@@ -133,9 +135,14 @@ class Group:
             if frame != _FAREWELL:
                 message, shapes = _decode(frame)
                 return message, [self._incoming(source, *shape) for shape in shapes]
-        except (TimeoutError, torch.AcceleratorError):
+        except TimeoutError:
             raise
         except (EOFError, OSError, RuntimeError) as error:
+            if is_out_of_memory(error):  # what it has no place for cannot be received
+                text = f"rank {self.rank} has no memory for what rank {source} sends: {error}"
+                raise OutOfStepError(text) from error
+            if isinstance(error, torch.AcceleratorError):
+                raise
             self._lose(source, error)
         raise EOFError(f"rank {source} has no more calls")
 

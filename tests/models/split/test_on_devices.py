@@ -85,6 +85,24 @@ def test_no_rank_takes_memory_of_the_device_of_another(ranks):
         assert users & {*pids} == wanted
 
 
+def send_rows(state):
+    state.group.send(1, "rows", [torch.ones(1000, device=state.group.device)])
+
+
+def receive_without_memory(state):
+    torch.sim.out_of_memory_after(0)
+    state.group.receive(0)
+
+
+def test_a_rank_without_memory_for_what_it_is_sent_says_so_at_once():
+    with RankProcesses(2, APART) as pair:
+        pair.order(0, send_rows)
+        pair.order(1, receive_without_memory)
+        wanted = "OutOfStepError: rank 1 has no memory for what rank 0 sends: .* out of memory"
+        with pytest.raises(RaisedError, match=wanted):
+            pair.result_of(1)
+
+
 def test_an_input_that_a_stage_refuses_fails_alone(ranks):
     good = torch.ones(4, 2)
     points = ["1", "2"][: ranks.size - 1]
