@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from inferpool.models.accelerator.device import free_bytes, is_accelerator, select
+from inferpool.models.accelerator.failures import is_out_of_memory
 from inferpool.models.accelerator.kinds import accelerator_of
 from inferpool.models.accelerator.order import OwnStream
-from inferpool.models.accelerator.out_of_memory import is_out_of_memory
 from inferpool.models.errors import OutOfStepError
 from inferpool.models.spec import Placement, Split
 from inferpool.models.split.turnstile import BatchClock
