@@ -75,6 +75,7 @@ class Fronts:
         self._supervisor = Supervisor[ArenaPart, FrontProcess](self._bring_up, self, _POLICY)
         self._balancer = ConnectionBalancer(listener, self._open)
         self._watching: asyncio.Task[None] | None = None
+        self._started: list[FrontProcess] = []
         self.traced = (0, 0)
         """Calls that the fronts have traced: exported, and dropped."""
         self._up = asyncio.Event()
@@ -97,12 +98,12 @@ class Fronts:
 
     def tell_models(self) -> None:
         """Tell the fronts which versions there are, and what they take."""
-        for front in self._open():
+        for front in self._living():
             front.main_side.tell_models()
 
     async def until_known(self) -> None:
         """Wait until the fronts know what `tell_models` has told them, or hang for too long."""
-        knowing = [front.main_side.until_known() for front in self._open()]
+        knowing = [front.main_side.until_known() for front in self._living()]
         if knowing:
             await asyncio.wait(knowing, timeout=_HANG_S)
 
@@ -178,6 +179,11 @@ class Fronts:
     def _open(self) -> list[FrontProcess]:
         return [slot.handle for slot in self._supervisor.slots if slot.handle]
 
+    def _living(self) -> list[FrontProcess]:
+        """Return all fronts, those too that know the models and take no connections yet."""
+        self._started = [front for front in self._started if not front.is_gone]
+        return self._started
+
     async def _bring_up(
         self, id: WorkerId, part: ArenaPart, _on_progress: Callable[[str], None]
     ) -> FrontProcess:
@@ -204,6 +210,7 @@ class Fronts:
             raise WorkerStartError(text, permanent=False) from error
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
+        self._started.append(front)
         await front.until_up(_START_S)
         return front
 

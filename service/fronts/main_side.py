@@ -15,7 +15,7 @@ from typing import Protocol
 import msgspec
 
 from inferpool.service.api.call import ModelEntry
-from inferpool.service.errors import InternalError, ServiceError
+from inferpool.service.errors import InternalError, ServiceError, UnavailableError
 from inferpool.service.fronts.link import Link
 from inferpool.service.fronts.messages import (
     Answers,
@@ -119,11 +119,11 @@ class MainSide:
         return bool(self._instances)
 
     def tell_models(self) -> None:
-        """Send the table of the models, if it has changed."""
-        rows = rows_of(self._models)
-        if rows != self._table.rows or not self._table.id:
-            self._table = ModelTable(self._table.id + 1, rows)
-            self.link.send(self._table)
+        """Send the table of the models, if it has changed; the front asks for the first one."""
+        if self._table.id:
+            rows = rows_of(self._models)
+            if rows != self._table.rows:
+                self._send_table(rows)
 
     def until_known(self) -> "asyncio.Future[None]":
         """Return a future that is done once the front knows the models, or is gone."""
@@ -184,9 +184,13 @@ class MainSide:
             case TableTaken():
                 self._note_taken(message.id)
             case Listening():
-                self.tell_models()
+                self._send_table(rows_of(self._models))
             case MovedAway():
                 self.has_moved.set_result(None)
+
+    def _send_table(self, rows: list[ModelRow]) -> None:
+        self._table = ModelTable(self._table.id + 1, rows)
+        self.link.send(self._table)
 
     def _note_taken(self, id: int) -> None:
         self._taken_id = id
@@ -199,10 +203,12 @@ class MainSide:
 
     def _submit(self, submission: Submission) -> None:
         part, ref = self._part, submission.ref
-        model = self._models.pools[submission.model]
         data = part.take(ref.offset, ref.num_bytes)
         steps = InstanceSteps() if submission.is_traced else None
         try:
+            model = self._models.pools.get(submission.model)
+            if model is None:  # the front was told, and hung for too long
+                raise UnavailableError("this version of the model has gone", retry_after_s=1)
             instance = model.submit(ref, (data,), steps, part)
         except Exception as error:
             if not isinstance(error, ServiceError):

@@ -21,6 +21,16 @@ SETTINGS = Settings(models={"echo": ModelSettings(source="echo")}, default_model
 
 
 class FakeMainSide:
+    def __init__(self) -> None:
+        self.num_told = 0
+        self.knows: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def tell_models(self) -> None:
+        self.num_told += 1
+
+    def until_known(self) -> "asyncio.Future[None]":
+        return self.knows
+
     def has_been_heard(self) -> bool:
         return False
 
@@ -140,6 +150,36 @@ async def test_a_front_that_ends_as_clients_are_moved_away_is_not_started_again(
         open_fronts[1].kill("signal", "SIGKILL")
         await moving
         assert [front.restarts for front in fronts.health()] == [0, 2]
+
+
+async def test_a_front_that_is_not_up_yet_is_told_of_the_models_and_waited_for(
+    keep, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(FakeMainSide, "has_been_heard", lambda _: True)
+    gates: list[tuple[FakeFrontProcess, asyncio.Event]] = []
+
+    async def until_up(front: FakeFrontProcess, timeout_s: float) -> None:
+        gates.append((front, asyncio.Event()))
+        await gates[-1][1].wait()
+
+    monkeypatch.setattr(FakeFrontProcess, "until_up", until_up)
+    async with keep() as (fronts, _):
+        await until(lambda: len(gates) == 2)
+        (first, is_up), (second, is_second_up) = gates
+        is_up.set()
+        await fronts.until_up()
+        fronts.tell_models()
+        assert [first.main_side.num_told, second.main_side.num_told] == [1, 1]
+        knowing = asyncio.create_task(fronts.until_known())
+        first.main_side.knows.set_result(None)
+        await asyncio.wait([knowing], timeout=0.05)
+        assert not knowing.done()
+        second.main_side.knows.set_result(None)
+        await knowing
+        is_second_up.set()
+        first.kill("signal", "SIGKILL")
+        fronts.tell_models()
+        assert [first.main_side.num_told, second.main_side.num_told] == [1, 2]
 
 
 async def test_a_front_that_comes_up_after_a_second_signal_is_hurried_as_well(keep):

@@ -19,7 +19,7 @@ from inferpool.service.errors import (
 )
 from inferpool.service.fronts import link
 from inferpool.service.fronts.main_side import ArenaPart
-from inferpool.service.fronts.messages import Answers, Submissions
+from inferpool.service.fronts.messages import Answers, Listening, Submissions
 from inferpool.service.queue.instance import Buffer, CanaryShare, Instance, InstanceSteps, SlotOwner
 from inferpool.service.telemetry.metrics import ModelMetrics
 from inferpool.workers.arena import Arena
@@ -134,6 +134,28 @@ async def test_refusals_and_failures_come_back_as_what_they_are():
                 await each
 
 
+async def test_an_instance_for_a_version_that_has_gone_is_refused():
+    async with open_sides() as b:
+        b.main_side._models.pools.clear()
+        with pytest.raises(UnavailableError, match="version of the model has gone"):
+            await b.ask()
+        await b.until(lambda: not b.slots.used_bytes)
+
+
+async def test_a_front_hears_of_changes_once_it_has_asked_for_the_models():
+    async with open_sides() as b:
+        del b.main_side._models.entries["m"]
+        b.main_side.tell_models()
+        assert b.main_side.until_known().done()
+        b.front_side.link.send(Listening())
+        await b.main_side.is_up
+        assert not b.front_side.models
+        b.main_side._models.entries["again"] = b.model
+        b.main_side.tell_models()
+        await b.main_side.until_known()
+        assert list(b.front_side.models) == ["again"]
+
+
 async def test_a_key_has_its_share_of_the_queue_and_of_the_arena_behind_a_front():
     async with open_sides(key_share=0.75) as b:
         sent = [b.ask(caller=2), b.ask(caller=2)]
@@ -199,9 +221,10 @@ async def test_the_slots_of_a_front_that_died_are_used_again_only_when_workers_a
 
 async def test_the_front_learns_what_a_model_takes_when_that_is_known():
     async with open_sides() as b:
-        b.main_side.tell_models()
+        b.front_side.link.send(Listening())
         spec = TensorSpec(name="x", dtype="float32", shape=(-1, 3))
         b.model.inputs = (spec,)
+        await b.main_side.is_up
         b.main_side.tell_models()
         await b.until(lambda: b.front.inputs)
         known = b.front.inputs
@@ -217,6 +240,8 @@ async def test_the_front_learns_what_a_model_takes_when_that_is_known():
 
 async def test_the_front_learns_that_a_canary_gets_a_share_of_the_calls_and_that_it_ended():
     async with open_sides() as b:
+        b.front_side.link.send(Listening())
+        await b.main_side.is_up
         assert (b.front.is_serving, b.front.canary) == (True, None)
         b.model.is_serving, b.model.canary = False, CanaryShare("m/versions/2", 0.5)
         b.main_side.tell_models()
