@@ -174,20 +174,31 @@ class Changes:
     def _begin(
         self, name: str, kind: ChangeKind, steps: Callable[[Change], Coroutine[Any, Any, None]]
     ) -> None:
-        if name in self._changes:
-            what = self._changes[name].what
+        earlier = self._changes.get(name)
+        if earlier is not None and not earlier.decided.done():
+            what = earlier.what
             raise ConflictError(f"{name} is being changed already ({what})", retry_after_s=1)
         if self._is_ending:
             raise ConflictError("the service is shutting down")
+        if earlier is not None:
+            self._remember(name, earlier.info())
         decided = asyncio.get_running_loop().create_future()
         change = Change(kind=kind, what=kind, decided=decided)
         self._changes[name] = change
-        change.task = asyncio.create_task(self._run(name, change, steps), name=f"{kind} {name}")
+        run = self._run(name, change, steps, earlier.task if earlier is not None else None)
+        change.task = asyncio.create_task(run, name=f"{kind} {name}")
 
     async def _run(
-        self, name: str, change: Change, steps: Callable[[Change], Coroutine[Any, Any, None]]
+        self,
+        name: str,
+        change: Change,
+        steps: Callable[[Change], Coroutine[Any, Any, None]],
+        earlier: asyncio.Task[None] | None,
     ) -> None:
+        """Take the steps of a change, once the version that the earlier one replaced has left."""
         try:
+            if earlier is not None:
+                await earlier
             if self._speed_search is not None:
                 await self._speed_search.forget(name)
             await steps(change)
@@ -204,8 +215,9 @@ class Changes:
             if not change.decided.done():
                 change.decided.set_result(None)
         finally:
-            del self._changes[name]
-            self._remember(name, change.info())
+            if self._changes[name] is change:
+                del self._changes[name]
+                self._remember(name, change.info())
             if self._speed_search is not None and name in self._catalog.serving:
                 self._speed_search.add(self._catalog.serving[name])
 
@@ -267,6 +279,7 @@ class Changes:
         record.figures = judge.figures
         self._serve(new)
         change.decided.set_result(None)
+        say("the former version leaves")
         self._keep(old, options)
         if options.rollback_s:
             watch = self._watch(old, new, options)
