@@ -301,6 +301,8 @@ class Exchange(msgspec.Struct, eq=False):
         call.entry = entry = self.predict.find_now(call)
         if entry is None:
             raise self.predict.unknown(call)
+        if call.earlier is not None:  # so that the next call with this head need not look
+            call.earlier.entry = entry
         return entry
 
     def _decode(self, entry: ModelEntry, chunks: Sequence[Buffer]) -> Decoded:
