@@ -1,6 +1,6 @@
 """Searches for faster speed presets while workers serve, and changes over to what is found.
 
-It lives in the event loop. The search itself is a process at idle priority; see
+It lives in the event loop. The search itself is a process at low priority; see
 `workers.beside.searching`.
 """
 

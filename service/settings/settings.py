@@ -144,7 +144,7 @@ class Settings(SettingsTable):
     """The folder where workers keep what they measure about speed; `none` keeps nothing. The
     variable XDG_CACHE_HOME moves it."""
     speed_search: bool = True
-    """Search for faster presets and decoders while workers serve, in a process at idle priority,
+    """Search for faster presets and decoders while workers serve, in a process at low priority,
     and change over to what it finds; for models with `speed` at `auto`, on CPUs. Otherwise workers
     measure before they are ready, and nothing is compiled."""
     cuda_visible_devices: str | None = None

@@ -1,4 +1,4 @@
-"""The process that searches for a faster speed preset beside the workers, at idle priority."""
+"""The process that searches for a faster speed preset beside the workers, at low priority."""
 
 import contextlib
 import os
@@ -25,6 +25,8 @@ class _SendNews(Protocol):
 
 _COMPILE_S = 11 * 3600.0
 """Less than the time that the front end allows for a stage."""
+_NICE = 10
+"""A tenth of a core beside a busy worker (sched(7)), so that it takes minutes and not hours."""
 _MAX_NICE = 19
 
 
@@ -34,7 +36,9 @@ def main(message: dict[str, object]) -> None:
     # So that models and native libraries cannot print into the news.
     news = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    be_idle()
+    order = msgspec.convert(message, SearchOrder)
+    chosen = order.config.chosen
+    give_way(to_everything=chosen is None or not chosen.is_provisional)
     threading.Thread(target=_watch_front_end, name="front-end-watch", daemon=True).start()
 
     def say(*, stage: str = "", found: SpeedReport | None = None, refused: str = "") -> None:
@@ -42,21 +46,25 @@ def main(message: dict[str, object]) -> None:
         news.write(line + b"\n")
         news.flush()
 
-    order = msgspec.convert(message, SearchOrder)
     say(stage=f"loading {order.config.model.source}")
     _search(order, say)
 
 
-def be_idle() -> None:
-    """Use only idle time of the cores, and be the first to be killed when memory runs out."""
-    os.nice(_MAX_NICE)
+def give_way(*, to_everything: bool) -> None:
+    """Let workers go first, and be the first to be killed when memory runs out.
+
+    Compiling takes minutes, so it gives way to everything: it uses only idle time of the cores.
+    """
+    nice = _MAX_NICE if to_everything else _NICE
+    os.nice(nice)
     if sys.platform != "linux":
         return
-    with contextlib.suppress(OSError):
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    if to_everything:
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     # With autogroups, priorities count only within a session (sched(7)), and this is one.
     with contextlib.suppress(OSError):
-        Path("/proc/self/autogroup").write_text(str(_MAX_NICE))
+        Path("/proc/self/autogroup").write_text(str(nice))
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
 

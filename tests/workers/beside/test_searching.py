@@ -13,6 +13,7 @@ import pytest
 
 from inferpool.models.spec import Placement
 from inferpool.models.speed.compiled import can_compile
+from inferpool.models.speed.names import SpeedReport
 from inferpool.workers.beside.searching import SearchFailedError, search
 from inferpool.workers.config import ModelConfig, WorkerConfig
 from tests.e2e.running import left_over
@@ -39,15 +40,23 @@ def refusal(wanted: WorkerConfig) -> str:
     return str(caught.value)
 
 
-def test_search_runs_at_idle_priority_and_ends_when_it_is_cancelled(tmp_path):
+@pytest.mark.parametrize(
+    ("chosen", "nice", "policy"),
+    [(None, 19, os.SCHED_IDLE), (SpeedReport(is_provisional=True), 10, os.SCHED_OTHER)],
+)
+def test_search_gives_way_to_workers_and_ends_when_it_is_cancelled(
+    tmp_path: Path, chosen: SpeedReport | None, nice: int, policy: int
+):
+    wanted = replace(slow_to_load(tmp_path), chosen=chosen)
+
     async def go() -> list[psutil.Process]:
         before = set(psutil.Process().children())  # of other tests: forkservers and the like
         begun = asyncio.Event()
-        task = asyncio.create_task(search(slow_to_load(tmp_path), "key", lambda stage: begun.set()))
+        task = asyncio.create_task(search(wanted, "key", lambda stage: begun.set()))
         await asyncio.wait_for(begun.wait(), 60)
         (process,) = set(psutil.Process().children()) - before
-        assert process.nice() == 19
-        assert os.sched_getscheduler(process.pid) == os.SCHED_IDLE
+        assert process.nice() == min(19, psutil.Process().nice() + nice)
+        assert os.sched_getscheduler(process.pid) == policy
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         return [process]
@@ -77,6 +86,7 @@ async def test_suspended_search_is_killed_and_leaves_no_mark_of_an_attempt(tmp_p
 _FRONT_END = """
 import asyncio, os
 from tests.workers.beside.test_searching import slow_to_load
+from inferpool.models.speed.names import SpeedReport
 from inferpool.workers.beside.searching import search
 from pathlib import Path
 asyncio.run(search(slow_to_load(Path(".")), "key", print))
