@@ -45,6 +45,7 @@ from inferpool.service.fronts.number import number_of_fronts
 from inferpool.service.fronts.only_front import OnlyFront
 from inferpool.service.service import ClosableEngine, Service
 from inferpool.service.settings.settings import Settings
+from inferpool.service.settings.state import StateFile
 from inferpool.service.settings.tls import TlsError
 from inferpool.service.telemetry import logs as log_setup
 from inferpool.service.telemetry.console import Console
@@ -72,6 +73,7 @@ def run(
     warnings: Sequence[str] = (),
     make_engine: Callable[[Arena], ClosableEngine] = LocalEngine,
     until_changed: Callable[[], Awaitable[str]] | None = None,
+    state: StateFile | None = None,
 ) -> int:
     """Serve until a signal, and return the process's exit code. Called in the main thread.
 
@@ -85,6 +87,7 @@ def run(
         warnings: Texts to log first.
         make_engine: Makes the engine that computes the batches.
         until_changed: Waits for a reason to stop, and returns it.
+        state: Keeps what is changed of models at run time.
     """
     with _logging(settings, raw) as logs:
         for warning in warnings:
@@ -95,7 +98,7 @@ def run(
             log_quick_checks(settings, host)
             console = Console(logs, is_colored=settings.color == "auto")
             num_fronts, why = number_of_fronts(settings, host.num_cores)
-            service, tracer = make_service(settings, host, console, origins, make_engine)
+            service, tracer = make_service(settings, host, console, origins, make_engine, state)
             service.metrics.gauge_source(
                 lambda: [Reading(name="log_lines_dropped", value=logs.num_dropped)]
             )
@@ -152,6 +155,7 @@ def make_service(
     console: Console,
     origins: Mapping[str, str] | None = None,
     make_engine: Callable[[Arena], ClosableEngine] = LocalEngine,
+    state: StateFile | None = None,
 ) -> "tuple[Service, Tracer | None]":
     """Make a service that is not started, and the tracer of its calls if tracing is on.
 
@@ -161,7 +165,7 @@ def make_service(
     metrics = Metrics(settings.models, {"version": version_of(), "torch": version_of("torch")})
     origin = (origins or {}).get("trace_endpoint", "default")
     settings, tracer = set_up_tracing(settings, origin, metrics.model)
-    return Service(settings, host, metrics, console, origins, make_engine), tracer
+    return Service(settings, host, metrics, console, origins, make_engine, state), tracer
 
 
 def make_whole_app(service: Service, tracer: "Tracer | None") -> tuple[App, Predict, EdgeLimits]:

@@ -16,6 +16,7 @@ ServiceError
 |   +-- NonFiniteOutputError   its output has NaN or an infinity in it: 500
 +-- WorkerCrashedError         the workers that computed this input died: 500
 +-- RestartFailedError         a worker could not be replaced: 500
++-- NotSavedError              a change could not be kept for the next start: 507
 +-- UnavailableError           starting, draining, or no healthy replica: 503
 +-- GivenUpError               the model can never be served here: 503, and no use in another try
 +-- DeadlineExceededError      the deadline passed first: 504
@@ -138,6 +139,12 @@ class RestartFailedError(ServiceError):
     """A requested restart failed; the message says why, and which workers serve on."""
 
     code = "restart_failed"
+
+
+class NotSavedError(ServiceError):
+    """A change of a model was not made, since it could not be written to the state file."""
+
+    code = "not_saved"
 
 
 class UnavailableError(ServiceError):

@@ -17,6 +17,7 @@ from inferpool.service.operations import Operations
 from inferpool.service.report import is_host_ready, report_of
 from inferpool.service.settings.loader import LoadedSettings, json_of
 from inferpool.service.settings.settings import Settings
+from inferpool.service.settings.state import StateFile
 from inferpool.service.speed import SpeedCache, SpeedSearch
 from inferpool.service.telemetry.console import Console
 from inferpool.service.telemetry.metrics import Metrics, Reading, gpu_gauges
@@ -58,6 +59,7 @@ class Service:
         console: Console,
         origins: Mapping[str, str] | None = None,
         make_engine: Callable[[Arena], ClosableEngine] = LocalEngine,
+        state: StateFile | None = None,
     ) -> None:
         """Decide what goes where, and start nothing yet.
 
@@ -76,6 +78,9 @@ class Service:
         self.fronts: OnlyFront | Fronts = OnlyFront()
         """The front ends, which take the connections. Set before the start."""
         self._speed_cache = SpeedCache(settings)
+        state = state or StateFile(None, settings.models)
+        if state.origins:
+            logger.info("%s: models are served as they were changed at run time", state.path)
         self.catalog = Catalog(
             settings,
             host,
@@ -84,6 +89,7 @@ class Service:
             cache_dir=self._speed_cache.folder,
             on_change=self._on_change,
             until_known=lambda: self.fronts.until_known(),
+            state=state,
         )
         self.pools = self.catalog.serving
         try:
@@ -101,6 +107,7 @@ class Service:
             self.catalog,
             metrics,
             self._speed_search if settings.speed_search else None,
+            state,
             grace_s=settings.drain_timeout_s,
         )
         self._settled = asyncio.Event()

@@ -22,6 +22,7 @@ from inferpool.service.queue.quarantine import Quarantine
 from inferpool.service.queue.turns.gate import DeviceGate
 from inferpool.service.settings.model import ModelSettings
 from inferpool.service.settings.settings import Settings
+from inferpool.service.settings.state import StateFile
 from inferpool.service.telemetry.metrics import Metrics, ModelMetrics, Reading
 from inferpool.workers.arena import Arena
 from inferpool.workers.config import WorkerConfig
@@ -59,6 +60,7 @@ class Catalog:
         cache_dir: str | None,
         on_change: Callable[[], None],
         until_known: Callable[[], Awaitable[None]],
+        state: StateFile,
     ) -> None:
         """Decide what goes where, and start nothing yet.
 
@@ -70,6 +72,7 @@ class Catalog:
             cache_dir: The folder of verdicts on speed; None for none.
             on_change: Called when a worker or a version has come or gone.
             until_known: Waits until all fronts know what `on_change` has announced.
+            state: Knows the numbers of versions before the start.
 
         Raises:
             DeviceError: A requested device is missing.
@@ -85,8 +88,8 @@ class Catalog:
         """All versions that are loaded, by numbers that no other version gets."""
         self._versions: dict[str, dict[int, ModelVersion]] = {}
         self._newest: dict[str, int] = {}
-        """The number of the newest version of each model, also of those that are gone."""
         self._numbers = count()
+        self._state = state
         self._host = host
         self._metrics = metrics
         self._announcer = announcer
@@ -103,13 +106,18 @@ class Catalog:
         """Start the workers of all models of the settings; payloads lie in the arena."""
         self._engine, self._arena = engine, arena
         for name, configs in self.plans.items():
-            version = self._make(name, self.settings.models[name], configs)
+            number = self._state.number_of(name)
+            version = self._make(name, self.settings.models[name], configs, number)
             version.pool.start()
             self.serve(version)
 
     def versions(self, name: str) -> Sequence[ModelVersion]:
         """Return the loaded versions of a model, the oldest first."""
         return list(self._versions.get(name, {}).values())
+
+    def newest(self, name: str) -> int:
+        """Return the largest number of a version of a model, also of those that are gone."""
+        return self._newest.get(name) or self._state.newest_of(name)
 
     def version(self, name: str) -> ModelVersion:
         """Return the version of a model that serves."""
@@ -130,7 +138,7 @@ class Catalog:
         settings = with_model(self.settings, name, model)
         is_successor = name in self.serving
         configs = plan_model(name, settings, self._host, self._cache_dir, is_successor=is_successor)
-        version = self._make(name, model, configs)
+        version = self._make(name, model, configs, self.newest(name) + 1)
         version.pool.start()
         return version
 
@@ -210,10 +218,10 @@ class Catalog:
         self._tell()
 
     def _make(
-        self, name: str, model: ModelSettings, configs: Sequence[WorkerConfig]
+        self, name: str, model: ModelSettings, configs: Sequence[WorkerConfig], number: int
     ) -> ModelVersion:
         assert self._engine is not None, "it has been started"
-        number = self._newest[name] = self._newest.get(name, 0) + 1
+        self._newest[name] = max(number, self.newest(name))
         metrics = self._metrics.part(name)
         pool = Pool(
             name=name,

@@ -27,12 +27,14 @@ from inferpool.service.catalog.watching import why_worse
 from inferpool.service.errors import (
     ConflictError,
     InvalidInputError,
+    NotSavedError,
     ServiceError,
     UnavailableError,
     UnknownModelError,
     VersionRefusedError,
 )
 from inferpool.service.settings.model import ModelSettings
+from inferpool.service.settings.state import StateFile
 from inferpool.service.speed import SpeedSearch
 from inferpool.service.telemetry.metrics import Metrics
 from inferpool.workers.host.devices import DeviceError
@@ -54,11 +56,21 @@ class Changes:
         catalog: Catalog,
         metrics: Metrics,
         speed_search: SpeedSearch | None,
+        state: StateFile,
         *,
         grace_s: float,
     ) -> None:
-        """Change nothing yet. Calls may take `grace_s` to end when their version leaves."""
+        """Change nothing yet.
+
+        Args:
+            catalog: The versions.
+            metrics: Gets counters for each model.
+            speed_search: Looks for faster presets meanwhile; None if nothing does.
+            state: Keeps changes for the next start.
+            grace_s: How long calls may take to end when their version leaves.
+        """
         self._speed_search = speed_search
+        self._state = state
         self._catalog = catalog
         self._metrics = metrics
         self._grace_s = grace_s
@@ -82,16 +94,16 @@ class Changes:
 
     def begin_add(self, settings: Mapping[str, object]) -> str:
         """See `ModelsTarget`."""
-        name, model, _ = read_add(settings)
+        name, model, is_ephemeral = read_add(settings)
         if name in self._catalog.serving:
             raise ConflictError(f"there is a model {name!r}; swap it, or remove it first")
-        self._begin(name, "add", partial(self._add, name, model))
+        self._begin(name, "add", partial(self._add, name, model, is_ephemeral))
         return name
 
-    def begin_remove(self, name: str) -> None:
+    def begin_remove(self, name: str, *, ephemeral: bool = False) -> None:
         """See `ModelsTarget`."""
         self._check_known(name)
-        self._begin(name, "remove", partial(self._remove, name))
+        self._begin(name, "remove", partial(self._remove, name, ephemeral))
 
     def begin_swap(self, name: str, request: Mapping[str, object]) -> None:
         """See `ModelsTarget`."""
@@ -133,12 +145,14 @@ class Changes:
 
     def _info(self, name: str) -> ModelInfo:
         change, pool = self._changes.get(name), self._catalog.serving.get(name)
+        settings = self._catalog.settings.models.get(name)
         self._remember_all(name)
         return ModelInfo(
             name=name,
             version=pool.version if pool else None,
             ready=pool.is_ready if pool else False,
             change=change.what if change else "",
+            saved=pool is not None and self._state.models.get(name) == settings,
             versions=[record.info() for record in reversed(self._records.get(name, ()))],
             changes=[*([change.info()] if change else ()), *self._ended.get(name, ())],
         )
@@ -232,13 +246,17 @@ class Changes:
             del self._ended[each]
             self._records.pop(each, None)
 
-    async def _add(self, name: str, model: ModelSettings, change: Change) -> None:
+    async def _add(
+        self, name: str, model: ModelSettings, is_ephemeral: bool, change: Change
+    ) -> None:
         self._metrics.add(name)
         version = None
         try:
             version = self._load(name, model)
             record = self._record(version, "loading")
             await self._until_loaded(version, change)
+            if not is_ephemeral:
+                await self._save(name, version)
         except BaseException as error:
             if version is not None:
                 record.become("refused", getattr(error, "message", "") or repr(error))
@@ -247,7 +265,9 @@ class Changes:
             raise
         self._serve(version)
 
-    async def _remove(self, name: str, change: Change) -> None:
+    async def _remove(self, name: str, is_ephemeral: bool, change: Change) -> None:
+        if not is_ephemeral:
+            await self._save(name, None)
         await self._end_watch(name)
         logger.info("%s: removed; what it has accepted is answered", name)
         await self._catalog.remove(name, self._grace_s)
@@ -269,6 +289,8 @@ class Changes:
             await self._until_loaded(new, change)
             record.become("comparing")
             await judge.judge()
+            if not options.ephemeral:
+                await self._save(name, new)
         except BaseException as error:
             record.become("refused", getattr(error, "message", "") or repr(error))
             record.figures = judge.figures
@@ -308,6 +330,24 @@ class Changes:
             change.what = f"{kind}: version {version.number} {pool.reason or 'starting'}"
             await self._catalog.until_changed()
         change.what = kind
+
+    async def _save(self, name: str, version: ModelVersion | None) -> None:
+        """Let the next start serve a version of a model; None removes the model.
+
+        Raises:
+            NotSavedError: It could not be written.
+        """
+        newest = self._catalog.newest(name)
+        number = newest if version is None else version.number
+        model = None if version is None else version.settings
+        try:
+            await self._state.save(name, model, version=number, newest=newest)
+        except OSError as error:
+            raise NotSavedError(
+                f"nothing was changed, since {self._state.path} could not be written: "
+                f"{error.strerror}; mend that, or name another file in state_file, or ask with "
+                '"ephemeral": true, and the next start forgets the change'
+            ) from error
 
     def _serve(self, version: ModelVersion) -> None:
         record = self._record(version, "serving")
@@ -358,6 +398,11 @@ class Changes:
         new = self._catalog.version(name)
         (old,) = (each for each in self._catalog.versions(name) if each is not new)
         change.version = old.number
+        try:
+            await self._save(name, old)
+        except NotSavedError as error:  # the better version serves in any case
+            text = "%s: the next start will serve version %d again: %s"
+            logger.error(text, name, new.number, error.__cause__)
         self._serve(old)
         self._record(new, "kept").become("rolled_back", reason)
         change.decided.set_result(None)

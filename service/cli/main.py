@@ -8,10 +8,12 @@ from collections.abc import Sequence
 
 from inferpool.service.cli.parser import USAGE_ERROR, make_parser, nearest, unrecognised
 from inferpool.service.cli.verbs import VERBS
-from inferpool.service.settings.names import FlagError, SettingsError
+from inferpool.service.settings.names import FlagError, SettingsError, StateFileError
 
 NOT_INSTALLED = 1
 """Exit status if only the client is installed, and the verb needs more."""
+UNUSABLE_STATE = 1
+"""Exit status if the file of changes made at run time cannot be used."""
 OUTPUT_LOST = 1
 """Exit status if stdout could not be written."""
 INTERRUPTED = 130
@@ -68,6 +70,9 @@ def _run(argv: Sequence[str]) -> int:
     except SettingsError as error:
         sys.stderr.writelines(f"inferpool: {problem}\n" for problem in error.problems)
         return USAGE_ERROR
+    except StateFileError as error:
+        sys.stderr.write(f"inferpool: {error}\n")
+        return UNUSABLE_STATE
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package in ("", "inferpool"):

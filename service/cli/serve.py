@@ -30,6 +30,7 @@ def run(args: Namespace) -> int:
     Raises:
         FlagError: The flags make no sense.
         SettingsError: The settings cannot be used.
+        StateFileError: The file of changes made at run time cannot be used.
     """
     loaded = load(settings_in(args), os.environ, Path.cwd())
     _check_tls(loaded.settings)
@@ -64,7 +65,7 @@ def run(args: Namespace) -> int:
         # Only now: it takes about as long as the forkserver needs to import torch.
         from inferpool.service.app import run as run_app
 
-        return run_app(loaded.settings, loaded.origins, raw, loaded.warnings)
+        return run_app(loaded.settings, loaded.origins, raw, loaded.warnings, state=loaded.state)
 
 
 def _debug(loaded: LoadedSettings, *, reloads: bool) -> int:

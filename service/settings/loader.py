@@ -3,6 +3,7 @@
 It runs once, in the front end, before anything else starts. Nothing else reads the environment.
 """
 
+import dataclasses
 import errno
 import json
 import os
@@ -29,6 +30,7 @@ from inferpool.service.settings.names import (
 )
 from inferpool.service.settings.problems import PIPE_WAIT_S
 from inferpool.service.settings.settings import Settings
+from inferpool.service.settings.state import StateFile
 from inferpool.service.settings.tracing import ENDPOINT_VARIABLES, HEADER_VARIABLES, TraceHeaders
 from inferpool.service.settings.urls import without_password
 
@@ -48,6 +50,8 @@ class LoadedSettings:
     MODEL"."""
     warnings: Sequence[str] = ()
     """Texts for the log about what was ignored."""
+    state: StateFile = dataclasses.field(default_factory=lambda: StateFile(None, {}))
+    """The changes of models at run time, which are in the settings already."""
 
     def rows(self) -> list[Row]:
         """Return every setting as (key, value, origin), in the order of the file."""
@@ -69,6 +73,7 @@ def load(flags: Mapping[str, str], environ: Mapping[str, str], cwd: Path) -> Loa
 
     Raises:
         SettingsError: A setting is unknown or invalid; each problem names the file and the key.
+        StateFileError: The file of changes made at run time cannot be used.
     """
     file, origin = _find_file(flags, environ, cwd)
     table = _read_file(file, cwd, origin) if file else {}
@@ -80,7 +85,15 @@ def load(flags: Mapping[str, str], environ: Mapping[str, str], cwd: Path) -> Loa
         draft.choose(model)
     draft.add_flags(flags)
     settings, origins, warnings = draft.finish(cwd)
-    return LoadedSettings(settings=settings, origins=origins, warnings=warnings)
+    beside = None if model else file
+    state = StateFile(_state_path(settings.state_file, beside, cwd), settings.models)
+    state.read()
+    return LoadedSettings(
+        settings=settings.model_copy(update={"models": state.models.copy()}),
+        origins={**origins, **state.origins},
+        warnings=[*warnings, *state.warnings],
+        state=state,
+    )
 
 
 def load_arguments(
@@ -114,7 +127,7 @@ def load_arguments(
     draft.add_environment({k: v for k, v in environ.items() if not k.startswith(PREFIX)})
     if model is not None:
         draft.choose(model)
-    draft.add_arguments(arguments)
+    draft.add_arguments({"state_file": "none", **arguments})
     settings, origins, warnings = draft.finish(cwd)
     return LoadedSettings(settings=settings, origins=origins, warnings=warnings)
 
@@ -185,6 +198,14 @@ def _find_file(
             return Path(named), origin
     # Anything with that name counts. If it cannot be read, its keys must not be ignored silently.
     return (Path(FILE_NAME) if os.path.lexists(cwd / FILE_NAME) else None), ""
+
+
+def _state_path(state_file: str, settings_file: Path | None, cwd: Path) -> Path | None:
+    if state_file.lower() == "none":
+        return None
+    if state_file != "auto":
+        return cwd / state_file
+    return None if settings_file is None else (cwd / settings_file).with_suffix(".state.json")
 
 
 def _read_file(file: Path, cwd: Path, origin: str) -> dict[str, object]:

@@ -2,6 +2,7 @@
 
     FlagError       the flags of a verb make no sense
     SettingsError   the settings cannot be used
+    StateFileError  the file of changes made at run time cannot be used
 
 Every verb imports this, so it imports nothing of ours.
 """
@@ -66,3 +67,7 @@ class SettingsError(Exception):
     def __init__(self, problems: Sequence[str]) -> None:
         super().__init__("\n".join(problems))
         self.problems = tuple(problems)
+
+
+class StateFileError(Exception):
+    """The file of changes made at run time cannot be used; the message says why, and what to do."""

@@ -143,6 +143,10 @@ class Settings(SettingsTable):
     cache_dir: str = Field("~/.cache/inferpool", min_length=1)
     """The folder where workers keep what they measure about speed; `none` keeps nothing. The
     variable XDG_CACHE_HOME moves it."""
+    state_file: str = Field("auto", min_length=1)
+    """The file that keeps what is changed of models at run time, for the next start; `none` keeps
+    nothing. `auto`: beside the file of settings, as `inferpool.state.json`; none without such a
+    file, or if MODEL is given."""
     speed_search: bool = True
     """Search for faster presets and decoders while workers serve, in a process at low priority,
     and change over to what it finds; for models with `speed` at `auto`, on CPUs. Otherwise workers

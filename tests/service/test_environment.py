@@ -59,6 +59,7 @@ HOST = {
     "shutdown_delay_s": 2.0,
     "keep_alive_s": 18.0,
     "cache_dir": "/var/cache/inferpool",
+    "state_file": "/var/lib/inferpool/state.json",
     "speed_search": False,
     "cuda_visible_devices": "1",
     "cuda_device_order": "PCI_BUS_ID",

@@ -107,6 +107,8 @@ class ModelInfo:
     ready: bool
     change: str = ""
     """The change that goes on, for a person; empty if there is none."""
+    saved: bool = False
+    """The next start of the service will serve this version too."""
     versions: Sequence[VersionInfo] = ()
     """The newest first; those that are gone too, as far as they are remembered."""
     changes: Sequence[ChangeInfo] = ()
@@ -136,8 +138,8 @@ class ModelsTarget(Protocol):
     def begin_add(self, settings: Mapping[str, object]) -> str:
         """Begin to load a model with the settings of one `[models.NAME]`; return its name."""
 
-    def begin_remove(self, name: str) -> None:
-        """Serve a model no longer, and begin to drain it."""
+    def begin_remove(self, name: str, *, ephemeral: bool = False) -> None:
+        """Serve a model no longer, and begin to drain it. If ephemeral, a start serves it again."""
 
     def begin_swap(self, name: str, request: Mapping[str, object]) -> None:
         """Begin to load another version of a model, which takes over if it is good enough."""
@@ -189,9 +191,12 @@ def models_router(target: ModelsTarget) -> APIRouter:
         summary="Serve a model no longer",
         responses=_NO_MODEL | _BUSY | _GOING_ON,
     )
-    async def remove_model(request: Request, model: str) -> Response:
-        """New calls get 404. The answer comes once what it had accepted is answered."""
-        target.begin_remove(model)
+    async def remove_model(request: Request, model: str, ephemeral: bool = False) -> Response:
+        """New calls get 404. The answer comes once what it had accepted is answered.
+
+        The next start of the service does not bring it back, unless `ephemeral` is true.
+        """
+        target.begin_remove(model, ephemeral=ephemeral)
         record(request, f"remove {model}")
         if _is_asynchronous(request):
             return Response(

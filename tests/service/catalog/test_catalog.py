@@ -10,6 +10,7 @@ from inferpool.service.api.predict import Predict
 from inferpool.service.catalog.catalog import Catalog, ModelVersion
 from inferpool.service.settings.model import ModelSettings
 from inferpool.service.settings.settings import Settings
+from inferpool.service.settings.state import StateFile
 from inferpool.service.telemetry.metrics import Metrics
 from inferpool.workers.arena import Arena
 from inferpool.workers.host.devices import find_host
@@ -23,20 +24,22 @@ ECHO = ModelSettings(source="echo", replicas=1)
 class Kept:
     """A catalog over fake workers, and what it has told."""
 
-    def __init__(self, arena: Arena) -> None:
-        self.metrics = Metrics(["m"], {})
+    def __init__(self, arena: Arena, state: StateFile | None = None) -> None:
+        self.state = state = state or StateFile(None, {"m": ECHO})
+        self.metrics = Metrics([*state.models], {})
         self.engine = FakeEngine()
         self.num_changes = 0
         self.are_fronts_slow = False
         self.told = asyncio.Event()
         self.catalog = Catalog(
-            Settings(models={"m": ECHO}, default_model="m"),
+            Settings(models=state.models.copy(), default_model="m"),
             find_host(""),
             self.metrics,
             SilentAnnouncer(),
             cache_dir="/nowhere",
             on_change=self._note,
             until_known=self._until_known,
+            state=state,
         )
         self.catalog.start(self.engine, arena)
 

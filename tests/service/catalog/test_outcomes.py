@@ -23,8 +23,8 @@ class Asked:
     """Asks the routes of changes over a catalog of fake workers."""
 
     def __init__(self, arena: Arena) -> None:
-        self.kept = Kept(arena)
-        self.changes = Changes(self.kept.catalog, self.kept.metrics, None, grace_s=5)
+        self.kept = kept = Kept(arena)
+        self.changes = Changes(kept.catalog, kept.metrics, None, kept.state, grace_s=5)
         app = FastAPI()
         install_error_handlers(app)
         app.include_router(models_router(self.changes))

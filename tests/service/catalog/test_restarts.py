@@ -1,0 +1,145 @@
+"""Changes over fake workers, and what the next start of the service serves."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from inferpool.service.catalog.changes import Changes
+from inferpool.service.errors import NotSavedError
+from inferpool.service.settings.state import StateFile
+from inferpool.workers.arena import Arena
+from tests.service.catalog.test_catalog import ECHO, Kept, answering
+from tests.service.pools import until
+
+FORCED = {"policy": "force", "rollback_s": 0}
+
+
+class Life:
+    """One life of a service that keeps its changes in a file."""
+
+    def __init__(self, arena: Arena, path: Path) -> None:
+        self.state = StateFile(path, {"m": ECHO})
+        self.state.read()
+        self.kept = kept = Kept(arena, self.state)
+        self.catalog = kept.catalog
+        self.changes = Changes(kept.catalog, kept.metrics, None, self.state, grace_s=5)
+        answering(kept)
+
+    async def swap(self, **request: object) -> None:
+        await until(lambda: self.catalog.serving["m"].is_ready)
+        self.changes.begin_swap("m", FORCED | request)
+        await self.decided("m")
+
+    async def decided(self, name: str) -> None:
+        """Wait until a change has taken effect, and is over."""
+        await self.changes.until_decided(name)
+        await self.over(name)
+
+    async def over(self, name: str) -> None:
+        await until(lambda: name not in {each.name for each in self.changing()})
+
+    def changing(self):
+        return [model for model in self.changes.list_models() if model.change]
+
+
+@pytest.fixture
+def start(arena: Arena, tmp_path: Path) -> Callable[[], Life]:
+    return lambda: Life(arena, tmp_path / "state.json")
+
+
+async def test_the_next_start_serves_what_was_added_and_swapped_with_its_number(start):
+    first = start()
+    await first.swap(max_batch_size=2)
+    await first.swap(max_batch_size=3)
+    first.changes.begin_add({"name": "n", "source": "echo", "credit": 3})
+    await first.decided("n")
+    for name in ("m", "n"):
+        assert first.changes.model_info(name).saved
+    second = start()
+    assert second.catalog.serving["m"].version == 3
+    assert second.catalog.version("m").settings.max_batch_size == 3
+    assert second.catalog.version("n").settings.credit == 3
+    assert second.changes.model_info("m").saved
+    await second.swap(max_batch_size=4)
+    assert second.catalog.serving["m"].version == 4
+    second.changes.begin_remove("m")
+    await second.decided("m")
+    assert list(start().catalog.serving) == ["n"]
+
+
+async def test_ephemeral_changes_are_forgotten(start):
+    first = start()
+    await first.swap(max_batch_size=2, ephemeral=True)
+    assert not first.changes.model_info("m").saved
+    first.changes.begin_add({"name": "n", "source": "echo", "ephemeral": True})
+    await first.decided("n")
+    assert not first.changes.model_info("n").saved
+    first.changes.begin_remove("m", ephemeral=True)
+    await first.decided("m")
+    second = start()
+    assert list(second.catalog.serving) == ["m"]
+    assert second.catalog.version("m").settings == ECHO
+
+
+async def test_a_change_is_written_before_it_takes_effect(start, monkeypatch):
+    life = start()
+    served = []
+    save = StateFile.save
+
+    async def saving(self, name, model, **numbers):
+        served.append(life.catalog.serving["m"].version)
+        await save(self, name, model, **numbers)
+        served.append(life.catalog.serving["m"].version)
+
+    monkeypatch.setattr(StateFile, "save", saving)
+    await life.swap(max_batch_size=2)
+    assert served == [1, 1]
+    assert life.catalog.serving["m"].version == 2
+
+
+@pytest.mark.parametrize("kind", ["swap", "add", "remove"])
+async def test_a_change_that_cannot_be_written_fails_and_changes_nothing(start, tmp_path, kind):
+    life = start()
+    (tmp_path / "state.json.draft").mkdir()
+    match = "nothing was changed, since .*state.json could not be written: Is a directory"
+    await until(lambda: life.catalog.serving["m"].is_ready)
+    if kind == "swap":
+        life.changes.begin_swap("m", FORCED)
+    elif kind == "add":
+        life.changes.begin_add({"name": "n", "source": "echo"})
+    else:
+        life.changes.begin_remove("m")
+    name = "n" if kind == "add" else "m"
+    with pytest.raises(NotSavedError, match=match):
+        await life.changes.until_decided(name)
+    await life.over(name)
+    assert list(life.catalog.serving) == ["m"]
+    assert [each.number for each in life.catalog.versions("m")] == [1]
+    assert life.catalog.versions("n") == []
+    assert life.catalog.serving["m"].is_ready
+    assert life.changes.model_info("m").saved
+
+
+async def test_a_rollback_takes_effect_even_if_it_cannot_be_written(start, tmp_path, caplog):
+    life = start()
+    await life.swap(max_batch_size=2, rollback_s=60)
+    (tmp_path / "state.json.draft").mkdir()
+    life.changes.begin_rollback("m")
+    await life.decided("m")
+    assert life.catalog.serving["m"].version == 1
+    assert "the next start will serve version 2 again: " in caplog.text
+    assert not life.changes.model_info("m").saved
+    await asyncio.sleep(0)
+
+
+async def test_a_rollback_is_kept(start):
+    life = start()
+    await life.swap(max_batch_size=2, rollback_s=60)
+    life.changes.begin_rollback("m")
+    await life.decided("m")
+    second = start()
+    assert second.catalog.serving["m"].version == 1
+    await second.swap(max_batch_size=4)
+    assert second.catalog.serving["m"].version == 3
