@@ -18,6 +18,7 @@ from uvicorn.server import ServerState
 
 from inferpool.service.api.predict import Predict
 from inferpool.service.api.wire.protocol import PredictProtocol
+from inferpool.service.queue.dispatcher import Dispatcher
 from inferpool.service.telemetry.metrics import Metrics, recorder
 from inferpool.workers.arena import Arena
 from inferpool.workers.host.engine import WorkerId
@@ -81,6 +82,16 @@ class _Nowhere(asyncio.Transport):
         return
 
 
+class _Version:
+    """A version of a model that is its dispatcher, and nothing more."""
+
+    name, version, is_serving, canary = "m", 1, True, None
+    inputs = ()
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self.submit = dispatcher.submit
+
+
 async def _measure(num_bytes: int, max_batch_size: int) -> list[list[float]]:
     """Return the microseconds of each step per call, for each turn."""
     metrics = Metrics(["m"], {})
@@ -90,7 +101,7 @@ async def _measure(num_bytes: int, max_batch_size: int) -> list[list[float]]:
         max_queue_length=_MAX_QUEUED,
         max_batch_size=max_batch_size,
     )
-    predict = Predict({"m": dispatcher}, default="m", on_done=recorder(metrics.model))
+    predict = Predict({"m": _Version(dispatcher)}, default="m", on_done=recorder(metrics.model))
     workers = [FakeWorker(WorkerId(model="m", slot=slot)) for slot in range(_NUM_WORKERS)]
     for worker in workers:
         dispatcher.attach(worker)
