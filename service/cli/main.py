@@ -61,7 +61,8 @@ def _run(argv: Sequence[str]) -> int:
     if rest:
         if argv[0] not in verbs:
             parser.error(f"{argv[0]}: flags come after the verb, as in `inferpool serve --port 80`")
-        verbs[argv[0]].error(unrecognised(rest[0], verbs[argv[0]]))
+        chosen = getattr(args, "parser", verbs[argv[0]])  # a verb may have parsers of its own
+        chosen.error(unrecognised(rest[0], chosen))
     try:
         return VERBS[args.verb].run(args)
     except FlagError as error:

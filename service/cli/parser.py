@@ -24,6 +24,7 @@ examples:
   inferpool serve exported.pt2 --replicas 2    a torch.export archive, in two processes
   inferpool predict photo.jpg                  ask a running service
   inferpool top                                watch a service live
+  inferpool models swap cats --weights new.pth another version, if it is good enough
   inferpool doctor                             find problems here, and what to do
   inferpool tune torchvision:resnet50          measure the best settings here
   inferpool config                             every setting in force, and who set it

@@ -66,6 +66,13 @@ VERBS: Mapping[str, Verb] = {
         flags="inferpool.service.tools.top.plan:add_flags",
         code="inferpool.service.tools.top.run:run",
     ),
+    "models": Verb(
+        summary="add, remove and swap the models of a running service",
+        description="Add, remove, list and swap the models of a running service, which needs keys "
+        "for administration. `inferpool models WHAT --help` tells of each.",
+        flags="inferpool.service.tools.models.plan:add_flags",
+        code="inferpool.service.tools.models.run:run",
+    ),
     "config": Verb(
         summary="print every setting in force, and who set it",
         description="Print the settings that `inferpool serve` would have with the same arguments.",

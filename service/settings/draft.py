@@ -150,7 +150,7 @@ class Draft:
             self._add_keys(parts[0], text, variable, origin)
             return
         if len(parts) == 1 and parts[0] in Settings.model_fields and parts[0] != "models":
-            self._set((parts[0],), _from_text(Settings.model_fields[parts[0]], text), origin)
+            self._set((parts[0],), from_text(Settings.model_fields[parts[0]], text), origin)
             return
         if parts[0] != "models" or len(parts) < 3:
             self._problems.append(f"{variable}: {unknown_variable(parts)}")
@@ -165,7 +165,7 @@ class Draft:
             self._problems.append(f"{variable}: give each option by its own variable, {example}")
         elif len(parts) == 3 and field in ModelSettings.model_fields:
             if self._name_model(name, variable):
-                value = _from_text(ModelSettings.model_fields[field], text)
+                value = from_text(ModelSettings.model_fields[field], text)
                 self._set(("models", name, field), value, origin)
         else:
             self._problems.append(f"{variable}: {unknown_variable(parts)}")
@@ -248,13 +248,13 @@ class Draft:
                 continue
             origin, text = f"flag {flag}", flags[field]
             if field in Settings.model_fields:
-                self._set((field,), _from_text(Settings.model_fields[field], text), origin)
+                self._set((field,), from_text(Settings.model_fields[field], text), origin)
             elif field == "weights" and len(self._models) > 1:
                 self._problems.append(
                     f"{flag}: say whose weights: inferpool serve MODEL {flag} ..."
                 )
             else:
-                value = _from_text(ModelSettings.model_fields[field], text)
+                value = from_text(ModelSettings.model_fields[field], text)
                 for name in self._models:
                     self._set(("models", name, field), value, origin)
 
@@ -382,7 +382,7 @@ class Draft:
         self._places[key] = origin
 
 
-def _from_text(field: FieldInfo, text: str) -> object:
+def from_text(field: FieldInfo, text: str) -> object:
     """Convert a text to a field's type, or return it as it is. It is checked later."""
     assert field.annotation is not None
     adapter: TypeAdapter[object] = TypeAdapter(field.annotation)

@@ -14,6 +14,7 @@ import msgspec
 
 from inferpool.service.settings.urls import without_password
 from inferpool.service.tools.top.plan import KEY_VARIABLE
+from inferpool.service.tools.trial.reaching import is_hopeless, why_unreached
 
 _CONNECT_S = 5.0
 _SILENCE_S = 10.0
@@ -61,10 +62,9 @@ class EventFeed:
                     raise self._no_feed()
                 async for data in _read_states(answer.aiter_bytes()):
                     yield data
-        except httpx.TimeoutException as error:
-            raise LostError(f"{self.place} does not answer") from error
         except httpx.TransportError as error:
-            raise self._no_connection(error) from error
+            text = why_unreached(error, self._url, place=self.place, command="inferpool top")
+            raise (FeedError if is_hopeless(error) else LostError)(text) from error
 
     async def close(self) -> None:
         """Close the connection."""
@@ -89,25 +89,6 @@ class EventFeed:
         return FeedError(
             f"the server at {self.place} is no inferpool, or its version has no /events"
         )
-
-    def _no_connection(self, error: httpx.TransportError) -> FeedError:
-        text = str(error) or type(error).__name__
-        if "CERTIFICATE_VERIFY_FAILED" in text:
-            return FeedError(
-                f"the certificate of {self.place} is not trusted ({text}): --ca-file PATH names "
-                "one to trust, --insecure trusts any"
-            )
-        if "WRONG_VERSION_NUMBER" in text:
-            return FeedError(f"{self.place} does not speak TLS; is it http?")
-        if isinstance(error, httpx.RemoteProtocolError | httpx.UnsupportedProtocol):
-            cause = "; is it https?" if self._url.startswith("http:") else ""
-            return LostError(f"{self.place} closed the connection ({text}){cause}")
-        if isinstance(error, httpx.ConnectError):
-            return LostError(
-                f"no service answers at {self.place} ({text}). Start one with `inferpool serve`, "
-                "or name another: `inferpool top --url http://HOST:PORT`"
-            )
-        return LostError(f"the connection to {self.place} was lost ({text})")
 
 
 async def _read_states(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

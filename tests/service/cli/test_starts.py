@@ -13,13 +13,15 @@ _SETTINGS = ("pydantic", "inferpool.service.settings.settings")
 _CLIENT = "inferpool.service.client"
 _CLIENTS = ("httpx", _CLIENT)
 _TOOLS = {
-    name: f"inferpool.service.tools.{name}" for name in ("chaos", "doctor", "top", "trial", "tune")
+    name: f"inferpool.service.tools.{name}"
+    for name in ("chaos", "doctor", "models", "top", "trial", "tune")
 }
 _FLAGS = (_TOOLS["trial"], f"{_TOOLS['trial']}.flags")
 _NOT_BY_CODE = {
     "serve": (*_TORCH, *_CLIENTS, *_TOOLS.values()),
     "predict": (*_TORCH, *_SERVER, *_SETTINGS, *_TOOLS.values(), "numpy", "inferpool.workers"),
     "top": (*_TORCH, *_SERVER, *_SETTINGS, "numpy", "inferpool.workers", _CLIENT),
+    "models": (*_TORCH, *_SERVER, "numpy", _CLIENT, _TOOLS["top"], _TOOLS["tune"]),
     "config": (*_TORCH, *_SERVER, *_CLIENTS, *_TOOLS.values(), "numpy", "asyncio", "rich"),
     "doctor": (*_TORCH, *_SERVER, *_CLIENTS, _TOOLS["chaos"], _TOOLS["tune"], _TOOLS["top"]),
     "tune": (*_TORCH, *_SERVER, _TOOLS["chaos"], _TOOLS["doctor"], _TOOLS["top"]),
