@@ -7,11 +7,12 @@ One sampler serves all listeners, in the main process's event loop. It reads the
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import msgspec
 
 from inferpool.service.api.routes.events import (
+    ChangeEvent,
     EndingEvent,
     HostState,
     LiveSample,
@@ -45,12 +46,14 @@ class LiveFeed:
         *,
         report: Callable[[], HealthReport],
         host: Callable[[], HostState],
+        changes: Collection[ChangeEvent] = (),
         every_s: float = 1.0,
     ) -> None:
         self._settings = settings
         self._pools = pools
         self._report = report
         self._host = host
+        self._changes = changes
         self._every_s = every_s
         self._metrics = metrics
         self._before: dict[str, ModelMetrics] = {}
@@ -140,6 +143,7 @@ class LiveFeed:
                 for name, sample in newest.items()
                 if name in self._pools
             },
+            changes=list(self._changes),
             history=history or (),
         )
 

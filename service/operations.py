@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 
 from inferpool.service.api.errors import NotFoundError
+from inferpool.service.catalog.claims import Claims
 from inferpool.service.errors import (
     ConflictError,
     RestartFailedError,
@@ -25,6 +26,7 @@ class Operations:
     def __init__(
         self,
         pools: Mapping[str, Pool],
+        claims: Claims,
         *,
         grace_s: float,
         drain: Callable[[bool], bool],
@@ -34,12 +36,14 @@ class Operations:
 
         Args:
             pools: The pools by model, looked up each time.
+            claims: Says which models are being changed; none of them is restarted.
             grace_s: How long a worker may take to finish what it holds.
             drain: Turns readiness red or green; returns False during a shutdown.
             settings_json: Returns the settings in force.
         """
         self.settings_json = settings_json
         self._pools = pools
+        self._claims = claims
         self._grace_s = grace_s
         self._drain = drain
         self._restarts: dict[str, asyncio.Task[None]] = {}
@@ -59,10 +63,9 @@ class Operations:
         slots = [each for each in pool.slots if slot is None or each.id.slot == slot]
         if not slots:
             raise NotFoundError(f"{model} has {len(pool.slots)} workers, counted from 0")
-        if model in self._restarts:
-            raise ConflictError(f"workers of {model} are being restarted")
         if self._is_ending:
             raise ConflictError("the service is shutting down")
+        self._claims.take(model, "workers of it are being restarted")
         replaced = pool.replacer.replace(slots, self._grace_s, old_first=old_first)
         task = asyncio.create_task(replaced, name=f"restart {model}")
         self._restarts[model] = task
@@ -95,6 +98,7 @@ class Operations:
 
     def _on_done(self, model: str, task: asyncio.Task[None]) -> None:
         self._restarts.pop(model, None)
+        self._claims.give_back(model)
         error = None if task.cancelled() else task.exception()
         if error is not None and not isinstance(error, RestartFailedError):
             logger.error("the restart of %s failed", model, exc_info=error)

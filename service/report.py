@@ -1,7 +1,8 @@
 """Makes the report of `/health` from the pools."""
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from inferpool.service.api.routes.health import (
     DecoderHealth,
@@ -19,6 +20,7 @@ from inferpool.service.api.routes.health import (
     SplitHealth,
     WorkerHealth,
 )
+from inferpool.service.api.routes.models import ModelInfo
 from inferpool.service.queue.pool import Pool
 from inferpool.service.speed import SearchProgress, SpeedSearch
 from inferpool.workers.host.engine import DecoderVitals, ForkserverVitals, RankVitals
@@ -27,7 +29,7 @@ from inferpool.workers.host.supervisor import WorkerSlot
 
 
 def report_of(
-    pools: Mapping[str, Pool],
+    models: Sequence[tuple[ModelInfo, Sequence[Pool]]],
     fronts: Sequence[FrontHealth],
     gpus: Sequence[GpuVitals],
     speed_search: SpeedSearch,
@@ -35,14 +37,15 @@ def report_of(
     *,
     is_draining: bool,
 ) -> HealthReport:
-    """Return the state of everything now."""
-    models = [_model_health(pool, speed_search.progress(name)) for name, pool in pools.items()]
-    is_ready = is_host_ready(pools.values()) and not is_draining
+    """Return the state of everything now, given the loaded versions of each model."""
+    told = [_model_health(info, pools, speed_search.progress(info.name)) for info, pools in models]
+    serving = [pool for model in models if (pool := _serving(*model)) is not None]
+    is_ready = is_host_ready(serving) and not is_draining
     return HealthReport(
-        status=_status(models, is_ready=is_ready, is_draining=is_draining),
+        status=_status(told, is_ready=is_ready, is_draining=is_draining),
         ready=is_ready,
         draining=is_draining,
-        models=models,
+        models=told,
         fronts=fronts,
         gpus=[_gpu_health(gpu) for gpu in gpus],
         forkserver=_forkserver_health(forkserver) if forkserver else None,
@@ -53,7 +56,7 @@ def is_host_ready(pools: Iterable[Pool]) -> bool:
     """Return whether the host should get requests, unless it is being drained.
 
     Every model that could be loaded must be ready. A model that was given up for good does not take
-    the others out of service.
+    the others out of service, nor does one that loads for the first time while they serve.
     """
     hopeful = [pool for pool in pools if not pool.is_lost]
     return bool(hopeful) and all(pool.is_ready for pool in hopeful)
@@ -65,26 +68,44 @@ def _status(models: list[ModelHealth], *, is_ready: bool, is_draining: bool) -> 
         return "draining"
     if is_ready:
         return "ready" if all(worker.state == "ready" for worker in workers) else "degraded"
-    is_first_life = all(worker.restarts == 0 for worker in workers)
+    is_first_life = bool(models) and all(worker.restarts == 0 for worker in workers)
     return "starting" if is_first_life else "unavailable"
 
 
-def _model_health(pool: Pool, search: SearchProgress) -> ModelHealth:
-    return ModelHealth(
-        name=pool.name,
-        ready=pool.is_ready,
-        reason=pool.reason,
-        queue_depth=pool.dispatcher.num_queued,
+def _model_health(info: ModelInfo, pools: Sequence[Pool], search: SearchProgress) -> ModelHealth:
+    serving = _serving(info, pools)
+    health = ModelHealth(
+        name=info.name,
+        ready=info.ready,
+        reason=info.change or "no version of it serves",
+        version=info.version,
+        change=info.change,
+        versions=info.versions,
+        other_workers=[
+            _worker_health(slot) for pool in pools if pool is not serving for slot in pool.slots
+        ],
+    )
+    if serving is None:
+        return health
+    restart = serving.replacer.restart
+    return replace(
+        health,
+        reason=serving.reason,
+        queue_depth=sum(pool.dispatcher.num_queued for pool in pools),
         inputs=[
             InputDescription(name=each.name, dtype=each.dtype, shape=each.shape)
-            for each in pool.inputs
+            for each in serving.inputs
         ],
-        example=pool.example,
-        reads_own_form=pool.reads_own_form,
+        example=serving.example,
+        reads_own_form=serving.reads_own_form,
         speed_search=SpeedSearchHealth(state=search.state, text=search.text),
-        restart=RestartHealth(state=pool.replacer.restart.state, text=pool.replacer.restart.text),
-        workers=[_worker_health(slot) for slot in pool.slots],
+        restart=RestartHealth(state=restart.state, text=restart.text),
+        workers=[_worker_health(slot) for slot in serving.slots],
     )
+
+
+def _serving(info: ModelInfo, pools: Sequence[Pool]) -> Pool | None:
+    return next((pool for pool in pools if pool.version == info.version), None)
 
 
 def _worker_health(slot: WorkerSlot) -> WorkerHealth:

@@ -14,6 +14,7 @@ from inferpool.service.errors import StartError
 from inferpool.service.fronts.only_front import OnlyFront
 from inferpool.service.live import LiveFeed
 from inferpool.service.operations import Operations
+from inferpool.service.queue.pool import Pool
 from inferpool.service.report import is_host_ready, report_of
 from inferpool.service.settings.loader import LoadedSettings, json_of
 from inferpool.service.settings.settings import Settings
@@ -73,6 +74,8 @@ class Service:
         self.is_draining = False
         self._is_stopping = False
         self._is_hurried = False
+        self._has_served = False
+        """A model has been ready, maybe one that was removed since."""
         self._console = console
         loaded = LoadedSettings(settings=settings, origins=origins or {})
         self.fronts: OnlyFront | Fronts = OnlyFront()
@@ -98,6 +101,7 @@ class Service:
             raise StartError(f"{error} (arena_bytes)") from error
         self.operations = Operations(
             self.pools,
+            self.catalog.claims,
             grace_s=settings.drain_timeout_s,
             drain=self.set_draining,
             settings_json=lambda: json_of(loaded.rows()),
@@ -116,7 +120,12 @@ class Service:
         self._gpu_watch = GpuWatch(host.gpus, host.accelerator.library)
         metrics.gauge_source(self._read_gauges)
         self.live = LiveFeed(
-            settings, self.pools, metrics, report=self.report, host=self._host_state
+            settings,
+            self.pools,
+            metrics,
+            report=self.report,
+            host=self._host_state,
+            changes=self.changes.steps,
         )
 
     @property
@@ -151,6 +160,7 @@ class Service:
         """Turn readiness red for good. New calls are still answered."""
         self._is_stopping = self.is_draining = True
         self.operations.end()
+        self.changes.end()
         self.live.end()
 
     def set_draining(self, is_draining: bool) -> bool:
@@ -183,6 +193,7 @@ class Service:
         await self.fronts.stop()
         grace_s = 0.0 if self._is_hurried else _STOP_GRACE_S
         await asyncio.gather(*(pool.stop(grace_s) for pool in self.catalog.pools.values()))
+        await self.catalog.stop()
         if self._engine is not None:
             await self._engine.close()
         self.arena.close()
@@ -217,13 +228,16 @@ class Service:
     def report(self) -> HealthReport:
         """Return the state of everything, for /health."""
         return report_of(
-            self.pools,
+            [(info, self._loaded(info.name)) for info in self.changes.list_models()],
             self.fronts.health(),
             self._gpu_watch.vitals(),
             self._speed_search,
             self._engine.forkserver_vitals() if self._engine else None,
             is_draining=self.is_draining,
         )
+
+    def _loaded(self, name: str) -> list[Pool]:
+        return [version.pool for version in self.catalog.versions(name)]
 
     def _on_change(self) -> None:
         self.fronts.tell_models()
@@ -234,7 +248,8 @@ class Service:
         is_default_ready = default is not None and default.is_ready
         if is_default_ready or all(pool.is_ready or pool.is_lost for pool in pools):
             self._settled.set()
-        if pools and all(pool.is_lost and not pool.has_served for pool in pools):
+        self._has_served = self._has_served or any(pool.has_served for pool in pools)
+        if pools and not self._has_served and all(pool.is_lost for pool in pools):
             self._lost.set()
 
     def _host_state(self) -> HostState:

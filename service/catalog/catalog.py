@@ -12,6 +12,7 @@ from functools import partial
 from itertools import count
 
 from inferpool.service.api.predict import path_of
+from inferpool.service.catalog.claims import Claims
 from inferpool.service.catalog.plans import plan_all, plan_model, with_model
 from inferpool.service.queue.admission import Admission
 from inferpool.service.queue.dispatcher import Dispatcher
@@ -80,6 +81,8 @@ class Catalog:
         self.settings = settings
         """The settings, with the models as they are served now."""
         self._gate = DeviceGate(host.num_cores)
+        self.claims = Claims()
+        """The models that are being changed or restarted."""
         self.serving: dict[str, Pool] = {}
         """The version of each model that serves, by name."""
         self.entries: dict[str, Pool] = {}
@@ -96,6 +99,8 @@ class Catalog:
         self._cache_dir = cache_dir
         self._tell = on_change
         self._waiting: list[asyncio.Future[None]] = []
+        self._leaving: dict[ModelVersion, asyncio.Task[None]] = {}
+        """The versions that leave. They go on to leave if whoever has sent them is cancelled."""
         self._until_known = until_known
         self._engine: Engine | None = None
         self._arena: Arena | None = None
@@ -177,26 +182,38 @@ class Catalog:
     async def unload(self, version: ModelVersion, grace_s: float) -> None:
         """Answer what a version has accepted, then end its workers.
 
-        Calls that are on their way to it go to the version that serves.
+        Calls that are on their way to it go to the version that serves. It goes on if this is
+        cancelled.
         """
-        name, pool = version.name, version.pool
-        self._versions[name].pop(version.number)
-        for path, entry in list(self.entries.items()):
-            if entry is pool:
+        task = self._leaving.get(version)
+        if task is None:
+            pool = version.pool
+            self._versions[version.name].pop(version.number)
+            for path in [path for path, entry in self.entries.items() if entry is pool]:
                 del self.entries[path]
-        pool.is_serving = False
-        self._on_change()
-        await self._until_known()
-        await pool.dispatcher.drain(grace_s)
-        await pool.stop(grace_s)
-        self.pools = {number: each for number, each in self.pools.items() if each is not pool}
-        self._metrics.fold(version.metrics)
+            pool.is_serving = False
+            ending = self._end(version, grace_s)
+            task = asyncio.create_task(ending, name=f"unload {version.name}")
+            self._leaving[version] = task
+            task.add_done_callback(lambda _: self._leaving.pop(version))
+            self._on_change()
+        await asyncio.shield(task)
+
+    async def until_left(self, name: str) -> None:
+        """Wait until the versions of a model that leave have gone."""
+        leaving = [task for version, task in self._leaving.items() if version.name == name]
+        await asyncio.gather(*map(asyncio.shield, leaving), return_exceptions=True)
+
+    async def stop(self) -> None:
+        """Wait for the versions that leave; their workers must have been stopped."""
+        await asyncio.gather(*self._leaving.values(), return_exceptions=True)
 
     async def remove(self, name: str, grace_s: float) -> None:
         """Answer what a model has accepted, and serve it no longer. Its path is gone at once."""
         del self.serving[name]
         self.settings = with_model(self.settings, name, None)
         await asyncio.gather(*(self.unload(each, grace_s) for each in self.versions(name)))
+        await self.until_left(name)
         self.forget(name)
 
     def forget(self, name: str) -> None:
@@ -204,6 +221,14 @@ class Catalog:
         self._versions.pop(name, None)
         self._metrics.remove(name)
         self._on_change()
+
+    async def _end(self, version: ModelVersion, grace_s: float) -> None:
+        pool = version.pool
+        await self._until_known()
+        await pool.dispatcher.drain(grace_s)
+        await pool.stop(grace_s)
+        self.pools = {number: each for number, each in self.pools.items() if each is not pool}
+        self._metrics.fold(version.metrics)
 
     def read_gauges(self) -> Iterator[Reading]:
         """Yield the gauges of all models."""

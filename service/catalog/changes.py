@@ -21,7 +21,7 @@ from inferpool.service.api.routes.models import (
 )
 from inferpool.service.catalog.catalog import Catalog, ModelVersion
 from inferpool.service.catalog.judging import Judge
-from inferpool.service.catalog.records import Change, Record
+from inferpool.service.catalog.records import Change, Record, Steps, tell_removal, why_of
 from inferpool.service.catalog.requests import SwapOptions, read_add, read_swap
 from inferpool.service.catalog.watching import why_worse
 from inferpool.service.errors import (
@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 _NUM_REMEMBERED = 20
 """Versions of a model that are remembered, and changes."""
+_NUM_STEPS = 50
+"""Steps of changes that are kept for people to look at."""
 _NUM_ABSENT = 100
 """Models that failed to come, and are remembered."""
 _WATCH_EVERY_S = 0.5
@@ -69,7 +71,10 @@ class Changes:
             state: Keeps changes for the next start.
             grace_s: How long calls may take to end when their version leaves.
         """
+        self.steps = Steps(maxlen=_NUM_STEPS)
+        """The latest steps of changes, the newest first."""
         self._speed_search = speed_search
+        self._claims = catalog.claims
         self._state = state
         self._catalog = catalog
         self._metrics = metrics
@@ -129,14 +134,22 @@ class Changes:
         if change is not None:
             await asyncio.shield(change.decided)
 
-    async def stop(self) -> None:
-        """End all changes where they are; what serves goes on to serve."""
+    def end(self) -> None:
+        """Begin no further change, and end all where they are; what serves goes on to serve."""
+        if self._is_ending:
+            return
         self._is_ending = True
-        tasks = [change.task for change in self._changes.values() if change.task is not None]
-        tasks += self._watches.values()
-        for task in tasks:
+        for task in self._tasks():
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def stop(self) -> None:
+        """End all changes, and wait for them."""
+        self.end()
+        await asyncio.gather(*self._tasks(), return_exceptions=True)
+
+    def _tasks(self) -> list[asyncio.Task[None]]:
+        tasks = [change.task for change in self._changes.values() if change.task is not None]
+        return tasks + list(self._watches.values())
 
     def _check_known(self, name: str) -> None:
         if name not in self._catalog.serving:
@@ -147,13 +160,17 @@ class Changes:
         change, pool = self._changes.get(name), self._catalog.serving.get(name)
         settings = self._catalog.settings.models.get(name)
         self._remember_all(name)
+        reasons = {each.number: each.pool.reason for each in self._catalog.versions(name)}
         return ModelInfo(
             name=name,
             version=pool.version if pool else None,
             ready=pool.is_ready if pool else False,
             change=change.what if change else "",
             saved=pool is not None and self._state.models.get(name) == settings,
-            versions=[record.info() for record in reversed(self._records.get(name, ()))],
+            versions=[
+                record.info(reasons.get(record.number, ""))
+                for record in reversed(self._records.get(name, ()))
+            ],
             changes=[*([change.info()] if change else ()), *self._ended.get(name, ())],
         )
 
@@ -169,7 +186,11 @@ class Changes:
             if record.number == version.number:
                 return record
         record = Record(
-            number=version.number, settings=version.settings, state=state, since=time.time()
+            name=version.name,
+            number=version.number,
+            settings=version.settings,
+            steps=self.steps,
+            state=state,
         )
         records.append(record)
         return record
@@ -194,13 +215,29 @@ class Changes:
             raise ConflictError(f"{name} is being changed already ({what})", retry_after_s=1)
         if self._is_ending:
             raise ConflictError("the service is shutting down")
-        if earlier is not None:
+        if earlier is None:
+            self._claims.take(name, f"it is being changed ({kind})")
+        else:
             self._remember(name, earlier.info())
         decided = asyncio.get_running_loop().create_future()
         change = Change(kind=kind, what=kind, decided=decided)
         self._changes[name] = change
         run = self._run(name, change, steps, earlier.task if earlier is not None else None)
         change.task = asyncio.create_task(run, name=f"{kind} {name}")
+        # A task that is cancelled before its first step runs none of its own.
+        change.task.add_done_callback(lambda _: self._close(name, change))
+
+    def _close(self, name: str, change: Change) -> None:
+        """Let others change the model, unless another change follows this one."""
+        if self._is_ending:
+            change.fail(UnavailableError("the service is shutting down", retry_after_s=1))
+        if self._changes.get(name) is not change:
+            return
+        del self._changes[name]
+        self._claims.give_back(name)
+        self._remember(name, change.info())
+        if self._speed_search is not None and name in self._catalog.serving:
+            self._speed_search.add(self._catalog.serving[name])
 
     async def _run(
         self,
@@ -212,13 +249,15 @@ class Changes:
         """Take the steps of a change, once the version that the earlier one replaced has left."""
         try:
             if earlier is not None:
-                await earlier
+                await asyncio.wait([earlier])
             if self._speed_search is not None:
                 await self._speed_search.forget(name)
             await steps(change)
         except asyncio.CancelledError:
             change.fail(UnavailableError("the service is shutting down", retry_after_s=1))
             raise
+        except VersionRefusedError as error:  # its record has told it
+            change.fail(error)
         except ServiceError as error:
             logger.warning("%s: %s failed: %s", name, change.kind, error.message)
             change.fail(error)
@@ -229,11 +268,7 @@ class Changes:
             if not change.decided.done():
                 change.decided.set_result(None)
         finally:
-            if self._changes[name] is change:
-                del self._changes[name]
-                self._remember(name, change.info())
-            if self._speed_search is not None and name in self._catalog.serving:
-                self._speed_search.add(self._catalog.serving[name])
+            self._close(name, change)
 
     def _remember(self, name: str, change: ChangeInfo) -> None:
         """Keep the outcome of a change, for those who have not waited for it."""
@@ -254,12 +289,13 @@ class Changes:
         try:
             version = self._load(name, model)
             record = self._record(version, "loading")
+            record.tell()
             await self._until_loaded(version, change)
             if not is_ephemeral:
                 await self._save(name, version)
         except BaseException as error:
             if version is not None:
-                record.become("refused", getattr(error, "message", "") or repr(error))
+                record.become("refused", why_of(error))
                 await self._catalog.unload(version, 0)
             self._catalog.forget(name)
             raise
@@ -268,8 +304,8 @@ class Changes:
     async def _remove(self, name: str, is_ephemeral: bool, change: Change) -> None:
         if not is_ephemeral:
             await self._save(name, None)
-        await self._end_watch(name)
-        logger.info("%s: removed; what it has accepted is answered", name)
+        self._cancel_watch(name)
+        tell_removal(name, self.steps)
         await self._catalog.remove(name, self._grace_s)
         self._records.pop(name, None)
 
@@ -280,6 +316,7 @@ class Changes:
         old = self._catalog.version(name)
         new = self._load(name, model)
         record = self._record(new, "loading")
+        record.tell()
 
         def say(text: str) -> None:
             change.what = f"swap: {text}"
@@ -292,7 +329,7 @@ class Changes:
             if not options.ephemeral:
                 await self._save(name, new)
         except BaseException as error:
-            record.become("refused", getattr(error, "message", "") or repr(error))
+            record.become("refused", why_of(error))
             record.figures = judge.figures
             if isinstance(error, VersionRefusedError) and record.figures is not None:
                 error.figures = asdict(record.figures)
@@ -353,48 +390,50 @@ class Changes:
         record = self._record(version, "serving")
         self._catalog.serve(version)
         record.become("serving")
-        logger.info("%s: version %d serves", version.name, version.number)
 
     def _keep(self, version: ModelVersion, options: SwapOptions) -> None:
-        reason = f"for {options.rollback_s:g} s, to go back to" if options.rollback_s else ""
-        self._record(version, "serving").become("kept", reason)
+        if options.rollback_s:
+            reason = f"for {options.rollback_s:g} s, to go back to"
+            self._record(version, "serving").become("kept", reason)
 
-    async def _leave(self, version: ModelVersion, state: VersionState = "gone") -> None:
-        record = self._record(version, "leaving")
-        reason = record.reason if state == "rolled_back" else ""
-        record.become("leaving", reason)
+    async def _leave(self, version: ModelVersion) -> None:
+        """Let a version leave; what is said of one that was rolled back stays."""
+        record = self._record(version, "serving")
+        if record.state != "rolled_back":
+            record.become("leaving")
         await self._catalog.unload(version, self._grace_s)
-        record.become(state, reason)
+        if record.state != "rolled_back":
+            record.become("gone")
 
     async def _end_watch(self, name: str) -> None:
         """Stop looking at a version that serves, and let the kept ones leave."""
-        watch = self._watches.pop(name, None)
-        if watch is not None:
-            watch.cancel()
-            await asyncio.gather(watch, return_exceptions=True)
+        self._cancel_watch(name)
+        await self._catalog.until_left(name)
         for version in self._catalog.versions(name):
             if not version.pool.is_serving:
                 await self._leave(version)
 
-    async def _watch(self, old: ModelVersion, new: ModelVersion, options: SwapOptions) -> None:
-        """Keep the former version for a while, and go back to it if the new one is worse."""
-        until = time.monotonic() + options.rollback_s
-        while time.monotonic() < until:
-            await asyncio.sleep(_WATCH_EVERY_S)
-            reason = "" if options.policy == "force" else why_worse(old, new, options)
-            if reason and new.name not in self._changes:
-                logger.error("%s: version %d is rolled back: %s", new.name, new.number, reason)
-                self._watches.pop(new.name, None)
-                self._begin(new.name, "rollback", partial(self._go_back, new.name, reason))
-                return
-        self._watches.pop(new.name, None)
-        await self._leave(old)
-
-    async def _go_back(self, name: str, reason: str, change: Change) -> None:
-        """Let the version that is kept serve again, at once."""
+    def _cancel_watch(self, name: str) -> None:
         watch = self._watches.pop(name, None)
         if watch is not None:
             watch.cancel()
+
+    async def _watch(self, old: ModelVersion, new: ModelVersion, options: SwapOptions) -> None:
+        """Keep the former version for a while, and go back to it if the new one is worse."""
+        name, until = new.name, time.monotonic() + options.rollback_s
+        while time.monotonic() < until or name in self._claims:
+            await asyncio.sleep(_WATCH_EVERY_S)
+            reason = "" if options.policy == "force" else why_worse(old, new, options)
+            if reason and name not in self._claims and not self._is_ending:
+                self._watches.pop(name, None)
+                self._begin(name, "rollback", partial(self._go_back, name, reason))
+                return
+        await self._leave(old)
+        self._watches.pop(name, None)
+
+    async def _go_back(self, name: str, reason: str, change: Change) -> None:
+        """Let the version that is kept serve again, at once."""
+        self._cancel_watch(name)
         new = self._catalog.version(name)
         (old,) = (each for each in self._catalog.versions(name) if each is not new)
         change.version = old.number
@@ -403,7 +442,7 @@ class Changes:
         except NotSavedError as error:  # the better version serves in any case
             text = "%s: the next start will serve version %d again: %s"
             logger.error(text, name, new.number, error.__cause__)
+        self._record(new, "serving").become("rolled_back", reason)
         self._serve(old)
-        self._record(new, "kept").become("rolled_back", reason)
         change.decided.set_result(None)
-        await self._leave(new, "rolled_back")
+        await self._leave(new)

@@ -5,6 +5,7 @@ import pytest
 
 import inferpool.service.operations
 from inferpool.service.api.errors import NotFoundError
+from inferpool.service.catalog.claims import Claims
 from inferpool.service.errors import (
     ConflictError,
     RestartFailedError,
@@ -35,6 +36,7 @@ class HeldPool:
 def operations(pool: HeldPool, *, is_stopping: bool = False) -> Operations:
     return Operations(
         {"m": pool},  # type: ignore[dict-item]
+        Claims(),
         grace_s=1,
         drain=lambda is_draining: is_draining or not is_stopping,
         settings_json=lambda: "{}",

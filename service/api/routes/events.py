@@ -12,6 +12,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from inferpool.service.api.routes.health import HealthReport
+from inferpool.service.api.routes.models import VersionState
 from inferpool.service.errors import UnavailableError
 from inferpool.workers.host.engine import Cause
 
@@ -81,6 +82,19 @@ class EndingEvent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ChangeEvent:
+    """A step of a change: a version came into another state, or a model was removed."""
+
+    time: float
+    """Seconds of the Unix epoch."""
+    model: str
+    version: int | None
+    """Null for the whole model."""
+    state: VersionState
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LiveSample(Sample):
     """The newest sample of a model, with values that are not kept for the history."""
 
@@ -133,6 +147,8 @@ class State:
     """The same as in `/health`."""
     host: HostState
     models: Mapping[str, LiveSample]
+    changes: Sequence[ChangeEvent] = ()
+    """The latest steps of changes of models, the newest first."""
     history: Sequence[Moment] = ()
     """The last minutes, the oldest first: in the first event of a stream only."""
 

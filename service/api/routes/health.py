@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request, Response
 from inferpool.service.api.auth import Guard
 from inferpool.service.api.codecs.body import joined
 from inferpool.service.api.errors import problem_response
+from inferpool.service.api.routes.models import VersionInfo
 from inferpool.service.errors import UnavailableError
 
 HostStatus = Literal["starting", "ready", "degraded", "unavailable", "draining"]
@@ -142,12 +143,18 @@ class RestartHealth:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelHealth:
-    """One model and its workers."""
+    """One model, its versions and its workers."""
 
     name: str
     ready: bool
     reason: str = ""
     """Why it is not ready."""
+    version: int | None = None
+    """The version that serves; null while the model loads for the first time."""
+    change: str = ""
+    """The change that goes on, for a person; empty if there is none."""
+    versions: Sequence[VersionInfo] = ()
+    """The newest first; those that are gone too, as far as they are remembered."""
     queue_depth: int = 0
     """Instances that wait for a worker."""
     inputs: Sequence[InputDescription] = ()
@@ -159,6 +166,9 @@ class ModelHealth:
     speed_search: SpeedSearchHealth = SpeedSearchHealth(state="off")
     restart: RestartHealth = RestartHealth(state="none")
     workers: Sequence[WorkerHealth] = ()
+    """Those of the version that serves."""
+    other_workers: Sequence[WorkerHealth] = ()
+    """Those of versions that are loaded and do not serve; they do not count for `status`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,7 +286,7 @@ def health_router(source: HealthSource, guard: Guard | None = None) -> APIRouter
         ]
         if report.draining:
             reasons.insert(0, "draining")
-        message = "; ".join(reasons) or report.status
+        message = "; ".join(reasons) or "no model is served"
         return problem_response(request, UnavailableError(message, retry_after_s=1))
 
     return router
