@@ -1,7 +1,7 @@
 """The flags of `inferpool models`. The parser of the command imports this, so it imports little."""
 
 import ast
-from argparse import ArgumentParser, _ArgumentGroup, _SubParsersAction
+from argparse import ArgumentParser, _ActionsContainer, _SubParsersAction
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -24,8 +24,8 @@ class SwapFlag:
     choices: Sequence[str] | None
     text: str
 
-    def add_to(self, parser: _ArgumentGroup) -> None:
-        """Add its flag to a group of flags."""
+    def add_to(self, parser: _ActionsContainer) -> None:
+        """Add its flag to a parser, or to a group of its flags."""
         flag, text = f"--{self.name.replace('_', '-')}", self.text.replace("%", "%%")
         if self.default is False:
             parser.add_argument(flag, action="store_true", default=None, help=text)
@@ -68,6 +68,7 @@ def add_flags(parser: ArgumentParser) -> None:
             "those of the host and the folder that the service runs in",
         )
         ephemeral.add_to(settings)
+    ephemeral.add_to(removed)
     judged = swapped.add_argument_group("how it is judged")
     for flag in judging:
         flag.add_to(judged)

@@ -94,7 +94,7 @@ def _ask(operator: Operator, args: Namespace, body: Mapping[str, object]) -> int
         case "add":
             answer = operator.ask("POST", body=body)
         case "remove":
-            answer = operator.ask("DELETE", args.name)
+            answer = operator.ask("DELETE", args.name, "?ephemeral=true" if args.ephemeral else "")
         case "swap":
             answer = operator.ask("POST", args.name, "/versions", body)
         case _:

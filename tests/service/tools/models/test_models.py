@@ -185,11 +185,17 @@ def problem(status: int, code: str, detail: str = "why") -> httpx.Response:
 Scripted = Sequence[httpx.Response | httpx.TransportError]
 
 
-def follow(monkeypatch, capsys, script: Scripted, *arguments: str) -> tuple[int, str, str]:
+def follow(
+    monkeypatch, capsys, script: Scripted, *arguments: str, asked: list[str] | None = None
+) -> tuple[int, str, str]:
     """Run a command against answers in turn; the last is repeated."""
     left = list(script)
 
     def answer(request: httpx.Request) -> httpx.Response:
+        if asked is not None:
+            asked.append(
+                f"{request.method} {request.url.raw_path.decode()} {request.content.decode()}"
+            )
         found = left.pop(0) if len(left) > 1 else left[0]
         if isinstance(found, httpx.TransportError):
             raise found
@@ -240,6 +246,34 @@ def test_settings_that_the_service_cannot_use_are_wrong_arguments(monkeypatch, c
 def test_a_removal_is_done_when_the_model_is_not_there_any_more(monkeypatch, capsys):
     script = [BEGUN, BEGUN, problem(404, "unknown_model")]
     assert follow(monkeypatch, capsys, script, "remove", "cats")[:2] == (0, "cats is removed\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "request_line"),
+    [
+        (["remove", "cats", "--ephemeral"], "DELETE /admin/models/cats?ephemeral=true "),
+        (["remove", "cats"], "DELETE /admin/models/cats "),
+        (["rollback", "a/../b"], "POST /admin/models/a%2F..%2Fb/rollback "),
+        (
+            ["swap", "cats", "--weights", "new.pth", "--min-agreement", "0.5", "--ephemeral"],
+            "POST /admin/models/cats/versions "
+            '{"weights":"new.pth","min_agreement":0.5,"ephemeral":true}',
+        ),
+        (
+            ["add", "cats", "--source", "echo", "--set", "replicas=2", "--set", "weights=7"],
+            'POST /admin/models {"name":"cats","source":"echo","replicas":2,"weights":"7"}',
+        ),
+        (
+            ["swap", "cats", "--set", 'options={"x": "nan"}', "--policy", "force"],
+            'POST /admin/models/cats/versions {"options":{"x":"nan"},"policy":"force"}',
+        ),
+    ],
+)
+def test_flags_become_the_call_that_they_mean(monkeypatch, capsys, arguments, request_line):
+    asked: list[str] = []
+    answers = [httpx.Response(200, json=model("done"))]
+    assert follow(monkeypatch, capsys, answers, *arguments, asked=asked)[0] == 0
+    assert asked == [request_line]
 
 
 def test_missing_service_is_an_error_with_advice(capsys):
