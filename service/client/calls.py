@@ -189,7 +189,7 @@ class Calls:
     ) -> Steps[Prediction]:
         """Take the steps of one prediction of several; the result has its index."""
         own = PredictOptions(as_arrays=options.get("as_arrays", False))
-        for name in ("model", "parameters", "priority", "timeout_s"):
+        for name in ("model", "version", "parameters", "priority", "timeout_s"):
             if name in options:
                 own[name] = options[name]
         return replace((yield from self.predict(value, own)), index=index)
@@ -255,6 +255,8 @@ class Calls:
             headers["Accept"] = "application/safetensors"
         if (priority := options.get("priority")) is not None:
             headers["X-Priority"] = str(priority)
+        if (version := options.get("version")) is not None:
+            headers["X-Model-Version"] = str(version)
         if traceparent := options.get("traceparent"):
             headers["traceparent"] = traceparent
         for name, text in headers.items():

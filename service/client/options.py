@@ -48,6 +48,8 @@ class ClientOptions(TypedDict, total=False):
 class _SharedOptions(TypedDict, total=False):
     model: str | None
     """Name of the model in the service; None: the default model."""
+    version: int | None
+    """Version of the model; None: the one that serves. A version that is not loaded is unknown."""
     parameters: Mapping[str, object] | None
     """Parameters for the model."""
     priority: int | None
@@ -68,7 +70,7 @@ class PredictOptions(_SharedOptions, total=False):
 
 
 class ManyOptions(_SharedOptions, total=False):
-    """Options of `predict_many`; the first five apply to each input."""
+    """Options of `predict_many`; the first six apply to each input."""
 
     max_concurrency: int
     """Limit that replaces the client's, if it is lower."""

@@ -71,6 +71,8 @@ class Prediction:
     timing: Timing
     model: str | None = None
     """Name that was asked for; None: the service's default model."""
+    version: int | None = None
+    """Version of the model that computed it; None if the service did not say."""
     num_attempts: int = 1
     index: int = 0
     """Index of the input in `predict_many`."""
@@ -235,6 +237,7 @@ def read_prediction(
         request_id=reply.headers.get("x-request-id", request_id),
         timing=timing,
         model=model,
+        version=_version_in(reply.headers),
         num_attempts=num_attempts,
         headers=reply.headers,
         raw_tensors=tensors,
@@ -322,6 +325,11 @@ def _instance_error(value: Json, index: int, request_id: str) -> InferpoolError 
     if not isinstance(value, dict) or set(value) != {"error"}:
         return None
     return read_instance_error(value["error"], index, request_id)
+
+
+def _version_in(headers: httpx.Headers) -> int | None:
+    text = headers.get("x-model-version", "")
+    return int(text) if text.isascii() and text.isdigit() else None
 
 
 def _only(names: Collection[str]) -> str:

@@ -344,6 +344,15 @@ def test_forked_process_reads_only_its_own_answers(service):
     assert (done.stdout, done.stderr) == ("True 0\n", "")
 
 
+def test_a_call_may_ask_for_a_version_and_each_result_says_which_it_is_of(client):
+    assert client.predict("x", model="echo").version == 1
+    assert client.predict("x", model="echo", version=1).version == 1
+    (many,) = client.predict_many(["x"], model="echo", version=1)
+    assert many.version == 1
+    with pytest.raises(UnknownModelError, match="no version '7' loaded; there are: 1"):
+        client.predict("x", model="echo", version=7)
+
+
 def test_unknown_option_is_refused(client):
     with pytest.raises(TypeError, match="did you mean 'timeout_s'"):
         Client(timeout=5)  # type: ignore[call-arg]  # the name in httpx
