@@ -169,7 +169,7 @@ class Changes:
             saved=pool is not None and self._state.models.get(name) == settings,
             versions=[
                 record.info(reasons.get(record.number, ""))
-                for record in reversed(self._records.get(name, ()))
+                for record in sorted(self._records.get(name, ()), key=lambda each: -each.number)
             ],
             changes=[*([change.info()] if change else ()), *self._ended.get(name, ())],
         )

@@ -1,0 +1,158 @@
+"""Changes, restarts and reports of one model at a time, over fake workers."""
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from inferpool.service.catalog.changes import Changes
+from inferpool.service.errors import ConflictError, UnavailableError
+from inferpool.service.operations import Operations
+from inferpool.service.report import report_of
+from inferpool.service.speed import SpeedSearch
+from inferpool.workers.arena import Arena
+from inferpool.workers.beside.searching import search
+from inferpool.workers.errors import WorkerStartError
+from tests.service.catalog.test_catalog import Kept, answering
+from tests.service.pools import until
+
+
+class Changing:
+    """A service's catalog, changes and restarts over fake workers, which answer."""
+
+    def __init__(self, arena: Arena) -> None:
+        self.kept = kept = Kept(arena)
+        self.catalog = catalog = kept.catalog
+        self.speed_search = SpeedSearch(search, grace_s=1)
+        self.changes = Changes(catalog, kept.metrics, self.speed_search, kept.state, grace_s=5)
+        self.operations = Operations(
+            catalog.serving,
+            catalog.claims,
+            grace_s=1,
+            drain=lambda is_draining: True,
+            settings_json=lambda: "{}",
+        )
+
+    async def ready(self) -> "Changing":
+        await until(lambda: self.catalog.serving["m"].is_ready)
+        return self
+
+    async def swapped(self, **request: object) -> None:
+        self.changes.begin_swap("m", {"policy": "force", **request})
+        await self.changes.until_decided("m")
+
+    async def closed(self) -> None:
+        await self.operations.stop()
+        await self.changes.stop()
+        await self.speed_search.stop()
+        await self.catalog.stop()
+
+    def report(self):
+        models = [
+            (info, [version.pool for version in self.catalog.versions(info.name)])
+            for info in self.changes.list_models()
+        ]
+        return report_of(models, [], [], self.speed_search, None, is_draining=False)
+
+    @property
+    def steps(self) -> list[tuple[int | None, str]]:
+        """The version and the state of each step, the oldest first."""
+        return [(step.version, step.state) for step in reversed(self.changes.steps)]
+
+
+@pytest.fixture
+def make(arena: Arena) -> Callable[[], Changing]:
+    def changing() -> Changing:
+        changing = Changing(arena)
+        answering(changing.kept)
+        return changing
+
+    return changing
+
+
+async def test_a_restart_and_a_change_of_one_model_exclude_each_other(make):
+    changing = await make().ready()
+    changing.operations.restart("m", None, old_first=False)
+    with pytest.raises(ConflictError, match="workers of it are being restarted"):
+        changing.changes.begin_swap("m", {})
+    assert await changing.operations.until_restarted("m")
+    await until(lambda: "m" not in changing.catalog.claims)
+    changing.changes.begin_swap("m", {"policy": "force"})
+    with pytest.raises(ConflictError, match=r"it is being changed \(swap\)"):
+        changing.operations.restart("m", None, old_first=False)
+    await changing.changes.until_decided("m")
+    changing.operations.restart("m", None, old_first=False)
+    assert await changing.operations.until_restarted("m")
+    await changing.closed()
+
+
+async def test_a_shutdown_answers_those_who_wait_for_a_change_also_for_one_not_begun(make):
+    changing = await make().ready()
+    changing.changes.begin_swap("m", {})
+    waiting = asyncio.create_task(changing.changes.until_decided("m"))
+    await asyncio.sleep(0)
+    changing.changes.begin_add({"name": "n", "source": "echo"})
+    not_begun = asyncio.create_task(changing.changes.until_decided("n"))
+    changing.changes.end()
+    for each in (waiting, not_begun):
+        with pytest.raises(UnavailableError, match="shutting down"):
+            await asyncio.wait_for(each, 5)
+    await changing.closed()
+    assert "m" not in changing.catalog.claims
+    assert changing.catalog.serving["m"].version == 1
+
+
+async def test_a_version_whose_leaving_is_cancelled_leaves_all_the_same(make):
+    changing = await make().ready()
+    catalog, kept = changing.catalog, changing.kept
+    first = catalog.version("m")
+    catalog.serve(await kept.ready())
+    kept.are_fronts_slow = True
+    leaving = asyncio.create_task(catalog.unload(first, 1))
+    await asyncio.sleep(0)
+    leaving.cancel()
+    kept.told.set()
+    await catalog.until_left("m")
+    assert [pool.version for pool in catalog.pools.values()] == [2]
+    assert all(not slot.handle for slot in first.pool.slots)
+    await changing.closed()
+
+
+async def test_each_step_is_told_and_versions_beside_do_not_degrade_the_status(make, caplog):
+    changing = await make().ready()
+    await changing.swapped(rollback_s=600)
+    report = changing.report()
+    (model,) = report.models
+    assert (report.status, model.version, model.change) == ("ready", 2, "")
+    assert [(each.number, each.state) for each in model.versions] == [(2, "serving"), (1, "kept")]
+    assert [each.name for each in model.workers] == ["m/2/0"]
+    assert [each.name for each in model.other_workers] == ["m/0"]
+    changing.changes.begin_rollback("m")
+    await changing.changes.until_decided("m")
+    await until(lambda: "m" not in changing.catalog.claims)
+    told = [(2, "loading"), (2, "comparing"), (2, "serving"), (1, "kept")]
+    assert changing.steps == [*told, (2, "rolled_back"), (1, "serving")]
+    assert "m: version 2 is rolled back: it was asked for" in caplog.text
+    changing.kept.engine.failures = [WorkerStartError("no file", permanent=True)]
+    changing.changes.begin_swap("m", {"policy": "force"})
+    with pytest.raises(Exception, match="no file"):
+        await changing.changes.until_decided("m")
+    assert changing.steps[-2:] == [(3, "loading"), (3, "refused")]
+    assert changing.report().status == "ready"
+    await changing.closed()
+
+
+async def test_without_models_a_service_is_unavailable_until_one_is_added(make):
+    changing = await make().ready()
+    changing.speed_search.add(changing.catalog.serving["m"])
+    changing.changes.begin_remove("m")
+    await changing.changes.until_decided("m")
+    report = changing.report()
+    assert (report.status, report.ready, report.models) == ("unavailable", False, [])
+    assert changing.steps == [(None, "gone")]
+    changing.changes.begin_add({"name": "m", "source": "echo"})
+    (loading,) = changing.report().models
+    assert (loading.ready, loading.version) == (False, None)
+    await changing.changes.until_decided("m")
+    assert changing.report().status == "ready"
+    await changing.closed()
