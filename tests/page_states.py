@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from inferpool.service.api.routes.events import (
+    ChangeEvent,
     EndingEvent,
     HostState,
     LiveSample,
@@ -27,6 +28,7 @@ from inferpool.service.api.routes.health import (
     RankHealth,
     WorkerHealth,
 )
+from inferpool.service.api.routes.models import SwapFigures, VersionInfo
 
 NUMBERS = (InputDescription(name="x", dtype="float32", shape=(-1, 3)),)
 IMAGE = (InputDescription(name="image", dtype="uint8", shape=(-1, -1, -1, 3)),)
@@ -220,6 +222,60 @@ def state(
     )
 
 
+def version(number: int, state: str, **changes: Any) -> VersionInfo:
+    usual = VersionInfo(
+        number=number,
+        state=state,  # type: ignore[arg-type]  # one of them
+        source=MODEL,
+        weights=f"weights-{number}.pth",
+        since=time.time() - 60,
+    )
+    return replace(usual, **changes)
+
+
+def changing() -> State:
+    """Return a service of which one model is being swapped, after a version was refused."""
+    worse = SwapFigures(
+        num_inputs=64, num_live=48, agreement=0.71, deviation=0.4, latency_ms=9.5,
+        latency_ratio=1.04, memory_bytes=900 << 20, memory_ratio=1.1,
+    )  # fmt: skip
+    refused = "its answer agrees for 71.00% of 64 inputs, min_agreement is 99.00%"
+    before = state()
+    model, *others = before.health.models
+    loading = worker(0, state="starting", reason="loading weights", pid=None, rss_bytes=None)
+    changed = replace(
+        model,
+        version=1,
+        change="swap: version 3 starting: loading weights",
+        versions=[
+            version(3, "loading", reason="starting: loading weights"),
+            version(2, "refused", reason=refused, figures=worse),
+            version(1, "serving"),
+        ],
+        other_workers=[replace(loading, name=f"{MODEL}/3/0", speed=None)],
+    )
+    comes = ModelHealth(
+        name="new", ready=False, reason="add", change="add", versions=[version(1, "loading")]
+    )
+    steps = [(3, "loading", ""), (2, "refused", refused), (2, "comparing", ""), (2, "loading", "")]
+    return replace(
+        before,
+        health=replace(before.health, models=[changed, *others, comes]),
+        changes=[
+            ChangeEvent(
+                time=time.time() - ago, model=MODEL, version=number, state=each, reason=reason
+            )  # type: ignore[arg-type]  # one of them
+            for ago, (number, each, reason) in enumerate(steps)
+        ],
+    )
+
+
+def without_models(before: State) -> State:
+    """Return the next event of a service whose models were removed."""
+    health = replace(before.health, status="unavailable", ready=False, models=[])
+    return replace(before, health=health, models={}, history=(), time=before.time + 1)
+
+
 def scenarios() -> dict[str, Scenario]:
     """Return all states that the page is designed for, by name."""
     load = [busy(second) for second in range(NUM_SECONDS)]
@@ -268,6 +324,8 @@ def scenarios() -> dict[str, Scenario]:
         "draining": Scenario(events=[state(status="draining", samples=load)]),
         "disconnected": Scenario(events=[state(samples=load, endings=[killed])], next=502),
         "quarantine": Scenario(events=[state(samples=load, quarantined=3, endings=[killed])]),
+        "changing": Scenario(events=[changing()]),
+        "nothing": Scenario(events=[without_models(state())]),
         "locked": Scenario(
             events=[], status=401, problem={"code": "unauthorized", "detail": "this needs a key"}
         ),

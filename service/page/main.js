@@ -7,6 +7,7 @@ import { forgetKey, hasKey, setKey } from "./keys.js";
 import { showFigures, showModel, showService, showSituation } from "./overview.js";
 import { situationOf } from "./situation.js";
 import { chooseModel, startTryIt } from "./tryit.js";
+import { showVersions } from "./versions.js";
 import { showGpus, showRestarts, showWorkers } from "./workers.js";
 
 const NUM_KEPT = 300; // samples: as many as the service keeps
@@ -54,16 +55,19 @@ function onRefused(problem) {
 function render() {
   if (document.hidden) return;
   const names = state.health.models.map((model) => model.name);
-  if (!names.includes(chosen)) chosen = names.includes(state.default_model) ? state.default_model : names[0];
+  if (!names.includes(chosen)) chosen = names.includes(state.default_model) ? state.default_model : names[0] ?? "";
   showService(state);
   showGpus(state.health.gpus);
   showSituation(situationOf(state, history));
   showChoice(names);
   const model = state.health.models.find((each) => each.name === chosen);
+  // The last model may have been removed, and others may come.
+  for (const part of document.querySelectorAll(".model-bar, .figures, .columns")) part.hidden = !model;
   if (!model) return;
   showModel(model, state.models[chosen]);
   showFigures(chosen, state, history);
-  showWorkers(model.workers);
+  showWorkers(model);
+  showVersions(model, state.changes);
   showRestarts(state.models[chosen]?.endings ?? []);
   chooseModel(model);
   showCharts(chosen, history);

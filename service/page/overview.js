@@ -36,6 +36,7 @@ export function showModel(health, sample) {
   const search = health.speed_search;
   const gain = worker?.speed_gain > 1.005 ? ` (×${worker.speed_gain.toFixed(2)})` : "";
   showFacts($("model-facts"), [
+    ["version", health.versions.length > 1 ? health.version : ""],
     ["source", sample?.source],
     ["placement", health.workers[0]?.placement],
     ["speed", worker?.speed ? worker.speed + gain : ""],
@@ -70,10 +71,15 @@ export function showFigures(name, state, history) {
       now && now.queue_depth >= 0.8 * now.queue_limit ? "warn" : null),
     figure("Batch size", sizes ? number(batched / sizes) : "–", "", sizes ? "mean of instances" : "no batches yet"),
     figure("Refused", number(refused), "/s", refused ? mainReason(recent) : "nothing", refused ? "warn" : null),
-    figure("Workers", `${ready}`, `of ${workers.length}`, ready === workers.length ? "all ready" : "not all ready",
+    figure("Workers", `${ready}`, `of ${workers.length}`, workersNote(ready, workers),
       workersLevel(ready, workers)),
   ];
   keep($("figures"), figures, (item) => item.label, makeFigure);
+}
+
+function workersNote(ready, workers) {
+  if (!workers.length) return "no version serves";
+  return ready === workers.length ? "all ready" : "not all ready";
 }
 
 function workersLevel(ready, workers) {

@@ -27,6 +27,12 @@ export function situationOf(state, history) {
       text: `Nothing new should be sent here; ${plural(left, "instance")} still to be answered.`,
     };
   }
+  if (!health.models.length) {
+    return {
+      level: "warn", badge: "No models", title: "No models are served.",
+      text: "Requests get 404 until one is added.",
+    };
+  }
   const lost = health.models.filter((model) => model.workers.length
     && model.workers.every((worker) => worker.state === "failed"));
   if (lost.length) {

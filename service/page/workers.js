@@ -10,10 +10,11 @@ const CAUSES = {
   signal: "Killed", start: "Did not start",
 };
 
-export function showWorkers(workers) {
+/** Shows the workers of the version that serves, and then those of its other versions. */
+export function showWorkers({ workers, other_workers: others }) {
   const ready = workers.filter((worker) => worker.state === "ready").length;
   setText($("workers-count"), workers.length ? `${ready} of ${workers.length} ready` : "");
-  keep($("workers"), workers.map(shownOf), (worker) => worker.name, makeWorker);
+  keep($("workers"), [...workers, ...others].map(shownOf), (worker) => worker.name, makeWorker);
 }
 
 /** What is shown of a worker, rounded, so that its element is left alone while that is the same. */

@@ -16,7 +16,7 @@ import pytest
 from tests.browser import chromium
 from tests.e2e.running import FAULTY, Running, running
 from tests.page_shots import PHOTO
-from tests.page_states import scenarios
+from tests.page_states import Scenario, changing, scenarios, state, without_models
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -34,6 +34,7 @@ BADGES = dict.fromkeys(("busy", "split", "empty", "quarantine"), "Ready") | {
     name: name.capitalize()
     for name in ("starting", "degraded", "unavailable", "failed", "overloaded", "draining")
 }
+BADGES |= {"changing": "Ready", "nothing": "No models"}
 """The word that the page shows for each state."""
 
 
@@ -202,7 +203,7 @@ def test_every_state_has_its_word(browser, service):
         assert page.evaluate(judge, events) == BADGES
 
 
-@pytest.mark.parametrize("name", ["busy", "failed", "disconnected"])
+@pytest.mark.parametrize("name", ["busy", "failed", "disconnected", "changing"])
 def test_a_phone_shows_all_of_it_without_scrolling_sideways(browser, service, name):
     script = scenarios()[name].script()
     with opened(browser, service.url, script, width=360) as page:
@@ -225,6 +226,37 @@ def test_no_example_is_invented_for_a_model_that_reads_a_form_of_its_own(browser
         page.wait_for_selector("#try-json:visible")
         assert json.loads(page.input_value("#json")) == {"instances": [{"words": ["a"]}]}
         assert page.is_hidden("#try-hint")
+
+
+def test_versions_are_shown_with_their_figures_and_the_change_that_goes_on(browser, service):
+    with opened(browser, service.url, scenarios()["changing"].script()) as page:
+        page.wait_for_selector("#versions .worker")
+        assert "version 3 starting: loading weights" in page.inner_text("#change")
+        refused = page.inner_text("#versions .worker:nth-child(2)")
+        for told in ("Version 2", "min_agreement is 99.00%", "71.00 % agree", "9.5 ms"):
+            assert told in refused
+        assert "Version 2: refused, its answer" in page.inner_text("#steps")
+        assert "efficientnet_lite0/3/0" in page.inner_text("#workers")
+        assert page.inner_text("#workers-count") == "2 of 2 ready"
+        assert page.inner_text("#status") == "Ready"
+        page.select_option("#model", "new")  # which loads for the first time
+        page.wait_for_selector("#figures :text('no version serves')")
+        assert page.inner_text("#change") == "add"
+
+
+def test_models_go_and_come_while_the_page_is_open(browser, service):
+    gone = without_models(changing())
+    script = Scenario(events=[changing(), gone]).script()
+    with opened(browser, service.url, script) as page:
+        page.wait_for_selector("#status:text('No models')")
+        assert page.is_hidden("#figures")
+        assert page.is_hidden("#send")
+    script = Scenario(events=[gone, state()]).script()
+    with opened(browser, service.url, script) as page:
+        page.wait_for_selector("#status:text('Ready')")
+        page.wait_for_selector("#latency-plot .main-svg", state="attached")
+        assert page.inner_text("#model-name") == "efficientnet_lite0"
+        assert page.is_hidden("#versions-part")
 
 
 def test_no_label_of_a_chart_is_cut_off(browser, service):
