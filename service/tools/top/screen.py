@@ -145,11 +145,15 @@ def _model(scene: Scene, model: ModelState, on: ScreenSize, room: int) -> list[T
     assert scene.state is not None
     now = scene.state.models.get(model.name, SampleSeen())
     lines = [_title(model, now), *_figures(scene.samples(model), now, on)]
+    if model.change:
+        lines.append(_line("change", escape(model.change), _NOTICE))
+    elif tried := _last_tried(model):
+        lines.append(_line("versions", *tried))
     if model.speed_search.state in ("searching", "changing"):
         lines.append(_line("speed", escape(model.speed_search.text)))
     endings = _endings(now.endings, on)
     spare = room - len(lines) - 1
-    num_workers = len(model.workers) + 1
+    num_workers = len(model.workers) + len(model.other_workers) + 1
     workers = worker_lines(model, scene.batches_per_s, on.width, max(1, spare))
     lines += [Text(""), *workers] if spare > num_workers else workers
     left = room - len(lines) - 1
@@ -158,9 +162,21 @@ def _model(scene: Scene, model: ModelState, on: ScreenSize, room: int) -> list[T
     return lines[: max(0, room)]
 
 
+def _last_tried(model: ModelState) -> tuple[str, str] | None:
+    """Return what became of the newest version, and the style of that, if it does not serve."""
+    newest = model.versions[0] if model.versions else None
+    if newest is None or newest.number == model.version:
+        return None
+    reason = f": {escape(newest.reason)}" if newest.reason else ""
+    text = f"version {newest.number} {escape(newest.state.replace('_', ' '))}{reason}"
+    return text, "red" if newest.state in ("refused", "rolled_back") else "dim"
+
+
 def _title(model: ModelState, now: SampleSeen) -> Text:
     state = ("ready", "green") if model.ready else (model.reason or "not ready", "bold red")
     line = Text.assemble((escape(model.name), "bold"), " ", (escape(state[0]), state[1]))
+    if model.version is not None and len(model.versions) > 1:
+        line.append(f" version {model.version}")
     if now.source and now.source != model.name:
         line.append(f" {escape(now.source)}", style="dim")
     return line

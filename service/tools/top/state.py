@@ -159,9 +159,14 @@ class View:
         return self._then or self._now
 
     def take(self, state: StateSeen) -> None:
-        """Add the next event."""
+        """Add the next event. The chosen model stays chosen while others come and go."""
+        names = [model.name for model in self._now.models]
         self._now.take(state)
         self.trouble = ""
+        if self._then is None and self.chosen < len(names):
+            now = [model.name for model in self._now.models]
+            name = names[self.chosen]
+            self.chosen = now.index(name) if name in now else min(self.chosen, max(0, len(now) - 1))
 
     def pause(self) -> None:
         """Freeze the picture, or let it go on."""

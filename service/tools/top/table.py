@@ -51,7 +51,7 @@ def worker_lines(
     model: ModelState, batches_per_s: Mapping[str, float], width: int, num_lines: int
 ) -> list[Text]:
     """Return a heading and one line per worker; if not all fit, workers not ready come first."""
-    workers = model.workers
+    workers = [*model.workers, *model.other_workers]
     if num_lines < len(workers) + 1:
         workers = sorted(workers, key=lambda worker: worker.state == "ready")
     wanted = _REASON_WIDTH if any(worker.reason for worker in workers) else 0
@@ -83,7 +83,7 @@ def _columns(workers: list[WorkerState], batches_per_s: Mapping[str, float]) -> 
         rate(batches_per_s[each.name]) if each.name in batches_per_s else "-" for each in workers
     ]
     return [
-        _WorkerColumn("worker", [escape(each.name.rpartition("/")[2]) for each in workers]),
+        _WorkerColumn("worker", [escape(each.name.partition("/")[2]) for each in workers]),
         _WorkerColumn("state", [escape(each.state) for each in workers]),
         _WorkerColumn("device", [escape(each.device) for each in workers]),
         _WorkerColumn("memory", memory, is_right=True),

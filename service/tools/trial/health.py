@@ -58,11 +58,28 @@ class SpeedSearchState(msgspec.Struct):
     text: str = ""
 
 
+class VersionSeen(msgspec.Struct):
+    """One version of a model."""
+
+    number: int
+    state: str
+    reason: str = ""
+
+
 class ModelState(msgspec.Struct):
     """One model and its workers."""
 
     name: str
     workers: list[WorkerState] = []
+    """Those of the version that serves."""
+    other_workers: list[WorkerState] = []
+    """Those of versions that are loaded and do not serve."""
+    version: int | None = None
+    """The version that serves."""
+    change: str = ""
+    """The change that goes on."""
+    versions: list[VersionSeen] = []
+    """The newest first."""
     inputs: list[TensorSpec] = []
     example: object = None
     reads_own_form: bool = False

@@ -1,3 +1,4 @@
+import json
 from typing import Any
 
 import pytest
@@ -165,3 +166,31 @@ def test_models_are_chosen_by_number_or_in_turn_and_a_page_has_them_all():
     assert text.isascii()
     view.take(read_state(state(at=NOW + 1)))  # with resnet only
     assert "resnet ready" in drawn(view)
+
+
+def test_the_chosen_model_stays_chosen_while_others_come_and_go():
+    view = view_of(state(others=("a", "b")))
+    view.choose(2)
+    gone = json.loads(state(others=("b",), at=NOW + 1))
+    view.take(read_state(json.dumps(gone).encode()))
+    assert drawn(view).count("b ready") == 1
+    gone["health"]["models"], gone["models"], gone["time"] = [], {}, NOW + 2
+    view.take(read_state(json.dumps(gone).encode()))
+    assert "No models are served." in drawn(view)
+    view.take(read_state(state(at=NOW + 3)))
+    assert "resnet ready" in drawn(view)
+
+
+def test_the_version_the_change_and_the_workers_of_other_versions_are_shown():
+    event = json.loads(state([worker(0)]))
+    (model,) = event["health"]["models"]
+    refused = {"number": 2, "state": "refused", "reason": "it is twice as slow"}
+    model |= {"version": 1, "versions": [refused, {"number": 1, "state": "serving"}]}
+    said = drawn(view_of(json.dumps(event).encode()))
+    assert "resnet ready version 1" in said
+    assert "version 2 refused: it is twice as slow" in said
+    loading = worker(0, "starting", name="resnet/3/0", reason="loading weights")
+    model |= {"change": "swap: version 3 starts", "other_workers": [loading]}
+    said = drawn(view_of(json.dumps(event).encode()))
+    assert "swap: version 3 starts" in said
+    assert "3/0" in said
