@@ -10,6 +10,8 @@ from inferpool.service.api.routes.health import HealthReport
 from inferpool.service.catalog.catalog import Catalog
 from inferpool.service.catalog.changes import Changes
 from inferpool.service.catalog.plans import placement_text
+from inferpool.service.catalog.room import Room
+from inferpool.service.checks.memory import bytes_of_worker
 from inferpool.service.errors import StartError
 from inferpool.service.fronts.only_front import OnlyFront
 from inferpool.service.live import LiveFeed
@@ -111,7 +113,7 @@ class Service:
             self.catalog,
             metrics,
             self._speed_search if settings.speed_search else None,
-            state,
+            Room(bytes_of_worker),
             grace_s=settings.drain_timeout_s,
         )
         self._settled = asyncio.Event()

@@ -14,6 +14,7 @@ from itertools import count
 from inferpool.service.api.predict import path_of
 from inferpool.service.catalog.claims import Claims
 from inferpool.service.catalog.plans import plan_all, plan_model, with_model
+from inferpool.service.errors import NotSavedError
 from inferpool.service.queue.admission import Admission
 from inferpool.service.queue.dispatcher import Dispatcher
 from inferpool.service.queue.instance import CanaryShare
@@ -134,15 +135,25 @@ class Catalog:
         self._waiting.append(future)
         await future
 
-    def load(self, name: str, model: ModelSettings) -> ModelVersion:
-        """Begin to load a version beside the others. No call gets to it yet.
+    def plan(self, name: str, model: ModelSettings) -> Sequence[WorkerConfig]:
+        """Return the configurations of the workers of another version.
 
         Raises:
             DeviceError: A requested device is missing.
         """
         settings = with_model(self.settings, name, model)
         is_successor = name in self.serving
-        configs = plan_model(name, settings, self._host, self._cache_dir, is_successor=is_successor)
+        return plan_model(name, settings, self._host, self._cache_dir, is_successor=is_successor)
+
+    def load(
+        self, name: str, model: ModelSettings, configs: Sequence[WorkerConfig] | None = None
+    ) -> ModelVersion:
+        """Begin to load a version beside the others, as planned. No call gets to it yet.
+
+        Raises:
+            DeviceError: A requested device is missing.
+        """
+        configs = configs or self.plan(name, model)
         version = self._make(name, model, configs, self.newest(name) + 1)
         version.pool.start()
         return version
@@ -229,6 +240,29 @@ class Catalog:
         await pool.stop(grace_s)
         self.pools = {number: each for number, each in self.pools.items() if each is not pool}
         self._metrics.fold(version.metrics)
+
+    async def save(self, name: str, version: ModelVersion | None) -> None:
+        """Let the next start of the service serve this version; None removes the model.
+
+        Raises:
+            NotSavedError: It could not be written.
+        """
+        newest = self.newest(name)
+        number = newest if version is None else version.number
+        model = None if version is None else version.settings
+        try:
+            await self._state.save(name, model, version=number, newest=newest)
+        except OSError as error:
+            raise NotSavedError(
+                f"nothing was changed, since {self._state.path} could not be written: "
+                f"{error.strerror}; mend that, or name another file in state_file, or ask with "
+                '"ephemeral": true, and the next start forgets the change'
+            ) from error
+
+    def is_saved(self, name: str) -> bool:
+        """Return whether the next start of the service serves what serves now."""
+        model = self.settings.models.get(name)
+        return model is not None and self._state.models.get(name) == model
 
     def read_gauges(self) -> Iterator[Reading]:
         """Yield the gauges of all models."""

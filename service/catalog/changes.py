@@ -23,10 +23,10 @@ from inferpool.service.catalog.catalog import Catalog, ModelVersion
 from inferpool.service.catalog.judging import Judge
 from inferpool.service.catalog.records import Change, Record, Steps, tell_removal, why_of
 from inferpool.service.catalog.requests import SwapOptions, read_add, read_swap
+from inferpool.service.catalog.room import Room
 from inferpool.service.catalog.watching import why_worse
 from inferpool.service.errors import (
     ConflictError,
-    InvalidInputError,
     NotSavedError,
     ServiceError,
     UnavailableError,
@@ -34,10 +34,8 @@ from inferpool.service.errors import (
     VersionRefusedError,
 )
 from inferpool.service.settings.model import ModelSettings
-from inferpool.service.settings.state import StateFile
 from inferpool.service.speed import SpeedSearch
 from inferpool.service.telemetry.metrics import Metrics
-from inferpool.workers.host.devices import DeviceError
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +56,7 @@ class Changes:
         catalog: Catalog,
         metrics: Metrics,
         speed_search: SpeedSearch | None,
-        state: StateFile,
+        room: Room,
         *,
         grace_s: float,
     ) -> None:
@@ -68,14 +66,14 @@ class Changes:
             catalog: The versions.
             metrics: Gets counters for each model.
             speed_search: Looks for faster presets meanwhile; None if nothing does.
-            state: Keeps changes for the next start.
+            room: Gives out memory while versions load.
             grace_s: How long calls may take to end when their version leaves.
         """
         self.steps = Steps(maxlen=_NUM_STEPS)
         """The latest steps of changes, the newest first."""
         self._speed_search = speed_search
         self._claims = catalog.claims
-        self._state = state
+        self._room = room
         self._catalog = catalog
         self._metrics = metrics
         self._grace_s = grace_s
@@ -158,7 +156,6 @@ class Changes:
 
     def _info(self, name: str) -> ModelInfo:
         change, pool = self._changes.get(name), self._catalog.serving.get(name)
-        settings = self._catalog.settings.models.get(name)
         self._remember_all(name)
         reasons = {each.number: each.pool.reason for each in self._catalog.versions(name)}
         return ModelInfo(
@@ -166,7 +163,7 @@ class Changes:
             version=pool.version if pool else None,
             ready=pool.is_ready if pool else False,
             change=change.what if change else "",
-            saved=pool is not None and self._state.models.get(name) == settings,
+            saved=self._catalog.is_saved(name),
             versions=[
                 record.info(reasons.get(record.number, ""))
                 for record in sorted(self._records.get(name, ()), key=lambda each: -each.number)
@@ -287,23 +284,22 @@ class Changes:
         self._metrics.add(name)
         version = None
         try:
-            version = self._load(name, model)
-            record = self._record(version, "loading")
-            record.tell()
-            await self._until_loaded(version, change)
+            async with self._room.taken(self._catalog, name, model) as configs:
+                version = self._catalog.load(name, model, configs)
+                self._record(version, "loading").tell()
+                await self._until_loaded(version, change)
             if not is_ephemeral:
-                await self._save(name, version)
+                await self._catalog.save(name, version)
         except BaseException as error:
             if version is not None:
-                record.become("refused", why_of(error))
-                await self._catalog.unload(version, 0)
+                await self._refuse(version, error)
             self._catalog.forget(name)
             raise
         self._serve(version)
 
     async def _remove(self, name: str, is_ephemeral: bool, change: Change) -> None:
         if not is_ephemeral:
-            await self._save(name, None)
+            await self._catalog.save(name, None)
         self._cancel_watch(name)
         tell_removal(name, self.steps)
         await self._catalog.remove(name, self._grace_s)
@@ -314,26 +310,30 @@ class Changes:
     ) -> None:
         await self._end_watch(name)
         old = self._catalog.version(name)
-        new = self._load(name, model)
-        record = self._record(new, "loading")
-        record.tell()
 
         def say(text: str) -> None:
             change.what = f"swap: {text}"
 
+        async with self._room.taken(self._catalog, name, model) as configs:
+            new = self._catalog.load(name, model, configs)
+            record = self._record(new, "loading")
+            record.tell()
+            try:
+                await self._until_loaded(new, change)
+            except BaseException as error:
+                await self._refuse(new, error)
+                raise
         judge = Judge(old, new, options, say)
         try:
-            await self._until_loaded(new, change)
             record.become("comparing")
             await judge.judge()
             if not options.ephemeral:
-                await self._save(name, new)
+                await self._catalog.save(name, new)
         except BaseException as error:
-            record.become("refused", why_of(error))
             record.figures = judge.figures
             if isinstance(error, VersionRefusedError) and record.figures is not None:
                 error.figures = asdict(record.figures)
-            await self._catalog.unload(new, 0)
+            await self._refuse(new, error)
             raise
         record.figures = judge.figures
         self._serve(new)
@@ -346,11 +346,9 @@ class Changes:
         else:
             await self._leave(old)
 
-    def _load(self, name: str, model: ModelSettings) -> ModelVersion:
-        try:
-            return self._catalog.load(name, model)
-        except DeviceError as error:
-            raise InvalidInputError(str(error)) from error
+    async def _refuse(self, version: ModelVersion, error: BaseException) -> None:
+        self._record(version, "loading").become("refused", why_of(error))
+        await self._catalog.unload(version, 0)
 
     async def _until_loaded(self, version: ModelVersion, change: Change) -> None:
         """Wait until all workers of a version are ready.
@@ -367,24 +365,6 @@ class Changes:
             change.what = f"{kind}: version {version.number} {pool.reason or 'starting'}"
             await self._catalog.until_changed()
         change.what = kind
-
-    async def _save(self, name: str, version: ModelVersion | None) -> None:
-        """Let the next start serve a version of a model; None removes the model.
-
-        Raises:
-            NotSavedError: It could not be written.
-        """
-        newest = self._catalog.newest(name)
-        number = newest if version is None else version.number
-        model = None if version is None else version.settings
-        try:
-            await self._state.save(name, model, version=number, newest=newest)
-        except OSError as error:
-            raise NotSavedError(
-                f"nothing was changed, since {self._state.path} could not be written: "
-                f"{error.strerror}; mend that, or name another file in state_file, or ask with "
-                '"ephemeral": true, and the next start forgets the change'
-            ) from error
 
     def _serve(self, version: ModelVersion) -> None:
         record = self._record(version, "serving")
@@ -438,7 +418,7 @@ class Changes:
         (old,) = (each for each in self._catalog.versions(name) if each is not new)
         change.version = old.number
         try:
-            await self._save(name, old)
+            await self._catalog.save(name, old)
         except NotSavedError as error:  # the better version serves in any case
             text = "%s: the next start will serve version %d again: %s"
             logger.error(text, name, new.number, error.__cause__)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from inferpool.models.spec import Placement
 from inferpool.service.checks.facts import Facts
 from inferpool.service.checks.findings import Finding, error, in_words, note, ok, warning
 from inferpool.service.checks.weights import weights_file
@@ -112,6 +113,13 @@ def check_huge_pages(facts: Facts, settings: Settings) -> Iterator[Finding]:
         )
     elif facts.huge_pages:
         yield ok("huge pages", f"transparent huge pages: {facts.huge_pages}")
+
+
+def bytes_of_worker(model: ModelSettings, placement: Placement) -> int:
+    """Return the host's memory that a worker will need at least, without what workers share."""
+    if placement.visible:
+        return _CUDA_WORKER_BYTES * placement.num_ranks
+    return WORKER_BYTES * placement.num_ranks + (_weight_bytes(model) or 0)
 
 
 def _count(facts: Facts) -> str:

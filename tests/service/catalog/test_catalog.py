@@ -8,6 +8,7 @@ import pytest
 
 from inferpool.service.api.predict import Predict
 from inferpool.service.catalog.catalog import Catalog, ModelVersion
+from inferpool.service.catalog.room import Room
 from inferpool.service.settings.model import ModelSettings
 from inferpool.service.settings.settings import Settings
 from inferpool.service.settings.state import StateFile
@@ -18,6 +19,7 @@ from tests.fakes import FakeEngine, FakeWorker, ref_to
 from tests.service.api.fakes import as_app
 from tests.service.pools import SilentAnnouncer, until
 
+ROOM = Room(lambda model, placement: 1, lambda: 1 << 40)
 ECHO = ModelSettings(source="echo", replicas=1)
 
 

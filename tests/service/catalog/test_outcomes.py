@@ -13,7 +13,7 @@ from inferpool.service.api.routes.models import models_router
 from inferpool.service.catalog.changes import Changes
 from inferpool.workers.arena import Arena
 from inferpool.workers.errors import WorkerStartError
-from tests.service.catalog.test_catalog import Kept
+from tests.service.catalog.test_catalog import ROOM, Kept
 from tests.service.pools import until
 
 ASYNC = {"prefer": "respond-async"}
@@ -24,7 +24,7 @@ class Asked:
 
     def __init__(self, arena: Arena) -> None:
         self.kept = kept = Kept(arena)
-        self.changes = Changes(kept.catalog, kept.metrics, None, kept.state, grace_s=5)
+        self.changes = Changes(kept.catalog, kept.metrics, None, ROOM, grace_s=5)
         app = FastAPI()
         install_error_handlers(app)
         app.include_router(models_router(self.changes))

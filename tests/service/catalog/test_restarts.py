@@ -10,7 +10,7 @@ from inferpool.service.catalog.changes import Changes
 from inferpool.service.errors import NotSavedError
 from inferpool.service.settings.state import StateFile
 from inferpool.workers.arena import Arena
-from tests.service.catalog.test_catalog import ECHO, Kept, answering
+from tests.service.catalog.test_catalog import ECHO, ROOM, Kept, answering
 from tests.service.pools import until
 
 FORCED = {"policy": "force", "rollback_s": 0}
@@ -24,7 +24,7 @@ class Life:
         self.state.read()
         self.kept = kept = Kept(arena, self.state)
         self.catalog = kept.catalog
-        self.changes = Changes(kept.catalog, kept.metrics, None, self.state, grace_s=5)
+        self.changes = Changes(kept.catalog, kept.metrics, None, ROOM, grace_s=5)
         answering(kept)
 
     async def swap(self, **request: object) -> None:
