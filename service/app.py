@@ -293,8 +293,9 @@ def _serve(
             served.sort(key=lambda name: name != settings.default_model)
             lines = [try_or_ask(url, service.pools[name], settings) for name in served]
             console.serving(url, served, lines, service.loading())
-        while service.loading():
+        while True:  # models come and go later too
             await service.until_changed()
+            served = [name for name in served if name in service.pools]
             for name, pool in service.pools.items():
                 if pool.is_ready and name not in served:
                     served.append(name)

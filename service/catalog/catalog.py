@@ -13,7 +13,7 @@ from itertools import count
 
 from inferpool.service.api.predict import path_of
 from inferpool.service.catalog.claims import Claims
-from inferpool.service.catalog.plans import plan_all, plan_model, with_model
+from inferpool.service.catalog.plans import placement_text, plan_all, plan_model, with_model
 from inferpool.service.errors import NotSavedError
 from inferpool.service.queue.admission import Admission
 from inferpool.service.queue.dispatcher import Dispatcher
@@ -29,7 +29,7 @@ from inferpool.service.telemetry.metrics import Metrics, ModelMetrics, Reading
 from inferpool.workers.arena import Arena
 from inferpool.workers.config import WorkerConfig
 from inferpool.workers.host.devices import Host
-from inferpool.workers.host.engine import Engine
+from inferpool.workers.host.engine import Engine, WorkerId
 from inferpool.workers.host.supervisor import RestartPolicy
 
 
@@ -155,6 +155,11 @@ class Catalog:
         """
         configs = configs or self.plan(name, model)
         version = self._make(name, model, configs, self.newest(name) + 1)
+        ids = [
+            WorkerId(model=name, slot=slot, version=version.number) for slot in range(len(configs))
+        ]
+        texts = [placement_text(config.placement) for config in configs]
+        self._announcer.planned([(id.worker, text) for id, text in zip(ids, texts, strict=True)])
         version.pool.start()
         return version
 
@@ -240,6 +245,7 @@ class Catalog:
         await pool.stop(grace_s)
         self.pools = {number: each for number, each in self.pools.items() if each is not pool}
         self._metrics.fold(version.metrics)
+        self._announcer.left([slot.id.worker for slot in pool.slots])
 
     async def save(self, name: str, version: ModelVersion | None) -> None:
         """Let the next start of the service serve this version; None removes the model.

@@ -51,6 +51,12 @@ class EndedIncarnation:
 class Announcer(Protocol):
     """The console, as a pool sees it."""
 
+    def planned(self, plan: Sequence[tuple[str, str]]) -> None:
+        """Note each worker that comes, and its placement."""
+
+    def left(self, workers: Sequence[str]) -> None:
+        """Forget workers that will not come back."""
+
     def progress(self, worker: str, stage: str) -> None:
         """Show what a worker that loads is doing now."""
 

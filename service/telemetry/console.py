@@ -72,6 +72,18 @@ class Console:
         }
         self._print(Text("inferpool", style="bold"), *_aligned(facts), Text(""))
 
+    def planned(self, plan: Sequence[tuple[str, str]]) -> None:
+        """Note where workers that come later run; see `started`."""
+        self._placements.update(plan)
+
+    def left(self, workers: Sequence[str]) -> None:
+        """Forget workers that will not come back."""
+        for worker in workers:
+            self._placements.pop(worker, None)
+            self._stages.pop(worker, None)
+            self._failures.pop(worker, None)
+            self._known.discard(worker)
+
     def progress(self, worker: str, stage: str) -> None:
         """Show what a worker that loads is doing now."""
         if self._stages.get(worker) == stage:

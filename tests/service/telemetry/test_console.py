@@ -35,6 +35,16 @@ def shown(stream: io.StringIO, format="auto", is_colored=True) -> str:
     return stream.getvalue()
 
 
+def test_workers_that_come_later_are_shown_with_their_placement_until_they_leave(caplog):
+    console = Console(None)
+    caplog.set_level("INFO")
+    console.planned([("m/2/0", "cuda:1")])
+    console.ready("m/2/0", 1.0)
+    assert "m/2/0 on cuda:1: ready in 1.0 s" in caplog.text
+    console.left(["m/2/0"])
+    assert (console._placements, console._known) == ({}, set())
+
+
 def test_a_terminal_gets_lines_for_people():
     text = shown(FakeTerminal(), is_colored=False)
     text = re.sub(r"\x1b\[\d*m", "", text)
