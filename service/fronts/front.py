@@ -151,8 +151,10 @@ class Front:
     def _count(self, command: CountRequest) -> None:
         logging.getLogger().setLevel(command.log_level)
         calls, durations, exemplars = [], [], []
-        for label, metrics in self._metrics.items():
+        for label, metrics in list(self._metrics.items()):
             if not metrics.requests:
+                if label not in self._front_side.models:
+                    del self._metrics[label]  # of a model that was removed, and nothing calls
                 continue
             calls += [(label, status, num) for status, num in metrics.requests.items()]
             metrics.requests.clear()
