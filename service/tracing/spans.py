@@ -162,6 +162,7 @@ def _server_attributes(ended: Ended, scheme: str) -> dict[str, str | int]:
         found |= _address_of(host.decode("latin-1"))
     if call.entry is not None:
         found["inferpool.model"] = call.entry.name
+        found["inferpool.model_version"] = call.entry.version
         found["inferpool.priority"] = call.ref.priority
         found["inferpool.num_instances"] = call.num_instances
     if call.ref.deadline:

@@ -171,6 +171,7 @@ def test_the_span_of_a_call_follows_the_conventions_for_http(traced: TracedServi
         "inferpool.outcome": "succeeded",
         "inferpool.model": "m",
         "inferpool.priority": 5,
+        "inferpool.model_version": 1,
         "inferpool.num_instances": 1,
         "inferpool.timeout_ms": 30_000,
     }
