@@ -75,6 +75,10 @@ class Predict:
         if path is None:
             return UnknownModelError(f"no model is the default; name one in the path: {names}")
         name, _, version = path.partition(_VERSIONS)
+        if name == self.default and name not in self.models and is_unnamed(call):
+            return UnknownModelError(
+                f"the default model {name!r} is not served now; name one in the path: {names}"
+            )
         if version and name in self.models:
             prefix = name + _VERSIONS
             there = [each for each in self.models if each.startswith(prefix)]
@@ -96,6 +100,11 @@ class Predict:
 def path_of(name: str, version: int) -> str:
     """Return the rest of the path of a version of a model."""
     return f"{name}{_VERSIONS}{version}"
+
+
+def is_unnamed(call: Call) -> bool:
+    """Return whether a call leaves the choice of the model to the service."""
+    return len(call.path) <= len(PREFIX) + 1
 
 
 def is_predict(path: str) -> bool:

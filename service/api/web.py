@@ -158,13 +158,21 @@ class App(FastAPI):
     def openapi(self) -> dict[str, object]:
         """Make the OpenAPI document, `/predict` first."""
         self.openapi_schema = None
+        models, default = self._served()
         return complete(
             super().openapi(),
             frozenset() if self._guard is None else self._guard.restricted,
-            models=None if self.predict is None else self.predict.names,
-            default=None if self.predict is None else self.predict.default,
+            models=models,
+            default=default,
             examples=self.examples(),
         )
+
+    def _served(self) -> tuple[list[str] | None, str | None]:
+        """Return the models that are served, and the default one unless it was removed."""
+        if self.predict is None:
+            return None, None
+        names, default = self.predict.names, self.predict.default
+        return names, default if default in names or not names else None
 
     async def _show_document(self, request: Request) -> Response:
         document = self._current_document(request.scope.get("root_path", "").rstrip("/"))
@@ -178,9 +186,7 @@ class App(FastAPI):
 
         Making it takes the event loop 30 ms, and no key is needed to ask for it.
         """
-        predict = self.predict
-        models = None if predict is None else (predict.names, predict.default)
-        origin = (root, models, dict(self.examples()))
+        origin = (root, self._served(), dict(self.examples()))
         if self._document is None or self._document.origin != origin:
             schema = self.openapi()
             if root:  # like FastAPI for an application that is mounted

@@ -7,6 +7,7 @@ import httpx
 import pytest
 
 from inferpool.service.api.predict import Predict
+from inferpool.service.api.web import App
 from inferpool.service.catalog.catalog import Catalog, ModelVersion
 from inferpool.service.catalog.room import Room
 from inferpool.service.settings.model import ModelSettings
@@ -171,6 +172,25 @@ async def test_a_model_that_is_removed_answers_what_it_has_and_may_come_again(ke
     kept.metrics.add("m")
     again = await kept.ready()
     assert again.number == 2
+
+
+async def test_a_call_for_the_default_model_that_was_removed_is_told_to_name_one(keep):
+    kept = keep()
+    kept.metrics.add("n")
+    await until(lambda: kept.catalog.serving["m"].is_ready)
+    kept.catalog.serve(await kept.ready("n"))
+    await kept.catalog.remove("m", 1)
+    predict = Predict(kept.catalog.entries, default="m")
+    for path, said in (
+        ("/predict", "the default model 'm' is not served now; name one in the path: n"),
+        ("/predict/m", "no model is called 'm'; there are: n"),
+    ):
+        assert said in (await asked(predict, path)).json()["detail"]
+    app = App(version="1", routers=[], guard=None)
+    app.predict = predict
+    assert "/predict" not in app.openapi()["paths"]
+    app.predict = Predict(kept.catalog.entries, default="n")
+    assert "/predict" in app.openapi()["paths"]
 
 
 async def test_a_call_whose_version_goes_while_its_body_comes_is_for_the_one_that_serves(keep):
