@@ -13,7 +13,7 @@ from inferpool.service.speed import SpeedSearch
 from inferpool.workers.arena import Arena
 from inferpool.workers.beside.searching import search
 from inferpool.workers.errors import WorkerStartError
-from tests.service.catalog.test_catalog import Kept, answering
+from tests.service.catalog.test_catalog import ROOM, Kept, answering
 from tests.service.pools import until
 
 
@@ -24,7 +24,7 @@ class Changing:
         self.kept = kept = Kept(arena)
         self.catalog = catalog = kept.catalog
         self.speed_search = SpeedSearch(search, grace_s=1)
-        self.changes = Changes(catalog, kept.metrics, self.speed_search, kept.state, grace_s=5)
+        self.changes = Changes(catalog, kept.metrics, self.speed_search, ROOM, grace_s=5)
         self.operations = Operations(
             catalog.serving,
             catalog.claims,
