@@ -233,7 +233,7 @@ class Changes:
         del self._changes[name]
         self._claims.give_back(name)
         self._remember(name, change.info())
-        if self._speed_search is not None and name in self._catalog.serving:
+        if self._speed_search and name in self._catalog.serving and not self._is_ending:
             self._speed_search.add(self._catalog.serving[name])
 
     async def _run(
@@ -381,9 +381,11 @@ class Changes:
         record = self._record(version, "serving")
         if record.state != "rolled_back":
             record.become("leaving")
-        await self._catalog.unload(version, self._grace_s)
-        if record.state != "rolled_back":
-            record.become("gone")
+        try:
+            await self._catalog.unload(version, self._grace_s)
+        finally:  # it goes on to leave if this is cancelled
+            if record.state != "rolled_back":
+                record.become("gone")
 
     async def _end_watch(self, name: str) -> None:
         """Stop looking at a version that serves, and let the kept ones leave."""
