@@ -44,7 +44,7 @@ def _take(
     page.add_init_script(scenario.script())
     page.goto(url)
     page.wait_for_selector("body:not([data-link=connecting])")
-    if scenario.status == 200:
+    if scenario.status == 200 and scenario.events[0].models:
         page.wait_for_selector(".main-svg", state="attached")
     if path.name.startswith(("busy", "overloaded")):
         page.set_input_files("#file", PHOTO)
