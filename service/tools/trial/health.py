@@ -58,7 +58,7 @@ class SpeedSearchState(msgspec.Struct):
     text: str = ""
 
 
-class VersionSeen(msgspec.Struct):
+class LoadedVersion(msgspec.Struct):
     """One version of a model."""
 
     number: int
@@ -78,7 +78,7 @@ class ModelState(msgspec.Struct):
     """The version that serves."""
     change: str = ""
     """The change that goes on."""
-    versions: list[VersionSeen] = []
+    versions: list[LoadedVersion] = []
     """The newest first."""
     inputs: list[TensorSpec] = []
     example: object = None
