@@ -286,6 +286,9 @@ def _serve(
         )
 
     async def announce() -> None:
+        if not service.pools:  # they come later
+            await service.fronts.until_up()
+            logger.info("no model is served yet at %s", url)
         await service.until_settled()
         await service.fronts.until_up()
         served = [name for name, pool in service.pools.items() if pool.is_ready]

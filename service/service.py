@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from inferpool.service.api.routes.events import HostState
@@ -24,6 +25,7 @@ from inferpool.service.settings.state import StateFile
 from inferpool.service.speed import SpeedCache, SpeedSearch
 from inferpool.service.telemetry.console import Console
 from inferpool.service.telemetry.metrics import Metrics, Reading, gpu_gauges
+from inferpool.service.watched.model_folder import ModelFolder
 from inferpool.workers.arena import Arena
 from inferpool.workers.beside.searching import search
 from inferpool.workers.host.devices import Host
@@ -116,6 +118,7 @@ class Service:
             Room(bytes_of_worker),
             grace_s=settings.drain_timeout_s,
         )
+        self._watching: asyncio.Task[None] | None = None
         self._settled = asyncio.Event()
         self._changed = asyncio.Event()
         self._lost = asyncio.Event()
@@ -154,6 +157,11 @@ class Service:
         self.catalog.start(engine, self.arena)
         self._gpu_watch.start()
         self.live.start()
+        if self.settings.watch is not None:
+            folder = ModelFolder(
+                Path(self.settings.watch), self.changes, self.settings.watch_policy
+            )
+            self._watching = asyncio.create_task(folder.run(), name="watch the folder of models")
         if self.settings.speed_search:
             for pool in self.pools.values():
                 self._speed_search.add(pool)
@@ -189,6 +197,9 @@ class Service:
         self._gpu_watch.stop()
         await self.live.stop()
         await self.operations.stop()
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
         await self.changes.stop()
         await self._speed_search.stop()
         await self.drain()

@@ -95,6 +95,11 @@ class Changes:
             self._check_known(name)
         return self._info(name)
 
+    @property
+    def served(self) -> frozenset[str]:
+        """The names of the models that are served."""
+        return frozenset(self._catalog.serving)
+
     def begin_add(self, settings: Mapping[str, object]) -> str:
         """See `ModelsTarget`."""
         name, model, is_ephemeral = read_add(settings)

@@ -44,8 +44,8 @@ _GROUPS: Mapping[str, str] = {
         "trace_headers trace_certificate"
     ),
     "This machine": (
-        "cache_dir state_file speed_search cuda_visible_devices cuda_device_order "
-        "cuda_mps_pipe_directory"
+        "cache_dir state_file watch watch_policy speed_search "
+        "cuda_visible_devices cuda_device_order cuda_mps_pipe_directory"
     ),
 }
 _MODEL_GROUPS: Mapping[str, str] = {

@@ -18,6 +18,7 @@ _SETTINGS_FLAGS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "config": ("PATH", "a TOML file of settings"),
         "host": ("ADDRESS", "address to listen on (default: 127.0.0.1)"),
         "port": ("N", "TCP port to listen on (default: 8000)"),
+        "watch": ("FOLDER", "serve the models in a folder as they come and go"),
         "front-ends": ("N", 'processes that take requests (default: "auto")'),
     },
     "access": {

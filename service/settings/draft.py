@@ -242,7 +242,8 @@ class Draft:
 
     def add_flags(self, flags: Mapping[str, str]) -> None:
         """Add the command line flags. A flag for models applies to each model."""
-        self._add_default_model()
+        if "watch" not in flags:
+            self._add_default_model()
         for field, flag in FLAGS.items():
             if field not in flags:
                 continue
@@ -259,7 +260,7 @@ class Draft:
                     self._set(("models", name, field), value, origin)
 
     def _add_default_model(self) -> None:
-        if not self._models:
+        if not self._models and self._values.get(("watch",)) is None:
             self._models[slug(DEFAULT_SOURCE)] = "default"
             self._set(("models", slug(DEFAULT_SOURCE), "source"), DEFAULT_SOURCE, "default")
 
@@ -273,10 +274,11 @@ class Draft:
             else:
                 hint = source_hint(name, [other for other in self._models if other != name])
                 self._problems.append(f"{place}: the model {shown(name)} has no source; {hint}")
-        self._values.setdefault(("default_model",), next(iter(self._models)))
+        self._values.setdefault(("default_model",), next(iter(self._models), ""))
         self._part_endpoint()
         chosen = self._values["default_model",]
-        if isinstance(chosen, str) and chosen not in self._models:
+        is_watching = self._values.get(("watch",)) is not None  # for models that are to come
+        if isinstance(chosen, str) and chosen not in self._models and not is_watching:
             hint = did_you_mean(chosen, list(self._models))
             self._problems.append(
                 f"{self._place(('default_model',))}: {shown(chosen)} is not one of the models; "

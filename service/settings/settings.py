@@ -147,6 +147,11 @@ class Settings(SettingsTable):
     """The file that keeps what is changed of models at run time, for the next start; `none` keeps
     nothing. `auto`: beside the file of settings, as `inferpool.state.json`; none without such a
     file, or if MODEL is given."""
+    watch: str | None = None
+    """A folder of models to serve as they come and go: one subfolder for each, with a numbered one
+    for each version, of which the highest serves."""
+    watch_policy: Literal["verified", "shadow", "canary", "force"] = "verified"
+    """How a later version in that folder is judged before it serves; see `/admin/models`."""
     speed_search: bool = True
     """Search for faster presets and decoders while workers serve, in a process at low priority,
     and change over to what it finds; for models with `speed` at `auto`, on CPUs. Otherwise workers

@@ -60,6 +60,8 @@ HOST = {
     "keep_alive_s": 18.0,
     "cache_dir": "/var/cache/inferpool",
     "state_file": "/var/lib/inferpool/state.json",
+    "watch": "models",
+    "watch_policy": "force",
     "speed_search": False,
     "cuda_visible_devices": "1",
     "cuda_device_order": "PCI_BUS_ID",

@@ -1,0 +1,1 @@
+"""A folder of models that are served as they come and go."""

@@ -1,0 +1,110 @@
+"""Finds the versions of models in a folder, and what each is."""
+
+import os
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from inferpool.service.settings.model import MODEL_NAME
+from inferpool.service.settings.sources import MODEL_FILE_SUFFIXES
+
+SETTINGS_FILE = "model.toml"
+_WEIGHT_SUFFIXES = (".pth", ".safetensors", ".pt")
+_MAX_FILES = 10_000
+"""Files of a version that are looked at."""
+
+Signature = tuple[tuple[str, int, int], ...]
+"""The files of a version: path, size and time of the last change."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundVersion:
+    """The highest version of a model in the folder."""
+
+    number: int
+    folder: Path
+    files: Signature
+
+
+def read_version(folder: Path) -> dict[str, Any]:
+    """Return the settings of the model in the folder of a version.
+
+    They are those in `model.toml` of the model's folder, then of the version's own. The files say
+    the rest: one file of torch's is the source, or the weights if the source is given.
+
+    Raises:
+        ValueError: It cannot be told what to serve; says why.
+        OSError: A file cannot be read.
+    """
+    settings: dict[str, Any] = {}
+    for place in (folder.parent, folder):
+        file = place / SETTINGS_FILE
+        try:
+            settings |= tomllib.loads(file.read_text())
+        except FileNotFoundError:
+            continue
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}") from error
+    if "source" not in settings and (folder / "config.json").is_file():
+        settings["source"] = f"encoder:{folder}"
+    key = "weights" if "source" in settings else "source"
+    if key in settings or str(settings.get("source")).startswith("encoder:"):
+        return settings
+    suffixes = _WEIGHT_SUFFIXES if key == "weights" else MODEL_FILE_SUFFIXES
+    files = [each for each in sorted(folder.iterdir()) if each.suffix in suffixes]
+    if len(files) == 1:
+        settings[key] = str(files[0])
+    elif files or key == "source":
+        names = ", ".join(each.name for each in files) or "none"
+        raise ValueError(
+            f"one {', '.join(suffixes)} file is wanted, and there are: {names}; or name the {key} "
+            f"in {SETTINGS_FILE}"
+        )
+    return settings
+
+
+def find_versions(folder: Path) -> dict[str, FoundVersion]:
+    """Return the highest version of each model that has one.
+
+    Raises:
+        OSError: The folder cannot be read.
+    """
+    found = {}
+    for model in sorted(folder.iterdir()):
+        if not MODEL_NAME.fullmatch(model.name) or not model.is_dir():
+            continue
+        try:
+            numbered = {int(each.name): each for each in model.iterdir() if _is_version(each)}
+            for number in sorted(numbered, reverse=True):
+                if files := _files_of(numbered[number]):
+                    found[model.name] = FoundVersion(
+                        number=number, folder=numbered[number].absolute(), files=files
+                    )
+                    break
+        except OSError:
+            continue  # it changes while it is read
+    return found
+
+
+def _is_version(folder: Path) -> bool:
+    return folder.name.isascii() and folder.name.isdecimal() and folder.is_dir()
+
+
+def _files_of(version: Path) -> Signature:
+    """Return the files of a version, and those of the model's settings; none if it has none."""
+    files = []
+    for place, _, names in os.walk(version):
+        for name in names:
+            path = Path(place, name)
+            stat = path.stat()
+            files.append((str(path.relative_to(version)), stat.st_size, stat.st_mtime_ns))
+            if len(files) > _MAX_FILES:
+                raise OSError("too many files")
+    if not files:  # the first may be on its way
+        return ()
+    settings = version.parent / SETTINGS_FILE
+    if settings.is_file():
+        stat = settings.stat()
+        files.append((f"../{SETTINGS_FILE}", stat.st_size, stat.st_mtime_ns))
+    return tuple(sorted(files))
