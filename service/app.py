@@ -29,6 +29,7 @@ from inferpool.service.api.wire.listening import (
 )
 from inferpool.service.api.wire.protocol import PredictProtocol
 from inferpool.service.api.wire.server import Server
+from inferpool.service.catalog.requests import request_schemas
 from inferpool.service.checks.quick import check_quickly
 from inferpool.service.endpoint import (
     make_cors,
@@ -209,6 +210,7 @@ def make_app(service: Service, predict: Predict, guard: Guard) -> App:
     )
     app.predict = predict
     app.examples = service.examples
+    app.bodies = request_schemas
     return app
 
 

@@ -97,6 +97,8 @@ class App(FastAPI):
         self.predict: Predict | None = None
         self.examples: Callable[[], Mapping[str, object]] = dict
         """Returns an instance for each model that shows one."""
+        self.bodies: Callable[[], Mapping[str, object]] = dict
+        """Returns the schemas of the bodies that routes read by themselves, by operation."""
         self.tracing: Tracing | None = None
         """Traces calls to the other routes, but only those with a `traceparent`: not probes."""
         self._guard = guard
@@ -165,6 +167,7 @@ class App(FastAPI):
             models=models,
             default=default,
             examples=self.examples(),
+            bodies=self.bodies(),
         )
 
     def _served(self) -> tuple[list[str] | None, str | None]:

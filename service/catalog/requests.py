@@ -86,6 +86,44 @@ def read_add(request: Mapping[str, object]) -> tuple[str, ModelSettings, bool]:
         raise _invalid(error) from error
 
 
+def request_schemas() -> Mapping[str, object]:
+    """Return the JSON schemas of what `read_add` and `read_swap` take, by the operation's id."""
+    settings = _properties_of(ModelSettings)
+    as_it_was = {
+        name: {key: value for key, value in each.items() if key != "default"}
+        for name, each in settings.items()
+    }
+    judged = _properties_of(SwapOptions)
+    name = {
+        "type": "string",
+        "pattern": f"^{MODEL_NAME.pattern}$",
+        "description": "The name of the model.",
+    }
+    return {
+        "add_model": {
+            "type": "object",
+            "description": "Without `source`, the name is the source.",
+            "required": ["name"],
+            "properties": {"name": name, **settings, "ephemeral": judged["ephemeral"]},
+            "additionalProperties": False,
+        },
+        "swap_model": {
+            "type": "object",
+            "description": "Settings that are not there stay as they are.",
+            "properties": {**as_it_was, **judged},
+            "additionalProperties": False,
+        },
+    }
+
+
+def _properties_of(table: type[SettingsTable]) -> dict[str, dict[str, object]]:
+    properties: dict[str, dict[str, object]] = table.model_json_schema()["properties"]
+    for each in properties.values():
+        each["description"] = " ".join(str(each["description"]).split())
+        del each["title"]
+    return properties
+
+
 def _invalid(error: ValidationError) -> InvalidInputError:
     found = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
     return InvalidInputError("; ".join(found))

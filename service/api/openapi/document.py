@@ -55,11 +55,13 @@ def complete(
     models: Sequence[str] | None,
     default: str | None,
     examples: Mapping[str, object] | None = None,
+    bodies: Mapping[str, object] | None = None,
 ) -> dict[str, Any]:
     """Complete FastAPI's document of its routes, in place, and return it.
 
     `restricted` are the kinds of calls that need a key; `models` is None if there is no `/predict`.
-    `examples` has an instance of each model that shows one.
+    `examples` has an instance of each model that shows one, `bodies` the schema of the body of each
+    operation that reads it by itself.
     """
     paths: dict[str, Any] = schema["paths"]
     answers = EXAMPLES["answers"]
@@ -68,6 +70,8 @@ def complete(
         for operation in operations.values():
             example = answers.get(operation["operationId"])
             _complete_operation(operation, path, example)
+            if bodies and (body := bodies.get(operation["operationId"])):
+                operation["requestBody"] = _body(body, operation["operationId"])
     components = schema.setdefault("components", {})
     schemas = components.setdefault("schemas", {})
     for name in _VALIDATION:
@@ -137,6 +141,11 @@ def _complete_operation(operation: dict[str, Any], path: str, example: object) -
             if example is not None:
                 media["example"] = example
     operation["responses"] = answers | refer_to(errors)
+
+
+def _body(schema: object, operation: str) -> Json:
+    content = {"schema": schema, "example": EXAMPLES["bodies"][operation]}
+    return {"required": True, "content": {"application/json": content}}
 
 
 def _drop_unused(schema: dict[str, Any]) -> None:

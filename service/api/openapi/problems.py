@@ -44,6 +44,8 @@ _DETAILS: Mapping[str, str] = {
     "worker_crashed": "2 workers died while they computed this input (the last: killed by SIGSEGV)",
     "restart_failed": "resnet/0 was not replaced, and serves on as it was: module 'nets' fails "
     "on import: SyntaxError: '(' was never closed (nets.py:12)",
+    "not_saved": '/srv/inferpool.state.json: No space left on device; with "ephemeral": true, the '
+    "next start forgets the change",
     "internal_error": INTERNAL_MESSAGE,
     "unavailable": "no worker is ready (starting: loading weights)",
     "given_up": "no worker of resnet can be started (there is no file weights.pth)",
@@ -57,7 +59,14 @@ _ADDED_HEADERS: Mapping[int, str] = {
     429: "Retry-After",
     503: "Retry-After",
 }
-_ADMIN_CODES = ("forbidden", "not_found", "conflict", "restart_failed", "version_refused")
+_ADMIN_CODES = (
+    "forbidden",
+    "not_found",
+    "conflict",
+    "restart_failed",
+    "version_refused",
+    "not_saved",
+)
 _MEDIA_TYPE = PROBLEM_TYPE.decode()
 _REQUEST_ID = "order-1234"
 _ERRORS: Mapping[str, type[ServiceError]] = {
@@ -77,7 +86,7 @@ for _schema in SCHEMAS.values():
 
 COMMON_STATUSES = (400, 414, 431, 500, 503)
 """Statuses that any route may answer: its calls are read, and connections taken, in one way."""
-PREDICT_STATUSES = tuple(sorted({TABLE[each].status for each in _ERRORS.values()} - {409}))
+PREDICT_STATUSES = tuple(sorted({TABLE[each].status for each in _ERRORS.values()} - {409, 507}))
 """Error statuses of `/predict`."""
 
 

@@ -27,6 +27,7 @@ _Responses = dict[int | str, dict[str, Any]]
 _NO_MODEL: _Responses = {404: {"description": "No such model."}}
 _BUSY: _Responses = {409: {"description": "The model is being changed already."}}
 _UNFIT: _Responses = {422: {"description": "The settings cannot be used, or it was refused."}}
+_UNSAVED: _Responses = {507: {"description": "The change cannot be kept for the next start."}}
 _GOING_ON: _Responses = {
     202: {"description": "It was asked for with `Prefer: respond-async`; `Location` says how."}
 }
@@ -173,7 +174,7 @@ def models_router(target: ModelsTarget) -> APIRouter:
         """The version that serves, what is being changed, and what became of earlier versions."""
         return ModelList(models=target.list_models())
 
-    @router.post("", summary="Load one more model", responses=_BUSY | _UNFIT | _GOING_ON)
+    @router.post("", summary="Load one more model", responses=_BUSY | _UNFIT | _UNSAVED | _GOING_ON)
     async def add_model(request: Request, response: Response) -> ModelInfo:
         """The body is a JSON object: `name`, and the settings of `[models.NAME]` in the file."""
         name = target.begin_add(await _body_of(request))
@@ -189,7 +190,7 @@ def models_router(target: ModelsTarget) -> APIRouter:
         "/{model}",
         status_code=204,
         summary="Serve a model no longer",
-        responses=_NO_MODEL | _BUSY | _GOING_ON,
+        responses=_NO_MODEL | _BUSY | _UNSAVED | _GOING_ON,
     )
     async def remove_model(request: Request, model: str, ephemeral: bool = False) -> Response:
         """New calls get 404. The answer comes once what it had accepted is answered.
@@ -216,7 +217,7 @@ def models_router(target: ModelsTarget) -> APIRouter:
     @router.post(
         "/{model}/versions",
         summary="Load another version of a model, which takes over if it is good enough",
-        responses=_NO_MODEL | _BUSY | _UNFIT | _GOING_ON,
+        responses=_NO_MODEL | _BUSY | _UNFIT | _UNSAVED | _GOING_ON,
     )
     async def swap_model(request: Request, response: Response, model: str) -> ModelInfo:
         """The body is a JSON object: settings of `[models.NAME]` that change, and the policy."""
@@ -227,7 +228,7 @@ def models_router(target: ModelsTarget) -> APIRouter:
     @router.post(
         "/{model}/rollback",
         summary="Let the version that served before serve again",
-        responses=_NO_MODEL | _BUSY | _GOING_ON,
+        responses=_NO_MODEL | _BUSY | _UNSAVED | _GOING_ON,
     )
     async def rollback_model(request: Request, response: Response, model: str) -> ModelInfo:
         """At once if it is still loaded (see `rollback_s`); else it is loaded first."""

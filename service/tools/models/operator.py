@@ -63,7 +63,7 @@ class FiguresSeen(msgspec.Struct, frozen=True, kw_only=True):
     accuracy_before: float | None = None
 
 
-class VersionSeen(msgspec.Struct, frozen=True, kw_only=True):
+class LoadedVersion(msgspec.Struct, frozen=True, kw_only=True):
     """One version of a model."""
 
     number: int
@@ -93,10 +93,10 @@ class ModelSeen(msgspec.Struct, frozen=True, kw_only=True):
     version: int | None
     ready: bool
     change: str = ""
-    versions: Sequence[VersionSeen] = ()
+    versions: Sequence[LoadedVersion] = ()
     changes: Sequence[ChangeSeen] = ()
 
-    def numbered(self, number: int | None) -> VersionSeen | None:
+    def numbered(self, number: int | None) -> LoadedVersion | None:
         """Return a version by its number."""
         return next((each for each in self.versions if each.number == number), None)
 
@@ -107,7 +107,7 @@ class ModelsSeen(msgspec.Struct, frozen=True, kw_only=True):
     models: Sequence[ModelSeen]
 
 
-class Operator:
+class AdminConnection:
     """Connection of an operator to one service."""
 
     def __init__(

@@ -21,10 +21,10 @@ from inferpool.service.settings.model import ModelSettings
 from inferpool.service.settings.names import FlagError
 from inferpool.service.settings.problems import expected, shown, unknown
 from inferpool.service.tools.models.operator import (
+    AdminConnection,
     ChangeSeen,
     ModelSeen,
     ModelsSeen,
-    Operator,
     OperatorError,
     UnknownNameError,
     UnreachedError,
@@ -58,14 +58,14 @@ def run(args: Namespace) -> int:
     """
     body = body_of(args)
     url, key = url_of(args.url), key_of(args.key_file, os.environ, KEY_VARIABLE)
-    operator = Operator(url, key, _tls_context(args))
+    operator = AdminConnection(url, key, _tls_context(args))
     try:
         return operate(operator, args, body)
     finally:
         operator.close()
 
 
-def operate(operator: Operator, args: Namespace, body: Mapping[str, object]) -> int:
+def operate(operator: AdminConnection, args: Namespace, body: Mapping[str, object]) -> int:
     """Ask for something, and show what came of it; return the exit status.
 
     Raises:
@@ -83,7 +83,7 @@ def operate(operator: Operator, args: Namespace, body: Mapping[str, object]) -> 
         return _FAILED
 
 
-def _ask(operator: Operator, args: Namespace, body: Mapping[str, object]) -> int:
+def _ask(operator: AdminConnection, args: Namespace, body: Mapping[str, object]) -> int:
     match args.what:
         case "list":
             answer = operator.ask("GET")
@@ -102,7 +102,7 @@ def _ask(operator: Operator, args: Namespace, body: Mapping[str, object]) -> int
     return _follow(operator, args, answer)
 
 
-def _follow(operator: Operator, args: Namespace, answer: bytes) -> int:
+def _follow(operator: AdminConnection, args: Namespace, answer: bytes) -> int:
     """Show how a change goes on, and how it ends; return the exit status."""
     model = operator.read(answer, ModelSeen)
     if not model.changes:
@@ -136,7 +136,7 @@ def _follow(operator: Operator, args: Namespace, answer: bytes) -> int:
     return 0
 
 
-def _look(operator: Operator, args: Namespace) -> bytes:
+def _look(operator: AdminConnection, args: Namespace) -> bytes:
     """Return how a model is while it is changed; nothing if it is removed.
 
     Raises:

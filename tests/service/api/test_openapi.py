@@ -19,24 +19,29 @@ from inferpool.service.api.routes.admin import admin_router
 from inferpool.service.api.routes.events import events_router
 from inferpool.service.api.routes.health import health_router
 from inferpool.service.api.routes.metrics import metrics_router
+from inferpool.service.api.routes.models import models_router
 from inferpool.service.api.trace import request_id_of, trace_of
 from inferpool.service.api.web import App
+from inferpool.service.catalog.requests import SwapOptions, request_schemas
 from inferpool.service.errors import CancelledByClientError
 from inferpool.service.settings.keys import read_keys
+from inferpool.service.settings.model import ModelSettings
 from tests.service.api.fakes import FakeModel, call, endpoint
 
 JSON = "application/json"
 KEY = "a-key-of-sixteen-characters"
-PREDICT_STATUSES = {kind.status for kind in TABLE.values()} - {409, 499}
+PREDICT_STATUSES = {kind.status for kind in TABLE.values()} - {409, 499, 507}
 
 
 def make_app(*, with_keys: bool = True, with_admin: bool = True) -> App:
     keys = read_keys(KEY)
     guard = Guard(predict=keys, metrics=keys, admin=keys) if with_keys else Guard()
-    makers = [health_router, metrics_router, events_router, *([admin_router] * with_admin)]
+    makers = [health_router, metrics_router, events_router]
+    makers += [admin_router, models_router] * with_admin
     routers = [make(None) for make in makers]  # type: ignore[operator]  # nobody asks them
     app = App(version="1.2.3", routers=routers, guard=guard)
     app.predict = endpoint(FakeModel())
+    app.bodies = request_schemas
     return app
 
 
@@ -95,7 +100,7 @@ def test_every_error_that_predict_can_give_is_documented(document: Any) -> None:
         ]
     }
     seen = {error.code for error in TABLE if error is not CancelledByClientError}
-    assert codes == seen - {"conflict"}
+    assert codes == seen - {"conflict", "not_saved"}
 
 
 def test_every_error_is_a_problem_with_an_example_of_each_of_its_codes(document: Any) -> None:
@@ -186,8 +191,24 @@ def test_every_operation_has_a_name_of_its_own_and_says_what_it_does(document: A
         assert operation["summary"]
         assert operation["description"]
         assert operation["tags"][0] in {tag["name"] for tag in document["tags"]}
-        takes_body = path.startswith("/predict")  # fronts pass on no other
+        is_change = operation["operationId"] in ("add_model", "swap_model")
+        takes_body = path.startswith("/predict") or is_change  # fronts pass on no other
         assert ("requestBody" in operation) == takes_body
+
+
+def test_bodies_of_changes_have_all_settings_and_options_with_their_docstrings(document: Any):
+    def properties(path: str) -> Any:
+        body = document["paths"][path]["post"]["requestBody"]["content"][JSON]["schema"]
+        jsonschema_rs.meta.validate(body)
+        return body["properties"]
+
+    added = properties("/admin/models")
+    swapped = properties("/admin/models/{model}/versions")
+    assert set(added) == {"name", "ephemeral"} | set(ModelSettings.model_fields)
+    assert set(swapped) == set(SwapOptions.model_fields) | set(ModelSettings.model_fields)
+    assert all(each["description"] for each in (added | swapped).values())
+    assert swapped["min_agreement"]["default"] == 0.99
+    assert (added["replicas"]["default"], "default" in swapped["replicas"]) == ("auto", False)
 
 
 def test_the_document_passes_a_linter(document: Any, tmp_path: Path) -> None:

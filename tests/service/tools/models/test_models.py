@@ -12,7 +12,7 @@ from inferpool.service.catalog.requests import SwapOptions
 from inferpool.service.cli.main import run
 from inferpool.service.cli.parser import make_parser
 from inferpool.service.tools.models import run as verb
-from inferpool.service.tools.models.operator import Operator
+from inferpool.service.tools.models.operator import AdminConnection
 from inferpool.service.tools.models.plan import swap_flags
 from tests.e2e.running import ROOT, Running, running
 from tests.pty_screen import on_terminal
@@ -204,7 +204,9 @@ def follow(
     monkeypatch.setattr(verb, "_POLL_S", 0.001)
     monkeypatch.setattr(verb, "_LOST_S", 0.05)
     args = make_parser("models")[0].parse_args(["models", *arguments])
-    operator = Operator("http://h", KEY, verb._tls_context(args), httpx.MockTransport(answer))
+    operator = AdminConnection(
+        "http://h", KEY, verb._tls_context(args), httpx.MockTransport(answer)
+    )
     return verb.operate(operator, args, verb.body_of(args)), *capsys.readouterr()
 
 
