@@ -226,9 +226,11 @@ class Pool:
 
     async def stop(self, grace_s: float) -> None:
         """Stop every worker; each may take `grace_s` to finish."""
-        await self._supervisor.stop(grace_s)
-        if self._turns is not None:
-            self._turns.leave()
+        try:
+            await self._supervisor.stop(grace_s)
+        finally:
+            if self._turns is not None:
+                self._turns.leave()
 
     def on_progress(self, slot: WorkerSlot) -> None:
         """See `Watcher`."""

@@ -12,6 +12,7 @@ from inferpool.service.queue.admission import Admission
 from inferpool.service.queue.dispatcher import Dispatcher
 from inferpool.service.queue.pool import Announcer, Pool
 from inferpool.service.queue.quarantine import Quarantine
+from inferpool.service.queue.turns.gate import DeviceGate
 from inferpool.service.telemetry.metrics import ModelMetrics
 from inferpool.workers.arena import Arena
 from inferpool.workers.config import ModelConfig, WorkerConfig
@@ -65,10 +66,12 @@ def make_pool(
     arena: Arena,
     announcer: Announcer | None = None,
     configs: Sequence[WorkerConfig] = (CONFIG,),
+    gate: DeviceGate | None = None,
+    name: str = "m",
 ) -> Pool:
-    metrics = ModelMetrics("m")
+    metrics = ModelMetrics(name)
     return Pool(
-        name="m",
+        name=name,
         configs=configs,
         engine=engine,
         dispatcher=make_dispatcher(arena, metrics, max_queue_length=10, max_batch_size=1),
@@ -76,6 +79,7 @@ def make_pool(
         metrics=metrics,
         announcer=announcer or SilentAnnouncer(),
         on_change=lambda: None,
+        gate=gate,
     )
 
 

@@ -1,9 +1,11 @@
+import asyncio
 import logging
 from dataclasses import replace
 
 import pytest
 
 from inferpool.service.errors import GivenUpError, UnavailableError
+from inferpool.service.queue.turns.gate import DeviceGate
 from inferpool.workers.arena import Arena
 from inferpool.workers.errors import WorkerStartError
 from tests.fakes import FakeEngine
@@ -58,6 +60,23 @@ async def test_only_a_restart_on_demand_measures_the_presets_again(arena: Arena)
     chosen = engine.started[0].ready.speed
     assert engine.told == {"m/0#0": None, "m/0#1": chosen, "m/0#2": None}
     await pool.stop(0)
+
+
+async def test_a_pool_whose_stop_is_cancelled_leaves_the_device_to_others(arena: Arena):
+    gate, engine = DeviceGate(1), FakeEngine()
+    pools = [make_pool(engine, arena, gate=gate, name=name) for name in "ab"]
+    for pool in pools:
+        pool.start()
+    await until(lambda: all(pool.is_ready for pool in pools))
+    assert pools[1].dispatcher.scheduler.turns is not None
+    stop = asyncio.create_task(pools[0].stop(0))
+    await asyncio.sleep(0)
+    stop.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await stop
+    assert pools[1].dispatcher.scheduler.turns is None
+    await pools[0].stop(0)
+    await pools[1].stop(0)
 
 
 class TimingAnnouncer(SilentAnnouncer):
