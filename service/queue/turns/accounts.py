@@ -41,17 +41,22 @@ class Turn:
 class Account:
     """The use that one model has made of one device."""
 
-    share: float
     level_s: float
     """Seconds of the device that it has had, divided by its share, and counted so that models that
     were idle meanwhile have saved nothing."""
-    num_members: int = 0
+    shares: list[float] = field(default_factory=list)
+    """What each of its members came with, the newest last."""
     num_turns: int = 0
     """Batches that its workers hold."""
     num_waiting: int = 0
     """Claims of its pools that wait."""
     active_at: float = -inf
     """When it last held a batch."""
+
+    @property
+    def share(self) -> float:
+        """The model's weight. If its newest version is refused, that of the one before counts."""
+        return self.shares[-1]
 
     def is_active(self, now: float) -> bool:
         """Return whether it uses the device, waits for it, or did so a moment ago."""
@@ -80,16 +85,15 @@ class SharedDevice:
 
     def open(self, model: str, share: float) -> Account:
         """Return the account of a model, which has one more member from now on."""
-        account = self.accounts.setdefault(model, Account(share, self.level_s))
-        account.share = share
-        account.num_members += 1
+        account = self.accounts.setdefault(model, Account(self.level_s))
+        account.shares.append(share)
         return account
 
-    def close(self, model: str) -> None:
-        """Note that a member of a model has left."""
+    def close(self, model: str, share: float) -> None:
+        """Note that a member of a model has left, which came with this share."""
         account = self.accounts[model]
-        account.num_members -= 1
-        if not account.num_members:
+        account.shares.remove(share)
+        if not account.shares:
             del self.accounts[model]
 
     def wait(self, account: Account) -> None:

@@ -59,11 +59,11 @@ class DeviceGate:
         Args:
             scheduler: Gives the workers their batches.
             model: Pools of the same model have one share together.
-            share: The model's weight, from now on.
+            share: The model's weight, until this pool leaves or another one of the model joins.
             placements: The placement of each worker, by its slot.
         """
         self._loop = asyncio.get_running_loop()
-        member = GateMember(self, scheduler, model)
+        member = GateMember(self, scheduler, model, share)
         slots = defaultdict(list)
         for slot, placement in enumerate(placements):
             slots[tuple(sorted(self._widths_of(placement).items()))].append(slot)
@@ -84,7 +84,7 @@ class DeviceGate:
         self._let_go(member)
         for claim in member.claims:
             for device in claim.widths:
-                device.close(member.model)
+                device.close(member.model, member.share)
         self._look_who_contends()
         self.soon()
 
@@ -208,9 +208,12 @@ class GateMember:
     It is known to the pool's scheduler only while a device of the pool is contested.
     """
 
-    def __init__(self, gate: DeviceGate, scheduler: BatchScheduler, model: str) -> None:
+    def __init__(
+        self, gate: DeviceGate, scheduler: BatchScheduler, model: str, share: float
+    ) -> None:
         self.scheduler = scheduler
         self.model = model
+        self.share = share
         self.claims: list[Claim] = []
         """A claim for each set of devices that workers lie on."""
         self._gate = gate

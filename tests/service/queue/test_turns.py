@@ -200,6 +200,14 @@ async def test_versions_of_a_model_have_one_share_together(model):
     assert versions[0].busy_s / versions[1].busy_s == pytest.approx(1.0, rel=0.1)
 
 
+async def test_a_version_that_is_unloaded_takes_its_share_with_it(model):
+    serving, refused = model(model="a"), model(model="a", share=5.0)
+    other = model(model="b")
+    refused.member.leave()
+    await compete(serving, other)
+    assert serving.busy_s / other.busy_s == pytest.approx(1.0, rel=0.1)
+
+
 async def test_a_model_that_was_idle_has_saved_nothing(model):
     first, second = model(model="a"), model(model="b")
     await compete(first, seconds=10.0)
