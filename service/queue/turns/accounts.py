@@ -34,7 +34,16 @@ class Turn:
     @property
     def late_at(self) -> float:
         """When nobody counts on its end any more: its worker may hang."""
-        return self.ends_at + max(_LATE_S, _LATE * self.expected_s)
+        return self.ends_at + self._patience_s
+
+    @property
+    def longest_s(self) -> float:
+        """The longest for which others wait for its end."""
+        return self.expected_s + self._patience_s
+
+    @property
+    def _patience_s(self) -> float:
+        return max(_LATE_S, _LATE * self.expected_s)
 
 
 @dataclass(slots=True, eq=False)
@@ -138,6 +147,7 @@ class SharedDevice:
 
     def begin(self, account: Account, turn: Turn) -> None:
         """Charge a model for what a batch should take."""
+        account.level_s = max(account.level_s, self.level_s - _MOST_SAVED_S)
         self.level_s = max(self.level_s, account.level_s)
         account.level_s += turn.expected_s * turn.widths[self] / account.share
         account.num_turns += 1

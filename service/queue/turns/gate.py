@@ -269,7 +269,9 @@ class GateMember:
             return 0.0
         claim, turn, waited_s = held
         took_s = now - lane.busy_since if lane.batches[0] is batch else 0.0
-        if done is not None and lane.worker.ready.is_accelerated:
+        if done is None:
+            took_s = min(took_s, turn.longest_s)  # others have used the device since then
+        elif lane.worker.ready.is_accelerated:
             took_s = done.compute_s  # it was prepared elsewhere
         self._gate.enter(claim, now)  # before its place is free for others
         claim.end(turn, took_s, now)

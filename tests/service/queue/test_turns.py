@@ -261,6 +261,25 @@ async def test_a_hung_worker_does_not_keep_the_others_waiting(model):
     hung.dispatcher.abandon(lambda: UnavailableError("over"))
 
 
+async def test_a_model_does_not_pay_for_the_time_in_which_a_lost_worker_hung(model):
+    hung, other = model(model="a", placements=(GPU,)), model(model="b", placements=(GPU,))
+    for each in (hung, other):
+        each.flood()
+    await asyncio.sleep(1.0)
+    hung.item_s = 1e6
+    await asyncio.sleep(10.0)
+    hung.item_s = other.item_s
+    hung.dispatcher.detach(hung.workers[0])
+    hung.workers[0].die(started=False)
+    hung.workers.append(hung.attach(0))
+    await asyncio.sleep(2.5)  # it has saved a second, and no more
+    for each in (hung, other):
+        each.latencies_s.clear()
+    await asyncio.sleep(5.0)
+    await end(hung, other)
+    assert hung.busy_s / other.busy_s == pytest.approx(1.0, rel=0.1)
+
+
 async def test_a_cancelled_wish_keeps_nobody_waiting(model):
     first, second = model(model="a", placements=(GPU,)), model(model="b", placements=(GPU,))
     busy = first.submit()
