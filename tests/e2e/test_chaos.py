@@ -49,6 +49,24 @@ def test_echo_keeps_the_promise_while_its_processes_are_killed_stopped_and_poiso
     assert report["ledger"]["failed"] == report["poisonings"]["sent"]
 
 
+@pytest.mark.alone
+def test_the_promise_is_kept_while_models_are_swapped_and_their_workers_are_struck(tmp_path: Path):
+    config = tmp_path / "inferpool.toml"
+    config.write_text(
+        '[models.echo]\nsource = "echo"\nreplicas = 2\nbatch_timeout_s = 1.5\n'
+        "options = { delay_s = 0.01 }\n"
+    )
+    done = chaos(
+        "--config", str(config), "--json", "--front-ends", "2", "--swap-every", "1.5",
+        "--requests", "500", "--kills", "3", "--kill-every", "0.7",
+        "--stop-every", "3", "--poison-every", "3", "--forkserver-every", "3",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert report["swaps"]["done"] >= 1
+    assert report["chaos"]["right"] == report["chaos"]["sent"] >= 500
+
+
 def test_service_that_does_not_start_is_exit_3_with_the_reason():
     done = chaos("tests.nowhere:Nothing")
     assert done.returncode == 3

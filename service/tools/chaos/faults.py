@@ -17,6 +17,7 @@ import psutil
 from inferpool.service.tools.chaos.load import PATIENCE_S, ChaosTally
 from inferpool.service.tools.chaos.plan import Fault
 from inferpool.service.tools.chaos.questions import Question, is_refusal, problem_code
+from inferpool.service.tools.chaos.swaps import Swaps
 from inferpool.service.tools.chaos.watch import FORKSERVER, Recovery, Watch, decoder_name
 from inferpool.service.tools.trial.connection import Address, NoAnswerError, connected
 from inferpool.service.tools.trial.health import DecoderState, WorkerState
@@ -69,6 +70,7 @@ class Faults:
     every_s: Mapping[Fault, float]
     timeout_s: float
     keeps_quarantine: bool
+    swaps: Swaps
     counts: Counter[Fault] = field(default_factory=Counter)
     poisonings: Poisonings = field(default_factory=Poisonings)
     _rng: random.Random = field(init=False)
@@ -84,9 +86,10 @@ class Faults:
         return self.every_s[fault] > 0
 
     async def run(self) -> None:
-        """Follow the schedule until cancelled; a poisoning that is under way is seen through."""
+        """Follow the schedule until cancelled; see a poisoning and a swap through."""
         began = time.monotonic()
         poisoning: asyncio.Task[None] | None = None
+        swap: asyncio.Task[None] | None = None
         try:
             for moment, fault in schedule(self.seed, self.every_s):
                 await asyncio.sleep(began + moment - time.monotonic())
@@ -95,6 +98,10 @@ class Faults:
                 elif fault == "decoder":
                     if not await self._strike_decoder():
                         continue  # none is well
+                elif fault == "swap":
+                    if swap is not None and not swap.done():
+                        continue
+                    swap = asyncio.create_task(self.swaps.swap())
                 elif fault != "poison":
                     await self._strike(fault)
                     # What had to wait puts all else off, so that nothing comes in a burst.
@@ -106,8 +113,9 @@ class Faults:
                 self.counts[fault] += 1
         finally:
             self._kill_stopped_decoders()
-            if poisoning is not None:
-                await poisoning
+            for task in (poisoning, swap):
+                if task is not None:
+                    await task
 
     async def _strike(self, kind: Literal["kill", "stop"]) -> None:
         """Kill or stop a process of a worker that is well, as soon as there is one.

@@ -11,10 +11,10 @@ from typing import Literal, get_args
 
 from inferpool.service.tools.trial.flags import count, folder, non_negative
 
-Fault = Literal["kill", "stop", "poison", "forkserver", "decoder"]
+Fault = Literal["kill", "stop", "poison", "forkserver", "decoder", "swap"]
 
 
-_SCARCE: tuple[Fault, ...] = ("stop", "poison", "forkserver")
+SCARCE: tuple[Fault, ...] = ("stop", "poison", "forkserver", "swap")
 """The run goes on until there was one of each of these, unless its interval is 0."""
 _OWN_FLAGS = ("requests", "kills", "seconds", "clients", "seed", "inputs", "tolerance")
 
@@ -49,7 +49,7 @@ class ChaosPlan:
         if self.seconds is not None:
             return f"for {self.seconds:g} s"
         kills = f" and {self.kills} kill{'s' * (self.kills > 1)}" if self.every_s["kill"] else ""
-        others: list[str] = [kind for kind in _SCARCE if self.every_s[kind]]
+        others: list[str] = [kind for kind in SCARCE if self.every_s[kind]]
         rest = f", and one {' and one '.join(others)}" if others else ""
         return f"until there are at least {self.requests:,} requests{kills}{rest}"
 
@@ -99,6 +99,11 @@ def add_flags(parser: ArgumentParser) -> None:
         ("poison", 10.0, "send an input that kills any worker that takes it"),
         ("forkserver", 10.0, "SIGKILL or SIGSTOP the process that forks workers"),
         ("decoder", 5.0, "SIGKILL or SIGSTOP a decoder, if workers have some,"),
+        (
+            "swap",
+            0.0,
+            "swap a model to an equal version, which needs memory for both,",
+        ),
     ):
         faults.add_argument(
             f"--{kind}-every",

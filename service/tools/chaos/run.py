@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import secrets
 import signal
 import sys
 import time
@@ -15,7 +16,7 @@ import uvloop
 from inferpool.service.settings.loader import LoadedSettings
 from inferpool.service.tools.chaos.faults import Faults
 from inferpool.service.tools.chaos.load import ChaosTally, NumberedLoad
-from inferpool.service.tools.chaos.plan import ChaosPlan, Fault
+from inferpool.service.tools.chaos.plan import SCARCE, ChaosPlan, Fault
 from inferpool.service.tools.chaos.questions import (
     EchoQuestion,
     Question,
@@ -30,6 +31,7 @@ from inferpool.service.tools.chaos.resources import (
     read_ledger,
 )
 from inferpool.service.tools.chaos.subject import rows_for
+from inferpool.service.tools.chaos.swaps import Swaps
 from inferpool.service.tools.chaos.watch import Watch
 from inferpool.service.tools.trial import inputs
 from inferpool.service.tools.trial.connection import (
@@ -52,16 +54,20 @@ _QUIET_S = 2.0
 _MAX_START_S = 900.0
 _SETTLE_S = 60.0
 """How long all workers may take to be back at the end."""
-_SAME_S = 5.0
-"""How long the service may take to close its side of our connections."""
+_SAME_S = 60.0
+"""How long the service may take to close its side of our connections, and those that its fronts
+keep to the main process: 50 s without a call."""
 _TICK_S = 0.1
 
 
 def run(loaded: LoadedSettings, plan: ChaosPlan) -> int:
     """Test the promise on a service with these settings; returns the exit status."""
     try:
-        with TrialService(rows_for(loaded, can_be_poisoned=plan.every_s["poison"] > 0)) as subject:
-            report = uvloop.run(_ChaosRun(subject, loaded, plan).run())
+        rows = rows_for(loaded, can_be_poisoned=plan.every_s["poison"] > 0)
+        key = secrets.token_urlsafe(24)
+        with TrialService(rows, admin_key=key) as subject:
+            swaps = Swaps(address=subject.address, models=list(loaded.settings.models), key=key)
+            report = uvloop.run(_ChaosRun(subject, loaded, plan, swaps).run())
     except KeyboardInterrupt:
         sys.stderr.write("inferpool chaos: ended at once, without a report\n")
         return EXIT_INTERRUPTED
@@ -85,8 +91,11 @@ class _Knowledge:
 
 
 class _ChaosRun:
-    def __init__(self, subject: TrialService, loaded: LoadedSettings, plan: ChaosPlan) -> None:
+    def __init__(
+        self, subject: TrialService, loaded: LoadedSettings, plan: ChaosPlan, swaps: Swaps
+    ) -> None:
         self._subject = subject
+        self._swaps = swaps
         self._settings = loaded.settings
         self._plan = plan
         self._numbers = itertools.count()
@@ -133,6 +142,7 @@ class _ChaosRun:
             chaos=chaos,
             faults={kind: faults.counts[kind] for kind in self._plan.every_s if faults.does(kind)},
             poisonings=faults.poisonings,
+            swaps=self._swaps,
             recoveries=watch.recoveries,
             indistinct=knowledge.num_indistinct,
             ledger=last.since(first) if first and last else None,
@@ -217,7 +227,9 @@ class _ChaosRun:
             seed=self._plan.seed,
             every_s=every_s,
             timeout_s=self._settings.default_timeout_s,
-            keeps_quarantine=self._settings.quarantine_s > 0,
+            # Each version has a quarantine of its own.
+            keeps_quarantine=self._settings.quarantine_s > 0 and not every_s["swap"],
+            swaps=self._swaps,
         )
 
     async def _disturb(
@@ -226,7 +238,7 @@ class _ChaosRun:
         """Load under faults; return for how long, and whether that was to the end."""
         plan = self._plan
         began = time.monotonic()
-        enough: dict[Fault, int] = {"kill": plan.kills, "stop": 1, "poison": 1, "forkserver": 1}
+        enough: dict[Fault, int] = {"kill": plan.kills, **dict.fromkeys(SCARCE, 1)}
 
         def share(tally: ChaosTally) -> float:
             if plan.seconds is not None:
@@ -245,7 +257,7 @@ class _ChaosRun:
                     f"{faults.counts['kill']} kills, {faults.counts['stop']} stops, "
                     f"{faults.counts['poison']} poisons, "
                     f"{faults.counts['forkserver']} forkservers, "
-                    f"{faults.counts['decoder']} decoders"
+                    f"{faults.counts['decoder']} decoders, {self._swaps.num_done} swaps"
                 )
                 screen.show(share(tally), figures)
                 await asyncio.sleep(_TICK_S)

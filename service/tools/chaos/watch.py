@@ -142,9 +142,11 @@ class Watch:
         for each in pending:
             if each.kind == "decoder":  # no other decoder has to be there
                 workers[each.worker] = living.get(each.worker, _NOT_THERE)
-            worker = workers.get(each.worker)
-            if worker is None:
+            if each.worker.partition(" decoder ")[0] not in workers:
+                if each.kind != "forkserver":
+                    self.recoveries.remove(each)  # its version was swapped for another
                 continue
+            worker = workers[each.worker]
             is_gone = worker.incarnation != each.incarnation or worker.state != "ready"
             if each.noticed is None and is_gone:
                 each.noticed = now

@@ -42,16 +42,24 @@ _LEFT_OUT = (
 class TrialService:
     """A service while it runs. A context manager: leaving it kills all its processes."""
 
-    def __init__(self, rows: Sequence[Row]) -> None:
-        """Take settings, except where the service listens and how it logs."""
+    def __init__(self, rows: Sequence[Row], admin_key: str = "") -> None:
+        """Take settings, except where the service listens and how it logs.
+
+        With a key it has the paths of administrators.
+        """
         self.address: Address = (HOST, _free_port())
         own: list[Row] = [
             (("host",), HOST, "trial"),
             (("port",), self.address[1], "trial"),
             (("log_format",), "json", "trial"),
         ]
-        self._rows = [*own, *rows]
         self._folder = tempfile.TemporaryDirectory(prefix="inferpool-trial-")
+        if admin_key:
+            keys = Path(self._folder.name, "admin-keys")
+            keys.touch(mode=0o600)
+            keys.write_text(admin_key, encoding="utf-8")
+            own.append((("admin_keys_file",), str(keys), "trial"))
+        self._rows = [*own, *rows]
         self._log = Path(self._folder.name, "service.log")
         self._process: subprocess.Popen[bytes] | None = None
         self._family: Family | None = None

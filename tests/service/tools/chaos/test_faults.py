@@ -12,6 +12,7 @@ from typing import get_args
 from inferpool.service.tools.chaos.faults import Faults, schedule
 from inferpool.service.tools.chaos.load import ChaosTally
 from inferpool.service.tools.chaos.plan import Fault
+from inferpool.service.tools.chaos.swaps import Swaps
 from inferpool.service.tools.chaos.watch import Recovery, Watch
 from inferpool.service.tools.trial.health import (
     DecoderState,
@@ -20,6 +21,8 @@ from inferpool.service.tools.trial.health import (
     ServiceHealth,
     WorkerState,
 )
+
+NO_SWAPS = Swaps(address=("127.0.0.1", 1), models=["m"], key="")
 
 
 def test_faults_come_in_order_as_often_as_asked_and_as_the_seed_decides():
@@ -54,7 +57,7 @@ def faults_on(watch: Watch, **every_s: float) -> Faults:
     return Faults(
         address=("127.0.0.1", 1), watch=watch, tally=ChaosTally(), questions=[], seed=1,
         every_s=dict.fromkeys(get_args(Fault), 0.0) | every_s,
-        timeout_s=1, keeps_quarantine=True,
+        timeout_s=1, keeps_quarantine=True, swaps=NO_SWAPS,
     )  # fmt: skip
 
 
@@ -97,6 +100,14 @@ async def test_decoder_that_is_not_there_is_noticed_and_not_back_and_no_worker_w
     assert worker.recovered == 5.0
 
 
+async def test_workers_of_a_version_that_was_swapped_are_not_waited_for():
+    watch = SeenWatch([])
+    watch.add(Recovery(kind="stop", worker="m/2/0", incarnation=0, began=1.0))
+    watch.add(Recovery(kind="decoder", worker="m/2/0 decoder 1", incarnation=77, began=1.0))
+    await watch.compare()
+    assert not watch.recoveries
+
+
 async def test_decoders_are_not_struck_where_there_are_none():
     assert not await faults_on(SeenWatch([]), decoder=1)._strike_decoder()
 
@@ -112,8 +123,8 @@ def test_any_rank_of_a_split_worker_is_struck_and_all_of_them_are_watched():
         watch = Watch(("127.0.0.1", 1))
         faults = Faults(
             address=("127.0.0.1", 1), watch=watch, tally=ChaosTally(), questions=[], seed=seed,
-            every_s={"kill": 0, "stop": 1, "poison": 0, "forkserver": 0, "decoder": 0},
-            timeout_s=1, keeps_quarantine=True,
+            every_s={"kill": 0, "stop": 1, "poison": 0, "forkserver": 0, "decoder": 0, "swap": 0},
+            timeout_s=1, keeps_quarantine=True, swaps=NO_SWAPS,
         )  # fmt: skip
         assert faults._strike_one_of([worker], "stop")
         (recovery,) = watch.recoveries

@@ -36,6 +36,7 @@ def test_flags_make_a_plan_that_says_that_its_numbers_are_the_least():
         "until there are at least 5,000 requests and 10 kills, and one stop and one poison "
         "and one forkserver"
     )
+    assert plan("--swap-every", "3").text.endswith(" and one forkserver and one swap")
     never = [f"--{fault}-every=0" for fault in ("kill", "stop", "poison", "forkserver")]
     assert plan(*never).text == "until there are at least 10,000 requests"
     assert plan("--seconds", "3").text == "for 3 s"

@@ -9,6 +9,7 @@ from inferpool.service.tools.chaos.faults import Poisonings
 from inferpool.service.tools.chaos.load import ChaosTally
 from inferpool.service.tools.chaos.report import ChaosReport, spread_ms
 from inferpool.service.tools.chaos.resources import Holdings, LedgerReading
+from inferpool.service.tools.chaos.swaps import Swaps
 from inferpool.service.tools.chaos.watch import Recovery
 from inferpool.service.tools.trial.tally import LatencyHistogram
 
@@ -61,6 +62,7 @@ def report(**changes: object) -> ChaosReport:
         chaos=tally(100),
         faults={"kill": 1, "poison": 1},
         poisonings=Poisonings(num_sent=1, right=1, num_attempts=2),
+        swaps=Swaps(address=("h", 1), models=["echo"], key=""),
         recoveries=[_RECOVERY],
         indistinct=0,
         ledger=_LEDGER,
@@ -74,6 +76,21 @@ def report(**changes: object) -> ChaosReport:
 
 def test_run_in_which_each_request_had_its_answer_has_no_problems():
     assert report().problems() == []
+
+
+def test_what_swaps_compare_is_counted_by_the_service_alone_and_a_swap_without_answer_is_told():
+    swaps = Swaps(address=("h", 1), models=["echo"], key="", num_done=1)
+    compared = replace(_LEDGER, accepted=111 + 12, succeeded=110 + 12)
+    assert report(ledger=compared).problems()
+    assert report(ledger=compared, swaps=swaps).problems() == []
+    assert report(ledger=_LEDGER, swaps=swaps).problems() == []
+    lacking = replace(_LEDGER, accepted=110)
+    assert report(ledger=lacking, swaps=swaps).problems()
+    failed = replace(swaps, refused=["no worker came up"], failed=["the swap had no answer"])
+    assert report(swaps=failed).problems() == ["the swap had no answer"]
+    out = io.StringIO()
+    report(swaps=failed).write(out)
+    assert "1 done, 1 refused" in out.getvalue()
 
 
 @pytest.mark.parametrize(
