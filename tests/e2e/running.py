@@ -125,6 +125,17 @@ class Running:
         until(lambda: self.get("/health/ready").json().get("status") == "ready", _START_TIMEOUT_S)
         return self
 
+    def wait_until_full(self) -> None:
+        """Wait until every worker and front is up."""
+
+        def is_full() -> bool:
+            health = self.get("/health").json()
+            are_up = all(front["state"] == "up" for front in health["fronts"])
+            models = health["models"]
+            return are_up and all(w["state"] == "ready" for m in models for w in m["workers"])
+
+        until(is_full, _START_TIMEOUT_S)
+
     def signal(self, signum: int) -> None:
         """Send the main process a signal."""
         self.process.send_signal(signum)

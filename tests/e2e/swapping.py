@@ -21,6 +21,7 @@ from inferpool.service.tools.trial.connection import (
 from tests.e2e.running import Running, running
 
 ADMIN = "an-admin-key-of-enough-characters"
+KEYS = {"INFERPOOL_ADMIN_KEYS": ADMIN}
 _PATIENCE_S = 60.0
 _PAUSE_S = 0.15
 """Between the two pieces of a slow body: many swaps of a light model end meanwhile."""
@@ -70,7 +71,7 @@ class SwapTally:
         assert all(len(marks) == 1 for marks in self.marks.values()), self.marks
 
 
-class Operator:
+class SwapOperator:
     """Changes the model `m` of a service through its admin API."""
 
     def __init__(self, address: Address) -> None:
@@ -89,16 +90,26 @@ class Operator:
         }
         return await self.post("versions", body)
 
+    async def until_quiet(self) -> None:
+        """Wait until no change goes on, so that no version is left but the one that serves."""
+        async with asyncio.timeout(_PATIENCE_S):
+            while (await self._ask("GET", ""))[1]["change"]:  # noqa: ASYNC110  # it tells who asks
+                await asyncio.sleep(0.02)
+
     async def post(
         self, what: str, body: Mapping[str, object] | None = None
     ) -> tuple[int, Mapping[str, Any]]:
         """Send a request; return status and answer."""
+        return await self._ask("POST", f"/{what}", body or {})
+
+    async def _ask(
+        self, method: str, path: str, body: object = None
+    ) -> tuple[int, Mapping[str, Any]]:
+        data = json.dumps(body).encode() if body is not None else b""
         request = post_request(
-            f"/admin/models/m/{what}",
-            json.dumps(body or {}).encode(),
-            "application/json",
-            {"X-API-Key": ADMIN},
+            f"/admin/models/m{path}", data, "application/json", {"X-API-Key": ADMIN}
         )
+        request = request.replace(b"POST", method.encode(), 1)
         async with connected(self._address) as connection:
             answer = await connection.ask(request, _PATIENCE_S)
         return answer.status, json.loads(answer.body)
@@ -116,7 +127,7 @@ def serving(
         **model,
     }
     settings = {"arena_bytes": 1 << 26, "models": {"m": own}}
-    with running(*arguments, settings=settings, env={"INFERPOOL_ADMIN_KEYS": ADMIN}) as service:
+    with running(*arguments, settings=settings, env=KEYS) as service:
         yield service
 
 
