@@ -19,7 +19,7 @@ _VECTOR = TensorSpec(name="x", dtype="float32", shape=(-1, 3))
 def model(
     specs: list[TensorSpec], example: object = None, *, reads_own_form: bool = False
 ) -> ModelState:
-    return ModelState("m", [], specs, example, reads_own_form)
+    return ModelState(name="m", inputs=specs, example=example, reads_own_form=reads_own_form)
 
 
 def test_made_up_photographs_are_decodable_and_all_different():
