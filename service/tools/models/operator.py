@@ -93,6 +93,7 @@ class ModelSeen(msgspec.Struct, frozen=True, kw_only=True):
     version: int | None
     ready: bool
     change: str = ""
+    saved: bool = True
     versions: Sequence[LoadedVersion] = ()
     changes: Sequence[ChangeSeen] = ()
 

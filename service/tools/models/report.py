@@ -51,7 +51,8 @@ def versions_table(model: ModelSeen) -> str:
 def success_text(model: ModelSeen, change: ChangeSeen) -> str:
     """Return what a change has done."""
     figures = _figures_of(model, change)
-    return f"{model.name}: version {change.version} serves" + (f" ({figures})" if figures else "")
+    until = "" if model.saved else " until the next start of the service, which forgets it"
+    return f"{model.name}: version {change.version} serves{until}" + (figures and f" ({figures})")
 
 
 def failure_text(model: ModelSeen, change: ChangeSeen) -> str:

@@ -217,6 +217,7 @@ BEGUN = httpx.Response(202, json=model("going_on"))
     ("script", "status", "says"),
     [
         ([BEGUN, httpx.Response(200, json=model("done"))], 0, "version 2 serves"),
+        ([httpx.Response(200, json=model("done") | {"saved": False})], 0, "which forgets it"),
         ([BEGUN, BEGUN, httpx.Response(200, json=model("failed", reason="bad"))], 1, "2: bad"),
         ([httpx.Response(200, json=model("done"))], 0, "version 2 serves"),
         ([BEGUN, httpx.Response(200, json=model("done", "8"))], 1, "nothing of this change"),
