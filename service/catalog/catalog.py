@@ -166,6 +166,7 @@ class Catalog:
     def expose(self, version: ModelVersion) -> None:
         """Let calls that name a version get to it."""
         self.entries[path_of(version.name, version.number)] = version.pool
+        self._metrics.show(version.metrics)
         self._on_change()
 
     def serve(self, version: ModelVersion) -> None:
@@ -287,7 +288,7 @@ class Catalog:
     ) -> ModelVersion:
         assert self._engine is not None, "it has been started"
         self._newest[name] = max(number, self.newest(name))
-        metrics = self._metrics.part(name)
+        metrics = ModelMetrics(name)
         pool = Pool(
             name=name,
             version=number,

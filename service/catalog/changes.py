@@ -9,7 +9,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -17,6 +16,7 @@ from inferpool.service.api.routes.models import (
     ChangeInfo,
     ChangeKind,
     ModelInfo,
+    SwapFigures,
     VersionState,
 )
 from inferpool.service.catalog.catalog import Catalog, ModelVersion
@@ -24,7 +24,8 @@ from inferpool.service.catalog.judging import Judge
 from inferpool.service.catalog.records import Change, Record, Steps, tell_removal, why_of
 from inferpool.service.catalog.requests import SwapOptions, read_add, read_swap
 from inferpool.service.catalog.room import Room
-from inferpool.service.catalog.watching import why_worse
+from inferpool.service.catalog.validation import LabelledInput, read_cases
+from inferpool.service.catalog.watching import FaultShare, VersionWatch
 from inferpool.service.errors import (
     ConflictError,
     NotSavedError,
@@ -313,6 +314,9 @@ class Changes:
     async def _swap(
         self, name: str, model: ModelSettings, options: SwapOptions, change: Change
     ) -> None:
+        cases: Sequence[LabelledInput] = ()
+        if options.validation is not None:
+            cases = await asyncio.to_thread(read_cases, options.validation)
         await self._end_watch(name)
         old = self._catalog.version(name)
 
@@ -328,7 +332,7 @@ class Changes:
             except BaseException as error:
                 await self._refuse(new, error)
                 raise
-        judge = Judge(old, new, options, say)
+        judge = Judge(self._catalog, old, new, options, say, cases)
         try:
             record.become("comparing")
             await judge.judge()
@@ -336,9 +340,8 @@ class Changes:
                 await self._catalog.save(name, new)
         except BaseException as error:
             record.figures = judge.figures
-            if isinstance(error, VersionRefusedError) and record.figures is not None:
-                error.figures = asdict(record.figures)
-            await self._refuse(new, error)
+            grace_s = self._grace_s if options.policy == "canary" else 0.0  # it has clients' calls
+            await self._refuse(new, error, grace_s)
             raise
         record.figures = judge.figures
         self._serve(new)
@@ -346,14 +349,16 @@ class Changes:
         say("the former version leaves")
         self._keep(old, options)
         if options.rollback_s:
-            watch = self._watch(old, new, options)
+            watch = self._watch(old, new, options, judge.faults_before)
             self._watches[name] = asyncio.create_task(watch, name=f"watch {name}")
         else:
             await self._leave(old)
 
-    async def _refuse(self, version: ModelVersion, error: BaseException) -> None:
+    async def _refuse(
+        self, version: ModelVersion, error: BaseException, grace_s: float = 0.0
+    ) -> None:
         self._record(version, "loading").become("refused", why_of(error))
-        await self._catalog.unload(version, 0)
+        await self._catalog.unload(version, grace_s)
 
     async def _until_loaded(self, version: ModelVersion, change: Change) -> None:
         """Wait until all workers of a version are ready.
@@ -405,16 +410,26 @@ class Changes:
         if watch is not None:
             watch.cancel()
 
-    async def _watch(self, old: ModelVersion, new: ModelVersion, options: SwapOptions) -> None:
+    async def _watch(
+        self, old: ModelVersion, new: ModelVersion, options: SwapOptions, since: FaultShare
+    ) -> None:
         """Keep the former version for a while, and go back to it if the new one is worse."""
         name, until = new.name, time.monotonic() + options.rollback_s
-        while time.monotonic() < until or name in self._claims:
-            await asyncio.sleep(_WATCH_EVERY_S)
-            reason = "" if options.policy == "force" else why_worse(old, new, options)
-            if reason and name not in self._claims and not self._is_ending:
-                self._watches.pop(name, None)
-                self._begin(name, "rollback", partial(self._go_back, name, reason))
-                return
+        watch = VersionWatch(old, new, options, since)
+        try:
+            while time.monotonic() < until or name in self._claims:
+                await asyncio.sleep(_WATCH_EVERY_S)
+                if options.policy == "force" or name in self._claims:
+                    continue
+                reason = await watch.look()
+                if reason and name not in self._claims and not self._is_ending:
+                    record = self._record(new, "serving")
+                    record.figures = watch.with_figures(record.figures or SwapFigures())
+                    self._watches.pop(name, None)
+                    self._begin(name, "rollback", partial(self._go_back, name, reason))
+                    return
+        finally:
+            watch.stop()
         await self._leave(old)
         self._watches.pop(name, None)
 

@@ -4,18 +4,24 @@ Both compute each input alone, one after the other, at the lowest priority: firs
 client would get it, then the output tensors.
 """
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from statistics import median
 
 import msgspec
 import numpy as np
 
 from inferpool.service.api.routes.models import SwapFigures
-from inferpool.service.catalog.inputs import SwapInput
+from inferpool.service.catalog.inputs import SwapInput, inputs_of
 from inferpool.service.catalog.requests import SwapOptions
-from inferpool.service.errors import ServiceError
+from inferpool.service.errors import (
+    DeadlineExceededError,
+    InvalidInputError,
+    OverloadedError,
+    ServiceError,
+    UnavailableError,
+)
 from inferpool.service.queue.instance import Result
 from inferpool.service.queue.pool import Pool
 from inferpool.workers.messages import ItemRef, TensorBlob
@@ -23,6 +29,12 @@ from inferpool.workers.messages import ItemRef, TensorBlob
 _LAST = 9
 """The priority of inputs that no client waits for."""
 _TIMEOUT_S = 60.0
+"""How long an input may take, with all waiting for room in the queue."""
+_AGAIN_AFTER_S = 0.1
+_MOST_QUEUED = 0.5
+"""The part of a queue that must not be full of clients' inputs, so that these take none's place."""
+_NO_ROOM = (OverloadedError, UnavailableError, DeadlineExceededError)
+"""Errors that say nothing about a version while another serves on the same machine."""
 _LEAST_TIMED = 5
 """With fewer inputs, times say nothing."""
 
@@ -30,8 +42,9 @@ _LEAST_TIMED = 5
 class Comparison:
     """Gathers figures over one or several rounds of inputs."""
 
-    def __init__(self, old: Pool, new: Pool) -> None:
-        """Compare a pool with the one that serves."""
+    def __init__(self, old: Pool, new: Pool, *, are_alike: bool = True) -> None:
+        """Compare a pool with the one that serves; if `are_alike`, their outputs too."""
+        self._are_alike = are_alike
         self._old = old
         self._new = new
         self._num = self._num_live = self._num_agreeing = self._num_faults = 0
@@ -52,27 +65,38 @@ class Comparison:
         if isinstance(before, ServiceError):
             return
         after = await asked(self._new, sample)
+        if isinstance(after, OverloadedError):
+            return  # there was no room for it
         self._num += 1
         self._num_live += sample.is_live
         if isinstance(after, ServiceError):
-            self._note_fault(f"{after.code}: {after.message}")
+            self.note_fault(_text_of(after))
             return
-        self._num_agreeing += label_of(before.value) == label_of(after.value)
-        self._times_s.append((_work_s(before), _work_s(after)))
-        tensors = [await asked(pool, sample, wants_tensors=True) for pool in (self._old, self._new)]
-        exact, other = tensors
-        if isinstance(exact, ServiceError):
+        is_same = label_of(before.value) == label_of(after.value)
+        times_s = _work_s(before), _work_s(after)
+        if self._are_alike and (fault := await self._compare_outputs(sample)):
+            self.note_fault(fault)
             return
-        if isinstance(other, ServiceError):
-            self._note_fault(f"{other.code}: {other.message}")
-            return
-        deviation, fault = deviation_of(exact.value, other.value)
-        if fault:
-            self._note_fault(fault)
-        elif deviation is not None:
-            self._deviation = max(self._deviation or 0.0, deviation)
+        self._num_agreeing += is_same
+        self._times_s.append(times_s)
 
-    def _note_fault(self, text: str) -> None:
+    async def _compare_outputs(self, sample: SwapInput) -> str:
+        """Note how far outputs are apart; return what is wrong with those of the new version."""
+        exact = await asked(self._old, sample, wants_tensors=True)
+        if isinstance(exact, ServiceError):
+            return ""
+        other = await asked(self._new, sample, wants_tensors=True)
+        if isinstance(other, OverloadedError):
+            return ""
+        if isinstance(other, ServiceError):
+            return _text_of(other)
+        deviation, fault = deviation_of(exact.value, other.value)
+        if deviation is not None and not fault:
+            self._deviation = max(self._deviation or 0.0, deviation)
+        return fault
+
+    def note_fault(self, text: str) -> None:
+        """Count an input that the version fails on."""
         self._num_faults += 1
         self._first_fault = self._first_fault or text
 
@@ -101,21 +125,58 @@ class Comparison:
 async def asked(
     pool: Pool, sample: SwapInput, *, wants_tensors: bool = False
 ) -> Result | ServiceError:
-    """Have a version compute an input alone, as JSON or as tensors; return its error, if any."""
-    ref = ItemRef(
+    """Have a version compute an input alone, as JSON or as tensors; return its error, if any.
+
+    Waits while there is no room for it; returns why, if there is none for too long.
+    """
+    until = time.monotonic() + _TIMEOUT_S
+    dispatcher = pool.dispatcher
+    while True:
+        error: ServiceError = OverloadedError("the queue is full", retry_after_s=1)
+        left_s = until - time.monotonic()
+        if dispatcher.num_queued <= dispatcher.max_queue_length * _MOST_QUEUED:
+            ref = item_ref(sample, left_s, wants_tensors=wants_tensors)
+            try:
+                return await dispatcher.submit(ref, (sample.payload,), is_solo=True)
+            except _NO_ROOM as refusal:
+                error = refusal
+            except ServiceError as failure:
+                return failure
+        if until - time.monotonic() < _AGAIN_AFTER_S:
+            return error
+        await asyncio.sleep(_AGAIN_AFTER_S)
+
+
+def item_ref(sample: SwapInput, timeout_s: float, *, wants_tensors: bool = False) -> ItemRef:
+    """Return the ref of an input that no client waits for."""
+    return ItemRef(
         sample.kind,
         0,
         len(sample.payload),
-        time.monotonic() + _TIMEOUT_S,
+        time.monotonic() + timeout_s,
         wants_tensors=wants_tensors,
         headers=sample.headers,
         parameters=sample.parameters,
         priority=_LAST,
     )
-    try:
-        return await pool.dispatcher.submit(ref, (sample.payload,), is_solo=True)
-    except ServiceError as error:
-        return error
+
+
+async def output_fault(pool: Pool) -> str:
+    """Return what is wrong with a version's outputs by itself; empty if nothing is.
+
+    It must compute the model's example, and one of the inputs that are made up: numbers by chance
+    may not be inputs that make sense to it.
+    """
+    faults = []
+    for sample in inputs_of(pool):
+        answer = await asked(pool, sample, wants_tensors=True)
+        if isinstance(answer, OverloadedError | InvalidInputError):
+            continue
+        fault = _text_of(answer) if isinstance(answer, ServiceError) else ""
+        if fault and not sample.is_made_up:
+            return fault
+        faults.append(fault)
+    return faults[0] if all(faults) and faults else ""
 
 
 def why_not(figures: SwapFigures, options: SwapOptions) -> str:
@@ -130,8 +191,8 @@ def why_not(figures: SwapFigures, options: SwapOptions) -> str:
     if figures.accuracy is not None and figures.accuracy_before is not None:
         if figures.accuracy < figures.accuracy_before:
             wrong.append(
-                f"it labels {figures.accuracy:.2%} of the validation right, the version of now "
-                f"{figures.accuracy_before:.2%}"
+                f"it labels {figures.accuracy:.2%} of the {figures.num_validated} inputs of the "
+                f"validation right, the version of now {figures.accuracy_before:.2%}"
             )
     else:
         if figures.agreement is not None and figures.agreement < options.min_agreement:
@@ -187,17 +248,14 @@ def deviation_of(exact: object, other: object) -> tuple[float | None, str]:
             had = "is missing" if twin is None else f"is {twin.dtype} {list(twin.shape)}"
             return None, f"output {blob.name!r} {had}, it was {blob.dtype} {list(blob.shape)}"
         one, two = _numbers_of(blob), _numbers_of(twin)
-        if not np.isfinite(two).all():
+        is_finite = np.isfinite(one)
+        if not np.isfinite(two[is_finite]).all():
             return None, f"output {blob.name!r} has numbers that are not finite"
+        one, two = one[is_finite], two[is_finite]
         if one.size:
             scale = max(float(np.abs(one).max()), float(np.finfo(np.float32).tiny))
             worst = max(worst or 0.0, float(np.abs(one - two).max()) / scale)
     return worst, ""
-
-
-def with_accuracy(figures: SwapFigures, accuracy: float, before: float) -> SwapFigures:
-    """Return the figures with shares of right labels."""
-    return replace(figures, accuracy=round(accuracy, 4), accuracy_before=round(before, 4))
 
 
 def _numbers_of(blob: TensorBlob) -> np.ndarray:
@@ -205,6 +263,10 @@ def _numbers_of(blob: TensorBlob) -> np.ndarray:
         bits = np.frombuffer(blob.buffer, np.uint16).astype(np.uint32) << 16
         return bits.view(np.float32).astype(np.float64)
     return np.frombuffer(blob.buffer, blob.dtype).astype(np.float64)
+
+
+def _text_of(error: ServiceError) -> str:
+    return f"{error.code}: {error.message}"
 
 
 def _work_s(result: Result) -> float:

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from inferpool.models.spec import DTYPE_BYTES, TensorHeader
-from inferpool.service.api.codecs.body import BodyContext, Limits
+from inferpool.service.api.codecs.body import BodyContext, Limits, Payload
 from inferpool.service.api.codecs.requests import decode
 from inferpool.service.errors import ServiceError
 from inferpool.service.queue.instance import Buffer
@@ -32,8 +32,20 @@ class SwapInput(msgspec.Struct, frozen=True, kw_only=True):
     payload: bytes
     headers: tuple[TensorHeader, ...] = ()
     parameters: bytes = b""
+    is_made_up: bool = False
+    """It has random numbers."""
     is_live: bool = False
     """A client has sent it."""
+
+    @classmethod
+    def of(cls, payload: Payload, parameters: bytes) -> "SwapInput":
+        """Return an instance that was read like that of a call."""
+        return cls(
+            kind=payload.kind,
+            payload=b"".join(map(bytes, payload.chunks)),
+            headers=payload.headers,
+            parameters=parameters,
+        )
 
 
 class InputRecorder:
@@ -57,9 +69,11 @@ class InputRecorder:
     def take(self, ref: ItemRef, chunks: Sequence[Buffer]) -> None:
         """Copy an instance that is about to be submitted, if it is its turn."""
         self._owed += self._share
-        if self._owed < 1 or self.is_full or self._num_bytes + ref.num_bytes > _MAX_BYTES:
+        if self._owed < 1:
             return
         self._owed -= 1
+        if self.is_full or self._num_bytes + ref.num_bytes > _MAX_BYTES:
+            return
         self._num_bytes += ref.num_bytes
         payload = b"".join(map(bytes, chunks))
         self.inputs.append(
@@ -93,12 +107,7 @@ def inputs_of(pool: Pool) -> Iterator[SwapInput]:
             pass  # the example is too long for an HTTP call
         else:
             for payload in decoded.payloads:
-                yield SwapInput(
-                    kind=payload.kind,
-                    payload=b"".join(map(bytes, payload.chunks)),
-                    headers=payload.headers,
-                    parameters=decoded.parameters,
-                )
+                yield SwapInput.of(payload, decoded.parameters)
     if pool.inputs and all(each.shape for each in pool.inputs) and not pool.reads_own_form:
         rng = np.random.default_rng(0)
         for _ in range(_NUM_MADE_UP):
@@ -112,7 +121,8 @@ def _made_up(inputs: "Sequence[TensorSpec]", rng: np.random.Generator) -> SwapIn
         shape = tuple(_FREE_LENGTH if size < 0 else size for size in spec.shape[1:])
         headers.append(TensorHeader(spec.name, spec.dtype, shape, sum(map(len, pieces))))
         pieces.append(_numbers(spec.dtype, prod(shape), rng))
-    return SwapInput(kind="tensors", payload=b"".join(pieces), headers=tuple(headers))
+    payload = b"".join(pieces)
+    return SwapInput(kind="tensors", payload=payload, headers=tuple(headers), is_made_up=True)
 
 
 def _numbers(dtype: str, num: int, rng: np.random.Generator) -> bytes:

@@ -3,18 +3,23 @@
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-from inferpool.service.catalog.catalog import ModelVersion
-from inferpool.service.catalog.comparison import Comparison, why_not
+from inferpool.service.catalog.catalog import Catalog, ModelVersion
+from inferpool.service.catalog.comparison import Comparison, output_fault, why_not
 from inferpool.service.catalog.inputs import InputRecorder, SwapInput, inputs_of
 from inferpool.service.catalog.requests import SwapOptions
+from inferpool.service.catalog.validation import LabelledInput, validate
+from inferpool.service.catalog.watching import FaultShare, VersionWatch
 from inferpool.service.errors import VersionRefusedError
 
 if TYPE_CHECKING:
     from inferpool.service.api.routes.models import SwapFigures
 
 _LOOK_EVERY_S = 0.05
+_MOST_SHADOWED = 64
+"""Inputs of a shadow that may wait to be computed; those that come meanwhile are not copied."""
 
 
 class Judge:
@@ -22,44 +27,84 @@ class Judge:
 
     def __init__(
         self,
+        catalog: Catalog,
         old: ModelVersion,
         new: ModelVersion,
         options: SwapOptions,
         say: Callable[[str], None],
+        cases: Sequence[LabelledInput] = (),
     ) -> None:
-        """Judge a version against the one that serves; `say` is told what is being done."""
+        """Judge a version against the one that serves.
+
+        Args:
+            catalog: Gives a canary its share of the calls.
+            old: The version that serves.
+            new: The version that is judged.
+            options: The policy and the bounds.
+            say: Told what is being done.
+            cases: The inputs of `options.validation`.
+        """
         self.figures: SwapFigures | None = None
         """The figures that have been found up to now."""
+        self.faults_before = FaultShare.of(old)
+        """The counts of the version that serves, when the change began."""
+        self._catalog = catalog
         self._old = old
         self._new = new
         self._options = options
         self._say = say
+        self._cases = cases
+        self._comparison = Comparison(old.pool, new.pool, are_alike=not cases)
 
     async def judge(self) -> None:
         """Find out whether the version may serve.
 
         Raises:
-            VersionRefusedError: It is not good enough; `figures` show why.
+            VersionRefusedError: It is not good enough; has the figures that show why.
         """
-        old, new, options = self._old, self._new, self._options
-        if not old.pool.is_ready:
-            return  # nothing serves that it could be compared with
-        comparison = Comparison(old.pool, new.pool)
-        inputs = [*inputs_of(old.pool)]
-        if options.policy != "force":
-            inputs += await self._recorded()
+        try:
+            await self._judge()
+        except VersionRefusedError as error:
+            self.figures = self.figures or self._comparison.figures()
+            error.figures = asdict(self.figures)
+            raise
+
+    async def _judge(self) -> None:
+        options = self._options
+        self._say("looks at its outputs")
+        if fault := await output_fault(self._new.pool):
+            self._comparison.note_fault(fault)
+            raise VersionRefusedError(f"its outputs cannot be used: {fault}")
+        if not self._old.pool.is_ready or options.policy == "force":
+            return  # nothing serves that it could be compared with, or nobody wants it
+        await self._compare()
+        if options.policy == "shadow":
+            await self._shadow()
+        elif options.policy == "canary":
+            await self._canary()
+
+    async def _compare(self) -> None:
+        inputs = [*inputs_of(self._old.pool), *await self._recorded()]
 
         def show(num: int) -> None:
             self._say(f"compared on {num} of {len(inputs)} inputs")
 
-        await comparison.add(inputs, show)
-        self.figures = figures = comparison.figures()
-        if options.policy == "force":
-            if figures.num_inputs and figures.num_faults == figures.num_inputs:
-                raise VersionRefusedError(f"it fails on every input: {figures.first_fault}")
-            return
-        if reason := why_not(figures, options):
-            raise VersionRefusedError(reason)
+        await self._comparison.add(inputs, show)
+        self.figures = self._comparison.figures()
+        if self._cases:
+
+            def show_validated(num: int) -> None:
+                self._say(f"validated on {num} of {len(self._cases)} inputs")
+
+            self.figures = await validate(
+                self._old.pool, self._new.pool, self._cases, self.figures, show_validated
+            )
+        elif not self.figures.num_inputs:
+            raise VersionRefusedError(
+                "there is no input to compare it on: no traffic came within wait_s, and the model "
+                "has no example; send some, or give `validation`, or use the policy `force`"
+            )
+        self._refuse_if(why_not(self.figures, self._options))
 
     async def _recorded(self) -> Sequence[SwapInput]:
         recorder = InputRecorder(self._old.pool, self._options.num_inputs)
@@ -71,3 +116,55 @@ class Judge:
         finally:
             recorder.stop()
         return recorder.take_all()
+
+    async def _shadow(self) -> None:
+        """Let both versions compute copies of a share of the traffic, and compare the answers."""
+        options, comparison = self._options, self._comparison
+        recorder = InputRecorder(self._old.pool, _MOST_SHADOWED, options.share)
+        until, num = time.monotonic() + options.duration_s, 0
+        try:
+            while (left_s := until - time.monotonic()) > 0:
+                self._say(f"shadow: compared on {num} live inputs, {left_s:.0f} s left")
+                for sample in recorder.take_all():
+                    if time.monotonic() >= until:
+                        break
+                    await comparison.add([sample])
+                    num += 1
+                if num >= options.num_inputs and why_not(comparison.figures(), options):
+                    break
+                await asyncio.sleep(_LOOK_EVERY_S)
+        finally:
+            recorder.stop()
+        self.figures = self._with_accuracy(comparison.figures())
+        self._refuse_if(why_not(self.figures, options))
+
+    async def _canary(self) -> None:
+        """Let the version answer a share of the calls, until it is worse or the time is over."""
+        options = self._options
+        until, reason = time.monotonic() + options.duration_s, ""
+        self._catalog.begin_canary(self._new, options.share)
+        watch = VersionWatch(
+            self._old, self._new, options, FaultShare.of(self._old), is_canary=True
+        )
+        try:
+            while (left_s := until - time.monotonic()) > 0:
+                await asyncio.sleep(min(_LOOK_EVERY_S, left_s))
+                reason = await watch.look()
+                self._say(f"canary: {watch.num_answered} inputs answered, {left_s:.0f} s left")
+                if reason:
+                    break
+        finally:
+            watch.stop()
+            self._catalog.end_canary(self._new)
+        assert self.figures is not None, "it has been compared"
+        self.figures = watch.with_figures(self.figures)
+        self._refuse_if(reason and f"as a canary, {reason}")
+
+    def _with_accuracy(self, figures: "SwapFigures") -> "SwapFigures":
+        assert self.figures is not None, "it has been compared"
+        accuracy, before = self.figures.accuracy, self.figures.accuracy_before
+        return replace(figures, accuracy=accuracy, accuracy_before=before)
+
+    def _refuse_if(self, reason: str) -> None:
+        if reason:
+            raise VersionRefusedError(reason)

@@ -27,7 +27,7 @@ class SwapOptions(SettingsTable):
     """The largest difference of any number, as a part of the largest number of its output."""
     max_latency_ratio: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.5
     """The most that the median time of an input may be, as a multiple of that of now."""
-    max_fault_share: Share = 0.005
+    max_fault_share: Share = 0.001
     """The largest share of inputs that it may fail on while the version of now does not."""
     num_inputs: Annotated[int, Field(ge=1, le=10_000)] = 100
     """Live inputs to compare on. They are kept in memory until it is decided, and never on disk."""
@@ -41,8 +41,10 @@ class SwapOptions(SettingsTable):
     """How long the former version stays loaded. If errors or latency of the new one pass the
     bounds within that time, the former one serves again."""
     validation: str | None = None
-    """A folder of inputs, one subfolder for each label. The version serves if it labels at least
-    as many right as the one of now; agreement and deviation are not looked at then."""
+    """A folder with one subfolder of images for each label, or a file with lines like
+    `{"instance": ..., "label": ...}`. A label is the answer's `label` or `index`. The version
+    serves if it labels at least as many right as the one of now; agreement and deviation are not
+    looked at then."""
     ephemeral: bool = False
     """Forget the change at the next start of the service."""
 

@@ -80,6 +80,8 @@ class Dispatcher:
         self.inputs: Sequence[TensorSpec] = ()
         """The inputs of the model, once a worker is ready."""
         self.loop = asyncio.get_running_loop()
+        self.on_batch: Callable[[int, BatchDone], None] | None = None
+        """Told the size of each batch that was computed, while versions are compared."""
         self._arena = arena
         self._admission = admission
         self._metrics = metrics
@@ -367,6 +369,8 @@ class Dispatcher:
         self._admission.rate.note(num, took_s, now, lane.worker.id.slot)
         if not isinstance(done.outcomes[0], ItemError):  # or it may not have been computed
             self._lanes.learn(lane, num, now)
+            if self.on_batch is not None:
+                self.on_batch(num, done)
             if not lane.is_lagging:
                 self._limit.note(num, done.prepare_s, done.compute_s)
                 self.scheduler.prepare_s = done.prepare_s

@@ -108,6 +108,18 @@ class ModelMetrics:
         both.exemplars = self.exemplars
         return both
 
+    def forget(self) -> None:
+        """Start again from zero, with what is in flight."""
+        fresh, in_flight = ModelMetrics(self.name), self.in_flight
+        for name, value in vars(fresh).items():
+            if isinstance(value, Distribution):
+                getattr(self, name).take()
+            elif isinstance(value, dict):  # others hold it
+                getattr(self, name).update(value)
+            elif isinstance(value, int):
+                setattr(self, name, value)
+        self.accepted = self.in_flight = in_flight
+
     @property
     def request_duration(self) -> Distribution:
         """Seconds from the head of an HTTP call to its answer, for all calls."""
@@ -249,15 +261,19 @@ class Metrics(Collector):
         """Return where a model's HTTP calls are counted; `unknown_model` if it is not served."""
         return self._models.get(name, self.unknown_model)
 
-    def part(self, name: str) -> ModelMetrics:
-        """Return new counters for a version of a model; `total` includes them."""
-        part = ModelMetrics(name)
-        self._parts[name].append(part)
-        return part
+    def show(self, part: ModelMetrics) -> None:
+        """Let `total` include the counters of a version that clients get to from now on.
+
+        What it has counted before was of nobody's call, so it starts again.
+        """
+        parts = self._parts[part.name]
+        if not any(part is each for each in parts):
+            part.forget()
+            parts.append(part)
 
     def fold(self, part: ModelMetrics) -> None:
         """Add the counters of a version that is gone to those of its model."""
-        if part.name in self._parts:
+        if part in self._parts.get(part.name, ()):
             self._parts[part.name].remove(part)
             self._models[part.name] += part
 

@@ -57,10 +57,20 @@ class SwapFigures:
     """Inputs that it fails on, and the version that serves does not."""
     first_fault: str = ""
     """The error of the first of these."""
+    num_validated: int = 0
+    """Inputs of `validation` that both have computed."""
     accuracy: float | None = None
     """The share of `validation` that it labels right."""
     accuracy_before: float | None = None
     """The same for the version that serves."""
+    num_answered: int = 0
+    """Inputs of clients that it has answered or failed on, as a canary or since it serves."""
+    fault_share: float | None = None
+    """The share of these that it fails on, by its own fault."""
+    fault_share_before: float | None = None
+    """The same for the version that served before."""
+    live_latency_ratio: float | None = None
+    """The time that it takes for one of these, divided by that of the version before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

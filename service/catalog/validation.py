@@ -1,0 +1,182 @@
+"""Counts how many labelled inputs two versions label right.
+
+They are a folder with one subfolder for each label, or a file with a JSON object in each line:
+{"instance": ..., "label": ...}.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from inferpool.service.api.codecs.body import BodyContext, Limits
+from inferpool.service.api.codecs.requests import decode
+from inferpool.service.catalog.comparison import asked, label_of
+from inferpool.service.catalog.inputs import SwapInput
+from inferpool.service.errors import InvalidInputError, OverloadedError, ServiceError
+
+if TYPE_CHECKING:
+    from inferpool.service.api.routes.models import SwapFigures
+    from inferpool.service.queue.instance import Result
+    from inferpool.service.queue.pool import Pool
+
+_MOST_CASES = 1_000_000
+_MOST_BYTES = 256 * 2**20
+"""The largest file of JSON lines."""
+_TYPES: Mapping[str, bytes] = {
+    **dict.fromkeys((".jpg", ".jpeg"), b"image/jpeg"),
+    ".png": b"image/png",
+    ".webp": b"image/webp",
+    ".gif": b"image/gif",
+    ".bmp": b"image/bmp",
+    ".tif": b"image/tiff",
+    ".tiff": b"image/tiff",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabelledInput:
+    """One input of a validation."""
+
+    where: str
+    """Its file, and its line in it."""
+    label: str
+    path: Path | None = None
+    """An image file; None if the instance is given."""
+    instance: msgspec.Raw | None = None
+
+
+class _Line(msgspec.Struct):
+    instance: msgspec.Raw
+    label: str | int
+
+
+def read_cases(validation: str) -> list[LabelledInput]:
+    """Find the labelled inputs of a folder or a file. Images are read later. Blocks.
+
+    Raises:
+        InvalidInputError: There are none, or they cannot be read; names the path.
+    """
+    path = Path(validation)
+    try:
+        if path.is_dir():
+            cases = [*_of_folder(path)]
+        elif path.is_file():
+            cases = [*_of_file(path)]
+        else:
+            raise InvalidInputError(f"validation: there is no file or folder {validation!r}")
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise InvalidInputError(f"validation: {validation!r} cannot be read: {reason}") from error
+    if not cases:
+        raise InvalidInputError(
+            f"validation: {validation!r} has no labelled inputs; give a folder with one subfolder "
+            'of images for each label, or a file with lines like {"instance": ..., "label": ...}'
+        )
+    return cases
+
+
+async def validate(
+    old: "Pool",
+    new: "Pool",
+    cases: Sequence[LabelledInput],
+    figures: "SwapFigures",
+    on_progress: Callable[[int], None],
+) -> "SwapFigures":
+    """Return figures with the shares of inputs that both versions label right.
+
+    What a version fails on it does not label right. Inputs for which there was no room count for
+    neither.
+
+    Raises:
+        InvalidInputError: An input cannot be read any more, or fits no model; names it.
+    """
+    num = num_right = num_right_before = 0
+    for number, case in enumerate(cases, 1):
+        sample = await asyncio.to_thread(_sample_of, case, new)
+        answers = await asyncio.gather(asked(old, sample), asked(new, sample))
+        if not any(isinstance(answer, OverloadedError) for answer in answers):
+            before, after = (_is_right(answer, case.label) for answer in answers)
+            num, num_right, num_right_before = num + 1, num_right + after, num_right_before + before
+        on_progress(number)
+    if not num:
+        raise OverloadedError("the validation found no room in the queue", retry_after_s=10)
+    return replace(
+        figures,
+        num_validated=num,
+        accuracy=round(num_right / num, 5),
+        accuracy_before=round(num_right_before / num, 5),
+    )
+
+
+def _of_folder(folder: Path) -> Iterator[LabelledInput]:
+    num = 0
+    for label in sorted(each for each in folder.iterdir() if each.is_dir()):
+        for path in sorted(label.iterdir()):
+            if path.suffix.lower() not in _TYPES or path.name.startswith("."):
+                continue
+            num += 1
+            if num > _MOST_CASES:
+                raise InvalidInputError(f"validation: {str(folder)!r} has over {_MOST_CASES} files")
+            yield LabelledInput(where=str(path), label=label.name, path=path)
+
+
+def _of_file(path: Path) -> Iterator[LabelledInput]:
+    if path.stat().st_size > _MOST_BYTES:
+        raise InvalidInputError(f"validation: {str(path)!r} is larger than {_MOST_BYTES} bytes")
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            read = msgspec.json.decode(line, type=_Line)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise InvalidInputError(f"validation: {where}: {error}") from error
+        yield LabelledInput(where=where, label=str(read.label), instance=read.instance)
+
+
+def _sample_of(case: LabelledInput, pool: "Pool") -> SwapInput:
+    """Read an input as a call would bring it. Blocks."""
+    head = BodyContext({}, b"", pool.inputs, Limits())
+    try:
+        if case.path is not None:
+            content_type, body = _TYPES[case.path.suffix.lower()], case.path.read_bytes()
+        else:
+            assert case.instance is not None, "an input has a path or an instance"
+            content_type = b"application/json"
+            body = b'{"instances": [' + bytes(case.instance) + b"]}"
+        decoded = decode(content_type, [body], head)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise InvalidInputError(f"validation: {case.where} cannot be read: {reason}") from error
+    except ServiceError as error:
+        raise InvalidInputError(f"validation: {case.where}: {error.message}") from error
+    if len(decoded.payloads) != 1:
+        raise InvalidInputError(f"validation: {case.where} is not one input")
+    return SwapInput.of(decoded.payloads[0], decoded.parameters)
+
+
+def _is_right(answer: "Result | ServiceError", label: str) -> bool:
+    """Return whether an answer has a label, by its name or its number."""
+    if isinstance(answer, ServiceError):
+        return False
+    value = answer.value
+    found = msgspec.json.decode(value) if isinstance(value, bytes) else value
+    return label in {str(each) for each in _names_in(found)}
+
+
+def _names_in(answer: object) -> Iterator[object]:
+    """Yield the names of the best answer."""
+    if isinstance(answer, list) and answer and isinstance(answer[0], dict):
+        answer = answer[0]
+    if isinstance(answer, dict):
+        named = [answer[key] for key in ("label", "index") if key in answer]
+        if named:
+            yield from named
+        elif len(answer) == 1:
+            yield from _names_in(*answer.values())
+    else:
+        yield label_of(answer)
