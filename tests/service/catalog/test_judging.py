@@ -57,7 +57,7 @@ class Stage:
         self.arena = arena
         self.kept = Kept(arena)
         self.catalog = self.kept.catalog
-        self.changes = Changes(self.catalog, self.kept.metrics, None, grace_s=5)
+        self.changes = Changes(self.catalog, self.kept.metrics, None, self.kept.state, grace_s=5)
         self.acts = [acts.get("old", Acts()), acts.get("new", Acts())]
         self.busy: dict[int, float] = {}
         self.answered: Counter[int] = Counter()
@@ -230,9 +230,8 @@ async def test_a_shadow_that_fails_only_later_is_refused_and_what_it_cannot_comp
     stage,
 ):
     it = await ready(stage(new=Acts(fails=lambda number: number > 150)))
-    it.pause_s = 0.01
     with it.clients(), pytest.raises(VersionRefusedError, match="fails on") as refused:
-        await it.swap(policy="shadow", share=1.0, duration_s=3000)
+        await it.swap(policy="shadow", share=0.5, duration_s=3000, num_inputs=50)
     assert refused.value.figures["num_faults"] > 10
     assert not it.failed
     assert it.answered[2] == 0
@@ -279,7 +278,7 @@ async def test_a_canary_that_is_worse_stops_at_once(stage, acts, reason, figure)
 
 
 async def swapped(it: Stage, **request: object) -> None:
-    assert (await it.swap(rollback_s=300, **request))["serves"] == 2
+    assert (await it.swap(**{"rollback_s": 35, **request}))["serves"] == 2
 
 
 async def test_faults_after_the_switch_roll_back_with_the_figure(stage):
@@ -299,7 +298,7 @@ async def test_a_version_that_gets_slower_after_the_switch_rolls_back_with_the_f
     it.at_once, it.pause_s = 3, 0.05
     with it.clients():
         await swapped(it)
-        await asyncio.sleep(20)
+        await asyncio.sleep(5)
         it.acts[1] = Acts(item_s=0.012, batch_s=0.012)
         await when(lambda: it.info()["state"] == "rolled_back")
     found = it.info()
@@ -313,14 +312,14 @@ async def test_changing_load_and_a_busy_machine_roll_nothing_back(stage):
     it.at_once, it.pause_s = 8, 0.2  # large batches, which cost an input little
     with it.clients():
         await swapped(it)
-        await asyncio.sleep(20)
+        await asyncio.sleep(8)
         it.at_once, it.pause_s = 1, 0.1  # batches of one, which cost it several times as much
-        await asyncio.sleep(40)
+        await asyncio.sleep(10)
         for acts in it.acts:  # the machine has other work now
             acts.item_s, acts.batch_s = 3 * acts.item_s, 3 * acts.batch_s
-        await asyncio.sleep(60)
+        await asyncio.sleep(10)
         assert it.info()["state"] == "serving"
-        await asyncio.sleep(200)
+        await asyncio.sleep(10)
     assert [version.number for version in it.catalog.versions("m")] == [2]
 
 
@@ -328,18 +327,18 @@ async def test_faults_that_both_versions_have_roll_nothing_back(stage):
     fails = lambda number: number % 20 == 3  # noqa: E731
     it = await ready(stage(old=Acts(fails=fails), new=Acts(fails=fails)))
     with it.clients():
-        await asyncio.sleep(20)
+        await asyncio.sleep(5)
         await swapped(it)
-        await asyncio.sleep(310)
+        await asyncio.sleep(40)
     assert it.info()["state"] == "serving"
-    assert it.failed["non_finite_output"] > 100
+    assert it.failed["non_finite_output"] > 50
 
 
 async def test_force_compares_nothing_and_never_rolls_back_by_itself(stage):
-    it = await ready(stage(new=Acts(item_s=0.05, shift=1, fails=lambda number: number % 2 == 0)))
+    it = await ready(stage(new=Acts(item_s=0.01, shift=1, fails=lambda number: number % 2 == 0)))
     with it.clients():
         await swapped(it, policy="force", wait_s=0)
-        await asyncio.sleep(299)
+        await asyncio.sleep(30)
         assert it.info()["state"] == "serving"
         it.changes.begin_rollback("m")
         await it.changes.until_decided("m")
