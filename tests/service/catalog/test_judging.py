@@ -23,7 +23,7 @@ from inferpool.service.errors import (
 from inferpool.workers.arena import Arena
 from inferpool.workers.messages import ItemError, ItemRef, Outcome, TensorBlob
 from tests.fakes import ref_to
-from tests.service.catalog.test_catalog import Kept
+from tests.service.catalog.test_catalog import ROOM, Kept
 
 pytestmark = pytest.mark.usefixtures("virtual_time")
 
@@ -57,7 +57,7 @@ class Stage:
         self.arena = arena
         self.kept = Kept(arena)
         self.catalog = self.kept.catalog
-        self.changes = Changes(self.catalog, self.kept.metrics, None, self.kept.state, grace_s=5)
+        self.changes = Changes(self.catalog, self.kept.metrics, None, ROOM, grace_s=5)
         self.acts = [acts.get("old", Acts()), acts.get("new", Acts())]
         self.busy: dict[int, float] = {}
         self.answered: Counter[int] = Counter()
