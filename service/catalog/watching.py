@@ -139,7 +139,7 @@ class VersionWatch:
         self._times = BatchTimes(new.pool)
         self._old_times = BatchTimes(old.pool) if is_canary else None
         self._measured: Mapping[int, float] = {}
-        """What the former version takes for an instance, by the size of its group."""
+        """The former version's time for an instance, by the size of its group."""
         self._next_measure = 0.0
         self.ratio: float | None = None
         """How many times as long as the former version it takes for an instance."""
