@@ -120,7 +120,7 @@ class Judge:
     async def _shadow(self) -> None:
         """Let both versions compute copies of a share of the traffic, and compare the answers."""
         options, comparison = self._options, self._comparison
-        recorder = InputRecorder(self._old.pool, _MOST_SHADOWED, options.share)
+        recorder = InputRecorder(self._old.pool, _MOST_SHADOWED, options.traffic_share)
         until, num = time.monotonic() + options.duration_s, 0
         try:
             while (left_s := until - time.monotonic()) > 0:
@@ -142,7 +142,7 @@ class Judge:
         """Let the version answer a share of the calls, until it is worse or the time is over."""
         options = self._options
         until, reason = time.monotonic() + options.duration_s, ""
-        self._catalog.begin_canary(self._new, options.share)
+        self._catalog.begin_canary(self._new, options.traffic_share)
         watch = VersionWatch(
             self._old, self._new, options, FaultShare.of(self._old), is_canary=True
         )

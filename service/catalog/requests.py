@@ -33,7 +33,7 @@ class SwapOptions(SettingsTable):
     """Live inputs to compare on. They are kept in memory until it is decided, and never on disk."""
     wait_s: Seconds = 10.0
     """How long to wait for so many live inputs; without traffic there are fewer."""
-    share: Share = 0.1
+    traffic_share: Share = 0.1
     """The share of the traffic that a shadow or a canary gets."""
     duration_s: Seconds = 60.0
     """How long a shadow or a canary is watched before it serves."""

@@ -217,7 +217,7 @@ async def test_a_shadow_computes_its_share_beside_and_no_client_waits_for_it(sta
     it = await ready(stage(new=Acts(item_s=0.005)))
     before = it.num_asked
     with it.clients():
-        found = await it.swap(policy="shadow", share=0.25, duration_s=20, rollback_s=0)
+        found = await it.swap(policy="shadow", traffic_share=0.25, duration_s=20, rollback_s=0)
     num = it.num_asked - before
     figures = found["figures"]
     assert figures.num_inputs - 100 == pytest.approx(0.25 * 20 / it.pause_s, rel=0.1)
@@ -231,7 +231,7 @@ async def test_a_shadow_that_fails_only_later_is_refused_and_what_it_cannot_comp
 ):
     it = await ready(stage(new=Acts(fails=lambda number: number > 150)))
     with it.clients(), pytest.raises(VersionRefusedError, match="fails on") as refused:
-        await it.swap(policy="shadow", share=0.5, duration_s=3000, num_inputs=50)
+        await it.swap(policy="shadow", traffic_share=0.5, duration_s=3000, num_inputs=50)
     assert refused.value.figures["num_faults"] > 10
     assert not it.failed
     assert it.answered[2] == 0
@@ -241,7 +241,7 @@ async def test_a_shadow_that_fails_only_later_is_refused_and_what_it_cannot_comp
 async def test_a_canary_answers_its_share_and_then_serves(stage):
     it = await ready(stage())
     with it.clients():
-        found = await it.swap(policy="canary", share=0.25, duration_s=40)
+        found = await it.swap(policy="canary", traffic_share=0.25, duration_s=40)
         serving = it.answered[2]
     assert found["serves"] == 2
     assert serving == pytest.approx(0.25 * 40 / it.pause_s, rel=0.2)
@@ -263,7 +263,12 @@ async def test_a_canary_answers_its_share_and_then_serves(stage):
 async def test_a_canary_that_is_worse_stops_at_once(stage, acts, reason, figure):
     it = await ready(stage(new=acts))
     bound = 9.0 if figure == "fault_share" else 2.1
-    request = {"policy": "canary", "share": 0.3, "duration_s": 3000, "max_latency_ratio": bound}
+    request = {
+        "policy": "canary",
+        "traffic_share": 0.3,
+        "duration_s": 3000,
+        "max_latency_ratio": bound,
+    }
     with it.clients():
         task = asyncio.create_task(it.swap(**request))
         await when(lambda: it.catalog.version("m").pool.canary)
