@@ -25,7 +25,10 @@ CancelledByClientError         the client hung up; nobody is left to be told
 StartError                     the service cannot start, or did not come up
 """
 
-from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 class StartError(Exception):
@@ -43,7 +46,7 @@ class ServiceError(Exception):
     """
 
     code = "error"
-    figures: Mapping[str, object] | None = None
+    figures: "Mapping[str, object] | None" = None
 
     def __init__(self, message: str, *, retry_after_s: int | None = None) -> None:
         super().__init__(message)

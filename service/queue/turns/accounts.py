@@ -54,7 +54,7 @@ class Account:
     """Seconds of the device that it has had, divided by its share, and counted so that models that
     were idle meanwhile have saved nothing."""
     shares: list[float] = field(default_factory=list)
-    """What each of its members came with, the newest last."""
+    """The shares that its members came with, the newest last."""
     num_turns: int = 0
     """Batches that its workers hold."""
     num_waiting: int = 0
