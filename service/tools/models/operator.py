@@ -63,7 +63,7 @@ class FiguresSeen(msgspec.Struct, frozen=True, kw_only=True):
     accuracy_before: float | None = None
 
 
-class LoadedVersion(msgspec.Struct, frozen=True, kw_only=True):
+class KnownVersion(msgspec.Struct, frozen=True, kw_only=True):
     """One version of a model."""
 
     number: int
@@ -94,10 +94,10 @@ class ModelSeen(msgspec.Struct, frozen=True, kw_only=True):
     ready: bool
     change: str = ""
     saved: bool = True
-    versions: Sequence[LoadedVersion] = ()
+    versions: Sequence[KnownVersion] = ()
     changes: Sequence[ChangeSeen] = ()
 
-    def numbered(self, number: int | None) -> LoadedVersion | None:
+    def numbered(self, number: int | None) -> KnownVersion | None:
         """Return a version by its number."""
         return next((each for each in self.versions if each.number == number), None)
 
