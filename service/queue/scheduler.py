@@ -22,6 +22,8 @@ from inferpool.workers.messages import BatchDone
 
 EARLY_S = 0.001
 """How long before the end of a batch the next is sent, besides the time to prepare it."""
+_RESOLUTION_S = 1e-6
+"""Less than this may round to no delay at all, and a timer that is over at once look for ever."""
 _LEAST_WAIT_S = 0.001
 """The shortest timer for a lagging worker. A shorter one may be over at once by rounding, again and
 again."""
@@ -401,7 +403,7 @@ class BatchScheduler:
 
     def wake_in(self, delay_s: float) -> None:
         """Look again after this long, or sooner."""
-        due = self._loop.time() + delay_s
+        due = self._loop.time() + max(delay_s, _RESOLUTION_S)
         if self._timer is not None:
             if self._timer_due <= due:
                 return
