@@ -1,7 +1,8 @@
 """Compares a version with the one that serves: answers, outputs, time and memory.
 
-Both compute each input alone, one after the other, at the lowest priority: first the answer as a
-client would get it, then the output tensors.
+Both compute each input alone, one after the other: first the answer as a client would get it, then
+the output tensors. It goes before clients' inputs, or it would wait for ever behind a full queue;
+there is never more than one.
 """
 
 import asyncio
@@ -26,13 +27,11 @@ from inferpool.service.queue.instance import Result
 from inferpool.service.queue.pool import Pool
 from inferpool.workers.messages import ItemRef, TensorBlob
 
-_LAST = 9
-"""The priority of inputs that no client waits for."""
+_FIRST = 1
+"""The priority of an input, which is the only one in both queues that no client waits for."""
 _TIMEOUT_S = 60.0
 """How long an input may take, with all waiting for room in the queue."""
-_AGAIN_AFTER_S = 0.1
-_MOST_QUEUED = 0.5
-"""The part of a queue that must not be full of clients' inputs, so that these take none's place."""
+_AGAIN_AFTER_S = 0.02
 _NO_ROOM = (OverloadedError, UnavailableError, DeadlineExceededError)
 """Errors that say nothing about a version while another serves on the same machine."""
 _LEAST_TIMED = 5
@@ -130,19 +129,14 @@ async def asked(
     Waits while there is no room for it; returns why, if there is none for too long.
     """
     until = time.monotonic() + _TIMEOUT_S
-    dispatcher = pool.dispatcher
     while True:
-        error: ServiceError = OverloadedError("the queue is full", retry_after_s=1)
-        left_s = until - time.monotonic()
-        if dispatcher.num_queued <= dispatcher.max_queue_length * _MOST_QUEUED:
-            ref = item_ref(sample, left_s, wants_tensors=wants_tensors)
-            try:
-                return await dispatcher.submit(ref, (sample.payload,), is_solo=True)
-            except _NO_ROOM as refusal:
-                error = refusal
-            except ServiceError as failure:
-                return failure
-        if until - time.monotonic() < _AGAIN_AFTER_S:
+        ref = item_ref(sample, until - time.monotonic(), wants_tensors=wants_tensors)
+        try:
+            return await pool.dispatcher.submit(ref, (sample.payload,), is_solo=True)
+        except _NO_ROOM as error:
+            if until - time.monotonic() < _AGAIN_AFTER_S:
+                return error
+        except ServiceError as error:
             return error
         await asyncio.sleep(_AGAIN_AFTER_S)
 
@@ -157,7 +151,7 @@ def item_ref(sample: SwapInput, timeout_s: float, *, wants_tensors: bool = False
         wants_tensors=wants_tensors,
         headers=sample.headers,
         parameters=sample.parameters,
-        priority=_LAST,
+        priority=_FIRST,
     )
 
 

@@ -165,7 +165,7 @@ class Dispatcher:
                 copy.
             steps: Notes what happens to the instance, if its call is traced.
             owner: The owner of the payload's slot, if it is in the arena already.
-            is_solo: Compute it in a batch of its own.
+            is_solo: Compute it in a batch of its own, and find it a place in a full queue, too.
 
         Returns:
             The future of its result, which may raise a `ServiceError`. Cancelling it gives it up.
@@ -183,7 +183,8 @@ class Dispatcher:
         is_suspect = (
             num_bytes in quarantine.lengths or num_bytes in quarantine.suspect_lengths
         ) and self._suspects.check(ref, chunks, now)
-        self._check_admission(ref, now)
+        if not is_solo:
+            self._check_admission(ref, now)
         if owner is None:
             owner = self._arena
             if ref.caller:

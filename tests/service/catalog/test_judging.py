@@ -197,6 +197,18 @@ async def test_inputs_of_a_comparison_wait_while_the_queue_is_full_and_refuse_no
     assert found["figures"].num_faults == 0
 
 
+async def test_a_comparison_is_not_held_up_by_the_clients_of_a_busy_version(stage):
+    it = await ready(stage())
+    it.at_once, it.pause_s = 10, 0.04  # 250 inputs a second are more than it computes
+    it.catalog.serving["m"].dispatcher._admission.max_queue_length = 40  # the arena has more room
+    began = asyncio.get_running_loop().time()
+    with it.clients():
+        await asyncio.sleep(2)
+        found = await it.swap(num_inputs=50, wait_s=1, rollback_s=0, max_latency_ratio=9)
+    assert found["figures"].num_inputs == 50
+    assert asyncio.get_running_loop().time() - began < 20
+
+
 async def test_inputs_of_a_comparison_are_given_up_when_the_service_stops(stage):
     it = await ready(stage())
     it.acts[1] = Acts(item_s=30)
