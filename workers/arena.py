@@ -37,16 +37,24 @@ class Slots:
         self._callers: dict[int, int] = {}
         """Callers by the offsets of their slots, where they are told apart."""
         self._map = memory
+        self._orders: dict[int, int] = {}
+        self._begin(start, num_bytes)
+
+    def _begin(self, start: int, num_bytes: int) -> None:
+        """Divide a part that is completely free into blocks."""
         self._start = start
         num_orders = (num_bytes // MIN_BLOCK_BYTES).bit_length()
         self._free: list[set[int]] = [set() for _ in range(num_orders)]
         self._recent: list[list[int]] = [[] for _ in range(num_orders)]
-        self._orders: dict[int, int] = {}
         offset, end = start, start + num_bytes
         for order in reversed(range(num_orders)):
             if end - offset >= MIN_BLOCK_BYTES << order:
                 self._free[order].add(offset)
                 offset += MIN_BLOCK_BYTES << order
+
+    def can_hold(self, num_bytes: int) -> bool:
+        """Return whether there is room for a payload of this size, while nothing else is there."""
+        return _order_of(num_bytes) < len(self._recent)
 
     def put(
         self, chunks: Sequence[bytes | bytearray | memoryview], num_bytes: int, caller: int = 0
@@ -164,14 +172,12 @@ class Arena(Slots):
         self.memory = SharedMemory(num_bytes, name="arena", writable=False)
         super().__init__(self.memory.map, 0, num_bytes)
 
-    def give_away(self, num_parts: int) -> list[range]:
-        """Divide the arena into equal parts for other allocators; nothing stays for this one."""
+    def give_away(self, num_parts: int, keep_bytes: int = 0) -> list[range]:
+        """Divide the arena into equal parts for other allocators; this one keeps its end."""
         assert not self.used_bytes, "only an empty arena can be given away"
-        for free in self._free:
-            free.clear()
-        for recent in self._recent:
-            recent.clear()
-        size = self.num_bytes // num_parts // MIN_BLOCK_BYTES * MIN_BLOCK_BYTES
+        kept = keep_bytes // MIN_BLOCK_BYTES * MIN_BLOCK_BYTES
+        self._begin(self.num_bytes - kept, kept)
+        size = (self.num_bytes - kept) // num_parts // MIN_BLOCK_BYTES * MIN_BLOCK_BYTES
         return [range(number * size, (number + 1) * size) for number in range(num_parts)]
 
     def close(self) -> None:

@@ -129,6 +129,8 @@ async def asked(
     Waits while there is no room for it; returns why, if there is none for too long.
     """
     until = time.monotonic() + _TIMEOUT_S
+    if not pool.dispatcher.can_hold(len(sample.payload)):
+        return OverloadedError("the main process has no room for it in the arena (arena_bytes)")
     while True:
         ref = item_ref(sample, until - time.monotonic(), wants_tensors=wants_tensors)
         try:

@@ -20,7 +20,7 @@ from inferpool.service.fronts.messages import FrontConfig, FrontCounts
 from inferpool.service.fronts.only_front import read_fronts
 from inferpool.service.settings.settings import Settings
 from inferpool.service.telemetry.metrics import Metrics, Reading
-from inferpool.workers.arena import Arena
+from inferpool.workers.arena import Arena, slot_bytes
 from inferpool.workers.beside.forkserver_process import IGNORED_SIGNALS
 from inferpool.workers.errors import WorkerStartError
 from inferpool.workers.host.engine import WorkerId
@@ -37,6 +37,8 @@ _COUNT_S = 0.5
 _HANG_S = 10.0
 """A front that has sent nothing for so long hangs: it is asked twice a second."""
 _HANG_ROUNDS = int(_HANG_S / _COUNT_EVERY_S)
+_KEPT_BYTES = 4 * 2**20
+"""Bytes of the arena that the main process keeps."""
 _POLICY = RestartPolicy(max_restarts=4)
 _STATES = {"ready": "up", "failed": "stopped"}
 """The supervisor's states that `/health` calls by other names."""
@@ -71,7 +73,10 @@ class Fronts:
         self._models = models
         self._metrics = metrics
         self._on_lost = on_lost
-        self._parts = [ArenaPart(arena.memory.map, where) for where in arena.give_away(num)]
+        # What is kept is for the inputs of comparisons. Each part must hold the largest body.
+        spare = arena.num_bytes - num * slot_bytes(settings.max_body_bytes)
+        parts = arena.give_away(num, max(0, min(spare, _KEPT_BYTES)))
+        self._parts = [ArenaPart(arena.memory.map, where) for where in parts]
         self._supervisor = Supervisor[ArenaPart, FrontProcess](self._bring_up, self, _POLICY)
         self._balancer = ConnectionBalancer(listener, self._open)
         self._watching: asyncio.Task[None] | None = None

@@ -205,6 +205,10 @@ class Dispatcher:
             self.scheduler.soon()
         return instance
 
+    def can_hold(self, num_bytes: int) -> bool:
+        """Return whether this process may ever have room in the arena for such a payload."""
+        return self._arena.can_hold(num_bytes)
+
     def attach(self, worker: WorkerHandle) -> None:
         """Send a ready worker its share of the work, until it is detached."""
         self.inputs = worker.ready.inputs

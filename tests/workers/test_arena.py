@@ -106,6 +106,20 @@ def test_an_arena_is_divided_into_parts_that_are_allocated_apart():
     arena.close()
 
 
+def test_an_arena_keeps_some_of_itself_if_told_to_when_it_is_divided():
+    arena = Arena(10 * MIN_BLOCK_BYTES)
+    parts = arena.give_away(2, 4 * MIN_BLOCK_BYTES)
+    assert [len(part) for part in parts] == [3 * MIN_BLOCK_BYTES] * 2
+    assert [arena.can_hold(num * MIN_BLOCK_BYTES) for num in (1, 4, 5)] == [True, True, False]
+    assert [arena.put([b"x"], 1) for _ in range(5)][-1] is None
+    assert arena.read(9 * MIN_BLOCK_BYTES, 1) == b"x"
+    arena.close()
+    given = Arena(4 * MIN_BLOCK_BYTES)
+    given.give_away(2)
+    assert not given.can_hold(1)
+    given.close()
+
+
 @untimed()
 @given(st.lists(st.integers(0, 20_000), max_size=40), st.data())
 def test_a_later_allocator_over_the_same_part_leaves_the_slots_of_the_earlier_one_alone(
