@@ -288,7 +288,7 @@ def _serve(
         )
 
     async def announce() -> None:
-        if not service.pools:  # they come later
+        if not settings.models:  # they come later
             await service.fronts.until_up()
             logger.info("no model is served yet at %s", url)
         await service.until_settled()
