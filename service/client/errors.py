@@ -18,6 +18,7 @@ InferpoolError
     +-- InvalidInputError       422: the model cannot take this input
     |   +-- QuarantinedError    the input has killed workers lately
     +-- OverloadedError         429: too busy now; see `retry_after_s`
+    |   +-- OverShareError      this API key has its share of the queue, or of the memory
     +-- UnavailableError        502, 503: starting, draining, or no worker
     |   +-- GivenUpError        the model cannot be started; a retry does not help
     +-- ModelFailedError        500: the model raised an error on this input
@@ -185,6 +186,12 @@ class OverloadedError(AnswerError):
 
     code = "overloaded"
     is_retryable = True
+
+
+class OverShareError(OverloadedError):
+    """This API key has its share of what the service can hold; others still get some."""
+
+    code = "over_share"
 
 
 class UnavailableError(AnswerError):
