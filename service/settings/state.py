@@ -5,7 +5,6 @@ effect: a new file takes the place of the old one in one step. So a service that
 moment comes back with one whole version of each model.
 """
 
-import asyncio
 import errno
 import fcntl
 import json
@@ -13,13 +12,16 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import ValidationError
 
 from inferpool.models.files.reading import read_file
 from inferpool.service.settings.model import ModelSettings, PositiveInt, SettingsTable
 from inferpool.service.settings.names import StateFileError, dotted
+
+if TYPE_CHECKING:
+    import asyncio
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +76,7 @@ class StateFile:
         self._saved: Mapping[str, SavedModel] = {}
         self._content: bytes | None = None
         """The file as it was read or written last; None if there was none."""
-        self._lock = asyncio.Lock()
+        self._lock: asyncio.Lock | None = None
 
     def read(self) -> None:
         """Bring the models back that the file has.
@@ -115,21 +117,27 @@ class StateFile:
         Raises:
             OSError: It could not be written; the file is as it was.
         """
+        import asyncio  # commands that only read settings need none
+
+        if self._lock is None:
+            self._lock = asyncio.Lock()
         saved = SavedModel.model_construct(
             version=version, newest=newest, settings=model, before=self._before.get(name)
         )
         # What a thread has begun to write is noted, even if nobody waits for it any more.
-        await asyncio.shield(asyncio.create_task(self._save(name, saved)))
+        await asyncio.shield(asyncio.create_task(self._save(name, saved, self._lock)))
 
-    async def _save(self, name: str, saved: SavedModel) -> None:
+    async def _save(self, name: str, saved: SavedModel, lock: "asyncio.Lock") -> None:
         if self.path is None:
             return
-        async with self._lock:
+        from asyncio import to_thread
+
+        async with lock:
             every = {**self._saved, name: saved}
             if saved.settings is None and saved.before is None:
                 del every[name]  # nothing would bring it back
             content = _content_of(every)
-            await asyncio.to_thread(_replace, self.path, self._content, content)
+            await to_thread(_replace, self.path, self._content, content)
             self._saved, self._content = every, content
             self.models.pop(name, None)
             if saved.settings is not None:
