@@ -37,6 +37,7 @@ CHECKS = [
 OPERATIONS = [
     "POST /predict",
     "POST /predict/{model}",
+    "POST /predict/{model}/versions/{version}",
     "GET /health",
     "GET /health/live",
     "GET /health/ready",
