@@ -37,7 +37,7 @@ _HEADER_NAMES = frozenset(
     b"content-security-policy content-type cross-origin-opener-policy date etag last-modified "
     b"location referrer-policy retry-after server server-timing traceparent tracestate "
     b"transfer-encoding vary www-authenticate x-content-type-options x-frame-options "
-    b"x-request-id x-tensor-dtype x-tensor-name x-tensor-shape".split()
+    b"x-model-version x-request-id x-tensor-dtype x-tensor-name x-tensor-shape".split()
 )
 """All headers that the service sends by itself: a client has smuggled in any other."""
 _LEDGER = re.compile(
