@@ -126,10 +126,13 @@ class Running:
         return self
 
     def wait_until_full(self) -> None:
-        """Wait until every worker and front is up."""
+        """Wait until every worker and front is up; a front that dies may end a connection."""
 
         def is_full() -> bool:
-            health = self.get("/health").json()
+            try:
+                health = self.get("/health").json()
+            except httpx.TransportError:
+                return False
             are_up = all(front["state"] == "up" for front in health["fronts"])
             models = health["models"]
             return are_up and all(w["state"] == "ready" for m in models for w in m["workers"])

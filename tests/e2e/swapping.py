@@ -93,8 +93,15 @@ class SwapOperator:
     async def until_quiet(self) -> None:
         """Wait until no change goes on, so that no version is left but the one that serves."""
         async with asyncio.timeout(_PATIENCE_S):
-            while (await self._ask("GET", ""))[1]["change"]:  # noqa: ASYNC110  # it tells who asks
+            while not await self._is_quiet():  # noqa: ASYNC110  # it tells who asks
                 await asyncio.sleep(0.02)
+
+    async def _is_quiet(self) -> bool:
+        """Return whether no change goes on; a front that dies may end the connection."""
+        try:
+            return not (await self._ask("GET", ""))[1]["change"]
+        except NoAnswerError:
+            return False
 
     async def post(
         self, what: str, body: Mapping[str, object] | None = None
