@@ -1,6 +1,7 @@
 """/admin/models: models and their versions that come and go while the service runs."""
 
 import asyncio
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -29,7 +30,10 @@ _BUSY: _Responses = {409: {"description": "The model is being changed already."}
 _UNFIT: _Responses = {422: {"description": "The settings cannot be used, or it was refused."}}
 _UNSAVED: _Responses = {507: {"description": "The change cannot be kept for the next start."}}
 _GOING_ON: _Responses = {
-    202: {"description": "It was asked for with `Prefer: respond-async`; `Location` says how."}
+    202: {
+        "description": "It goes on, and `Location` shows how: `Prefer: respond-async` was asked "
+        "for, or it takes longer than an hour."
+    }
 }
 
 
@@ -171,12 +175,17 @@ def models_router(target: ModelsTarget) -> APIRouter:
     router = APIRouter(prefix="/admin/models", tags=["admin"], responses=ERRORS)
 
     async def decided(request: Request, response: Response, name: str) -> ModelInfo:
-        """Wait for the decision, unless the caller does not want to."""
-        if _is_asynchronous(request):
+        """Wait for the decision, unless the caller does not want to, or it takes too long."""
+        is_decided = False
+        if not _is_asynchronous(request):
+            with contextlib.suppress(TimeoutError):
+                # A task of its own, as `wait_for` makes, would miss a change that fails at once.
+                async with asyncio.timeout(_ANSWER_S):
+                    await target.until_decided(name)
+                    is_decided = True
+        if not is_decided:
             response.status_code = 202
             response.headers.update(_going_on_headers(request, name))
-        else:
-            await asyncio.wait_for(target.until_decided(name), _ANSWER_S)
         return target.model_info(name)
 
     @router.get("", summary="All models and their versions")
@@ -251,16 +260,17 @@ def models_router(target: ModelsTarget) -> APIRouter:
 
 def _is_asynchronous(request: Request) -> bool:
     """Return whether the caller does not want to wait for the decision (RFC 7240, 4.1)."""
-    return "respond-async" in request.headers.get("prefer", "")
+    wanted = ",".join(request.headers.getlist("prefer")).lower().split(",")
+    return any(each.partition(";")[0].strip() == "respond-async" for each in wanted)
 
 
 def _going_on_headers(request: Request, name: str) -> dict[str, str]:
     """Return the headers that say where a change that goes on is shown."""
     root = request.scope.get("root_path", "").rstrip("/")
-    return {
-        "location": f"{root}/admin/models/{name}",
-        "preference-applied": "respond-async",
-    }
+    headers = {"location": f"{root}/admin/models/{name}"}
+    if _is_asynchronous(request):
+        headers["preference-applied"] = "respond-async"
+    return headers
 
 
 async def _body_of(request: Request) -> Mapping[str, object]:

@@ -107,6 +107,52 @@ async def test_a_removal_is_shown_until_what_was_accepted_is_answered_and_then_t
     assert (await asked.http.get("/admin/models/m")).status_code == 404
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/admin/models", {"name": "n", "source": "echo", "devices": "cuda:7"}),
+        ("/admin/models/m/versions", {"devices": "cuda:7"}),
+    ],
+    ids=["add", "swap"],
+)
+async def test_who_waits_gets_the_error_of_a_change_that_fails_at_once(make, path, body):
+    asked = make()
+    await until(lambda: asked.kept.catalog.serving["m"].is_ready)
+    answer = await asked.http.post(path, json=body, headers={"prefer": ""})
+    assert (answer.status_code, answer.json()["code"]) == (422, "invalid_input")
+    assert "cuda:7" in answer.json()["detail"]
+
+
+async def test_a_change_that_takes_too_long_for_one_answer_goes_on(make, monkeypatch):
+    monkeypatch.setattr("inferpool.service.api.routes.models._ANSWER_S", 0.01)
+    asked = make()
+    await until(lambda: asked.kept.catalog.serving["m"].is_ready)
+    body = {"wait_s": 60}  # for live inputs
+    answer = await asked.http.post("/admin/models/m/versions", json=body, headers={"prefer": ""})
+    assert (answer.status_code, answer.headers["location"]) == (202, "/admin/models/m")
+    assert "preference-applied" not in answer.headers
+    assert answer.json()["changes"][0]["state"] == "going_on"
+    await asked.changes.stop()
+
+
+@pytest.mark.parametrize(
+    ("prefer", "status"),
+    [
+        ([("prefer", "wait=9, Respond-Async; x=1")], 202),
+        ([("prefer", "wait=9"), ("prefer", "respond-async")], 202),
+        ([("prefer", "not-respond-async")], 200),
+    ],
+)
+async def test_a_preference_is_read_as_headers_have_it(make, prefer, status):
+    asked = make()
+    asked.http.headers.pop("prefer")
+    await until(lambda: asked.kept.catalog.serving["m"].is_ready)
+    body = {"policy": "force", "rollback_s": 0}
+    answer = await asked.http.post("/admin/models/m/versions", json=body, headers=prefer)
+    assert answer.status_code == status
+    await asked.changes.stop()
+
+
 async def test_models_that_failed_to_come_are_forgotten_in_the_end(make, monkeypatch):
     monkeypatch.setattr("inferpool.service.catalog.changes._NUM_ABSENT", 2)
     asked = make()
