@@ -2,11 +2,14 @@
 
 Errors that only HTTP knows are defined here, beside those of `service.errors`:
 
-ServiceError +-- UnauthorizedError          no key, or no known one: 401 +-- ForbiddenError
-a key for something else: 403 +-- NotFoundError              nothing is at this path: 404 +--
-MethodNotAllowedError      the path has no such method: 405 +-- SlowBodyError              the body
-did not arrive in time: 408 +-- LongUrlError               the URL is too long: 414 +--
-LargeHeadError             too many headers, or too long ones: 431
+ServiceError
++-- UnauthorizedError          no key, or no known one: 401
++-- ForbiddenError             a key for something else: 403
++-- NotFoundError              nothing is at this path: 404
++-- MethodNotAllowedError      the path has no such method: 405
++-- SlowBodyError              the body did not arrive in time: 408
++-- LongUrlError               the URL is too long: 414
++-- LargeHeadError             too many headers, or too long ones: 431
 """
 
 import logging
