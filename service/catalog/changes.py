@@ -7,13 +7,11 @@ step in the event loop. The former version stays loaded for a while, to go back 
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from inferpool.service.api.routes.models import (
-    ChangeInfo,
     ChangeKind,
     ModelInfo,
     SwapFigures,
@@ -21,7 +19,7 @@ from inferpool.service.api.routes.models import (
 )
 from inferpool.service.catalog.catalog import Catalog, ModelVersion
 from inferpool.service.catalog.judging import Judge
-from inferpool.service.catalog.records import Change, Record, Steps, tell_removal, why_of
+from inferpool.service.catalog.records import Change, Record, VersionHistory, why_of
 from inferpool.service.catalog.requests import SwapOptions, read_add, read_swap
 from inferpool.service.catalog.room import Room
 from inferpool.service.catalog.validation import LabelledInput, read_cases
@@ -40,12 +38,6 @@ from inferpool.service.telemetry.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
-_NUM_REMEMBERED = 20
-"""Versions of a model that are remembered, and changes."""
-_NUM_STEPS = 50
-"""Steps of changes that are kept for people to look at."""
-_NUM_ABSENT = 100
-"""Models that failed to come, and are remembered."""
 _WATCH_EVERY_S = 0.5
 
 
@@ -70,7 +62,8 @@ class Changes:
             room: Gives out memory while versions load.
             grace_s: How long calls may take to end when their version leaves.
         """
-        self.steps = Steps(maxlen=_NUM_STEPS)
+        self._history = VersionHistory()
+        self.steps = self._history.steps
         """The latest steps of changes, the newest first."""
         self._speed_search = speed_search
         self._claims = catalog.claims
@@ -79,9 +72,6 @@ class Changes:
         self._metrics = metrics
         self._grace_s = grace_s
         self._changes: dict[str, Change] = {}
-        self._ended: dict[str, deque[ChangeInfo]] = {}
-        """Changes that are over, by model, the newest first."""
-        self._records: dict[str, deque[Record]] = {}
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._is_ending = False
 
@@ -92,7 +82,7 @@ class Changes:
 
     def model_info(self, name: str) -> ModelInfo:
         """See `ModelsTarget`."""
-        if name not in self._changes and name not in self._ended:
+        if name not in self._changes and not self._history.changes(name):
             self._check_known(name)
         return self._info(name)
 
@@ -172,9 +162,9 @@ class Changes:
             saved=self._catalog.is_saved(name),
             versions=[
                 record.info(reasons.get(record.number, ""))
-                for record in sorted(self._records.get(name, ()), key=lambda each: -each.number)
+                for record in self._history.versions(name)
             ],
-            changes=[*([change.info()] if change else ()), *self._ended.get(name, ())],
+            changes=[*([change.info()] if change else ()), *self._history.changes(name)],
         )
 
     def _remember_all(self, name: str) -> None:
@@ -183,31 +173,12 @@ class Changes:
             self._record(version, "serving" if version.pool.is_serving else "loading")
 
     def _record(self, version: ModelVersion, state: VersionState) -> Record:
-        """Return the record of a version; make it in this state if there is none."""
-        records = self._records.setdefault(version.name, deque(maxlen=_NUM_REMEMBERED))
-        for record in records:
-            if record.number == version.number:
-                return record
-        record = Record(
-            name=version.name,
-            number=version.number,
-            settings=version.settings,
-            steps=self.steps,
-            state=state,
-        )
-        records.append(record)
-        return record
+        return self._history.record(version, state)
 
     def _former(self, name: str) -> Record | None:
         """Return the version that served before the one of now."""
         self._remember_all(name)
-        number = self._catalog.serving[name].version
-        earlier = [
-            record
-            for record in self._records[name]
-            if record.number != number and record.state in ("kept", "leaving", "gone")
-        ]
-        return max(earlier, key=lambda record: record.since, default=None)
+        return self._history.former(name, self._catalog.serving[name].version)
 
     def _begin(
         self, name: str, kind: ChangeKind, steps: Callable[[Change], Coroutine[Any, Any, None]]
@@ -221,7 +192,7 @@ class Changes:
         if earlier is None:
             self._claims.take(name, f"it is being changed ({kind})")
         else:
-            self._remember(name, earlier.info())
+            self._history.note(name, earlier.info(), self.served)
         decided = asyncio.get_running_loop().create_future()
         change = Change(kind=kind, what=kind, decided=decided)
         self._changes[name] = change
@@ -238,7 +209,7 @@ class Changes:
             return
         del self._changes[name]
         self._claims.give_back(name)
-        self._remember(name, change.info())
+        self._history.note(name, change.info(), self.served)
         if self._speed_search and name in self._catalog.serving and not self._is_ending:
             self._speed_search.add(self._catalog.serving[name])
 
@@ -273,17 +244,6 @@ class Changes:
         finally:
             self._close(name, change)
 
-    def _remember(self, name: str, change: ChangeInfo) -> None:
-        """Keep the outcome of a change, for those who have not waited for it."""
-        if change.kind == "remove" and change.state == "done":
-            self._ended.pop(name, None)
-            return
-        self._ended.setdefault(name, deque(maxlen=_NUM_REMEMBERED)).appendleft(change)
-        absent = [each for each in self._ended if each not in self._catalog.serving]
-        for each in absent[:-_NUM_ABSENT]:
-            del self._ended[each]
-            self._records.pop(each, None)
-
     async def _add(
         self, name: str, model: ModelSettings, is_ephemeral: bool, change: Change
     ) -> None:
@@ -307,9 +267,9 @@ class Changes:
         if not is_ephemeral:
             await self._catalog.save(name, None)
         self._cancel_watch(name)
-        tell_removal(name, self.steps)
+        self._history.tell_removal(name)
         await self._catalog.remove(name, self._grace_s)
-        self._records.pop(name, None)
+        self._history.forget(name)
 
     async def _swap(
         self, name: str, model: ModelSettings, options: SwapOptions, change: Change

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections import deque
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 from uuid import uuid4
 
@@ -15,6 +16,7 @@ from inferpool.service.api.routes.models import (
     VersionInfo,
     VersionState,
 )
+from inferpool.service.catalog.catalog import ModelVersion
 from inferpool.service.errors import InternalError, ServiceError
 from inferpool.service.settings.model import ModelSettings
 
@@ -32,6 +34,12 @@ _SAID = {
     "refused": "is refused",
     "rolled_back": "is rolled back",
 }
+_NUM_REMEMBERED = 20
+"""Versions of a model that are remembered, and changes."""
+_NUM_STEPS = 50
+"""Steps of changes that are kept for people to look at."""
+_NUM_ABSENT = 100
+"""Models that failed to come, and are remembered."""
 _LEVELS = {"refused": logging.WARNING, "rolled_back": logging.ERROR}
 
 
@@ -120,12 +128,75 @@ class Change:
             self.decided.exception()  # nobody may be waiting for it
 
 
-def tell_removal(name: str, steps: Steps) -> None:
-    """Log that a model is removed, and make it the newest step."""
-    reason = "it is removed; what it has accepted is answered"
-    logger.info("%s: %s", name, reason)
-    now = round(time.time(), 3)
-    steps.appendleft(ChangeEvent(time=now, model=name, version=None, state="gone", reason=reason))
+class VersionHistory:
+    """The versions and changes of all models, as far as they are remembered."""
+
+    def __init__(self) -> None:
+        """Remember nothing yet."""
+        self.steps = Steps(maxlen=_NUM_STEPS)
+        """The latest steps of changes, the newest first."""
+        self._records: dict[str, deque[Record]] = {}
+        self._ended: dict[str, deque[ChangeInfo]] = {}
+
+    def versions(self, name: str) -> Sequence[Record]:
+        """Return the records of a model, the newest version first."""
+        return sorted(self._records.get(name, ()), key=lambda each: -each.number)
+
+    def changes(self, name: str) -> Sequence[ChangeInfo]:
+        """Return the changes of a model that are over, the newest first."""
+        return self._ended.get(name, ())
+
+    def record(self, version: ModelVersion, state: VersionState) -> Record:
+        """Return the record of a version; make it in this state if there is none."""
+        records = self._records.setdefault(version.name, deque(maxlen=_NUM_REMEMBERED))
+        for record in records:
+            if record.number == version.number:
+                return record
+        record = Record(
+            name=version.name,
+            number=version.number,
+            settings=version.settings,
+            steps=self.steps,
+            state=state,
+        )
+        records.append(record)
+        return record
+
+    def former(self, name: str, number: int) -> Record | None:
+        """Return the version that served before the one with this number."""
+        earlier = [
+            record
+            for record in self._records[name]
+            if record.number != number and record.state in ("kept", "leaving", "gone")
+        ]
+        return max(earlier, key=lambda record: record.since, default=None)
+
+    def note(self, name: str, change: ChangeInfo, served: Container[str]) -> None:
+        """Keep the outcome of a change, for those who have not waited for it.
+
+        Of the models that are not served, those that were changed last are remembered.
+        """
+        if change.kind == "remove" and change.state == "done":
+            self._ended.pop(name, None)
+            return
+        self._ended.setdefault(name, deque(maxlen=_NUM_REMEMBERED)).appendleft(change)
+        absent = [each for each in self._ended if each not in served]
+        for each in absent[:-_NUM_ABSENT]:
+            del self._ended[each]
+            self._records.pop(each, None)
+
+    def forget(self, name: str) -> None:
+        """Forget the versions of a model."""
+        self._records.pop(name, None)
+
+    def tell_removal(self, name: str) -> None:
+        """Log that a model is removed, and make it the newest step."""
+        reason = "it is removed; what it has accepted is answered"
+        logger.info("%s: %s", name, reason)
+        now = round(time.time(), 3)
+        self.steps.appendleft(
+            ChangeEvent(time=now, model=name, version=None, state="gone", reason=reason)
+        )
 
 
 def why_of(error: BaseException) -> str:

@@ -154,7 +154,7 @@ async def test_a_preference_is_read_as_headers_have_it(make, prefer, status):
 
 
 async def test_models_that_failed_to_come_are_forgotten_in_the_end(make, monkeypatch):
-    monkeypatch.setattr("inferpool.service.catalog.changes._NUM_ABSENT", 2)
+    monkeypatch.setattr("inferpool.service.catalog.records._NUM_ABSENT", 2)
     asked = make()
     for name in ("a", "b", "c"):
         asked.kept.engine.failures = [WorkerStartError("it has a bug", permanent=True)] * 9
@@ -163,4 +163,4 @@ async def test_models_that_failed_to_come_are_forgotten_in_the_end(make, monkeyp
         await until(lambda name=name: name not in asked.changes._changes)
     statuses = [(await asked.http.get(f"/admin/models/{name}")).status_code for name in "abc"]
     assert statuses == [404, 200, 200]
-    assert set(asked.changes._records) <= {"b", "c", "m"}
+    assert set(asked.changes._history._records) <= {"b", "c", "m"}
