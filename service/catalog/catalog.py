@@ -6,6 +6,7 @@ back to.
 """
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +32,8 @@ from inferpool.workers.config import WorkerConfig
 from inferpool.workers.host.devices import Host
 from inferpool.workers.host.engine import Engine, WorkerId
 from inferpool.workers.host.supervisor import RestartPolicy
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -196,11 +199,13 @@ class Catalog:
         serving.canary, serving.is_serving = None, True
         self._on_change()
 
-    async def unload(self, version: ModelVersion, grace_s: float) -> None:
-        """Answer what a version has accepted, then end its workers.
+    def let_go(self, version: ModelVersion, grace_s: float) -> asyncio.Task[None]:
+        """Let a version answer what it has accepted, and then end its workers.
 
-        Calls that are on their way to it go to the version that serves. It goes on if this is
-        cancelled.
+        Calls that are on their way to it go to the version that serves.
+
+        Returns:
+            The task of it, which goes on by itself.
         """
         task = self._leaving.get(version)
         if task is None:
@@ -212,9 +217,13 @@ class Catalog:
             ending = self._end(version, grace_s)
             task = asyncio.create_task(ending, name=f"unload {version.name}")
             self._leaving[version] = task
-            task.add_done_callback(lambda _: self._leaving.pop(version))
+            task.add_done_callback(lambda task: self._note_left(version, task))
             self._on_change()
-        await asyncio.shield(task)
+        return task
+
+    async def unload(self, version: ModelVersion, grace_s: float) -> None:
+        """Wait until a version has left; see `let_go`. It goes on if this is cancelled."""
+        await asyncio.shield(self.let_go(version, grace_s))
 
     async def until_left(self, name: str) -> None:
         """Wait until the versions of a model that leave have gone."""
@@ -247,6 +256,12 @@ class Catalog:
         self.pools = {number: each for number, each in self.pools.items() if each is not pool}
         self._metrics.fold(version.metrics)
         self._announcer.left([slot.id.worker for slot in pool.slots])
+
+    def _note_left(self, version: ModelVersion, task: asyncio.Task[None]) -> None:
+        del self._leaving[version]
+        if not task.cancelled() and (error := task.exception()):
+            text = "%s: version %d has not left cleanly"
+            logger.error(text, version.name, version.number, exc_info=error)
 
     async def save(self, name: str, version: ModelVersion | None) -> None:
         """Let the next start of the service serve this version; None removes the model.

@@ -6,7 +6,6 @@ step in the event loop. The former version stays loaded for a while, to go back 
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -72,7 +71,8 @@ class Changes:
         self._metrics = metrics
         self._grace_s = grace_s
         self._changes: dict[str, Change] = {}
-        self._watches: dict[str, asyncio.Task[None]] = {}
+        self._watches: dict[str, tuple[VersionWatch, asyncio.Task[None]]] = {}
+        """Versions that are watched, each with the one to go back to."""
         self._is_ending = False
 
     def list_models(self) -> Sequence[ModelInfo]:
@@ -143,7 +143,7 @@ class Changes:
 
     def _tasks(self) -> list[asyncio.Task[None]]:
         tasks = [change.task for change in self._changes.values() if change.task is not None]
-        return tasks + list(self._watches.values())
+        return tasks + [task for _, task in self._watches.values()]
 
     def _check_known(self, name: str) -> None:
         if name not in self._catalog.serving:
@@ -184,25 +184,21 @@ class Changes:
         self, name: str, kind: ChangeKind, steps: Callable[[Change], Coroutine[Any, Any, None]]
     ) -> None:
         earlier = self._changes.get(name)
-        if earlier is not None and not earlier.decided.done():
+        if earlier is not None:
             what = earlier.what
             raise ConflictError(f"{name} is being changed already ({what})", retry_after_s=1)
         if self._is_ending:
             raise ConflictError("the service is shutting down")
-        if earlier is None:
-            self._claims.take(name, f"it is being changed ({kind})")
-        else:
-            self._history.note(name, earlier.info(), self.served)
+        self._claims.take(name, f"it is being changed ({kind})")
         decided = asyncio.get_running_loop().create_future()
         change = Change(kind=kind, what=kind, decided=decided)
         self._changes[name] = change
-        run = self._run(name, change, steps, earlier.task if earlier is not None else None)
-        change.task = asyncio.create_task(run, name=f"{kind} {name}")
+        change.task = asyncio.create_task(self._run(name, change, steps), name=f"{kind} {name}")
         # A task that is cancelled before its first step runs none of its own.
         change.task.add_done_callback(lambda _: self._close(name, change))
 
     def _close(self, name: str, change: Change) -> None:
-        """Let others change the model, unless another change follows this one."""
+        """Let others change the model."""
         if self._is_ending:
             change.fail(UnavailableError("the service is shutting down", retry_after_s=1))
         if self._changes.get(name) is not change:
@@ -214,16 +210,10 @@ class Changes:
             self._speed_search.add(self._catalog.serving[name])
 
     async def _run(
-        self,
-        name: str,
-        change: Change,
-        steps: Callable[[Change], Coroutine[Any, Any, None]],
-        earlier: asyncio.Task[None] | None,
+        self, name: str, change: Change, steps: Callable[[Change], Coroutine[Any, Any, None]]
     ) -> None:
-        """Take the steps of a change, once the version that the earlier one replaced has left."""
+        """Take the steps of a change."""
         try:
-            if earlier is not None:
-                await asyncio.wait([earlier])
             if self._speed_search is not None:
                 await self._speed_search.forget(name)
             await steps(change)
@@ -266,7 +256,7 @@ class Changes:
     async def _remove(self, name: str, is_ephemeral: bool, change: Change) -> None:
         if not is_ephemeral:
             await self._catalog.save(name, None)
-        self._cancel_watch(name)
+        await self._end_watch(name)
         self._history.tell_removal(name)
         await self._catalog.remove(name, self._grace_s)
         self._history.forget(name)
@@ -274,10 +264,41 @@ class Changes:
     async def _swap(
         self, name: str, model: ModelSettings, options: SwapOptions, change: Change
     ) -> None:
+        watch = await self._end_watch(name)
+        try:
+            if watch is not None and await self._room.needs(self._catalog, name, model, watch.old):
+                self._leave(watch.old)
+                watch = None
+            await self._catalog.until_left(name)
+            new, faults_before = await self._judged(name, model, options, change)
+        except BaseException:
+            if watch is not None and not self._is_ending:
+                self._begin_watch(watch)
+            raise
+        old = self._catalog.version(name)
+        self._serve(new)
+        if watch is not None:
+            self._leave(watch.old)
+        if not options.rollback_s:
+            self._leave(old)
+            return
+        self._record(old, "serving").become("kept", f"for {options.rollback_s:g} s, to go back to")
+        self._begin_watch(VersionWatch(old, new, options, faults_before))
+
+    async def _judged(
+        self, name: str, model: ModelSettings, options: SwapOptions, change: Change
+    ) -> tuple[ModelVersion, FaultShare]:
+        """Load another version, and return it if it may serve.
+
+        Returns:
+            The version, and the counts of the one that serves before they were compared.
+
+        Raises:
+            VersionRefusedError: It did not come up, or is not good enough.
+        """
         cases: Sequence[LabelledInput] = ()
         if options.validation is not None:
             cases = await asyncio.to_thread(read_cases, options.validation)
-        await self._end_watch(name)
         old = self._catalog.version(name)
 
         def say(text: str) -> None:
@@ -304,15 +325,7 @@ class Changes:
             await self._refuse(new, error, grace_s)
             raise
         record.figures = judge.figures
-        self._serve(new)
-        change.decided.set_result(None)
-        say("the former version leaves")
-        self._keep(old, options)
-        if options.rollback_s:
-            watch = self._watch(old, new, options, judge.faults_before)
-            self._watches[name] = asyncio.create_task(watch, name=f"watch {name}")
-        else:
-            await self._leave(old)
+        return new, judge.faults_before
 
     async def _refuse(
         self, version: ModelVersion, error: BaseException, grace_s: float = 0.0
@@ -341,61 +354,51 @@ class Changes:
         self._catalog.serve(version)
         record.become("serving")
 
-    def _keep(self, version: ModelVersion, options: SwapOptions) -> None:
-        if options.rollback_s:
-            reason = f"for {options.rollback_s:g} s, to go back to"
-            self._record(version, "serving").become("kept", reason)
-
-    async def _leave(self, version: ModelVersion) -> None:
+    def _leave(self, version: ModelVersion) -> None:
         """Let a version leave; what is said of one that was rolled back stays."""
         record = self._record(version, "serving")
-        if record.state != "rolled_back":
-            record.become("leaving")
-        try:
-            await self._catalog.unload(version, self._grace_s)
-        finally:  # it goes on to leave if this is cancelled
-            if record.state != "rolled_back":
-                record.become("gone")
+        if record.state == "rolled_back":
+            self._catalog.let_go(version, self._grace_s)
+            return
+        record.become("leaving")
+        leaving = self._catalog.let_go(version, self._grace_s)
+        leaving.add_done_callback(lambda _: record.become("gone"))
 
-    async def _end_watch(self, name: str) -> None:
-        """Stop looking at a version that serves, and let the kept ones leave."""
-        self._cancel_watch(name)
-        await self._catalog.until_left(name)
-        for version in self._catalog.versions(name):
-            if not version.pool.is_serving:
-                await self._leave(version)
+    def _begin_watch(self, watch: VersionWatch) -> None:
+        """Look at a version that serves from now on, or again."""
+        name = watch.new.name
+        task = asyncio.create_task(self._watch(name, watch), name=f"watch {name}")
+        self._watches[name] = watch, task
 
-    def _cancel_watch(self, name: str) -> None:
-        watch = self._watches.pop(name, None)
-        if watch is not None:
-            watch.cancel()
+    async def _end_watch(self, name: str) -> VersionWatch | None:
+        """Look no longer at a version that serves; return the watch, which can begin again."""
+        watch, task = self._watches.pop(name, (None, None))
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
+        return watch
 
-    async def _watch(
-        self, old: ModelVersion, new: ModelVersion, options: SwapOptions, since: FaultShare
-    ) -> None:
+    async def _watch(self, name: str, watch: VersionWatch) -> None:
         """Keep the former version for a while, and go back to it if the new one is worse."""
-        name, until = new.name, time.monotonic() + options.rollback_s
-        watch = VersionWatch(old, new, options, since)
+        watch.begin()
         try:
-            while time.monotonic() < until or name in self._claims:
+            while not watch.is_over or name in self._claims:
                 await asyncio.sleep(_WATCH_EVERY_S)
-                if options.policy == "force" or name in self._claims:
-                    continue
-                reason = await watch.look()
+                reason = "" if name in self._claims else await watch.look()
                 if reason and name not in self._claims and not self._is_ending:
-                    record = self._record(new, "serving")
+                    record = self._record(watch.new, "serving")
                     record.figures = watch.with_figures(record.figures or SwapFigures())
-                    self._watches.pop(name, None)
+                    del self._watches[name]
                     self._begin(name, "rollback", partial(self._go_back, name, reason))
                     return
         finally:
             watch.stop()
-        await self._leave(old)
-        self._watches.pop(name, None)
+        del self._watches[name]
+        self._leave(watch.old)
 
     async def _go_back(self, name: str, reason: str, change: Change) -> None:
         """Let the version that is kept serve again, at once."""
-        self._cancel_watch(name)
+        await self._end_watch(name)
         new = self._catalog.version(name)
         (old,) = (each for each in self._catalog.versions(name) if each is not new)
         change.version = old.number
@@ -406,5 +409,4 @@ class Changes:
             logger.error(text, name, new.number, error.__cause__)
         self._record(new, "serving").become("rolled_back", reason)
         self._serve(old)
-        change.decided.set_result(None)
-        await self._leave(new)
+        self._leave(new)

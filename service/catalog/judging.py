@@ -146,6 +146,7 @@ class Judge:
         watch = VersionWatch(
             self._old, self._new, options, FaultShare.of(self._old), is_canary=True
         )
+        watch.begin()
         try:
             while (left_s := until - time.monotonic()) > 0:
                 await asyncio.sleep(min(_LOOK_EVERY_S, left_s))

@@ -8,8 +8,9 @@ from contextlib import asynccontextmanager
 import psutil
 
 from inferpool.models.spec import Placement
-from inferpool.service.catalog.catalog import Catalog
+from inferpool.service.catalog.catalog import Catalog, ModelVersion
 from inferpool.service.errors import InvalidInputError, VersionRefusedError
+from inferpool.service.queue.pool import Pool
 from inferpool.service.settings.model import ModelSettings
 from inferpool.workers.config import WorkerConfig
 from inferpool.workers.host.devices import DeviceError
@@ -53,11 +54,7 @@ class Room:
             configs = catalog.plan(name, model)
         except DeviceError as error:
             raise InvalidInputError(str(error)) from error
-        # The workers of the version that serves show what one takes.
-        slots = catalog.serving[name].slots if name in catalog.serving else ()
-        workers = [slot.handle for slot in slots if slot.handle is not None]
-        each = await asyncio.to_thread(_largest, workers)
-        needed = sum(max(each, self._estimate(model, config.placement)) for config in configs)
+        needed = await self._needed(catalog, name, model, configs)
         async with self._returned:
             await self._returned.wait_for(lambda: self._is_turn(needed))
             free = self._free_bytes()
@@ -72,6 +69,27 @@ class Room:
             self._given.remove(needed)
             async with self._returned:
                 self._returned.notify_all()
+
+    async def needs(
+        self, catalog: Catalog, name: str, model: ModelSettings, kept: ModelVersion
+    ) -> bool:
+        """Return whether a version fits in only if one that is kept leaves."""
+        try:
+            configs = catalog.plan(name, model)
+        except DeviceError:
+            return False  # it is refused in any case
+        needed = await self._needed(catalog, name, model, configs)
+        theirs = sum(await asyncio.to_thread(_all_bytes, _workers_of(kept.pool)))
+        free = self._free_bytes() - sum(self._given)
+        return free < needed <= free + theirs
+
+    async def _needed(
+        self, catalog: Catalog, name: str, model: ModelSettings, configs: Sequence[WorkerConfig]
+    ) -> int:
+        """Estimate the memory of a version. Workers of the one that serves show what one takes."""
+        workers = _workers_of(catalog.serving[name]) if name in catalog.serving else ()
+        each = max(await asyncio.to_thread(_all_bytes, workers), default=0)
+        return sum(max(each, self._estimate(model, config.placement)) for config in configs)
 
     def _is_turn(self, needed: int) -> bool:
         """Return whether a version fits in now, or never will."""
@@ -92,9 +110,13 @@ def _refusal(needed: int, free: int, num_workers: int) -> VersionRefusedError:
     return error
 
 
-def _largest(workers: Sequence[WorkerHandle]) -> int:
-    """Return the memory of the largest worker that it shares with no other process."""
-    return max((_bytes_of(worker) for worker in workers), default=0)
+def _workers_of(pool: Pool) -> Sequence[WorkerHandle]:
+    return [slot.handle for slot in pool.slots if slot.handle is not None]
+
+
+def _all_bytes(workers: Sequence[WorkerHandle]) -> list[int]:
+    """Return the memory of each worker that it shares with no other process."""
+    return [_bytes_of(worker) for worker in workers]
 
 
 def _bytes_of(worker: WorkerHandle) -> int:

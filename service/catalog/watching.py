@@ -78,14 +78,13 @@ class FaultShare:
 
 
 class BatchTimes:
-    """Times of a pool's latest batches, by size. Replaces whoever looked at them before."""
+    """Times of a pool's latest batches, by size. Nobody else may look at them meanwhile."""
 
     def __init__(self, pool: "Pool") -> None:
         self._pool = pool
         self._item_s: defaultdict[int, deque[float]] = defaultdict(
             lambda: deque(maxlen=_NUM_RECENT)
         )
-        pool.dispatcher.on_batch = self._note
 
     @property
     def common(self) -> list[int]:
@@ -96,6 +95,11 @@ class BatchTimes:
     def item_s(self) -> dict[int, float]:
         """Return the median time of one instance in the batches of each common size."""
         return {size: median(self._item_s[size]) for size in self.common}
+
+    def begin(self) -> None:
+        """Look from now on."""
+        self.clear()
+        self._pool.dispatcher.on_batch = self._note
 
     def clear(self) -> None:
         """Forget all."""
@@ -121,7 +125,7 @@ class VersionWatch:
         *,
         is_canary: bool = False,
     ) -> None:
-        """Begin to watch.
+        """Look at nothing yet.
 
         Args:
             old: The former version.
@@ -130,12 +134,17 @@ class VersionWatch:
             since: The counts of the former version at the moment from which on they matter.
             is_canary: The former version answers clients at the same time.
         """
-        self._old = old
-        self._new = new
+        self.old = old
+        """The former version."""
+        self.new = new
+        """The version that is watched."""
         self._options = options
+        self._ends_at = time.monotonic() + options.rollback_s
         self._since = since
         self._until = None if is_canary else FaultShare.of(old)
         self._start = FaultShare.of(new)
+        self._counted = FaultShare()
+        """The counts while it was looked at, until it was stopped."""
         self._times = BatchTimes(new.pool)
         self._old_times = BatchTimes(old.pool) if is_canary else None
         self._measured: Mapping[int, float] = {}
@@ -146,22 +155,37 @@ class VersionWatch:
 
     @property
     def num_answered(self) -> int:
-        """Inputs that the version has answered or failed on since the watch began."""
-        return (FaultShare.of(self._new) - self._start).num
+        """Inputs that the version has answered or failed on while it was looked at."""
+        return self._tally().num
+
+    @property
+    def is_over(self) -> bool:
+        """The former version need not be kept any more."""
+        return time.monotonic() >= self._ends_at
+
+    def begin(self) -> None:
+        """Look from now on; again if it was stopped."""
+        self._start = FaultShare.of(self.new) - self._counted
+        self._times.begin()
+        if self._old_times is not None:
+            self._old_times.begin()
 
     async def look(self) -> str:
-        """Return why the version is worse; empty if it is not, as far as is known."""
+        """Return why the version is worse; empty if it is not, as far as is known, or is forced."""
+        if self._options.policy == "force":
+            return ""
         return self._faults() or await self._latency()
 
     def stop(self) -> None:
-        """Look no longer."""
+        """Look no longer. What the version computes until the next `begin` does not count."""
+        self._counted = self._tally()
         self._times.stop()
         if self._old_times is not None:
             self._old_times.stop()
 
     def with_figures(self, figures: "SwapFigures") -> "SwapFigures":
         """Return figures with what has been found."""
-        tally = FaultShare.of(self._new) - self._start
+        tally = self._tally()
         return replace(
             figures,
             num_answered=tally.num,
@@ -170,13 +194,16 @@ class VersionWatch:
             live_latency_ratio=None if self.ratio is None else round(self.ratio, 3),
         )
 
+    def _tally(self) -> FaultShare:
+        return FaultShare.of(self.new) - self._start
+
     def _before(self) -> FaultShare:
-        return (self._until or FaultShare.of(self._old)) - self._since
+        return (self._until or FaultShare.of(self.old)) - self._since
 
     def _faults(self) -> str:
-        if self._new.pool.is_lost and not self._old.pool.is_lost:
-            return f"none of its workers is left ({self._new.pool.reason})"
-        tally, before = FaultShare.of(self._new) - self._start, self._before()
+        if self.new.pool.is_lost and not self.old.pool.is_lost:
+            return f"none of its workers is left ({self.new.pool.reason})"
+        tally, before = self._tally(), self._before()
         if not tally.surely_exceeds(before.share + self._options.max_fault_share):
             return ""
         return (
@@ -217,7 +244,7 @@ class VersionWatch:
     async def _measure(self, sizes: list[int]) -> dict[int, float]:
         """Let the former version compute copies of live inputs, in groups of these sizes."""
         until = time.monotonic() + _INPUTS_WITHIN_S
-        recorder = InputRecorder(self._new.pool, max(sizes))
+        recorder = InputRecorder(self.new.pool, max(sizes))
         try:
             while not recorder.is_full and time.monotonic() < until:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
@@ -248,7 +275,7 @@ class VersionWatch:
             nonlocal spent_s
             spent_s += done.prepare_s + done.compute_s
 
-        dispatcher = self._old.pool.dispatcher
+        dispatcher = self.old.pool.dispatcher
         dispatcher.on_batch = note
         try:
             async with asyncio.timeout(_GROUP_WITHIN_S):

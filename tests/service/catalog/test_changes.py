@@ -86,6 +86,37 @@ async def test_a_restart_and_a_change_of_one_model_exclude_each_other(make):
     await changing.closed()
 
 
+async def test_a_model_is_restarted_while_its_former_version_leaves_or_is_kept(make):
+    changing = await make().ready()
+    changing.kept.are_fronts_slow = True
+    await changing.swapped(rollback_s=0)
+    assert changing.steps[-1] == (1, "leaving")
+    assert changing.operations.restart("m", None, old_first=False) == ["m/2/0"]
+    assert await changing.operations.until_restarted("m")
+    changing.kept.told.set()
+    await changing.catalog.until_left("m")
+    await until(lambda: changing.steps[-1] == (1, "gone"))
+    await changing.swapped(rollback_s=600)
+    assert changing.steps[-1] == (2, "kept")
+    assert changing.operations.restart("m", None, old_first=False) == ["m/3/0"]
+    assert await changing.operations.until_restarted("m")
+    await changing.closed()
+
+
+async def test_a_swap_waits_for_a_version_that_leaves_and_takes_its_memory(make):
+    changing = await make().ready()
+    changing.kept.are_fronts_slow = True
+    await changing.swapped(rollback_s=0)
+    changing.changes.begin_swap("m", {"policy": "force"})
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert [version.number for version in changing.catalog.versions("m")] == [2]
+    changing.kept.told.set()
+    await changing.changes.until_decided("m")
+    assert changing.catalog.serving["m"].version == 3
+    await changing.closed()
+
+
 async def test_a_shutdown_answers_those_who_wait_for_a_change_also_for_one_not_begun(make):
     changing = await make().ready()
     changing.changes.begin_swap("m", {})

@@ -121,7 +121,7 @@ class Stage:
             if worker.is_gone or not worker.batches or self.busy.get(id(worker), 0) > now:
                 continue
             items, _ = worker.batches[0]
-            acts = self.acts[min(worker.id.version, 2) - 1]
+            acts = self.acts[min(worker.id.version, len(self.acts)) - 1]
             spent_s = acts.batch_s + acts.item_s * len(items)
             numbers = [
                 int(bytes(self.arena.read(item.offset, item.num_bytes)) or b"0") for item in items

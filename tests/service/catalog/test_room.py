@@ -9,6 +9,7 @@ from inferpool.service.catalog.changes import Changes
 from inferpool.service.catalog.room import Room
 from inferpool.service.errors import VersionRefusedError
 from inferpool.workers.arena import Arena
+from inferpool.workers.errors import WorkerStartError
 from tests.service.catalog.test_catalog import ECHO, Kept
 from tests.service.pools import until
 
@@ -93,3 +94,37 @@ async def test_a_version_that_does_not_fit_is_refused_with_figures_before_it_sta
     changes.begin_swap("m", {"replicas": 2, "policy": "force", "rollback_s": 0})
     await changes.until_decided("m")
     assert kept.catalog.serving["m"].version == 2
+
+
+@pytest.mark.parametrize(
+    ("free_mib", "becomes"), [(250, "kept"), (50, "gone"), (10, "kept")], ids=str
+)
+async def test_a_kept_version_leaves_first_if_another_fits_in_only_without_it(
+    arena, monkeypatch, free_mib, becomes
+):
+    kept = Kept(arena)
+    await until(lambda: kept.catalog.serving["m"].is_ready)
+    monkeypatch.setattr("inferpool.service.catalog.room._bytes_of", lambda worker: 80 * MIB)
+    until_full = [free_mib * MIB]
+
+    def free_bytes() -> int:
+        others = len(kept.catalog.versions("m")) - 2
+        return until_full[0] - 80 * MIB * others
+
+    room = Room(lambda model, placement: 100 * MIB, free_bytes)
+    until_full[0] = 1000 * MIB
+    changes = Changes(kept.catalog, kept.metrics, None, room, grace_s=5)
+    changes.begin_swap("m", {"policy": "force", "rollback_s": 600})
+    await changes.until_decided("m")
+    first = kept.catalog.versions("m")[0]
+    until_full[0] = free_mib * MIB
+    kept.engine.failures = [WorkerStartError("no file", permanent=True)]
+    changes.begin_swap("m", {"policy": "force"})
+    with pytest.raises(VersionRefusedError):
+        await changes.until_decided("m")
+    await kept.catalog.until_left("m")
+    assert changes._record(first, "serving").state == becomes
+    is_loaded = first in kept.catalog.versions("m")
+    assert is_loaded == (becomes == "kept")
+    await changes.stop()
+    await kept.catalog.stop()
