@@ -31,7 +31,7 @@ from inferpool.workers.arena import Arena
 from inferpool.workers.config import WorkerConfig
 from inferpool.workers.host.devices import Host
 from inferpool.workers.host.engine import Engine, WorkerId
-from inferpool.workers.host.supervisor import RestartPolicy
+from inferpool.workers.host.restart_policy import RestartPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -149,9 +149,16 @@ class Catalog:
         return plan_model(name, settings, self._host, self._cache_dir, is_successor=is_successor)
 
     def load(
-        self, name: str, model: ModelSettings, configs: Sequence[WorkerConfig] | None = None
+        self,
+        name: str,
+        model: ModelSettings,
+        configs: Sequence[WorkerConfig] | None = None,
+        *,
+        paused: bool = False,
     ) -> ModelVersion:
         """Begin to load a version beside the others, as planned. No call gets to it yet.
+
+        If `paused`, none of its workers is started before `Pool.resume`.
 
         Raises:
             DeviceError: A requested device is missing.
@@ -163,7 +170,7 @@ class Catalog:
         ]
         texts = [placement_text(config.placement) for config in configs]
         self._announcer.planned([(id.worker, text) for id, text in zip(ids, texts, strict=True)])
-        version.pool.start()
+        version.pool.start(paused=paused)
         return version
 
     def expose(self, version: ModelVersion) -> None:

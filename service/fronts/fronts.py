@@ -26,7 +26,8 @@ from inferpool.workers.errors import WorkerStartError
 from inferpool.workers.host.engine import WorkerId
 from inferpool.workers.host.error_guard import ErrorGuard
 from inferpool.workers.host.observed import OomKills
-from inferpool.workers.host.supervisor import RestartPolicy, Slot, Supervisor
+from inferpool.workers.host.restart_policy import RestartPolicy
+from inferpool.workers.host.supervisor import Slot, Supervisor
 
 logger = logging.getLogger(__name__)
 

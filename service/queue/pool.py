@@ -23,7 +23,8 @@ from inferpool.service.telemetry.metrics import ModelMetrics, Reading
 from inferpool.workers.config import WorkerConfig
 from inferpool.workers.host.engine import Cause, Engine, RankVitals, WorkerHandle, WorkerId
 from inferpool.workers.host.replica_files import ReplicaFiles
-from inferpool.workers.host.supervisor import RestartPolicy, State, WorkerSlot, WorkerSupervisor
+from inferpool.workers.host.restart_policy import RestartPolicy
+from inferpool.workers.host.supervisor import State, WorkerSlot, WorkerSupervisor
 from inferpool.workers.messages import UNREADABLE, ItemRef
 
 if TYPE_CHECKING:
@@ -121,6 +122,7 @@ class Pool:
         self._gate = gate
         self._share = share
         self._turns: GateMember | None = None
+        self._trial: Dispatcher | None = None
         self._metrics = metrics
         self._announcer = announcer
         self._on_change = on_change
@@ -149,6 +151,11 @@ class Pool:
         return self._supervisor.slots
 
     @property
+    def comparing(self) -> Dispatcher:
+        """Takes the inputs on which versions are compared."""
+        return self._trial or self.dispatcher
+
+    @property
     def is_draining(self) -> bool:
         """The pool admits nothing more."""
         return self.dispatcher.is_draining
@@ -161,7 +168,7 @@ class Pool:
     @property
     def is_lost(self) -> bool:
         """Every worker is given up, so this model will never be served again."""
-        return all(slot.state == "failed" for slot in self.slots)
+        return bool(self.slots) and all(slot.state == "failed" for slot in self.slots)
 
     @property
     def has_served(self) -> bool:
@@ -177,7 +184,9 @@ class Pool:
             return ""
         if self.dispatcher.num_ready:
             return "stalled: no worker shows a sign of life"
-        slot = min(self.slots, key=lambda slot: slot.state == "failed")
+        if self._trial is not None:
+            return "calls wait until it is known to be good enough"
+        slot = min(self.slots, key=lambda slot: slot.state in ("failed", "stopped"))
         about = slot.stage if slot.state == "starting" else slot.reason
         return f"{slot.state}: {about}" if about else slot.state
 
@@ -191,8 +200,8 @@ class Pool:
             if slot.handle:
                 yield from _worker_gauges(labels, slot.handle)
 
-    def start(self) -> None:
-        """Begin to start the workers."""
+    def start(self, *, paused: bool = False) -> None:
+        """Begin to start the workers; if `paused`, each at its `resume`."""
         if self._gate is not None:
             placements = [config.placement for config in self._configs]
             self._turns = self._gate.join(
@@ -201,7 +210,34 @@ class Pool:
                 share=self._share,
                 placements=placements,
             )
-        self._supervisor.start(self.name, self._configs, self.version)
+        self._supervisor.start(self.name, self._configs, self.version, paused=paused)
+
+    async def pause(self, slot: WorkerSlot, grace_s: float, reason: str) -> None:
+        """Let a worker finish what it holds and leave, until `resume`; `reason` is for people."""
+        logger.info("%s leaves: %s", slot.id, reason)
+        await self._supervisor.pause(slot, grace_s)
+        slot.reason = reason
+        self._expect()
+        self._on_change()
+
+    def resume(self, slot: WorkerSlot) -> None:
+        """Begin to start a worker that was paused."""
+        self._supervisor.resume(slot)
+        self._on_change()
+
+    def hold(self, trial: Dispatcher) -> None:
+        """Let all calls wait until `release`. Workers that come take what `trial` has meanwhile."""
+        self._trial = trial
+        self._expect()
+
+    def release(self) -> None:
+        """Let the workers compute the calls that wait."""
+        trial, self._trial = self._trial, None
+        for slot in self.slots:
+            if trial is not None and slot.handle is not None:
+                trial.detach(slot.handle)
+                self.dispatcher.attach(slot.handle)
+        self._expect()
 
     def submit(
         self,
@@ -240,7 +276,7 @@ class Pool:
     def on_ready(self, slot: WorkerSlot) -> None:
         """See `Watcher`."""
         assert slot.handle is not None
-        self.dispatcher.attach(slot.handle)
+        self.comparing.attach(slot.handle)
         ready = slot.handle.ready
         self.inputs = ready.inputs
         self._load_s = ready.load_s
@@ -262,7 +298,7 @@ class Pool:
 
     def on_gone(self, handle: WorkerHandle) -> None:
         """See `Watcher`."""
-        self.dispatcher.detach(handle)
+        self.comparing.detach(handle)
         self._expect()
 
     def on_down(self, slot: WorkerSlot) -> None:
@@ -317,9 +353,13 @@ class Pool:
 
         A worker that has failed repeatedly, or takes long to load, does not count.
         """
-        self._is_expecting = self._load_s <= _MOMENT_S and any(
-            slot.was_ever_ready and slot.num_failures <= 1 and slot.state != "failed"
-            for slot in self.slots
+        self._is_expecting = self._trial is not None or (
+            self._load_s <= _MOMENT_S
+            and any(
+                slot.was_ever_ready and slot.num_failures <= 1 and slot.state != "failed"
+                for slot in self.slots
+                if not slot.is_paused
+            )
         )
 
     def _nobody(self) -> ServiceError:

@@ -17,7 +17,7 @@ from inferpool.service.telemetry.metrics import ModelMetrics
 from inferpool.workers.arena import Arena
 from inferpool.workers.config import ModelConfig, WorkerConfig
 from inferpool.workers.host.engine import WorkerId
-from inferpool.workers.host.supervisor import RestartPolicy
+from inferpool.workers.host.restart_policy import RestartPolicy
 from tests.fakes import FakeEngine, FakeWorker, ref_to
 
 CONFIG = WorkerConfig(

@@ -6,7 +6,6 @@ It supervises workers, and front processes too. Runs in the main process's event
 import asyncio
 import contextlib
 import logging
-import random
 import re
 from asyncio import Task
 from collections import Counter
@@ -18,6 +17,7 @@ from inferpool.workers.config import WorkerConfig
 from inferpool.workers.errors import FilesChangedError, WorkerStartError
 from inferpool.workers.host.engine import Cause, Incarnation, WorkerHandle, WorkerId
 from inferpool.workers.host.replica_files import ModelFiles, ReplicaFiles
+from inferpool.workers.host.restart_policy import RestartPolicy
 from inferpool.workers.log_lines import log_line
 from inferpool.workers.messages import LogLine
 
@@ -25,12 +25,8 @@ logger = logging.getLogger(__name__)
 
 State = Literal["starting", "ready", "backoff", "failed", "stopped"]
 
-_FIRST_BACKOFF_S = 0.5
-_MAX_BACKOFF_S = 30.0
 _STABLE_S = 60.0
 """An incarnation that was ready for this long counts as healthy, even if it had no work."""
-_MAX_JITTER = 0.2
-"""Largest random extension of a pause, as a share: workers that died at once start apart."""
 _NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+")
 """Parts in which two tracebacks of the same error differ: addresses, bytes, seconds."""
 
@@ -38,14 +34,6 @@ _NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+")
 C = TypeVar("C")
 """Configuration of a process: a `WorkerConfig`, or that of a front process."""
 L = TypeVar("L", bound=Incarnation)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RestartPolicy:
-    """Number of failures before a process is given up (OTP calls this the restart intensity)."""
-
-    max_restarts: int = 5
-    """Restarts in a row without success."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,6 +63,8 @@ class Slot(Generic[C, L]):
     """Time of the next start, on the event loop's clock."""
     is_asked_to_leave: bool = False
     """True while a healthy incarnation is being replaced."""
+    is_paused: bool = False
+    """No incarnation is started until `Supervisor.resume`."""
     may_renew: bool = False
     """The next incarnation may load other files than the other workers have."""
     is_asked_to_start: asyncio.Event = field(default_factory=asyncio.Event)
@@ -126,29 +116,34 @@ class Supervisor(Generic[C, L]):
         self._start = start
         self._watcher = watcher
         self._policy = policy
-        self._tasks: list[Task[None]] = []
+        self._tasks: dict[int, Task[None]] = {}
+        """The tasks that keep processes running, by slot."""
         self._leaving: dict[L, Task[None]] = {}
         """Incarnations that are finishing while their successors serve, and who sees to it."""
         self._starts_more = True
         self._is_stopping = False
         self._files = files or ReplicaFiles[L](lambda _: ())
 
-    def start(self, model: str, configs: Sequence[C], version: int = 1) -> None:
-        """Start one process per config, and keep each running."""
+    def start(
+        self, model: str, configs: Sequence[C], version: int = 1, *, paused: bool = False
+    ) -> None:
+        """Keep one process per config running: from now on, or each from its `resume` on."""
         for number, config in enumerate(configs):
             id = WorkerId(model=model, slot=number, version=version)
-            slot = Slot[C, L](config=config, id=id)
+            slot = Slot[C, L](config=config, id=id, state="stopped", is_paused=True)
             self.slots.append(slot)
-            self._tasks.append(asyncio.create_task(self._keep(slot), name=f"keep {slot.id}"))
+            if not paused:
+                self.resume(slot)
 
     def start_no_more(self) -> None:
         """Start no process any more, and cancel all starts and pauses; ready ones go on."""
         if not self._starts_more:
             return
         self._starts_more = False
-        for slot, task in zip(self.slots, self._tasks, strict=True):
-            if slot.handle is None:
-                task.cancel()
+        for slot in self.slots:
+            slot.is_paused = True
+            if slot.handle is None and slot.id.slot in self._tasks:
+                self._tasks[slot.id.slot].cancel()
 
     async def stop(self, grace_s: float) -> None:
         """Stop all processes, and wait for their exits."""
@@ -156,8 +151,34 @@ class Supervisor(Generic[C, L]):
         self.start_no_more()
         handles = [slot.handle for slot in self.slots if slot.handle]
         await asyncio.gather(*(handle.stop(grace_s) for handle in (*handles, *self._leaving)))
-        await asyncio.gather(*self._tasks, *self._leaving.values(), return_exceptions=True)
+        await asyncio.gather(*self._tasks.values(), *self._leaving.values(), return_exceptions=True)
         await self._files.close()
+
+    async def pause(self, slot: Slot[C, L], grace_s: float) -> None:
+        """Let a process finish what it holds, and start none in its place until `resume`."""
+        slot.is_paused = True
+        task = self._tasks.get(slot.id.slot)
+        if task is None:
+            return
+        if slot.handle is not None:
+            slot.is_asked_to_leave = True
+            self._watcher.on_gone(slot.handle)
+            await slot.handle.stop(grace_s)
+        else:
+            task.cancel()
+        await asyncio.wait([task])
+        slot.state = "stopped"  # a task that is cancelled before its first step sets nothing
+        slot.settled.set()
+
+    def resume(self, slot: Slot[C, L]) -> None:
+        """Start a process again that was paused or given up."""
+        if not self._starts_more:
+            return
+        if slot.id.slot in self._tasks:
+            slot.id = slot.id.next_life()
+        slot.is_paused, slot.num_failures, slot.state = False, 0, "starting"
+        task = asyncio.create_task(self._keep(slot), name=f"keep {slot.id}")
+        self._tasks[slot.id.slot] = task
 
     async def replace(self, slot: Slot[C, L], grace_s: float, *, renews: bool = False) -> bool:
         """Stop a worker once it has finished its batches, then wait for its successor.
@@ -180,11 +201,8 @@ class Supervisor(Generic[C, L]):
             slot.is_asked_to_leave = True
             self._watcher.on_gone(handle)
             await handle.stop(grace_s)
-        elif slot.state == "failed" and self._starts_more:
-            slot.num_failures = 0
-            slot.id = slot.id.next_life()
-            task = asyncio.create_task(self._keep(slot), name=f"keep {slot.id}")
-            self._tasks[self.slots.index(slot)] = task
+        elif slot.state in ("failed", "stopped"):
+            self.resume(slot)
         elif slot.state == "backoff":
             slot.is_asked_to_start.set()
         await slot.settled.wait()
@@ -265,7 +283,7 @@ class Supervisor(Generic[C, L]):
         try:
             while True:
                 is_permanent = await self._live_once(slot)
-                if not self._starts_more:
+                if slot.is_paused:
                     return
                 pause_s = self._judge(slot, is_permanent=is_permanent)
                 slot.due = asyncio.get_running_loop().time() + (pause_s or 0.0)
@@ -307,7 +325,7 @@ class Supervisor(Generic[C, L]):
             slot.num_failures += 1
             slot.settled.set()
             return error.permanent
-        if not self._starts_more:
+        if slot.is_paused:
             await handle.stop(0)
             return False
         slot.handle, slot.was_ever_ready, slot.raised = handle, True, ""
@@ -411,7 +429,7 @@ class Supervisor(Generic[C, L]):
         slot.state = "backoff"
         # The first two deaths at work may be one bad input and its retry: they cause no pause.
         num_in_row = max(slot.num_failures, slot.num_deaths_at_work - 1)
-        return _pause_after(num_in_row)
+        return self._policy.pause_s(num_in_row)
 
 
 WorkerSlot = Slot[WorkerConfig, WorkerHandle]
@@ -421,11 +439,3 @@ WorkerSupervisor = Supervisor[WorkerConfig, WorkerHandle]
 def _as_told(slot: Slot[C, L], id: WorkerId) -> str:
     """Return a reference to the logged traceback of the same error; empty if there is none."""
     return f", as {slot.told_with} did not" if slot.raised and slot.told_with != str(id) else ""
-
-
-def _pause_after(num_in_row: int) -> float:
-    """Return the seconds to wait before the next start, after so many failures in a row."""
-    if num_in_row <= 1:
-        return 0.0
-    pause_s = min(_FIRST_BACKOFF_S * 2.0 ** (num_in_row - 2), _MAX_BACKOFF_S)
-    return pause_s * (1 + random.random() * _MAX_JITTER)

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 import inferpool.service.fronts.fronts
-import inferpool.workers.host.supervisor
+import inferpool.workers.host.restart_policy
 from inferpool.service.api.wire.budgets import EdgeLimits
 from inferpool.service.fronts.fronts import Fronts
 from inferpool.service.settings.model import ModelSettings
@@ -89,7 +89,7 @@ class FakeFrontProcess:
 
 @pytest.fixture
 def keep(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(inferpool.workers.host.supervisor, "_FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(inferpool.workers.host.restart_policy, "_FIRST_BACKOFF_S", 0.01)
     monkeypatch.setattr(inferpool.service.fronts.fronts, "_COUNT_EVERY_S", 0.001)
     monkeypatch.setattr(inferpool.service.fronts.fronts, "FrontProcess", FakeFrontProcess)
 

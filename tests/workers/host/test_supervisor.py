@@ -6,12 +6,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-import inferpool.workers.host.supervisor
+import inferpool.workers.host.restart_policy
 from inferpool.models.files.opened import mark_of
 from inferpool.workers.errors import WorkerStartError
 from inferpool.workers.host.engine import WorkerHandle
 from inferpool.workers.host.replica_files import ModelFiles, ReplicaFiles
-from inferpool.workers.host.supervisor import RestartPolicy, WorkerSlot, WorkerSupervisor
+from inferpool.workers.host.restart_policy import RestartPolicy
+from inferpool.workers.host.supervisor import WorkerSlot, WorkerSupervisor
 from tests.fakes import FakeEngine
 from tests.workers.contract import config_of
 
@@ -55,12 +56,12 @@ def unlucky() -> WorkerStartError:
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inferpool.workers.host.supervisor, "_FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(inferpool.workers.host.restart_policy, "_FIRST_BACKOFF_S", 0.01)
 
 
 @pytest.fixture
 def long_pauses(short_pauses: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inferpool.workers.host.supervisor, "_FIRST_BACKOFF_S", 100.0)
+    monkeypatch.setattr(inferpool.workers.host.restart_policy, "_FIRST_BACKOFF_S", 100.0)
 
 
 @contextlib.asynccontextmanager
@@ -230,6 +231,43 @@ async def test_a_worker_that_is_replaced_finishes_first_and_counts_no_failure():
         engine.failures = [unlucky()]
         assert not await supervisor.replace(first, 1)
         await watcher.until("ready", 8)
+
+
+async def test_a_worker_that_is_paused_stays_away_until_it_is_resumed():
+    async with supervised(engine := FakeEngine(), num_workers=2) as (supervisor, watcher):
+        await watcher.until("ready", 2)
+        first, second = supervisor.slots
+        await supervisor.pause(second, 1)
+        assert (second.state, second.handle, first.state) == ("stopped", None, "ready")
+        assert watcher.events[-1] == ("gone", "m/1#0")
+        assert "down backoff" not in watcher.names
+        assert len(engine.started) == 2
+        supervisor.resume(second)
+        await watcher.until("ready", 3)
+        assert watcher.events[-1] == ("ready", "m/1#1")
+
+
+@pytest.mark.parametrize("state", ["starting", "backoff"])
+async def test_a_worker_that_is_not_ready_is_paused_too(state: str, long_pauses: None):
+    engine = FakeEngine([unlucky()] * 9 if state == "backoff" else [])
+    if state == "starting":
+        engine.start = lambda *arguments: asyncio.sleep(100)  # type: ignore[assignment,method-assign,return-value]
+    async with supervised(engine) as (supervisor, _):
+        (slot,) = supervisor.slots
+        while slot.state != state or slot.num_failures < 2 * (state == "backoff"):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        await supervisor.pause(slot, 1)
+        assert slot.state == "stopped"
+
+
+async def test_workers_that_begin_paused_start_when_they_are_resumed():
+    async with supervised(engine := FakeEngine(), num_workers=0) as (supervisor, watcher):
+        supervisor.start("m", [config_of()] * 3, paused=True)
+        await asyncio.sleep(0)
+        assert [slot.state for slot in supervisor.slots] == ["stopped"] * 3
+        supervisor.resume(supervisor.slots[1])
+        await watcher.until("ready")
+        assert [str(worker.id) for worker in engine.started] == ["m/1#0"]
 
 
 async def test_a_successor_takes_over_before_the_old_worker_leaves_and_is_supervised():

@@ -1,0 +1,24 @@
+"""Says how often a process that fails is started again, and after which pauses."""
+
+import random
+from dataclasses import dataclass
+
+_FIRST_BACKOFF_S = 0.5
+_MAX_BACKOFF_S = 30.0
+_MAX_JITTER = 0.2
+"""Largest random extension of a pause, as a share: workers that died at once start apart."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartPolicy:
+    """Number of failures before a process is given up (OTP calls this the restart intensity)."""
+
+    max_restarts: int = 5
+    """Restarts in a row without success."""
+
+    def pause_s(self, num_in_row: int) -> float:
+        """Return the seconds to wait before the next start, after so many failures in a row."""
+        if num_in_row <= 1:
+            return 0.0
+        pause_s = min(_FIRST_BACKOFF_S * 2.0 ** (num_in_row - 2), _MAX_BACKOFF_S)
+        return pause_s * (1 + random.random() * _MAX_JITTER)
