@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from inferpool.service.api.routes.models import SwapFigures
 
 _LOOK_EVERY_S = 0.05
+_RESTART_WITHIN_S = 60.0
+"""How long to wait for a worker of the version that serves; one that fails pauses for less."""
 _MOST_SHADOWED = 64
 """Inputs of a shadow that may wait to be computed; those that come meanwhile are not copied."""
 
@@ -75,13 +77,21 @@ class Judge:
         if fault := await output_fault(self._new.pool):
             self._comparison.note_fault(fault)
             raise VersionRefusedError(f"its outputs cannot be used: {fault}")
-        if not self._old.pool.is_ready or options.policy == "force":
-            return  # nothing serves that it could be compared with, or nobody wants it
+        if options.policy == "force" or not await self._is_old_ready():
+            return  # nobody wants it, or nothing serves that it could be compared with
         await self._compare()
         if options.policy == "shadow":
             await self._shadow()
         elif options.policy == "canary":
             await self._canary()
+
+    async def _is_old_ready(self) -> bool:
+        """Wait for the version that serves, if its workers restart just now."""
+        pool, until = self._old.pool, time.monotonic() + _RESTART_WITHIN_S
+        while not pool.is_ready and not pool.is_lost and time.monotonic() < until:
+            self._say("waits for a worker of the version that serves")
+            await asyncio.sleep(_LOOK_EVERY_S)
+        return pool.is_ready
 
     async def _compare(self) -> None:
         inputs = [*inputs_of(self._old.pool), *await self._recorded()]
