@@ -18,6 +18,7 @@ from inferpool.service.catalog.inputs import SwapInput, inputs_of
 from inferpool.service.catalog.requests import SwapOptions
 from inferpool.service.errors import (
     DeadlineExceededError,
+    GivenUpError,
     InvalidInputError,
     OverloadedError,
     ServiceError,
@@ -36,6 +37,8 @@ _NO_ROOM = (OverloadedError, UnavailableError, DeadlineExceededError)
 """Errors that say nothing about a version while another serves on the same machine."""
 _LEAST_TIMED = 5
 """With fewer inputs, times say nothing."""
+_MOST_FAULTS = 10
+"""With more faults than this, and than its bound allows, a version is not compared any further."""
 
 
 class Comparison:
@@ -52,12 +55,21 @@ class Comparison:
         self._times_s: list[tuple[float, float]] = []
 
     async def add(
-        self, inputs: Sequence[SwapInput], on_progress: Callable[[int], None] = lambda num: None
+        self,
+        inputs: Sequence[SwapInput],
+        on_progress: Callable[[int], None] = lambda num: None,
+        *,
+        max_fault_share: float = 1.0,
     ) -> None:
-        """Compare on some inputs. Inputs that the version of now fails on do not count."""
+        """Compare on some inputs. Inputs that the version of now fails on do not count.
+
+        It ends early with so many faults that their share will be too large in any case.
+        """
         for number, sample in enumerate(inputs, 1):
             await self._add_one(sample)
             on_progress(number)
+            if self._num_faults > max(_MOST_FAULTS, max_fault_share * len(inputs)):
+                return
 
     async def _add_one(self, sample: SwapInput) -> None:
         before = await asked(self._old, sample)
@@ -110,7 +122,7 @@ class Comparison:
         return SwapFigures(
             num_inputs=self._num,
             num_live=self._num_live,
-            agreement=round(self._num_agreeing / num_answered, 4) if num_answered else None,
+            agreement=round(self._num_agreeing / num_answered, 4) if num_answered > 0 else None,
             deviation=None if self._deviation is None else float(f"{self._deviation:.3g}"),
             latency_ms=latency_ms,
             latency_ratio=latency_ratio,
@@ -132,6 +144,8 @@ async def asked(
     if not pool.dispatcher.can_hold(len(sample.payload)):
         return OverloadedError("the main process has no room for it in the arena (arena_bytes)")
     while True:
+        if pool.is_lost:
+            return GivenUpError(f"none of its workers is left ({pool.reason})")
         ref = item_ref(sample, until - time.monotonic(), wants_tensors=wants_tensors)
         try:
             return await pool.dispatcher.submit(ref, (sample.payload,), is_solo=True)
@@ -193,8 +207,8 @@ def why_not(figures: SwapFigures, options: SwapOptions) -> str:
     else:
         if figures.agreement is not None and figures.agreement < options.min_agreement:
             wrong.append(
-                f"its answer agrees for {figures.agreement:.2%} of {num} inputs, min_agreement is "
-                f"{options.min_agreement:.2%}"
+                f"its answer agrees for {figures.agreement:.2%} of {num - figures.num_faults} "
+                f"inputs, min_agreement is {options.min_agreement:.2%}"
             )
         if figures.deviation is not None and figures.deviation > options.max_deviation:
             wrong.append(
@@ -211,7 +225,10 @@ def why_not(figures: SwapFigures, options: SwapOptions) -> str:
 
 
 def label_of(value: object) -> object:
-    """Return what an answer says: its best label, the place of its largest number, or itself."""
+    """Return what an answer says: its best label, the place of the best of its scores, or itself.
+
+    Whole numbers are no scores, but say something themselves, as tokens and classes do.
+    """
     answer = msgspec.json.decode(value) if isinstance(value, bytes) else value
     if isinstance(answer, list) and answer and isinstance(answer[0], dict):
         answer = answer[0]
@@ -220,15 +237,18 @@ def label_of(value: object) -> object:
             if key in answer:
                 return answer[key]
         return {key: label_of(each) for key, each in answer.items()}
-    if isinstance(answer, list) and answer and all(isinstance(x, int | float) for x in answer):
-        return int(np.argmax(answer))
     if isinstance(answer, list):
+        kinds = {type(each) for each in answer}
+        if float in kinds and kinds <= {int, float}:
+            return int(np.argmax(answer))
         return [label_of(each) for each in answer]
     return None if isinstance(answer, float) else answer
 
 
 def deviation_of(exact: object, other: object) -> tuple[float | None, str]:
     """Compare output tensors: the largest difference as a part of the largest number, or a fault.
+
+    If all numbers were 0, it is a part of the largest one that is there now.
 
     Returns:
         The difference, None if there are no fractions to compare; and what is wrong with the
@@ -243,14 +263,16 @@ def deviation_of(exact: object, other: object) -> tuple[float | None, str]:
         if twin is None or (twin.dtype, twin.shape) != (blob.dtype, blob.shape):
             had = "is missing" if twin is None else f"is {twin.dtype} {list(twin.shape)}"
             return None, f"output {blob.name!r} {had}, it was {blob.dtype} {list(blob.shape)}"
+        if "float" not in blob.dtype:
+            continue  # labels are compared, and to be off by one says nothing
         one, two = _numbers_of(blob), _numbers_of(twin)
         is_finite = np.isfinite(one)
         if not np.isfinite(two[is_finite]).all():
             return None, f"output {blob.name!r} has numbers that are not finite"
         one, two = one[is_finite], two[is_finite]
         if one.size:
-            scale = max(float(np.abs(one).max()), float(np.finfo(np.float32).tiny))
-            worst = max(worst or 0.0, float(np.abs(one - two).max()) / scale)
+            largest = float(np.abs(one).max()) or float(np.abs(two).max()) or 1.0
+            worst = max(worst or 0.0, float(np.abs(one - two).max()) / largest)
     return worst, ""
 
 

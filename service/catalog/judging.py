@@ -99,7 +99,8 @@ class Judge:
         def show(num: int) -> None:
             self._say(f"compared on {num} of {len(inputs)} inputs")
 
-        await self._comparison.add(inputs, show)
+        share = self._options.max_fault_share
+        await self._comparison.add(inputs, show, max_fault_share=share)
         self.figures = self._comparison.figures()
         if self._cases:
 

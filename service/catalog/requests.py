@@ -24,7 +24,8 @@ class SwapOptions(SettingsTable):
     min_agreement: Share = 0.99
     """The least share of inputs with the same best label (or text) as now."""
     max_deviation: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.05
-    """The largest difference of any number, as a part of the largest number of its output."""
+    """The largest difference of any number with a fraction, as a part of the largest such number
+    of its output. Whole numbers are classes or tokens, which `min_agreement` is for."""
     max_latency_ratio: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.5
     """The most that the median time of an input may be, as a multiple of that of now."""
     max_fault_share: Share = 0.001

@@ -48,7 +48,8 @@ class SwapFigures:
     agreement: float | None = None
     """The share of inputs with the same best label, or the same text."""
     deviation: float | None = None
-    """The largest difference of any number, as a part of the largest number of its output."""
+    """The largest difference of any number with a fraction, as a part of the largest such number
+    of its output."""
     latency_ms: float | None = None
     """The median time of one input."""
     latency_ratio: float | None = None
