@@ -119,7 +119,7 @@ class Changes:
         if former.number in {version.number for version in self._catalog.versions(name)}:
             self._begin(name, "rollback", partial(self._go_back, name, "it was asked for"))
             return
-        options = SwapOptions(policy="force")
+        options = SwapOptions(policy="force", ephemeral=not self._catalog.is_saved(name))
         self._begin(name, "rollback", partial(self._swap, name, former.settings, options))
 
     async def until_decided(self, name: str) -> None:
@@ -403,7 +403,8 @@ class Changes:
         (old,) = (each for each in self._catalog.versions(name) if each is not new)
         change.version = old.number
         try:
-            await self._catalog.save(name, old)
+            if self._catalog.is_saved(name):
+                await self._catalog.save(name, old)
         except NotSavedError as error:  # the better version serves in any case
             text = "%s: the next start will serve version %d again: %s"
             logger.error(text, name, new.number, error.__cause__)

@@ -143,3 +143,20 @@ async def test_a_rollback_is_kept(start):
     assert second.catalog.serving["m"].version == 1
     await second.swap(max_batch_size=4)
     assert second.catalog.serving["m"].version == 3
+
+
+@pytest.mark.parametrize("rollback_s", [60, 0], ids=["kept", "loaded anew"])
+async def test_a_rollback_of_what_the_next_start_forgets_is_forgotten_too(
+    start, tmp_path, rollback_s
+):
+    life = start()
+    life.changes.begin_add({"name": "n", "source": "echo", "ephemeral": True})
+    await life.decided("n")
+    request = {"max_batch_size": 2, "ephemeral": True, "rollback_s": rollback_s}
+    life.changes.begin_swap("n", FORCED | request)
+    await life.decided("n")
+    life.changes.begin_rollback("n")
+    await life.decided("n")
+    assert life.catalog.version("n").settings.max_batch_size == "auto"
+    assert not life.changes.model_info("n").saved
+    assert list(start().catalog.serving) == ["m"]
