@@ -170,7 +170,7 @@ class Changes:
     def _remember_all(self, name: str) -> None:
         """Make records of the versions that were there at the start."""
         for version in self._catalog.versions(name):
-            self._record(version, "serving" if version.pool.is_serving else "loading")
+            self._record(version, "serving" if version.pool is serving else "loading")
 
     def _record(self, version: ModelVersion, state: VersionState) -> Record:
         return self._history.record(version, state)

@@ -264,6 +264,16 @@ async def test_a_canary_answers_its_share_and_then_serves(stage):
     assert total.succeeded < it.num_asked + 250  # 100 compared, as JSON and as tensors, by one
 
 
+async def test_the_version_that_serves_is_shown_as_that_while_a_canary_answers_too(stage):
+    it = await ready(stage())
+    with it.clients():
+        task = asyncio.create_task(it.swap(policy="canary", wait_s=1, duration_s=5, rollback_s=0))
+        await when(lambda: it.catalog.version("m").pool.canary)
+        versions = it.changes.model_info("m").versions
+        assert [each.state for each in versions] == ["comparing", "serving"]
+        await task
+
+
 @pytest.mark.parametrize(
     ("acts", "reason", "figure"),
     [
