@@ -40,6 +40,8 @@ _NUM_STEPS = 50
 """Steps of changes that are kept for people to look at."""
 _NUM_ABSENT = 100
 """Models that failed to come, and are remembered."""
+_USELESS: Sequence[VersionState] = ("refused", "rolled_back")
+"""States of versions that are forgotten first: no rollback goes back to them."""
 _LEVELS = {"refused": logging.WARNING, "rolled_back": logging.ERROR}
 
 
@@ -135,7 +137,7 @@ class VersionHistory:
         """Remember nothing yet."""
         self.steps = Steps(maxlen=_NUM_STEPS)
         """The latest steps of changes, the newest first."""
-        self._records: dict[str, deque[Record]] = {}
+        self._records: dict[str, list[Record]] = {}
         self._ended: dict[str, deque[ChangeInfo]] = {}
 
     def versions(self, name: str) -> Sequence[Record]:
@@ -148,7 +150,7 @@ class VersionHistory:
 
     def record(self, version: ModelVersion, state: VersionState) -> Record:
         """Return the record of a version; make it in this state if there is none."""
-        records = self._records.setdefault(version.name, deque(maxlen=_NUM_REMEMBERED))
+        records = self._records.setdefault(version.name, [])
         for record in records:
             if record.number == version.number:
                 return record
@@ -159,6 +161,10 @@ class VersionHistory:
             steps=self.steps,
             state=state,
         )
+        if len(records) == _NUM_REMEMBERED:  # the serving one, and one to go back to, must stay
+            states = [each.state for each in records]
+            useless = [states.index(state) for state in _USELESS if state in states]
+            del records[min(useless, default=0)]
         records.append(record)
         return record
 
