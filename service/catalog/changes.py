@@ -147,8 +147,15 @@ class Changes:
 
     def _check_known(self, name: str) -> None:
         if name not in self._catalog.serving:
+            self._check_idle(name)
             names = ", ".join(self._catalog.serving) or "none"
             raise UnknownModelError(f"no model is called {name[:80]!r}; there are: {names}")
+
+    def _check_idle(self, name: str) -> None:
+        change = self._changes.get(name)
+        if change is not None:
+            what = change.what
+            raise ConflictError(f"{name} is being changed already ({what})", retry_after_s=1)
 
     def _info(self, name: str) -> ModelInfo:
         change, pool = self._changes.get(name), self._catalog.serving.get(name)
@@ -169,6 +176,7 @@ class Changes:
 
     def _remember_all(self, name: str) -> None:
         """Make records of the versions that were there at the start."""
+        serving = self._catalog.serving.get(name)
         for version in self._catalog.versions(name):
             self._record(version, "serving" if version.pool is serving else "loading")
 
@@ -183,10 +191,7 @@ class Changes:
     def _begin(
         self, name: str, kind: ChangeKind, steps: Callable[[Change], Coroutine[Any, Any, None]]
     ) -> None:
-        earlier = self._changes.get(name)
-        if earlier is not None:
-            what = earlier.what
-            raise ConflictError(f"{name} is being changed already ({what})", retry_after_s=1)
+        self._check_idle(name)
         if self._is_ending:
             raise ConflictError("the service is shutting down")
         self._claims.take(name, f"it is being changed ({kind})")

@@ -90,6 +90,42 @@ async def test_a_model_that_fails_to_come_is_remembered_but_not_listed(make):
     assert (await asked.http.delete("/admin/models/n")).status_code == 404
 
 
+async def test_a_model_that_is_being_added_cannot_be_removed_yet(make):
+    asked = make()
+    begun = await asked.http.post("/admin/models", json={"name": "n", "source": "echo"})
+    answer = await asked.http.delete("/admin/models/n")
+    assert answer.status_code == 409
+    assert "n is being changed already (add" in answer.json()["detail"]
+    assert (await asked.over("n", begun.json()["changes"][0]["id"]))["state"] == "done"
+    await asked.changes.stop()
+
+
+async def test_a_version_to_go_back_to_is_remembered_beyond_those_that_were_refused(make):
+    asked = make()
+    await until(lambda: asked.kept.catalog.serving["m"].is_ready)
+    body = {"policy": "force", "rollback_s": 0}
+
+    async def swapped() -> object:
+        answer = await asked.http.post("/admin/models/m/versions", json=body)
+        (state,) = {(await asked.over("m", answer.json()["changes"][0]["id"]))["state"]}
+        await until(lambda: not asked.changes.model_info("m").change)
+        return state
+
+    assert await swapped() == "done"
+    since = (await asked.http.get("/admin/models/m")).json()["versions"][0]["since"]
+    for _ in range(25):
+        asked.kept.engine.failures = [WorkerStartError("it has a bug", permanent=True)]
+        assert await swapped() == "failed"
+    info = (await asked.http.get("/admin/models/m")).json()
+    states = {each["number"]: (each["state"], each["since"]) for each in info["versions"]}
+    assert len(states) == 20
+    assert states[2] == ("serving", since)
+    assert states[1][0] == "gone"
+    rollback = await asked.http.post("/admin/models/m/rollback")
+    assert rollback.status_code == 202
+    await asked.changes.stop()
+
+
 async def test_a_removal_is_shown_until_what_was_accepted_is_answered_and_then_the_model_is_gone(
     make,
 ):
