@@ -1,101 +1,27 @@
-"""Models that take turns at a device: real dispatchers, and workers that take what a test says."""
+"""Models that take turns at a device."""
 
 import asyncio
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from inferpool.models.spec import Placement
 from inferpool.service.errors import UnavailableError
-from inferpool.service.queue.instance import Instance
-from inferpool.service.queue.turns.gate import DeviceGate, GateMember
+from inferpool.service.queue.turns.gate import DeviceGate
 from inferpool.workers.arena import Arena
-from tests.fakes import FakeWorker, ref_to
-from tests.service.pools import make_dispatcher
-from tests.service.simulation import SimulatedWorker
+from tests.fakes import FakeWorker
+from tests.service.queue.contenders import (
+    BOTH_GPUS,
+    CORE,
+    GPU,
+    OTHER_GPU,
+    Contender,
+    compete,
+    end,
+)
 
 pytestmark = pytest.mark.usefixtures("virtual_time")
-
-CORE = Placement(devices=("cpu",))
-GPU = Placement(devices=("cuda:0",), visible=("GPU-a",))
-OTHER_GPU = Placement(devices=("cuda:0",), visible=("GPU-b",))
-BOTH_GPUS = Placement(devices=("cuda:0", "cuda:1"), visible=("GPU-a", "GPU-b"), split="tensor")
-
-
-class Contender:
-    """A model whose workers take `item_s` for each instance of a batch."""
-
-    def __init__(
-        self,
-        gate: DeviceGate,
-        arena: Arena,
-        item_s: float = 0.01,
-        *,
-        model: str = "m",
-        share: float = 1.0,
-        placements: Sequence[Placement] = (CORE, CORE),
-        credit: int = 2,
-    ) -> None:
-        self.dispatcher = make_dispatcher(arena, max_queue_length=10_000)
-        self.item_s = item_s
-        self.latencies_s: list[float] = []
-        self.num_failed = 0
-        self.is_over = False
-        self.workers = [self.attach(slot, credit) for slot in range(len(placements))]
-        self.member: GateMember = gate.join(
-            self.dispatcher.scheduler, model=model, share=share, placements=placements
-        )
-
-    def attach(self, slot: int, credit: int = 2) -> SimulatedWorker:
-        worker = SimulatedWorker(lambda size: size * self.item_s, slot, 0.1)
-        worker.credit = credit
-        self.dispatcher.attach(worker)
-        return worker
-
-    @property
-    def is_gated(self) -> bool:
-        return self.dispatcher.scheduler.turns is not None
-
-    @property
-    def busy_s(self) -> float:
-        """The time that its workers were computing what has been answered."""
-        return len(self.latencies_s) * self.item_s
-
-    @property
-    def p99_s(self) -> float:
-        return sorted(self.latencies_s)[int(0.99 * len(self.latencies_s))]
-
-    def check_batches(self) -> None:
-        assert all(0 not in worker.computed for worker in self.workers), "a batch was empty"
-
-    def submit(self, timeout_s: float = 1000.0) -> Instance:
-        instance = self.dispatcher.submit(ref_to(b"x", timeout_s), [b"x"])
-        instance.add_done_callback(self._note)
-        return instance
-
-    def _note(self, instance: Instance) -> None:
-        if instance.cancelled() or instance.exception():
-            self.num_failed += 1
-        else:
-            self.latencies_s.append(asyncio.get_running_loop().time() - instance.arrived)
-
-    def flood(self, num: int = 64) -> None:
-        """Keep so many waiting until `is_over`."""
-
-        def again(_: object) -> None:
-            if not self.is_over:
-                self.submit().add_done_callback(again)
-
-        for _ in range(num):
-            again(None)
-
-    async def ask_at_random(self, rate: float, seconds: float) -> None:
-        chance, loop = random.Random(1), asyncio.get_running_loop()
-        end = loop.time() + seconds
-        while loop.time() < end:
-            await asyncio.sleep(chance.expovariate(rate))
-            self.submit()
 
 
 @pytest.fixture
@@ -118,23 +44,18 @@ def model(gate, arena) -> Callable[..., Contender]:
     return make
 
 
-async def compete(*contenders: Contender, seconds: float = 10.0) -> None:
-    """Let all be flooded for some time, and answer what is left."""
-    for each in contenders:
-        each.flood()
-    await asyncio.sleep(seconds)
-    await end(*contenders)
+@pytest.fixture
+def wakes(gate, monkeypatch) -> list[None]:
+    """One for each time that a timer of the gate has fired."""
+    found: list[None] = []
+    on_timer = gate._on_timer
 
+    def note() -> None:
+        found.append(None)
+        on_timer()
 
-async def end(*contenders: Contender) -> None:
-    for each in contenders:
-        each.is_over = True
-    figures = [list(each.latencies_s) for each in contenders]
-    for each in contenders:
-        await each.dispatcher.drain(10.0)
-    for each, latencies_s in zip(contenders, figures, strict=True):
-        each.latencies_s = latencies_s  # what came after the end does not count
-        each.check_batches()
+    monkeypatch.setattr(gate, "_on_timer", note)
+    return found
 
 
 @pytest.mark.parametrize("credit", [1, 2])
@@ -218,6 +139,30 @@ async def test_a_model_that_was_idle_has_saved_nothing(model):
     assert first.busy_s / second.busy_s == pytest.approx(1.0, rel=0.1)
 
 
+async def test_accounts_tell_the_time_that_batches_took(gate, model):
+    """While all are busy, levels neither drift apart nor from what each model has had."""
+    models = [
+        model(0.01, model="a", share=3.0),
+        model(0.003, model="b"),
+        model(0.0007, model="c", share=0.5, credit=3),
+    ]
+    for each in models:
+        each.flood()
+    device = gate._devices["cpu"]
+    accounts = [device.accounts[name] for name in "abc"]
+    had_s = [[] for _ in models]
+    for _ in range(6):
+        await asyncio.sleep(3.0)
+        levels_s = [device.lag_s(account) for account in accounts]
+        assert max(levels_s) - min(levels_s) <= 0.2, "one has had more than its share"
+        for had, each, account in zip(had_s, models, accounts, strict=True):
+            had.append((account.share * account.level_s, each.busy_s))
+    await end(*models)
+    for had in had_s:
+        (charged_s, busy_s), (charged_at_end_s, busy_at_end_s) = had[0], had[-1]
+        assert charged_at_end_s - charged_s == pytest.approx(busy_at_end_s - busy_s, rel=0.02)
+
+
 async def test_a_split_model_and_those_on_its_devices_all_get_turns(model):
     split = model(model="split", placements=(BOTH_GPUS,))
     ones = [
@@ -279,6 +224,18 @@ async def test_a_model_does_not_pay_for_the_time_in_which_a_lost_worker_hung(mod
     await asyncio.sleep(5.0)
     await end(hung, other)
     assert hung.busy_s / other.busy_s == pytest.approx(1.0, rel=0.1)
+
+
+async def test_timers_fire_no_more_often_than_batches_end(model, wakes):
+    models = [model(0.005, model=name) for name in "abc"]
+    await asyncio.sleep(10.0)
+    assert not wakes
+    await compete(*models)
+    num_batches = sum(len(worker.computed) for each in models for worker in each.workers)
+    assert len(wakes) <= 2 * num_batches
+    wakes.clear()
+    await asyncio.sleep(10.0)
+    assert not wakes
 
 
 async def test_a_cancelled_wish_keeps_nobody_waiting(model):
@@ -345,6 +302,21 @@ async def test_whatever_comes_and_goes_everything_is_answered(gate, arena, seed)
     assert sum(len(each.latencies_s) for each in contenders) == num_asked
     for each in contenders:
         each.check_batches()
+    gate.give()
+    check_nothing_is_held(gate)
+    for each in contenders:
+        each.member.leave()
+        assert not each.member._held
+    assert not any(device.accounts for device in gate._devices.values())
+
+
+def check_nothing_is_held(gate: DeviceGate) -> None:
+    assert not gate._waiting
+    assert not gate._ahead
+    for device in gate._devices.values():
+        assert not device.turns
+        for account in device.accounts.values():
+            assert (account.num_turns, account.num_waiting) == (0, 0)
 
 
 async def test_a_worker_is_sent_nothing_ahead_while_another_model_is_busy(model):
