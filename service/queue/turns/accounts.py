@@ -107,6 +107,9 @@ class SharedDevice:
 
     def wait(self, account: Account) -> None:
         """Note that a model waits from now on. One that was idle has saved nothing."""
+        if not any(each.num_turns or each.num_waiting for each in self.accounts.values()):
+            # Nobody had a use for the device, so nobody has to make up for his last batch.
+            self.level_s = max(each.level_s for each in self.accounts.values())
         saved_s = _MOST_SAVED_S if account.num_turns or account.num_waiting else 0.0
         account.level_s = max(account.level_s, self.level_s - saved_s)
         account.num_waiting += 1

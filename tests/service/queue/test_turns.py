@@ -139,6 +139,21 @@ async def test_a_model_that_was_idle_has_saved_nothing(model):
     assert first.busy_s / second.busy_s == pytest.approx(1.0, rel=0.1)
 
 
+async def test_nobody_makes_up_for_a_long_batch_that_kept_nobody_waiting(model):
+    slow, other = (model(model=name, placements=(GPU,)) for name in "ab")
+    await compete(slow, other, seconds=1.0)
+    for each in (slow, other):
+        each.dispatcher._admission.is_draining = each.is_over = False
+    slow.item_s = 5.0
+    await slow.submit()
+    await asyncio.sleep(1.0)
+    slow.item_s = other.item_s
+    slow.latencies_s.clear()
+    other.latencies_s.clear()
+    await compete(other, slow, seconds=2.0)
+    assert slow.busy_s / other.busy_s == pytest.approx(1.0, rel=0.2)
+
+
 async def test_accounts_tell_the_time_that_batches_took(gate, model):
     """While all are busy, levels neither drift apart nor from what each model has had."""
     models = [
