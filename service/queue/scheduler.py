@@ -50,7 +50,10 @@ on its worker any more."""
 class Lane:
     """The batches that one worker holds, and when it should be free."""
 
-    __slots__ = ("_was_idle", "batches", "busy_since", "costs", "ends_at", "is_lagging", "worker")
+    __slots__ = (
+        "_was_idle", "batches", "busy_since", "costs", "ends_at", "idle_since", "is_lagging",
+        "worker",
+    )  # fmt: skip
 
     def __init__(self, worker: WorkerHandle, costs: BatchCosts) -> None:
         self.worker = worker
@@ -62,6 +65,8 @@ class Lane:
         time of the last answer, so the curves learn how far apart answers come."""
         self.ends_at = 0.0
         """When the worker should answer that batch."""
+        self.idle_since = 0.0
+        """When the worker last became idle; 0 if it has not, or nobody takes turns with it."""
         self.is_lagging = False
         """The worker is clearly slower than another."""
         self._was_idle = True

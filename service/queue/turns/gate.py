@@ -219,8 +219,6 @@ class GateMember:
         self._gate = gate
         self._held: dict[int, tuple[Claim, Turn, float]] = {}
         """Turns that its workers hold, and how long each waited for it, by their batch."""
-        self._idle_since: dict[int, float] = {}
-        """When each worker that is idle became so, by its slot."""
 
     def ask(self) -> None:
         """Send what can be sent, as soon as it is this pool's turn."""
@@ -235,8 +233,8 @@ class GateMember:
         claim = next(claim for claim in self.claims if slot in claim.slots)
         is_first = len(lane.batches) == 1
         waited_s = 0.0
-        if is_first and (idle_since := self._idle_since.pop(slot, None)) is not None:
-            waited_s = max(0.0, now - max(idle_since, claim.waits_since))
+        if is_first and lane.idle_since:
+            waited_s = max(0.0, now - max(lane.idle_since, claim.waits_since))
         expected_s = lane.costs.time_s(len(batch), is_idle=is_first)
         turn = Turn(claim.widths, expected_s, lane.begins_at(now))
         others = [
@@ -263,7 +261,7 @@ class GateMember:
             The seconds for which the worker was idle, waiting for this turn.
         """
         if len(lane.batches) == 1:
-            self._idle_since[lane.worker.id.slot] = now
+            lane.idle_since = now
         held = self._held.pop(id(batch), None)
         if held is None:  # it was sent before anybody had to ask
             return 0.0

@@ -241,6 +241,22 @@ async def test_a_model_does_not_pay_for_the_time_in_which_a_lost_worker_hung(mod
     assert hung.busy_s / other.busy_s == pytest.approx(1.0, rel=0.1)
 
 
+async def test_the_load_of_a_worker_is_no_wait_for_a_turn(model):
+    """Else its model would seem slow, and refuse what it could answer."""
+    doomed, other = model(model="a"), model(model="b")
+    for each in (doomed, other):
+        each.flood()
+    await asyncio.sleep(1.0)
+    doomed.dispatcher.detach(doomed.workers[0])
+    doomed.workers[0].die(started=False)
+    await asyncio.sleep(5.0)
+    doomed.workers.append(doomed.attach(0))
+    await asyncio.sleep(0.5)
+    recent = doomed.dispatcher._admission.rate._recent[0]
+    await end(doomed, other)
+    assert max(took_s for _, _, took_s in recent) < 1.0
+
+
 async def test_timers_fire_no_more_often_than_batches_end(model, wakes):
     models = [model(0.005, model=name) for name in "abc"]
     await asyncio.sleep(10.0)
