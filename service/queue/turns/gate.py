@@ -393,7 +393,12 @@ class Claim:
         """Return when it might be able to send a batch; infinite if that is unknown."""
         if self.usable(now):
             return min(device.has_room_at(now, now + self.lead_s) for device in self.widths)
-        begins = [lane.begins_at(now) - self.lead_s for lane in self.lanes if lane.has_credit]
+        # One that is late tells by its answer: its moment would be put off with each look.
+        begins = [
+            lane.begins_at(now) - self.lead_s
+            for lane in self.lanes
+            if lane.has_credit and now < lane.ends_at
+        ]
         ends = [lane.late_at for lane in self.about_to_end(now)]
         return min(*begins, *ends, inf, inf)
 

@@ -257,6 +257,28 @@ async def test_the_load_of_a_worker_is_no_wait_for_a_turn(model):
     assert max(took_s for _, _, took_s in recent) < 1.0
 
 
+async def test_nothing_wakes_for_a_worker_that_is_late(model, wakes):
+    """It may hang. Whoever waits for it hears of its answer, or of its end."""
+    hung = model(0.0006, model="a", placements=(GPU,), credit=3)
+    other = model(model="b", placements=(GPU,))
+    await compete(hung, other, seconds=1.0)
+    for each in (hung, other):
+        each.dispatcher._admission.is_draining = each.is_over = False
+        each.flood()
+    await asyncio.sleep(1.0)
+    hung.item_s = 1e6
+    await asyncio.sleep(1.0)
+    wakes.clear()
+    num_before = len(other.workers[0].computed)
+    await asyncio.sleep(10.0)
+    num_batches = len(other.workers[0].computed) - num_before
+    hung.is_over = True
+    hung.dispatcher.abandon(lambda: UnavailableError("over"))
+    await end(other)
+    assert num_batches > 200
+    assert len(wakes) <= 2 * num_batches
+
+
 async def test_timers_fire_no_more_often_than_batches_end(model, wakes):
     models = [model(0.005, model=name) for name in "abc"]
     await asyncio.sleep(10.0)
