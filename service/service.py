@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -12,7 +13,7 @@ from inferpool.service.catalog.catalog import Catalog
 from inferpool.service.catalog.changes import Changes
 from inferpool.service.catalog.plans import placement_text
 from inferpool.service.catalog.room import Room
-from inferpool.service.checks.memory import bytes_of_worker
+from inferpool.service.checks.memory import needs_of_worker
 from inferpool.service.errors import StartError
 from inferpool.service.fronts.only_front import OnlyFront
 from inferpool.service.live import LiveFeed
@@ -28,6 +29,7 @@ from inferpool.service.telemetry.metrics import Metrics, Reading, gpu_gauges
 from inferpool.service.watched.model_folder import ModelFolder
 from inferpool.workers.arena import Arena
 from inferpool.workers.beside.searching import search
+from inferpool.workers.host.device_memory import DeviceMemory
 from inferpool.workers.host.devices import Host
 from inferpool.workers.host.engine import Engine, ForkserverVitals
 from inferpool.workers.host.gpu_watch import GpuWatch
@@ -110,12 +112,13 @@ class Service:
             drain=self.set_draining,
             settings_json=lambda: json_of(loaded.rows()),
         )
+        memory = DeviceMemory(host.gpus, host.accelerator.library)
         self._speed_search = SpeedSearch(search, grace_s=settings.drain_timeout_s)
         self.changes = Changes(
             self.catalog,
             metrics,
             self._speed_search if settings.speed_search else None,
-            Room(bytes_of_worker),
+            Room(partial(needs_of_worker, gpus=host.gpus), memory.free, memory.used_by),
             grace_s=settings.drain_timeout_s,
         )
         self._watching: asyncio.Task[None] | None = None

@@ -245,8 +245,8 @@ class Changes:
         self._metrics.add(name)
         version = None
         try:
-            async with self._room.taken(self._catalog, name, model) as configs:
-                version = self._catalog.load(name, model, configs)
+            async with self._room.taken(self._catalog, name, model) as plan:
+                version = self._catalog.load(name, model, plan.configs)
                 self._record(version, "loading").tell()
                 await self._until_loaded(version, change)
             if not is_ephemeral:
@@ -309,8 +309,8 @@ class Changes:
         def say(text: str) -> None:
             change.what = f"swap: {text}"
 
-        async with self._room.taken(self._catalog, name, model) as configs:
-            new = self._catalog.load(name, model, configs)
+        async with self._room.taken(self._catalog, name, model) as plan:
+            new = self._catalog.load(name, model, plan.configs)
             record = self._record(new, "loading")
             record.tell()
             try:

@@ -1,6 +1,7 @@
 """Checks of memory: is there enough for the arena and the replicas, and what slows it down."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 from inferpool.models.spec import Placement
 from inferpool.service.checks.facts import Facts
@@ -10,6 +11,9 @@ from inferpool.service.errors import StartError
 from inferpool.service.fronts.number import number_of_fronts
 from inferpool.service.settings.model import ModelSettings
 from inferpool.service.settings.settings import Settings
+from inferpool.workers.host.device_memory import HOST
+from inferpool.workers.host.gpus import Gpu
+from inferpool.workers.host.placing import CONTEXT_BYTES
 
 # From /proc/PID/smaps_rollup on x86-64 with torch 2.15, two workers, efficientnet_lite0.
 FRONT_END_BYTES = 70 << 20
@@ -115,11 +119,22 @@ def check_huge_pages(facts: Facts, settings: Settings) -> Iterator[Finding]:
         yield ok("huge pages", f"transparent huge pages: {facts.huge_pages}")
 
 
-def bytes_of_worker(model: ModelSettings, placement: Placement) -> int:
-    """Return the host's memory that a worker will need at least, without what workers share."""
-    if placement.visible:
-        return _CUDA_WORKER_BYTES * placement.num_ranks
-    return WORKER_BYTES * placement.num_ranks + (_weight_bytes(model) or 0)
+def needs_of_worker(
+    model: ModelSettings, placement: Placement, gpus: Sequence[Gpu]
+) -> dict[str, int]:
+    """Return the memory that a worker will need at least, by place; see `DeviceMemory`.
+
+    What workers share on the host is left out.
+    """
+    weights = _weight_bytes(model) or 0
+    if not placement.visible:
+        return {HOST: WORKER_BYTES * placement.num_ranks + weights}
+    needs = Counter({HOST: _CUDA_WORKER_BYTES * placement.num_ranks})
+    unified = {gpu.uuid for gpu in gpus if gpu.is_unified}
+    for uuid in placement.gpu_of_each_rank:  # each holds one part
+        place = HOST if uuid in unified else uuid
+        needs[place] += CONTEXT_BYTES + weights // placement.num_ranks
+    return needs
 
 
 def _count(facts: Facts) -> str:

@@ -19,7 +19,7 @@ from inferpool.workers.host.gpus import Gpu
 _MAX_CPU_REPLICAS = 8
 """Replicas on the CPUs of one host; with more cores they get more threads instead."""
 _MIN_RANKS = 2
-_CONTEXT_BYTES = 512 << 20
+CONTEXT_BYTES = 512 << 20
 """GPU memory that each process takes besides torch's allocations: CUDA's context and the kernels.
 An estimate: no GPU has been measured yet."""
 _FAR = 50
@@ -261,7 +261,7 @@ def _share_memory(
     shared = []
     for placement in placements:
         shares = [
-            max(0.5 / users[uuid], 1 / users[uuid] - _CONTEXT_BYTES / gpus[uuid].memory_bytes)
+            max(0.5 / users[uuid], 1 / users[uuid] - CONTEXT_BYTES / gpus[uuid].memory_bytes)
             for uuid in placement.gpu_of_each_rank
             if users[uuid] > 1
         ]

@@ -15,12 +15,13 @@ from inferpool.service.settings.settings import Settings
 from inferpool.service.settings.state import StateFile
 from inferpool.service.telemetry.metrics import Metrics
 from inferpool.workers.arena import Arena
+from inferpool.workers.host.device_memory import HOST
 from inferpool.workers.host.devices import find_host
 from tests.fakes import FakeEngine, FakeWorker, ref_to
 from tests.service.api.fakes import as_app
 from tests.service.pools import SilentAnnouncer, until
 
-ROOM = Room(lambda model, placement: 1, lambda: 1 << 40)
+ROOM = Room(lambda model, placement: {HOST: 1}, lambda: {HOST: 1 << 40}, lambda worker: {HOST: 0})
 ECHO = ModelSettings(source="echo", replicas=1)
 
 

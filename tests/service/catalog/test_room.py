@@ -10,6 +10,7 @@ from inferpool.service.catalog.room import Room
 from inferpool.service.errors import VersionRefusedError
 from inferpool.workers.arena import Arena
 from inferpool.workers.errors import WorkerStartError
+from inferpool.workers.host.device_memory import HOST
 from tests.service.catalog.test_catalog import ECHO, Kept
 from tests.service.pools import until
 
@@ -22,7 +23,11 @@ class Memory:
     def __init__(self, free_mib: int, kept: Kept) -> None:
         self.kept, self.catalog = kept, kept.catalog
         self.free_bytes = free_mib * MIB
-        self.room = Room(lambda model, placement: 100 * MIB, lambda: self.free_bytes)
+        self.room = Room(
+            lambda model, placement: {HOST: 100 * MIB},
+            lambda: {HOST: self.free_bytes},
+            lambda worker: {HOST: 0},
+        )
         self.inside: list[int] = []
 
     async def load(self, num_workers: int, until_loaded: asyncio.Event) -> None:
@@ -100,18 +105,18 @@ async def test_a_version_that_does_not_fit_is_refused_with_figures_before_it_sta
     ("free_mib", "becomes"), [(250, "kept"), (50, "gone"), (10, "kept")], ids=str
 )
 async def test_a_kept_version_leaves_first_if_another_fits_in_only_without_it(
-    arena, monkeypatch, free_mib, becomes
+    arena, free_mib, becomes
 ):
     kept = Kept(arena)
     await until(lambda: kept.catalog.serving["m"].is_ready)
-    monkeypatch.setattr("inferpool.service.catalog.room._bytes_of", lambda worker: 80 * MIB)
     until_full = [free_mib * MIB]
 
-    def free_bytes() -> int:
+    def free() -> dict[str, int]:
         others = len(kept.catalog.versions("m")) - 2
-        return until_full[0] - 80 * MIB * others
+        return {HOST: until_full[0] - 80 * MIB * others}
 
-    room = Room(lambda model, placement: 100 * MIB, free_bytes)
+    used = {HOST: 80 * MIB}
+    room = Room(lambda model, placement: {HOST: 100 * MIB}, free, lambda worker: used)
     until_full[0] = 1000 * MIB
     changes = Changes(kept.catalog, kept.metrics, None, room, grace_s=5)
     changes.begin_swap("m", {"policy": "force", "rollback_s": 600})
@@ -128,3 +133,25 @@ async def test_a_kept_version_leaves_first_if_another_fits_in_only_without_it(
     assert is_loaded == (becomes == "kept")
     await changes.stop()
     await kept.catalog.stop()
+
+
+async def test_memory_of_a_gpu_counts_as_that_of_the_host_does(arena):
+    kept = Kept(arena)
+    await until(lambda: kept.catalog.serving["m"].is_ready)
+    free = {HOST: 1000 * MIB, "GPU-a": 250 * MIB, "GPU-b": 0}
+    used = {HOST: 10 * MIB, "GPU-a": 150 * MIB, "GPU-b": 0}
+    room = Room(
+        lambda model, placement: {HOST: 100 * MIB, "GPU-a": 50 * MIB, "GPU-unknown": 1},
+        lambda: free,
+        lambda worker: used,
+    )
+    changes = Changes(kept.catalog, kept.metrics, None, room, grace_s=5)
+    changes.begin_swap("m", {"replicas": 2, "policy": "force"})
+    with pytest.raises(VersionRefusedError, match=r"about 300 MiB of GPU GPU-a .* 250 MiB") as it:
+        await changes.until_decided("m")
+    assert it.value.figures == {"needed_bytes": 300 * MIB, "free_bytes": 250 * MIB}
+    await until(lambda: not changes.model_info("m").change)
+    changes.begin_swap("m", {"policy": "force"})
+    await changes.until_decided("m")
+    assert kept.catalog.serving["m"].version == 2
+    await changes.stop()
