@@ -110,7 +110,7 @@ def run(
         warn_if_open(settings, listener)
         try:
             about = {"version": version_of(), "front ends": f"{num_fronts} ({why})"}
-            console.started(about, host.describe(), service.plan)
+            console.started(about, host.describe(), service.catalog.planned)
             return _serve(service, console, listener, tls, num_fronts, tracer, until_changed)
         finally:
             for process in multiprocessing.active_children():

@@ -11,7 +11,6 @@ from inferpool.service.api.routes.events import HostState
 from inferpool.service.api.routes.health import HealthReport
 from inferpool.service.catalog.catalog import Catalog
 from inferpool.service.catalog.changes import Changes
-from inferpool.service.catalog.plans import placement_text
 from inferpool.service.catalog.room import Room
 from inferpool.service.checks.memory import needs_of_worker
 from inferpool.service.errors import StartError
@@ -135,15 +134,6 @@ class Service:
             host=self._host_state,
             changes=self.changes.steps,
         )
-
-    @property
-    def plan(self) -> list[tuple[str, str]]:
-        """Each worker and its placement, for people."""
-        return [
-            (f"{name}/{number}", placement_text(config.placement))
-            for name, configs in self.catalog.plans.items()
-            for number, config in enumerate(configs)
-        ]
 
     @property
     def num_processes(self) -> int:

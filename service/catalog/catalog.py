@@ -120,6 +120,15 @@ class Catalog:
             version.pool.start()
             self.serve(version)
 
+    @property
+    def planned(self) -> list[tuple[str, str]]:
+        """Each worker at the start and its placement, for people."""
+        plans = [
+            _planned(name, self._state.number_of(name), configs)
+            for name, configs in self.plans.items()
+        ]
+        return [worker for plan in plans for worker in plan]
+
     def versions(self, name: str) -> Sequence[ModelVersion]:
         """Return the loaded versions of a model, the oldest first."""
         return list(self._versions.get(name, {}).values())
@@ -165,11 +174,7 @@ class Catalog:
         """
         configs = configs or self.plan(name, model)
         version = self._make(name, model, configs, self.newest(name) + 1)
-        ids = [
-            WorkerId(model=name, slot=slot, version=version.number) for slot in range(len(configs))
-        ]
-        texts = [placement_text(config.placement) for config in configs]
-        self._announcer.planned([(id.worker, text) for id, text in zip(ids, texts, strict=True)])
+        self._announcer.planned(_planned(name, version.number, configs))
         version.pool.start(paused=paused)
         return version
 
@@ -352,3 +357,10 @@ class Catalog:
             batch_wait_ms=model.batch_wait_ms,
             objective=objective,
         )
+
+
+def _planned(name: str, version: int, configs: Sequence[WorkerConfig]) -> Sequence[tuple[str, str]]:
+    """Return each worker of a version and its placement, for people."""
+    ids = [WorkerId(model=name, slot=slot, version=version) for slot in range(len(configs))]
+    texts = [placement_text(config.placement) for config in configs]
+    return [(id.worker, text) for id, text in zip(ids, texts, strict=True)]

@@ -62,6 +62,7 @@ async def test_the_next_start_serves_what_was_added_and_swapped_with_its_number(
     assert second.catalog.version("m").settings.max_batch_size == 3
     assert second.catalog.version("n").settings.credit == 3
     assert second.changes.model_info("m").saved
+    assert second.catalog.planned == [("m/3/0", "cpu"), ("n/0", "cpu")]
     await second.swap(max_batch_size=4)
     assert second.catalog.serving["m"].version == 4
     second.changes.begin_remove("m")
