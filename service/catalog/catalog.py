@@ -284,8 +284,19 @@ class Catalog:
         newest = self.newest(name)
         number = newest if version is None else version.number
         model = None if version is None else version.settings
+        await self._saved(self._state.save(name, model, version=number, newest=newest))
+
+    async def save_number(self, version: ModelVersion) -> None:
+        """Let no start of the service give the number of this version to another one.
+
+        Raises:
+            NotSavedError: It could not be written.
+        """
+        await self._saved(self._state.save_number(version.name, version.number))
+
+    async def _saved(self, saving: Awaitable[None]) -> None:
         try:
-            await self._state.save(name, model, version=number, newest=newest)
+            await saving
         except OSError as error:
             raise NotSavedError(
                 f"nothing was changed, since {self._state.path} could not be written: "

@@ -248,6 +248,8 @@ class Changes:
             async with self._room.taken(self._catalog, name, model) as plan:
                 version = self._catalog.load(name, model, plan.configs)
                 self._record(version, "loading").tell()
+                if not is_ephemeral:
+                    await self._catalog.save_number(version)
                 await self._until_loaded(version, change)
             if not is_ephemeral:
                 await self._catalog.save(name, version)
@@ -314,6 +316,8 @@ class Changes:
             record = self._record(new, "loading")
             record.tell()
             try:
+                if not options.ephemeral:
+                    await self._catalog.save_number(new)
                 await self._until_loaded(new, change)
             except BaseException as error:
                 await self._refuse(new, error)

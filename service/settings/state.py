@@ -117,17 +117,35 @@ class StateFile:
         Raises:
             OSError: It could not be written; the file is as it was.
         """
+        await self._save(
+            name,
+            SavedModel.model_construct(
+                version=version, newest=newest, settings=model, before=self._before.get(name)
+            ),
+        )
+
+    async def save_number(self, name: str, newest: int) -> None:
+        """Let the next start serve what it would anyway, but give no number again up to this one.
+
+        Raises:
+            OSError: It could not be written; the file is as it was.
+        """
+        saved = self._saved.get(name)
+        if saved is not None:
+            await self._save(name, saved.model_copy(update={"newest": newest}))
+        elif name in self.models:
+            model, version = self.models[name], self.number_of(name)
+            await self.save(name, model, version=version, newest=newest)
+
+    async def _save(self, name: str, saved: SavedModel) -> None:
         import asyncio  # commands that only read settings need none
 
         if self._lock is None:
             self._lock = asyncio.Lock()
-        saved = SavedModel.model_construct(
-            version=version, newest=newest, settings=model, before=self._before.get(name)
-        )
         # What a thread has begun to write is noted, even if nobody waits for it any more.
-        await asyncio.shield(asyncio.create_task(self._save(name, saved, self._lock)))
+        await asyncio.shield(asyncio.create_task(self._write(name, saved, self._lock)))
 
-    async def _save(self, name: str, saved: SavedModel, lock: "asyncio.Lock") -> None:
+    async def _write(self, name: str, saved: SavedModel, lock: "asyncio.Lock") -> None:
         if self.path is None:
             return
         from asyncio import to_thread
@@ -145,6 +163,8 @@ class StateFile:
 
     def _bring_back(self, name: str, saved: SavedModel) -> None:
         self._numbers[name] = saved.version, saved.newest
+        if saved.settings is not None and saved.before == _plain(saved.settings):
+            return  # only numbers were given
         try:
             model = self._merged(saved, self.models.get(name), self._before.get(name))
         except ValueError as why:

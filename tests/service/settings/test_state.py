@@ -73,6 +73,23 @@ def test_a_model_that_was_added_and_removed_leaves_nothing_in_the_file(started, 
     assert json.loads((tmp_path / STATE).read_text())["models"] == {}
 
 
+def test_numbers_alone_change_nothing_and_warn_of_nothing(started, tmp_path):
+    loaded = started()
+    asyncio.run(loaded.state.save_number("a", 5))
+    again = started()
+    assert again.settings.models == loaded.settings.models
+    assert (again.state.number_of("a"), again.state.newest_of("a")) == (1, 5)
+    assert again.origins == loaded.origins
+    assert started('[models.b]\nsource = "echo"\n').warnings == []
+    change(again, "a", OTHER, version=6, newest=6)
+    asyncio.run(again.state.save_number("a", 7))
+    third = started(FILE)
+    assert third.settings.models["a"].weights == "two"
+    assert (third.state.number_of("a"), third.state.newest_of("a")) == (6, 7)
+    asyncio.run(third.state.save_number("unknown", 3))
+    assert "unknown" not in json.loads((tmp_path / STATE).read_text())["models"]
+
+
 def test_what_the_settings_say_anew_of_a_model_counts_beside_what_was_changed(started):
     change(started(), "a", OTHER)
     loaded = started(FILE.replace('"one"', '"one"\nreplicas = 3'))
