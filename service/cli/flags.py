@@ -120,6 +120,12 @@ def add_predict_flags(parser: ArgumentParser) -> None:
     add_url_flag(parser)
     parser.add_argument("--model", metavar="NAME", help="model to ask, if not the default one")
     parser.add_argument(
+        "--model-version",
+        type=int,
+        metavar="N",
+        help="version of the model to ask, if not the one that serves",
+    )
+    parser.add_argument(
         "--parameter",
         action="append",
         default=[],
@@ -134,7 +140,9 @@ def add_predict_flags(parser: ArgumentParser) -> None:
         help="timeout for each input (default: 30)",
     )
     parser.add_argument(
-        "--json", action="store_true", help="print a line of JSON for each input, with its timing"
+        "--json",
+        action="store_true",
+        help="print a line of JSON for each input, with its timing and the version of the model",
     )
     add_access_flags(parser, "predictions", PREDICT_KEY_VARIABLE)
 

@@ -63,7 +63,11 @@ async def _run(args: Namespace) -> int:
         raise FlagError(f"--ca-file: {args.ca_file}: {error}") from error
     async with client:
         results = client.predict_many(
-            inputs, model=args.model, parameters=_parameters(args.parameter), return_errors=True
+            inputs,
+            model=args.model,
+            version=args.model_version,
+            parameters=_parameters(args.parameter),
+            return_errors=True,
         )
         left = iter(names)
         async for result in results:
@@ -126,6 +130,7 @@ def _document(name: str, result: Prediction | InferpoolError) -> dict[str, objec
             for each in result.predictions
         ],
         "request_id": result.request_id,
+        "version": result.version,
         "timing": {name: value for name, value in timing.items() if name != "elapsed_s"},
         "num_attempts": result.num_attempts,
     }

@@ -42,6 +42,16 @@ def test_json_has_predictions_timing_and_errors(service, capsys):
     assert document["error"]["status"] == 422
 
 
+def test_a_version_is_asked_for_and_json_tells_which_one_answered(service, capsys):
+    arguments = ["predict", "--text", "one", "--url", service.url, "--json", "--model", "echo"]
+    assert run([*arguments, "--model-version", "1"]) == 0
+    assert json.loads(capsys.readouterr().out)["version"] == 1
+    assert run([*arguments, "--model-version", "9"]) == 1
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert error["code"] == "unknown_model"
+    assert "no version '9' loaded; there are: 1" in error["message"]
+
+
 def test_standard_input_is_an_input(service, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"12345678 and more")))
     assert run(["predict", "-", "--url", service.url, "--model", "echo"]) == 0
