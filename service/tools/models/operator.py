@@ -59,8 +59,13 @@ class FiguresSeen(msgspec.Struct, frozen=True, kw_only=True):
     latency_ratio: float | None = None
     memory_ratio: float | None = None
     num_faults: int = 0
+    num_validated: int = 0
     accuracy: float | None = None
     accuracy_before: float | None = None
+    num_answered: int = 0
+    fault_share: float | None = None
+    fault_share_before: float | None = None
+    live_latency_ratio: float | None = None
 
 
 class KnownVersion(msgspec.Struct, frozen=True, kw_only=True):

@@ -85,6 +85,12 @@ def figures_text(figures: FiguresSeen | None) -> str:
         _text("{:.2f} times the memory", figures.memory_ratio),
         _text("accuracy {:.2%}", figures.accuracy),
         _text("accuracy before {:.2%}", figures.accuracy_before),
+        f"validated on {figures.num_validated} inputs" if figures.num_validated else "",
+        _text(
+            f"faults on {{:.2%}} of {figures.num_answered} inputs of clients", figures.fault_share
+        ),
+        _text("{:.2%} before", figures.fault_share_before),
+        _text("{:.2f} times as long for clients", figures.live_latency_ratio),
         f"{figures.num_faults} faults" if figures.num_faults else "",
         f"on {figures.num_inputs} inputs, {figures.num_live} of them live"
         if figures.num_inputs

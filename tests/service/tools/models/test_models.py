@@ -241,6 +241,30 @@ def test_a_change_is_followed_to_its_end_whatever_comes_between(
     assert says in (out if status == 0 else err)
 
 
+@pytest.mark.parametrize(
+    ("figures", "says"),
+    [
+        (
+            {"num_validated": 20, "accuracy": 0.95, "accuracy_before": 1.0},
+            "accuracy 95.00%, accuracy before 100.00%, validated on 20 inputs",
+        ),
+        (
+            {"num_answered": 800, "fault_share": 0.01, "fault_share_before": 0.0},
+            "faults on 1.00% of 800 inputs of clients, 0.00% before",
+        ),
+        ({"live_latency_ratio": 3.0}, "3.00 times as long for clients"),
+    ],
+)
+def test_figures_of_a_validation_and_of_clients_are_shown(monkeypatch, capsys, figures, says):
+    known = {"number": 2, "state": "refused", "source": "echo", "weights": "none", "since": 1.0}
+    seen = model("failed", reason="why") | {"versions": [known | {"figures": figures}]}
+    found = follow(monkeypatch, capsys, [httpx.Response(200, json=seen)], "swap", "cats")
+    assert says in found[2]
+    assert (
+        says in follow(monkeypatch, capsys, [httpx.Response(200, json=seen)], "versions", "cats")[1]
+    )
+
+
 def test_settings_that_the_service_cannot_use_are_wrong_arguments(monkeypatch, capsys):
     with pytest.raises(verb.FlagError, match="source: no"):
         follow(monkeypatch, capsys, [problem(422, "invalid_input", "source: no")], "swap", "cats")
