@@ -7,6 +7,8 @@ from pydantic import Field, ValidationError
 
 from inferpool.service.errors import InvalidInputError
 from inferpool.service.settings.model import MODEL_NAME, ModelSettings, SettingsTable
+from inferpool.service.settings.problems import expected, shown
+from inferpool.service.settings.sources import did_you_mean
 
 Policy = Literal["verified", "shadow", "canary", "force"]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
@@ -83,8 +85,17 @@ def read_add(request: Mapping[str, object]) -> tuple[str, ModelSettings, bool]:
     if not isinstance(ephemeral, bool):
         raise InvalidInputError("ephemeral: must be true or false")
     settings.setdefault("source", name)
+    return name, read_model(settings), ephemeral
+
+
+def read_model(settings: Mapping[str, object]) -> ModelSettings:
+    """Read the settings of a model.
+
+    Raises:
+        InvalidInputError: Something cannot be used; says what.
+    """
     try:
-        return name, ModelSettings.model_validate(settings), ephemeral
+        return ModelSettings.model_validate(settings)
     except ValidationError as error:
         raise _invalid(error) from error
 
@@ -128,5 +139,21 @@ def _properties_of(table: type[SettingsTable]) -> dict[str, dict[str, object]]:
 
 
 def _invalid(error: ValidationError) -> InvalidInputError:
-    found = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
-    return InvalidInputError("; ".join(found))
+    """Name each setting that cannot be used, and say what it takes."""
+    fields = {**ModelSettings.model_fields, **SwapOptions.model_fields}
+    texts: dict[str, str] = {}
+    for each in error.errors():
+        name = str(each["loc"][0])
+        reason = each.get("ctx", {}).get("error")
+        if name in SwapOptions.model_fields and each["type"] == "extra_forbidden":
+            text = "is for another version of a model that is served"
+        elif name not in fields:
+            hint = did_you_mean(name, list(fields)).rstrip()
+            text = f"there is no such setting{hint and '; '}{hint}"
+        elif each["type"] == "missing":
+            text = "is missing"
+        else:
+            right = str(reason) if reason else f"is not {expected(fields[name])}"
+            text = f"{shown(each['input'])} {right}"
+        texts.setdefault(name[:80], text)  # a union reports each of its branches
+    return InvalidInputError("; ".join(f"{name}: {text}" for name, text in texts.items()))
