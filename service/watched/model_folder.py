@@ -11,9 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from inferpool.service.catalog.requests import SwapOptions
-from inferpool.service.errors import ConflictError, ServiceError
-from inferpool.service.settings.model import ModelSettings
+from inferpool.service.catalog.requests import read_model
+from inferpool.service.errors import ConflictError, ServiceError, UnknownModelError
 from inferpool.service.watched.versions import FoundVersion, find_versions, read_version
 
 logger = logging.getLogger(__name__)
@@ -46,7 +45,7 @@ class ModelFolder:
         self._folder = folder
         self._target = target
         self._policy = policy
-        self._before: Mapping[str, FoundVersion] = {}
+        self._before: Mapping[str, FoundVersion | OSError] = {}
         self._tried: dict[str, FoundVersion] = {}
         """The version of each model that was begun last, or found to be of no use."""
         self._ours: set[str] = set()
@@ -72,7 +71,10 @@ class ModelFolder:
         self._told.pop("", None)
         before, self._before = self._before, found
         for name, version in found.items():
-            if before.get(name) == version != self._tried.get(name):
+            if isinstance(version, OSError):
+                if isinstance(before.get(name), OSError):  # not only for a moment
+                    self._tell(name, f"{name} stays as it is: {version.strerror}")
+            elif before.get(name) == version != self._tried.get(name):
                 await self._take(name, version)
         for name in self._ours - found.keys() - before.keys():
             self._remove(name)
@@ -85,13 +87,11 @@ class ModelFolder:
             return
         try:
             settings = await asyncio.to_thread(read_version, version.folder)
+            model = read_model(settings)
             if is_served:
                 how = {"policy": self._policy, "ephemeral": True}
                 # All of them: what is no longer in the file is as by default.
-                every = ModelSettings.model_validate(settings).model_dump()
-                for option in SwapOptions.model_fields.keys() & every.keys():
-                    del every[option]  # means something else there
-                self._target.begin_swap(name, every | how)
+                self._target.begin_swap(name, model.model_dump() | how)
             else:
                 self._target.begin_add({"name": name, "ephemeral": True, **settings})
                 self._ours.add(name)
@@ -106,10 +106,11 @@ class ModelFolder:
 
     def _remove(self, name: str) -> None:
         try:
-            if name in self._target.served:
-                self._target.begin_remove(name, ephemeral=True)
+            self._target.begin_remove(name, ephemeral=True)
+        except UnknownModelError:
+            pass  # it has never come, or somebody else has removed it
         except ServiceError:
-            return  # it is being changed; the next look tries again
+            return  # it is being added or changed; the next look tries again
         self._ours.discard(name)
         self._tried.pop(name, None)
         self._told.pop(name, None)

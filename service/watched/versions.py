@@ -3,9 +3,11 @@
 import os
 import tomllib
 from dataclasses import dataclass
+from errno import EFBIG
 from pathlib import Path
 from typing import Any
 
+from inferpool.models.files.reading import read_file
 from inferpool.service.settings.model import MODEL_NAME
 from inferpool.service.settings.sources import MODEL_FILE_SUFFIXES
 
@@ -41,9 +43,11 @@ def read_version(folder: Path) -> dict[str, Any]:
     for place in (folder.parent, folder):
         file = place / SETTINGS_FILE
         try:
-            settings |= tomllib.loads(file.read_text())
+            settings |= tomllib.loads(read_file(file).decode())
         except FileNotFoundError:
             continue
+        except OSError as error:
+            raise ValueError(f"{file}: {error.strerror}") from error
         except ValueError as error:
             raise ValueError(f"{file}: {error}") from error
     if "source" not in settings and (folder / "config.json").is_file():
@@ -54,7 +58,7 @@ def read_version(folder: Path) -> dict[str, Any]:
     suffixes = _WEIGHT_SUFFIXES if key == "weights" else MODEL_FILE_SUFFIXES
     files = [each for each in sorted(folder.iterdir()) if each.suffix in suffixes]
     if len(files) == 1:
-        settings[key] = str(files[0])
+        settings[key] = _text_of(files[0])
     elif files or key == "source":
         names = ", ".join(each.name for each in files) or "none"
         raise ValueError(
@@ -64,26 +68,27 @@ def read_version(folder: Path) -> dict[str, Any]:
     return settings
 
 
-def find_versions(folder: Path) -> dict[str, FoundVersion]:
-    """Return the highest version of each model that has one.
+def find_versions(folder: Path) -> dict[str, FoundVersion | OSError]:
+    """Return the highest version of each model that has one, or why that cannot be told now.
 
     Raises:
         OSError: The folder cannot be read.
     """
-    found = {}
+    found: dict[str, FoundVersion | OSError] = {}
     for model in sorted(folder.iterdir()):
         if not MODEL_NAME.fullmatch(model.name) or not model.is_dir():
             continue
         try:
-            numbered = {int(each.name): each for each in model.iterdir() if _is_version(each)}
+            folders = sorted(each for each in model.iterdir() if _is_version(each))
+            numbered = {int(each.name): each for each in folders}  # of 07 and 7 the latter
             for number in sorted(numbered, reverse=True):
                 if files := _files_of(numbered[number]):
                     found[model.name] = FoundVersion(
                         number=number, folder=numbered[number].absolute(), files=files
                     )
                     break
-        except OSError:
-            continue  # it changes while it is read
+        except OSError as error:  # it may change while it is read
+            found[model.name] = error
     return found
 
 
@@ -97,10 +102,10 @@ def _files_of(version: Path) -> Signature:
     for place, _, names in os.walk(version):
         for name in names:
             path = Path(place, name)
-            stat = path.stat()
+            stat = path.stat() if path.exists() else path.lstat()  # a link to nothing
             files.append((str(path.relative_to(version)), stat.st_size, stat.st_mtime_ns))
             if len(files) > _MAX_FILES:
-                raise OSError("too many files")
+                raise OSError(EFBIG, f"{version} has more than {_MAX_FILES} files")
     if not files:  # the first may be on its way
         return ()
     settings = version.parent / SETTINGS_FILE
@@ -108,3 +113,12 @@ def _files_of(version: Path) -> Signature:
         stat = settings.stat()
         files.append((f"../{SETTINGS_FILE}", stat.st_size, stat.st_mtime_ns))
     return tuple(sorted(files))
+
+
+def _text_of(path: Path) -> str:
+    text = str(path)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{path.name!r} is not UTF-8; rename it") from None
+    return text

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from inferpool.service.catalog.requests import read_swap
-from inferpool.service.errors import ConflictError, InvalidInputError
+from inferpool.service.errors import ConflictError, InvalidInputError, UnknownModelError
 from inferpool.service.settings.loader import load
 from inferpool.service.settings.model import ModelSettings
 from inferpool.service.settings.names import SettingsError
@@ -151,6 +151,89 @@ async def test_a_folder_that_cannot_be_read_takes_no_model_away(folder, target, 
     await look_twice(folder)
     assert [kind for kind, _, _ in target.take_all()] == ["add"]
     assert caplog.text.count("cannot be read, so its models stay: No such file") == 1
+
+
+async def test_a_model_whose_folder_goes_while_it_loads_is_removed_once_it_is_there(
+    folder, target, tmp_path
+):
+    put(tmp_path, "cats/1/model.pt2")
+    await look_twice(folder)
+    target.served -= {"cats"}  # it loads
+    target.error = ConflictError("cats is being changed already (add)")
+    (tmp_path / "cats").rename(tmp_path / ".gone")
+    await look_twice(folder)
+    await look_twice(folder)
+    target.error, target.served = None, target.served | {"cats"}
+    await folder.look()
+    assert [kind for kind, _, _ in target.take_all()] == ["add", "remove"]
+
+
+async def test_a_model_that_failed_to_come_is_forgotten_with_its_folder(folder, target, tmp_path):
+    put(tmp_path, "cats/1/model.pt2")
+    await look_twice(folder)
+    target.served -= {"cats"}
+    target.error = UnknownModelError("no model is called 'cats'")
+    (tmp_path / "cats").rename(tmp_path / ".gone")
+    await look_twice(folder)
+    target.error = None
+    (tmp_path / ".gone").rename(tmp_path / "cats")
+    await look_twice(folder)
+    assert [kind for kind, _, _ in target.take_all()] == ["add", "add"]
+
+
+async def test_files_that_come_and_go_all_the_time_take_no_model_away(
+    folder, target, tmp_path, monkeypatch, caplog
+):
+    put(tmp_path, "cats/1/model.pt2")
+    await look_twice(folder)
+    monkeypatch.setattr("inferpool.service.watched.versions._MAX_FILES", 3)
+    for number in range(4):  # the same holds if one vanishes while it is looked at
+        put(tmp_path, f"cats/2/{number}.part")
+    await look_twice(folder)
+    await look_twice(folder)
+    assert [kind for kind, _, _ in target.take_all()] == ["add"]
+    assert caplog.text.count("cats stays as it is: ") == 1
+    assert "more than 3 files" in caplog.text
+
+
+async def test_a_link_to_nothing_hides_no_version(folder, target, tmp_path):
+    put(tmp_path, "cats/1/model.pt2")
+    (tmp_path / "cats/1/.#notes").symlink_to("someone@somewhere.1234")
+    await look_twice(folder)
+    assert [kind for kind, _, _ in target.take_all()] == ["add"]
+
+
+async def test_settings_of_a_folder_say_nothing_that_is_no_setting_of_a_model(
+    folder, target, tmp_path, caplog
+):
+    put(tmp_path, "cats/1/model.pt2")
+    put(tmp_path, "cats/1/model.toml", 'name = "dogs"\nreplicas = "two"')
+    await look_twice(folder)
+    assert target.take_all() == []
+    text = "replicas: 'two' is not \"auto\" or a whole number of at least 1; name: there is no such"
+    assert f"cats/1 cannot be served: {text}" in caplog.text
+    put(tmp_path, "cats/1/model.toml", "ephemeral = false")
+    await look_twice(folder)
+    assert target.take_all() == []
+
+
+async def test_a_name_that_is_no_text_is_told_and_not_served(folder, target, tmp_path, caplog):
+    put(tmp_path, "cats/1/readme")
+    (tmp_path / "cats/1" / os.fsdecode(b"m\xff.pt2")).touch()
+    await look_twice(folder)
+    assert target.take_all() == []
+    assert r"'m\udcff.pt2' is not UTF-8" in caplog.text
+
+
+@pytest.mark.parametrize("place", ["cats/model.toml", "cats/1/model.toml"])
+async def test_a_pipe_in_the_place_of_settings_is_not_waited_for(
+    folder, target, tmp_path, caplog, place
+):
+    put(tmp_path, "cats/1/model.pt2")
+    os.mkfifo(tmp_path / place)
+    await look_twice(folder)
+    assert target.take_all() == []
+    assert "it is no regular file" in caplog.text
 
 
 async def test_models_of_the_settings_are_left_alone(folder, target, tmp_path, caplog):
