@@ -35,6 +35,8 @@ from inferpool.workers.host.restart_policy import RestartPolicy
 
 logger = logging.getLogger(__name__)
 
+_LARGEST_NUMBER = 2**53 - 1
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ModelVersion:
@@ -136,6 +138,17 @@ class Catalog:
     def newest(self, name: str) -> int:
         """Return the largest number of a version of a model, also of those that are gone."""
         return self._newest.get(name) or self._state.newest_of(name)
+
+    def number_next(self, name: str, number: int) -> int:
+        """Give the next version of a model this number if that is the largest; return its number.
+
+        If it is not, or has more digits than JavaScript is sure of, the next version gets the next
+        number.
+        """
+        newest = self.newest(name)
+        if newest < number <= _LARGEST_NUMBER:
+            self._newest[name] = newest = number - 1
+        return newest + 1
 
     def version(self, name: str) -> ModelVersion:
         """Return the version of a model that serves."""

@@ -110,6 +110,10 @@ class Changes:
         model, options = read_swap(request, self._catalog.version(name).settings)
         self._begin(name, "swap", partial(self._swap, name, model, options))
 
+    def number_next(self, name: str, number: int) -> int:
+        """See `WatchTarget`."""
+        return self._catalog.number_next(name, number)
+
     def begin_rollback(self, name: str) -> None:
         """See `ModelsTarget`."""
         self._check_known(name)

@@ -36,6 +36,13 @@ class WatchTarget(Protocol):
     def begin_swap(self, name: str, request: Mapping[str, object]) -> None:
         """Begin to load another version of a model."""
 
+    def number_next(self, name: str, number: int) -> int:
+        """Give the version that begins to load this number if that is the largest up to now.
+
+        Returns:
+            Its number.
+        """
+
 
 class ModelFolder:
     """Serves what is in a folder. One task looks at it, until it is cancelled."""
@@ -101,7 +108,10 @@ class ModelFolder:
             self._tell(name, f"{version.folder} cannot be served: {_text(error)}")
         else:
             self._told.pop(name, None)
-            logger.info("%s: version %d of the folder begins to load", name, version.number)
+            number = self._target.number_next(name, version.number)
+            other = "" if number == version.number else f", as version {number}"
+            text = "%s: version %d of the folder begins to load%s"
+            logger.info(text, name, version.number, other)
         self._tried[name] = version
 
     def _remove(self, name: str) -> None:

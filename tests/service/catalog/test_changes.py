@@ -117,6 +117,21 @@ async def test_a_swap_waits_for_a_version_that_leaves_and_takes_its_memory(make)
     await changing.closed()
 
 
+async def test_versions_have_the_numbers_of_a_folder_as_long_as_they_rise(make):
+    changing = await make().ready()
+    changes = changing.changes
+    for wanted, gets in ((7, 7), (9, 9), (3, 10), (10, 11), (1 << 60, 12)):
+        changes.begin_swap("m", {"policy": "force", "rollback_s": 0})
+        assert changes.number_next("m", wanted) == gets
+        await changes.until_decided("m")
+        assert changing.catalog.serving["m"].version == gets
+    changes.begin_add({"name": "n", "source": "echo"})
+    assert changes.number_next("n", 5) == 5
+    await changes.until_decided("n")
+    assert changing.catalog.serving["n"].version == 5
+    await changing.closed()
+
+
 async def test_a_shutdown_answers_those_who_wait_for_a_change_also_for_one_not_begun(make):
     changing = await make().ready()
     changing.changes.begin_swap("m", {})

@@ -26,6 +26,7 @@ class FakeTarget:
         self.served = frozenset({"fixed"})
         self.asked: list[tuple[str, str, Mapping[str, object]]] = []
         self.error: Exception | None = None
+        self.newest = 0
 
     def begin_add(self, settings: Mapping[str, object]) -> str:
         name = str(settings["name"])
@@ -41,6 +42,10 @@ class FakeTarget:
     def begin_swap(self, name: str, request: Mapping[str, object]) -> None:
         read_swap(request, ModelSettings(source="echo"))
         self._note("swap", name, request)
+
+    def number_next(self, name: str, number: int) -> int:
+        self.newest = max(self.newest + 1, number)
+        return self.newest
 
     def take_all(self) -> list[tuple[str, str, Mapping[str, object]]]:
         asked, self.asked = self.asked, []
@@ -96,6 +101,18 @@ async def test_models_come_change_and_go_with_their_folders(folder, target, tmp_
     (tmp_path / "cats").rename(tmp_path / ".gone")
     await look_twice(folder)
     assert target.take_all() == [("remove", "cats", {})]
+
+
+async def test_the_log_tells_a_number_that_is_not_the_folders(folder, target, tmp_path, caplog):
+    caplog.set_level("INFO")
+    put(tmp_path, "cats/7/model.pt2")
+    await look_twice(folder)
+    put(tmp_path, "cats/7/model.pt2", "other")
+    await look_twice(folder)
+    assert caplog.messages == [
+        "cats: version 7 of the folder begins to load",
+        "cats: version 7 of the folder begins to load, as version 8",
+    ]
 
 
 async def test_files_that_are_being_written_are_not_taken(folder, target, tmp_path):
@@ -291,13 +308,15 @@ def test_a_real_service_serves_what_is_put_into_its_folder(tmp_path):
 
         put(tmp_path, "models/e/1/model.toml", 'source = "echo"\nreplicas = 1')
         until(answered(200))
-        put(tmp_path, "models/e/2/model.toml", 'source = "echo"\nreplicas = 1\ncredit = 3')
+        put(tmp_path, "models/e/20/model.toml", 'source = "echo"\nreplicas = 1\ncredit = 3')
         until(
             lambda: (
                 service.post("/predict/e", json={"instances": [1]}).headers["x-model-version"]
-                == "2"
+                == "20"
             )
         )
+        asked = service.post("/predict/e/versions/20", json={"instances": [1]})
+        assert asked.status_code == 200
         (tmp_path / "models/e").rename(tmp_path / "gone")
         until(answered(404))
         service.process.send_signal(signal.SIGTERM)
