@@ -292,7 +292,7 @@ async def _body_of(request: Request) -> Mapping[str, object]:
         raise BadRequestError(f"the body did not arrive within {_BODY_S:g} s") from None
     try:
         decoded = msgspec.json.decode(body)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequestError(f"the body is not JSON: {error}") from error
     if not isinstance(decoded, dict):
         raise BadRequestError('the body must be a JSON object, such as {"source": "echo"}')

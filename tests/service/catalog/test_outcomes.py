@@ -159,6 +159,26 @@ async def test_who_waits_gets_the_error_of_a_change_that_fails_at_once(make, pat
     assert "cuda:7" in answer.json()["detail"]
 
 
+@pytest.mark.parametrize(
+    ("body", "status", "text"),
+    [
+        (b"", 400, "the body is not JSON"),
+        (b'{"name": "\xff"}', 400, "the body is not JSON"),
+        (b'{"name": "\\ud800"}', 400, "the body is not JSON"),
+        (b"[" * 100_000, 400, "the body is not JSON"),
+        (b'{"options": {"n": 1%b}}' % (b"0" * 5000), 400, "the body is not JSON"),
+        (b'["m"]', 400, "must be a JSON object"),
+        (b" " * (1 << 18) + b"{}", 413, "larger than 262144 bytes"),
+        (b'{"name": ["n"]}', 422, "cannot be a model's name"),
+        (b'{"name": "m", "source": "echo"}', 409, "there is a model 'm'"),
+    ],
+)
+async def test_a_body_that_cannot_be_used_is_refused(make, body, status, text):
+    answer = await make().http.post("/admin/models", content=body)
+    assert answer.status_code == status
+    assert text in answer.json()["detail"]
+
+
 async def test_a_change_that_takes_too_long_for_one_answer_goes_on(make, monkeypatch):
     monkeypatch.setattr("inferpool.service.api.routes.models._ANSWER_S", 0.01)
     asked = make()
