@@ -141,7 +141,8 @@ class Judge:
                         break
                     await comparison.add([sample])
                     num += 1
-                if num >= options.num_inputs and why_not(comparison.figures(), options):
+                figures = self._with_accuracy(comparison.figures())
+                if num >= options.num_inputs and why_not(figures, options):
                     break
                 await asyncio.sleep(_LOOK_EVERY_S)
         finally:
@@ -174,8 +175,12 @@ class Judge:
 
     def _with_accuracy(self, figures: "SwapFigures") -> "SwapFigures":
         assert self.figures is not None, "it has been compared"
-        accuracy, before = self.figures.accuracy, self.figures.accuracy_before
-        return replace(figures, accuracy=accuracy, accuracy_before=before)
+        return replace(
+            figures,
+            num_validated=self.figures.num_validated,
+            accuracy=self.figures.accuracy,
+            accuracy_before=self.figures.accuracy_before,
+        )
 
     def _refuse_if(self, reason: str) -> None:
         if reason:
