@@ -33,7 +33,7 @@ _FIRST = 1
 _TIMEOUT_S = 60.0
 """How long an input may take, with all waiting for room in the queue."""
 _AGAIN_AFTER_S = 0.02
-_NO_ROOM = (OverloadedError, UnavailableError, DeadlineExceededError)
+NO_ROOM = (OverloadedError, UnavailableError, DeadlineExceededError)
 """Errors that say nothing about a version while another serves on the same machine."""
 _LEAST_TIMED = 5
 """With fewer inputs, times say nothing."""
@@ -149,7 +149,7 @@ async def asked(
         ref = item_ref(sample, until - time.monotonic(), wants_tensors=wants_tensors)
         try:
             return await pool.dispatcher.submit(ref, (sample.payload,), is_solo=True)
-        except _NO_ROOM as error:
+        except NO_ROOM as error:
             if until - time.monotonic() < _AGAIN_AFTER_S:
                 return error
         except ServiceError as error:

@@ -45,9 +45,9 @@ class SwapOptions(SettingsTable):
     bounds within that time, the former one serves again."""
     validation: str | None = None
     """A folder with one subfolder of images for each label, or a file with lines like
-    `{"instance": ..., "label": ...}`. A label is the answer's `label` or `index`. The version
-    serves if it labels at least as many right as the one of now; agreement and deviation are not
-    looked at then."""
+    `{"instance": ..., "label": ...}`. All labels are the `label` of an answer, or all are its
+    `index`. The version serves if it labels at least as many right as the one of now; agreement
+    and deviation are not looked at then."""
     ephemeral: bool = False
     """Forget the change at the next start of the service."""
 

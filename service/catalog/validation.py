@@ -5,6 +5,7 @@ They are a folder with one subfolder for each label, or a file with a JSON objec
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,9 +13,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from inferpool.models.files.reading import read_file
 from inferpool.service.api.codecs.body import BodyContext, Limits
 from inferpool.service.api.codecs.requests import decode
-from inferpool.service.catalog.comparison import asked, label_of
+from inferpool.service.catalog.comparison import NO_ROOM, asked, label_of
 from inferpool.service.catalog.inputs import SwapInput
 from inferpool.service.errors import InvalidInputError, OverloadedError, ServiceError
 
@@ -26,6 +28,10 @@ if TYPE_CHECKING:
 _MOST_CASES = 1_000_000
 _MOST_BYTES = 256 * 2**20
 """The largest file of JSON lines."""
+_KINDS = ("label", "index")
+"""Keys of an answer that say what it is, by name and by number.
+
+The name of one class may be the number of another one."""
 _TYPES: Mapping[str, bytes] = {
     **dict.fromkeys((".jpg", ".jpeg"), b"image/jpeg"),
     ".png": b"image/png",
@@ -89,26 +95,29 @@ async def validate(
     """Return figures with the shares of inputs that both versions label right.
 
     What a version fails on it does not label right. Inputs for which there was no room count for
-    neither.
+    neither. The labels are taken as names or as numbers, by which more of them are right.
 
     Raises:
         InvalidInputError: An input cannot be read any more, or fits no model; names it.
     """
-    num = num_right = num_right_before = 0
+    num = 0
+    right: Counter[tuple[str, Pool]] = Counter()
     for number, case in enumerate(cases, 1):
         sample = await asyncio.to_thread(_sample_of, case, new)
-        answers = await asyncio.gather(asked(old, sample), asked(new, sample))
-        if not any(isinstance(answer, OverloadedError) for answer in answers):
-            before, after = (_is_right(answer, case.label) for answer in answers)
-            num, num_right, num_right_before = num + 1, num_right + after, num_right_before + before
+        before, after = await asyncio.gather(asked(old, sample), asked(new, sample))
+        if not isinstance(before, NO_ROOM) and not isinstance(after, OverloadedError):
+            num += 1
+            for pool, answer in ((old, before), (new, after)):
+                right.update((kind, pool) for kind in _kinds_of_right(answer, case.label))
         on_progress(number)
     if not num:
         raise OverloadedError("the validation found no room in the queue", retry_after_s=10)
+    kind = max(_KINDS, key=lambda kind: right[kind, old] + right[kind, new])
     return replace(
         figures,
         num_validated=num,
-        accuracy=round(num_right / num, 5),
-        accuracy_before=round(num_right_before / num, 5),
+        accuracy=round(right[kind, new] / num, 5),
+        accuracy_before=round(right[kind, old] / num, 5),
     )
 
 
@@ -143,7 +152,7 @@ def _sample_of(case: LabelledInput, pool: "Pool") -> SwapInput:
     head = BodyContext({}, b"", pool.inputs, Limits())
     try:
         if case.path is not None:
-            content_type, body = _TYPES[case.path.suffix.lower()], case.path.read_bytes()
+            content_type, body = _TYPES[case.path.suffix.lower()], read_file(case.path)
         else:
             assert case.instance is not None, "an input has a path or an instance"
             content_type = b"application/json"
@@ -159,24 +168,22 @@ def _sample_of(case: LabelledInput, pool: "Pool") -> SwapInput:
     return SwapInput.of(decoded.payloads[0], decoded.parameters)
 
 
-def _is_right(answer: "Result | ServiceError", label: str) -> bool:
-    """Return whether an answer has a label, by its name or its number."""
+def _kinds_of_right(answer: "Result | ServiceError", label: str) -> list[str]:
+    """Return whether an answer has a label as the name of what it says, or as its number."""
     if isinstance(answer, ServiceError):
-        return False
+        return []
     value = answer.value
-    found = msgspec.json.decode(value) if isinstance(value, bytes) else value
-    return label in {str(each) for each in _names_in(found)}
+    found = _labels_in(msgspec.json.decode(value) if isinstance(value, bytes) else value)
+    return [kind for kind, each in found.items() if str(each) == label]
 
 
-def _names_in(answer: object) -> Iterator[object]:
-    """Yield the names of the best answer."""
+def _labels_in(answer: object) -> Mapping[str, object]:
+    """Return the name and the number of the best answer, as far as it has them."""
     if isinstance(answer, list) and answer and isinstance(answer[0], dict):
         answer = answer[0]
     if isinstance(answer, dict):
-        named = [answer[key] for key in ("label", "index") if key in answer]
-        if named:
-            yield from named
-        elif len(answer) == 1:
-            yield from _names_in(*answer.values())
-    else:
-        yield label_of(answer)
+        if found := {kind: answer[kind] for kind in _KINDS if kind in answer}:
+            return found
+        return _labels_in(*answer.values()) if len(answer) == 1 else {}
+    label = label_of(answer)
+    return {} if label is None else dict.fromkeys(_KINDS, label)

@@ -1,0 +1,99 @@
+"""Labelled inputs that decide between two versions, in virtual time."""
+
+import asyncio
+import json
+import os
+from collections.abc import Callable
+
+import pytest
+
+from inferpool.service.api.routes.models import SwapFigures
+from inferpool.service.catalog.validation import read_cases, validate
+from inferpool.service.errors import InvalidInputError, OverloadedError
+from inferpool.workers.arena import Arena
+from inferpool.workers.errors import WorkerStartError
+from inferpool.workers.messages import ItemRef, Outcome
+from tests.service.catalog.test_judging import Acts, Stage, lines_of, ready
+
+pytestmark = pytest.mark.usefixtures("virtual_time")
+
+
+class Says(Acts):
+    """Says for each number what it was told to."""
+
+    def __init__(self, *answers: object) -> None:
+        super().__init__()
+        self.answers = answers
+
+    def outcome(self, item: ItemRef, number: int) -> Outcome:
+        return json.dumps(self.answers[number]).encode()
+
+
+@pytest.fixture
+def stage(arena: Arena) -> Callable[..., Stage]:
+    return lambda **acts: Stage(arena, **acts)
+
+
+async def validated(stage: Stage, path: str) -> SwapFigures:
+    """Return what a validation of the second version against the first finds."""
+    new = stage.catalog.versions("m")[-1]
+    cases = read_cases(path)
+    figures = SwapFigures()
+    return await validate(stage.catalog.version("m").pool, new.pool, cases, figures, lambda _: None)
+
+
+NAMED = [{"label": "10", "index": 2}, {"label": "2", "index": 4}, {"label": "1", "index": 1}]
+
+
+@pytest.mark.parametrize(
+    ("labels", "answers", "accuracy"),
+    [
+        ({0: "10", 1: "2", 2: "1"}, NAMED, 1.0),
+        ({0: "2", 1: "4", 2: "1"}, NAMED, 1.0),
+        ({0: "10", 1: "4", 2: "7"}, NAMED, 0.33333),
+        ({0: "cat"}, [[{"label": "cat"}, {"label": "dog"}]], 1.0),
+        ({0: "cat", 1: "dog"}, [{"only": {"label": "cat"}}] * 2, 0.5),
+        ({0: "1", 1: "0"}, [[0.1, 0.9], [0.1, 0.9]], 0.5),
+        ({0: "None", 1: "x"}, [0.5, 0.5], 0.0),
+        ({0: "yes", 1: "no"}, ["yes", "yes"], 0.5),
+        ({0: "3", 1: "4"}, [3, 3], 0.5),
+    ],
+)  # fmt: skip
+async def test_all_labels_are_names_or_all_are_numbers(stage, tmp_path, labels, answers, accuracy):
+    it = await ready(stage(old=Says(*answers), new=Says(*answers)))
+    await it.kept.ready()
+    figures = await validated(it, lines_of(tmp_path / "x.jsonl", labels))
+    assert (figures.accuracy, figures.accuracy_before) == (accuracy, accuracy)
+    assert figures.num_validated == len(labels)
+
+
+async def test_what_the_version_of_now_had_no_time_for_counts_for_neither(
+    stage, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("inferpool.service.catalog.comparison._TIMEOUT_S", 1.0)
+    it = await ready(stage(old=Says(0), new=Says(0)))
+    await it.kept.ready()
+    it.kept.engine.failures = [WorkerStartError("it is busy", permanent=False)] * 9
+    it.kept.engine.started[0].die()
+    with pytest.raises(OverloadedError, match="no room"):
+        await validated(it, lines_of(tmp_path / "x.jsonl", {0: "0"}))
+
+
+async def test_a_shadow_of_a_validated_version_lasts_and_keeps_its_accuracy(stage, tmp_path):
+    validation = lines_of(tmp_path / "x.jsonl", {n: str((n + 1) % 5) for n in range(20)})
+    it = await ready(stage(new=Acts(shift=1)))
+    request = {"policy": "shadow", "validation": validation, "num_inputs": 5, "wait_s": 1}
+    with it.clients():
+        began = asyncio.get_running_loop().time()
+        found = await it.swap(**request, traffic_share=0.5, duration_s=20, rollback_s=0)
+    assert asyncio.get_running_loop().time() - began > 20
+    figures = found["figures"]
+    assert (figures.num_validated, figures.accuracy, figures.accuracy_before) == (20, 1.0, 0.0)
+    assert figures.num_inputs > 50
+
+
+async def test_a_pipe_among_the_images_is_named_and_not_waited_for(stage, tmp_path):
+    (tmp_path / "images/cat").mkdir(parents=True)
+    os.mkfifo(tmp_path / "images/cat/a.png")
+    with pytest.raises(InvalidInputError, match=r"cat/a\.png cannot be read: it is no regular"):
+        await validated(await ready(stage()), str(tmp_path / "images"))
