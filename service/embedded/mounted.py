@@ -23,6 +23,7 @@ from inferpool.service.errors import StartError
 from inferpool.service.fronts.only_front import OnlyFront
 from inferpool.service.service import ClosableEngine, Service
 from inferpool.service.settings.loader import LoadedSettings
+from inferpool.service.settings.names import StateFileError
 from inferpool.service.settings.sources import modules_to_preload
 from inferpool.service.telemetry.console import Console
 from inferpool.workers.arena import Arena
@@ -96,9 +97,10 @@ class MountedApp:
             StartError: No model could be loaded, or this host has no room for the service.
         """
         async with self._running() as (mounted, service):
-            await service.until_settled()
             pools = service.pools.items()
-            if all(pool.is_lost for _, pool in pools):
+            if pools:  # or all were removed at run time
+                await service.until_settled()
+            if pools and all(pool.is_lost for _, pool in pools):
                 reasons = "; ".join(f"{name}: {pool.reason}" for name, pool in pools)
                 raise StartError(f"no model could be loaded: {reasons}")
             self._app, self._loop = mounted, asyncio.get_running_loop()
@@ -152,20 +154,25 @@ class MountedApp:
         """Run a service for the block.
 
         Raises:
-            StartError: This host has no room for it.
+            StartError: This host has no room for it, or the file of changes made at run time
+                cannot be used.
         """
-        settings = self._loaded.settings
+        path = self._loaded.settings.state_file
         async with AsyncExitStack() as stack:
             try:
+                loaded = self._loaded.with_changes(None if path in ("auto", "none") else Path(path))
+                settings = loaded.settings
+                for warning in loaded.state.warnings:
+                    logger.warning("%s", warning)
                 host = find_host(settings.cuda_visible_devices, settings.cuda_device_order)
                 if self._make_engine is LocalEngine:
                     log_quick_checks(settings, host)
                     modules = modules_to_preload(settings.sources(), Path.cwd())
                     stack.enter_context(guest_forkserver(modules))
-                origins = self._loaded.origins
-                console = Console(None)
-                service, tracer = make_service(settings, host, console, origins, self._make_engine)
-            except (DeviceError, OSError) as error:
+                service, tracer = make_service(
+                    settings, host, Console(None), loaded.origins, self._make_engine, loaded.state
+                )
+            except (DeviceError, OSError, StateFileError) as error:
                 raise StartError(str(error)) from error
             app, _, _ = make_whole_app(service, tracer)
             assert isinstance(service.fronts, OnlyFront)

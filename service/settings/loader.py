@@ -60,6 +60,21 @@ class LoadedSettings:
             for key, value in _leaves(self.settings)
         ]
 
+    def with_changes(self, path: Path | None) -> "LoadedSettings":
+        """Return the settings with the changes of models at run time; None: there is no file.
+
+        Raises:
+            StateFileError: The file cannot be used.
+        """
+        state = StateFile(path, self.settings.models)
+        state.read()
+        return LoadedSettings(
+            settings=self.settings.model_copy(update={"models": state.models.copy()}),
+            origins={**self.origins, **state.origins},
+            warnings=[*self.warnings, *state.warnings],
+            state=state,
+        )
+
 
 def load(flags: Mapping[str, str], environ: Mapping[str, str], cwd: Path) -> LoadedSettings:
     """Load the settings: the file, then the environment over it, then the flags over both.
@@ -85,15 +100,8 @@ def load(flags: Mapping[str, str], environ: Mapping[str, str], cwd: Path) -> Loa
         draft.choose(model)
     draft.add_flags(flags)
     settings, origins, warnings = draft.finish(cwd)
-    beside = None if model else file
-    state = StateFile(_state_path(settings.state_file, beside, cwd), settings.models)
-    state.read()
-    return LoadedSettings(
-        settings=settings.model_copy(update={"models": state.models.copy()}),
-        origins={**origins, **state.origins},
-        warnings=[*warnings, *state.warnings],
-        state=state,
-    )
+    loaded = LoadedSettings(settings=settings, origins=origins, warnings=warnings)
+    return loaded.with_changes(_state_path(settings.state_file, None if model else file, cwd))
 
 
 def load_arguments(
@@ -117,6 +125,9 @@ def load_arguments(
         model: The source to serve, or the name of a model in the file; None: all models.
         file: A file of settings, relative to `cwd`.
 
+    Returns:
+        The settings. `state_file` is a path or "none"; its changes are not in them yet.
+
     Raises:
         SettingsError: A setting is unknown or invalid; each problem names its place.
     """
@@ -127,8 +138,13 @@ def load_arguments(
     draft.add_environment({k: v for k, v in environ.items() if not k.startswith(PREFIX)})
     if model is not None:
         draft.choose(model)
-    draft.add_arguments({"state_file": "none", **arguments})
+    draft.add_arguments(arguments)
     settings, origins, warnings = draft.finish(cwd)
+    beside = None if file is None or model or "models" in arguments else Path(file)
+    path = _state_path(settings.state_file, beside, cwd)
+    # Whoever serves these settings may know neither the file nor the folder.
+    settings = settings.model_copy(update={"state_file": "none" if path is None else str(path)})
+    origins = {"state_file": "argument" if beside is None else f"file {beside}", **origins}
     return LoadedSettings(settings=settings, origins=origins, warnings=warnings)
 
 

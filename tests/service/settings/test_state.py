@@ -169,7 +169,15 @@ def test_the_file_is_beside_the_settings_or_where_these_say_or_nowhere(started, 
     assert load({"model": "echo"}, {}, tmp_path).state.path is None
     named = load({"model": "echo"}, {"INFERPOOL_STATE_FILE": "x.json"}, tmp_path)
     assert named.state.path == tmp_path / "x.json"
+
+    def named(**settings: object) -> str:
+        return load_arguments(settings, {}, tmp_path, file="x.toml").settings.state_file
+
     assert load_arguments({}, {}, tmp_path, model="echo").settings.state_file == "none"
+    (tmp_path / "x.toml").write_text(FILE)
+    assert named() == str(tmp_path / "x.state.json")
+    assert named(models={"a": {"source": "echo"}}) == "none"
+    assert named(state_file="own.json") == str(tmp_path / "own.json")
 
 
 def test_without_a_file_a_change_is_not_kept():
