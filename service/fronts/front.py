@@ -160,10 +160,6 @@ class Front:
             metrics.requests.clear()
             durations.append((label, metrics.answer_duration.take(), metrics.error_duration.take()))
             exemplars.append((label, metrics.exemplars.take()))
-        rejected = []
-        for name, reasons in self._front_side.rejected.items():
-            rejected += [(name, reason, num) for reason, num in reasons.items()]
-            reasons.clear()
         num_open = len(self._server.server_state.connections)
         traced = (0, 0) if self._tracer is None else self._tracer.take_counts()
         counts = FrontCounts(
@@ -171,7 +167,7 @@ class Front:
             calls,
             durations,
             exemplars,
-            rejected,
+            self._front_side.take_rejected(),
             self._num_taken,
             num_open,
             self._edge.use(),

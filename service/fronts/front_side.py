@@ -152,6 +152,20 @@ class FrontSide:
             self._cancelled.append(id)
             self._flush_soon()
 
+    def take_rejected(self) -> list[tuple[str, "RejectReason", int]]:
+        """Return what was refused here since the last time, by model and reason."""
+        taken = [
+            (name, reason, num)
+            for name, reasons in self.rejected.items()
+            for reason, num in reasons.items()
+        ]
+        known = {model.name for model in self._by_number.values()}
+        for name, reasons in list(self.rejected.items()):
+            reasons.clear()
+            if name not in known:
+                del self.rejected[name]
+        return taken
+
     def take_models(self, rows: Sequence[ModelRow]) -> None:
         """Know these versions, and no others."""
         known, self._by_number = self._by_number, {}

@@ -110,6 +110,16 @@ async def test_instances_of_one_turn_are_one_batch_and_each_gets_its_own_answer(
         assert b.model.metrics.succeeded == 2
 
 
+async def test_refusals_of_models_that_are_gone_are_told_once_and_forgotten():
+    async with open_sides() as b:
+        b.front_side.rejected["m"]["arena_full"] += 2
+        assert b.front_side.take_rejected() == [("m", "arena_full", 2)]
+        b.front_side.rejected["m"]["key_share"] += 1
+        b.front_side.take_models([])
+        assert b.front_side.take_rejected() == [("m", "key_share", 1)]
+        assert not b.front_side.rejected
+
+
 async def test_refusals_and_failures_come_back_as_what_they_are():
     async with open_sides() as b:
         misfit = b.ask()
