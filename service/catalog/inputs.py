@@ -1,5 +1,6 @@
 """Inputs on which versions are compared: an example, made-up ones, and live ones."""
 
+import asyncio
 from collections.abc import Iterator, Sequence
 from math import prod
 from typing import TYPE_CHECKING
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 _NUM_MADE_UP = 8
 _MAX_BYTES = 64 * 2**20
-"""The most memory that recorded inputs take."""
+"""The most memory that recorded inputs take, and those that are made up."""
 _FREE_LENGTH = 8
 """The length of a dimension that may have any."""
 
@@ -96,8 +97,14 @@ class InputRecorder:
         self._pool.recorder = None
 
 
-def inputs_of(pool: Pool) -> Iterator[SwapInput]:
-    """Yield the example of a model, and inputs that are made up from what it declares."""
+async def inputs_of(pool: Pool) -> list[SwapInput]:
+    """Return the example of a model, and inputs that are made up from what it declares."""
+    if pool.example is None and not pool.inputs:
+        return []
+    return await asyncio.to_thread(list, _inputs_of(pool))  # large ones take long to make up
+
+
+def _inputs_of(pool: Pool) -> Iterator[SwapInput]:
     if pool.example is not None:
         body = msgspec.json.encode({"instances": [pool.example]})
         head = BodyContext({}, b"", pool.inputs, Limits())
@@ -110,15 +117,20 @@ def inputs_of(pool: Pool) -> Iterator[SwapInput]:
                 yield SwapInput.of(payload, decoded.parameters)
     if pool.inputs and all(each.shape for each in pool.inputs) and not pool.reads_own_form:
         rng = np.random.default_rng(0)
-        for _ in range(_NUM_MADE_UP):
+        num_bytes = sum(prod(_shape_of(each)) * DTYPE_BYTES[each.dtype] for each in pool.inputs)
+        for _ in range(min(_NUM_MADE_UP, _MAX_BYTES // max(1, num_bytes))):
             yield _made_up(pool.inputs, rng)
+
+
+def _shape_of(spec: "TensorSpec") -> tuple[int, ...]:
+    return tuple(_FREE_LENGTH if size < 0 else size for size in spec.instance_shape)
 
 
 def _made_up(inputs: "Sequence[TensorSpec]", rng: np.random.Generator) -> SwapInput:
     headers: list[TensorHeader] = []
     pieces: list[bytes] = []
     for spec in inputs:
-        shape = tuple(_FREE_LENGTH if size < 0 else size for size in spec.shape[1:])
+        shape = _shape_of(spec)
         headers.append(TensorHeader(spec.name, spec.dtype, shape, sum(map(len, pieces))))
         pieces.append(_numbers(spec.dtype, prod(shape), rng))
     payload = b"".join(pieces)

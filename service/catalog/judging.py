@@ -94,7 +94,7 @@ class Judge:
         return pool.is_ready
 
     async def _compare(self) -> None:
-        inputs = [*inputs_of(self._old.pool), *await self._recorded()]
+        inputs = [*await inputs_of(self._old.pool), *await self._recorded()]
 
         def show(num: int) -> None:
             self._say(f"compared on {num} of {len(inputs)} inputs")
