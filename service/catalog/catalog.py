@@ -107,7 +107,8 @@ class Catalog:
         self._waiting: list[asyncio.Future[None]] = []
         self._leaving: dict[ModelVersion, asyncio.Task[None]] = {}
         """The versions that leave. They go on to leave if whoever has sent them is cancelled."""
-        self._until_known = until_known
+        self.until_known = until_known
+        """Waits until all fronts know what was changed."""
         self._engine: Engine | None = None
         self._arena: Arena | None = None
         self.plans: Mapping[str, Sequence[WorkerConfig]] = plan_all(settings, host, cache_dir)
@@ -190,6 +191,10 @@ class Catalog:
         self._announcer.planned(_planned(name, version.number, configs))
         version.pool.start(paused=paused)
         return version
+
+    def make_trial(self, version: ModelVersion) -> Dispatcher:
+        """Return a dispatcher for `Pool.hold` of a version. What it gets counts nowhere."""
+        return self._make_dispatcher(version.name, version.settings, ModelMetrics(version.name))
 
     def expose(self, version: ModelVersion) -> None:
         """Let calls that name a version get to it."""
@@ -275,7 +280,7 @@ class Catalog:
 
     async def _end(self, version: ModelVersion, grace_s: float) -> None:
         pool = version.pool
-        await self._until_known()
+        await self.until_known()
         await pool.dispatcher.drain(grace_s)
         await pool.stop(grace_s)
         self.pools = {number: each for number, each in self.pools.items() if each is not pool}

@@ -20,7 +20,7 @@ from inferpool.service.catalog.catalog import Catalog, ModelVersion
 from inferpool.service.catalog.judging import Judge
 from inferpool.service.catalog.records import Change, Record, VersionHistory, why_of
 from inferpool.service.catalog.requests import SwapOptions, read_add, read_swap
-from inferpool.service.catalog.room import Room
+from inferpool.service.catalog.room import Room, Succession
 from inferpool.service.catalog.validation import LabelledInput, read_cases
 from inferpool.service.catalog.watching import FaultShare, VersionWatch
 from inferpool.service.errors import (
@@ -38,6 +38,8 @@ from inferpool.service.telemetry.metrics import Metrics
 logger = logging.getLogger(__name__)
 
 _WATCH_EVERY_S = 0.5
+_Steps = Callable[[Change], Coroutine[Any, Any, None]]
+"""Takes the steps of a change."""
 
 
 class Changes:
@@ -108,7 +110,7 @@ class Changes:
         """See `ModelsTarget`."""
         self._check_known(name)
         model, options = read_swap(request, self._catalog.version(name).settings)
-        self._begin(name, "swap", partial(self._swap, name, model, options))
+        self._begin(name, "swap", partial(self._swap, name, model, options, ""))
 
     def number_next(self, name: str, number: int) -> int:
         """See `WatchTarget`."""
@@ -120,11 +122,15 @@ class Changes:
         former = self._former(name)
         if former is None:
             raise ConflictError(f"{name} has no earlier version to go back to")
+        self._begin(name, "rollback", self._way_back(name, former, "it was asked for"))
+
+    def _way_back(self, name: str, former: Record, reason: str) -> _Steps:
+        """Return the steps back to a former version, which is loaded again if it has left."""
         if former.number in {version.number for version in self._catalog.versions(name)}:
-            self._begin(name, "rollback", partial(self._go_back, name, "it was asked for"))
-            return
-        options = SwapOptions(policy="force", ephemeral=not self._catalog.is_saved(name))
-        self._begin(name, "rollback", partial(self._swap, name, former.settings, options))
+            return partial(self._go_back, name, reason)
+        is_saved = self._catalog.is_saved(name)
+        options = SwapOptions(policy="force", old_first=True, rollback_s=0, ephemeral=not is_saved)
+        return partial(self._swap, name, former.settings, options, reason)
 
     async def until_decided(self, name: str) -> None:
         """See `ModelsTarget`."""
@@ -192,9 +198,7 @@ class Changes:
         self._remember_all(name)
         return self._history.former(name, self._catalog.serving[name].version)
 
-    def _begin(
-        self, name: str, kind: ChangeKind, steps: Callable[[Change], Coroutine[Any, Any, None]]
-    ) -> None:
+    def _begin(self, name: str, kind: ChangeKind, steps: _Steps) -> None:
         self._check_idle(name)
         if self._is_ending:
             raise ConflictError("the service is shutting down")
@@ -218,9 +222,7 @@ class Changes:
         if self._speed_search and name in self._catalog.serving and not self._is_ending:
             self._speed_search.add(self._catalog.serving[name])
 
-    async def _run(
-        self, name: str, change: Change, steps: Callable[[Change], Coroutine[Any, Any, None]]
-    ) -> None:
+    async def _run(self, name: str, change: Change, steps: _Steps) -> None:
         """Take the steps of a change."""
         try:
             if self._speed_search is not None:
@@ -259,7 +261,8 @@ class Changes:
                 await self._catalog.save(name, version)
         except BaseException as error:
             if version is not None:
-                await self._refuse(version, error)
+                self._record(version, "loading").become("refused", why_of(error))
+                await self._catalog.unload(version, 0.0)
             self._catalog.forget(name)
             raise
         self._serve(version)
@@ -273,78 +276,93 @@ class Changes:
         self._history.forget(name)
 
     async def _swap(
-        self, name: str, model: ModelSettings, options: SwapOptions, change: Change
+        self, name: str, model: ModelSettings, options: SwapOptions, reason: str, change: Change
     ) -> None:
+        """Let another version serve; `reason` says why the one of now is rolled back, if it is."""
         watch = await self._end_watch(name)
         try:
             if watch is not None and await self._room.needs(self._catalog, name, model, watch.old):
                 self._leave(watch.old)
                 watch = None
             await self._catalog.until_left(name)
-            new, faults_before = await self._judged(name, model, options, change)
+            old = self._catalog.version(name)
+            new, faults_before, succession = await self._judged(old, model, options, change)
         except BaseException:
             if watch is not None and not self._is_ending:
                 self._begin_watch(watch)
             raise
-        old = self._catalog.version(name)
         self._serve(new)
+        if reason:
+            self._record(old, "serving").become("rolled_back", reason)
         if watch is not None:
             self._leave(watch.old)
-        if not options.rollback_s:
+        if succession.is_tight:
+            change.decided.set_result(None)
+            change.what = f"{change.kind}: version {old.number} leaves, and more workers load"
+            self._leave(old, "memory is too short for both versions: to go back loads it again")
+            await succession.finish()
+        elif options.rollback_s:
+            why = f"for {options.rollback_s:g} s, to go back to"
+            self._record(old, "serving").become("kept", why)
+        else:
             self._leave(old)
-            return
-        self._record(old, "serving").become("kept", f"for {options.rollback_s:g} s, to go back to")
-        self._begin_watch(VersionWatch(old, new, options, faults_before))
+        if options.rollback_s:
+            self._begin_watch(VersionWatch(old, new, options, faults_before))
 
     async def _judged(
-        self, name: str, model: ModelSettings, options: SwapOptions, change: Change
-    ) -> tuple[ModelVersion, FaultShare]:
+        self, old: ModelVersion, model: ModelSettings, options: SwapOptions, change: Change
+    ) -> tuple[ModelVersion, FaultShare, Succession]:
         """Load another version, and return it if it may serve.
 
         Returns:
-            The version, and the counts of the one that serves before they were compared.
+            The version, the counts of the one that serves before they were compared, and how the
+            one follows the other.
 
         Raises:
-            VersionRefusedError: It did not come up, or is not good enough.
+            VersionRefusedError: There is no room, or it did not come up or is not good enough.
         """
         cases: Sequence[LabelledInput] = ()
         if options.validation is not None:
             cases = await asyncio.to_thread(read_cases, options.validation)
-        old = self._catalog.version(name)
+        name, catalog = old.name, self._catalog
 
         def say(text: str) -> None:
-            change.what = f"swap: {text}"
+            change.what = f"{change.kind}: {text}"
 
-        async with self._room.taken(self._catalog, name, model) as plan:
-            new = self._catalog.load(name, model, plan.configs)
+        succession = Succession(catalog, self._room, old, options, self._grace_s)
+        plan = await self._room.plan(catalog, name, model)
+        async with self._room.share(plan.needs) as share:
+            await succession.plan(share)
+            new = catalog.load(name, model, plan.configs, paused=True)
+            judge = Judge(catalog, old, new, options, say, cases)
             record = self._record(new, "loading")
-            record.tell()
+            record.become("loading", succession.text)
+            until_loaded = partial(self._until_loaded, new, change)
             try:
                 if not options.ephemeral:
-                    await self._catalog.save_number(new)
-                await self._until_loaded(new, change)
+                    await catalog.save_number(new)
+                await succession.begin(new, share, until_loaded, judge.record)
             except BaseException as error:
-                await self._refuse(new, error)
+                await self._refuse(new, error, succession)
                 raise
-        judge = Judge(self._catalog, old, new, options, say, cases)
         try:
             record.become("comparing")
             await judge.judge()
+            await succession.load((len(plan.needs) + 1) // 2)
             if not options.ephemeral:
-                await self._catalog.save(name, new)
+                await catalog.save(name, new)
         except BaseException as error:
             record.figures = judge.figures
-            grace_s = self._grace_s if options.policy == "canary" else 0.0  # it has clients' calls
-            await self._refuse(new, error, grace_s)
+            await self._refuse(new, error, succession)
             raise
         record.figures = judge.figures
-        return new, judge.faults_before
+        return new, judge.faults_before, succession
 
     async def _refuse(
-        self, version: ModelVersion, error: BaseException, grace_s: float = 0.0
+        self, version: ModelVersion, error: BaseException, succession: Succession
     ) -> None:
         self._record(version, "loading").become("refused", why_of(error))
-        await self._catalog.unload(version, grace_s)
+        await succession.undo(version)
 
     async def _until_loaded(self, version: ModelVersion, change: Change) -> None:
         """Wait until all workers of a version are ready.
@@ -354,9 +372,9 @@ class Changes:
         """
         kind, pool = change.what, version.pool
         change.version = version.number
-        while not all(slot.handle for slot in pool.slots):
-            for slot in pool.slots:
-                if slot.handle is None and slot.state in ("backoff", "failed"):
+        while slots := [each for each in pool.slots if not each.handle and not each.is_paused]:
+            for slot in slots:
+                if slot.state in ("backoff", "failed"):
                     raise VersionRefusedError(f"{slot.id.worker} did not come up: {slot.reason}")
             change.what = f"{kind}: version {version.number} {pool.reason or 'starting'}"
             await self._catalog.until_changed()
@@ -365,17 +383,20 @@ class Changes:
     def _serve(self, version: ModelVersion) -> None:
         record = self._record(version, "serving")
         self._catalog.serve(version)
+        version.pool.release()
         record.become("serving")
 
-    def _leave(self, version: ModelVersion) -> None:
+    def _leave(self, version: ModelVersion, reason: str = "") -> None:
         """Let a version leave; what is said of one that was rolled back stays."""
+        if version not in self._catalog.versions(version.name):
+            return  # memory was too short to keep it
         record = self._record(version, "serving")
         if record.state == "rolled_back":
             self._catalog.let_go(version, self._grace_s)
             return
-        record.become("leaving")
+        record.become("leaving", reason)
         leaving = self._catalog.let_go(version, self._grace_s)
-        leaving.add_done_callback(lambda _: record.become("gone"))
+        leaving.add_done_callback(lambda _: record.become("gone", reason))
 
     def _begin_watch(self, watch: VersionWatch) -> None:
         """Look at a version that serves from now on, or again."""
@@ -402,7 +423,8 @@ class Changes:
                     record = self._record(watch.new, "serving")
                     record.figures = watch.with_figures(record.figures or SwapFigures())
                     del self._watches[name]
-                    self._begin(name, "rollback", partial(self._go_back, name, reason))
+                    former = self._record(watch.old, "serving")
+                    self._begin(name, "rollback", self._way_back(name, former, reason))
                     return
         finally:
             watch.stop()

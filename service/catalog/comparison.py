@@ -6,6 +6,7 @@ there is never more than one.
 """
 
 import asyncio
+import hashlib
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -37,6 +38,8 @@ _CHEAP_BYTES = 1 << 18
 """Outputs up to this size are compared in the event loop; that takes less than a millisecond."""
 NO_ROOM = (OverloadedError, UnavailableError, DeadlineExceededError)
 """Errors that say nothing about a version while another serves on the same machine."""
+_MOST_RECORDED_BYTES = 256 * 2**20
+"""The memory of recorded answers, from which on no more are recorded."""
 _LEAST_TIMED = 5
 """With fewer inputs, times say nothing."""
 _MOST_FAULTS = 10
@@ -55,6 +58,33 @@ class Comparison:
         self._first_fault = ""
         self._deviation: float | None = None
         self._times_s: list[tuple[float, float]] = []
+        self._recorded: dict[tuple[bytes, bool], Result | ServiceError] = {}
+        self.is_old_gone = False
+        """The version of now can answer nothing more than what was recorded."""
+        self._recorded_bytes = 0
+        self._memory_before = 0
+
+    async def record(self, sample: SwapInput, *, with_tensors: bool = True) -> None:
+        """Keep what the version of now answers to an input, since it may leave before the other.
+
+        What is kept is bounded: inputs that come later then count as inputs without an answer.
+        """
+        self._memory_before = self._memory_before or _memory_bytes(self._old)
+        for wants_tensors in (False, True)[: 1 + with_tensors]:
+            if self._recorded_bytes > _MOST_RECORDED_BYTES:
+                return
+            answer = await asked(self._old, sample, wants_tensors=wants_tensors)
+            self._recorded[_digest_of(sample), wants_tensors] = answer
+            self._recorded_bytes += _num_bytes(answer)
+
+    async def before(
+        self, sample: SwapInput, *, wants_tensors: bool = False
+    ) -> Result | ServiceError:
+        """Return what the version of now answers, or has answered if that was recorded."""
+        if not self.is_old_gone:
+            return await asked(self._old, sample, wants_tensors=wants_tensors)
+        known = self._recorded.get((_digest_of(sample), wants_tensors))
+        return known or OverloadedError("its answer was not recorded")
 
     async def add(
         self,
@@ -74,7 +104,7 @@ class Comparison:
                 return
 
     async def _add_one(self, sample: SwapInput) -> None:
-        before = await asked(self._old, sample)
+        before = await self.before(sample)
         if isinstance(before, ServiceError):
             return
         after = await asked(self._new, sample)
@@ -95,7 +125,7 @@ class Comparison:
 
     async def _compare_outputs(self, sample: SwapInput) -> str:
         """Note how far outputs are apart; return what is wrong with those of the new version."""
-        exact = await asked(self._old, sample, wants_tensors=True)
+        exact = await self.before(sample, wants_tensors=True)
         if isinstance(exact, ServiceError):
             return ""
         other = await asked(self._new, sample, wants_tensors=True)
@@ -115,7 +145,8 @@ class Comparison:
 
     def figures(self) -> SwapFigures:
         """Return what has been found up to now."""
-        memory, memory_before = (_memory_bytes(pool) for pool in (self._new, self._old))
+        memory = _memory_bytes(self._new)
+        memory_before = self._memory_before or _memory_bytes(self._old)
         latency_ms = latency_ratio = None
         if len(self._times_s) >= _LEAST_TIMED:
             latency_ms = round(1e3 * median(new for _, new in self._times_s), 3)
@@ -143,14 +174,14 @@ async def asked(
     Waits while there is no room for it; returns why, if there is none for too long.
     """
     until = time.monotonic() + _TIMEOUT_S
-    if not pool.dispatcher.can_hold(len(sample.payload)):
+    if not pool.comparing.can_hold(len(sample.payload)):
         return OverloadedError("the main process has no room for it in the arena (arena_bytes)")
     while True:
         if pool.is_lost:
             return GivenUpError(f"none of its workers is left ({pool.reason})")
         ref = item_ref(sample, until - time.monotonic(), wants_tensors=wants_tensors)
         try:
-            return await pool.dispatcher.submit(ref, (sample.payload,), is_solo=True)
+            return await pool.comparing.submit(ref, (sample.payload,), is_solo=True)
         except NO_ROOM as error:
             if until - time.monotonic() < _AGAIN_AFTER_S:
                 return error
@@ -294,6 +325,17 @@ def _numbers_of(blob: TensorBlob) -> np.ndarray:
 
 def _text_of(error: ServiceError) -> str:
     return f"{error.code}: {error.message}"
+
+
+def _digest_of(sample: SwapInput) -> bytes:
+    return hashlib.sha256(msgspec.msgpack.encode(sample)).digest()
+
+
+def _num_bytes(answer: Result | ServiceError) -> int:
+    if isinstance(answer, ServiceError):
+        return 0
+    value = answer.value
+    return len(value) if isinstance(value, bytes) else sum(len(each.buffer) for each in value)
 
 
 def _work_s(result: Result) -> float:

@@ -10,7 +10,7 @@ from inferpool.service.catalog.catalog import Catalog, ModelVersion
 from inferpool.service.catalog.comparison import Comparison, output_fault, why_not
 from inferpool.service.catalog.inputs import InputRecorder, SwapInput, inputs_of
 from inferpool.service.catalog.requests import SwapOptions
-from inferpool.service.catalog.validation import LabelledInput, validate
+from inferpool.service.catalog.validation import LabelledInput, sample_of, validate
 from inferpool.service.catalog.watching import FaultShare, VersionWatch
 from inferpool.service.errors import VersionRefusedError
 
@@ -57,6 +57,28 @@ class Judge:
         self._say = say
         self._cases = cases
         self._comparison = Comparison(old.pool, new.pool, are_alike=not cases)
+        self._live: Sequence[SwapInput] | None = None
+        """Live inputs that the version of now has answered before it left; None if it is there."""
+
+    async def record(self) -> None:
+        """Have the version that serves answer all inputs now, since it leaves before it is judged.
+
+        Raises:
+            InvalidInputError: An input of the validation cannot be read any more.
+        """
+        old = self._old.pool
+        if self._options.policy == "force" or not await self._is_old_ready():
+            return
+        self._live = await self._recorded()
+        samples = [*await inputs_of(old), *self._live]
+        for number, sample in enumerate(samples, 1):
+            self._say(f"the version of now answers {number} of {len(samples)} inputs")
+            await self._comparison.record(sample)
+        for number, case in enumerate(self._cases, 1):
+            self._say(f"the version of now answers {number} of {len(self._cases)} labelled inputs")
+            sample = await asyncio.to_thread(sample_of, case, old)
+            await self._comparison.record(sample, with_tensors=False)
+        self._comparison.is_old_gone = True
 
     async def judge(self) -> None:
         """Find out whether the version may serve.
@@ -77,7 +99,7 @@ class Judge:
         if fault := await output_fault(self._new.pool):
             self._comparison.note_fault(fault)
             raise VersionRefusedError(f"its outputs cannot be used: {fault}")
-        if options.policy == "force" or not await self._is_old_ready():
+        if options.policy == "force" or not (self._live is not None or await self._is_old_ready()):
             return  # nobody wants it, or nothing serves that it could be compared with
         await self._compare()
         if options.policy == "shadow":
@@ -94,7 +116,8 @@ class Judge:
         return pool.is_ready
 
     async def _compare(self) -> None:
-        inputs = [*await inputs_of(self._old.pool), *await self._recorded()]
+        live = await self._recorded() if self._live is None else self._live
+        inputs = [*await inputs_of(self._old.pool), *live]
 
         def show(num: int) -> None:
             self._say(f"compared on {num} of {len(inputs)} inputs")
@@ -108,7 +131,7 @@ class Judge:
                 self._say(f"validated on {num} of {len(self._cases)} inputs")
 
             self.figures = await validate(
-                self._old.pool, self._new.pool, self._cases, self.figures, show_validated
+                self._comparison, self._new.pool, self._cases, self.figures, show_validated
             )
         elif not self.figures.num_inputs:
             raise VersionRefusedError(

@@ -48,6 +48,10 @@ class SwapOptions(SettingsTable):
     `{"instance": ..., "label": ...}`. All labels are the `label` of an answer, or all are its
     `index`. The version serves if it labels at least as many right as the one of now; agreement
     and deviation are not looked at then."""
+    old_first: bool = False
+    """Let the last worker of the version of now leave first, if memory is too short for both. Calls
+    wait in the queue until the new one is loaded and compared with what the former one had answered
+    before. If it is refused, the former one is loaded again, and calls that wait get 503."""
     ephemeral: bool = False
     """Forget the change at the next start of the service."""
 

@@ -6,20 +6,27 @@ Memory is counted by place: that of the host, and that of each GPU.
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from math import inf
 
 from inferpool.models.spec import Placement
 from inferpool.service.catalog.catalog import Catalog, ModelVersion
-from inferpool.service.errors import InvalidInputError, VersionRefusedError
+from inferpool.service.catalog.requests import SwapOptions
+from inferpool.service.errors import (
+    InvalidInputError,
+    ServiceError,
+    UnavailableError,
+    VersionRefusedError,
+)
 from inferpool.service.queue.pool import Pool
 from inferpool.service.settings.model import ModelSettings
 from inferpool.workers.config import WorkerConfig
 from inferpool.workers.host.device_memory import HOST
 from inferpool.workers.host.devices import DeviceError
 from inferpool.workers.host.engine import WorkerHandle
+from inferpool.workers.host.supervisor import WorkerSlot
 
 logger = logging.getLogger(__name__)
 
@@ -96,16 +103,21 @@ class Room:
             configs = catalog.plan(name, model)
         except DeviceError as error:
             raise InvalidInputError(str(error)) from error
-        known = await self.used_by(catalog.serving[name]) if name in catalog.serving else []
+        used = await self.used_by(catalog.serving[name]) if name in catalog.serving else {}
+        known = [each for each in used.values() if each]
         return PlannedWorkers(
             configs=configs,
             needs=[_most_of(self._estimate(model, each.placement), known) for each in configs],
         )
 
-    async def used_by(self, pool: Pool) -> list[Memory]:
-        """Return what each ready worker of a version has."""
-        workers = [slot.handle for slot in pool.slots if slot.handle is not None]
-        return await asyncio.to_thread(lambda: [self._used_by(worker) for worker in workers])
+    async def used_by(self, pool: Pool) -> Mapping[int, Memory]:
+        """Return what each worker of a version has, by slot: nothing if it is not ready."""
+        workers = {slot.id.slot: slot.handle for slot in pool.slots}
+
+        def read() -> dict[int, Memory]:
+            return {n: self._used_by(each) if each else {} for n, each in workers.items()}
+
+        return await asyncio.to_thread(read)
 
     @asynccontextmanager
     async def share(self, needs: Sequence[Memory]) -> AsyncIterator[MemoryShare]:
@@ -156,13 +168,184 @@ class Room:
             return False  # it is refused in any case
         needed, left = total_of(plan.needs), await self.left_beside(None)
         theirs = await self.used_by(kept.pool)
-        return not fits(needed, left) and fits(needed, total_of([left, *theirs]))
+        return not fits(needed, left) and fits(needed, total_of([left, *theirs.values()]))
 
     async def left_beside(self, share: MemoryShare | None) -> Memory:
         """Return what is free beside what is kept for others."""
         free = await asyncio.to_thread(self._free)
         kept = total_of([each.taken for each in self._shares if each is not share])
         return {place: num - kept.get(place, 0) for place, num in free.items()}
+
+
+class Succession:
+    """Loads a version beside the one that serves, or worker by worker where memory is short.
+
+    Where both do not fit, the one that serves gives up workers, the last one only if it was asked
+    for. Lives in the event loop.
+    """
+
+    def __init__(
+        self, catalog: Catalog, room: Room, old: ModelVersion, options: SwapOptions, grace_s: float
+    ) -> None:
+        """Load nothing yet.
+
+        Args:
+            catalog: The versions.
+            room: Gives out memory.
+            old: The version that serves.
+            options: Say whether it may leave first.
+            grace_s: How long a worker may take to finish what it holds.
+        """
+        self.is_tight = False
+        """Memory is too short for both versions as a whole."""
+        self.has_gap = False
+        """The former version leaves before there is another; calls wait meanwhile."""
+        self._catalog = catalog
+        self._room = room
+        self._old = old
+        self._options = options
+        self._grace_s = grace_s
+        self._new: ModelVersion | None = None
+        self._needs: Sequence[Memory] = ()
+        self._num_begun = 0
+        self._gave_up: list[WorkerSlot] = []
+
+    @property
+    def text(self) -> str:
+        """How it is loaded, for people; empty if both fit into memory."""
+        if self.has_gap:
+            return f"version {self._old.number} leaves first, since memory is too short for both"
+        return "worker by worker, since memory is too short for both" if self.is_tight else ""
+
+    async def plan(self, share: MemoryShare) -> None:
+        """Find out how there can be room for the new version; change nothing.
+
+        Args:
+            share: What is kept for all its workers.
+
+        Raises:
+            VersionRefusedError: There can be no room; has the figures.
+        """
+        self._needs = share.needs
+        self.is_tight = share.num < len(share.needs)
+        if not self.is_tight:
+            return
+        name, number = self._old.name, self._old.number
+        used = await self._room.used_by(self._old.pool)
+        most = total_of([share.left, *used.values()])
+        if not fits(total_of(share.needs), most):
+            raise refusal(name, share.needs, most, f"even once version {number} has left")
+        first, beside = share.needs[:1], [used[slot.id.slot] for slot in self._leaving()[:-1]]
+        if share.num or fits(first[0], total_of([share.left, *beside])):
+            return
+        self.has_gap = True
+        if not self._options.old_first:
+            cure = "ask for it with old_first, and calls wait while it loads, or "
+            raise refusal(name, first, share.left, f"beside version {number}", cure)
+        if self._options.policy in ("shadow", "canary"):
+            cure = "use another policy, which does not need both at once, or "
+            raise refusal(name, first, share.left, f"beside version {number}", cure)
+
+    async def begin(
+        self,
+        new: ModelVersion,
+        share: MemoryShare,
+        until_loaded: Callable[[], Awaitable[None]],
+        before_gap: Callable[[], Awaitable[None]],
+    ) -> None:
+        """Load as many workers of the new version as there can be room for: at least one.
+
+        Args:
+            new: The version; all its workers are paused.
+            share: What is kept for them.
+            until_loaded: Waits until those that were resumed are ready.
+            before_gap: Is called once before the former version leaves, if it must.
+
+        Raises:
+            VersionRefusedError: A worker did not come up, or there is no room any more.
+        """
+        self._new = new
+        self._until_loaded = until_loaded
+        if self.has_gap:
+            await before_gap()
+            new.pool.hold(self._catalog.make_trial(new))
+            self._catalog.serve(new)
+            await self._catalog.until_known()
+            await self._old.pool.dispatcher.settled(self._grace_s)
+        await self._load(share)
+
+    async def load(self, num: int) -> None:
+        """Load more workers of the new version, until it has so many.
+
+        Raises:
+            VersionRefusedError: A worker did not come up, or there is no room any more.
+        """
+        while self._num_begun < num:
+            async with self._room.share(self._needs[self._num_begun :]) as share:
+                await self._load(share)
+
+    async def finish(self) -> None:
+        """Load the rest of the workers of a version that serves, once the former one has left."""
+        assert self._new is not None, "it has begun"
+        await self._catalog.until_left(self._old.name)
+        try:
+            await self.load(len(self._needs))
+        except VersionRefusedError as error:
+            text = "%s: version %d serves with fewer workers until they are restarted: %s"
+            logger.error(text, self._new.name, self._new.number, error.message)
+
+    async def undo(self, new: ModelVersion) -> None:
+        """Let the new version leave, and the former one have its workers again."""
+        if self.has_gap:
+            self._catalog.serve(self._old)
+            new.pool.dispatcher.abandon(_refused)
+        is_canary = self._options.policy == "canary"  # it has clients' calls
+        await self._catalog.unload(new, self._grace_s if is_canary else 0.0)
+        for slot in self._gave_up:
+            self._old.pool.resume(slot)
+        while any(slot.state == "starting" for slot in self._gave_up):
+            await self._catalog.until_changed()
+
+    async def _load(self, share: MemoryShare) -> None:
+        assert self._new is not None, "it has begun"
+        if not share.num:
+            await self._make_way(share)
+        begun, self._num_begun = self._num_begun, self._num_begun + share.num
+        for slot in self._new.pool.slots[begun : self._num_begun]:
+            self._new.pool.resume(slot)
+        await self._until_loaded()
+
+    async def _make_way(self, share: MemoryShare) -> None:
+        """Let workers of the former version leave, until one of the new version fits."""
+        assert self._new is not None, "it has begun"
+        leaving = self._leaving() if self.has_gap else self._leaving()[:-1]
+        for slot in leaving:
+            self._gave_up.append(slot)
+            why = f"it makes room for {self._new.pool.slots[self._num_begun].id.worker}"
+            await self._old.pool.pause(slot, self._grace_s, why)
+            await share.look()
+            if share.num and not self.has_gap:
+                return
+        if self.has_gap:  # the worker may have been killed with what it held
+            self._old.pool.dispatcher.abandon(_refused)
+        if not share.num:
+            raise refusal(self._old.name, share.needs[:1], share.left, "now")
+
+    def _leaving(self) -> list[WorkerSlot]:
+        """Return the workers of the former version, those first that had better leave first."""
+        new, begun = self._new, self._num_begun
+        devices = set(new.pool.slots[begun].config.placement.visible) if new is not None else set()
+        return sorted(
+            (slot for slot in self._old.pool.slots if not slot.is_paused),
+            key=lambda slot: (
+                slot.handle is not None,
+                devices.isdisjoint(slot.config.placement.visible),
+            ),
+        )
+
+
+def _refused() -> ServiceError:
+    return UnavailableError("the version that was to compute it has left", retry_after_s=1)
 
 
 def total_of(memories: Sequence[Memory]) -> Memory:
@@ -182,7 +365,7 @@ def refusal(
     name: str,
     needs: Sequence[Memory],
     left: Memory,
-    why: str = "beside what serves",
+    when: str = "beside what serves",
     cure: str = "",
 ) -> VersionRefusedError:
     """Make the error for workers that do not fit, with the figures; and log it."""
@@ -192,7 +375,7 @@ def refusal(
     where = "" if place == HOST else f" of GPU {place}"
     error = VersionRefusedError(
         f"it does not fit into memory: its {workers} need about {needed[place] / 2**20:,.0f} MiB"
-        f"{where} {why}, and {left[place] / 2**20:,.0f} MiB are free; {cure}lower replicas, "
+        f"{where}, and {left[place] / 2**20:,.0f} MiB are free {when}; {cure}lower replicas, "
         "remove a model, or raise the container's limit"
     )
     error.figures = {"needed_bytes": needed[place], "free_bytes": left[place]}

@@ -16,7 +16,7 @@ import msgspec
 from inferpool.models.files.reading import read_file
 from inferpool.service.api.codecs.body import BodyContext, Limits
 from inferpool.service.api.codecs.requests import decode
-from inferpool.service.catalog.comparison import NO_ROOM, asked, label_of
+from inferpool.service.catalog.comparison import NO_ROOM, Comparison, asked, label_of
 from inferpool.service.catalog.inputs import SwapInput
 from inferpool.service.errors import InvalidInputError, OverloadedError, ServiceError
 
@@ -86,7 +86,7 @@ def read_cases(validation: str) -> list[LabelledInput]:
 
 
 async def validate(
-    old: "Pool",
+    comparison: Comparison,
     new: "Pool",
     cases: Sequence[LabelledInput],
     figures: "SwapFigures",
@@ -101,23 +101,24 @@ async def validate(
         InvalidInputError: An input cannot be read any more, or fits no model; names it.
     """
     num = 0
-    right: Counter[tuple[str, Pool]] = Counter()
+    right: Counter[tuple[str, bool]] = Counter()
     for number, case in enumerate(cases, 1):
-        sample = await asyncio.to_thread(_sample_of, case, new)
-        before, after = await asyncio.gather(asked(old, sample), asked(new, sample))
+        sample = await asyncio.to_thread(sample_of, case, new)
+        before, after = await asyncio.gather(comparison.before(sample), asked(new, sample))
         if not isinstance(before, NO_ROOM) and not isinstance(after, OverloadedError):
             num += 1
-            for pool, answer in ((old, before), (new, after)):
-                right.update((kind, pool) for kind in _kinds_of_right(answer, case.label))
+            for is_new, answer in enumerate((before, after)):
+                kinds = _kinds_of_right(answer, case.label)
+                right.update((kind, bool(is_new)) for kind in kinds)
         on_progress(number)
     if not num:
         raise OverloadedError("the validation found no room in the queue", retry_after_s=10)
-    kind = max(_KINDS, key=lambda kind: right[kind, old] + right[kind, new])
+    kind = max(_KINDS, key=lambda kind: right[kind, False] + right[kind, True])
     return replace(
         figures,
         num_validated=num,
-        accuracy=round(right[kind, new] / num, 5),
-        accuracy_before=round(right[kind, old] / num, 5),
+        accuracy=round(right[kind, True] / num, 5),
+        accuracy_before=round(right[kind, False] / num, 5),
     )
 
 
@@ -147,7 +148,7 @@ def _of_file(path: Path) -> Iterator[LabelledInput]:
         yield LabelledInput(where=where, label=str(read.label), instance=read.instance)
 
 
-def _sample_of(case: LabelledInput, pool: "Pool") -> SwapInput:
+def sample_of(case: LabelledInput, pool: "Pool") -> SwapInput:
     """Read an input as a call would bring it. Blocks."""
     head = BodyContext({}, b"", pool.inputs, Limits())
     try:

@@ -217,6 +217,8 @@ class VersionWatch:
             self.ratio = _ratio(self._times.item_s(), self._old_times.item_s())
             return self._slow()
         sizes = self._times.common[:_MOST_SIZES]
+        if self.old.pool.is_draining:  # memory was too short to keep it
+            return ""
         if not sizes or time.monotonic() < self._next_measure:
             return ""
         ratio = _ratio(self._times.item_s(), self._measured)

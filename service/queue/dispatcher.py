@@ -12,6 +12,7 @@ the worker may still read it.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -241,6 +242,11 @@ class Dispatcher:
         """Admit nothing more, and answer everything in flight."""
         self._admission.is_draining = True
         self.abandon(lambda: UnavailableError(reason, retry_after_s=1))
+
+    async def settled(self, most_s: float) -> None:
+        """Wait until everything is settled, for so long at most."""
+        with contextlib.suppress(TimeoutError):
+            await self._ledger.drained(most_s)
 
     async def drain(self, grace_s: float) -> None:
         """Admit nothing more, wait until all is settled, and fail the rest after `grace_s`."""

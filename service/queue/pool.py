@@ -364,7 +364,7 @@ class Pool:
 
     def _nobody(self) -> ServiceError:
         """Make the error that says why no worker is ready, and when one may be."""
-        if self.is_lost:
+        if self.is_lost and self._trial is None:  # or the former version comes back
             return GivenUpError(f"no worker of {self.name} can be started ({self.reason})")
         now = asyncio.get_running_loop().time()
         pauses_s = [max(0.0, slot.due - now) for slot in self.slots if slot.state != "failed"]

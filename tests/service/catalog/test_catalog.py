@@ -28,10 +28,12 @@ ECHO = ModelSettings(source="echo", replicas=1)
 class Kept:
     """A catalog over fake workers, and what it has told."""
 
-    def __init__(self, arena: Arena, state: StateFile | None = None) -> None:
+    def __init__(
+        self, arena: Arena, state: StateFile | None = None, engine: FakeEngine | None = None
+    ) -> None:
         self.state = state = state or StateFile(None, {"m": ECHO})
         self.metrics = Metrics([*state.models], {})
-        self.engine = FakeEngine()
+        self.engine = engine or FakeEngine()
         self.num_changes = 0
         self.are_fronts_slow = False
         self.told = asyncio.Event()

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from inferpool.service.api.routes.models import SwapFigures
+from inferpool.service.catalog.comparison import Comparison
 from inferpool.service.catalog.validation import read_cases, validate
 from inferpool.service.errors import InvalidInputError, OverloadedError
 from inferpool.workers.arena import Arena
@@ -39,7 +40,8 @@ async def validated(stage: Stage, path: str) -> SwapFigures:
     new = stage.catalog.versions("m")[-1]
     cases = read_cases(path)
     figures = SwapFigures()
-    return await validate(stage.catalog.version("m").pool, new.pool, cases, figures, lambda _: None)
+    comparison = Comparison(stage.catalog.version("m").pool, new.pool)
+    return await validate(comparison, new.pool, cases, figures, lambda _: None)
 
 
 NAMED = [{"label": "10", "index": 2}, {"label": "2", "index": 4}, {"label": "1", "index": 1}]
