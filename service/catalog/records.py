@@ -56,11 +56,15 @@ class Record:
     steps: Steps = field(repr=False)
     state: VersionState
     since: float = field(default_factory=time.time)
+    served_until: float = 0.0
+    """When another version took over, on a clock that is never set."""
     reason: str = ""
     figures: SwapFigures | None = None
 
     def become(self, state: VersionState, reason: str = "") -> None:
         """Come into another state, and tell people."""
+        if self.state == "serving":
+            self.served_until = time.monotonic()
         self.state, self.reason, self.since = state, reason, time.time()
         self.tell()
 
@@ -175,7 +179,7 @@ class VersionHistory:
             for record in self._records[name]
             if record.number != number and record.state in ("kept", "leaving", "gone")
         ]
-        return max(earlier, key=lambda record: record.since, default=None)
+        return max(earlier, key=lambda record: record.served_until, default=None)
 
     def note(self, name: str, change: ChangeInfo, served: Container[str]) -> None:
         """Keep the outcome of a change, for those who have not waited for it.

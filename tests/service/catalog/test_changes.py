@@ -202,3 +202,18 @@ async def test_without_models_a_service_is_unavailable_until_one_is_added(make):
     await changing.changes.until_decided("m")
     assert changing.report().status == "ready"
     await changing.closed()
+
+
+async def test_a_rollback_goes_to_the_version_before_even_if_an_earlier_one_left_later(make):
+    changing = await make().ready()
+    await changing.swapped(rollback_s=600)
+    changing.kept.are_fronts_slow = True  # so that the first version leaves late
+    await changing.swapped(rollback_s=600)
+    changing.kept.told.set()
+    await changing.catalog.until_left("m")
+    await asyncio.sleep(0)
+    assert changing.steps[-1] == (1, "gone")
+    changing.changes.begin_rollback("m")
+    await changing.changes.until_decided("m")
+    assert changing.catalog.serving["m"].version == 2
+    await changing.closed()
