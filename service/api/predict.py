@@ -74,19 +74,23 @@ class Predict:
         names, path = ", ".join(self.names) or "none", self._name_in(call)
         if path is None:
             return UnknownModelError(f"no model is the default; name one in the path: {names}")
-        name, _, version = path.partition(_VERSIONS)
+        name, asks_for_version, version = path.partition(_VERSIONS)
         if name == self.default and name not in self.models and is_unnamed(call):
             return UnknownModelError(
                 f"the default model {name!r} is not served now; name one in the path: {names}"
             )
-        if version and name in self.models:
+        if _VERSIONS in version:
+            return UnknownModelError(
+                "the path asks for one version of the model, and X-Model-Version for another one"
+            )
+        if asks_for_version and name in self.models:
             prefix = name + _VERSIONS
             there = [each for each in self.models if each.startswith(prefix)]
             numbers = ", ".join(each.removeprefix(prefix) for each in there)
             return UnknownModelError(
                 f"{name} has no version {version[:20]!r} loaded; there are: {numbers}"
             )
-        return UnknownModelError(f"no model is called {path[:80]!r}; there are: {names}")
+        return UnknownModelError(f"no model is called {name[:80]!r}; there are: {names}")
 
     def _name_in(self, call: Call) -> str | None:
         """Return the key in `models` that a call asks for; None if it names nothing."""
@@ -94,7 +98,8 @@ class Predict:
         version = call.headers.get(VERSION_HEADER)
         if name is None or version is None:
             return name
-        return f"{name}{_VERSIONS}{version.decode('latin-1')}"
+        asked_for = f"{_VERSIONS}{version.decode('latin-1')}"
+        return name if name.endswith(asked_for) else name + asked_for
 
 
 def path_of(name: str, version: int) -> str:

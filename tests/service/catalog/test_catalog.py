@@ -119,17 +119,21 @@ async def test_calls_get_to_the_version_that_they_name_or_that_serves(keep):
         ("/predict/m/versions/1", {}, 1),
         ("/predict/m", {"X-Model-Version": "1"}, 1),
         ("/predict", {"X-Model-Version": "2"}, 2),
+        ("/predict/m/versions/1", {"X-Model-Version": "1"}, 1),
     ):
         answer = await asked(predict, path, **headers)
         assert answer.json() == {"predictions": [version]}
         assert answer.headers["x-model-version"] == str(version)
-    for path, headers in (
-        ("/predict/m/versions/3", {}),
-        ("/predict/m", {"X-Model-Version": "no"}),
+    for path, headers, text in (
+        ("/predict/m/versions/3", {}, "m has no version '3' loaded; there are: 1, 2"),
+        ("/predict/m/versions/", {}, "m has no version '' loaded; there are: 1, 2"),
+        ("/predict/m", {"X-Model-Version": "no"}, "m has no version 'no' loaded; there are: 1, 2"),
+        ("/predict/m/versions/1", {"X-Model-Version": "2"}, "and X-Model-Version for another one"),
+        ("/predict/n", {"X-Model-Version": "1"}, "no model is called 'n'; there are: m"),
     ):
         answer = await asked(predict, path, **headers)
         assert answer.status_code == 404
-        assert "loaded; there are: 1, 2" in answer.json()["detail"]
+        assert text in answer.json()["detail"]
     assert catalog.settings.models["m"].max_batch_size == 3
 
 
