@@ -57,6 +57,7 @@ class Judge:
         self._say = say
         self._cases = cases
         self._comparison = Comparison(old.pool, new.pool, are_alike=not cases)
+        self._is_compared = options.policy != "force"
         self._live: Sequence[SwapInput] | None = None
         """Live inputs that the version of now has answered before it left; None if it is there."""
 
@@ -67,7 +68,8 @@ class Judge:
             InvalidInputError: An input of the validation cannot be read any more.
         """
         old = self._old.pool
-        if self._options.policy == "force" or not await self._is_old_ready():
+        self._is_compared = self._is_compared and await self._is_old_ready()
+        if not self._is_compared:
             return
         self._live = await self._recorded()
         samples = [*await inputs_of(old), *self._live]
@@ -99,7 +101,9 @@ class Judge:
         if fault := await output_fault(self._new.pool):
             self._comparison.note_fault(fault)
             raise VersionRefusedError(f"its outputs cannot be used: {fault}")
-        if options.policy == "force" or not (self._live is not None or await self._is_old_ready()):
+        if self._is_compared and self._live is None:
+            self._is_compared = await self._is_old_ready()
+        if not self._is_compared:
             return  # nobody wants it, or nothing serves that it could be compared with
         await self._compare()
         if options.policy == "shadow":

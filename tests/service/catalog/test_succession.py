@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from inferpool.service.catalog.changes import Changes
+from inferpool.service.catalog.judging import Judge
 from inferpool.service.catalog.room import Room
 from inferpool.service.errors import ServiceError, UnavailableError, VersionRefusedError
 from inferpool.service.settings.state import StateFile
@@ -264,6 +265,21 @@ async def test_with_old_first_the_former_version_comes_back_if_the_new_one_is_re
         assert all(error.retry_after_s for error in it.errors)
         assert it.catalog.serving["m"].version == 1
         assert it.catalog.settings.models["m"] == it.catalog.version("m").settings
+
+
+async def test_a_version_without_workers_is_waited_for_only_before_it_leaves(arena, monkeypatch):
+    num_asked = 0
+
+    async def is_ready(self: Judge) -> bool:
+        nonlocal num_asked
+        num_asked += 1
+        return False
+
+    monkeypatch.setattr(Judge, "_is_old_ready", is_ready)
+    async with serving(arena, 1, 1) as it:
+        await it.swap(old_first=True, policy="verified")
+        assert it.catalog.serving["m"].version == 2
+    assert num_asked == 1
 
 
 async def test_a_way_back_loads_the_former_version_again(arena):
