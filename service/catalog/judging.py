@@ -176,6 +176,8 @@ class Judge:
             recorder.stop()
         self.figures = self._with_accuracy(comparison.figures())
         self._refuse_if(why_not(self.figures, options))
+        if not num:
+            raise VersionRefusedError(f"as a shadow, it has computed no live input: {self._none}")
 
     async def _canary(self) -> None:
         """Let the version answer a share of the calls, until it is worse or the time is over."""
@@ -199,6 +201,17 @@ class Judge:
         assert self.figures is not None, "it has been compared"
         self.figures = watch.with_figures(self.figures)
         self._refuse_if(reason and f"as a canary, {reason}")
+        if not self.figures.num_answered:
+            raise VersionRefusedError(f"as a canary, it has answered no call: {self._none}")
+
+    @property
+    def _none(self) -> str:
+        """Why a shadow or a canary has got nothing, and what to do."""
+        options = self._options
+        return (
+            f"none was for it within duration_s ({options.duration_s:g} s), with a traffic_share "
+            f"of {options.traffic_share:g}; send some, raise these, or use the policy `verified`"
+        )
 
     def _with_accuracy(self, figures: "SwapFigures") -> "SwapFigures":
         assert self.figures is not None, "it has been compared"

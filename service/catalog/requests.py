@@ -21,8 +21,9 @@ class SwapOptions(SettingsTable):
     policy: Policy = "verified"
     """`verified` compares it with the version that serves, on the model's example, on made-up
     inputs and on live ones. `shadow` then also gives it a share of the traffic, whose answers are
-    compared and thrown away; `canary` lets it answer a share of the calls. `force` compares
-    nothing, and never rolls back by itself. Each must load, warm up and give finite outputs."""
+    compared and thrown away; `canary` lets it answer a share of the calls. Either is refused if no
+    traffic comes to it. `force` compares nothing, and never rolls back by itself. Each must load,
+    warm up and give finite outputs."""
     min_agreement: Share = 0.99
     """The least share of inputs with the same best label (or text) as now."""
     max_deviation: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.05

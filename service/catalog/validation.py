@@ -98,13 +98,16 @@ async def validate(
     neither. The labels are taken as names or as numbers, by which more of them are right.
 
     Raises:
-        InvalidInputError: An input cannot be read any more, or fits no model; names it.
+        InvalidInputError: An input cannot be read any more, or neither version can read it; names
+            it.
     """
     num = 0
     right: Counter[tuple[str, bool]] = Counter()
     for number, case in enumerate(cases, 1):
         sample = await asyncio.to_thread(sample_of, case, new)
         before, after = await asyncio.gather(comparison.before(sample), asked(new, sample))
+        if isinstance(before, InvalidInputError) and isinstance(after, InvalidInputError):
+            raise InvalidInputError(f"validation: {case.where}: {before.message}")
         if not isinstance(before, NO_ROOM) and not isinstance(after, OverloadedError):
             num += 1
             for is_new, answer in enumerate((before, after)):

@@ -12,7 +12,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import sqrt
+from math import ceil, sqrt
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -95,6 +95,16 @@ class BatchTimes:
     def item_s(self) -> dict[int, float]:
         """Return the median time of one instance in the batches of each common size."""
         return {size: median(self._item_s[size]) for size in self.common}
+
+    def bounds_s(self) -> dict[int, tuple[float, float]]:
+        """Return the bounds within which each of these medians surely lies, by the sign test."""
+        found = {}
+        for size in self.common:
+            times = sorted(self._item_s[size])
+            reach = _SURE * sqrt(len(times)) / 2
+            low, high = int(len(times) / 2 - reach), ceil(len(times) / 2 + reach)
+            found[size] = times[max(0, low)], times[min(high, len(times) - 1)]
+        return found
 
     def begin(self) -> None:
         """Look from now on."""
@@ -215,7 +225,10 @@ class VersionWatch:
     async def _latency(self) -> str:
         if self._old_times is not None:
             self.ratio = _ratio(self._times.item_s(), self._old_times.item_s())
-            return self._slow()
+            least = {size: low for size, (low, _) in self._times.bounds_s().items()}
+            most = {size: high for size, (_, high) in self._old_times.bounds_s().items()}
+            is_sure = (_ratio(least, most) or 0.0) > self._options.max_latency_ratio
+            return self._slow() if is_sure else ""
         sizes = self._times.common[:_MOST_SIZES]
         if self.old.pool.is_draining:  # memory was too short to keep it
             return ""

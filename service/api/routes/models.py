@@ -54,6 +54,8 @@ class SwapFigures:
     """The median time of one input."""
     latency_ratio: float | None = None
     """The median of that time divided by that of the version that serves."""
+    latency_ratio_least: float | None = None
+    """The least that this median can be by chance; it is held against `max_latency_ratio`."""
     memory_bytes: int | None = None
     """Memory of its workers."""
     memory_ratio: float | None = None

@@ -2,9 +2,10 @@
 
 import asyncio
 import json
+import random
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,10 +40,13 @@ class Acts:
     noise: float = 0.0
     shift: int = 0
     fails: Callable[[int], bool] = lambda number: False
+    error: str = "non_finite_output"
+    load: Sequence[float] = (1.0,)
+    """How many times as long a batch may take, by chance."""
 
     def outcome(self, item: ItemRef, number: int) -> Outcome:
         if self.fails(number):
-            return ItemError("non_finite_output", "NaN in 'y'")
+            return ItemError(self.error, "there is no such number")
         label = (number + self.shift) % 5
         if not item.wants_tensors:
             return b'{"label": "%d", "index": %d}' % (label, label)
@@ -62,6 +66,7 @@ class Stage:
         self.busy: dict[int, float] = {}
         self.answered: Counter[int] = Counter()
         self.failed: Counter[str] = Counter()
+        self.chance = random.Random(1)
         self.pause_s = 0.02
         self.at_once = 1
         self.num_asked = 0
@@ -123,6 +128,7 @@ class Stage:
             items, _ = worker.batches[0]
             acts = self.acts[min(worker.id.version, len(self.acts)) - 1]
             spent_s = acts.batch_s + acts.item_s * len(items)
+            spent_s *= self.chance.choice(acts.load)
             numbers = [
                 int(bytes(self.arena.read(item.offset, item.num_bytes)) or b"0") for item in items
             ]
@@ -274,6 +280,18 @@ async def test_the_version_that_serves_is_shown_as_that_while_a_canary_answers_t
         await task
 
 
+@pytest.mark.parametrize("policy", ["shadow", "canary"])
+async def test_a_version_to_which_no_traffic_comes_is_refused_and_says_what_to_do(stage, policy):
+    it = await ready(stage())
+    asked = {"policy": policy, "num_inputs": 20, "duration_s": 3, "traffic_share": 0}
+    with it.clients(), pytest.raises(VersionRefusedError, match="none was for it within") as none:
+        await it.swap(**asked)
+    assert "raise these, or use the policy `verified`" in none.value.message
+    assert none.value.figures["num_live"] == 20
+    assert it.info()["serves"] == 1
+    assert it.catalog.version("m").pool.is_serving
+
+
 @pytest.mark.parametrize(
     ("acts", "reason", "figure"),
     [
@@ -302,6 +320,17 @@ async def test_a_canary_that_is_worse_stops_at_once(stage, acts, reason, figure)
     assert it.catalog.version("m").pool.canary is None
     assert it.catalog.version("m").pool.is_serving
     assert sum(it.failed.values()) < 10  # of some thousand
+
+
+@pytest.mark.parametrize("policy", ["verified", "canary"])
+async def test_times_that_vary_by_chance_refuse_nothing(stage, policy):
+    it = await ready(stage(old=Acts(load=(1, 2, 4)), new=Acts(load=(1, 2, 4))))
+    with it.clients():
+        for number in range(2, 12):
+            found = await it.swap(
+                policy=policy, num_inputs=10, traffic_share=0.5, duration_s=3, rollback_s=0
+            )
+            assert found["serves"] == number
 
 
 async def swapped(it: Stage, **request: object) -> None:

@@ -10,7 +10,7 @@ import pytest
 from inferpool.service.api.routes.models import SwapFigures
 from inferpool.service.catalog.comparison import Comparison
 from inferpool.service.catalog.validation import read_cases, validate
-from inferpool.service.errors import InvalidInputError, OverloadedError
+from inferpool.service.errors import InvalidInputError, OverloadedError, VersionRefusedError
 from inferpool.workers.arena import Arena
 from inferpool.workers.errors import WorkerStartError
 from inferpool.workers.messages import ItemRef, Outcome
@@ -99,3 +99,22 @@ async def test_a_pipe_among_the_images_is_named_and_not_waited_for(stage, tmp_pa
     os.mkfifo(tmp_path / "images/cat/a.png")
     with pytest.raises(InvalidInputError, match=r"cat/a\.png cannot be read: it is no regular"):
         await validated(await ready(stage()), str(tmp_path / "images"))
+
+
+async def test_a_validation_with_labels_that_nothing_answers_says_nothing_and_is_refused(
+    stage, tmp_path
+):
+    validation = lines_of(tmp_path / "x.jsonl", dict.fromkeys(range(20), "cat"))
+    it = await ready(stage())
+    with pytest.raises(VersionRefusedError, match="any of the 20 inputs") as refused:
+        await it.swap(validation=validation, wait_s=0)
+    assert (refused.value.figures["accuracy"], refused.value.figures["accuracy_before"]) == (0, 0)
+
+
+async def test_an_input_of_a_validation_that_no_version_can_read_is_named(stage, tmp_path):
+    validation = lines_of(tmp_path / "x.jsonl", {n: str(n % 5) for n in range(20)})
+    acts = Acts(fails=lambda number: number == 7, error="invalid_input")
+    it = await ready(stage(old=acts, new=acts))
+    with pytest.raises(InvalidInputError, match="line 8: there is no such number"):
+        await it.swap(validation=validation, wait_s=0)
+    assert (it.info()["serves"], it.info()["state"]) == (1, "refused")
