@@ -108,6 +108,8 @@ class Call(msgspec.Struct):
     trace_state: bytes = b""
     parent_id: str = ""
     """The caller's span, if it named one."""
+    version_line: str = ""
+    """The header line of the answer that says which version it is of."""
     cors_lines: str = ""
     """Header lines of the answer, for a page's browser."""
     steps: list[InstanceSteps] | None = None
@@ -129,6 +131,11 @@ class Call(msgspec.Struct):
     """An earlier call with the same head."""
     form: WholeBody | None = None
     """How to read the body, if an earlier call with the same head has shown it."""
+
+    def choose(self, entry: ModelEntry | None) -> None:
+        """Note the version that the call is for. Later calls with the same head need not."""
+        self.entry = entry
+        self.version_line = "" if entry is None else f"x-model-version: {entry.version}\r\n"
 
     def log_ids(self) -> dict[str, str]:
         """Return the ids by which a log line about the call is found."""

@@ -103,7 +103,7 @@ class Exchange(msgspec.Struct, eq=False):
     ) -> "Exchange":
         """Begin a call (see `begin_call`). It raises nothing, so that the answer has an id."""
         call = begin_call(method, path, query, headers)
-        call.entry = predict.find(call)
+        call.choose(predict.find(call))
         if predict.cors is not None:
             call.cors_lines = predict.cors.lines_for(call.headers.get(b"origin"))
         if predict.tracing is not None:
@@ -298,11 +298,12 @@ class Exchange(msgspec.Struct, eq=False):
     def _entry_now(self) -> ModelEntry:
         """Return the version that the call is for now, since versions come and go."""
         call = self.call
-        call.entry = entry = self.predict.find_now(call)
+        entry = self.predict.find_now(call)
+        call.choose(entry)
         if entry is None:
             raise self.predict.unknown(call)
         if call.earlier is not None:  # so that the next call with this head need not look
-            call.earlier.entry = entry
+            call.earlier.choose(entry)
         return entry
 
     def _decode(self, entry: ModelEntry, chunks: Sequence[Buffer]) -> Decoded:

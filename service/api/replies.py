@@ -159,10 +159,8 @@ def common_lines(call: Call, timing: InstanceTiming | None) -> str:
     if timing is not None:
         worked = _work_of(timing.prepare_s, timing.compute_s)
         stages = f"queue;dur={timing.queue_s * 1e3:.2f}, {worked}"
-    entry = call.entry
-    version = "" if entry is None else f"x-model-version: {entry.version}\r\n"
     return (
-        f"x-request-id: {call.request_id}\r\n{version}"
+        f"x-request-id: {call.request_id}\r\n{call.version_line}"
         f"traceparent: 00-{call.trace_id}-{call.span_id}-{call.flags}\r\n{state}{call.cors_lines}"
         f"server-timing: {stages}total;dur={(time.monotonic() - call.started) * 1e3:.2f}\r\n"
     )

@@ -189,7 +189,8 @@ class Batcher(Generic[Q]):
 
     def push(self, instance: Q, now: float) -> None:
         """Add an instance behind its equals."""
-        deadline, priority, bucket = instance.ref.deadline, instance.ref.priority, self._newest
+        ref, bucket = instance.ref, self._newest
+        deadline, priority = ref.deadline, ref.priority
         if (
             not bucket.deadline <= deadline < bucket.end
             or bucket.priority != priority
@@ -198,8 +199,8 @@ class Batcher(Generic[Q]):
             self._newest = bucket = self._bucket(priority, deadline, now)
         instance.bucket = bucket
         bucket.instances[instance] = None
-        if caller := instance.ref.caller:
-            bucket.num_of[caller] += 1
+        if ref.caller:
+            bucket.num_of[ref.caller] += 1
         self.num_waiting += 1
         self._sums = None
 
@@ -266,15 +267,15 @@ class Batcher(Generic[Q]):
         """Take the best instances, at most `max_size`; a solo instance comes alone."""
         batch: list[Q] = []
         for bucket in chain(self._order, (self._late,)):
-            instances = bucket.instances
+            instances, num_of = bucket.instances, bucket.num_of
             while instances and len(batch) < max_size:
                 instance = next(iter(instances))
                 if instance.is_solo and batch:
                     break
                 del instances[instance]
                 batch.append(instance)
-                if caller := instance.ref.caller:
-                    bucket.num_of[caller] -= 1
+                if num_of and (caller := instance.ref.caller):
+                    num_of[caller] -= 1
                 if instance.is_solo:
                     break
             if batch and (batch[-1].is_solo or instances or len(batch) == max_size):

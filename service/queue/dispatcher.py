@@ -196,10 +196,9 @@ class Dispatcher:
                 raise OverloadedError("the arena for payloads is full", retry_after_s=1)
             ref.offset = offset
         instance = Instance(self, ref, owner, now)
-        instance.is_solo = is_solo
-        if is_suspect:
+        if is_solo or is_suspect:
             instance.is_solo = True
-            instance.num_crashes = 1
+            instance.num_crashes = int(is_suspect)
         self._ledger.open(instance, now, steps)
         self._queue.push(instance, now)
         if not self.scheduler.is_due:
@@ -283,7 +282,7 @@ class Dispatcher:
         # If there are several kinds, all that wait may be of this one's. Its kind may take half of
         # the time until its deadline, so each counts twice.
         num_counted = 2 * num_queued if queue.is_mixed else num_queued
-        if ref.caller and num_queued:  # in the same way, all may be of this one's key
+        if num_queued and ref.caller:  # in the same way, all may be of this one's key
             num_counted = max(num_counted, int((num_queued + 1) * admission.key_share.weight))
         if admission.is_welcome(num_counted, num_counted + lanes.num_sent, num_workers, left_s):
             return

@@ -394,7 +394,7 @@ class PredictProtocol(HttpConnection):
         self._incoming.end_head()
         path = self.url[:MAX_URL_BYTES].partition(b"?")[0].decode("ascii", "replace")
         exchange = Exchange.open(self, self.predict, "-", path, b"", self.headers)
-        exchange.call.entry = None
+        exchange.call.choose(None)
         exchange.fail(error)
         self._take_turn(exchange)
 
