@@ -141,9 +141,9 @@ def load_arguments(
     draft.add_arguments(arguments)
     settings, origins, warnings = draft.finish(cwd)
     beside = None if file is None or model or "models" in arguments else Path(file)
-    path = _state_path(settings.state_file, beside, cwd)
+    kept = str(_state_path(settings.state_file, beside, cwd) or "none")
     # Whoever serves these settings may know neither the file nor the folder.
-    settings = settings.model_copy(update={"state_file": "none" if path is None else str(path)})
+    settings = settings.model_copy(update={"state_file": kept})
     origins = {"state_file": "argument" if beside is None else f"file {beside}", **origins}
     return LoadedSettings(settings=settings, origins=origins, warnings=warnings)
 
