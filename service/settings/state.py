@@ -12,12 +12,12 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from inferpool.models.files.reading import read_file
-from inferpool.service.settings.model import ModelSettings, PositiveInt, SettingsTable
+from inferpool.service.settings.model import MODEL_NAME, ModelSettings, SettingsTable
 from inferpool.service.settings.names import StateFileError, dotted
 
 if TYPE_CHECKING:
@@ -30,6 +30,8 @@ _MAX_BYTES = 16 << 20
 _WHAT_IT_IS = frozenset({"source", "weights", "options"})
 """Settings that make a removed model another one, which is served again."""
 
+ModelName = Annotated[str, Field(pattern=f"^{MODEL_NAME.pattern}$")]
+VersionNumber = Annotated[int, Field(ge=1, le=2**53)]
 Plain = Mapping[str, object]
 """The settings of a model as JSON."""
 
@@ -37,9 +39,9 @@ Plain = Mapping[str, object]
 class SavedModel(SettingsTable):
     """A model that was added, changed or removed at run time."""
 
-    version: PositiveInt
+    version: VersionNumber
     """The version that serves."""
-    newest: PositiveInt
+    newest: VersionNumber
     """The largest number that a version of the model has had."""
     settings: ModelSettings | None
     """The settings of that version; None if the model was removed."""
@@ -51,7 +53,7 @@ class StateTable(SettingsTable):
     """The whole file."""
 
     format: Literal[1] = 1
-    models: Mapping[str, SavedModel] = {}
+    models: Mapping[ModelName, SavedModel] = {}
 
 
 class StateFile:

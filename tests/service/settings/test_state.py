@@ -143,6 +143,8 @@ def test_fields_that_an_earlier_program_did_not_have_are_no_change(started, tmp_
         (b"[]", "valid dictionary"),
         (b'{"format": 9}', "format: Input should be 1"),
         (b'{"models": {"a": {"version": 0}}}', "models.a.version: "),
+        (b'{"models": {"a/b": {}}}', 'models."a/b"'),
+        (b'{"models": {"a": {"version": 1%s}}}' % (b"0" * 30), "models.a.version: "),
         (b"[" * 100_000, "recursion"),
     ],
 )
