@@ -79,7 +79,11 @@ class SwapOperator:
         self._marks = itertools.count(1)
 
     async def swap(
-        self, options: Mapping[str, object] | None = None, **request: object
+        self,
+        options: Mapping[str, object] | None = None,
+        *,
+        prefer: str = "",
+        **request: object,
     ) -> tuple[int, Mapping[str, Any]]:
         """Swap to another version, whose mark is a new one; return status and answer."""
         body = {
@@ -88,7 +92,14 @@ class SwapOperator:
             "options": {"mark": next(self._marks), **(options or {})},
             **request,
         }
-        return await self.post("versions", body)
+        return await self.post("versions", body, **({"Prefer": prefer} if prefer else {}))
+
+    async def until_said(self, text: str) -> None:
+        """Wait until the change that goes on is at a step that it tells of."""
+        async with asyncio.timeout(_PATIENCE_S):
+            while text not in (model := await self.look())["change"]:
+                assert model["changes"][0]["state"] == "going_on", model
+                await asyncio.sleep(0.02)
 
     async def until_quiet(self) -> None:
         """Wait until no change goes on, so that no version is left but the one that serves."""
@@ -99,22 +110,26 @@ class SwapOperator:
     async def _is_quiet(self) -> bool:
         """Return whether no change goes on; a front that dies may end the connection."""
         try:
-            return not (await self._ask("GET", ""))[1]["change"]
+            return not (await self.look())["change"]
         except NoAnswerError:
             return False
 
+    async def look(self) -> Mapping[str, Any]:
+        """Return what is known of the model."""
+        return (await self._ask("GET", ""))[1]
+
     async def post(
-        self, what: str, body: Mapping[str, object] | None = None
+        self, what: str, body: Mapping[str, object] | None = None, **headers: str
     ) -> tuple[int, Mapping[str, Any]]:
         """Send a request; return status and answer."""
-        return await self._ask("POST", f"/{what}", body or {})
+        return await self._ask("POST", f"/{what}", body or {}, **headers)
 
     async def _ask(
-        self, method: str, path: str, body: object = None
+        self, method: str, path: str, body: object = None, **headers: str
     ) -> tuple[int, Mapping[str, Any]]:
         data = json.dumps(body).encode() if body is not None else b""
         request = post_request(
-            f"/admin/models/m{path}", data, "application/json", {"X-API-Key": ADMIN}
+            f"/admin/models/m{path}", data, "application/json", {"X-API-Key": ADMIN, **headers}
         )
         request = request.replace(b"POST", method.encode(), 1)
         async with connected(self._address) as connection:

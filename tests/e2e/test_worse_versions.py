@@ -1,0 +1,241 @@
+"""Worse versions that are put into real services under live traffic, and are stopped."""
+
+import asyncio
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from inferpool.models.vision.efficientnet import packaged_weights
+from inferpool.models.vision.photos import sample_jpegs
+from tests.e2e.running import Running, asking, running
+from tests.e2e.swapping import KEYS, SwapOperator, SwapTally, serving, under_load
+
+Figures = Mapping[str, Any]
+WORSE = "tests.worse_model:Worse"
+
+
+@pytest.fixture(scope="module")
+def photographs() -> Iterator[Running]:
+    """A service of the packaged network, named m."""
+    settings = {"models": {"m": {"source": "efficientnet_lite0", "replicas": 1}}}
+    with running("--front-ends", "1", settings=settings, env=KEYS) as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def noisy(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A file of the packaged weights with noise."""
+    weights = torch.load(packaged_weights(), weights_only=True)
+    chance = torch.Generator().manual_seed(0)
+    for tensor in weights.values():
+        if tensor.dim() > 1:
+            tensor += 0.3 * tensor.std() * torch.randn(tensor.shape, generator=chance)
+    path = tmp_path_factory.mktemp("weights") / "noisy.pth"
+    torch.save(weights, path)
+    return str(path)
+
+
+def version_of(name: str) -> dict[str, str]:
+    return {"source": f"tests.worse_model:{name}"}
+
+
+@pytest.mark.parametrize(
+    ("change", "policy", "says", "shows"),
+    [
+        ({}, "verified", "max_deviation", lambda figures: figures["deviation"] > 0.05),
+        (
+            version_of("ShuffledLabels"),
+            "canary",
+            "min_agreement",
+            lambda figures: (figures["agreement"], figures["deviation"]) == (0, 0),
+        ),
+        pytest.param(
+            version_of("TwiceAsSlow"),
+            "shadow",
+            "max_latency_ratio",
+            lambda figures: figures["agreement"] == 1 and figures["latency_ratio"] > 1.3,
+            marks=[pytest.mark.slow, pytest.mark.measures],
+        ),
+        (
+            version_of("NotFinite"),
+            "force",
+            "non_finite_output",
+            lambda figures: figures["num_faults"] == 1,
+        ),
+    ],
+    ids=["noise", "labels", "slow", "not finite"],
+)
+def test_a_worse_version_of_a_real_network_is_refused_with_the_figure_that_shows_why(
+    photographs: Running,
+    noisy: str,
+    change: dict[str, str],
+    policy: str,
+    says: str,
+    shows: Callable[[Figures], bool],
+):
+    operator = SwapOperator(photographs.address)
+    jpegs = itertools.cycle(sample_jpegs()[:12])
+    num_inputs = 15 if policy == "shadow" else 6  # times need some to be sure
+    body = {"policy": policy, "num_inputs": num_inputs, "max_latency_ratio": 1.3}
+    body |= change or {"weights": noisy}
+
+    def ask() -> httpx.Response:
+        return photographs.post(
+            "/predict/m", content=next(jpegs), headers={"Content-Type": "image/jpeg"}
+        )
+
+    with asking(ask) as answers:
+        status, answer = asyncio.run(operator.post("versions", body))
+        asyncio.run(operator.until_quiet())
+    assert (status, answer["code"]) == (422, "version_refused"), answer
+    assert says in answer["detail"]
+    assert shows(answer["figures"]), answer["figures"]
+    assert {each.status_code for each in answers} == {200}
+    assert {each.headers["x-model-version"] for each in answers} == {"1"}
+    model = asyncio.run(operator.look())
+    assert (model["version"], model["versions"][0]["state"]) == (1, "refused")
+    assert model["versions"][0]["figures"] == answer["figures"]
+
+
+@pytest.fixture(scope="module")
+def numbers() -> Iterator[Running]:
+    """A service of a model that labels numbers."""
+    with serving("--front-ends", "1", source=WORSE) as service:
+        yield service
+
+
+BAD: Mapping[str, Mapping[str, object]] = {"nan": {"nan_in": 100}, "slow": {"slower": 30}}
+BOUNDS = {"nan": 1e6, "slow": 5.0}
+"""Of the times. A machine with other work to do makes equal versions differ by more than usual."""
+
+
+async def until_state(operator: SwapOperator, state: str) -> Mapping[str, Any]:
+    """Wait until the newest version is in a state, and return what is known of it."""
+    async with asyncio.timeout(60):
+        while True:
+            newest = (await operator.look())["versions"][0]
+            if newest["state"] == state:
+                return dict(newest)
+            await asyncio.sleep(0.02)
+
+
+def forgive_nan(tally: SwapTally) -> int:
+    """Leave out the calls whose wrong answers are NaN where it was due; return their number."""
+    due = [each for each in tally.wrong if _is_nan_due(*each)]  # type: ignore[misc]
+    tally.wrong = [each for each in tally.wrong if each not in due]
+    return len(due)
+
+
+def _is_nan_due(numbers: list[int], status: int, version: bytes, body: Mapping[str, Any]) -> bool:
+    if len(numbers) == 1:
+        return numbers[0] % 100 == 7 and body.get("code") == "non_finite_output"
+    failed = [n for n, each in zip(numbers, body["predictions"], strict=True) if "error" in each]
+    return status == 200 and all(number % 100 == 7 for number in failed)
+
+
+@pytest.mark.parametrize("how", BAD)
+@pytest.mark.parametrize("policy", ["shadow", "canary"])
+def test_a_version_that_turns_worse_beside_the_one_that_serves_is_refused(
+    numbers: Running, tmp_path: Path, policy: str, how: str
+):
+    async def run() -> None:
+        operator = SwapOperator(numbers.address)
+        async with under_load(numbers.address) as tally:
+            status, answer = await operator.swap(
+                {**BAD[how], "bad": str(tmp_path / "bad")},
+                prefer="respond-async",
+                policy=policy,
+                num_inputs=5,
+                traffic_share=0.5,
+                duration_s=600,
+                max_latency_ratio=BOUNDS[how],
+            )
+            assert status == 202, answer
+            await operator.until_said(f"{policy}: ")
+            (tmp_path / "bad").touch()
+            newest = await until_state(operator, "refused")
+            await tally.until(tally.right + 20)
+        figures = newest["figures"]
+        if policy == "shadow":
+            assert len(tally.marks) == 1
+        else:
+            assert forgive_nan(tally) > 0 or how == "slow"
+            assert figures["num_answered"] > 0
+        tally.check()
+        match how, policy:
+            case "nan", "shadow":
+                assert "non_finite_output" in newest["reason"]
+                assert figures["num_faults"] > 0
+            case "nan", _:
+                assert figures["fault_share"] > 0.001
+                assert figures["fault_share_before"] == 0
+            case _, "shadow":
+                assert figures["latency_ratio"] > BOUNDS[how]
+            case _:
+                assert figures["live_latency_ratio"] > BOUNDS[how]
+        await operator.until_quiet()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("how", BAD)
+def test_a_version_that_turns_worse_after_the_switch_is_rolled_back_by_itself(
+    numbers: Running, tmp_path: Path, how: str
+):
+    async def run() -> None:
+        operator = SwapOperator(numbers.address)
+        async with under_load(numbers.address) as tally:
+            status, answer = await operator.swap(
+                {**BAD[how], "bad": str(tmp_path / "bad")},
+                policy="verified",
+                num_inputs=5,
+                rollback_s=600,
+                max_latency_ratio=BOUNDS[how],
+            )
+            assert status == 200, answer
+            former = max(
+                each["number"]
+                for each in (await operator.look())["versions"]
+                if each["state"] == "kept"
+            )
+            (tmp_path / "bad").touch()
+            newest = await until_state(operator, "rolled_back")
+            await operator.until_quiet()
+            await tally.until(tally.right + 20)
+        figures = newest["figures"]
+        if how == "nan":
+            assert forgive_nan(tally) > 0
+            assert figures["fault_share"] > 0.001
+            assert "max_fault_share" in newest["reason"]
+        else:
+            assert figures["live_latency_ratio"] > BOUNDS[how]
+            assert "max_latency_ratio" in newest["reason"]
+        tally.check()
+        assert (await operator.look())["version"] == former
+
+    asyncio.run(run())
+
+
+def test_a_version_that_is_forced_is_not_rolled_back_by_itself(numbers: Running):
+    async def run() -> None:
+        operator = SwapOperator(numbers.address)
+        async with under_load(numbers.address) as tally:
+            status, answer = await operator.swap({"nan_in": 100, "slower": 3}, rollback_s=600)
+            assert status == 200, answer
+            await tally.until(tally.right + 400)
+            model = await operator.look()
+            assert model["versions"][0]["state"] == "serving"
+            status, answer = await operator.post("rollback")
+            assert status == 200, answer
+            await tally.until(tally.right + 20)
+        assert forgive_nan(tally) >= 5  # enough to roll back another one
+        tally.check()
+        assert (await operator.look())["versions"][0]["reason"] == "it was asked for"
+        await operator.until_quiet()
+
+    asyncio.run(run())
