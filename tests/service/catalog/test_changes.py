@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -15,6 +16,7 @@ from inferpool.workers.beside.searching import search
 from inferpool.workers.errors import WorkerStartError
 from tests.service.catalog.test_catalog import ROOM, Kept, answering
 from tests.service.pools import until
+from tests.service.test_speed import FIRST, FakeSearch
 
 
 class Changing:
@@ -216,4 +218,21 @@ async def test_a_rollback_goes_to_the_version_before_even_if_an_earlier_one_left
     changing.changes.begin_rollback("m")
     await changing.changes.until_decided("m")
     assert changing.catalog.serving["m"].version == 2
+    await changing.closed()
+
+
+async def test_a_change_cancels_a_search_for_speed_and_need_not_wait_for_it(make):
+    changing = await make().ready()
+    search = FakeSearch(None)  # it takes an hour
+    changing.speed_search = changing.changes._speed_search = SpeedSearch(search, grace_s=1)
+    pool = changing.catalog.serving["m"]
+    (slot,) = pool.slots
+    slot.config = replace(slot.config, chosen=FIRST)
+    changing.speed_search.add(pool)
+    await until(lambda: search.keys)
+    assert changing.speed_search.progress("m").state == "searching"
+    await changing.swapped(rollback_s=0)
+    assert search.was_cancelled
+    assert changing.catalog.serving["m"].version == 2
+    assert changing.speed_search.progress("m").state != "searching"
     await changing.closed()
