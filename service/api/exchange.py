@@ -286,6 +286,9 @@ class Exchange(msgspec.Struct, eq=False):
                     return
                 chunks = _put_into(ref, decoded.payloads[0])
             future = entry.submit(ref, chunks, self._steps())
+        except OverloadedError as error:
+            self._refuse_soon(error)
+            return
         except Exception as error:
             self._refuse(error)
             return
@@ -347,10 +350,24 @@ class Exchange(msgspec.Struct, eq=False):
             return
         try:
             reply = reply_to(self.call)
+        except OverloadedError as error:
+            self._refuse_soon(error)
+            return
         except Exception as error:
             self._refuse(error)
             return
         self._answer(reply)
+
+    def _refuse_soon(self, error: OverloadedError) -> None:
+        """Refuse the call in this turn, or in a later one if it is still open then."""
+        self._let_go()
+        error.__traceback__ = None  # its frames hold the body
+
+        def refuse() -> None:
+            if not self.response_complete:
+                self._refuse(error)
+
+        self.predict.refusals.add(refuse)
 
     def _refuse(self, error: Exception) -> None:
         self._give_up()

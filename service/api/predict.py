@@ -10,7 +10,7 @@ from inferpool.service.api.auth import Guard
 from inferpool.service.api.call import Call, ModelEntry, OnDone, OnFailure, Tracing
 from inferpool.service.api.codecs.body import Limits
 from inferpool.service.api.cors import Cors
-from inferpool.service.api.wire.budgets import EdgeLimits, UnfinishedRequests
+from inferpool.service.api.wire.budgets import EdgeLimits, Refusals, UnfinishedRequests
 from inferpool.service.errors import UnknownModelError
 
 PREFIX = "/predict"
@@ -33,6 +33,7 @@ class Predict:
     unfinished: UnfinishedRequests = field(
         default_factory=lambda: UnfinishedRequests(EdgeLimits().max_unfinished_bytes)
     )
+    refusals: Refusals = field(default_factory=Refusals)
     guard: Guard | None = None
     """Checks keys; None if calls need none."""
     cors: Cors | None = None

@@ -25,6 +25,7 @@ from inferpool.service.api.errors import (
 from inferpool.service.errors import (
     InternalError,
     InvalidInputError,
+    OverloadedError,
     ServiceError,
     UnavailableError,
 )
@@ -46,13 +47,19 @@ connection."""
 
 
 def reply_to(call: Call) -> Reply:
-    """Reply to a call whose instances all have their outcome."""
+    """Reply to a call whose instances all have their outcome.
+
+    Raises:
+        OverloadedError: Its only instance was refused; a flood of these is answered bit by bit.
+    """
     outcomes = call.outcomes
     outcome = outcomes[0] if len(outcomes) == 1 else None
     if isinstance(outcome, asyncio.Future) and call.chosen == "json":
         # The most frequent case, and so in one step; `encode` would give the same.
         try:
             result = outcome.result()
+        except OverloadedError:
+            raise
         except (Exception, asyncio.CancelledError):
             pass  # answered below
         else:

@@ -19,6 +19,8 @@ _MIN_AGE_S = 1.0
 _SHARE_LEFT = 7 / 8
 """Share of the limit to go down to, since looking through ten thousand clients takes
 milliseconds."""
+_MOST_REFUSALS = 16
+"""Refusals in one turn; they take a millisecond or two."""
 
 _MIN_IDLE_S = 1.0
 """A connection that has been idle for less may be about to send its request."""
@@ -136,6 +138,37 @@ class UnfinishedRequests(_Budget[Sender]):
             "(max_unfinished_bytes): the slowest are refused",
             retry_after_s=_RETRY_AFTER_S,
         )
+
+
+class Refusals:
+    """Bounds the refusals in one turn of the event loop, so that a flood of them delays nobody.
+
+    To refuse takes longer than to read what comes. So while one flood is refused, bit by bit, the
+    calls of others are read, and their answers are sent. A client whose refusal waits here sends
+    nothing more meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._line: deque[Callable[[], None]] = deque()
+        self._num_left = _MOST_REFUSALS
+        self._is_due = False
+
+    def add(self, refuse: Callable[[], None]) -> None:
+        """Call this now, or in a later turn if there were many in this one."""
+        if not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._begin_turn)
+        if self._num_left:
+            self._num_left -= 1
+            refuse()
+        else:
+            self._line.append(refuse)
+
+    def _begin_turn(self) -> None:
+        self._is_due = False
+        self._num_left = _MOST_REFUSALS
+        for _ in range(min(len(self._line), _MOST_REFUSALS)):
+            self.add(self._line.popleft())
 
 
 class SlowReader(Protocol):

@@ -10,14 +10,17 @@ import pytest
 
 from inferpool.service.api.codecs.body import add_piece
 from inferpool.service.api.exchange import Exchange
-from inferpool.service.api.wire.budgets import UnfinishedRequests, UnreadAnswers
-from tests.service.api.fakes import FakeModel, result
+from inferpool.service.api.wire.budgets import Refusals, UnfinishedRequests, UnreadAnswers
+from inferpool.service.errors import OverloadedError
+from tests.service.api.fakes import FakeModel, NoWire, endpoint, result
 from tests.service.api.server import (
     ONE,
     POST,
     ROUTES,
+    WAYS,
     PredictServer,
     RawClient,
+    Way,
     serve,
     silent_model,
     until,
@@ -315,3 +318,76 @@ async def test_the_end_of_a_connection_cuts_no_large_unread_answer(line: bytes) 
         client.read_on()
         assert len((await client.read_answer()).body) > LARGE
         assert await client.is_closed()
+
+
+async def test_refusals_are_bounded_in_each_turn_and_go_in_order() -> None:
+    refusals, refused = Refusals(), list[int]()
+    for _ in range(2):
+        refused.clear()
+        for number in range(40):
+            refusals.add(partial(refused.append, number))
+        most = len(refused)
+        assert most == 16
+        await asyncio.sleep(0)
+        assert len(refused) == 2 * most
+        refusals.add(partial(refused.append, 40))  # behind those that came before
+        await asyncio.sleep(0)
+        assert refused == list(range(41))
+        await asyncio.sleep(0)
+
+
+async def test_one_refusal_that_fails_keeps_none_from_going_on() -> None:
+    refusals, refused = Refusals(), list[int]()
+    with pytest.raises(ZeroDivisionError):
+        refusals.add(lambda: 1 // 0)  # type: ignore[arg-type,return-value]  # it never returns
+    for number in range(40):
+        refusals.add(partial(refused.append, number))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert len(refused) == 40
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_a_call_comes_in_between_a_flood_of_refusals(way: Way) -> None:
+    """Each is answered once, but for the one that hangs up before it is its turn."""
+    num = 200
+    model = FakeModel(refusals=[OverloadedError("full", retry_after_s=1)] * num)
+    async with serve(model, way) as server, contextlib.AsyncExitStack() as stack:
+        flood = [await stack.enter_async_context(server.connect()) for _ in range(num)]
+        other = await stack.enter_async_context(server.connect())
+        await until(lambda: len(server.connections) == num + 1)
+        for client in flood:
+            client.send(ONE)
+        other.send(ONE)
+        gone = flood.pop()
+        gone.writer.close()
+        assert (await other.read_answer()).status == 200
+        num_before = server.statuses.count(429)
+        answers = await asyncio.gather(*(client.read_answer() for client in flood))
+        assert [answer.status for answer in answers] == [429] * (num - 1)
+        assert {answer.headers["retry-after"] for answer in answers} == {"1"}
+        assert num_before < num / 2
+        await until(lambda: len(server.statuses) == num + 1)
+    assert server.statuses.count(429) >= num - 1
+
+
+async def test_a_call_that_waits_for_its_refusal_keeps_no_body() -> None:
+    num, size = 100, 100_000
+    statuses: list[int] = []
+    model = FakeModel(refusals=[OverloadedError("full", retry_after_s=1) for _ in range(num)])
+    predict = endpoint(model, on_done=lambda _, status, __: statuses.append(status))
+    headers = [(b"content-type", b"image/png")]
+    tracemalloc.start()
+    try:
+        for _ in range(num):
+            exchange = Exchange.open(NoWire(), predict, "POST", "/predict", b"", headers)
+            exchange.start()
+            exchange.take(bytes(size))
+        num_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert num_bytes < num * size / 5
+    assert len(statuses) < num / 2
+    for _ in range(num):
+        await asyncio.sleep(0)
+    assert statuses == [429] * num
