@@ -3,11 +3,15 @@
 import asyncio
 import shlex
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from math import inf
+from multiprocessing import get_context
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 from inferpool.service.tools.trial.connection import post_request
+from inferpool.service.tools.trial.generators import precise_loop
 from inferpool.service.tools.trial.load import LoadGenerator, LoadPlan
 from inferpool.service.tools.trial.tally import LoadTally
 from tests.bench.frame import Benchmark, Cell, Column
@@ -28,6 +32,8 @@ OPTIONS = {
 }
 _SETTLE_S = 1.0
 """Begin of each phase, which is not counted."""
+_START_S = 60.0
+"""Time for the processes of the generators to start."""
 _NUM_CLIENTS = 32
 """Clients of a closed loop; more than fill two batches of each worker find nothing more."""
 _FLOOD = (
@@ -150,28 +156,38 @@ def _await_all(server: BenchServer, source: str) -> None:
 
 
 def _load(bench: Benchmark, rates: dict[str, float | None]) -> dict[str, LoadTally]:
-    """Load each model at a rate, or in a closed loop (None), at once."""
-    return asyncio.run(_load_all(bench, rates))
+    """Load each model at a rate, or in a closed loop (None), at once.
 
-
-async def _load_all(bench: Benchmark, rates: dict[str, float | None]) -> dict[str, LoadTally]:
+    Each has a process of its own: a flood would keep the generator of the quiet one waiting.
+    """
     args = bench.args
-    generators = {
-        model: LoadGenerator(
-            LoadPlan(
-                address=(HOST, args.port),
-                requests=_requests(args.source, model),
-                connections=_NUM_CLIENTS if rate is None else 10_000,
-                rate=rate,
-                warmup_s=_SETTLE_S,
-                duration_s=args.secs,
-                seed=number,
-            )
+    plans = [
+        LoadPlan(
+            address=(HOST, args.port),
+            requests=_requests(args.source, model),
+            connections=_NUM_CLIENTS if rate is None else 10_000,
+            rate=rate,
+            warmup_s=_SETTLE_S,
+            duration_s=args.secs,
+            seed=number,
         )
         for number, (model, rate) in enumerate(rates.items())
-    }
-    tallies = await asyncio.gather(*(each.run() for each in generators.values()))
-    return dict(zip(generators, tallies, strict=True))
+    ]
+    context = get_context("spawn")
+    are_ready = context.Barrier(len(plans))
+    with ProcessPoolExecutor(len(plans), context, _keep, (are_ready,)) as processes:
+        return dict(zip(rates, processes.map(_generate, plans), strict=True))
+
+
+def _keep(are_ready: Barrier) -> None:
+    """Keep what all generators wait for, so that they begin together."""
+    _generate.are_ready = are_ready  # type: ignore[attr-defined]  # a barrier cannot be an argument
+
+
+def _generate(plan: LoadPlan) -> LoadTally:
+    _generate.are_ready.wait(_START_S)  # type: ignore[attr-defined]  # as above
+    with asyncio.Runner(loop_factory=precise_loop) as runner:
+        return runner.run(LoadGenerator(plan).run())
 
 
 def _requests(source: str, model: str) -> list[bytes]:
