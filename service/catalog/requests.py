@@ -42,8 +42,8 @@ class SwapOptions(SettingsTable):
     duration_s: Seconds = 60.0
     """How long a shadow or a canary is watched before it serves."""
     rollback_s: Seconds = 300.0
-    """How long the former version stays loaded. If errors or latency of the new one pass the
-    bounds within that time, the former one serves again."""
+    """How long the former version stays loaded, if memory suffices. If errors or latency of the new
+    one pass the bounds within that time, the former one serves again."""
     validation: str | None = None
     """A folder with one subfolder of images for each label, or a file with lines like
     `{"instance": ..., "label": ...}`. All labels are the `label` of an answer, or all are its

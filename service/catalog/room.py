@@ -371,14 +371,15 @@ def refusal(
     """Make the error for workers that do not fit, with the figures; and log it."""
     needed = total_of(needs)
     place = next(place for place in needed if needed[place] > left.get(place, inf))
-    workers = f"{len(needs)} worker{'s' if len(needs) != 1 else ''}"
+    free = max(0, int(left[place]))
+    workers = "1 worker needs" if len(needs) == 1 else f"{len(needs)} workers need"
     where = "" if place == HOST else f" of GPU {place}"
     error = VersionRefusedError(
-        f"it does not fit into memory: its {workers} need about {needed[place] / 2**20:,.0f} MiB"
-        f"{where}, and {left[place] / 2**20:,.0f} MiB are free {when}; {cure}lower replicas, "
+        f"it does not fit into memory: its {workers} about {needed[place] / 2**20:,.0f} MiB"
+        f"{where}, and {free / 2**20:,.0f} MiB are free {when}; {cure}lower replicas, "
         "remove a model, or raise the container's limit"
     )
-    error.figures = {"needed_bytes": needed[place], "free_bytes": left[place]}
+    error.figures = {"needed_bytes": needed[place], "free_bytes": free}
     logger.warning("%s: a version is refused: %s", name, error.message)
     return error
 
