@@ -15,10 +15,10 @@ from itertools import count
 from inferpool.service.api.predict import path_of
 from inferpool.service.catalog.claims import Claims
 from inferpool.service.catalog.plans import placement_text, plan_all, plan_model, with_model
-from inferpool.service.errors import NotSavedError
+from inferpool.service.errors import NotSavedError, OverloadedError
 from inferpool.service.queue.admission import Admission
 from inferpool.service.queue.dispatcher import Dispatcher
-from inferpool.service.queue.instance import CanaryShare
+from inferpool.service.queue.instance import Buffer, CanaryShare
 from inferpool.service.queue.objective import Objective, ObjectiveAdmission
 from inferpool.service.queue.pool import Announcer, Pool, read_model_gauges
 from inferpool.service.queue.quarantine import Quarantine
@@ -32,6 +32,7 @@ from inferpool.workers.config import WorkerConfig
 from inferpool.workers.host.devices import Host
 from inferpool.workers.host.engine import Engine, WorkerId
 from inferpool.workers.host.restart_policy import RestartPolicy
+from inferpool.workers.messages import ItemRef
 
 logger = logging.getLogger(__name__)
 
@@ -192,9 +193,21 @@ class Catalog:
         version.pool.start(paused=paused)
         return version
 
-    def make_trial(self, version: ModelVersion) -> Dispatcher:
-        """Return a dispatcher for `Pool.hold` of a version. What it gets counts nowhere."""
-        return self._make_dispatcher(version.name, version.settings, ModelMetrics(version.name))
+    def hold(self, version: ModelVersion) -> None:
+        """Let calls to a version wait until `Pool.release`, while it is compared.
+
+        Their payloads leave half of the arena free for the inputs of the comparison.
+        """
+        arena, name, rejected = self._arena, version.name, version.metrics.rejected
+        assert arena is not None, "it has been started"
+
+        def leave_room(ref: ItemRef, chunks: Sequence[Buffer]) -> None:
+            if 2 * arena.used_bytes > arena.num_bytes:
+                rejected["arena_full"] += 1
+                raise OverloadedError("too many calls wait for another version", retry_after_s=1)
+
+        trial = self._make_dispatcher(name, version.settings, ModelMetrics(name))
+        version.pool.hold(trial, leave_room)
 
     def expose(self, version: ModelVersion) -> None:
         """Let calls that name a version get to it."""

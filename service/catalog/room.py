@@ -56,6 +56,8 @@ class MemoryShare:
         """The workers that there is room for, counted from the first on."""
         self.left: Memory = {}
         """Free memory beside what is kept for others that load."""
+        self.returning: Callable[[], Sequence[Memory]] = tuple
+        """Tells what workers need that have died, and are being started again."""
         self._room = room
 
     @property
@@ -65,7 +67,9 @@ class MemoryShare:
 
     async def look(self) -> None:
         """Look how many there is room for now."""
-        self.left = await self._room.left_beside(self)
+        left = await self._room.left_beside(self)
+        returning = total_of(self.returning())
+        self.left = {place: num - returning.get(place, 0) for place, num in left.items()}
         self.num = 0
         while self.num < len(self.needs) and fits(total_of(self.needs[: self.num + 1]), self.left):
             self.num += 1
@@ -268,7 +272,7 @@ class Succession:
         self._until_loaded = until_loaded
         if self.has_gap:
             await before_gap()
-            new.pool.hold(self._catalog.make_trial(new))
+            self._catalog.hold(new)
             self._catalog.serve(new)
             await self._catalog.until_known()
             await self._old.pool.dispatcher.settled(self._grace_s)
@@ -308,6 +312,9 @@ class Succession:
 
     async def _load(self, share: MemoryShare) -> None:
         assert self._new is not None, "it has begun"
+        share.returning = self._returning
+        await share.look()  # a worker may have died meanwhile
+        self.is_tight = self.is_tight or share.num < len(share.needs)
         if not share.num:
             await self._make_way(share)
         begun, self._num_begun = self._num_begun, self._num_begun + share.num
@@ -330,6 +337,11 @@ class Succession:
             self._old.pool.dispatcher.abandon(_refused)
         if not share.num:
             raise refusal(self._old.name, share.needs[:1], share.left, "now")
+
+    def _returning(self) -> list[Memory]:
+        slots = self._old.pool.slots
+        num = sum(slot.handle is None and not slot.is_paused for slot in slots)
+        return [*self._needs[:1]] * num
 
     def _leaving(self) -> list[WorkerSlot]:
         """Return the workers of the former version, those first that had better leave first."""

@@ -225,16 +225,24 @@ class Pool:
         self._supervisor.resume(slot)
         self._on_change()
 
-    def hold(self, trial: Dispatcher) -> None:
-        """Let all calls wait until `release`. Workers that come take what `trial` has meanwhile."""
-        self._trial = trial
+    def hold(
+        self, trial: Dispatcher, on_submit: Callable[[ItemRef, Sequence[Buffer]], None]
+    ) -> None:
+        """Let all calls wait until `release`. Workers that come take what `trial` has meanwhile.
+
+        `on_submit` may refuse instances with a `ServiceError`.
+        """
+        self._trial, self.recorder = trial, on_submit
         self._expect()
 
     def release(self) -> None:
         """Let the workers compute the calls that wait."""
         trial, self._trial = self._trial, None
+        if trial is None:
+            return
+        self.recorder = None
         for slot in self.slots:
-            if trial is not None and slot.handle is not None:
+            if slot.handle is not None:
                 trial.detach(slot.handle)
                 self.dispatcher.attach(slot.handle)
         self._expect()
