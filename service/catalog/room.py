@@ -239,7 +239,7 @@ class Succession:
         most = total_of([share.left, *used.values()])
         if not fits(total_of(share.needs), most):
             raise refusal(name, share.needs, most, f"even once version {number} has left")
-        first, beside = share.needs[:1], [used[slot.id.slot] for slot in self._leaving()[:-1]]
+        first, beside = share.needs[:1], [used[slot.id.slot] for slot in self._spare()]
         if share.num or fits(first[0], total_of([share.left, *beside])):
             return
         self.has_gap = True
@@ -325,8 +325,7 @@ class Succession:
     async def _make_way(self, share: MemoryShare) -> None:
         """Let workers of the former version leave, until one of the new version fits."""
         assert self._new is not None, "it has begun"
-        leaving = self._leaving() if self.has_gap else self._leaving()[:-1]
-        for slot in leaving:
+        for slot in self._leaving() if self.has_gap else self._spare():
             self._gave_up.append(slot)
             why = f"it makes room for {self._new.pool.slots[self._num_begun].id.worker}"
             await self._old.pool.pause(slot, self._grace_s, why)
@@ -342,6 +341,11 @@ class Succession:
         slots = self._old.pool.slots
         num = sum(slot.handle is None and not slot.is_paused for slot in slots)
         return [*self._needs[:1]] * num
+
+    def _spare(self) -> list[WorkerSlot]:
+        """Return the workers of the former version without which it still answers, if it does."""
+        leaving = self._leaving()
+        return leaving[:-1] if leaving and leaving[-1].handle is not None else leaving
 
     def _leaving(self) -> list[WorkerSlot]:
         """Return the workers of the former version, those first that had better leave first."""

@@ -314,3 +314,12 @@ async def test_a_worker_that_dies_as_it_leaves_loses_no_call(arena):
         assert not it.errors
         assert it.workers() == ["2/0", "2/1"]
         assert it.metrics.total("m").in_flight == 0
+
+
+async def test_a_version_that_does_not_come_up_again_makes_room_for_one_that_does(arena):
+    async with serving(arena, 1, 1) as it:
+        it.bounded.bad = {1}
+        it.bounded.started[0].die()
+        await until(lambda: it.catalog.serving["m"].slots[0].num_failures > 1)
+        await it.swap()
+        assert it.workers() == ["2/0"]
