@@ -36,7 +36,8 @@ from inferpool.workers.messages import ItemRef
 
 logger = logging.getLogger(__name__)
 
-_LARGEST_NUMBER = 2**53 - 1
+_LARGEST_NUMBER = 10**15
+"""The largest number that may be asked for. JavaScript is sure of those that follow, too."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -144,8 +145,7 @@ class Catalog:
     def number_next(self, name: str, number: int) -> int:
         """Give the next version of a model this number if that is the largest; return its number.
 
-        If it is not, or has more digits than JavaScript is sure of, the next version gets the next
-        number.
+        If it is not, or is too large, the next version gets the next number.
         """
         newest = self.newest(name)
         if newest < number <= _LARGEST_NUMBER:
