@@ -173,6 +173,20 @@ async def test_a_version_that_is_unloaded_answers_what_it_has_and_gets_nothing_m
     assert kept.metrics.total("m").succeeded == 2
 
 
+async def test_of_a_version_that_has_left_only_its_counts_are_kept(keep, monkeypatch):
+    kept = keep()
+    left: list[str] = []
+    monkeypatch.setattr(SilentAnnouncer, "left", lambda self, workers: left.extend(workers))
+    first = kept.catalog.version("m")
+    await until(lambda: first.pool.is_ready)
+    first.metrics.succeeded = 7
+    kept.catalog.serve(await kept.ready())
+    await kept.catalog.unload(first, 1)
+    assert left == ["m/0"]
+    assert kept.metrics.total("m").succeeded == 7
+    assert first.metrics not in kept.metrics._parts["m"]
+
+
 async def test_a_model_that_is_removed_answers_what_it_has_and_may_come_again(keep):
     kept = keep()
     catalog = kept.catalog

@@ -235,4 +235,18 @@ async def test_a_change_cancels_a_search_for_speed_and_need_not_wait_for_it(make
     assert search.was_cancelled
     assert changing.catalog.serving["m"].version == 2
     assert changing.speed_search.progress("m").state != "searching"
+
+
+async def test_a_version_is_kept_while_its_model_is_restarted(make, monkeypatch):
+    monkeypatch.setattr("inferpool.service.catalog.changes._WATCH_EVERY_S", 0.001)
+    changing = await make().ready()
+    await changing.swapped(rollback_s=0.05)
+    await until(lambda: not changing.changes.model_info("m").change)
+    changing.catalog.claims.take("m", "workers of it are being restarted")
+    watch, _ = changing.changes._watches["m"]
+    await until(lambda: watch.is_over)
+    await asyncio.sleep(0.01)  # several looks
+    assert [each.number for each in changing.catalog.versions("m")] == [1, 2]
+    changing.catalog.claims.give_back("m")
+    await until(lambda: [each.number for each in changing.catalog.versions("m")] == [2])
     await changing.closed()
