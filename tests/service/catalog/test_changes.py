@@ -235,6 +235,7 @@ async def test_a_change_cancels_a_search_for_speed_and_need_not_wait_for_it(make
     assert search.was_cancelled
     assert changing.catalog.serving["m"].version == 2
     assert changing.speed_search.progress("m").state != "searching"
+    await changing.closed()
 
 
 async def test_a_version_is_kept_while_its_model_is_restarted(make, monkeypatch):
