@@ -132,11 +132,13 @@ class Changes:
         options = SwapOptions(policy="force", old_first=True, rollback_s=0, ephemeral=not is_saved)
         return partial(self._swap, name, former.settings, options, reason)
 
-    async def until_decided(self, name: str) -> None:
+    def until_decided(self, name: str) -> asyncio.Future[None]:
         """See `ModelsTarget`."""
         change = self._changes.get(name)
-        if change is not None:
-            await asyncio.shield(change.decided)
+        decided = asyncio.get_running_loop().create_future() if change is None else change.decided
+        if change is None:
+            decided.set_result(None)
+        return asyncio.shield(decided)
 
     def end(self) -> None:
         """Begin no further change, and end all where they are; what serves goes on to serve."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -10,6 +10,7 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from inferpool.service.api.routes.admin import ERRORS, record
+from inferpool.service.api.routes.repeats import AskedChanges
 from inferpool.service.errors import BadRequestError, TooLargeError
 
 MAX_BODY_BYTES = 256 * 1024
@@ -165,11 +166,11 @@ class ModelsTarget(Protocol):
     def begin_rollback(self, name: str) -> None:
         """Let the version that served before serve again."""
 
-    async def until_decided(self, name: str) -> None:
-        """Wait until the change of a model is decided.
+    def until_decided(self, name: str) -> "asyncio.Future[None]":
+        """Return a future that is done once the change of a model of now is decided.
 
-        Raises:
-            ServiceError: It came to nothing; says why, and what serves.
+        It fails with the `ServiceError` of a change that came to nothing, which says why, and what
+        serves. Cancelling it leaves the change going on.
         """
 
 
@@ -177,19 +178,28 @@ def models_router(target: ModelsTarget) -> APIRouter:
     """Return the routes, acting on a target. Whoever serves them checks the key."""
     router = APIRouter(prefix="/admin/models", tags=["admin"], responses=ERRORS)
 
-    async def decided(request: Request, response: Response, name: str) -> ModelInfo:
-        """Wait for the decision, unless the caller does not want to, or it takes too long."""
+    asked_changes = AskedChanges()
+
+    async def change(
+        request: Request, response: Response, body: bytes, begin: Callable[[], str]
+    ) -> ModelInfo:
+        """Begin a change, unless it was begun before, and wait for the decision.
+
+        Nobody waits if the caller does not want to, or it takes too long.
+        """
+        key = request.headers.get("idempotency-key")
+        about = request.url.path.encode() + b"\0" + body
+        asked = asked_changes.begin(key, about, begin, target.until_decided)
         is_decided = False
         if not _is_asynchronous(request):
             with contextlib.suppress(TimeoutError):
-                # A task of its own, as `wait_for` makes, would miss a change that fails at once.
                 async with asyncio.timeout(_ANSWER_S):
-                    await target.until_decided(name)
+                    await asyncio.shield(asked.decision)
                     is_decided = True
         if not is_decided:
             response.status_code = 202
-            response.headers.update(_going_on_headers(request, name))
-        return target.model_info(name)
+            response.headers.update(_going_on_headers(request, asked.name))
+        return target.model_info(asked.name)
 
     @router.get("", summary="All models and their versions")
     async def models() -> ModelList:
@@ -199,9 +209,14 @@ def models_router(target: ModelsTarget) -> APIRouter:
     @router.post("", summary="Load one more model", responses=_BUSY | _UNFIT | _UNSAVED | _GOING_ON)
     async def add_model(request: Request, response: Response) -> ModelInfo:
         """The body is a JSON object: `name`, and the settings of `[models.NAME]` in the file."""
-        name = target.begin_add(await _body_of(request))
-        record(request, f"add {name}")
-        return await decided(request, response, name)
+        body = await _body_of(request)
+
+        def begin() -> str:
+            name = target.begin_add(_object_in(body))
+            record(request, f"add {name}")
+            return name
+
+        return await change(request, response, body, begin)
 
     @router.get("/{model}", summary="One model and its versions", responses=_NO_MODEL)
     async def show_model(model: str) -> ModelInfo:
@@ -243,9 +258,14 @@ def models_router(target: ModelsTarget) -> APIRouter:
     )
     async def swap_model(request: Request, response: Response, model: str) -> ModelInfo:
         """The body is a JSON object: settings of `[models.NAME]` that change, and the policy."""
-        target.begin_swap(model, await _body_of(request))
-        record(request, f"another version of {model}")
-        return await decided(request, response, model)
+        body = await _body_of(request)
+
+        def begin() -> str:
+            target.begin_swap(model, _object_in(body))
+            record(request, f"another version of {model}")
+            return model
+
+        return await change(request, response, body, begin)
 
     @router.post(
         "/{model}/rollback",
@@ -254,9 +274,13 @@ def models_router(target: ModelsTarget) -> APIRouter:
     )
     async def rollback_model(request: Request, response: Response, model: str) -> ModelInfo:
         """At once if it is still loaded (see `rollback_s`); else it is loaded first."""
-        target.begin_rollback(model)
-        record(request, f"rollback of {model}")
-        return await decided(request, response, model)
+
+        def begin() -> str:
+            target.begin_rollback(model)
+            record(request, f"rollback of {model}")
+            return model
+
+        return await change(request, response, b"", begin)
 
     return router
 
@@ -276,11 +300,11 @@ def _going_on_headers(request: Request, name: str) -> dict[str, str]:
     return headers
 
 
-async def _body_of(request: Request) -> Mapping[str, object]:
-    """Read a body that is a JSON object.
+async def _body_of(request: Request) -> bytes:
+    """Read a body.
 
     Raises:
-        BadRequestError: It is something else.
+        BadRequestError: It does not arrive.
         TooLargeError: It is too long.
     """
     body = b""
@@ -292,6 +316,15 @@ async def _body_of(request: Request) -> Mapping[str, object]:
                     raise TooLargeError(f"the body is larger than {MAX_BODY_BYTES} bytes")
     except TimeoutError:
         raise BadRequestError(f"the body did not arrive within {_BODY_S:g} s") from None
+    return body
+
+
+def _object_in(body: bytes) -> Mapping[str, object]:
+    """Return the JSON object that a body holds.
+
+    Raises:
+        BadRequestError: It holds something else.
+    """
     try:
         decoded = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -137,10 +137,10 @@ async def test_versions_have_the_numbers_of_a_folder_as_long_as_they_rise(make):
 async def test_a_shutdown_answers_those_who_wait_for_a_change_also_for_one_not_begun(make):
     changing = await make().ready()
     changing.changes.begin_swap("m", {})
-    waiting = asyncio.create_task(changing.changes.until_decided("m"))
+    waiting = asyncio.ensure_future(changing.changes.until_decided("m"))
     await asyncio.sleep(0)
     changing.changes.begin_add({"name": "n", "source": "echo"})
-    not_begun = asyncio.create_task(changing.changes.until_decided("n"))
+    not_begun = asyncio.ensure_future(changing.changes.until_decided("n"))
     changing.changes.end()
     for each in (waiting, not_begun):
         with pytest.raises(UnavailableError, match="shutting down"):

@@ -74,6 +74,31 @@ async def test_a_swap_that_is_refused_between_two_looks_still_says_why(make):
     await asked.changes.stop()
 
 
+async def test_a_change_that_is_asked_for_again_with_its_key_is_made_once(make):
+    asked = make()
+    await until(lambda: asked.kept.catalog.serving["m"].is_ready)
+
+    async def swap(key: str, **body: object) -> httpx.Response:
+        headers = {"idempotency-key": key, "prefer": ""}
+        body = {"policy": "force", **body}
+        return await asked.http.post("/admin/models/m/versions", json=body, headers=headers)
+
+    first, repeated = await asyncio.gather(swap("a"), swap("a"))
+    later = await swap("a")
+    assert [each.status_code for each in (first, repeated, later)] == [200] * 3
+    assert {each.json()["version"] for each in (first, repeated, later)} == {2}
+    other = await swap("a", rollback_s=1)
+    assert (other.status_code, other.json()["code"]) == (422, "invalid_input")
+    asked.kept.engine.failures = [WorkerStartError("no file", permanent=True)] * 9
+    refused = [await swap("b"), await swap("b")]
+    assert [each.status_code for each in refused] == [422] * 2
+    assert refused[0].json()["detail"] == refused[1].json()["detail"]
+    assert asked.changes.model_info("m").versions[0].number == 3
+    assert (await swap("")).status_code == 400
+    assert (await swap("x" * 300)).status_code == 400
+    await asked.changes.stop()
+
+
 async def test_a_model_that_fails_to_come_is_remembered_but_not_listed(make):
     asked = make()
     asked.kept.engine.failures = [WorkerStartError("no module named nets", permanent=True)] * 9
