@@ -31,10 +31,8 @@ class Running:
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         self.process = process
         self.url = ""
-        self.http = httpx.Client(
-            verify=False, timeout=60, limits=httpx.Limits(max_keepalive_connections=0)
-        )
-        """Opens a connection per call, so that calls reach every front end."""
+        self._own = threading.local()
+        self._clients: list[httpx.Client] = []
         self.log: list[dict[str, object]] = []
         self.may_read = threading.Event()
         """While it is clear, nobody reads what the service logs."""
@@ -42,6 +40,23 @@ class Running:
         self._lines: queue.Queue[dict[str, object] | None] = queue.Queue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
+
+    @property
+    def http(self) -> httpx.Client:
+        """The client of this thread: threads that share one may close each other's connections.
+
+        It opens a connection per call, so that calls reach every front end.
+        """
+        client: httpx.Client | None = getattr(self._own, "client", None)
+        if client is None:
+            limits = httpx.Limits(max_keepalive_connections=0)
+            self.http = client = httpx.Client(verify=False, timeout=60, limits=limits)
+        return client
+
+    @http.setter
+    def http(self, client: httpx.Client) -> None:
+        self._own.client = client
+        self._clients.append(client)
 
     @property
     def address(self) -> tuple[str, int]:
@@ -151,7 +166,8 @@ class Running:
 
     def close(self) -> None:
         """Stop reading its log, after it has ended."""
-        self.http.close()
+        for client in self._clients:
+            client.close()
         self.may_read.set()
         self._reader.join(10)
         assert self.process.stderr is not None

@@ -143,8 +143,8 @@ def _is_nan_due(numbers: list[int], status: int, version: bytes, body: Mapping[s
     [
         ("shadow", "nan"),
         ("canary", "nan"),
-        pytest.param("shadow", "slow", marks=pytest.mark.slow),
-        pytest.param("canary", "slow", marks=pytest.mark.slow),
+        pytest.param("shadow", "slow", marks=[pytest.mark.slow, pytest.mark.measures]),
+        pytest.param("canary", "slow", marks=[pytest.mark.slow, pytest.mark.measures]),
     ],
 )
 def test_a_version_that_turns_worse_beside_the_one_that_serves_is_refused(
@@ -190,7 +190,9 @@ def test_a_version_that_turns_worse_beside_the_one_that_serves_is_refused(
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("how", BAD)
+@pytest.mark.parametrize(
+    "how", ["nan", pytest.param("slow", marks=[pytest.mark.slow, pytest.mark.measures])]
+)
 def test_a_version_that_turns_worse_after_the_switch_is_rolled_back_by_itself(
     numbers: Running, tmp_path: Path, how: str
 ):

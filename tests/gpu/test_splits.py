@@ -49,7 +49,7 @@ def test_two_ranks_answer_as_the_cpu(
     devices.named(*indices)  # skips where there are too few
     model = f"{placement}{len(set(indices))}"
     path = f"/predict/{model}"
-    until(lambda: service.worker(model)["state"] == "ready")
+    until(lambda: service.worker(model)["state"] == "ready", 150)
     worker = service.worker(model)
     for row, wanted in zip(service.predict(*TEXTS, path=path), expected, strict=True):
         assert row == pytest.approx(wanted, abs=1e-5 if devices.is_simulated else 1e-4)

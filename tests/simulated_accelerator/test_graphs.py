@@ -13,6 +13,13 @@ SPOILT = "previous error during capture"
 _sizes = iter([1 << n for n in range(16, 32)])
 
 
+@pytest.fixture(autouse=True)
+def nothing_cached():
+    """Give back the memory that earlier tests have left, which would serve for what is new here."""
+    torch.accelerator.empty_host_cache()
+    torch.accelerator.empty_cache()
+
+
 def in_thread(call: Callable[[], object]) -> list[Exception]:
     """Call it in another thread; return what it raised."""
     raised: list[Exception] = []
