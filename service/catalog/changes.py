@@ -14,7 +14,6 @@ from inferpool.service.api.routes.models import (
     ChangeKind,
     ModelInfo,
     SwapFigures,
-    VersionState,
 )
 from inferpool.service.catalog.catalog import Catalog, ModelVersion
 from inferpool.service.catalog.judging import Judge
@@ -135,10 +134,11 @@ class Changes:
     def until_decided(self, name: str) -> asyncio.Future[None]:
         """See `ModelsTarget`."""
         change = self._changes.get(name)
-        decided = asyncio.get_running_loop().create_future() if change is None else change.decided
-        if change is None:
-            decided.set_result(None)
-        return asyncio.shield(decided)
+        if change is not None:
+            return asyncio.shield(change.decided)
+        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        over.set_result(None)
+        return over
 
     def end(self) -> None:
         """Begin no further change, and end all where they are; what serves goes on to serve."""
@@ -190,10 +190,7 @@ class Changes:
         """Make records of the versions that were there at the start."""
         serving = self._catalog.serving.get(name)
         for version in self._catalog.versions(name):
-            self._record(version, "serving" if version.pool is serving else "loading")
-
-    def _record(self, version: ModelVersion, state: VersionState) -> Record:
-        return self._history.record(version, state)
+            self._history.record(version, "serving" if version.pool is serving else "loading")
 
     def _former(self, name: str) -> Record | None:
         """Return the version that served before the one of now."""
@@ -255,7 +252,7 @@ class Changes:
         try:
             async with self._room.taken(self._catalog, name, model) as plan:
                 version = self._catalog.load(name, model, plan.configs)
-                self._record(version, "loading").tell()
+                self._history.record(version, "loading").tell()
                 if not is_ephemeral:
                     await self._catalog.save_number(version)
                 await self._until_loaded(version, change)
@@ -263,7 +260,7 @@ class Changes:
                 await self._catalog.save(name, version)
         except BaseException as error:
             if version is not None:
-                self._record(version, "loading").become("refused", why_of(error))
+                self._history.record(version, "loading").become("refused", why_of(error))
                 await self._catalog.unload(version, 0.0)
             self._catalog.forget(name)
             raise
@@ -295,7 +292,7 @@ class Changes:
             raise
         self._serve(new)
         if reason:
-            self._record(old, "serving").become("rolled_back", reason)
+            self._history.record(old, "serving").become("rolled_back", reason)
         if watch is not None:
             self._leave(watch.old)
         if succession.is_tight:
@@ -305,7 +302,7 @@ class Changes:
             await succession.finish()
         elif options.rollback_s:
             why = f"for {options.rollback_s:g} s, to go back to"
-            self._record(old, "serving").become("kept", why)
+            self._history.record(old, "serving").become("kept", why)
         else:
             self._leave(old)
         if options.rollback_s:
@@ -337,7 +334,7 @@ class Changes:
             await succession.plan(share)
             new = catalog.load(name, model, plan.configs, paused=True)
             judge = Judge(catalog, old, new, options, say, cases)
-            record = self._record(new, "loading")
+            record = self._history.record(new, "loading")
             record.become("loading", succession.text)
             until_loaded = partial(self._until_loaded, new, change)
             try:
@@ -363,7 +360,7 @@ class Changes:
     async def _refuse(
         self, version: ModelVersion, error: BaseException, succession: Succession
     ) -> None:
-        self._record(version, "loading").become("refused", why_of(error))
+        self._history.record(version, "loading").become("refused", why_of(error))
         await succession.undo(version)
 
     async def _until_loaded(self, version: ModelVersion, change: Change) -> None:
@@ -383,7 +380,7 @@ class Changes:
         change.what = kind
 
     def _serve(self, version: ModelVersion) -> None:
-        record = self._record(version, "serving")
+        record = self._history.record(version, "serving")
         self._catalog.serve(version)
         version.pool.release()
         record.become("serving")
@@ -392,7 +389,7 @@ class Changes:
         """Let a version leave; what is said of one that was rolled back stays."""
         if version not in self._catalog.versions(version.name):
             return  # memory was too short to keep it
-        record = self._record(version, "serving")
+        record = self._history.record(version, "serving")
         if record.state == "rolled_back":
             self._catalog.let_go(version, self._grace_s)
             return
@@ -422,10 +419,10 @@ class Changes:
                 await asyncio.sleep(_WATCH_EVERY_S)
                 reason = "" if name in self._claims else await watch.look()
                 if reason and name not in self._claims and not self._is_ending:
-                    record = self._record(watch.new, "serving")
+                    record = self._history.record(watch.new, "serving")
                     record.figures = watch.with_figures(record.figures or SwapFigures())
                     del self._watches[name]
-                    former = self._record(watch.old, "serving")
+                    former = self._history.record(watch.old, "serving")
                     self._begin(name, "rollback", self._way_back(name, former, reason))
                     return
         finally:
@@ -445,6 +442,6 @@ class Changes:
         except NotSavedError as error:  # the better version serves in any case
             text = "%s: the next start will serve version %d again: %s"
             logger.error(text, name, new.number, error.__cause__)
-        self._record(new, "serving").become("rolled_back", reason)
+        self._history.record(new, "serving").become("rolled_back", reason)
         self._serve(old)
         self._leave(new)

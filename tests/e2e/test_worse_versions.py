@@ -111,7 +111,7 @@ def numbers() -> Iterator[Running]:
 
 BAD: Mapping[str, Mapping[str, object]] = {"nan": {"nan_in": 100}, "slow": {"slower": 30}}
 BOUNDS = {"nan": 1e6, "slow": 5.0}
-"""Of the times. A machine with other work to do makes equal versions differ by more than usual."""
+"""The bounds of times. On a machine with other work, equal versions differ by more than usual."""
 
 
 async def until_state(operator: SwapOperator, state: str) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""What a comparison of two versions finds in their answers, and what it does without answers."""
+"""A comparison finds differences in the answers of two versions, and copes without answers."""
 
 import asyncio
 import re

@@ -1,4 +1,4 @@
-"""What an operator may ask for, and how errors in it are told."""
+"""Requests of operators for changes of models, and the errors in them."""
 
 import pytest
 

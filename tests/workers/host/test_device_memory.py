@@ -15,7 +15,7 @@ MIB = 1 << 20
 
 
 class MemoryNvmlError(Exception):
-    """What the fake driver raises."""
+    """The error that the fake driver raises."""
 
 
 class MemoryNvml:
