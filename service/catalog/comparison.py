@@ -8,8 +8,8 @@ there is never more than one.
 import asyncio
 import hashlib
 import time
-from collections.abc import Callable, Sequence
-from math import sqrt
+from collections.abc import Callable, Collection, Sequence
+from math import ceil, sqrt
 from statistics import median
 
 import msgspec
@@ -151,12 +151,11 @@ class Comparison:
         memory = _memory_bytes(self._new)
         memory_before = self._memory_before or _memory_bytes(self._old)
         latency_ms = latency_ratio = latency_ratio_least = None
-        ratios = sorted(new / old for old, new in self._times_s if old)
+        ratios = [new / old for old, new in self._times_s if old]
         if len(ratios) >= _LEAST_TIMED:
             latency_ms = round(1e3 * median(new for _, new in self._times_s), 3)
             latency_ratio = round(median(ratios), 3)
-            least = len(ratios) / 2 - _SURE * sqrt(len(ratios)) / 2  # by the sign test
-            latency_ratio_least = round(ratios[max(0, int(least))], 3)
+            latency_ratio_least = round(median_bounds(ratios, _SURE)[0], 3)
         num_answered = self._num - self._num_faults
         return SwapFigures(
             num_inputs=self._num,
@@ -337,6 +336,19 @@ def _numbers_of(blob: TensorBlob) -> np.ndarray:
 
 def _text_of(error: ServiceError) -> str:
     return f"{error.code}: {error.message}"
+
+
+def median_bounds(values: Collection[float], num_deviations: float) -> tuple[float, float]:
+    """Return the bounds within which the median of such values lies, by the sign test.
+
+    Args:
+        values: Measured values; there is at least one.
+        num_deviations: How sure it is, in standard deviations of the number of values below it.
+    """
+    ranked, middle = sorted(values), len(values) / 2
+    reach = num_deviations * sqrt(len(ranked)) / 2
+    low, high = int(middle - reach), ceil(middle + reach)
+    return ranked[max(0, low)], ranked[min(high, len(ranked) - 1)]
 
 
 def _digest_of(sample: SwapInput) -> bytes:

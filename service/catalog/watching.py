@@ -12,12 +12,12 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import ceil, sqrt
+from math import sqrt
 from statistics import median
 from typing import TYPE_CHECKING
 
 from inferpool.service.catalog.catalog import ModelVersion
-from inferpool.service.catalog.comparison import item_ref
+from inferpool.service.catalog.comparison import item_ref, median_bounds
 from inferpool.service.catalog.inputs import InputRecorder, SwapInput
 from inferpool.service.catalog.requests import SwapOptions
 from inferpool.service.errors import ServiceError
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 _LEAST_FAULTS = 3
 _SURE = 3.0
-"""Standard deviations by which a share of faults must pass its bound: by chance, once in 700."""
+"""Standard deviations by which a share of faults, or a median time, must pass its bound: by chance,
+once in 700."""
 _LEAST_BATCHES = 10
 _NUM_RECENT = 64
 """Batches of each size that are remembered."""
@@ -98,13 +99,7 @@ class BatchTimes:
 
     def bounds_s(self) -> dict[int, tuple[float, float]]:
         """Return the bounds within which each of these medians surely lies, by the sign test."""
-        found = {}
-        for size in self.common:
-            times = sorted(self._item_s[size])
-            reach = _SURE * sqrt(len(times)) / 2
-            low, high = int(len(times) / 2 - reach), ceil(len(times) / 2 + reach)
-            found[size] = times[max(0, low)], times[min(high, len(times) - 1)]
-        return found
+        return {size: median_bounds(self._item_s[size], _SURE) for size in self.common}
 
     def begin(self) -> None:
         """Look from now on."""
