@@ -56,8 +56,8 @@ class MemoryShare:
         """The workers that there is room for, counted from the first on."""
         self.left: Memory = {}
         """Free memory beside what is kept for others that load."""
-        self.returning: Callable[[], Sequence[Memory]] = tuple
-        """Tells what workers need that have died, and are being started again."""
+        self.returning: Callable[[], Awaitable[Sequence[Memory]]] = _none
+        """Tells what workers need that have died, and will be started again."""
         self._room = room
 
     @property
@@ -68,7 +68,7 @@ class MemoryShare:
     async def look(self) -> None:
         """Look how many there is room for now."""
         left = await self._room.left_beside(self)
-        returning = total_of(self.returning())
+        returning = total_of(await self.returning())  # read last: a worker may die meanwhile
         self.left = {place: num - returning.get(place, 0) for place, num in left.items()}
         self.num = 0
         while self.num < len(self.needs) and fits(total_of(self.needs[: self.num + 1]), self.left):
@@ -115,7 +115,7 @@ class Room:
         )
 
     async def used_by(self, pool: Pool) -> Mapping[int, Memory]:
-        """Return what each worker of a version has, by slot: nothing if it is not ready."""
+        """Return what each worker of a version has, by slot: nothing if it isn't there."""
         workers = {slot.id.slot: slot.handle for slot in pool.slots}
 
         def read() -> dict[int, Memory]:
@@ -337,10 +337,10 @@ class Succession:
         if not share.num:
             raise refusal(self._old.name, share.needs[:1], share.left, "now")
 
-    def _returning(self) -> list[Memory]:
-        slots = self._old.pool.slots
-        num = sum(slot.handle is None and not slot.is_paused for slot in slots)
-        return [*self._needs[:1]] * num
+    async def _returning(self) -> list[Memory]:
+        used = await self._room.used_by(self._old.pool)
+        slots = [slot for slot in self._old.pool.slots if not slot.is_paused]
+        return [*self._needs[:1]] * sum(not used[slot.id.slot] for slot in slots)
 
     def _spare(self) -> list[WorkerSlot]:
         """Return the workers of the former version without which it still answers, if it does."""
@@ -358,6 +358,10 @@ class Succession:
                 devices.isdisjoint(slot.config.placement.visible),
             ),
         )
+
+
+async def _none() -> Sequence[Memory]:
+    return ()
 
 
 def _refused() -> ServiceError:

@@ -43,20 +43,25 @@ class DeviceMemory:
     def used_by(self, worker: WorkerHandle) -> dict[str, int]:
         """Return the bytes that a worker shares with no other process, as far as it is known.
 
-        A container may hide the processes of a GPU. Then nothing is known of its memory.
+        A worker that has ended has nothing, even if its end was not noticed yet. A container may
+        hide the processes of a GPU. Then nothing is known of its memory.
         """
         vitals = worker.vitals()
         pids = [rank.pid for rank in vitals.ranks] or [vitals.pid]
         try:
-            own = sum(psutil.Process(pid).memory_full_info().uss for pid in pids)
-        except (psutil.Error, ValueError):  # it has just ended
-            own = vitals.rss_bytes
+            owns = [psutil.Process(pid).memory_full_info().uss for pid in pids]
+        except psutil.NoSuchProcess:
+            return {}
+        except (psutil.AccessDenied, ValueError):
+            owns = [vitals.rss_bytes]
+        if not all(owns):  # it has ended, and nobody has waited for it
+            return {}
 
         def read() -> dict[str, int]:
             with self._driver():
                 return self._used_on_gpus(pids)
 
-        return {HOST: own, **self._asked(read)}
+        return {HOST: sum(owns), **self._asked(read)}
 
     def _asked(self, read: Any) -> dict[str, int]:
         if not self._uuids:

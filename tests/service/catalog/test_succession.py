@@ -60,6 +60,8 @@ class TightStage(Kept):
     """A model with some workers on a host with memory for `most`, and its clients."""
 
     def __init__(self, arena: Arena, replicas: int, most: int) -> None:
+        self.ended: set[object] = set()
+        """Workers whose processes have ended, which nobody has noticed yet."""
         model = ECHO.model_copy(update={"replicas": replicas})
         super().__init__(arena, StateFile(None, {"m": model}), BoundedEngine(most))
         self.changes = Changes(
@@ -68,8 +70,10 @@ class TightStage(Kept):
             None,
             Room(
                 lambda model, placement: {HOST: EACH},
-                lambda: {HOST: (self.bounded.most - self.bounded.num_alive) * EACH},
-                lambda worker: {HOST: EACH},
+                lambda: {
+                    HOST: (self.bounded.most - self.bounded.num_alive + len(self.ended)) * EACH
+                },
+                lambda worker: {} if worker in self.ended else {HOST: EACH},
             ),
             grace_s=5,
         )
@@ -188,6 +192,14 @@ async def test_where_no_further_worker_fits_the_old_version_gives_up_one_by_one(
         assert sorted(it.bounded.log[6:]) == ["+2/2", "+2/3"]
         assert it.least_ready == 2
         assert not it.errors
+
+
+async def test_memory_of_a_worker_whose_end_nobody_noticed_yet_is_not_given_away(arena):
+    async with serving(arena, 2, 2) as it:
+        it.ended = {it.bounded.started[1]}
+        async with it.asked():
+            await it.swap()
+        assert it.bounded.log[:2] == ["-0", "+2/0"]
 
 
 async def test_workers_come_back_if_the_new_version_is_refused(arena):

@@ -1,6 +1,8 @@
 """Memory of this host and of GPUs that a fake driver describes."""
 
 import os
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,11 +49,13 @@ class MemoryNvml:
 
 
 class OwnWorker(FakeWorker):
-    """A worker that is this process."""
+    """A worker that is this process, or another one."""
+
+    pid = os.getpid()
 
     def vitals(self) -> Vitals:
         return Vitals(
-            pid=os.getpid(), rss_bytes=7, last_beat_age_s=0.0, num_batches=0, last_answer_age_s=0.0
+            pid=self.pid, rss_bytes=7, last_beat_age_s=0.0, num_batches=0, last_answer_age_s=0.0
         )
 
 
@@ -84,3 +88,16 @@ async def test_the_memory_that_a_worker_has_of_each_gpu_is_told():
     used = DeviceMemory([gpu("GPU-a"), gpu("GPU-b")], nvml).used_by(OwnWorker())
     assert used.pop(HOST) > MIB
     assert used == {"GPU-a": 300 * MIB, "GPU-b": 0}
+
+
+async def test_a_worker_that_has_ended_has_nothing_even_if_nobody_has_waited_for_it():
+    memory = DeviceMemory((), None)
+    worker = OwnWorker()
+    command = [sys.executable, "-c", "input()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:  # noqa: ASYNC220
+        worker.pid = process.pid
+        assert memory.used_by(worker)[HOST] > 0
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # noqa: ASYNC222
+        assert memory.used_by(worker) == {}
+    assert memory.used_by(worker) == {}
