@@ -33,7 +33,8 @@ def service(devices: Devices) -> Iterator[Running]:
         if max(indices) < len(devices.uuids)
         for placement in PLACEMENTS
     }
-    with running(settings={"models": models}, ready=False) as service:
+    room = {"SIM_CAPACITY_MB": "4096"}  # six ranks share a device, and may warm up at once
+    with running(settings={"models": models}, env=room, ready=False) as service:
         yield service.wait_until_listening()
 
 
