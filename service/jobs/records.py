@@ -1,0 +1,128 @@
+"""Values of jobs, which the store keeps, the runner computes and the routes show.
+
+A job's instances are numbered from 0. They are stored in *parts*: consecutive instances that are
+leased, computed and committed together. All times are seconds of the Unix epoch.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import msgspec
+
+from inferpool.models.spec import TensorHeader
+from inferpool.workers.messages import Kind
+
+JobState = Literal["queued", "running", "succeeded", "failed", "cancelled"]
+STATES: Sequence[JobState] = get_args(JobState)
+"""All states in the order of a job's life."""
+UNFINISHED: Sequence[JobState] = ("queued", "running")
+"""The states of a job that is not over; the others are final."""
+
+PART_INSTANCES = 64
+"""The most instances of a part. A crash costs at most one more computation of each."""
+PART_BYTES = 2**20
+"""A part is closed when it holds so many payload bytes."""
+
+
+class JobProblem(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Why an instance has no prediction, or why a job failed."""
+
+    code: str
+    """A code of a `ServiceError`, such as `invalid_input`."""
+    message: str
+
+
+class StoredInstance(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One instance of a job as it lies in the store."""
+
+    kind: Kind | None
+    """Kind of the payload; None if the instance could not be read."""
+    payload: bytes = b""
+    headers: tuple[TensorHeader, ...] = ()
+    problem: JobProblem | None = None
+    """Why it could not be read; then it is never computed."""
+
+
+class NewJob(msgspec.Struct, frozen=True, kw_only=True):
+    """A job that a client asks for, before its instances are known."""
+
+    id: str
+    owner: str = ""
+    """The fingerprint of the API key; empty if calls need none."""
+    model: str
+    parameters: bytes = b""
+    """A JSON object for all instances, or empty."""
+    body_digest: str
+    """SHA-256 of the model, the options and the body, to tell repeats from other calls."""
+    idempotency_key: str | None = None
+    webhook: str | None = None
+    """The URL to tell when the job is over."""
+    priority: int = 5
+    trace: str = ""
+    """Trace id, a hyphen and span id of the call that made it; empty if that is not traced."""
+    request_id: str = ""
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """A job as it is now."""
+
+    id: str
+    owner: str
+    state: JobState
+    model: str
+    versions: tuple[int, ...] = ()
+    """The versions of the model that computed instances so far."""
+    num_instances: int
+    num_done: int = 0
+    """Instances that have a prediction or an error."""
+    num_failed: int = 0
+    """Instances that have an error."""
+    num_bytes: int
+    """Payload and result bytes that it takes in the store."""
+    created_at: float
+    started_at: float | None = None
+    ended_at: float | None = None
+    expires_at: float | None = None
+    """When it will be deleted; None while it is not over."""
+    problem: JobProblem | None = None
+    """Why the whole job failed, or what ended it early."""
+    parameters: bytes = b""
+    body_digest: str = ""
+    webhook: str | None = None
+    priority: int = 5
+    trace: str = ""
+    request_id: str = ""
+
+    @property
+    def is_over(self) -> bool:
+        """It will not change any more."""
+        return self.state not in UNFINISHED
+
+
+class LeasedPart(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of a job that this host computes now, until its lease is out."""
+
+    job: Job
+    number: int
+    """The number of the part in its job, from 0."""
+    first: int
+    """The number of its first instance."""
+    token: str
+    """Says which lease it is: only its holder can commit the part."""
+    instances: Sequence[StoredInstance]
+
+
+class JobAnswer(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The outcome of one instance."""
+
+    value: bytes
+    """The prediction as JSON; empty if there is none."""
+    problem: JobProblem | None = None
+
+
+class PartResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The outcomes of a part, in the order of its instances."""
+
+    answers: Sequence[JobAnswer]
+    version: int
+    """The version of the model that computed it; 0 if none was needed."""
