@@ -3,20 +3,24 @@
 ServiceError
 +-- BadRequestError            the request cannot be read: 400
 +-- UnknownModelError          no model of that name: 404
++-- UnknownJobError            no job of that id, or it is another key's: 404
 +-- ConflictError              something else is being done: 409
 +-- TooLargeError              a body, or a part of one, over its limit: 413
 +-- NotAcceptableError         no answer in any form that `Accept` allows: 406
 +-- UnsupportedTypeError       a content type that no codec reads: 415
 +-- InvalidInputError          it was read, and does not fit the model: 422
 +-- VersionRefusedError        a version of a model may not serve: 422
++-- IdempotencyError           this idempotency key belongs to another job: 422
 +-- QuarantinedError           this very input has killed workers lately: 422
 +-- OverloadedError            the queue or the arena is full, or the deadline cannot be met: 429
 |   +-- OverShareError         its API key has its share of the queue or of the arena: 429
+|   +-- OverQuotaError         its API key has as many jobs, or bytes of them, as it may: 429
 +-- ModelFailedError           the model raised on this input: 500
 |   +-- NonFiniteOutputError   its output has NaN or an infinity in it: 500
 +-- WorkerCrashedError         the workers that computed this input died: 500
 +-- RestartFailedError         a worker could not be replaced: 500
 +-- NotSavedError              a change could not be kept for the next start: 507
++-- StoreFullError             the store of jobs has no room: 507
 +-- UnavailableError           starting, draining, or no healthy replica: 503
 +-- GivenUpError               the model can never be served here: 503, and no use in another try
 +-- DeadlineExceededError      the deadline passed first: 504
@@ -66,6 +70,12 @@ class UnknownModelError(ServiceError):
     code = "unknown_model"
 
 
+class UnknownJobError(ServiceError):
+    """There is no job of that id, or it belongs to another key."""
+
+    code = "unknown_job"
+
+
 class ConflictError(ServiceError):
     """Another operation is running, and must end first."""
 
@@ -102,6 +112,12 @@ class VersionRefusedError(ServiceError):
     code = "version_refused"
 
 
+class IdempotencyError(ServiceError):
+    """The call has the idempotency key or the id of a job that another call has made."""
+
+    code = "idempotency_mismatch"
+
+
 class QuarantinedError(ServiceError):
     """Workers have died of this very input, so it is not tried for a while."""
 
@@ -118,6 +134,12 @@ class OverShareError(OverloadedError):
     """The key of this request has its share already, and others may need the rest."""
 
     code = "over_share"
+
+
+class OverQuotaError(OverloadedError):
+    """The key of this request has all the jobs, or bytes of jobs, that a key may have."""
+
+    code = "over_quota"
 
 
 class ModelFailedError(ServiceError):
@@ -148,6 +170,12 @@ class NotSavedError(ServiceError):
     """A change of a model was not made, since it could not be written to the state file."""
 
     code = "not_saved"
+
+
+class StoreFullError(ServiceError):
+    """The store of jobs has no room left, such as on a full disk; nothing was accepted."""
+
+    code = "store_full"
 
 
 class UnavailableError(ServiceError):
