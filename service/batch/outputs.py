@@ -1,0 +1,307 @@
+"""Where the answers of a run go: files that a later run can go on with after any end.
+
+Each answer is one line, written at once. After a SIGKILL the last line may be half there;
+`--resume` cuts it off, and computes what is missing. Parquet has its end last, so its answers are
+lines of JSON in a file beside it until the run is over.
+"""
+
+import csv
+import fcntl
+import io
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO, Literal, Protocol, Self, TypeAlias
+
+from inferpool.service.batch.inputs import BatchAnswer, SourceUnusableError
+
+OutputFormat: TypeAlias = Literal["jsonl", "csv", "parquet"]
+COLUMNS = ("index", "input", "label", "prediction", "error_code", "error")
+"""Columns of CSV and Parquet; `prediction` is JSON."""
+_ROWS_PER_GROUP = 10_000
+_SUFFIXES: dict[str, OutputFormat] = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".csv": "csv",
+    ".parquet": "parquet",
+}
+
+
+class AnswerFile(Protocol):
+    """Takes the answers of a run."""
+
+    def write(self, answers: Sequence[BatchAnswer]) -> None:
+        """Write answers, which outlive this process from now on."""
+
+    def finish(self) -> None:
+        """Make the output whole, and durable."""
+
+
+def format_of(path: str, chosen: str | None) -> OutputFormat:
+    """Return the format of an output, by its name if none is chosen.
+
+    Raises:
+        SourceUnusableError: The name does not tell.
+    """
+    if chosen in ("jsonl", "csv", "parquet"):
+        return chosen  # type: ignore[return-value]  # mypy does not narrow it
+    suffix = Path(path).suffix.lower()
+    if path == "-":
+        return "jsonl"
+    if suffix not in _SUFFIXES:
+        raise SourceUnusableError(
+            f"--output: {path} does not say its format: end it in .jsonl, .csv or .parquet, or "
+            "give --format"
+        )
+    return _SUFFIXES[suffix]
+
+
+class Stream:
+    """Lines to stdout, which no later run can go on with."""
+
+    def __init__(self, format: OutputFormat, stream: BinaryIO | None = None) -> None:
+        self._stream = stream or sys.stdout.buffer
+        self._line = _csv_line if format == "csv" else _json_line
+        if format == "parquet":
+            raise SourceUnusableError("--format parquet needs a file: give --output")
+        if format == "csv":
+            self._stream.write(_row(COLUMNS))
+
+    def write(self, answers: Sequence[BatchAnswer]) -> None:
+        """See `AnswerFile`."""
+        self._stream.write(b"".join(map(self._line, answers)))
+        self._stream.flush()
+
+    def finish(self) -> None:
+        """See `AnswerFile`."""
+        self._stream.flush()
+
+
+class Journal:
+    """An output file, which one run at a time may write."""
+
+    def __init__(self, path: str, format: OutputFormat, *, resumes: bool, overwrites: bool) -> None:
+        """Open the file, and cut off a line that is half there.
+
+        Raises:
+            SourceUnusableError: There is one and nothing says what to do with it, another run
+                writes it, or it cannot be written.
+        """
+        self._path = Path(path)
+        self._format = format
+        self._own = self._path
+        """The file with the lines."""
+        if format == "parquet":
+            _require_pyarrow()
+            self._own = self._path.with_name(self._path.name + ".partial")
+        there = [each for each in (self._path, self._own) if each.exists() and each.stat().st_size]
+        if there and not (resumes or overwrites):
+            raise SourceUnusableError(
+                f"{there[0]} exists: --resume goes on with it, --overwrite begins anew"
+            )
+        self._is_whole = False
+        """The Parquet file is there, and nothing is left to do."""
+        if format == "parquet" and resumes and there == [self._path]:
+            self._is_whole = True
+        try:
+            self._file = open(self._own, "a+b", buffering=0)  # noqa: SIM115 - for the whole run
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if overwrites:
+                self._file.truncate(0)
+        except BlockingIOError as error:
+            self._file.close()
+            raise SourceUnusableError(f"{self._own}: another run is writing it") from error
+        except OSError as error:
+            raise SourceUnusableError(f"{self._own}: {error.strerror}") from error
+        if overwrites and self._own != self._path:
+            self._path.unlink(missing_ok=True)  # else a later --resume would take it for the end
+        self._line: Callable[[BatchAnswer], bytes]
+        self._line = _csv_line if format == "csv" else _json_line
+
+    def __enter__(self) -> Self:
+        """Return this file."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the file. What was written stays."""
+        self._file.close()
+        if self._is_whole:
+            self._own.unlink(missing_ok=True)
+
+    def earlier(self) -> Iterator[BatchAnswer]:
+        """Yield the answers that are there, and cut off what follows the last whole one.
+
+        Raises:
+            SourceUnusableError: The file is not the output of such a run.
+        """
+        if self._is_whole:
+            yield from _read_parquet(self._path)
+            return
+        end = 0
+        with open(self._own, "rb") as file:
+            for number, row in enumerate(_rows(file, is_csv=self._format == "csv")):
+                is_header = self._format == "csv" and number == 0
+                try:
+                    if is_header:
+                        if row != _row(COLUMNS):
+                            raise ValueError("other columns")
+                    else:
+                        yield _parsed_csv(row) if self._format == "csv" else _parsed(row)
+                except (ValueError, KeyError, TypeError, IndexError, csv.Error) as error:
+                    raise SourceUnusableError(
+                        f"{self._own}: line {number + 1} is not of such a run ({error}): name "
+                        "another --output, or --overwrite it"
+                    ) from error
+                end += len(row)
+        self._file.truncate(end)
+
+    def write(self, answers: Sequence[BatchAnswer]) -> None:
+        """See `AnswerFile`."""
+        lines = b"".join(map(self._line, answers))
+        if self._format == "csv" and not os.fstat(self._file.fileno()).st_size:
+            lines = _row(COLUMNS) + lines
+        left = memoryview(lines)
+        while left:
+            left = left[os.write(self._file.fileno(), left) :]
+
+    def finish(self) -> None:
+        """See `AnswerFile`."""
+        if self._is_whole:
+            return
+        os.fsync(self._file.fileno())
+        if self._format == "parquet":
+            self._convert()
+            self._is_whole = True
+
+    def _convert(self) -> None:
+        """Write the Parquet file under another name, and give it its own when it is whole."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        schema = pa.schema(
+            [(each, pa.int64() if each == "index" else pa.string()) for each in COLUMNS]
+        )
+        temporary = self._path.with_name(self._path.name + ".tmp")
+        rows: list[dict[str, object]] = []
+        with open(self._own, "rb") as lines, open(temporary, "wb") as file:
+            with pq.ParquetWriter(file, schema) as writer:
+                for line in lines:
+                    rows.append(dict(zip(COLUMNS, _cells(_parsed(line)), strict=True)))
+                    if len(rows) == _ROWS_PER_GROUP:
+                        writer.write_table(pa.Table.from_pylist(rows, schema))
+                        rows = []
+                writer.write_table(pa.Table.from_pylist(rows, schema))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, self._path)
+        folder = os.open(self._path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def _require_pyarrow() -> None:
+    try:
+        import pyarrow.parquet  # noqa: F401 - an extra of the package
+    except ModuleNotFoundError as error:
+        raise SourceUnusableError(
+            "--format parquet needs pyarrow: pip install 'inferpool[parquet]'"
+        ) from error
+
+
+def _json_line(answer: BatchAnswer) -> bytes:
+    document: dict[str, object] = {"index": answer.index, "input": answer.name}
+    if answer.label is not None:
+        document["label"] = answer.label
+    if answer.code:
+        document["error"] = {"code": answer.code, "message": answer.message}
+    else:
+        document["prediction"] = answer.prediction
+    return _dumped(document).encode("utf-8", "surrogateescape") + b"\n"
+
+
+def _dumped(value: object) -> str:
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+        text.encode()
+    except UnicodeEncodeError:  # a file's name need not be UTF-8
+        return json.dumps(value)
+    return text
+
+
+def _parsed(line: bytes) -> BatchAnswer:
+    document = json.loads(line)
+    error = document.get("error") or {"code": "", "message": ""}
+    return BatchAnswer(
+        index=int(document["index"]),
+        name=document["input"],
+        label=document.get("label"),
+        prediction=document.get("prediction"),
+        code=error["code"],
+        message=error["message"],
+    )
+
+
+def _cells(answer: BatchAnswer) -> Sequence[object]:
+    prediction = None if answer.code else _dumped(answer.prediction)
+    name = answer.name.encode("utf-8", "backslashreplace").decode()
+    error = answer.message or None
+    return answer.index, name, answer.label, prediction, answer.code or None, error
+
+
+def _csv_line(answer: BatchAnswer) -> bytes:
+    return _row(["" if each is None else each for each in _cells(answer)])
+
+
+def _row(cells: Sequence[object]) -> bytes:
+    text = io.StringIO()
+    csv.writer(text).writerow(cells)
+    return text.getvalue().encode("utf-8", "backslashreplace")
+
+
+def _parsed_csv(row: bytes) -> BatchAnswer:
+    index, name, label, prediction, code, message = next(
+        csv.reader(io.StringIO(row.decode("utf-8"), newline=""))
+    )
+    return BatchAnswer(
+        index=int(index),
+        name=name,
+        label=label or None,
+        prediction=json.loads(prediction) if prediction else None,
+        code=code,
+        message=message,
+    )
+
+
+def _read_parquet(path: Path) -> Iterator[BatchAnswer]:
+    import pyarrow.parquet as pq
+
+    try:
+        for batch in pq.ParquetFile(path).iter_batches(columns=list(COLUMNS)):
+            for row in batch.to_pylist():
+                yield BatchAnswer(
+                    index=row["index"],
+                    name=row["input"],
+                    label=row["label"],
+                    prediction=json.loads(row["prediction"] or "null"),
+                    code=row["error_code"] or "",
+                    message=row["error"] or "",
+                )
+    except (OSError, ValueError, KeyError) as error:
+        raise SourceUnusableError(f"{path}: is not of such a run: {error}") from error
+
+
+def _rows(file: BinaryIO, *, is_csv: bool) -> Iterator[bytes]:
+    """Yield whole rows with their ends. In CSV a quoted cell may hold ends of lines."""
+    row = b""
+    for line in file:
+        row += line
+        if not line.endswith(b"\n"):
+            return
+        if is_csv and row.count(b'"') % 2:
+            continue
+        yield row
+        row = b""
