@@ -1,4 +1,4 @@
-"""Where the answers of a run go: files that a later run can go on with after any end.
+"""Outputs of a run: files that a later run can go on with after any end.
 
 Each answer is one line, written at once. After a SIGKILL the last line may be half there;
 `--resume` cuts it off, and computes what is missing. Parquet has its end last, so its answers are
@@ -58,7 +58,7 @@ def format_of(path: str, chosen: str | None) -> OutputFormat:
     return _SUFFIXES[suffix]
 
 
-class Stream:
+class LineStream:
     """Lines to stdout, which no later run can go on with."""
 
     def __init__(self, format: OutputFormat, stream: BinaryIO | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Where the inputs of a run come from. Any process can read any input by its index.
+"""Sources of the inputs of a run. Any process can read any input by its index.
 
 A source keeps paths and offsets, and opens its files in each process that reads, so that it can be
 sent to readers.
@@ -197,7 +197,7 @@ class LineSource:
         self._folder = str(path.parent)
         self._column = column
         self._starts = array("Q")
-        """Where each row starts, and where the last one ends."""
+        """Offsets of the rows, and at last the end of the last row."""
 
     def __len__(self) -> int:
         """See `BatchSource`."""

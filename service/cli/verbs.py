@@ -58,6 +58,16 @@ VERBS: Mapping[str, Verb] = {
         flags="inferpool.service.cli.flags:add_predict_flags",
         code="inferpool.service.cli.predict:run",
     ),
+    "batch": Verb(
+        summary="compute a whole folder, archive or table",
+        description="Compute all inputs of a folder, list, archive or table, with workers of its "
+        "own or, with --url, in a running service. Inputs that fail are listed at the end. Exit "
+        "status: 0 if each has a prediction, 1 if the model could not be started or was lost, 2 "
+        "for wrong arguments, 4 if some failed, 5 if more failed than --max-errors allows, 130 "
+        "after Ctrl-C. After any end --resume goes on.",
+        flags="inferpool.service.batch.flags:add_flags",
+        code="inferpool.service.cli.batch:run",
+    ),
     "top": Verb(
         summary="watch a service live",
         description="Show throughput, latency, queue and workers of a service, second by second. "

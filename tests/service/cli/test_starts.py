@@ -20,6 +20,7 @@ _FLAGS = (_TOOLS["trial"], f"{_TOOLS['trial']}.flags")
 _NOT_BY_CODE = {
     "serve": (*_TORCH, *_CLIENTS, *_TOOLS.values()),
     "predict": (*_TORCH, *_SERVER, *_SETTINGS, *_TOOLS.values(), "numpy", "inferpool.workers"),
+    "batch": (*_TORCH, *_SERVER, *_SETTINGS, *_CLIENTS, *_TOOLS.values(), "numpy"),
     "top": (*_TORCH, *_SERVER, *_SETTINGS, "numpy", "inferpool.workers", _CLIENT),
     "models": (*_TORCH, *_SERVER, "numpy", _CLIENT, _TOOLS["top"], _TOOLS["tune"]),
     "config": (*_TORCH, *_SERVER, *_CLIENTS, *_TOOLS.values(), "numpy", "asyncio", "rich"),

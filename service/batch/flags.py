@@ -1,0 +1,73 @@
+"""Flags of the verb `batch`. Its `--help` imports this, so it imports little."""
+
+from argparse import ArgumentParser
+
+from inferpool.service.settings.address import add_access_flags
+
+KEY_VARIABLE = "INFERPOOL_PREDICT_KEYS"
+SETTINGS = (
+    *("config", "model", "replicas", "devices", "weights", "speed", "decode", "decoders"),
+    "max_batch_size",
+)
+"""Flags that are settings of the service, for a run in this process."""
+
+
+def add_flags(parser: ArgumentParser) -> None:
+    """Add the flags of `batch`."""
+    parser.add_argument(
+        "input",
+        metavar="INPUT",
+        help="a folder (with a subfolder for each label, or flat), a glob in quotes, a list of "
+        "files (.txt, .lst), a .tar as of webdataset, or a .csv, .jsonl or .parquet file",
+    )
+    add = parser.add_argument
+    add("--column", metavar="NAME", help="column of the table, or field of each line of JSON")
+    add("--output", default="-", metavar="PATH", help="a file for the answers (default: stdout)")
+    add(
+        "--format",
+        choices=("jsonl", "csv", "parquet"),
+        help="format of the output (default: by its name; jsonl on stdout)",
+    )
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument(
+        "--resume", action="store_true", help="go on exactly where an earlier run stopped"
+    )
+    how.add_argument("--overwrite", action="store_true", help="begin the output anew")
+    add(
+        "--order",
+        choices=("kept", "free"),
+        default="kept",
+        help="write answers in the order of the inputs, or as they come (default: kept)",
+    )
+    add("--max-errors", type=int, metavar="N", help="stop if more inputs fail (default: never)")
+    add("--readers", type=int, metavar="N", help="processes that read ahead; 0 for none")
+    add(
+        "--parameter",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a parameter for the model; the value is JSON or else a text; may be repeated",
+    )
+    add("--quiet", action="store_true", help="show no progress and no report")
+    add("--model", metavar="MODEL", help="a source, as of `inferpool serve`, or a model's name")
+    here = parser.add_argument_group("in this process")
+    here.add_argument("--config", metavar="PATH", help="a TOML file of settings")
+    for name, text in (
+        ("replicas", 'copies of the model, or "auto"'),
+        ("devices", '"auto", "cpu", "cuda", or GPUs such as "cuda:0,1"'),
+        ("weights", '"DEFAULT", "none", a name or a file'),
+        ("speed", '"auto", "exact" or a preset\'s name'),
+        ("decode", "auto, exact or fast"),
+        ("decoders", "processes that decode pictures for each worker"),
+        ("max-batch-size", "instances per forward pass"),
+    ):
+        here.add_argument(f"--{name}", metavar="X", help=text)
+    there = parser.add_argument_group("in a running service")
+    there.add_argument("--url", help="address of the service")
+    there.add_argument(
+        "--concurrency", type=int, default=16, metavar="N", help="inputs at a time (default: 16)"
+    )
+    there.add_argument(
+        "--timeout-s", type=float, default=60.0, metavar="N", help="for each input (default: 60)"
+    )
+    add_access_flags(parser, "predictions", KEY_VARIABLE)

@@ -1,0 +1,137 @@
+"""A pool of workers in this process, without HTTP: the same service as `inferpool serve` has."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import msgspec
+import torch
+
+from inferpool.models.spec import TensorHeader
+from inferpool.service.app import log_quick_checks, make_service
+from inferpool.service.batch.inputs import BatchAnswer, RunLostError
+from inferpool.service.batch.reading import DecodedInput
+from inferpool.service.batch.target import answered, refused
+from inferpool.service.errors import (
+    GivenUpError,
+    OverloadedError,
+    ServiceError,
+    StartError,
+    UnavailableError,
+)
+from inferpool.service.fronts.only_front import OnlyFront
+from inferpool.service.queue.instance import Buffer
+from inferpool.service.queue.pool import Pool
+from inferpool.service.service import Service
+from inferpool.service.settings.loader import LoadedSettings
+from inferpool.service.telemetry.console import Console
+from inferpool.workers.host.devices import DeviceError, find_host
+from inferpool.workers.messages import ItemRef, Kind
+
+_TIMEOUT_S = 3600.0
+"""Time for each instance; workers that hang are replaced much sooner."""
+_PAUSE_S = 0.05
+_PATIENCE_S = 300.0
+"""How long to wait for a worker to come back."""
+_BATCHES_AHEAD = 3
+"""Batches for each worker: one that it computes, one that it prepares, one that waits."""
+
+
+class LocalTarget:
+    """Computes inputs in the pool of one model."""
+
+    def __init__(self, pool: Pool, max_queue_length: int, parameters: bytes = b"") -> None:
+        self._pool = pool
+        self._parameters = parameters
+        ahead = _BATCHES_AHEAD * len(pool.slots) * pool.dispatcher.max_batch_size
+        self.room = max(8, min(ahead, max_queue_length // 2))
+        self.decodes = not pool.reads_own_form and _takes_pixels(pool)
+        self.pins = any(slot.config.placement.devices[0] != "cpu" for slot in pool.slots)
+
+    async def predict(self, given: DecodedInput) -> BatchAnswer:
+        """See `BatchTarget`."""
+        kind, headers, chunk = self._payload(given)
+        until = time.monotonic() + _PATIENCE_S
+        if not self._pool.dispatcher.can_hold(len(chunk)):
+            return refused(given, "too_large", "it is larger than the arena (arena_bytes)")
+        while True:
+            now = time.monotonic()
+            ref = ItemRef(
+                kind, 0, len(chunk), now + _TIMEOUT_S, headers=headers, parameters=self._parameters
+            )
+            try:
+                result = await self._pool.submit(ref, (chunk,))
+            except GivenUpError as error:
+                raise RunLostError(error.message) from error
+            except (OverloadedError, UnavailableError) as error:
+                if now > until:
+                    raise RunLostError(error.message) from error
+                await asyncio.sleep(_PAUSE_S)
+            except ServiceError as error:
+                return refused(given, error.code, error.message)
+            else:
+                assert isinstance(result.value, bytes)
+                return answered(given, msgspec.json.decode(result.value))
+
+    def _payload(self, given: DecodedInput) -> tuple[Kind, tuple[TensorHeader, ...], Buffer]:
+        tensor = given.tensor
+        if tensor is None:
+            kind = given.input.kind
+            return "bytes" if kind == "npy" else kind, (), given.input.data
+        inputs = self._pool.inputs
+        header = TensorHeader(
+            name=inputs[0].name if inputs else "input",
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            shape=tuple(tensor.shape),
+            offset=0,
+        )
+        flat = tensor.reshape(-1).view(torch.uint8)  # no copy, since it is contiguous
+        pixels: Buffer = flat.numpy().data if tensor.numel() else b""
+        return "tensors", (header,), pixels
+
+
+def _takes_pixels(pool: Pool) -> bool:
+    specs = pool.inputs
+    return len(specs) == 1 and specs[0].dtype == "uint8" and specs[0].shape[-1:] == (3,)
+
+
+@asynccontextmanager
+async def local_target(loaded: LoadedSettings, parameters: bytes) -> AsyncIterator[LocalTarget]:
+    """Run a service for the block, and yield the target when its model is ready.
+
+    Raises:
+        StartError: It cannot be loaded, or this host has no room for it.
+    """
+    settings = loaded.settings
+    try:
+        host = find_host(settings.cuda_visible_devices, settings.cuda_device_order)
+        log_quick_checks(settings, host)
+        service, _ = make_service(settings, host, Console(None), loaded.origins)
+    except (DeviceError, OSError) as error:
+        raise StartError(str(error)) from error
+    assert isinstance(service.fronts, OnlyFront)
+    service.fronts.up.set()
+    service.start()
+    try:
+        await service.until_settled()
+        name = settings.default_model
+        pool = service.pools.get(name) if name else None
+        if pool is None:
+            names = ", ".join(service.pools)
+            raise StartError(f"no model is the default; name one by --model: {names}")
+        if not pool.is_ready:
+            raise StartError(f"{name} could not be loaded: {pool.reason}")
+        await _until_all(service, pool)
+        yield LocalTarget(pool, settings.max_queue_length, parameters)
+    finally:
+        await service.stop()
+
+
+async def _until_all(service: Service, pool: Pool) -> None:
+    """Wait until no worker is starting, so that the run begins at full speed."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_PATIENCE_S):
+            while any(slot.state == "starting" for slot in pool.slots):
+                await service.until_changed()
