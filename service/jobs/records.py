@@ -4,7 +4,7 @@ A job's instances are numbered from 0. They are stored in *parts*: consecutive i
 leased, computed and committed together. All times are seconds of the Unix epoch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
 
 import msgspec
@@ -103,6 +103,8 @@ class LeasedPart(msgspec.Struct, frozen=True, kw_only=True):
     """A part of a job that this host computes now, until its lease is out."""
 
     job: Job
+    row: int
+    """The number by which the store knows the job."""
     number: int
     """The number of the part in its job, from 0."""
     first: int
@@ -126,3 +128,31 @@ class PartResult(msgspec.Struct, frozen=True, kw_only=True):
     answers: Sequence[JobAnswer]
     version: int
     """The version of the model that computed it; 0 if none was needed."""
+
+
+class StoreLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of the store."""
+
+    retention_s: float
+    """A job is deleted so long after its end."""
+    max_jobs: int
+    """Jobs of one API key, or of all calls if they need none."""
+    max_bytes: int
+    """Bytes in the store of all its jobs."""
+
+
+class StoreCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts of everything that the store holds."""
+
+    jobs: Mapping[JobState, int]
+    num_waiting: int
+    """Instances of unfinished jobs that have no answer yet."""
+    num_bytes: int
+
+
+class DueWebhook(msgspec.Struct, frozen=True, kw_only=True):
+    """A job that is over, and whose webhook must be told so now."""
+
+    job: Job
+    num_attempts: int
+    """The attempts that failed."""

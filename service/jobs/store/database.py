@@ -1,0 +1,225 @@
+"""Opens the database of jobs: SQLite in a folder, or PostgreSQL by URL."""
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from alembic import command
+from alembic.config import Config
+from alembic.util import CommandError
+from sqlalchemy import Connection, Engine, create_engine, event, text
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, SQLAlchemyError
+
+from inferpool.service.errors import StartError, StoreFullError, UnavailableError
+
+logger = logging.getLogger(__name__)
+
+_FILE = "jobs.sqlite3"
+_LOCK = "in-use"
+_BUSY_S = 30.0
+"""How long a transaction of SQLite waits for another one."""
+_CONNECT_S = 5
+_RESERVE_BYTES = 16 * 2**20
+"""Room that new jobs leave for results, unless the disk is small."""
+_RESERVE_SHARE = 0.05
+_MIGRATION_LOCK = 7_267_301_945
+"""A number that services agree on, so that one alone changes the tables of PostgreSQL."""
+_DISK_FULL = "53100"
+"""PostgreSQL's code of a full disk (its manual, appendix A)."""
+_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
+
+
+class Database:
+    """Connections to one database, and transactions on it. May be used by any thread."""
+
+    def __init__(self, place: str) -> None:
+        """Open the database, and bring its tables up to date.
+
+        Args:
+            place: A folder, which is made if it is not there, or a URL `postgresql://…`.
+
+        Raises:
+            StartError: It cannot be used; the message says why.
+        """
+        self.folder = None if "://" in place else Path(place)
+        """The folder of SQLite; None for PostgreSQL."""
+        self._name = place if self.folder is None else str(self.folder)
+        self._lock: int | None = None
+        try:
+            if self.folder is None:
+                self._engine = _postgresql(place)
+            else:
+                self._lock = _take_folder(self.folder)
+                self._engine = _sqlite(self.folder / _FILE)
+            self._migrate()
+        except (ArgumentError, SQLAlchemyError, OSError) as error:
+            self.close()
+            raise StartError(f"the store of jobs {self._name}: {_reason(error)}") from error
+        except StartError:
+            self.close()
+            raise
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[Connection]:
+        """Yield a connection in a transaction, which is durable when this returns.
+
+        Raises:
+            StoreFullError: The database has no room; nothing was changed.
+            UnavailableError: The database does not answer. If that was during the commit, it is
+                unknown whether anything was changed.
+        """
+        with _told(), self._engine.begin() as connection:
+            yield connection
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[Connection]:
+        """Yield a connection that sees one state of the database, and changes nothing.
+
+        Raises:
+            UnavailableError: The database does not answer.
+        """
+        with (
+            _told(),
+            self._engine.connect().execution_options(is_reading=True) as connection,
+            connection.begin(),
+        ):
+            yield connection
+
+    def check_room(self, num_bytes: int) -> None:
+        """Refuse what would fill the disk, so that results of accepted jobs have room.
+
+        Raises:
+            StoreFullError: There is too little room.
+        """
+        if self.folder is None:
+            return  # the disk is the database's
+        disk = os.statvfs(self.folder)
+        reserve = min(_RESERVE_BYTES, int(disk.f_blocks * disk.f_frsize * _RESERVE_SHARE))
+        if disk.f_bavail * disk.f_frsize - num_bytes < reserve:
+            raise StoreFullError(
+                "the disk with the store of jobs is nearly full; delete jobs that are over, or try "
+                "again later",
+                retry_after_s=10,
+            )
+
+    def close(self) -> None:
+        """Close all connections. Transactions are over."""
+        engine = getattr(self, "_engine", None)
+        if engine is not None:
+            engine.dispose()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _migrate(self) -> None:
+        config = Config()
+        config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
+        with self._engine.begin() as connection:
+            if self.folder is None:
+                lock = text("SELECT pg_advisory_xact_lock(:number)")
+                connection.execute(lock, {"number": _MIGRATION_LOCK})
+            config.attributes["connection"] = connection
+            try:
+                command.upgrade(config, "head")
+            except CommandError as error:  # its revision is none of ours
+                raise StartError(
+                    f"the store of jobs {self._name} was written by a later version of inferpool "
+                    f"({error}); start that version, or name another store in job_store"
+                ) from error
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """Turn what the database or the disk raises into what a caller is told."""
+    try:
+        yield
+    except IntegrityError:
+        raise
+    except (DBAPIError, OSError) as error:
+        if _is_full(error):
+            raise StoreFullError(
+                "the store of jobs has no room left; delete jobs that are over, or try again later",
+                retry_after_s=10,
+            ) from error
+        logger.warning("the store of jobs: %s", _reason(error))
+        raise UnavailableError(
+            "the store of jobs cannot be used at the moment; the log says why", retry_after_s=5
+        ) from error
+
+
+def _is_full(error: DBAPIError | OSError) -> bool:
+    if isinstance(error, OSError):
+        return error.errno in _FULL_ERRNOS
+    if getattr(error.orig, "sqlstate", None) == _DISK_FULL:
+        return True
+    return getattr(error.orig, "sqlite_errorname", "") == "SQLITE_FULL"
+
+
+def _take_folder(folder: Path) -> int:
+    """Make the folder, and hold it against every other service until the descriptor is closed.
+
+    Raises:
+        StartError: Another service has it.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise StartError(
+            f"another service keeps its jobs in {folder}; name another folder in job_store, or a "
+            "PostgreSQL database, which several services can share"
+        ) from None
+    return lock
+
+
+def _sqlite(file: Path) -> Engine:
+    os.close(os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    engine = create_engine(f"sqlite:///{file}", connect_args={"timeout": _BUSY_S})
+
+    @event.listens_for(engine, "connect")
+    def prepare(connection: Any, _: object) -> None:
+        connection.isolation_level = None  # the module begins nothing by itself
+        for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
+            connection.execute(f"PRAGMA {pragma}")
+
+    @event.listens_for(engine, "begin")
+    def begin(connection: Connection) -> None:
+        # A transaction that begins as a reader cannot always become a writer (lang_transaction).
+        is_reading = connection.get_execution_options().get("is_reading")
+        connection.exec_driver_sql("BEGIN" if is_reading else "BEGIN IMMEDIATE")
+
+    return engine
+
+
+def _postgresql(url: str) -> Engine:
+    parsed = make_url(url)
+    if parsed.get_backend_name() != "postgresql":
+        raise StartError(
+            f"job_store is a URL of {parsed.get_backend_name()!r}; write a folder or a URL that "
+            "begins with postgresql://"
+        )
+    try:
+        return create_engine(
+            parsed.set(drivername="postgresql+psycopg"),
+            connect_args={"connect_timeout": _CONNECT_S},
+            pool_pre_ping=True,  # a restart of the database costs no job
+        )
+    except ModuleNotFoundError as error:
+        raise StartError(
+            f"job_store is PostgreSQL, which needs a package that is missing ({error.name}); "
+            "install inferpool[postgresql]"
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    """Return the first line of what went wrong, without the statement."""
+    origin = error.orig if isinstance(error, DBAPIError) else error
+    return str(origin).strip().splitlines()[0] if str(origin).strip() else type(origin).__name__

@@ -1,0 +1,312 @@
+"""The store keeps jobs through crashes, and gives each part to one service at a time."""
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from inferpool.service.errors import (
+    IdempotencyError,
+    InvalidInputError,
+    OverQuotaError,
+    StartError,
+)
+from inferpool.service.jobs.records import (
+    Job,
+    JobAnswer,
+    JobProblem,
+    LeasedPart,
+    NewJob,
+    PartResult,
+    StoredInstance,
+)
+from inferpool.service.jobs.store.store import JobStore
+from tests.service.jobs.conftest import LIMITS
+
+NOW = 1_000_000.0
+
+
+def new_job(id: str = "a", **changes: object) -> NewJob:
+    values: dict[str, object] = {"model": "m", "body_digest": "d"} | changes
+    return NewJob(id=id, **values)  # type: ignore[arg-type]  # values of many types
+
+
+def instance(number: int, num_bytes: int = 0) -> StoredInstance:
+    return StoredInstance(kind="json", payload=str(number).encode().ljust(num_bytes))
+
+
+def add(
+    store: JobStore, num: int = 3, *, num_bytes: int = 0, id: str = "a", **changes: object
+) -> tuple[Job, bool]:
+    with store.begin(new_job(id, **changes), NOW) as writer:
+        for number in range(num):
+            writer.add(instance(number, num_bytes))
+        return writer.commit(NOW)
+
+
+def compute(part: LeasedPart, version: int = 1) -> PartResult:
+    """Double each number."""
+    return PartResult(
+        answers=[JobAnswer(value=b"%d" % (2 * int(each.payload))) for each in part.instances],
+        version=version,
+    )
+
+
+def finish(store: JobStore, now: float = NOW) -> None:
+    while leased := store.lease({"m"}, 4, 10.0, now):
+        for part in leased:
+            assert store.commit_part(part, compute(part), now) is not None
+
+
+def values(store: JobStore, id: str = "a", first: int = 0, count: int | None = None) -> list[int]:
+    return [int(answer.value) for _, answer, _ in store.answers(id, first, count)]
+
+
+def test_a_job_is_computed_and_its_results_are_in_order(store: JobStore) -> None:
+    job, is_new = add(store, 200, parameters=b"{}", webhook="https://a.example", trace="t-s")
+    assert is_new
+    assert (job.state, job.num_instances, job.num_done) == ("queued", 200, 0)
+    assert store.counts().num_waiting == 200
+    finish(store, NOW + 5)
+    ended = store.job("a")
+    assert ended is not None
+    assert (ended.state, ended.num_done, ended.num_failed) == ("succeeded", 200, 0)
+    assert (ended.started_at, ended.ended_at, ended.expires_at) == (NOW + 5, NOW + 5, NOW + 105)
+    assert ended.versions == (1,)
+    assert (ended.parameters, ended.webhook, ended.trace) == (b"{}", "https://a.example", "t-s")
+    assert values(store) == [2 * number for number in range(200)]
+    assert values(store, first=60, count=10) == [2 * number for number in range(60, 70)]
+    assert store.counts().num_waiting == 0
+
+
+def test_nobody_sees_a_job_before_it_is_committed(store: JobStore) -> None:
+    with store.begin(new_job(), NOW) as writer:
+        for number in range(1000):
+            writer.add(instance(number, 30_000))  # many parts are written already
+        assert store.job("a") is None
+        assert not store.jobs(limit=10)
+        assert not store.lease({"m"}, 10, 10.0, NOW)
+    assert store.counts().num_bytes == 0
+    assert add(store)[1]
+
+
+def test_a_job_without_instances_is_refused(store: JobStore) -> None:
+    with store.begin(new_job(), NOW) as writer, pytest.raises(InvalidInputError, match="no inst"):
+        writer.commit(NOW)
+
+
+def test_large_payloads_and_results_come_back_whole(store: JobStore, place: str) -> None:
+    add(store, 3, num_bytes=3_000_000)
+    (part,) = store.lease({"m"}, 1, 10.0, NOW)
+    assert part.instances == [instance(0, 3_000_000)]
+    large = JobAnswer(value=b"1" * 500_000)
+    job = store.commit_part(part, PartResult(answers=[large], version=1), NOW)
+    assert job is not None
+    assert job.num_bytes < 7_000_000
+    assert [answer for _, answer, _ in store.answers("a")] == [large]
+    if "://" not in place:
+        names = sorted(file.name for file in Path(place).glob("parts/*/*"))
+        assert names == [f"0.{part.token}.out", "1.in", "2.in"]
+        store.delete("a")
+        assert not list(Path(place).glob("parts/*"))
+
+
+def test_the_folder_is_for_its_owner_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "some" / "where"
+    store = JobStore.open(str(folder), LIMITS)
+    add(store, num_bytes=100_000)
+    store.close()
+    for path in (folder, folder / "parts"):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    assert stat.S_IMODE((folder / "jobs.sqlite3").stat().st_mode) == 0o600
+
+
+def test_two_services_cannot_have_one_folder(tmp_path: Path) -> None:
+    store = JobStore.open(str(tmp_path), LIMITS)
+    with pytest.raises(StartError, match="another service keeps its jobs in"):
+        JobStore.open(str(tmp_path), LIMITS)
+    store.close()
+    JobStore.open(str(tmp_path), LIMITS).close()
+
+
+def test_a_store_of_a_later_version_is_refused(place: str) -> None:
+    from sqlalchemy import text
+
+    store = JobStore.open(place, LIMITS)
+    with store._database.writing() as connection:
+        connection.execute(text("UPDATE inferpool_schema SET version_num = '9999'"))
+    store.close()
+    with pytest.raises(StartError, match="written by a later version of inferpool"):
+        JobStore.open(place, LIMITS)
+
+
+def test_a_database_that_does_not_answer_is_named_without_a_traceback() -> None:
+    with pytest.raises(StartError, match=r"postgresql://nobody@127\.0\.0\.1:1/x: "):
+        JobStore.open("postgresql://nobody@127.0.0.1:1/x", LIMITS)
+
+
+def test_another_database_is_refused() -> None:
+    with pytest.raises(StartError, match="begins with postgresql://"):
+        JobStore.open("mysql://somewhere/x", LIMITS)
+
+
+def test_a_part_is_leased_once_until_its_lease_is_out(store: JobStore) -> None:
+    add(store)
+    (part,) = store.lease({"m"}, 9, 10.0, NOW)
+    assert not store.lease({"m"}, 9, 10.0, NOW + 9)
+    assert store.renew([part.token], 10.0, NOW + 9) == {part.token}
+    assert not store.lease({"m"}, 9, 10.0, NOW + 18)
+    (again,) = store.lease({"m"}, 9, 10.0, NOW + 19)
+    assert store.renew([part.token], 10.0, NOW + 19) == set()
+    assert store.commit_part(part, compute(part), NOW) is None
+    assert values(store) == []
+    assert store.commit_part(again, compute(again), NOW) is not None
+    assert values(store) == [0, 2, 4]
+    assert store.commit_part(again, compute(again), NOW) is None
+
+
+def test_a_part_that_is_given_back_can_be_leased_at_once(store: JobStore) -> None:
+    add(store)
+    (part,) = store.lease({"m"}, 9, 10.0, NOW)
+    store.give_back([part.token])
+    assert len(store.lease({"m"}, 9, 10.0, NOW)) == 1
+
+
+def test_only_models_that_can_compute_get_parts(store: JobStore) -> None:
+    add(store, model="other")
+    assert not store.lease({"m"}, 9, 10.0, NOW)
+    assert store.waiting_models() == {"other": 3}
+
+
+def test_a_small_job_does_not_wait_behind_a_large_one(store: JobStore) -> None:
+    add(store, 640, id="large")
+    store.lease({"m"}, 1, 10.0, NOW)
+    add(store, 3, id="small")
+    add(store, 3, id="urgent", priority=1)
+    ids = [store.lease({"m"}, 1, 10.0, NOW + second)[0].job.id for second in range(1, 4)]
+    assert ids == ["urgent", "small", "large"]
+    assert len(store.lease({"m"}, 4, 10.0, NOW + 5)) == 4
+
+
+def test_errors_stand_in_place_and_a_job_of_nothing_else_has_failed(store: JobStore) -> None:
+    problem = JobProblem(code="invalid_input", message="no image")
+    for id, num_failed, state in (("a", 2, "succeeded"), ("b", 3, "failed")):
+        add(store, 3, id=id)
+        (part,) = store.lease({"m"}, 9, 10.0, NOW)
+        answers = [JobAnswer(value=b"1")] * (3 - num_failed)
+        answers += [JobAnswer(value=b"", problem=problem)] * num_failed
+        job = store.commit_part(part, PartResult(answers=answers, version=2), NOW)
+        assert job is not None
+        assert (job.state, job.num_done, job.num_failed) == (state, 3, num_failed)
+        assert [answer for _, answer, _ in store.answers(id)] == answers
+
+
+def test_a_cancelled_job_keeps_what_was_computed(store: JobStore) -> None:
+    add(store, 100)
+    first, second = store.lease({"m"}, 2, 10.0, NOW)
+    store.commit_part(first, compute(first), NOW)
+    job = store.cancel("a", NOW + 1)
+    assert job is not None
+    assert (job.state, job.num_done, job.ended_at) == ("cancelled", 64, NOW + 1)
+    assert store.commit_part(second, compute(second), NOW) is None
+    assert store.renew([second.token], 10.0, NOW) == set()
+    answers = list(store.answers("a"))
+    assert [index for index, _, _ in answers] == list(range(100))
+    problems = [answer.problem.code for _, answer, _ in answers if answer.problem]
+    assert problems == ["cancelled"] * 36
+    again = store.cancel("a", NOW + 5)
+    assert again is not None
+    assert again.ended_at == NOW + 1
+
+
+@pytest.mark.parametrize(("num_computed", "state"), [(0, "failed"), (1, "succeeded")])
+def test_a_removed_model_fails_the_rest(store: JobStore, num_computed: int, state: str) -> None:
+    add(store, 100)
+    for part in store.lease({"m"}, num_computed, 10.0, NOW) if num_computed else []:
+        store.commit_part(part, compute(part), NOW)
+    problem = JobProblem(code="unknown_model", message="m was removed")
+    (job,) = store.fail_jobs("m", problem, NOW)
+    num_failed = 100 - 64 * num_computed
+    assert (job.state, job.num_done, job.num_failed) == (state, 100, num_failed)
+    assert [answer.problem for _, answer, _ in store.answers("a")][-1] == problem
+
+
+def test_the_same_call_makes_one_job(store: JobStore) -> None:
+    first, _ = add(store, id="a", idempotency_key="k")
+    again, is_new = add(store, id="b", idempotency_key="k")
+    assert (again.id, is_new) == ("a", False)
+    assert add(store, id="a")[1] is False
+    assert store.keyed("", "k") == first
+    with pytest.raises(IdempotencyError, match="with this Idempotency-Key"):
+        add(store, id="c", idempotency_key="k", body_digest="other")
+    with pytest.raises(IdempotencyError, match="with this id"):
+        add(store, id="a", body_digest="other")
+    assert add(store, id="d", idempotency_key="k", owner="someone")[1]
+    assert len(store.jobs(limit=10)) == 2
+
+
+def test_an_owner_sees_its_own_jobs(store: JobStore) -> None:
+    for number in range(5):
+        add(store, id=f"a{number}", owner="ann")
+    add(store, id="b", owner="ben")
+    assert store.job("b", "ann") is None
+    assert store.job("b", "ben") == store.job("b")
+    page = store.jobs(owner="ann", limit=3)
+    assert [job.id for job in page] == ["a4", "a3", "a2"]
+    assert [job.id for job in store.jobs(owner="ann", limit=3, before="a2")] == ["a1", "a0"]
+    store.cancel("a1", NOW)
+    assert [job.id for job in store.jobs(owner="ann", states=["cancelled"], limit=3)] == ["a1"]
+
+
+def test_a_key_has_a_quota_of_jobs_and_bytes(store: JobStore) -> None:
+    for number in range(LIMITS.max_jobs):
+        add(store, 1, id=f"a{number}")
+    with pytest.raises(OverQuotaError, match="max_jobs"):
+        add(store, id="more")
+    with pytest.raises(OverQuotaError, match="max_job_bytes"):
+        add(store, 100, id="large", num_bytes=2**20, owner="ben")
+    assert store.job("large") is None
+    assert add(store, 10, id="small", num_bytes=2**20, owner="ben")[1]
+
+
+def test_jobs_are_deleted_when_their_time_is_over(store: JobStore) -> None:
+    add(store, id="over")
+    finish(store)
+    add(store, id="waiting")
+    assert store.clean(NOW + LIMITS.retention_s - 1) == 0
+    assert store.clean(NOW + LIMITS.retention_s) == 1
+    assert [job.id for job in store.jobs(limit=9)] == ["waiting"]
+    store.delete("waiting")
+    assert not store.jobs(limit=9)
+
+
+def test_webhooks_are_due_until_they_are_told(store: JobStore) -> None:
+    add(store, id="a", webhook="https://a.example/")
+    add(store, id="b")
+    assert not store.due_webhooks(9, 60.0, NOW)
+    finish(store)
+    (due,) = store.due_webhooks(9, 60.0, NOW)
+    assert (due.job.id, due.num_attempts) == ("a", 0)
+    assert not store.due_webhooks(9, 60.0, NOW + 59)
+    store.note_webhook("a", NOW + 5)
+    (due,) = store.due_webhooks(9, 60.0, NOW + 5)
+    assert due.num_attempts == 1
+    store.note_webhook("a", None)
+    assert not store.due_webhooks(9, 60.0, NOW + 1000)
+
+
+def test_a_restart_takes_up_what_was_leased(tmp_path: Path) -> None:
+    store = JobStore.open(str(tmp_path), LIMITS)
+    add(store, 3, num_bytes=100_000)
+    (part,) = store.lease({"m"}, 1, 10.0, NOW)
+    writer = store.begin(new_job("lost"), NOW)
+    for number in range(200):
+        writer.add(instance(number, 100_000))  # the process dies before the commit
+    assert len(list(tmp_path.glob("parts/*"))) == 2
+    store.close()
+    store = JobStore.open(str(tmp_path), LIMITS)
+    assert len(list(tmp_path.glob("parts/*"))) == 1
+    assert store.commit_part(part, compute(part), NOW) is None
+    finish(store)
+    assert values(store) == [0, 2, 4]
+    store.close()
