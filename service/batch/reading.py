@@ -55,10 +55,8 @@ def read_ahead(
     """
     several: Mapping[str, object] = {}
     if num_readers:
-        context = get_context("forkserver")
-        context.set_forkserver_preload(["torch", __name__])
         several = {
-            "multiprocessing_context": context,
+            "multiprocessing_context": get_context("forkserver"),
             "prefetch_factor": _PREFETCHED,
             "worker_init_fn": _begin,
         }

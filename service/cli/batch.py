@@ -8,6 +8,7 @@ import sys
 from argparse import Namespace
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from multiprocessing.forkserver import ensure_running, set_forkserver_preload
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,6 +54,8 @@ def run(args: Namespace) -> int:
         else:
             journal = Journal(args.output, format, resumes=args.resume, overwrites=args.overwrite)
             output = stack.enter_context(journal)
+        if args.readers != 0:
+            _start_forkserver()
         from inferpool.service.batch.report import BatchReport
         from inferpool.service.batch.run import BatchRun, Stopwatch, TooManyErrorsError
 
@@ -133,6 +136,12 @@ async def _target(args: Namespace, parameters: dict[str, object]) -> "AsyncItera
         )
         encoded = json.dumps(parameters).encode() if parameters else b""
         yield await stack.enter_async_context(local_target(loaded, encoded))
+
+
+def _start_forkserver() -> None:
+    """Let the forkserver of the readers import torch while this process does, and the model."""
+    set_forkserver_preload(["torch", "inferpool.service.batch.reading"])
+    ensure_running()
 
 
 def _parameters(texts: Sequence[str]) -> dict[str, object]:

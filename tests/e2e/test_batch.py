@@ -1,6 +1,7 @@
 """`inferpool batch` as a user runs it: real photographs, broken files, and ends at any moment."""
 
 import contextlib
+import csv
 import json
 import os
 import random
@@ -13,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from inferpool.models.vision.photos import sample_jpegs
-from tests.e2e.running import ROOT
+from tests.e2e.running import ROOT, running
 
 _MODEL = "tests.small_classifier:SmallClassifier"
 _TIMEOUT_S = 100.0
@@ -97,6 +98,26 @@ def test_a_model_that_cannot_be_had_ends_the_run(photos, tmp_path):
     done = batch(photos, "--output", tmp_path / "o.csv", model="tests.no_such:Model")
     assert done.returncode in (1, 2), done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_service_is_asked_by_its_url(photos, tmp_path):
+    output = tmp_path / "out.csv"
+    with running(_MODEL) as service:
+        done = batch(photos, "--output", output, "--url", service.url, model="another")
+        assert done.returncode == 1, done.stderr
+        assert "no model is called" in done.stderr
+        asked = command(photos, "--output", output, "--resume")[:-2]
+        done = subprocess.run(
+            [*asked, "--url", service.url],
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            cwd=ROOT,
+        )
+    assert done.returncode == 4, done.stderr
+    assert "93 of 93 done, 3 failed" in done.stderr
+    with output.open(newline="") as file:
+        assert [int(row["index"]) for row in csv.DictReader(file)] == list(range(93))
 
 
 def kill_and_resume(photos, output, num_kills, *more):
