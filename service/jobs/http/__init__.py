@@ -1,0 +1,1 @@
+"""The routes of jobs: bodies in, states and results out."""
