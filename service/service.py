@@ -15,6 +15,8 @@ from inferpool.service.catalog.room import Room
 from inferpool.service.checks.memory import needs_of_worker
 from inferpool.service.errors import StartError
 from inferpool.service.fronts.only_front import OnlyFront
+from inferpool.service.jobs.jobs import Jobs
+from inferpool.service.jobs.records import StoreLimits
 from inferpool.service.live import LiveFeed
 from inferpool.service.operations import Operations
 from inferpool.service.queue.pool import Pool
@@ -120,6 +122,16 @@ class Service:
             Room(partial(needs_of_worker, gpus=host.gpus), memory.free, memory.used_by),
             grace_s=settings.drain_timeout_s,
         )
+        self.jobs: Jobs | None = None
+        """Jobs that outlive their connections; None if there is no place to keep them."""
+        if settings.job_store not in ("auto", "none"):  # the loader has made a place of `auto`
+            limits = StoreLimits(
+                retention_s=settings.job_retention_s,
+                max_jobs=settings.max_jobs,
+                max_bytes=settings.max_job_bytes,
+            )
+            self.jobs = Jobs(settings.job_store, limits, self.pools, settings.default_model)
+            metrics.gauge_source(self.jobs.read_gauges)
         self._watching: asyncio.Task[None] | None = None
         self._settled = asyncio.Event()
         self._changed = asyncio.Event()
@@ -150,6 +162,8 @@ class Service:
         self.catalog.start(engine, self.arena)
         self._gpu_watch.start()
         self.live.start()
+        if self.jobs is not None:
+            self.jobs.start()
         if self.settings.watch is not None:
             folder = ModelFolder(
                 Path(self.settings.watch), self.changes, self.settings.watch_policy
@@ -165,6 +179,8 @@ class Service:
         self.operations.end()
         self.changes.end()
         self.live.end()
+        if self.jobs is not None:
+            self.jobs.end()
 
     def set_draining(self, is_draining: bool) -> bool:
         """Turn readiness red or green; return False if the service is shutting down."""
@@ -195,6 +211,8 @@ class Service:
             await asyncio.gather(self._watching, return_exceptions=True)
         await self.changes.stop()
         await self._speed_search.stop()
+        if self.jobs is not None:
+            await self.jobs.stop()
         await self.drain()
         await self.fronts.stop()
         grace_s = 0.0 if self._is_hurried else _STOP_GRACE_S

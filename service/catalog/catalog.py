@@ -19,9 +19,9 @@ from inferpool.service.errors import NotSavedError, OverloadedError
 from inferpool.service.queue.admission import Admission
 from inferpool.service.queue.dispatcher import Dispatcher
 from inferpool.service.queue.instance import Buffer, CanaryShare
-from inferpool.service.queue.objective import Objective, ObjectiveAdmission
 from inferpool.service.queue.pool import Announcer, Pool, read_model_gauges
 from inferpool.service.queue.quarantine import Quarantine
+from inferpool.service.queue.scheduling.objective import Objective, ObjectiveAdmission
 from inferpool.service.queue.turns.gate import DeviceGate
 from inferpool.service.settings.model import ModelSettings
 from inferpool.service.settings.settings import Settings

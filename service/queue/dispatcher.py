@@ -32,6 +32,7 @@ from inferpool.service.queue.admission import Admission
 from inferpool.service.queue.batch_sizing import SPARE, SizeLimit, fitting
 from inferpool.service.queue.batcher import Batcher
 from inferpool.service.queue.instance import (
+    BACKGROUND,
     QUEUED,
     SENT,
     SETTLED,
@@ -41,9 +42,10 @@ from inferpool.service.queue.instance import (
     SlotOwner,
 )
 from inferpool.service.queue.ledger import Ledger
-from inferpool.service.queue.objective import Objective
 from inferpool.service.queue.quarantine import MAX_CRASHES, Quarantine, Suspects
-from inferpool.service.queue.scheduler import BatchScheduler, Lane, Lanes
+from inferpool.service.queue.scheduling.entrance import Entrance
+from inferpool.service.queue.scheduling.objective import Objective
+from inferpool.service.queue.scheduling.scheduler import BatchScheduler, Lane, Lanes
 from inferpool.service.telemetry.metrics import ModelMetrics
 from inferpool.workers.arena import Arena
 from inferpool.workers.errors import WorkerLostError
@@ -91,10 +93,13 @@ class Dispatcher:
         self._limit = SizeLimit(max_batch_size)
         self._objective = objective
         self._queue: Batcher[Instance] = Batcher()
+        self._background: Batcher[Instance] = Batcher()
         self._lanes = Lanes()
+        self._entrance = Entrance(admission, self._queue, self._lanes, arena)
         self._ledger = Ledger(metrics, self._on_deadline, self._unsettled)
         self.scheduler = BatchScheduler(
             self._queue,
+            self._background,
             self._lanes,
             self._limit,
             batch_wait_ms / 1000,
@@ -106,6 +111,11 @@ class Dispatcher:
     def num_queued(self) -> int:
         """Instances that wait for a worker."""
         return self._queue.num_waiting
+
+    @property
+    def num_background(self) -> int:
+        """Instances that wait until a worker is idle."""
+        return self._background.num_waiting
 
     @property
     def max_queue_length(self) -> int:
@@ -158,7 +168,8 @@ class Dispatcher:
     ) -> Instance:
         """Admit one instance: copy its payload into the arena, if it is not there, and queue it.
 
-        Without a worker it waits for one. The pool knows whether one will come.
+        Without a worker it waits for one. The pool knows whether one will come. With the priority
+        `BACKGROUND` it goes to a worker that is idle while nothing else waits.
 
         Args:
             ref: Belongs to the instance from now on. Its offset is set here.
@@ -184,8 +195,11 @@ class Dispatcher:
         is_suspect = (
             num_bytes in quarantine.lengths or num_bytes in quarantine.suspect_lengths
         ) and self._suspects.check(ref, chunks, now)
-        if not is_solo:
-            self._check_admission(ref, now)
+        queue = self._queue_of(ref)
+        if queue is self._background:
+            self._entrance.check_background(ref)
+        elif not is_solo:
+            self._entrance.check(ref, now)
         if owner is None:
             owner = self._arena
             if ref.caller:
@@ -200,7 +214,7 @@ class Dispatcher:
             instance.is_solo = True
             instance.num_crashes = int(is_suspect)
         self._ledger.open(instance, now, steps)
-        self._queue.push(instance, now)
+        queue.push(instance, now)
         if not self.scheduler.is_due:
             self.scheduler.soon()
         return instance
@@ -229,10 +243,9 @@ class Dispatcher:
         Args:
             error: Makes the error that each is answered with.
         """
-        while self._queue:
-            for instance in self._queue.next_batch(self._limit.now):
-                instance.owner.free(instance.ref.offset)
-                self._ledger.fail(instance, error())
+        for instance in (*self._queue, *self._background):
+            self._unqueue(instance)
+            self._ledger.fail(instance, error())
         for instance in self._lanes.held():
             if instance.state != SETTLED:
                 self._ledger.fail(instance, error())
@@ -262,7 +275,7 @@ class Dispatcher:
         self._ledger.cancel(instance)
 
     def _unsettled(self) -> Iterator[Instance]:
-        yield from self._queue
+        yield from (*self._queue, *self._background)
         for instance in self._lanes.held():
             if instance.state != SETTLED:
                 yield instance
@@ -274,29 +287,18 @@ class Dispatcher:
         self._unqueue(instance)
         self._ledger.expire(instance, f"the deadline passed {where}")
 
-    def _check_admission(self, ref: ItemRef, now: float) -> None:
-        admission, queue, lanes = self._admission, self._queue, self._lanes
-        num_queued = queue.num_waiting
-        left_s = ref.deadline - now
-        num_workers = len(lanes.open) or 1
-        # If there are several kinds, all that wait may be of this one's. Its kind may take half of
-        # the time until its deadline, so each counts twice.
-        num_counted = 2 * num_queued if queue.is_mixed else num_queued
-        if num_queued and ref.caller:  # in the same way, all may be of this one's key
-            num_counted = max(num_counted, int((num_queued + 1) * admission.key_share.weight))
-        if admission.is_welcome(num_counted, num_counted + lanes.num_sent, num_workers, left_s):
-            return
-        admission.check(num_queued, num_workers, left_s)
-        position = queue.position(ref.priority, ref.deadline, now, ref.caller)
-        admission.check_share(position, num_queued, num_workers)
-        admission.check_time(position, lanes.free_in(now), num_workers, left_s, now)
+    def _queue_of(self, ref: ItemRef) -> Batcher[Instance]:
+        return self._background if ref.priority >= BACKGROUND else self._queue
 
     def _unqueue(self, instance: Instance) -> None:
         if instance.state == QUEUED:
-            self._queue.remove(instance)
+            self._queue_of(instance.ref).remove(instance)
             instance.owner.free(instance.ref.offset)
 
     def _send(self, lane: Lane, most: int, now: float) -> None:
+        if not self._queue.num_waiting:
+            self._give(lane, self._background.next_batch(most), now)
+            return
         most = min(most, self._queue.num_waiting, self._limit.now)
         if self._queue.soonest() - now < _NEAR_BATCHES * self._admission.rate.batch_s:
             begin, curve = lane.begins_at(now), lane.next_curve
@@ -339,7 +341,7 @@ class Dispatcher:
         if len(batch) > 1:
             for instance in reversed(batch):
                 instance.is_solo = True
-                self._queue.push_front(instance)
+                self._queue_of(instance.ref).push_front(instance)
             return
         (instance,) = batch
         logger.error(
@@ -387,7 +389,8 @@ class Dispatcher:
         if lane.batches:
             lane.begin(now, was_idle=False)
         if self._objective:
-            self._objective.note(batch, now)
+            if batch[0].ref.priority < BACKGROUND:
+                self._objective.note(batch, now)
             self._plan(self._objective, now)
         self._suspects.note_answers(batch, done.outcomes)
         self._ledger.settle_batch(batch, done, now)
@@ -410,7 +413,7 @@ class Dispatcher:
 
     def _refuse_quarantined(self) -> None:
         """Refuse the queued instances whose input has just been quarantined."""
-        for instance in list(self._queue):
+        for instance in (*self._queue, *self._background):
             if refusal := self._suspects.refusal(instance):
                 self._unqueue(instance)
                 self._ledger.fail(instance, refusal)
@@ -444,4 +447,4 @@ class Dispatcher:
             else:
                 self._metrics.retried += 1
                 instance.state = QUEUED
-                self._queue.push_front(instance)
+                self._queue_of(instance.ref).push_front(instance)

@@ -44,6 +44,10 @@ class InstanceTiming(msgspec.Struct, frozen=True, gc=False):
     """The forward pass and the rendering of its batch, without waits for a pipeline's others."""
 
 
+BACKGROUND = 10
+"""The priority of work that takes only what is idle. Clients give priorities from 1 to 9."""
+
+
 class Result(msgspec.Struct, frozen=True, gc=False):
     """The prediction for one instance."""
 

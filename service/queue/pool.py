@@ -391,6 +391,7 @@ def read_model_gauges(serving: Pool, pools: Sequence[Pool]) -> Iterator[Reading]
         ("max_queue_length", dispatcher.max_queue_length),
         ("max_batch_size", dispatcher.max_batch_size),
         ("queue_depth", sum(pool.dispatcher.num_queued for pool in pools)),
+        ("background_depth", sum(pool.dispatcher.num_background for pool in pools)),
         ("queue_bytes", sum(pool.dispatcher.queued_bytes for pool in pools)),
         ("quarantined_inputs", sum(pool.dispatcher.num_quarantined for pool in pools)),
     ):

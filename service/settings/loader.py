@@ -5,6 +5,7 @@ It runs once, in the front end, before anything else starts. Nothing else reads 
 
 import dataclasses
 import errno
+import hashlib
 import json
 import os
 import re
@@ -100,8 +101,10 @@ def load(flags: Mapping[str, str], environ: Mapping[str, str], cwd: Path) -> Loa
         draft.choose(model)
     draft.add_flags(flags)
     settings, origins, warnings = draft.finish(cwd)
+    own_file = None if model else file
+    settings = _with_job_store(settings, own_file, environ, cwd)
     loaded = LoadedSettings(settings=settings, origins=origins, warnings=warnings)
-    return loaded.with_changes(_state_path(settings.state_file, None if model else file, cwd))
+    return loaded.with_changes(_state_path(settings.state_file, own_file, cwd))
 
 
 def load_arguments(
@@ -144,6 +147,7 @@ def load_arguments(
     kept = str(_state_path(settings.state_file, beside, cwd) or "none")
     # Whoever serves these settings may know neither the file nor the folder.
     settings = settings.model_copy(update={"state_file": kept})
+    settings = _with_job_store(settings, beside, environ, cwd)
     origins = {"state_file": "argument" if beside is None else f"file {beside}", **origins}
     return LoadedSettings(settings=settings, origins=origins, warnings=warnings)
 
@@ -222,6 +226,43 @@ def _state_path(state_file: str, settings_file: Path | None, cwd: Path) -> Path 
     if state_file != "auto":
         return cwd / state_file
     return None if settings_file is None else (cwd / settings_file).with_suffix(".state.json")
+
+
+def _with_job_store(
+    settings: Settings, file: Path | None, environ: Mapping[str, str], cwd: Path
+) -> Settings:
+    """Return the settings with the place of jobs as an absolute path, a URL or "none"."""
+    place = settings.job_store
+    if place == "auto":
+        place = _own_job_store(settings, file, environ, cwd)
+    elif place.lower() == "none":
+        place = "none"
+    elif "://" not in place:
+        place = str(cwd / Path(place).expanduser())
+    return settings.model_copy(update={"job_store": place})
+
+
+def _own_job_store(
+    settings: Settings, file: Path | None, environ: Mapping[str, str], cwd: Path
+) -> str:
+    """Return a folder that is this service's at each start, wherever it is started from.
+
+    A service that has neither a file of settings nor a port of its own has no such folder.
+    """
+    if file is not None:
+        path = (cwd / file).resolve()
+        name, key = path.stem, str(path)
+    elif settings.port == 0:
+        return "none"
+    else:
+        sources = sorted(model.source for model in settings.models.values())
+        name, key = f"port-{settings.port}", "\n".join([*sources, str(settings.port)])
+    try:
+        home = Path(environ.get("XDG_STATE_HOME") or Path("~/.local/state").expanduser())
+    except RuntimeError:  # a user without a home
+        return "none"
+    digest = hashlib.sha256(key.encode()).hexdigest()[:8]
+    return str(cwd / home / "inferpool" / "jobs" / f"{name}-{digest}")
 
 
 def _read_file(file: Path, cwd: Path, origin: str) -> dict[str, object]:

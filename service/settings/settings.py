@@ -147,6 +147,16 @@ class Settings(SettingsTable):
     """The file that keeps what is changed of models at run time, for the next start; `none` keeps
     nothing. `auto`: beside the file of settings, as `inferpool.state.json`; none without such a
     file, or if MODEL is given."""
+    job_store: str = Field("auto", min_length=1)
+    """The place of jobs: a folder, or `postgresql://USER@HOST/DATABASE`, which several services can
+    share; `none`: there are no jobs. `auto`: a folder in the user's state directory, one for each
+    file of settings, or for each model and port. Passwords come from PGPASSWORD or ~/.pgpass."""
+    job_retention_s: float = Field(86400.0, gt=0, allow_inf_nan=False)
+    """A job and its results are deleted so long after its end."""
+    max_jobs: int = Field(10_000, ge=1)
+    """Jobs that each of `predict_keys`, or all calls without keys, may have in the store."""
+    max_job_bytes: int = Field(16 << 30, ge=1024)
+    """Bytes in the store that these may take."""
     watch: str | None = None
     """A folder of models to serve as they come and go: one subfolder for each, with a numbered one
     for each version, of which the highest serves."""
@@ -204,6 +214,16 @@ class Settings(SettingsTable):
     def _check_resource(cls, resource: str) -> str:
         pairs_of(resource)
         return resource
+
+    @field_validator("job_store")
+    @classmethod
+    def _check_job_store(cls, job_store: str) -> str:
+        scheme, is_url, rest = job_store.partition("://")
+        if is_url and scheme != "postgresql":
+            raise ValueError("is a URL that does not begin with postgresql://")
+        if ":" in rest.partition("/")[0].rpartition("@")[0]:
+            raise ValueError("has a password; give that in PGPASSWORD or in ~/.pgpass instead")
+        return job_store
 
     @field_validator("tls_key")
     @classmethod

@@ -141,10 +141,14 @@ GaugeSource = Callable[[], Iterable[Reading]]
 
 GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "queue_depth": ("Instances that wait for a worker.", ("model",)),
+    "background_depth": ("Instances of jobs that wait until a worker is idle.", ("model",)),
     "max_queue_length": ("Instances that may wait; more are refused.", ("model",)),
     "queue_bytes": ("Payload bytes of the instances that wait.", ("model",)),
     "max_batch_size": ("Instances that a batch may have now.", ("model",)),
     "quarantined_inputs": ("Inputs refused because workers died of them.", ("model",)),
+    "jobs": ("Jobs that are not over, by state.", ("state",)),
+    "job_instances_waiting": ("Instances of these jobs that have no answer yet.", ()),
+    "job_store_bytes": ("Bytes of payloads and results in the store of jobs.", ()),
     "arena_used_bytes": ("Shared memory taken by payloads, rounding included.", ()),
     "arena_bytes": ("Shared memory reserved for payloads.", ()),
     "workers": ("Workers by state.", ("model", "state")),

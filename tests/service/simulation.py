@@ -14,8 +14,8 @@ from inferpool.service.errors import DeadlineExceededError, OverloadedError
 from inferpool.service.queue.admission import Admission
 from inferpool.service.queue.dispatcher import Dispatcher
 from inferpool.service.queue.instance import Instance
-from inferpool.service.queue.objective import Objective, ObjectiveAdmission
 from inferpool.service.queue.quarantine import Quarantine
+from inferpool.service.queue.scheduling.objective import Objective, ObjectiveAdmission
 from inferpool.service.telemetry.metrics import ModelMetrics
 from inferpool.workers.arena import Arena
 from inferpool.workers.messages import ItemRef

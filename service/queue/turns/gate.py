@@ -16,7 +16,7 @@ from math import inf
 
 from inferpool.models.spec import Placement
 from inferpool.service.queue.instance import Instance
-from inferpool.service.queue.scheduler import EARLY_S, BatchScheduler, Lane
+from inferpool.service.queue.scheduling.scheduler import EARLY_S, BatchScheduler, Lane
 from inferpool.service.queue.turns.accounts import SharedDevice, Turn
 from inferpool.workers.messages import BatchDone
 

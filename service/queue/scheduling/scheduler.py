@@ -247,6 +247,7 @@ class BatchScheduler:
     def __init__(
         self,
         queue: Batcher[Instance],
+        background: Batcher[Instance],
         lanes: Lanes,
         limit: SizeLimit,
         batch_wait_s: float,
@@ -257,6 +258,7 @@ class BatchScheduler:
 
         Args:
             queue: The waiting instances.
+            background: Those that wait until nothing else does.
             lanes: The workers.
             limit: How large batches may be.
             batch_wait_s: How long an idle worker waits for a batch to fill.
@@ -271,6 +273,7 @@ class BatchScheduler:
         self.turns: TurnTaker | None = None
         """Says when batches may be sent, while other models contend for a device."""
         self._queue = queue
+        self._background = background
         self._limit = limit
         self._batch_wait_s = batch_wait_s
         self._send = send
@@ -283,7 +286,7 @@ class BatchScheduler:
 
     def soon(self) -> None:
         """Send what can be sent, after all that arrives in this turn of the loop is queued."""
-        if not self.is_due and self._queue.num_waiting:
+        if not self.is_due and self.num_waiting:
             self.is_due = True
             self._loop.call_soon(self._pump)
 
@@ -291,16 +294,16 @@ class BatchScheduler:
         self.is_due = False
         lanes = self.lanes
         if self.turns is not None:
-            if self._queue.num_waiting:
+            if self.num_waiting:
                 self.turns.ask()
             return
-        while self._queue.num_waiting and self.send_next(lanes.leading, lanes.lagging):
+        while self.num_waiting and self.send_next(lanes.leading, lanes.lagging):
             pass
 
     @property
     def num_waiting(self) -> int:
-        """Instances that wait."""
-        return self._queue.num_waiting
+        """Instances that wait, those in the background too."""
+        return self._queue.num_waiting + self._background.num_waiting
 
     def send_next(
         self, leading: Sequence[Lane], lagging: Sequence[Lane], most: int | None = None
@@ -318,6 +321,8 @@ class BatchScheduler:
         """
         now = time.monotonic()
         idle = [lane for lane in leading if not lane.batches]
+        if not self._queue.num_waiting:
+            return self._give_background(idle or [lane for lane in lagging if not lane.batches])
         if idle:
             if self._waits_for_more(now):
                 return False
@@ -330,6 +335,15 @@ class BatchScheduler:
             return False
         self._send(lane, self._limit.now, now)
         return True
+
+    def _give_background(self, idle: Sequence[Lane]) -> bool:
+        """Give an idle worker a batch of the background.
+
+        A worker holds one of these at most, so that nobody else waits longer than it takes.
+        """
+        if idle:
+            self._send(idle[0], self._limit.now, time.monotonic())
+        return bool(idle)
 
     def _give_idle(self, idle: Sequence[Lane], now: float) -> None:
         """Divide what waits evenly among idle workers, or give it all to one that is soon done."""

@@ -1,0 +1,363 @@
+"""The jobs of a service: makes, shows, ends and computes them. Lives in the event loop.
+
+The store is opened in a thread, since its library takes a moment to import and the database may be
+down. Until it is open, calls wait a moment, and then are told why.
+"""
+
+import asyncio
+import contextlib
+import logging
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from inferpool.service.errors import (
+    ServiceError,
+    StartError,
+    UnavailableError,
+    UnknownJobError,
+    UnknownModelError,
+)
+from inferpool.service.jobs.records import (
+    UNFINISHED,
+    Job,
+    JobAnswer,
+    JobProblem,
+    JobState,
+    NewJob,
+    StoreCounts,
+    StoredInstance,
+    StoreLimits,
+)
+from inferpool.service.jobs.runner import Runner, in_thread
+from inferpool.service.queue.pool import Pool
+from inferpool.service.telemetry.metrics import Reading
+
+if TYPE_CHECKING:
+    from inferpool.service.jobs.store.store import JobStore
+
+logger = logging.getLogger(__name__)
+
+_OPEN_S = 10.0
+"""How long a call waits for the store to open."""
+_RETRY_OPEN_S = 10.0
+_POLL_S = 1.0
+"""How often a shared store is asked for the work of others."""
+_POLL_ALONE_S = 10.0
+_CLEAN_S = 30.0
+_COUNT_S = 1.0
+_NUM_WRITERS = 4
+_CHUNK = 256
+"""Answers that are read in a thread at once."""
+
+
+class Jobs:
+    """The jobs of one service, from start to stop."""
+
+    def __init__(
+        self,
+        place: str,
+        limits: StoreLimits,
+        pools: Mapping[str, Pool],
+        default_model: str,
+    ) -> None:
+        """Open nothing yet.
+
+        Args:
+            place: A folder, or the URL of a PostgreSQL database.
+            limits: Limits of the store.
+            pools: The pools that serve, by model.
+            default_model: The model of calls that name none.
+        """
+        self._place = place
+        self._limits = limits
+        self._pools = pools
+        self._default_model = default_model
+        self._is_shared = "://" in place
+        self._store: JobStore | None = None
+        self._runner: Runner | None = None
+        self._opened = asyncio.Event()
+        self._problem = "it is being opened"
+        self._running: asyncio.Task[None] | None = None
+        self._computing: asyncio.Task[None] | None = None
+        self._is_ending = False
+        # Large bodies take long to write, and must not keep results from being committed.
+        self._writers = ThreadPoolExecutor(_NUM_WRITERS, thread_name_prefix="new jobs")
+        self._waiters: defaultdict[str, set[asyncio.Future[None]]] = defaultdict(set)
+        """Those who wait for a job to change, by its id."""
+        self._served = set(pools)
+        """Models that have been served since the start."""
+        self.counts = StoreCounts(jobs={}, num_waiting=0, num_bytes=0)
+        """How much the store holds, about a second ago."""
+        self._spool: tempfile.TemporaryDirectory[str] | None = None
+
+    @property
+    def spool_folder(self) -> Path:
+        """The folder for bodies on their way, which is empty at each start."""
+        if self._spool is None:
+            beside = None if self._is_shared else self._place
+            self._spool = tempfile.TemporaryDirectory(prefix="spool-", dir=beside)
+        return Path(self._spool.name)
+
+    def start(self) -> None:
+        """Begin to open the store and to compute what it holds."""
+        self._running = asyncio.create_task(self._run(), name="jobs")
+
+    def end(self) -> None:
+        """Compute nothing more, give back what is not done, and let nobody wait any longer."""
+        if self._is_ending:
+            return
+        self._is_ending = True
+        if self._computing is not None:
+            self._computing.cancel()
+        for id in list(self._waiters):
+            self._wake_waiters(id)
+
+    async def stop(self) -> None:
+        """Close the store when everything is given back."""
+        self.end()
+        if self._running is not None:
+            if self._computing is not None:
+                await asyncio.gather(self._computing, return_exceptions=True)
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)
+        await in_thread(self._writers.shutdown)
+        if self._store is not None:
+            store, self._store = self._store, None
+            self._problem = "this server is shutting down"
+            await in_thread(store.close)
+        if self._spool is not None:
+            self._spool.cleanup()
+
+    def model_named(self, name: str | None) -> str:
+        """Return the name of a model that is served; the default one for None.
+
+        Raises:
+            UnknownModelError: It is not served here.
+        """
+        name = self._default_model if name is None else name
+        if name not in self._pools:
+            known = ", ".join(self._pools) or "none"
+            raise UnknownModelError(f"no model {name[:64]!r} is served here; these are: {known}")
+        return name
+
+    async def create(
+        self, new: NewJob, instances: Callable[[], Iterator[StoredInstance]]
+    ) -> tuple[Job, bool]:
+        """Store a job for good; the iterator runs in a thread, and its errors pass through.
+
+        Returns:
+            The job and True; or the one that the same call has made before, and False.
+
+        Raises:
+            IdempotencyError: Another call has made a job with this id or key.
+            InvalidInputError: There is no instance.
+            OverQuotaError: The key has all the jobs, or bytes of them, that it may have.
+            StoreFullError: The store has no room.
+            UnavailableError: The store cannot be used.
+        """
+        store = await self._opened_store()
+
+        def write() -> tuple[Job, bool]:
+            with store.begin(new, time.time()) as writer:
+                for instance in instances():
+                    writer.add(instance)
+                return writer.commit(time.time())
+
+        job, is_new = await in_thread(write, threads=self._writers)
+        if is_new:
+            self._log("accepted", job)
+            if self._runner is not None:
+                self._runner.wake()
+        return job, is_new
+
+    async def job(self, id: str, owner: str | None) -> Job:
+        """Return a job.
+
+        Raises:
+            UnknownJobError: There is none, or it is another owner's.
+            UnavailableError: The store cannot be used.
+        """
+        found = await in_thread((await self._opened_store()).job, id, owner)
+        if found is None:
+            raise UnknownJobError(f"there is no job {id[:64]!r}; it may have expired")
+        return found
+
+    async def until(self, id: str, owner: str | None, timeout_s: float) -> Job:
+        """Return a job when it is over, or as it is when the time is up; see `job`."""
+        end = time.monotonic() + timeout_s
+        while True:
+            changed = self._next_change(id)
+            job = await self.job(id, owner)
+            left_s = end - time.monotonic()
+            if job.is_over or left_s <= 0 or self._is_ending:
+                changed.cancel()
+                return job
+            await asyncio.wait([changed], timeout=min(left_s, self._poll_s))
+
+    async def watch(self, id: str, owner: str | None) -> AsyncIterator[Job]:
+        """Yield a job as it is now, then after each change, until it is over; see `job`."""
+        before = None
+        while True:
+            changed = self._next_change(id)
+            job = await self.job(id, owner)
+            if job != before:
+                yield job
+            before = job
+            if job.is_over or self._is_ending:
+                changed.cancel()
+                return
+            await asyncio.wait([changed], timeout=self._poll_s)
+
+    async def jobs(
+        self, owner: str | None, states: Sequence[JobState], limit: int, before: str | None
+    ) -> Sequence[Job]:
+        """Return jobs, the newest first; `before` is the id of the last one of the page before."""
+        store = await self._opened_store()
+        return await in_thread(
+            lambda: store.jobs(owner=owner, states=states, limit=limit, before=before)
+        )
+
+    async def cancel(self, id: str, owner: str | None) -> Job:
+        """End a job, and return it as it is then; see `job`."""
+        if (job := await self.job(id, owner)).is_over:
+            return job
+        ended = await in_thread((await self._opened_store()).cancel, id, time.time())
+        if ended is None:
+            raise UnknownJobError(f"there is no job {id[:64]!r}; it may have expired")
+        self._note(ended)
+        return ended
+
+    async def delete(self, id: str, owner: str | None) -> None:
+        """Remove a job and its results; see `job`."""
+        await self.job(id, owner)
+        await in_thread((await self._opened_store()).delete, id)
+        if self._runner is not None:
+            self._runner.drop(id)
+        self._wake_waiters(id)
+
+    async def answers(
+        self, id: str, owner: str | None, first: int = 0, count: int | None = None
+    ) -> AsyncIterator[Sequence[tuple[int, JobAnswer, int]]]:
+        """Yield index, answer and version of what has an answer, in order and in chunks."""
+        await self.job(id, owner)
+        found = (await self._opened_store()).answers(id, first, count)
+        while chunk := await in_thread(lambda: list(islice(found, _CHUNK))):
+            yield chunk
+
+    def read_gauges(self) -> Iterator[Reading]:
+        """Yield the gauges for `/metrics`."""
+        for state in UNFINISHED:
+            yield Reading(name="jobs", value=self.counts.jobs.get(state, 0), labels=(state,))
+        yield Reading(name="job_instances_waiting", value=self.counts.num_waiting)
+        yield Reading(name="job_store_bytes", value=self.counts.num_bytes)
+
+    @property
+    def _poll_s(self) -> float:
+        return _POLL_S if self._is_shared else _POLL_ALONE_S
+
+    async def _run(self) -> None:
+        store = await self._open()
+        self._store = store
+        self._runner = Runner(store, self._pools, poll_s=_POLL_S, on_change=self._note)
+        self._opened.set()
+        async with asyncio.TaskGroup() as group:
+            if not self._is_ending:
+                computing = self._runner.run()
+                self._computing = group.create_task(computing, name="compute jobs")
+            group.create_task(self._clean(store), name="clean the store of jobs")
+            group.create_task(self._count(store), name="count jobs")
+
+    async def _open(self) -> "JobStore":
+        while True:
+            try:
+                return await in_thread(_open_store, self._place, self._limits)
+            except StartError as error:
+                if str(error) != self._problem:
+                    logger.error("jobs are not served: %s", error)
+                self._problem = str(error)
+                self._opened.set()
+                await asyncio.sleep(_RETRY_OPEN_S)
+
+    async def _opened_store(self) -> "JobStore":
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_OPEN_S):
+                await self._opened.wait()
+        if self._store is None:
+            raise UnavailableError(
+                f"jobs are not served at the moment: {self._problem}", retry_after_s=5
+            )
+        return self._store
+
+    async def _clean(self, store: "JobStore") -> None:
+        """Delete what has expired, and end the jobs of models that were removed."""
+        while True:
+            with contextlib.suppress(ServiceError):
+                await in_thread(store.clean, time.time())
+                self._served |= set(self._pools)
+                for model in self._served - set(self._pools):
+                    self._served.discard(model)
+                    await self._fail(store, model)
+            await asyncio.sleep(_CLEAN_S)
+
+    async def _fail(self, store: "JobStore", model: str) -> None:
+        problem = JobProblem(code="unknown_model", message=f"{model} was removed from the service")
+        for job in await in_thread(store.fail_jobs, model, problem, time.time()):
+            self._note(job)
+
+    async def _count(self, store: "JobStore") -> None:
+        while True:
+            with contextlib.suppress(ServiceError):
+                self.counts = await in_thread(store.counts)
+            await asyncio.sleep(_COUNT_S)
+
+    def _note(self, job: Job) -> None:
+        """Tell who waits for a job that it has changed."""
+        if job.is_over:
+            self._log(job.state, job)
+            if self._runner is not None:
+                self._runner.drop(job.id)
+        self._wake_waiters(job.id)
+
+    def _next_change(self, id: str) -> "asyncio.Future[None]":
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiters = self._waiters[id]
+        waiters.add(waiter)
+
+        def forget(_: object) -> None:
+            waiters.discard(waiter)
+            if not waiters and self._waiters.get(id) is waiters:
+                del self._waiters[id]
+
+        waiter.add_done_callback(forget)
+        return waiter
+
+    def _wake_waiters(self, id: str) -> None:
+        for waiter in list(self._waiters.get(id, ())):
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def _log(self, event: str, job: Job) -> None:
+        trace_id, _, span_id = job.trace.partition("-")
+        ids = {"request_id": job.request_id, "trace_id": trace_id, "span_id": span_id}
+        logger.info(
+            "job %s %s: %d instances of %s, %d done, %d failed",
+            job.id,
+            event,
+            job.num_instances,
+            job.model,
+            job.num_done,
+            job.num_failed,
+            extra={"job": job.id, **{name: value for name, value in ids.items() if value}},
+        )
+
+
+def _open_store(place: str, limits: StoreLimits) -> "JobStore":
+    from inferpool.service.jobs.store.store import JobStore  # imports SQLAlchemy, in a thread
+
+    return JobStore.open(place, limits)

@@ -1,0 +1,285 @@
+"""Computes the jobs of the store with this service's pools, part by part, in the event loop.
+
+The order makes jobs durable: a part is leased, its instances are queued, their results are
+committed, and only then is the part forgotten. A part whose service dies is leased again.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Executor
+from typing import Protocol, TypeVar, TypeVarTuple
+
+from inferpool.service.errors import (
+    DeadlineExceededError,
+    OverloadedError,
+    ServiceError,
+    StoreFullError,
+    TooLargeError,
+    UnavailableError,
+)
+from inferpool.service.jobs.records import (
+    PART_INSTANCES,
+    Job,
+    JobAnswer,
+    JobProblem,
+    LeasedPart,
+    PartResult,
+    StoredInstance,
+)
+from inferpool.service.queue.instance import BACKGROUND
+from inferpool.service.queue.pool import Pool
+from inferpool.workers.messages import ItemRef
+
+logger = logging.getLogger(__name__)
+
+LEASE_S = 15.0
+"""How long the parts of a service that died wait, where another one shares its store."""
+_RENEW_S = 4.0
+_DEADLINE_S = 3600.0
+"""An instance that waits longer behind interactive calls is queued again."""
+_MOST_PARTS = 128
+"""Parts in memory at once, of 1 MiB or of a single instance each."""
+_LEAST_IN_FLIGHT = 128
+_BATCHES_IN_FLIGHT = 4
+"""Batches in flight for each worker, so that none waits for the store."""
+_PAUSE_S = 0.2
+_MOST_PAUSE_S = 5.0
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+
+class PartStore(Protocol):
+    """The store, as far as the runner needs it."""
+
+    def lease(
+        self, models: Collection[str], limit: int, lease_s: float, now: float
+    ) -> Sequence[LeasedPart]:
+        """Take parts of jobs that nobody computes."""
+
+    def renew(self, tokens: Collection[str], lease_s: float, now: float) -> set[str]:
+        """Prolong leases, and return those that still hold."""
+
+    def give_back(self, tokens: Collection[str]) -> None:
+        """Let others compute parts at once."""
+
+    def commit_part(self, part: LeasedPart, result: PartResult, now: float) -> Job | None:
+        """Keep the results of a part for good; None if it is not this service's any more."""
+
+
+class Runner:
+    """Leases parts while pools have room, and commits their results."""
+
+    def __init__(
+        self,
+        store: PartStore,
+        pools: Mapping[str, Pool],
+        *,
+        poll_s: float,
+        on_change: Callable[[Job], None],
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            store: The store. Its methods are called in threads.
+            pools: The pools that serve, by model.
+            poll_s: How often to look for parts that nobody has announced.
+            on_change: Told each job of which a part was committed.
+        """
+        self._store = store
+        self._pools = pools
+        self._poll_s = poll_s
+        self._on_change = on_change
+        self._parts: dict[str, tuple[LeasedPart, asyncio.Task[None]]] = {}
+        """The parts in flight and what computes them, by token."""
+        self._in_flight: Counter[str] = Counter()
+        """Instances in flight by model."""
+        self._wake = asyncio.Event()
+        self._answered = asyncio.Event()
+
+    def wake(self) -> None:
+        """Look for parts soon: there is a new job, or room for more."""
+        self._wake.set()
+
+    def drop(self, id: str) -> None:
+        """Give up the parts of a job that is over."""
+        for part, task in self._parts.values():
+            if part.job.id == id:
+                task.cancel()
+
+    async def run(self) -> None:
+        """Compute jobs until cancelled; then give back what is not done."""
+        renewing = asyncio.create_task(self._renew(), name="renew the leases of jobs")
+        try:
+            while True:
+                self._wake.clear()
+                if not await self._lease():
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(self._poll_s):
+                            await self._wake.wait()
+        finally:
+            renewing.cancel()
+            await self._give_back()
+
+    async def _lease(self) -> bool:
+        """Begin to compute as many parts as there is room for; return whether there were any."""
+        found = False
+        for name, pool in list(self._pools.items()):
+            limit = self._room(name, pool)
+            if not limit:
+                continue
+            try:
+                leased = await in_thread(self._store.lease, {name}, limit, LEASE_S, time.time())
+            except ServiceError:  # it is logged, and tried again
+                return False
+            for part in leased:
+                found = True
+                self._in_flight[name] += len(part.instances)
+                task = asyncio.create_task(self._finish(part), name="compute a part of a job")
+                self._parts[part.token] = (part, task)
+        return found
+
+    def _room(self, name: str, pool: Pool) -> int:
+        """Return how many parts more a model's workers should have within reach."""
+        if not pool.is_ready:
+            return 0
+        dispatcher = pool.dispatcher
+        wanted = dispatcher.num_responsive * dispatcher.max_batch_size * _BATCHES_IN_FLIGHT
+        left = max(wanted, _LEAST_IN_FLIGHT) - self._in_flight[name]
+        if left <= 0:
+            return 0
+        return min(max(1, left // PART_INSTANCES), _MOST_PARTS - len(self._parts))
+
+    async def _finish(self, part: LeasedPart) -> None:
+        try:
+            await self._commit(part, await self._compute(part))
+        except ServiceError as error:  # the model is gone, or pauses
+            logger.debug("a part of job %s is given back: %s", part.job.id, error)
+            with contextlib.suppress(ServiceError):
+                await in_thread(self._store.give_back, [part.token])
+            await asyncio.sleep(_PAUSE_S)
+        finally:
+            self._parts.pop(part.token, None)
+            self._in_flight[part.job.model] -= len(part.instances)
+            self._wake.set()
+
+    async def _compute(self, part: LeasedPart) -> PartResult:
+        """Compute all instances of a part with the version that serves now.
+
+        Raises:
+            UnavailableError: Another version serves meanwhile, or none.
+        """
+        pool = self._pools.get(part.job.model)
+        if pool is None:
+            raise UnavailableError(f"{part.job.model} is not served any more")
+        is_needed = any(each.kind is not None for each in part.instances)
+        tasks = [asyncio.ensure_future(self._answer(pool, part.job, i)) for i in part.instances]
+        try:
+            answers = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+        return PartResult(answers=answers, version=pool.version if is_needed else 0)
+
+    async def _answer(self, pool: Pool, job: Job, instance: StoredInstance) -> JobAnswer:
+        """Compute one instance, and queue it again if it was no fault of its own.
+
+        Raises:
+            UnavailableError: The pool does not serve any more.
+        """
+        if instance.kind is None:
+            return JobAnswer(value=b"", problem=instance.problem)
+        while True:
+            ref = ItemRef(
+                kind=instance.kind,
+                offset=0,
+                num_bytes=len(instance.payload),
+                deadline=time.monotonic() + _DEADLINE_S,
+                headers=instance.headers,
+                parameters=job.parameters,
+                request_id=job.request_id,
+                trace=job.trace,
+                priority=BACKGROUND,
+            )
+            try:
+                if not pool.dispatcher.can_hold(ref.num_bytes):
+                    raise TooLargeError("the instance is larger than arena_bytes allows")
+                result = await pool.submit(ref, [instance.payload])
+            except (OverloadedError, UnavailableError, DeadlineExceededError) as error:
+                if self._pools.get(job.model) is not pool:
+                    raise UnavailableError("another version serves now") from error
+                await self._until_answered()
+            except ServiceError as error:
+                problem = JobProblem(code=error.code, message=error.message)
+                return JobAnswer(value=b"", problem=problem)
+            else:
+                assert isinstance(result.value, bytes)  # since `wants_tensors` is False
+                self._answered.set()
+                return JobAnswer(value=result.value)
+
+    async def _until_answered(self) -> None:
+        """Wait until an instance of this runner has its answer, which leaves room, or a moment."""
+        self._answered.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_PAUSE_S):
+                await self._answered.wait()
+
+    async def _commit(self, part: LeasedPart, result: PartResult) -> None:
+        """Commit results, and keep them until the store has room."""
+        pause_s = _PAUSE_S
+        while True:
+            try:
+                job = await in_thread(self._store.commit_part, part, result, time.time())
+                break
+            except (StoreFullError, UnavailableError) as error:
+                logger.warning("job %s: results wait to be kept: %s", part.job.id, error)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _MOST_PAUSE_S)
+        if job is not None:
+            self._on_change(job)
+
+    async def _renew(self) -> None:
+        """Prolong the leases of what is in flight, and give up what is not this service's."""
+        while True:
+            await asyncio.sleep(_RENEW_S)
+            tokens = list(self._parts)
+            if not tokens:
+                continue
+            try:
+                held = await in_thread(self._store.renew, tokens, LEASE_S, time.time())
+            except ServiceError:
+                continue
+            for token in set(tokens) - held:
+                if token in self._parts:
+                    self._parts[token][1].cancel()
+
+    async def _give_back(self) -> None:
+        tasks = [task for _, task in self._parts.values()]
+        tokens = list(self._parts)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if tokens:
+            with contextlib.suppress(ServiceError):
+                await in_thread(self._store.give_back, tokens)
+
+
+async def in_thread(
+    call: Callable[[*Ts], T], *arguments: *Ts, threads: Executor | None = None
+) -> T:
+    """Call a function of the store in a thread, to its end even if the caller is cancelled."""
+    future = asyncio.get_running_loop().run_in_executor(threads, call, *arguments)
+    cancelled: asyncio.CancelledError | None = None
+    while not future.done():
+        try:
+            await asyncio.wait([future])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        future.exception()  # else asyncio logs that nobody retrieved it
+        raise cancelled
+    return future.result()

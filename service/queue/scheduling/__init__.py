@@ -1,0 +1,1 @@
+"""The choice of the instances that a worker gets next."""
