@@ -16,7 +16,9 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from inferpool.models.spec import TensorSpec
 from inferpool.service.errors import (
+    InvalidInputError,
     ServiceError,
     StartError,
     UnavailableError,
@@ -134,6 +136,30 @@ class Jobs:
         if self._spool is not None:
             self._spool.cleanup()
 
+    def check_open(self) -> None:
+        """Check that the store is open.
+
+        Raises:
+            UnavailableError: It could not be opened, or the service has not started.
+        """
+        if self._store is None:
+            raise UnavailableError(
+                f"jobs are not served at the moment: {self._problem}", retry_after_s=5
+            )
+
+    def inputs_of(self, model: str) -> Sequence[TensorSpec]:
+        """Return the tensors that a model takes; empty if unknown."""
+        pool = self._pools.get(model)
+        return () if pool is None else pool.inputs
+
+    def check_webhook(self, url: str) -> None:
+        """Refuse webhooks: no host is allowed.
+
+        Raises:
+            InvalidInputError: Always.
+        """
+        raise InvalidInputError(f"webhook: {url[:200]} is of no host that this service may call")
+
     def model_named(self, name: str | None) -> str:
         """Return the name of a model that is served; the default one for None.
 
@@ -200,12 +226,12 @@ class Jobs:
                 return job
             await asyncio.wait([changed], timeout=min(left_s, self._poll_s))
 
-    async def watch(self, id: str, owner: str | None) -> AsyncIterator[Job]:
+    async def watch(self, id: str) -> AsyncIterator[Job]:
         """Yield a job as it is now, then after each change, until it is over; see `job`."""
         before = None
         while True:
             changed = self._next_change(id)
-            job = await self.job(id, owner)
+            job = await self.job(id, None)
             if job != before:
                 yield job
             before = job
@@ -288,10 +314,8 @@ class Jobs:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_OPEN_S):
                 await self._opened.wait()
-        if self._store is None:
-            raise UnavailableError(
-                f"jobs are not served at the moment: {self._problem}", retry_after_s=5
-            )
+        self.check_open()
+        assert self._store is not None
         return self._store
 
     async def _clean(self, store: "JobStore") -> None:

@@ -104,7 +104,7 @@ async def test_a_job_waits_for_a_service_that_can_compute_it(arena: Arena, tmp_p
 async def test_a_watcher_sees_each_change_until_the_end(arena: Arena, place: str) -> None:
     async with answering(arena) as pool, running(place, {"m": pool}) as jobs:
         await jobs.create(new_job(), lambda: instances(200))
-        seen: list[Job] = [job async for job in jobs.watch("a", None)]
+        seen: list[Job] = [job async for job in jobs.watch("a")]
         assert [job.num_done for job in seen] == sorted(job.num_done for job in seen)
         assert seen[-1].state == "succeeded"
 
