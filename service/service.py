@@ -17,6 +17,7 @@ from inferpool.service.errors import StartError
 from inferpool.service.fronts.only_front import OnlyFront
 from inferpool.service.jobs.jobs import Jobs
 from inferpool.service.jobs.records import StoreLimits
+from inferpool.service.jobs.webhooks import Webhooks, read_secret
 from inferpool.service.live import LiveFeed
 from inferpool.service.operations import Operations
 from inferpool.service.queue.pool import Pool
@@ -130,7 +131,9 @@ class Service:
                 max_jobs=settings.max_jobs,
                 max_bytes=settings.max_job_bytes,
             )
-            self.jobs = Jobs(settings.job_store, limits, self.pools, settings.default_model)
+            hooks = Webhooks(settings.webhook_hosts, _webhook_secret(settings))
+            default = settings.default_model
+            self.jobs = Jobs(settings.job_store, limits, self.pools, default, hooks)
             metrics.gauge_source(self.jobs.read_gauges)
         self._watching: asyncio.Task[None] | None = None
         self._settled = asyncio.Event()
@@ -294,3 +297,20 @@ class Service:
         yield from self.fronts.read_gauges()
         yield from gpu_gauges(self._gpu_watch.vitals())
         yield from self.catalog.read_gauges()
+
+
+def _webhook_secret(settings: Settings) -> bytes:
+    """Read the key that signs webhooks; empty if there are none.
+
+    Raises:
+        StartError: It cannot be used.
+    """
+    file = settings.webhook_secret_file
+    if not settings.webhook_hosts:
+        return b""
+    if file is None:
+        raise StartError("calls to webhook_hosts are signed: name a file in webhook_secret_file")
+    try:
+        return read_secret(Path(file).read_text())
+    except (OSError, ValueError) as error:
+        raise StartError(f"webhook_secret_file, {file}: {error}") from error

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 
 from inferpool.models.spec import TensorSpec
 from inferpool.service.errors import (
-    InvalidInputError,
     ServiceError,
     StartError,
     UnavailableError,
@@ -36,7 +35,9 @@ from inferpool.service.jobs.records import (
     StoredInstance,
     StoreLimits,
 )
-from inferpool.service.jobs.runner import Runner, in_thread
+from inferpool.service.jobs.runner import Runner
+from inferpool.service.jobs.threads import in_thread
+from inferpool.service.jobs.webhooks import Webhooks
 from inferpool.service.queue.pool import Pool
 from inferpool.service.telemetry.metrics import Reading
 
@@ -67,6 +68,7 @@ class Jobs:
         limits: StoreLimits,
         pools: Mapping[str, Pool],
         default_model: str,
+        webhooks: Webhooks,
     ) -> None:
         """Open nothing yet.
 
@@ -75,11 +77,13 @@ class Jobs:
             limits: Limits of the store.
             pools: The pools that serve, by model.
             default_model: The model of calls that name none.
+            webhooks: Tells who asked that a job is over.
         """
         self._place = place
         self._limits = limits
         self._pools = pools
         self._default_model = default_model
+        self._webhooks = webhooks
         self._is_shared = "://" in place
         self._store: JobStore | None = None
         self._runner: Runner | None = None
@@ -153,12 +157,13 @@ class Jobs:
         return () if pool is None else pool.inputs
 
     def check_webhook(self, url: str) -> None:
-        """Refuse webhooks: no host is allowed.
+        """Refuse a URL that this service may not call when a job is over.
 
         Raises:
-            InvalidInputError: Always.
+            InvalidInputError: It is no URL.
+            ForbiddenError: Its host is not allowed.
         """
-        raise InvalidInputError(f"webhook: {url[:200]} is of no host that this service may call")
+        self._webhooks.check(url)
 
     def model_named(self, name: str | None) -> str:
         """Return the name of a model that is served; the default one for None.
@@ -296,6 +301,7 @@ class Jobs:
             if not self._is_ending:
                 computing = self._runner.run()
                 self._computing = group.create_task(computing, name="compute jobs")
+            group.create_task(self._webhooks.run(store), name="tell webhooks of jobs")
             group.create_task(self._clean(store), name="clean the store of jobs")
             group.create_task(self._count(store), name="count jobs")
 

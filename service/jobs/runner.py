@@ -10,8 +10,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Executor
-from typing import Protocol, TypeVar, TypeVarTuple
+from typing import Protocol
 
 from inferpool.service.errors import (
     DeadlineExceededError,
@@ -30,6 +29,7 @@ from inferpool.service.jobs.records import (
     PartResult,
     StoredInstance,
 )
+from inferpool.service.jobs.threads import in_thread
 from inferpool.service.queue.instance import BACKGROUND
 from inferpool.service.queue.pool import Pool
 from inferpool.workers.messages import ItemRef
@@ -48,9 +48,6 @@ _BATCHES_IN_FLIGHT = 4
 """Batches in flight for each worker, so that none waits for the store."""
 _PAUSE_S = 0.2
 _MOST_PAUSE_S = 5.0
-
-T = TypeVar("T")
-Ts = TypeVarTuple("Ts")
 
 
 class PartStore(Protocol):
@@ -266,20 +263,3 @@ class Runner:
         if tokens:
             with contextlib.suppress(ServiceError):
                 await in_thread(self._store.give_back, tokens)
-
-
-async def in_thread(
-    call: Callable[[*Ts], T], *arguments: *Ts, threads: Executor | None = None
-) -> T:
-    """Call a function of the store in a thread, to its end even if the caller is cancelled."""
-    future = asyncio.get_running_loop().run_in_executor(threads, call, *arguments)
-    cancelled: asyncio.CancelledError | None = None
-    while not future.done():
-        try:
-            await asyncio.wait([future])
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        future.exception()  # else asyncio logs that nobody retrieved it
-        raise cancelled
-    return future.result()

@@ -157,6 +157,11 @@ class Settings(SettingsTable):
     """Jobs that each of `predict_keys`, or all calls without keys, may have in the store."""
     max_job_bytes: int = Field(16 << 30, ge=1024)
     """Bytes in the store that these may take."""
+    webhook_hosts: Sequence[str] = ()
+    """Hosts that may be told when a job is over: names, `*.example.com`, or `*`. A host with a
+    private address must be named in full. Separate them by commas in the variable and the flag."""
+    webhook_secret_file: str | None = None
+    """A file with the key that signs these calls, as Standard Webhooks say: `whsec_` and base64."""
     watch: str | None = None
     """A folder of models to serve as they come and go: one subfolder for each, with a numbered one
     for each version, of which the highest serves."""
@@ -185,12 +190,12 @@ class Settings(SettingsTable):
             return _auto_arena_bytes(info.data["max_body_bytes"])
         return arena_bytes
 
-    @field_validator("cors_origins", mode="before")
+    @field_validator("cors_origins", "webhook_hosts", mode="before")
     @classmethod
-    def _split_origins(cls, origins: object) -> object:
-        if isinstance(origins, str):  # from a variable or a flag
-            return [origin.strip() for origin in origins.split(",") if origin.strip()]
-        return origins
+    def _split(cls, listed: object) -> object:
+        if isinstance(listed, str):  # from a variable or a flag
+            return [each.strip() for each in listed.split(",") if each.strip()]
+        return listed
 
     @field_validator("cors_origins")
     @classmethod

@@ -64,6 +64,8 @@ HOST = {
     "job_retention_s": 3600.0,
     "max_jobs": 15,
     "max_job_bytes": 1 << 30,
+    "webhook_hosts": ["hooks.example", "*.example"],
+    "webhook_secret_file": "/run/secrets/webhook",
     "watch": "models",
     "watch_policy": "force",
     "speed_search": False,

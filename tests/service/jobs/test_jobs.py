@@ -11,6 +11,7 @@ import pytest
 from inferpool.service.errors import UnavailableError, UnknownJobError, UnknownModelError
 from inferpool.service.jobs.jobs import Jobs
 from inferpool.service.jobs.records import Job, JobProblem, NewJob, StoredInstance
+from inferpool.service.jobs.webhooks import Webhooks
 from inferpool.service.queue.pool import Pool
 from inferpool.workers.arena import Arena
 from tests.fakes import FakeEngine
@@ -20,7 +21,7 @@ from tests.service.pools import ready_pool
 
 @contextlib.asynccontextmanager
 async def running(place: str, pools: Mapping[str, Pool]) -> AsyncIterator[Jobs]:
-    jobs = Jobs(place, LIMITS, pools, "m")
+    jobs = Jobs(place, LIMITS, pools, "m", Webhooks((), b""))
     jobs.start()
     try:
         yield jobs

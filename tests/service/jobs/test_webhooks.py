@@ -1,0 +1,172 @@
+"""Webhooks are told once that a job is over, with a signature, and only on allowed hosts."""
+
+import asyncio
+import base64
+import contextlib
+import hashlib
+import hmac
+import json
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+
+from inferpool.service.errors import ServiceError
+from inferpool.service.jobs import webhooks
+from inferpool.service.jobs.records import DueWebhook, Job
+from inferpool.service.jobs.webhooks import Webhooks, read_secret
+
+SECRET = b"s" * 24
+
+
+class Receiver:
+    """A server that keeps what it is sent, and answers with one status after another."""
+
+    def __init__(self, statuses: Sequence[int]) -> None:
+        self.statuses = list(statuses)
+        self.calls: list[tuple[str, dict[str, str], bytes]] = []
+        self.port = 0
+
+    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        first, *lines = head.strip().split("\r\n")
+        headers = {name.lower(): text for name, text in (line.split(": ", 1) for line in lines)}
+        body = await reader.readexactly(int(headers["content-length"]))
+        self.calls.append((first, headers, body))
+        status = self.statuses.pop(0)
+        location = "location: http://127.0.0.1:1/\r\n"
+        writer.write(f"HTTP/1.1 {status} x\r\n{location}content-length: 0\r\n\r\n".encode())
+        await writer.drain()
+        writer.close()
+
+
+@contextlib.asynccontextmanager
+async def receiving(*statuses: int) -> AsyncIterator[Receiver]:
+    receiver = Receiver(statuses)
+    server = await asyncio.start_server(receiver.handle, "127.0.0.1", 0)
+    receiver.port = server.sockets[0].getsockname()[1]
+    async with server:
+        yield receiver
+
+
+class OneJob:
+    """A store with one job that is over."""
+
+    def __init__(self, url: str, num_attempts: int = 0) -> None:
+        self.due = [DueWebhook(job=ended(url), num_attempts=num_attempts)]
+        self.noted: asyncio.Queue[float | None] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+
+    def due_webhooks(self, limit: int, lease_s: float, now: float) -> Sequence[DueWebhook]:
+        due, self.due = self.due, []
+        return due
+
+    def note_webhook(self, id: str, next_at: float | None) -> None:
+        self._loop.call_soon_threadsafe(self.noted.put_nowait, next_at)
+
+
+def ended(url: str) -> Job:
+    return Job(
+        id="a1",
+        owner="",
+        state="succeeded",
+        model="m",
+        num_instances=3,
+        num_done=3,
+        num_bytes=0,
+        created_at=1.0,
+        ended_at=2.0,
+        webhook=url,
+    )
+
+
+async def tell(hooks: Webhooks, store: OneJob) -> float | None:
+    task = asyncio.create_task(hooks.run(store))
+    try:
+        async with asyncio.timeout(20):
+            return await store.noted.get()
+    finally:
+        task.cancel()
+
+
+async def test_the_event_is_signed() -> None:
+    async with receiving(204) as receiver:
+        store = OneJob(f"http://localhost:{receiver.port}/told?x=1")
+        assert await tell(Webhooks(["localhost"], SECRET), store) is None
+    ((first, headers, body),) = receiver.calls
+    assert first == "POST /told?x=1 HTTP/1.1"
+    assert headers["host"] == f"localhost:{receiver.port}"
+    assert headers["webhook-id"] == "msg_a1"
+    signed = f"msg_a1.{headers['webhook-timestamp']}.".encode() + body
+    signature = base64.b64encode(hmac.digest(SECRET, signed, hashlib.sha256)).decode()
+    assert headers["webhook-signature"].removeprefix("v1,") == signature
+    event = json.loads(body)
+    assert event["type"] == "inferpool.job.succeeded"
+    assert event["time"] == "1970-01-01T00:00:02+00:00"
+    assert event["data"] == {
+        "id": "a1",
+        "state": "succeeded",
+        "model": "m",
+        "num_instances": 3,
+        "num_done": 3,
+        "num_failed": 0,
+        "result": "/jobs/a1/result",
+    }
+
+
+@pytest.mark.parametrize("status", [500, 302])
+async def test_another_attempt_follows_an_error(status: int) -> None:
+    async with receiving(status) as receiver:
+        store = OneJob(f"http://localhost:{receiver.port}/")
+        assert await tell(Webhooks(["localhost"], SECRET), store) is not None
+    assert len(receiver.calls) == 1
+
+
+async def test_attempts_come_to_an_end() -> None:
+    store = OneJob("http://localhost:1/", num_attempts=len(webhooks._DELAYS_S))
+    assert await tell(Webhooks(["localhost"], SECRET), store) is None
+
+
+async def test_a_receiver_that_is_gone_is_not_told_again() -> None:
+    async with receiving(410) as receiver:
+        store = OneJob(f"http://localhost:{receiver.port}/")
+        assert await tell(Webhooks(["localhost"], SECRET), store) is None
+
+
+async def test_a_private_address_must_be_named() -> None:
+    async with receiving() as receiver:
+        store = OneJob(f"http://localhost:{receiver.port}/")
+        assert await tell(Webhooks(["*"], SECRET), store) is not None
+    assert receiver.calls == []
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("ftp://a.example/", "begins with"),
+        ("nonsense", "begins with"),
+        ("http://[::1", "begins with"),
+        ("http://a.example:99999/", "begins with"),
+        ("http://user:pass@a.example/", "password"),
+        ("http://a.example/\n", "ASCII"),
+        ("http://a.example/" + "x" * 2000, "ASCII"),
+        ("http://b.example/", "webhook_hosts"),
+        ("http://xa.example/", "webhook_hosts"),
+    ],
+)
+def test_other_urls_are_refused(url: str, message: str) -> None:
+    with pytest.raises(ServiceError, match=message):
+        Webhooks(["a.example", "*.c.example"], SECRET).check(url)
+
+
+def test_allowed_urls_are_taken() -> None:
+    hooks = Webhooks(["a.example", "*.c.example"], SECRET)
+    for url in ("http://A.example/", "https://a.example:8443/x?y", "http://b.c.example"):
+        hooks.check(url)
+
+
+def test_secrets_are_read() -> None:
+    assert read_secret("whsec_" + base64.b64encode(SECRET).decode() + "\n") == SECRET
+    assert read_secret("t" * 24) == b"t" * 24
+    for text in ("short", "whsec_%%%"):
+        with pytest.raises(ValueError, match=r"secret needs|no base64"):
+            read_secret(text)
