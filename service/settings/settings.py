@@ -194,8 +194,8 @@ class Settings(SettingsTable):
     @classmethod
     def _split(cls, listed: object) -> object:
         if isinstance(listed, str):  # from a variable or a flag
-            return [each.strip() for each in listed.split(",") if each.strip()]
-        return listed
+            return tuple(each.strip() for each in listed.split(",") if each.strip())
+        return tuple(listed) if isinstance(listed, list) else listed
 
     @field_validator("cors_origins")
     @classmethod

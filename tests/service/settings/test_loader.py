@@ -475,13 +475,13 @@ def test_headers_of_the_collector_are_kept_from_errors_and_from_workers(problems
     "variable", ["INFERPOOL_TRACE_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"]
 )
 def test_a_password_in_the_collectors_url_becomes_a_hidden_header(variable, tmp_path, problems):
-    environ = {variable: "https://me:s%40cret@host:4318/x", "INFERPOOL_TRACE_HEADERS": "a=b"}
+    environ = {variable: "https://me:xy%40zzy@host:4318/x", "INFERPOOL_TRACE_HEADERS": "a=b"}
     loaded = load({}, environ, tmp_path)
     assert loaded.settings.trace_endpoint == "https://host:4318/x"
-    told = base64.b64encode(b"me:s@cret").decode()
+    told = base64.b64encode(b"me:xy@zzy").decode()
     wanted = (("a", "b"), ("authorization", f"Basic {told}"))
     assert loaded.settings.trace_headers.pairs == wanted
-    assert "cret" not in str(loaded.rows())
+    assert "zzy" not in str(loaded.rows())
     assert secret_variables(environ) == list(environ)
     own = {"INFERPOOL_TRACE_HEADERS": "Authorization=Bearer%20abc", variable: environ[variable]}
     assert load({}, own, tmp_path).settings.trace_headers.pairs[0][1] == "Bearer abc"
