@@ -102,7 +102,7 @@ def load(flags: Mapping[str, str], environ: Mapping[str, str], cwd: Path) -> Loa
     draft.add_flags(flags)
     settings, origins, warnings = draft.finish(cwd)
     own_file = None if model else file
-    settings = _with_job_store(settings, own_file, environ, cwd)
+    settings = _with_job_store(settings, own_file, settings.port, environ, cwd)
     loaded = LoadedSettings(settings=settings, origins=origins, warnings=warnings)
     return loaded.with_changes(_state_path(settings.state_file, own_file, cwd))
 
@@ -129,7 +129,8 @@ def load_arguments(
         file: A file of settings, relative to `cwd`.
 
     Returns:
-        The settings. `state_file` is a path or "none"; its changes are not in them yet.
+        The settings. `state_file` is a path or "none"; its changes are not in them yet. `job_store`
+        is decided too; without a file, it is "none" unless these settings have a port.
 
     Raises:
         SettingsError: A setting is unknown or invalid; each problem names its place.
@@ -147,8 +148,10 @@ def load_arguments(
     kept = str(_state_path(settings.state_file, beside, cwd) or "none")
     # Whoever serves these settings may know neither the file nor the folder.
     settings = settings.model_copy(update={"state_file": kept})
-    settings = _with_job_store(settings, beside, environ, cwd)
-    origins = {"state_file": "argument" if beside is None else f"file {beside}", **origins}
+    port = settings.port if "port" in origins else 0  # a program's own server has another
+    settings = _with_job_store(settings, beside, port, environ, cwd)
+    decided = "argument" if beside is None else f"file {beside}"
+    origins = {"state_file": decided, "job_store": decided, **origins}
     return LoadedSettings(settings=settings, origins=origins, warnings=warnings)
 
 
@@ -229,12 +232,12 @@ def _state_path(state_file: str, settings_file: Path | None, cwd: Path) -> Path 
 
 
 def _with_job_store(
-    settings: Settings, file: Path | None, environ: Mapping[str, str], cwd: Path
+    settings: Settings, file: Path | None, port: int, environ: Mapping[str, str], cwd: Path
 ) -> Settings:
     """Return the settings with the place of jobs as an absolute path, a URL or "none"."""
     place = settings.job_store
     if place == "auto":
-        place = _own_job_store(settings, file, environ, cwd)
+        place = _own_job_store(settings, file, port, environ, cwd)
     elif place.lower() == "none":
         place = "none"
     elif "://" not in place:
@@ -243,7 +246,7 @@ def _with_job_store(
 
 
 def _own_job_store(
-    settings: Settings, file: Path | None, environ: Mapping[str, str], cwd: Path
+    settings: Settings, file: Path | None, port: int, environ: Mapping[str, str], cwd: Path
 ) -> str:
     """Return a folder that is this service's at each start, wherever it is started from.
 
@@ -252,11 +255,11 @@ def _own_job_store(
     if file is not None:
         path = (cwd / file).resolve()
         name, key = path.stem, str(path)
-    elif settings.port == 0:
+    elif port == 0:
         return "none"
     else:
         sources = sorted(model.source for model in settings.models.values())
-        name, key = f"port-{settings.port}", "\n".join([*sources, str(settings.port)])
+        name, key = f"port-{port}", "\n".join([*sources, str(port)])
     try:
         home = Path(environ.get("XDG_STATE_HOME") or Path("~/.local/state").expanduser())
     except RuntimeError:  # a user without a home

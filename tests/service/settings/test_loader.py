@@ -590,3 +590,43 @@ def test_python_code_gives_settings_without_the_environment_but_over_a_file(tmp_
     assert settings.models["mine"].options == {"a": 1}
     alone = load_arguments({}, {}, tmp_path, model="mine:Net", file="own.toml").settings
     assert list(alone.models) == ["net"]
+
+
+def test_each_service_has_a_place_for_its_jobs_which_is_the_same_at_each_start(loading, tmp_path):
+    environ = {"XDG_STATE_HOME": str(tmp_path / "state")}
+
+    def place(toml: str = "", environ=environ, **flags: str) -> str:
+        return loading(toml, flags, environ).settings.job_store
+
+    def told(place: str) -> str:
+        return loading(environ={"INFERPOOL_JOB_STORE": place}).settings.job_store
+
+    by_port = place(port="9")
+    assert Path(by_port).parent == tmp_path / "state" / "inferpool" / "jobs"
+    assert not Path(by_port).exists()
+    assert place(port="9") == by_port
+    assert len({by_port, place(port="10"), place(port="9", model="echo")}) == 3
+    assert place(port="0") == "none"
+    assert told("none") == told("None") == "none"
+    assert told("mine") == str(tmp_path / "mine")
+    assert told("postgresql://me@host/jobs") == "postgresql://me@host/jobs"
+    by_file = place(TWO_MODELS, port="0")
+    assert Path(by_file).name.startswith("inferpool-")
+    assert place(TWO_MODELS, port="9") == by_file
+    at_home = place(environ={}, port="9", model="echo")
+    assert Path(at_home) == Path.home() / ".local/state/inferpool/jobs" / Path(at_home).name
+
+
+def test_python_code_has_a_place_for_jobs_only_with_a_file_or_a_port_of_its_own(tmp_path: Path):
+    (tmp_path / "own.toml").write_text(TWO_MODELS)
+
+    def place(file: str | None = None, **arguments: object) -> str:
+        loaded = load_arguments(arguments, {"XDG_STATE_HOME": "state"}, tmp_path, file=file)
+        assert "job_store" in loaded.origins  # so that a service in another process is told
+        return loaded.settings.job_store
+
+    assert place() == place(port=0) == place("own.toml", models={"a": {"source": "echo"}}) == "none"
+    folder = f"{tmp_path}/state/inferpool/jobs"
+    assert place("own.toml").startswith(f"{folder}/own-")
+    assert place(port=9).startswith(f"{folder}/port-9-")
+    assert place(job_store="mine") == f"{tmp_path}/mine"
