@@ -11,19 +11,25 @@ InferpoolError
     +-- ForbiddenError          403: the key is not for this
     +-- NotFoundError           404: nothing is at this path
     |   +-- UnknownModelError   the service has no model of this name
+    |   +-- UnknownJobError     it has no job of this id, or not for this key
     +-- NotAcceptableError      406: the outputs have no such format
     +-- SlowBodyError           408: the body did not arrive in time
+    +-- ConflictError           409: something else must end first, such as the job itself
     +-- TooLargeError           413: the body, or a part of it, is over a limit
     +-- UnsupportedTypeError    415: the service does not read this content type
     +-- InvalidInputError       422: the model cannot take this input
     |   +-- QuarantinedError    the input has killed workers lately
+    +-- IdempotencyError        422: another job was made with this idempotency key or id
     +-- OverloadedError         429: too busy now; see `retry_after_s`
     |   +-- OverShareError      this API key has its share of the queue, or of the memory
+    |   +-- OverQuotaError      this API key has all the jobs, or bytes of them, that it may have
     +-- UnavailableError        502, 503: starting, draining, or no worker
     |   +-- GivenUpError        the model cannot be started; a retry does not help
     +-- ModelFailedError        500: the model raised an error on this input
     |   +-- NonFiniteOutputError  its output has NaN or an infinity
     +-- WorkerCrashedError      500: workers died of this input alone
+    +-- StoreFullError          507: the service has no room for another job
+    +-- JobCancelledError       the job was cancelled before it came to this input
     +-- InternalError           any other 5xx: a mistake of the service
 
 The status decides the class of an unknown code.
@@ -144,6 +150,12 @@ class UnknownModelError(NotFoundError):
     code = "unknown_model"
 
 
+class UnknownJobError(NotFoundError):
+    """The service has no job of this id: it has expired, was deleted, or belongs to another key."""
+
+    code = "unknown_job"
+
+
 class NotAcceptableError(AnswerError):
     """The outputs have no such format."""
 
@@ -154,6 +166,13 @@ class SlowBodyError(AnswerError):
     """The body did not arrive before the deadline."""
 
     code = "slow_body"
+    is_retryable = True
+
+
+class ConflictError(AnswerError):
+    """Something else must end first, such as the job whose whole result was asked for."""
+
+    code = "conflict"
     is_retryable = True
 
 
@@ -181,6 +200,12 @@ class QuarantinedError(InvalidInputError):
     code = "quarantined"
 
 
+class IdempotencyError(AnswerError):
+    """This idempotency key, or this id, belongs to a job with another body or other options."""
+
+    code = "idempotency_mismatch"
+
+
 class OverloadedError(AnswerError):
     """The service is too busy for this request now."""
 
@@ -192,6 +217,12 @@ class OverShareError(OverloadedError):
     """This API key has its share of what the service can hold; others still get some."""
 
     code = "over_share"
+
+
+class OverQuotaError(OverloadedError):
+    """This API key has all the jobs, or bytes of jobs, that a key may have; delete some."""
+
+    code = "over_quota"
 
 
 class UnavailableError(AnswerError):
@@ -226,6 +257,19 @@ class WorkerCrashedError(AnswerError):
     code = "worker_crashed"
 
 
+class StoreFullError(AnswerError):
+    """The service has no room for another job, such as on a full disk."""
+
+    code = "store_full"
+    is_retryable = True
+
+
+class JobCancelledError(AnswerError):
+    """The job was cancelled before it came to this input."""
+
+    code = "cancelled"
+
+
 class InternalError(AnswerError):
     """The service, or a proxy before it, made a mistake."""
 
@@ -256,6 +300,7 @@ _BY_STATUS: dict[int, type[InferpoolError]] = {
     404: NotFoundError,
     406: NotAcceptableError,
     408: SlowBodyError,
+    409: ConflictError,
     413: TooLargeError,
     415: UnsupportedTypeError,
     422: InvalidInputError,
@@ -263,4 +308,5 @@ _BY_STATUS: dict[int, type[InferpoolError]] = {
     502: UnavailableError,
     503: UnavailableError,
     504: DeadlineExceededError,
+    507: StoreFullError,
 }
