@@ -14,7 +14,12 @@ from msgspec import Raw
 
 from inferpool.service.api.codecs import parameters
 from inferpool.service.api.codecs.body import BodyContext, Decoded, Payload
-from inferpool.service.errors import BadRequestError, InvalidInputError, TooLargeError
+from inferpool.service.errors import (
+    BadRequestError,
+    InvalidInputError,
+    ServiceError,
+    TooLargeError,
+)
 
 _LARGE_BYTES = 64 * 1024
 """Beyond this size, decoding stops at the first instance too many.
@@ -37,6 +42,8 @@ class _Base64Instance(msgspec.Struct, forbid_unknown_fields=True, gc=False):
 
 _body = msgspec.json.Decoder(_Body)
 _encoded = msgspec.json.Decoder(_Base64Instance)
+_any = msgspec.json.Decoder(Raw)
+_SPACE = b" \t\r\n"
 
 
 def decode_json(chunks: Sequence[bytes], head: BodyContext) -> Decoded:
@@ -80,6 +87,25 @@ def decode_json(chunks: Sequence[bytes], head: BodyContext) -> Decoded:
     )
 
 
+def decode_instance(text: bytes) -> Payload:
+    """Read a text that is one instance, as it would be in the list of a body.
+
+    Raises:
+        BadRequestError: It is not JSON.
+        InvalidInputError: It is nested too deep, or has the form {"b64": ...} and is not base64.
+    """
+    text = text.strip(_SPACE)
+    if parameters.is_too_deep(text):
+        raise InvalidInputError(f"nested more than {parameters.MAX_DEPTH} deep")
+    try:
+        if not text.isascii():
+            text.decode()  # msgspec skips over strings, as in `decode_json`
+        _any.decode(text)
+    except parameters.JsonErrors as error:
+        raise BadRequestError(parameters.json_message(error)) from None
+    return _payload(memoryview(text))
+
+
 def image_or_bytes(content: bytes) -> Payload:
     """Return a payload of bytes without a type: an image if they begin like one."""
     return Payload("image" if is_image(content) else "bytes", (content,))
@@ -99,25 +125,32 @@ def is_image(content: bytes) -> bool:
 def _payloads(instances: Iterable[Raw]) -> list[Payload]:
     payloads = []
     for index, raw in enumerate(instances):
-        view = memoryview(raw)
-        payload = _decode_b64(view, index) if view[0] == 0x7B and view[-1] == 0x7D else None
-        payloads.append(payload or Payload("json", (view,)))
+        try:
+            payloads.append(_payload(memoryview(raw)))
+        except ServiceError as error:
+            raise type(error)(f"instances[{index}].{error.message}") from None
     return payloads
 
 
-def _decode_b64(text: memoryview, index: int) -> Payload | None:
+def _payload(text: memoryview) -> Payload:
+    """Make a payload of an instance that is known to be JSON, without space around it."""
+    payload = _decode_b64(text) if text[0] == 0x7B and text[-1] == 0x7D else None
+    return payload or Payload("json", (text,))
+
+
+def _decode_b64(text: memoryview) -> Payload | None:
     """Decode an instance of the form {"b64": "..."}; return None if it has another form."""
     try:
         return image_or_bytes(_encoded.decode(text).b64)
     except msgspec.ValidationError as error:
         message = str(error)
     except parameters.JsonErrors as error:
-        raise BadRequestError(f"instances[{index}]: {parameters.json_message(error)}") from None
+        raise BadRequestError(f"b64: {parameters.json_message(error)}") from None
     if not message.endswith("`$.b64`"):
         return None
     raise InvalidInputError(
-        f"instances[{index}].b64: not base64 in a string (the standard alphabet with its padding, "
-        "no line breaks, no data: prefix)"
+        "b64: not base64 in a string (the standard alphabet with its padding, no line breaks, no "
+        "data: prefix)"
     )
 
 
