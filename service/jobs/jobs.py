@@ -294,7 +294,6 @@ class Jobs:
 
     async def _run(self) -> None:
         store = await self._open()
-        self._store = store
         self._runner = Runner(store, self._pools, poll_s=_POLL_S, on_change=self._note)
         self._opened.set()
         async with asyncio.TaskGroup() as group:
@@ -308,13 +307,19 @@ class Jobs:
     async def _open(self) -> "JobStore":
         while True:
             try:
-                return await in_thread(_open_store, self._place, self._limits)
+                return await in_thread(self._open_once)
             except StartError as error:
                 if str(error) != self._problem:
                     logger.error("jobs are not served: %s", error)
                 self._problem = str(error)
                 self._opened.set()
                 await asyncio.sleep(_RETRY_OPEN_S)
+
+    def _open_once(self) -> "JobStore":
+        from inferpool.service.jobs.store.store import JobStore  # imports SQLAlchemy, in a thread
+
+        self._store = store = JobStore.open(self._place, self._limits)
+        return store  # if the service stops meanwhile, nobody takes this, but `stop` closes it
 
     async def _opened_store(self) -> "JobStore":
         with contextlib.suppress(TimeoutError):
@@ -385,9 +390,3 @@ class Jobs:
             job.num_failed,
             extra={"job": job.id, **{name: value for name, value in ids.items() if value}},
         )
-
-
-def _open_store(place: str, limits: StoreLimits) -> "JobStore":
-    from inferpool.service.jobs.store.store import JobStore  # imports SQLAlchemy, in a thread
-
-    return JobStore.open(place, limits)

@@ -10,6 +10,7 @@ from typing import Any, Self
 from sqlalchemy import ColumnElement, and_, case, func, select, update
 from sqlalchemy.engine import Connection, Row
 
+from inferpool.service.errors import ServiceError, StartError
 from inferpool.service.jobs.records import (
     STATES,
     UNFINISHED,
@@ -65,9 +66,14 @@ class JobStore:
         Raises:
             StartError: It cannot be used; the message says why.
         """
-        store = cls(Database(place), limits)
-        if store._database.folder is not None:  # all leases and writers were those of a dead one
-            store._forget_dead()
+        database = Database(place)
+        try:
+            store = cls(database, limits)
+            if database.folder is not None:  # all leases and writers were those of a dead one
+                store._forget_dead()
+        except (ServiceError, OSError) as error:  # such as a full disk
+            database.close()
+            raise StartError(f"the store of jobs {place}: {error}") from error
         return store
 
     def close(self) -> None:

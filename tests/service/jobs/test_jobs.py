@@ -11,6 +11,7 @@ import pytest
 from inferpool.service.errors import UnavailableError, UnknownJobError, UnknownModelError
 from inferpool.service.jobs.jobs import Jobs
 from inferpool.service.jobs.records import Job, JobProblem, NewJob, StoredInstance
+from inferpool.service.jobs.store.store import JobStore
 from inferpool.service.jobs.webhooks import Webhooks
 from inferpool.service.queue.pool import Pool
 from inferpool.workers.arena import Arena
@@ -167,3 +168,11 @@ async def test_nobody_waits_for_a_job_when_the_service_ends(arena: Arena, place:
         assert not (await waiting).is_over
         assert time.monotonic() - began < 30
     await pool.stop(0)
+
+
+async def test_a_store_that_opens_while_the_service_stops_is_closed(place: str) -> None:
+    jobs = Jobs(place, LIMITS, {}, "m", Webhooks((), b""))
+    jobs.start()
+    await asyncio.sleep(0)  # a thread has begun to open it
+    await jobs.stop()
+    JobStore.open(place, LIMITS).close()  # one in a folder would be in use

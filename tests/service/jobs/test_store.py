@@ -129,6 +129,14 @@ def test_two_services_cannot_have_one_folder(tmp_path: Path) -> None:
     JobStore.open(str(tmp_path), LIMITS).close()
 
 
+def test_a_folder_that_cannot_be_used_is_free_for_the_next_try(tmp_path: Path) -> None:
+    (tmp_path / "parts").touch()
+    with pytest.raises(StartError, match=r"the store of jobs .*/parts"):
+        JobStore.open(str(tmp_path), LIMITS)
+    (tmp_path / "parts").unlink()
+    JobStore.open(str(tmp_path), LIMITS).close()
+
+
 def test_a_store_of_a_later_version_is_refused(place: str) -> None:
     from sqlalchemy import text
 
