@@ -7,6 +7,7 @@ import inspect
 import os
 import signal
 import sys
+import tempfile
 import warnings
 from collections.abc import Generator, Iterable
 
@@ -37,8 +38,11 @@ def pytest_configure(config: pytest.Config) -> None:
     They hear the signals that `nohup` or a shell's `&` has a process ignore. They keep bytecode,
     even if the environment forbids it: tests start some hundred interpreters, and each would
     compile torch anew, for two seconds. Threads of torch spin briefly, as a worker's do: tests have
-    more of them than there are cores.
+    more of them than there are cores. Services keep their jobs in a folder that goes at the end.
     """
+    state = tempfile.TemporaryDirectory(prefix="inferpool-state-")
+    config.add_cleanup(state.cleanup)
+    os.environ["XDG_STATE_HOME"] = state.name
     spin_briefly()
     if not has_device():
         config.pluginmanager.register(Forwarding(), "forwarding")

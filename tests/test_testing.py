@@ -95,6 +95,16 @@ def test_model_that_cannot_be_loaded_is_an_error():
         predict(UnloadableModel, [1, 2])
 
 
+def test_nothing_is_kept_in_the_users_home(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    assert predict(SquareRoot, [4, 2]).value == [2.0, 1.414]
+    assert not (tmp_path / "state").exists()
+    with client(SquareRoot, job_store=tmp_path / "jobs"):  # whoever wants jobs names a folder
+        pass
+    assert (tmp_path / "jobs").is_dir()
+
+
 def test_process_is_left_as_it_was():
     threads, affinity = torch.get_num_threads(), os.sched_getaffinity(0)
     environ = dict(os.environ)
