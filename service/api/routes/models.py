@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 from fastapi import APIRouter, Request, Response
 
+from inferpool.service.api.preferences import read_preferences
 from inferpool.service.api.routes.admin import ERRORS, record
 from inferpool.service.api.routes.repeats import AskedChanges
 from inferpool.service.errors import BadRequestError, TooLargeError
@@ -287,8 +288,7 @@ def models_router(target: ModelsTarget) -> APIRouter:
 
 def _is_asynchronous(request: Request) -> bool:
     """Return whether the caller does not want to wait for the decision (RFC 7240, 4.1)."""
-    wanted = ",".join(request.headers.getlist("prefer")).lower().split(",")
-    return any(each.partition(";")[0].strip() == "respond-async" for each in wanted)
+    return read_preferences(",".join(request.headers.getlist("prefer"))).is_async
 
 
 def _going_on_headers(request: Request, name: str) -> dict[str, str]:
