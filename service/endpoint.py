@@ -116,6 +116,7 @@ def make_predict(
         limits=Limits(
             max_body_bytes=settings.max_body_bytes,
             max_json_bytes=settings.max_json_bytes,
+            max_job_bytes=settings.max_job_bytes if settings.has_jobs else 0,
             body_gap_s=settings.body_gap_s,
             max_instances=settings.max_instances_per_request,
             default_timeout_s=settings.default_timeout_s,

@@ -125,7 +125,7 @@ class Service:
         )
         self.jobs: Jobs | None = None
         """Jobs that outlive their connections; None if there is no place to keep them."""
-        if settings.job_store not in ("auto", "none"):  # the loader has made a place of `auto`
+        if settings.has_jobs:
             limits = StoreLimits(
                 retention_s=settings.job_retention_s,
                 max_jobs=settings.max_jobs,

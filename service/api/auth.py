@@ -29,6 +29,7 @@ POLICIES: Mapping[str, Policy] = {
     "/metrics": "metrics",
     "/events": "metrics",
     "/predict": "predict",
+    "/jobs": "predict",
     "/admin": "admin",
 }
 """The policy of a path and of everything below it; the longest match counts. "/" means itself

@@ -120,6 +120,8 @@ class Call(msgspec.Struct):
     """The pattern of its route; empty for `/predict`."""
     status: int = 0
     """The status of an answer on another route."""
+    job: str = ""
+    """The id of the job that it has become."""
     chosen: AnswerFormat = "json"
     is_read: bool = False
     """The whole body has arrived."""

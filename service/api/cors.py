@@ -7,14 +7,15 @@ page.
 
 from collections.abc import Mapping, Sequence
 
-_ALLOWED_METHODS = "GET, POST, PUT"
+_ALLOWED_METHODS = "GET, POST, PUT, DELETE"
 _ALLOWED_HEADERS = (
     "Authorization, Content-Type, X-API-Key, X-Request-ID, X-Timeout-Ms, X-Priority, "
-    "X-Model-Version, X-Tensor-Dtype, X-Tensor-Shape, traceparent, tracestate"
+    "X-Model-Version, X-Tensor-Dtype, X-Tensor-Shape, Prefer, Idempotency-Key, traceparent, "
+    "tracestate"
 )
 _EXPOSED_HEADERS = (
     "X-Request-ID, traceparent, tracestate, Server-Timing, Retry-After, X-Tensor-Name, "
-    "X-Model-Version, X-Tensor-Dtype, X-Tensor-Shape"
+    "X-Model-Version, X-Tensor-Dtype, X-Tensor-Shape, Location, Link, Preference-Applied"
 )
 """Headers that a page may read besides Content-Type and Content-Length."""
 _MAX_AGE_S = 600

@@ -3,17 +3,19 @@
 `service.api.exchange` handles one call to it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 
 from inferpool.service.api.auth import Guard
 from inferpool.service.api.call import Call, ModelEntry, OnDone, OnFailure, Tracing
 from inferpool.service.api.codecs.body import Limits
 from inferpool.service.api.cors import Cors
+from inferpool.service.api.preferences import is_async
 from inferpool.service.api.wire.budgets import EdgeLimits, Refusals, UnfinishedRequests
 from inferpool.service.errors import UnknownModelError
 
 PREFIX = "/predict"
+JOBS = "/jobs"
 VERSION_HEADER = b"x-model-version"
 """With it a call asks for a version of the model in the path."""
 _VERSIONS = "/versions/"
@@ -111,6 +113,13 @@ def path_of(name: str, version: int) -> str:
 def is_unnamed(call: Call) -> bool:
     """Return whether a call leaves the choice of the model to the service."""
     return len(call.path) <= len(PREFIX) + 1
+
+
+def is_job(path: str, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    """Return whether a call is for the routes of jobs: by its path, or as the client prefers."""
+    if path == JOBS or path.startswith(JOBS + "/"):
+        return True
+    return is_predict(path) and is_async(headers)
 
 
 def is_predict(path: str) -> bool:

@@ -2,13 +2,16 @@
 
 import hashlib
 import logging
+import sys
 import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import msgspec
 from fastapi import APIRouter, FastAPI
 from fastapi.openapi.docs import get_swagger_ui_html
+from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.staticfiles import StaticFiles
@@ -26,6 +29,7 @@ from inferpool.service.api.errors import (
 )
 from inferpool.service.api.openapi.document import INFO, complete
 from inferpool.service.api.predict import Predict, is_predict
+from inferpool.service.api.preferences import is_async
 from inferpool.service.api.replies import (
     common_lines,
     lines_of,
@@ -48,6 +52,7 @@ logger = logging.getLogger(__name__)
 
 _REFUSALS_PER_S = 5
 """Refused admin calls that are logged one by one."""
+_PACKAGE = "inferpool."
 _DOCUMENT_PATH = "/openapi.json"
 _ASSETS_PATH = "/docs/assets"
 _REPEATABLE = b"vary"
@@ -99,6 +104,8 @@ class App(FastAPI):
         """Returns an instance for each model that shows one."""
         self.bodies: Callable[[], Mapping[str, object]] = dict
         """Returns the schemas of the bodies that routes read by themselves, by operation."""
+        self.has_jobs = False
+        """Calls to `/predict` that prefer `respond-async` go to the routes of jobs."""
         self.tracing: Tracing | None = None
         """Traces calls to the other routes, but only those with a `traceparent`: not probes."""
         self._guard = guard
@@ -108,6 +115,7 @@ class App(FastAPI):
         install_error_handlers(self)
         for router in routers:
             self.include_router(router)
+        self._modules = _modules_of(routers)
         if docs:
             self._install_docs()
         if page:
@@ -119,7 +127,8 @@ class App(FastAPI):
             await super().__call__(scope, receive, send)
             return
         path = _route_path(scope)
-        if self.predict is not None and is_predict(path):
+        is_later = self.has_jobs and is_async(scope["headers"])
+        if self.predict is not None and is_predict(path) and not is_later:
             await answer(self.predict, path, scope, receive, send)
             return
         call = begin_call(scope["method"], path, scope["query_string"], scope["headers"])
@@ -166,6 +175,7 @@ class App(FastAPI):
             frozenset() if self._guard is None else self._guard.restricted,
             models=models,
             default=default,
+            modules=self._modules,
             examples=self.examples(),
             bodies=self.bodies(),
         )
@@ -260,6 +270,14 @@ def with_call_headers(call: Call, send: Send) -> Send:
         await send(message)
 
     return sending
+
+
+def _modules_of(routers: Sequence[APIRouter]) -> frozenset[ModuleType]:
+    """Return the modules of routes and of what they answer, which have docstrings of its fields."""
+    routes = [each for router in routers for each in router.routes if isinstance(each, APIRoute)]
+    parts = [part for route in routes for part in (route.endpoint, route.response_model)]
+    names = {getattr(part, "__module__", "") for part in parts}
+    return frozenset(sys.modules[name] for name in names if name.startswith(_PACKAGE))
 
 
 def _log_more_refusals(num: int) -> None:

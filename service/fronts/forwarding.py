@@ -1,8 +1,8 @@
 """Forwards all calls but predictions to the main process, over a Unix socket. Runs in a front.
 
-`service.fronts.forwarded` is the other end. Only changes of models have bodies that anybody reads.
-They are forwarded as they come, if the key is right. Other bodies are not forwarded: a client that
-sends half of one holds up nobody.
+`service.fronts.forwarded` is the other end. Only jobs and changes of models have bodies that
+anybody reads. They are forwarded as they come, if the key is right. Other bodies are not forwarded:
+a client that sends half of one holds up nobody.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from inferpool.service.api.auth import Guard
 from inferpool.service.api.call import Call, begin_call
+from inferpool.service.api.predict import is_job
 from inferpool.service.api.replies import refusal_of, send_reply
 from inferpool.service.errors import BadRequestError, ServiceError, UnavailableError
 from inferpool.service.fronts.forwarded import CLIENT, IDLE_S, SCHEME
@@ -72,7 +73,9 @@ class Forwarder:
                 raise
 
     def _may_send_body(self, call: Call) -> bool:
-        if call.method != "POST" or not call.path.startswith(_WITH_BODY):
+        if call.method not in ("POST", "PUT"):
+            return False
+        if not call.path.startswith(_WITH_BODY) and not is_job(call.path, call.headers.items()):
             return False
         try:
             self._guard.check_path(call.path, call.headers)

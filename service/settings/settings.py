@@ -242,6 +242,11 @@ class Settings(SettingsTable):
         """The `per_key_share` in force: 1, which is no bound, where no two keys could share."""
         return self.per_key_share if len(self.predict_keys) > 1 else 1.0
 
+    @property
+    def has_jobs(self) -> bool:
+        """There is a place for jobs; the loader makes one of `auto`."""
+        return self.job_store not in ("auto", "none")
+
     def host_of(self, name: str, host: Host) -> Host:
         """Return the part of the host that a model may use.
 

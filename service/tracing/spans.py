@@ -152,6 +152,8 @@ def _server_attributes(ended: Ended, scheme: str) -> dict[str, str | int]:
     }
     if route := _route_of(call):
         found["http.route"] = route
+    if call.job:
+        found["inferpool.job"] = call.job
     if status != _CLIENT_GONE:
         found["http.response.status_code"] = status
     if status >= 400:

@@ -22,6 +22,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_body_bytes: int = 16 * 2**20
     max_json_bytes: int = 4 * 2**20
     """JSON is parsed in the event loop, so its limit is lower than that of other bodies."""
+    max_job_bytes: int = 0
+    """For bodies of jobs, which go to a disk; 0 if there are no jobs."""
     max_instances: int = 256
     default_timeout_s: float = 30.0
     max_timeout_s: float = 300.0
@@ -52,9 +54,14 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         if len(header) > _MAX_DIGITS or int(header) > self.max_body_bytes:
             raise self.too_large()
 
-    def too_large(self) -> TooLargeError:
+    def most_bytes(self, *, of_job: bool) -> int:
+        """Return the limit for the body of a job, or of any other call."""
+        return self.max_job_bytes or self.max_body_bytes if of_job else self.max_body_bytes
+
+    def too_large(self, *, of_job: bool = False) -> TooLargeError:
         """Return the error for a body over the limit."""
-        return TooLargeError(f"the body is larger than the limit of {self.max_body_bytes} bytes")
+        most = self.most_bytes(of_job=of_job)
+        return TooLargeError(f"the body is larger than the limit of {most} bytes")
 
 
 MIN_PROGRESS_BYTES = 4096

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
+from types import ModuleType
 from typing import Any
 
 from inferpool.service.api.auth import KEY_MEANINGS, Access, policy_of
@@ -20,7 +21,6 @@ from inferpool.service.api.openapi.headers import (
     answer_headers,
 )
 from inferpool.service.api.openapi.problems import COMMON_STATUSES, refer_to
-from inferpool.service.api.routes import admin, events, health, models
 
 INFO: Mapping[str, Any] = {
     "title": "inferpool",
@@ -37,6 +37,7 @@ INFO: Mapping[str, Any] = {
 TAGS: Sequence[Mapping[str, str]] = (
     {"name": "predict", "description": "Predictions, one instance or many at a time."},
     {"name": "health", "description": "For orchestrators, balancers, Prometheus and people."},
+    {"name": "jobs", "description": "Predictions that outlive their connection."},
     {
         "name": "admin",
         "description": "Operations on a running service; they exist only with an admin key. "
@@ -44,6 +45,9 @@ TAGS: Sequence[Mapping[str, str]] = (
     },
 )
 
+_MAKES_JOB = ("create_job", "put_job")
+_PATHS_OF_JOBS = frozenset({"/predict", "/predict/{model}"})
+"""Paths of `/predict` whose calls may become jobs."""
 _VALIDATION = ("HTTPValidationError", "ValidationError")
 """FastAPI's own form of errors, which the service does not use."""
 
@@ -54,12 +58,14 @@ def complete(
     *,
     models: Sequence[str] | None,
     default: str | None,
+    modules: frozenset[ModuleType] = frozenset(),
     examples: Mapping[str, object] | None = None,
     bodies: Mapping[str, object] | None = None,
 ) -> dict[str, Any]:
     """Complete FastAPI's document of its routes, in place, and return it.
 
-    `restricted` are the kinds of calls that need a key; `models` is None if there is no `/predict`.
+    `restricted` are the kinds of calls that need a key; `models` is None if there is no `/predict`;
+    `modules` have the dataclasses of the routes' answers.
     `examples` has an instance of each model that shows one, `bodies` the schema of the body of each
     operation that reads it by itself.
     """
@@ -70,18 +76,24 @@ def complete(
         for operation in operations.values():
             example = answers.get(operation["operationId"])
             _complete_operation(operation, path, example)
+            if operation["operationId"] in _MAKES_JOB:
+                _complete_making(operation)
             if bodies and (body := bodies.get(operation["operationId"])):
                 operation["requestBody"] = _body(body, operation["operationId"])
     components = schema.setdefault("components", {})
     schemas = components.setdefault("schemas", {})
     for name in _VALIDATION:
         schemas.pop(name, None)
-    for name, texts in _texts_of_fields().items():
+    for name, texts in _texts_of_fields(modules).items():
         for field, text in texts.items():
             if field in schemas.get(name, {}).get("properties", {}):
                 schemas[name]["properties"][field]["description"] = text
     if models is not None:
-        schema["paths"] = {**predict.predict_paths(models, default, examples), **paths}
+        predicting = predict.predict_paths(models, default, examples)
+        if "JobInfo" in schemas:
+            for path in _PATHS_OF_JOBS & predicting.keys():
+                predicting[path]["post"]["responses"]["202"] = predict.job_answer()
+        schema["paths"] = {**predicting, **paths}
         schemas |= predict.SCHEMAS
     schemas |= problems.SCHEMAS
     components["responses"] = problems.responses()
@@ -97,13 +109,13 @@ def complete(
 
 
 @lru_cache
-def _texts_of_fields() -> Mapping[str, Mapping[str, str]]:
+def _texts_of_fields(modules: frozenset[ModuleType]) -> Mapping[str, Mapping[str, str]]:
     """Return the docstrings under the fields of our dataclasses, by class and field.
 
     pydantic could do this too, but at import: it would add 0.1 s to the start.
     """
     found: dict[str, dict[str, str]] = {}
-    for module in (health, events, admin, models):
+    for module in modules:
         for node in ast.parse(inspect.getsource(module)).body:
             if not isinstance(node, ast.ClassDef):
                 continue
@@ -141,6 +153,16 @@ def _complete_operation(operation: dict[str, Any], path: str, example: object) -
             if example is not None:
                 media["example"] = example
     operation["responses"] = answers | refer_to(errors)
+
+
+def _complete_making(operation: dict[str, Any]) -> None:
+    """Give an operation that makes a job its body and its headers."""
+    operation["requestBody"] = predict.job_body({})
+    names = ("Prefer", "IdempotencyKey", "XPriority")
+    operation["parameters"] += [{"$ref": f"#/components/parameters/{name}"} for name in names]
+    operation["responses"]["202"]["headers"] |= answer_headers(
+        "Location", "Preference-Applied", "Retry-After"
+    )
 
 
 def _body(schema: object, operation: str) -> Json:

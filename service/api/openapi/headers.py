@@ -51,6 +51,15 @@ _REQUEST_HEADERS: Mapping[str, Json] = {
     "tracestate": _header(
         "W3C Trace Context: passed on beside a valid `traceparent`.", _TEXT, "vendor=opaque"
     ),
+    "Prefer": _header(
+        "RFC 7240: `respond-async` makes a job of the call, `wait=N` waits up to N seconds for its "
+        "end.",
+        _TEXT,
+    ),
+    "Idempotency-Key": _header(
+        "Of calls that make a job: those with the same key make one only.",
+        {"type": "string", "minLength": 1, "maxLength": 255},
+    ),
     "X-Tensor-Dtype": _header("The same as `dtype` in the query.", _TEXT),
     "X-Tensor-Shape": _header("The same as `shape` in the query.", _TEXT),
 }
@@ -73,6 +82,8 @@ _ANSWER_HEADERS: Mapping[str, Json] = {
     "Retry-After": _header(
         "Seconds after which another try makes sense.", {"type": "integer", "minimum": 1}
     ),
+    "Location": _header("The path of the job.", _TEXT, "/jobs/5f0c"),
+    "Preference-Applied": _header("The preferences that were followed.", _TEXT, "respond-async"),
     "WWW-Authenticate": _header("How a key is sent.", _TEXT, 'Bearer realm="inferpool"'),
     "Allow": _header("The methods that there are.", _TEXT, "POST"),
     "X-Tensor-Name": _header(

@@ -91,6 +91,19 @@ _BODY_EXAMPLES: Sequence[tuple[str, str, str]] = (
     ),
 )
 """For each content type: its contents, and curl's arguments to send one."""
+_JOB_BODY_EXAMPLES: Sequence[tuple[str, str, str]] = (
+    (
+        "application/jsonl",
+        "Up to a million instances, one a line, each as in `instances`",
+        "-H 'Content-Type: application/jsonl' --data-binary @inputs.jsonl '{url}'",
+    ),
+    (
+        "application/x-tar",
+        "Up to a million files, each an instance",
+        "-H 'Content-Type: application/x-tar' --data-binary @photos.tar '{url}'",
+    ),
+)
+"""The same for types that only jobs take."""
 _VALUES: Mapping[str, object] = {
     "multipart/form-data": {
         "file": ["@first.jpg", "@second.png"],
@@ -150,6 +163,21 @@ def predict_paths(
     return paths
 
 
+def job_body(shown: Json) -> Json:
+    """Return what the body of a call that makes a job may be."""
+    return _body("/jobs", shown, (*_JOB_BODY_EXAMPLES, *_BODY_EXAMPLES))
+
+
+def job_answer() -> Json:
+    """Return the answer of `/predict` to a call that prefers `respond-async`."""
+    headers = ("Location", "Preference-Applied", "Retry-After")
+    return {
+        "description": "The call has become a job, as it prefers; `Location` shows how it goes.",
+        "headers": answer_headers(*COMMON, *headers),
+        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/JobInfo"}}},
+    }
+
+
 def _operation(
     operation_id: str, summary: str, parameters: Sequence[Json], path: str, shown: Json
 ) -> Json:
@@ -176,16 +204,20 @@ def _operation(
             ),
             *({"$ref": f"#/components/parameters/{name}"} for name in PARAMETERS),
         ],
-        "requestBody": {
-            "required": True,
-            "description": "In one of these forms, without Content-Encoding.",
-            "content": _request_content(path, shown),
-        },
+        "requestBody": _body(path, shown, _BODY_EXAMPLES),
         "responses": {"200": _answer()} | refer_to(PREDICT_STATUSES),
     }
 
 
-def _request_content(path: str, shown: Json) -> Json:
+def _body(path: str, shown: Json, forms: Sequence[tuple[str, str, str]]) -> Json:
+    return {
+        "required": True,
+        "description": "In one of these forms, without Content-Encoding.",
+        "content": _request_content(path, shown, forms),
+    }
+
+
+def _request_content(path: str, shown: Json, forms: Sequence[tuple[str, str, str]]) -> Json:
     files: Json = {"type": "array", "items": _BINARY}
     form: Json = {
         "type": "object",
@@ -201,7 +233,7 @@ def _request_content(path: str, shown: Json) -> Json:
         "text/plain": {"type": "string", "minLength": 1},
     }
     content: Json = {}
-    for content_type, about, arguments in _BODY_EXAMPLES:
+    for content_type, about, arguments in forms:
         # JSON cannot show bytes: their example is the call that sends them.
         call: Json = {"summary": about, "description": f"`{_curl(arguments, path)}`"}
         call["value"] = _VALUES.get(content_type, "@FILE")

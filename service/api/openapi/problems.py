@@ -22,6 +22,7 @@ _DETAILS: Mapping[str, str] = {
     "unauthorized": "this needs a key: `Authorization: Bearer KEY`, or `X-API-Key: KEY`",
     "forbidden": "this key is for something else; this needs one of admin_keys",
     "unknown_model": "no model is called 'resnet'; there are: efficientnet_lite0",
+    "unknown_job": "there is no job 'd4c1'; it may have expired",
     "not_found": "resnet has 2 workers, counted from 0",
     "method_not_allowed": "/predict takes POST, not GET",
     "not_acceptable": "Accept: text/html allows none of "
@@ -32,12 +33,15 @@ _DETAILS: Mapping[str, str] = {
     "url_too_long": "the URL has more than 8192 bytes",
     "unsupported_type": f"Content-Type is missing; use one of {', '.join(TYPES)}",
     "invalid_input": "instances: is empty; one instance at least is needed",
+    "idempotency_mismatch": "another call has made a job with this Idempotency-Key; use a new one "
+    "for another call",
     "quarantined": "workers have died while they computed this very input; it is not tried "
     "again within the next 280 s",
     "version_refused": "its answer agrees for 91.00% of 212 inputs, min_agreement is 99.00%",
     "overloaded": "the queue is full (1024 requests wait)",
     "over_share": "the 768 requests of this key that wait have its share (per_key_share = 0.75 of "
     "what other keys leave)",
+    "over_quota": "there are 10000 jobs already, which is max_jobs; delete some that are over",
     "head_too_large": "there are more than 100 headers",
     "model_error": "forward raised ValueError: index out of range",
     "non_finite_output": "the model's output for this input has NaN or an infinity in it",
@@ -46,6 +50,8 @@ _DETAILS: Mapping[str, str] = {
     "on import: SyntaxError: '(' was never closed (nets.py:12)",
     "not_saved": '/srv/inferpool.state.json: No space left on device; with "ephemeral": true, the '
     "next start forgets the change",
+    "store_full": "the store of jobs has no room left; delete jobs that are over, or try again "
+    "later",
     "internal_error": INTERNAL_MESSAGE,
     "unavailable": "no worker is ready (starting: loading weights)",
     "given_up": "no worker of resnet can be started (there is no file weights.pth)",
@@ -67,6 +73,7 @@ _ADMIN_CODES = (
     "version_refused",
     "not_saved",
 )
+_JOB_CODES = ("unknown_job", "idempotency_mismatch", "over_quota", "store_full")
 _MEDIA_TYPE = PROBLEM_TYPE.decode()
 _REQUEST_ID = "order-1234"
 _ERRORS: Mapping[str, type[ServiceError]] = {
@@ -123,6 +130,7 @@ def _response(status: int) -> Json:
 
 def _example(error: type[ServiceError]) -> Json:
     path = "/admin/models/resnet/restart" if error.code in _ADMIN_CODES else "/predict"
+    path = "/jobs" if error.code in _JOB_CODES else path
     each = error(_DETAILS[error.code])
     is_of_instances = error.code == "invalid_input"
     errors = [instance_error(each, index) for index in (0, 1)] if is_of_instances else []

@@ -7,6 +7,7 @@ connection is bounded by `IncomingLimits` (heads, and calls in line), `BodyTimer
 """
 
 import asyncio
+from math import inf
 from typing import Any
 
 import httptools
@@ -16,7 +17,7 @@ from inferpool.service.api.call import HEAD_END, MAX_KNOWN_HEAD_BYTES, KnownHead
 from inferpool.service.api.codecs.body import BodyTimer
 from inferpool.service.api.errors import LargeHeadError
 from inferpool.service.api.exchange import Exchange
-from inferpool.service.api.predict import PREFIX, Predict, is_predict
+from inferpool.service.api.predict import PREFIX, Predict, is_job, is_predict
 from inferpool.service.api.wire.budgets import ConnectionLimits, EdgeLimits
 from inferpool.service.api.wire.connection import UNREAD, HttpConnection
 from inferpool.service.api.wire.incoming import (
@@ -45,6 +46,8 @@ class PredictProtocol(HttpConnection):
         self._is_in_body = False
         self._num_body_bytes = 0
         """Bytes that have come of the newest body."""
+        self._is_job = False
+        """The newest body is that of a job, which goes to a disk."""
         self._num_missing = 0
         """Missing bytes of the body of a call with a known head."""
         self._num_read = 0
@@ -209,7 +212,8 @@ class PredictProtocol(HttpConnection):
             return
         self._is_in_body = True
         path, query = target_of(url)
-        if path != PREFIX and not is_predict(path):
+        self._is_job = (path != PREFIX or b"prefer" in names) and is_job(path, self.headers)
+        if self._is_job or (path != PREFIX and not is_predict(path)):
             self._hand_on()
             return
         method = parser.get_method().decode("ascii")
@@ -235,8 +239,9 @@ class PredictProtocol(HttpConnection):
         self._num_body_bytes += len(body)
         cycle: Exchange | RequestResponseCycle = self.cycle
         if not isinstance(cycle, Exchange):
-            if self._num_body_bytes > self.predict.limits.max_body_bytes:
-                raise self.predict.limits.too_large()
+            limits = self.predict.limits
+            if self._num_body_bytes > limits.most_bytes(of_job=self._is_job):
+                raise limits.too_large(of_job=self._is_job)
             super().on_body(body)
         elif not cycle.response_complete:
             cycle.feed(body)
@@ -342,7 +347,7 @@ class PredictProtocol(HttpConnection):
         Every body is timed, whoever answers its call, even if the call has its answer already.
         """
         cycle: Exchange | RequestResponseCycle = self.cycle
-        deadline = self.loop.time() + self.predict.limits.max_timeout_s
+        deadline = inf if self._is_job else self.loop.time() + self.predict.limits.max_timeout_s
         if isinstance(cycle, Exchange) and not cycle.response_complete:
             if not cycle.is_started:
                 return

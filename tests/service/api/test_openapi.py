@@ -100,9 +100,7 @@ def test_every_error_that_predict_can_give_is_documented(document: Any) -> None:
         ]
     }
     seen = {error.code for error in TABLE if error is not CancelledByClientError}
-    of_others = {"conflict", "not_saved"}  # of admin routes
-    of_others |= {"unknown_job", "idempotency_mismatch", "over_quota", "store_full"}
-    assert codes == seen - of_others
+    assert codes == seen - {"conflict", "not_saved", "store_full"}
 
 
 def test_every_error_is_a_problem_with_an_example_of_each_of_its_codes(document: Any) -> None:
