@@ -35,6 +35,7 @@ _LEFT_OUT = (
     "host",
     "port",
     "log_format",
+    "job_store",
     *(name for name in Settings.model_fields if name.startswith("trace_")),
 )
 
@@ -52,6 +53,7 @@ class TrialService:
             (("host",), HOST, "trial"),
             (("port",), self.address[1], "trial"),
             (("log_format",), "json", "trial"),
+            (("job_store",), "none", "trial"),
         ]
         self._folder = tempfile.TemporaryDirectory(prefix="inferpool-trial-")
         if admin_key:
@@ -170,7 +172,8 @@ class TrialService:
 def rows_of(loaded: LoadedSettings) -> list[Row]:
     """Return the user's settings that matter for a service that only this host sees.
 
-    It sends no traces: people who watch the user's services would take the trial for real work.
+    It sends no traces: people who watch the user's services would take the trial for real work. It
+    keeps no jobs: it would compute those of the user's service.
     """
     return [row for row in loaded.rows() if row[0][0] not in _LEFT_OUT]
 

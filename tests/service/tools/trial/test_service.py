@@ -50,6 +50,16 @@ def test_address_and_keys_of_the_users_settings_are_left_out(tmp_path: Path):
     assert not [key for key in rows if key[0] in ("host", "port") or "keys" in key[0]]
 
 
+def test_a_service_on_trial_keeps_no_jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    environ = {"XDG_STATE_HOME": str(tmp_path)}
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "inferpool.toml").write_text("[models.echo]\nreplicas = 1\n")
+    with TrialService(rows_of(load({}, environ, tmp_path))) as subject:
+        asyncio.run(subject.until_ready(_TIMEOUT_S))
+    assert [path.name for path in tmp_path.iterdir()] == ["inferpool.toml"]
+
+
 def test_a_service_on_trial_sends_no_traces(monkeypatch: pytest.MonkeyPatch):
     secret = {"OTEL_EXPORTER_OTLP_HEADERS": "api-key=secret"}
     environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", **secret}
