@@ -253,6 +253,15 @@ def faulty(**model: object) -> dict[str, dict[str, dict[str, object]]]:
     return {"models": {"m": {"source": FAULTY, "replicas": 1, **model}}}
 
 
+def num_descriptors(process: psutil.Process) -> int:
+    """Return how many descriptors a process has, besides connections to the store of jobs.
+
+    The store keeps as many of those, of a handful at most, as were needed at once by chance.
+    """
+    files = (Path(each.path).name for each in process.open_files())
+    return process.num_fds() - sum(name.startswith("jobs.sqlite3") for name in files)
+
+
 def until(claim: Callable[[], object], timeout_s: float = 60.0) -> None:
     """Wait until something is so."""
     deadline = time.monotonic() + timeout_s

@@ -14,7 +14,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.e2e.running import FAULTY, ROOT, Running, faulty, running, until
+from tests.e2e.running import FAULTY, ROOT, Running, faulty, num_descriptors, running, until
 from tests.groups import control_group, with_mounts
 from tests.models.items import jpeg
 from tests.ports import free_port
@@ -97,7 +97,7 @@ def test_temporary_folder_that_cannot_be_used_is_not_needed(fault: str, tmp_path
 def test_worker_comes_back_once_there_are_descriptors_again_and_the_others_go_on():
     with running(settings=faulty(replicas=2)) as service, connected(service):
         front_end = psutil.Process(service.process.pid)
-        before = front_end.num_fds()
+        before = num_descriptors(front_end)
         soft, hard = resource.prlimit(front_end.pid, resource.RLIMIT_NOFILE)
         resource.prlimit(front_end.pid, resource.RLIMIT_NOFILE, (front_end.num_fds(), hard))
         kill_one(service)
@@ -107,7 +107,7 @@ def test_worker_comes_back_once_there_are_descriptors_again_and_the_others_go_on
         assert len(service.worker_pids()) == 1
         resource.prlimit(front_end.pid, resource.RLIMIT_NOFILE, (soft, hard))
         until(lambda: len(service.worker_pids()) == 2)
-        until(lambda: front_end.num_fds() <= before)
+        until(lambda: num_descriptors(front_end) <= before)
 
 
 def test_worker_comes_back_once_there_may_be_processes_again_and_the_others_go_on():

@@ -15,7 +15,7 @@ from _pytest.mark import ParameterSet
 from inferpool.service.tools.chaos.resources import holdings_of
 from inferpool.service.tools.trial.connection import NoAnswerError
 from inferpool.service.tools.trial.processes import pss_of
-from tests.e2e.running import Running, left_over, running
+from tests.e2e.running import Running, left_over, num_descriptors, running
 from tests.e2e.swapping import KEYS, SwapOperator, serving, under_load
 
 NUM_CLIENTS = 8
@@ -57,7 +57,7 @@ def held_by(service: Running) -> Held:
     return Held(
         num_processes=len(family),
         shared=(total.shared_bytes, total.shared_files),
-        by_pid={each.pid: each.num_fds() for each in family},
+        by_pid={each.pid: num_descriptors(each) for each in family},
         num_threads=psutil.Process(service.process.pid).num_threads(),
         own_bytes={each.pid: pss_of(each.pid).own for each in family},
     )
