@@ -6,7 +6,8 @@ Serve it from Python, mount it in your application, and test it:
     serve, RunningService; asgi_app, MountedApp; testing.predict, testing.client
     These raise: SettingsError, SourceError, StartError
 Ask a running service with these:
-    Client, AsyncClient, Prediction, Label, Timing, Retry, Health, ModelInfo, Progress
+    Client, AsyncClient, Prediction, Label, Timing, Retry, Health, ModelInfo, Progress; Job,
+    AsyncJob, JobInfo
     These raise InferpoolError: ConnectError, ProtocolError, DeadlineExceededError, AnswerError,
     InvalidInputError, ModelFailedError, OverloadedError, UnavailableError, UnsendableError
     (`inferpool.service.client.errors` has all of them)
@@ -24,12 +25,15 @@ if TYPE_CHECKING:
     from inferpool.service.client import (
         AnswerError,
         AsyncClient,
+        AsyncJob,
         Client,
         ConnectError,
         DeadlineExceededError,
         Health,
         InferpoolError,
         InvalidInputError,
+        Job,
+        JobInfo,
         Label,
         ModelFailedError,
         ModelInfo,
@@ -54,9 +58,10 @@ _PLACES = {
     "models.errors": "InputError SourceError",
     "models.item": "Features Item",
     "models.spec": "Placement TensorSpec",
-    "service.client": "AnswerError AsyncClient Client ConnectError DeadlineExceededError Health "
-    "InferpoolError InvalidInputError Label ModelFailedError ModelInfo OverloadedError Prediction "
-    "Progress ProtocolError Retry Timing UnavailableError UnsendableError",
+    "service.client": "AnswerError AsyncClient AsyncJob Client ConnectError "
+    "DeadlineExceededError Health InferpoolError InvalidInputError Job JobInfo Label "
+    "ModelFailedError ModelInfo OverloadedError Prediction Progress ProtocolError Retry Timing "
+    "UnavailableError UnsendableError",
     "service.embedded.mounted": "MountedApp asgi_app",
     "service.embedded.serve": "RunningService serve",
     "service.errors": "StartError",
@@ -67,6 +72,7 @@ _PLACE_OF = {name: place for place, names in _PLACES.items() for name in names.s
 __all__ = [
     "AnswerError",
     "AsyncClient",
+    "AsyncJob",
     "Client",
     "ConnectError",
     "DeadlineExceededError",
@@ -76,6 +82,8 @@ __all__ = [
     "InputError",
     "InvalidInputError",
     "Item",
+    "Job",
+    "JobInfo",
     "Label",
     "Model",
     "ModelFailedError",

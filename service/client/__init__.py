@@ -17,6 +17,8 @@ from inferpool.service.client.errors import (
     UnavailableError,
     UnsendableError,
 )
+from inferpool.service.client.jobs.documents import JobInfo
+from inferpool.service.client.jobs.handles import AsyncJob, Job
 from inferpool.service.client.options import Progress
 from inferpool.service.client.results import Health, Label, ModelInfo, Prediction, Timing
 from inferpool.service.client.retries import Retry
@@ -25,12 +27,15 @@ from inferpool.service.client.sync_client import Client
 __all__ = [
     "AnswerError",
     "AsyncClient",
+    "AsyncJob",
     "Client",
     "ConnectError",
     "DeadlineExceededError",
     "Health",
     "InferpoolError",
     "InvalidInputError",
+    "Job",
+    "JobInfo",
     "Label",
     "ModelFailedError",
     "ModelInfo",

@@ -7,10 +7,18 @@ from typing import Literal, Self, TypeVar, Unpack, overload
 
 import httpx
 
-from inferpool.service.client.calls import Calls, Send, StepOutcome, Steps
+from inferpool.service.client.calls import Calls, Draw, Send, StepOutcome, Steps
 from inferpool.service.client.errors import InferpoolError, UnsendableError
+from inferpool.service.client.jobs.body import each_of
+from inferpool.service.client.jobs.calls import JobCalls
+from inferpool.service.client.jobs.handles import AsyncJob
 from inferpool.service.client.many import Outcome, Window
-from inferpool.service.client.options import ClientOptions, ManyOptions, PredictOptions
+from inferpool.service.client.options import (
+    ClientOptions,
+    ManyOptions,
+    PredictOptions,
+    SubmitOptions,
+)
 from inferpool.service.client.results import Health, ModelInfo, Prediction, Reply
 from inferpool.service.settings.urls import DEFAULT_URL
 
@@ -34,6 +42,7 @@ class AsyncClient:
     ) -> None:
         """Check the options; the first call connects. See `Client`."""
         self._calls = Calls(url, options)
+        self._job_calls = JobCalls(self._calls)
         self._http = httpx.AsyncClient(
             transport=transport,
             limits=self._calls.limits,
@@ -88,7 +97,7 @@ class AsyncClient:
             InferpoolError: Error of the first input without a prediction, unless `return_errors`.
         """
         window = Window(options, self._calls.max_concurrency)
-        source = aiter(inputs if isinstance(inputs, AsyncIterable) else _each(inputs))
+        source = aiter(each_of(inputs))
         drawing: asyncio.Task[tuple[object, ...]] | None = None
         is_more = True
         running: dict[asyncio.Task[Outcome], int] = {}
@@ -116,6 +125,27 @@ class AsyncClient:
             for each in left:
                 each.cancel()
             await asyncio.gather(*left, return_exceptions=True)
+
+    async def submit(self, inputs: object, **options: Unpack[SubmitOptions]) -> AsyncJob:
+        """Hand inputs to the service as a job; see `Client.submit`.
+
+        If reading the inputs blocks, pass an async iterable. Cancelling this makes no job, unless
+        the service had all inputs already.
+        """
+        return AsyncJob(await self._run(self._job_calls.submit(inputs, options)), self._run)
+
+    async def job(self, id: str) -> AsyncJob:
+        """Return a job by its ID; see `Client.job`."""
+        return AsyncJob(await self._run(self._job_calls.job(id)), self._run)
+
+    async def jobs(
+        self, *, states: Iterable[str] = (), limit: int | None = None
+    ) -> AsyncIterator[AsyncJob]:
+        """Yield the jobs of this key, the newest first; see `Client.jobs`."""
+        pages = self._job_calls.pages(states, limit)
+        while page := await self._run(pages.next_page()):
+            for each in page:
+                yield AsyncJob(each, self._run)
 
     async def health(self) -> Health:
         """Return the state of the service and its models; see `Client.health`."""
@@ -158,17 +188,20 @@ class AsyncClient:
 
     async def _run(self, steps: Steps[_T]) -> _T:
         outcome: StepOutcome = None
-        while True:
-            try:
-                step = steps.send(outcome)
-            except StopIteration as done:
-                result: _T = done.value
-                return result
-            outcome = None
-            if isinstance(step, Send):
-                outcome = await self._send(step)
-            else:
-                await asyncio.sleep(step.duration_s)
+        with contextlib.closing(steps):
+            while True:
+                try:
+                    step = steps.send(outcome)
+                except StopIteration as done:
+                    result: _T = done.value
+                    return result
+                outcome = None
+                if isinstance(step, Send):
+                    outcome = await self._send(step)
+                elif isinstance(step, Draw):
+                    await step.body.draw_async()
+                else:
+                    await asyncio.sleep(step.duration_s)
 
     async def _send(self, step: Send) -> StepOutcome:
         try:
@@ -194,11 +227,6 @@ class AsyncClient:
         return Reply(
             status=response.status_code, headers=response.headers, content=b"".join(pieces)
         )
-
-
-async def _each(inputs: Iterable[object]) -> AsyncIterator[object]:
-    for value in inputs:
-        yield value
 
 
 async def _next_input(source: AsyncIterator[object]) -> tuple[object, ...]:

@@ -8,9 +8,9 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, TypeGuard, cast
 
 import httpx
 
@@ -34,7 +34,13 @@ _MAGIC = (
     (b"\x93NUMPY", "application/x-npy"),
 )
 _MAGIC_BYTES = 16
-_TYPE_BY_SUFFIX = {".safetensors": "application/safetensors", ".txt": "text/plain; charset=utf-8"}
+_TYPE_BY_SUFFIX = {
+    ".safetensors": "application/safetensors",
+    ".txt": "text/plain; charset=utf-8",
+    ".jsonl": "application/jsonl",
+    ".ndjson": "application/jsonl",
+    ".tar": "application/x-tar",
+}
 """Content types of files that no magic bytes tell."""
 _SUFFIXES = (
     *(".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".heic"),
@@ -107,18 +113,60 @@ def make_body(value: object, parameters: Mapping[str, object] | None) -> Request
             tensor = raw_tensor(value)
             shape = ",".join(map(str, tensor.shape))
             headers = {"X-Tensor-Dtype": tensor.dtype, "X-Tensor-Shape": shape}
-            query = _query(parameters)
+            query = query_of(parameters)
             return RequestBody(
                 [tensor.data], "application/octet-stream", headers=headers, query=query
             )
         if isinstance(value, Mapping) and value and all(map(is_tensor, value.values())):
             parts = safetensors_parts({name: raw_tensor(each) for name, each in value.items()})
-            return RequestBody(parts, "application/safetensors", query=_query(parameters))
+            return RequestBody(parts, "application/safetensors", query=query_of(parameters))
         if _is_pil_image(value):
-            return RequestBody([_png(value)], "image/png", query=_query(parameters))
+            return RequestBody([_png(value)], "image/png", query=query_of(parameters))
         if hasattr(value, "read"):
-            return _open_file_body(cast("IO[Any]", value), parameters)
+            return _bytes_body(_read_open_file(cast("IO[Any]", value)), parameters)
         return _json_body([value], parameters)
+
+
+def are_many(value: object) -> TypeGuard[Iterable[object] | AsyncIterable[object]]:
+    """Return whether a value holds many inputs of a job: a list, say, and not a text or a file."""
+    return isinstance(value, Iterable | AsyncIterable) and not (
+        isinstance(value, str | bytes | bytearray | memoryview | os.PathLike | Mapping)
+        or is_tensor(value)
+        or _is_pil_image(value)
+        or hasattr(value, "read")
+    )
+
+
+def json_line(value: object) -> bytes:
+    """Return one instance of many as a line of JSON; files, bytes and pictures as `{"b64": ...}`.
+
+    Raises:
+        UnsendableError: The value cannot be sent so.
+    """
+    with _catch_unreadable():
+        if isinstance(value, os.PathLike):
+            return _file_line(Path(value))
+        if isinstance(value, bytes | bytearray | memoryview):
+            return _encoded_line(bytes(value))
+        if _is_pil_image(value):
+            return _encoded_line(_png(value))
+        if hasattr(value, "read"):
+            return _encoded_line(_read_open_file(cast("IO[Any]", value)))
+        return _json(value) + b"\n"
+
+
+def query_of(parameters: Mapping[str, object] | None) -> dict[str, str]:
+    """Return the query for parameters, for a body that has no room for them.
+
+    Raises:
+        UnsendableError: A name is reserved, or they are too long.
+    """
+    query = {name: _json(value).decode() for name, value in (parameters or {}).items()}
+    if taken := sorted(set(query) & set(_RESERVED)):
+        raise UnsendableError(f"a parameter named {taken[0]!r} can only be sent with a JSON input")
+    if sum(map(len, [*query, *query.values()])) > _MAX_QUERY_CHARACTERS:
+        raise UnsendableError("parameters this long can only be sent with a JSON input")
+    return query
 
 
 def names_file(text: str) -> bool:
@@ -135,20 +183,17 @@ def file_question(name: str) -> str:
 
 @contextlib.contextmanager
 def _catch_unreadable() -> Iterator[None]:
-    """Turn an `OSError` into an `UnsendableError`."""
+    """Turn what files raise into an `UnsendableError`."""
     try:
         yield
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise UnsendableError(f"this cannot be read: {error}") from error
 
 
 def _file_body(path: Path, parameters: Mapping[str, object] | None) -> RequestBody:
     suffix = path.suffix.lower()
     if suffix == ".json":
-        try:
-            content = json.loads(path.read_bytes())
-        except (ValueError, RecursionError) as error:
-            raise UnsendableError(f"{path} is not JSON: {error}") from None
+        content = _read_json(path)
         if isinstance(content, dict) and "instances" in content:
             own = content.get("parameters") or {}
             if not isinstance(content["instances"], list) or not isinstance(own, dict):
@@ -156,25 +201,54 @@ def _file_body(path: Path, parameters: Mapping[str, object] | None) -> RequestBo
             return _json_body(content["instances"], {**own, **(parameters or {})})
         return _json_body([content], parameters)
     if content_type := _TYPE_BY_SUFFIX.get(suffix):
-        return RequestBody(path, content_type, query=_query(parameters))
+        return RequestBody(path, content_type, query=query_of(parameters))
     with path.open("rb") as file:
         start = file.read(_MAGIC_BYTES)
     if not start:
         raise UnsendableError(f"{path} is empty")
-    return RequestBody(path, _content_type(start), query=_query(parameters))
+    return RequestBody(path, _content_type(start), query=query_of(parameters))
 
 
-def _open_file_body(file: IO[Any], parameters: Mapping[str, object] | None) -> RequestBody:
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise UnsendableError(f"{path} is not JSON: {error}") from None
+
+
+def _read_open_file(file: IO[Any]) -> bytes:
     content = file.read()
     if isinstance(content, str):
         raise UnsendableError("the file is open as text: open it with mode 'rb'")
-    return _bytes_body(content, parameters)
+    return bytes(content)
+
+
+def _file_line(path: Path) -> bytes:
+    match path.suffix.lower():
+        case ".json":
+            return _json(_read_json(path)) + b"\n"
+        case ".txt":
+            return _json(path.read_text(encoding="utf-8")) + b"\n"
+        case ".npy" | ".safetensors":
+            raise UnsendableError(
+                f"{path}: among several inputs, tensors are sent as arrays, not as files: load it"
+            )
+    return _encoded_line(path.read_bytes())
+
+
+def _encoded_line(content: bytes) -> bytes:
+    _check_any(content)
+    return b'{"b64":"%b"}\n' % base64.b64encode(content)
 
 
 def _bytes_body(content: bytes, parameters: Mapping[str, object] | None) -> RequestBody:
+    _check_any(content)
+    return RequestBody([content], _content_type(content[:_MAGIC_BYTES]), query=query_of(parameters))
+
+
+def _check_any(content: bytes) -> None:
     if not content:
         raise UnsendableError("there are no bytes")
-    return RequestBody([content], _content_type(content[:_MAGIC_BYTES]), query=_query(parameters))
 
 
 def _json_body(instances: Sequence[object], parameters: Mapping[str, object] | None) -> RequestBody:
@@ -201,16 +275,6 @@ def _to_plain(value: Any) -> object:
     if isinstance(value, bytes | bytearray | memoryview):
         return base64.b64encode(value).decode()
     raise TypeError(f"JSON has no {type(value).__name__}")
-
-
-def _query(parameters: Mapping[str, object] | None) -> dict[str, str]:
-    """Return the query for parameters, for a body that has no room for them."""
-    query = {name: _json(value).decode() for name, value in (parameters or {}).items()}
-    if taken := sorted(set(query) & set(_RESERVED)):
-        raise UnsendableError(f"a parameter named {taken[0]!r} can only be sent with a JSON input")
-    if sum(map(len, [*query, *query.values()])) > _MAX_QUERY_CHARACTERS:
-        raise UnsendableError("parameters this long can only be sent with a JSON input")
-    return query
 
 
 def _content_type(start: bytes) -> str:

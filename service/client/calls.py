@@ -1,19 +1,17 @@
 """The work that both clients share: requests, retries and answers, without input or output.
 
-A call is a generator. It yields `Send` and `Pause`, receives the outcome of each, and returns the
-result. Each client only sends, sleeps, and drives the generator.
+A call is a generator. It yields steps, receives the outcome of each, and returns the result. Each
+client only takes the steps: it sends, sleeps or draws inputs.
 """
 
 import base64
-import contextlib
-import json
 import math
 import ssl
 import time
 import uuid
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 from urllib.parse import quote
 
 import httpx
@@ -24,24 +22,28 @@ from inferpool.service.client.errors import (
     ConnectError,
     DeadlineExceededError,
     InferpoolError,
-    ProtocolError,
     UnavailableError,
     UnsendableError,
-    error_class,
 )
+from inferpool.service.client.jobs.body import JobBody
 from inferpool.service.client.options import ClientOptions, ManyOptions, PredictOptions, check_names
 from inferpool.service.client.results import (
     Health,
-    Json,
     Prediction,
     Reply,
     Timing,
     read_health,
-    read_instance_error,
     read_prediction,
     read_stages,
 )
-from inferpool.service.client.retries import Retry, RetryBudget, pause_before_retry, retry_after_s
+from inferpool.service.client.retries import (
+    UNSENT,
+    Retry,
+    RetryBudget,
+    pause_before_retry,
+    raise_unanswered,
+    refusal_of,
+)
 from inferpool.service.settings.urls import DEFAULT_URL, problem_of_address, without_password
 
 _T = TypeVar("_T")
@@ -54,9 +56,7 @@ _KEEP_ALIVE_S = 15.0
 _ANSWER_S = 0.1
 """Time kept for the answer to arrive: the service's deadline is earlier by this, at most 10 %."""
 _POLL_S = 0.1
-_UNSENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.ProxyError)
-"""Errors before anything was sent."""
-_HOPELESS = (httpx.UnsupportedProtocol, httpx.TooManyRedirects, httpx.LocalProtocolError)
+_GOOD = (200, 202, 204)
 _LONGEST_S = 1e6
 """Longest socket timeout; above it we set none, since some systems cannot count so far."""
 
@@ -91,9 +91,17 @@ class Pause:
     duration_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """Step: draw all inputs of a job that have not been sent, before they are sent again."""
+
+    body: JobBody
+
+
+Step = Send | Pause | Draw
 StepOutcome = Reply | httpx.RequestError | None
-"""Outcome of a step: None after a pause."""
-Steps = Generator[Send | Pause, StepOutcome, _T]
+"""Outcome of a step: None unless something was sent."""
+Steps = Generator[Step, StepOutcome, _T]
 
 
 class Calls:
@@ -113,10 +121,10 @@ class Calls:
         self.url = str(parsed.copy_with(userinfo=None)).rstrip("/")
         """URL without its password, if it had one."""
         retries = options.get("retries", Retry())
-        self._retry = Retry(max_attempts=1 + retries) if isinstance(retries, int) else retries
-        self._budget = RetryBudget(self._retry)
+        self.retry = Retry(max_attempts=1 + retries) if isinstance(retries, int) else retries
+        self._budget = RetryBudget(self.retry)
         self._on_retry = options.get("on_retry")
-        self._timeout_s = options.get("timeout_s", _TIMEOUT_S)
+        self.timeout_s = options.get("timeout_s", _TIMEOUT_S)
         self._connect_timeout_s = options.get("connect_timeout_s", _CONNECT_TIMEOUT_S)
         self.max_concurrency = options.get("max_concurrency", _MAX_CONCURRENCY)
         if self.max_concurrency < 1:
@@ -146,43 +154,33 @@ class Calls:
         """Take the steps of one prediction."""
         check_names(options, PredictOptions)
         started = time.monotonic()
-        deadline = _deadline(started, options.get("timeout_s", self._timeout_s))
+        deadline = self.deadline(options.get("timeout_s", self.timeout_s))
         request_id = options.get("request_id") or uuid.uuid4().hex
         model = options.get("model")
         body = make_body(value, options.get("parameters"))
-        headers = self._predict_headers(options, request_id)
+        headers = _predict_headers(options)
         path = "/predict" if model is None else f"/predict/{quote(model, safe='')}"
-        self._budget.deposit()
-        num_attempts = 0
-        while True:
-            sent = time.monotonic()
-            num_attempts += 1
-            outcome = yield Send(
-                self._post(path, body, headers, deadline - sent, deadline), deadline
+
+        def request() -> httpx.Request:
+            timeout = _timeout_header(deadline - time.monotonic())
+            return self.request(
+                "POST", path, deadline, request_id, headers={**headers, **timeout}, body=body
             )
-            try:
-                reply = self._reply(outcome, deadline, request_id)
-                return read_prediction(
-                    reply,
-                    model=model,
-                    request_id=request_id,
-                    num_attempts=num_attempts,
-                    timing=_timing(reply, sent, started),
-                )
-            except InferpoolError as error:
-                error.num_attempts = num_attempts
-                _add_file_question(error, value)
-                pause_s = pause_before_retry(
-                    error,
-                    retry=self._retry,
-                    budget=self._budget,
-                    num_attempts=num_attempts,
-                    left_s=deadline - time.monotonic(),
-                    was_sent=not isinstance(outcome, _UNSENT),
-                )
-                if self._on_retry is not None:
-                    self._on_retry(error, pause_s)
-            yield Pause(pause_s)
+
+        def read(reply: Reply, num_attempts: int, sent: float) -> Prediction:
+            return read_prediction(
+                reply,
+                model=model,
+                request_id=request_id,
+                num_attempts=num_attempts,
+                timing=_timing(reply, sent, started),
+            )
+
+        try:
+            return (yield from self.retried(request, read, deadline, request_id))
+        except InferpoolError as error:
+            _add_file_question(error, value)
+            raise
 
     def predict_one_of_many(
         self, value: object, options: ManyOptions, index: int
@@ -221,82 +219,146 @@ class Calls:
                 return
             yield Pause(pause_s)
 
-    def _get(self, path: str, deadline: float | None = None) -> Steps[Reply]:
-        if deadline is None:
-            deadline = _deadline(time.monotonic(), self._timeout_s)
-        request_id = uuid.uuid4().hex
-        request = httpx.Request(
-            "GET",
-            self.url + path,
-            headers={**self._headers, "X-Request-ID": request_id},
-            extensions={"timeout": _Timeouts(deadline, self._connect_timeout_s)},
-        )
-        return self._reply((yield Send(request, deadline)), deadline, request_id)
+    def retried(
+        self,
+        request: Callable[[], httpx.Request],
+        read: Callable[[Reply, int, float], _T],
+        deadline: float,
+        request_id: str,
+        body: JobBody | None = None,
+    ) -> Steps[_T]:
+        """Ask until there is an answer, as far as the retry policy and the deadline allow.
 
-    def _post(
-        self, path: str, body: RequestBody, headers: dict[str, str], left_s: float, deadline: float
+        Args:
+            request: Makes the request of each attempt.
+            read: Reads an answer; also gets the number of attempts and the moment of this one.
+            deadline: Moment of `time.monotonic`.
+            request_id: Name of the request in the service's log.
+            body: Body of the requests that makes itself while it is sent, if it is one.
+        """
+        self._budget.deposit()
+        num_attempts = 0
+        while True:
+            sent = time.monotonic()
+            num_attempts += 1
+            outcome = yield Send(request(), deadline)
+            try:
+                return read(self.reply(outcome, deadline, request_id), num_attempts, sent)
+            except InferpoolError as error:
+                error.num_attempts = num_attempts
+                pause_s = pause_before_retry(
+                    error,
+                    retry=self.retry,
+                    budget=self._budget,
+                    num_attempts=num_attempts,
+                    left_s=deadline - time.monotonic(),
+                    was_sent=not isinstance(outcome, UNSENT),
+                )
+                if self._on_retry is not None:
+                    self._on_retry(error, pause_s)
+            yield Pause(pause_s)
+            if body is not None:
+                yield Draw(body)
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        deadline: float,
+        request_id: str,
+        *,
+        query: Mapping[str, str | Sequence[str]] | None = None,
+        headers: Mapping[str, str] | None = None,
+        body: RequestBody | JobBody | None = None,
+        stall_s: float = math.inf,
     ) -> httpx.Request:
-        timeout = {}
-        if left_s < math.inf:
-            left_ms = int((left_s - min(_ANSWER_S, left_s / 10)) * 1e3)
-            timeout["X-Timeout-Ms"] = str(max(1, left_ms))
-        return httpx.Request(
-            "POST",
-            self.url + path,
-            params=body.query or None,
-            headers={"Host": self._host, **headers, **timeout, **body.headers},
-            stream=body,
-            extensions={"timeout": _Timeouts(deadline, self._connect_timeout_s)},
-        )
+        """Return a request; no step of it may take longer than `stall_s`.
 
-    def _predict_headers(self, options: PredictOptions, request_id: str) -> dict[str, str]:
-        headers = {**self._headers, "X-Request-ID": request_id}
-        if options.get("as_arrays"):
-            headers["Accept"] = "application/safetensors"
-        if (priority := options.get("priority")) is not None:
-            headers["X-Priority"] = str(priority)
-        if (version := options.get("version")) is not None:
-            headers["X-Model-Version"] = str(version)
-        if traceparent := options.get("traceparent"):
-            headers["traceparent"] = traceparent
-        for name, text in headers.items():
+        Raises:
+            UnsendableError: A header has characters that none may have.
+        """
+        extra = {} if body is None else {"Host": self._host, **body.headers}
+        given = {**self._headers, "X-Request-ID": request_id, **(headers or {}), **extra}
+        for name, text in given.items():
             if not (text.isascii() and text.isprintable()):
                 raise UnsendableError(
                     f"the value for {name} has characters that no header may have"
                 )
-        return headers
+        return httpx.Request(
+            method,
+            self.url + path,
+            params={**(query or {}), **({} if body is None else body.query)} or None,
+            headers=given,
+            stream=body,
+            extensions={"timeout": _Timeouts(deadline, self._connect_timeout_s, stall_s)},
+        )
 
-    def _reply(self, outcome: StepOutcome, deadline: float, request_id: str) -> Reply:
-        """Return an answer of status 200; raise an `InferpoolError` for anything else."""
+    def reply(self, outcome: StepOutcome, deadline: float, request_id: str) -> Reply:
+        """Return an answer of status 200, 202 or 204.
+
+        Raises:
+            InferpoolError: There is no answer, or another one.
+        """
         if isinstance(outcome, httpx.RequestError):
-            _raise_unanswered(outcome, deadline, self.url, request_id)
-        assert outcome is not None, "a pause has no outcome"
-        if outcome.status != 200:
-            raise _refusal(outcome, request_id)
+            raise_unanswered(outcome, deadline, self.url, request_id)
+        assert outcome is not None, "only a request has an outcome"
+        if outcome.status not in _GOOD:
+            raise refusal_of(outcome, request_id)
         return outcome
+
+    def deadline(self, timeout_s: float | None) -> float:
+        """Return the moment of `time.monotonic` when a time that begins now is up.
+
+        Raises:
+            ValueError: The time is not more than 0.
+        """
+        if timeout_s is None:
+            return math.inf
+        if not timeout_s > 0:
+            raise ValueError(f"timeout_s must be more than 0, or None: {timeout_s}")
+        return time.monotonic() + timeout_s
+
+    def _get(self, path: str, deadline: float | None = None) -> Steps[Reply]:
+        if deadline is None:
+            deadline = self.deadline(self.timeout_s)
+        request_id = uuid.uuid4().hex
+        request = self.request("GET", path, deadline, request_id)
+        return self.reply((yield Send(request, deadline)), deadline, request_id)
 
 
 class _Timeouts(dict[str, float | None]):
     """Timeouts for httpx: the time left until the deadline, whenever httpx starts a step."""
 
-    def __init__(self, deadline: float, connect_timeout_s: float) -> None:
+    def __init__(self, deadline: float, connect_timeout_s: float, stall_s: float) -> None:
         super().__init__()
         self._deadline = deadline
         self._connect_timeout_s = connect_timeout_s
+        self._stall_s = stall_s
 
     def get(self, name: str, default: object = None) -> float | None:
-        left_s = max(self._deadline - time.monotonic(), 1e-3)
+        left_s = min(max(self._deadline - time.monotonic(), 1e-3), self._stall_s)
         if name == "connect":
             return min(left_s, self._connect_timeout_s)
         return None if left_s > _LONGEST_S else left_s
 
 
-def _deadline(started: float, timeout_s: float | None) -> float:
-    if timeout_s is None:
-        return math.inf
-    if not timeout_s > 0:
-        raise ValueError(f"timeout_s must be more than 0, or None: {timeout_s}")
-    return started + timeout_s
+def _predict_headers(options: PredictOptions) -> dict[str, str]:
+    headers = {}
+    if options.get("as_arrays"):
+        headers["Accept"] = "application/safetensors"
+    if (priority := options.get("priority")) is not None:
+        headers["X-Priority"] = str(priority)
+    if (version := options.get("version")) is not None:
+        headers["X-Model-Version"] = str(version)
+    if traceparent := options.get("traceparent"):
+        headers["traceparent"] = traceparent
+    return headers
+
+
+def _timeout_header(left_s: float) -> dict[str, str]:
+    if left_s == math.inf:
+        return {}
+    return {"X-Timeout-Ms": str(max(1, int((left_s - min(_ANSWER_S, left_s / 10)) * 1e3)))}
 
 
 def _timing(reply: Reply, sent: float, started: float) -> Timing:
@@ -309,80 +371,6 @@ def _timing(reply: Reply, sent: float, started: float) -> Timing:
         total_s=stages.get("total"),
         round_trip_s=now - sent,
         elapsed_s=now - started,
-    )
-
-
-def _raise_unanswered(
-    error: httpx.RequestError, deadline: float, url: str, request_id: str
-) -> NoReturn:
-    """Raise our error for one of httpx's, after which there is no answer."""
-    message = str(error) or type(error).__name__
-    if isinstance(error, _HOPELESS):
-        raise UnsendableError(f"this cannot be asked: {message}", request_id=request_id) from error
-    if isinstance(error, httpx.DecodingError):
-        raise ProtocolError(
-            f"the answer cannot be read: {message}", request_id=request_id
-        ) from error
-    if isinstance(error, httpx.TimeoutException) and (
-        not isinstance(error, httpx.ConnectTimeout) or time.monotonic() >= deadline
-    ):
-        what = "no connection was free" if isinstance(error, httpx.PoolTimeout) else "no answer"
-        raise DeadlineExceededError(f"{what} in time", request_id=request_id) from error
-    raise ConnectError(
-        f"no answer from {url}: {message}",
-        request_id=request_id,
-        is_retryable=not _is_untrusted(error),
-    ) from error
-
-
-def _is_untrusted(error: BaseException | None) -> bool:
-    """Return whether a bad certificate is the cause; a retry would meet it again."""
-    while error is not None:
-        if isinstance(error, ssl.SSLCertVerificationError):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
-
-
-def _refusal(reply: Reply, request_id: str) -> InferpoolError:
-    """Return the error in an answer: from its problem document, or else from its status."""
-    status = reply.status
-    problem: Json = None
-    if reply.headers.get("content-type", "").startswith("application/problem+json"):
-        with contextlib.suppress(ValueError, RecursionError):
-            problem = json.loads(reply.content)
-    wait_s = retry_after_s(reply.headers)
-    match problem:
-        case {"code": str(code), "detail": str(detail), "retryable": bool(is_retryable)}:
-            given = problem.get("errors")
-            listed = given if isinstance(given, list) else []
-            several = [read_instance_error(each, i, request_id) for i, each in enumerate(listed)]
-            told_s = problem.get("retry_after_s")
-            if wait_s is None and isinstance(told_s, int | float):
-                wait_s = max(0.0, told_s)
-            return error_class(code, status)(
-                detail,
-                code=code,
-                status=status,
-                request_id=reply.headers.get("x-request-id", request_id),
-                is_retryable=is_retryable,
-                retry_after_s=wait_s,
-                errors=[each for each in several if each is not None],
-            )
-    start = " ".join(reply.content[:200].decode("utf-8", "replace").split())
-    if status < 400:
-        leads = f", a redirect to {place}" if (place := reply.headers.get("location")) else ""
-        return ProtocolError(
-            f"an answer of status {status} is not one of inferpool's{leads}: {start!r}",
-            status=status,
-            request_id=request_id,
-        )
-    return error_class("", status)(
-        f"the answer is not one of inferpool's; a proxy may have sent it: {start!r}",
-        code=f"http_{status}",
-        status=status,
-        request_id=request_id,
-        retry_after_s=wait_s,
     )
 
 

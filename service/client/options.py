@@ -69,6 +69,31 @@ class PredictOptions(_SharedOptions, total=False):
     """Trace to continue (W3C Trace Context)."""
 
 
+class SubmitOptions(TypedDict, total=False):
+    """Options of a new job."""
+
+    model: str | None
+    """Name of the model in the service; None: the default model. The version that serves computes
+    the job."""
+    parameters: Mapping[str, object] | None
+    """Parameters for the model, the same for all inputs."""
+    priority: int | None
+    """Priority among jobs, from 1 (first) to 9 (last); 5 by default."""
+    webhook: str | None
+    """URL that the service tells when the job is over."""
+    id: str | None
+    """ID of the job: up to 64 of `A-Z a-z 0-9 . _ -`. The service makes one if it is not given."""
+    idempotency_key: str | None
+    """Name of this submission: the same key, inputs and options make one job only. The client makes
+    one for its own retries if it is not given."""
+    timeout_s: float | None
+    """Time to send all inputs, retries included; None, the default, for no limit."""
+    request_id: str | None
+    """Name of the request in the service's log; made if not given."""
+    traceparent: str | None
+    """Trace to continue (W3C Trace Context)."""
+
+
 class ManyOptions(_SharedOptions, total=False):
     """Options of `predict_many`; the first six apply to each input."""
 

@@ -1,16 +1,37 @@
-"""Decides whether and when a failed request is sent again."""
+"""Says why a request failed, and decides whether and when it is sent again."""
 
+import contextlib
 import email.utils
+import json
 import random
+import ssl
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NoReturn
 
 import httpx
 
-from inferpool.service.client.errors import ConnectError, DeadlineExceededError, InferpoolError
+from inferpool.service.client.errors import (
+    ConnectError,
+    DeadlineExceededError,
+    InferpoolError,
+    OverQuotaError,
+    ProtocolError,
+    StoreFullError,
+    UnsendableError,
+    error_class,
+)
+from inferpool.service.client.results import Json, Reply, read_instance_error
 
+UNSENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.ProxyError)
+"""Errors before anything was sent."""
+_HOPELESS = (httpx.UnsupportedProtocol, httpx.TooManyRedirects, httpx.LocalProtocolError)
+_LASTING = (DeadlineExceededError, OverQuotaError, StoreFullError)
+"""Errors that may pass, but not as soon as a retry would come."""
+_EARLY_S = 0.01
+"""A timer may fire so much before its time."""
 _MAX_PAUSE_S = 3600.0
 """Longest pause: a service that asks for more is not busy, but wrong."""
 
@@ -90,7 +111,7 @@ def pause_before_retry(
     Raises:
         InferpoolError: The same error, if there is no retry; a note says why.
     """
-    if not error.is_retryable or isinstance(error, DeadlineExceededError):
+    if not error.is_retryable or isinstance(error, _LASTING):
         raise error
     if num_attempts >= retry.max_attempts:
         error.add_note(f"not tried again after {num_attempts} attempts")
@@ -128,3 +149,82 @@ def retry_after_s(headers: httpx.Headers) -> float | None:
     except (ValueError, TypeError, OverflowError):
         now = time.time()
     return max(0.0, until - now)
+
+
+def raise_unanswered(
+    error: httpx.RequestError, deadline: float, url: str, request_id: str
+) -> NoReturn:
+    """Raise our error for one of httpx's, after which there is no answer.
+
+    Raises:
+        InferpoolError: Always.
+    """
+    message = str(error) or type(error).__name__
+    if isinstance(error, _HOPELESS):
+        raise UnsendableError(f"this cannot be asked: {message}", request_id=request_id) from error
+    if isinstance(error, httpx.DecodingError):
+        raise ProtocolError(
+            f"the answer cannot be read: {message}", request_id=request_id
+        ) from error
+    has_no_room = isinstance(error, httpx.PoolTimeout)
+    if isinstance(error, httpx.TimeoutException) and (
+        has_no_room or time.monotonic() >= deadline - _EARLY_S
+    ):
+        what = "no connection was free" if has_no_room else "no answer"
+        raise DeadlineExceededError(f"{what} in time", request_id=request_id) from error
+    raise ConnectError(
+        f"no answer from {url}: {message}",
+        request_id=request_id,
+        is_retryable=not _is_untrusted(error),
+    ) from error
+
+
+def _is_untrusted(error: BaseException | None) -> bool:
+    """Return whether a bad certificate is the cause; a retry would meet it again."""
+    while error is not None:
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def refusal_of(reply: Reply, request_id: str) -> InferpoolError:
+    """Return the error in an answer: from its problem document, or else from its status."""
+    status = reply.status
+    problem: Json = None
+    if reply.headers.get("content-type", "").startswith("application/problem+json"):
+        with contextlib.suppress(ValueError, RecursionError):
+            problem = json.loads(reply.content)
+    wait_s = retry_after_s(reply.headers)
+    match problem:
+        case {"code": str(code), "detail": str(detail), "retryable": bool(is_retryable)}:
+            given = problem.get("errors")
+            listed = given if isinstance(given, list) else []
+            several = [read_instance_error(each, i, request_id) for i, each in enumerate(listed)]
+            told_s = problem.get("retry_after_s")
+            if wait_s is None and isinstance(told_s, int | float):
+                wait_s = max(0.0, told_s)
+            return error_class(code, status)(
+                detail,
+                code=code,
+                status=status,
+                request_id=reply.headers.get("x-request-id", request_id),
+                is_retryable=is_retryable,
+                retry_after_s=wait_s,
+                errors=[each for each in several if each is not None],
+            )
+    start = " ".join(reply.content[:200].decode("utf-8", "replace").split())
+    if status < 400:
+        leads = f", a redirect to {place}" if (place := reply.headers.get("location")) else ""
+        return ProtocolError(
+            f"an answer of status {status} is not one of inferpool's{leads}: {start!r}",
+            status=status,
+            request_id=request_id,
+        )
+    return error_class("", status)(
+        f"the answer is not one of inferpool's; a proxy may have sent it: {start!r}",
+        code=f"http_{status}",
+        status=status,
+        request_id=request_id,
+        retry_after_s=wait_s,
+    )

@@ -10,10 +10,17 @@ from typing import Literal, Self, TypeVar, Unpack, overload
 
 import httpx
 
-from inferpool.service.client.calls import Calls, Send, StepOutcome, Steps
+from inferpool.service.client.calls import Calls, Draw, Send, StepOutcome, Steps
 from inferpool.service.client.errors import InferpoolError, UnsendableError
+from inferpool.service.client.jobs.calls import JobCalls
+from inferpool.service.client.jobs.handles import Job
 from inferpool.service.client.many import Outcome, Window
-from inferpool.service.client.options import ClientOptions, ManyOptions, PredictOptions
+from inferpool.service.client.options import (
+    ClientOptions,
+    ManyOptions,
+    PredictOptions,
+    SubmitOptions,
+)
 from inferpool.service.client.results import Health, ModelInfo, Prediction, Reply
 from inferpool.service.settings.urls import DEFAULT_URL
 
@@ -48,6 +55,7 @@ class Client:
             ValueError: The URL, the key or another option is invalid.
         """
         self._calls = Calls(url, options)
+        self._job_calls = JobCalls(self._calls)
         self._transport = transport
         self._open()
 
@@ -132,6 +140,49 @@ class Client:
                 stop.set()
                 pool.shutdown(wait=False, cancel_futures=True)
 
+    def submit(self, inputs: object, **options: Unpack[SubmitOptions]) -> Job:
+        """Hand inputs to the service as a job, which it computes when interactive calls leave room.
+
+        The job is safe in the service's store when this returns: no crash loses it. A retry after
+        a lost answer makes no second one.
+
+        Args:
+            inputs: Many inputs: a list or any other iterable of what `predict` takes, each one
+                instance. They are drawn while they are sent, so there may be a million. A generator
+                is kept in a temporary file for a retry. Or a `pathlib.Path` of a .jsonl file (an
+                instance a line) or a .tar file (an instance a file). Or one input as `predict`
+                takes it, such as an array with a batch dimension.
+            **options: See `SubmitOptions`.
+
+        Raises:
+            InferpoolError: There is no job; `service.client.errors` has the tree.
+        """
+        return Job(self._run(self._job_calls.submit(inputs, options)), self._run)
+
+    def job(self, id: str) -> Job:
+        """Return a job by its ID.
+
+        Raises:
+            UnknownJobError: The service has no such job, or it belongs to another key.
+            InferpoolError: The service does not answer.
+        """
+        return Job(self._run(self._job_calls.job(id)), self._run)
+
+    def jobs(self, *, states: Iterable[str] = (), limit: int | None = None) -> Iterator[Job]:
+        """Yield the jobs of this key, the newest first.
+
+        Args:
+            states: States such as `running`; none for all.
+            limit: Most jobs; None for all.
+
+        Raises:
+            InferpoolError: The service does not answer.
+        """
+        pages = self._job_calls.pages(states, limit)
+        while page := self._run(pages.next_page()):
+            for each in page:
+                yield Job(each, self._run)
+
     def health(self) -> Health:
         """Return the state of the service and its models.
 
@@ -191,19 +242,22 @@ class Client:
 
     def _run(self, steps: Steps[_T], stop: threading.Event | None = None) -> _T:
         outcome: StepOutcome = None
-        while True:
-            try:
-                step = steps.send(outcome)
-            except StopIteration as done:
-                result: _T = done.value
-                return result
-            outcome = None
-            if isinstance(step, Send):
-                outcome = self._send(step)
-            elif stop is None:
-                time.sleep(step.duration_s)
-            elif stop.wait(step.duration_s):
-                steps.throw(InferpoolError("cancelled: the caller left the loop"))
+        with contextlib.closing(steps):
+            while True:
+                try:
+                    step = steps.send(outcome)
+                except StopIteration as done:
+                    result: _T = done.value
+                    return result
+                outcome = None
+                if isinstance(step, Send):
+                    outcome = self._send(step)
+                elif isinstance(step, Draw):
+                    step.body.draw()
+                elif stop is None:
+                    time.sleep(step.duration_s)
+                elif stop.wait(step.duration_s):
+                    steps.throw(InferpoolError("cancelled: the caller left the loop"))
 
     def _open(self) -> None:
         self._http = httpx.Client(

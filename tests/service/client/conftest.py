@@ -2,12 +2,13 @@
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
-from inferpool.service.client import AsyncClient, Client
+from inferpool.service.client import AsyncClient, AsyncJob, Client
 from tests.e2e.running import Running, running
 
 CONFIG = """
@@ -44,32 +45,43 @@ def service(config: Path) -> Iterator[Running]:
         yield service
 
 
-class BlockingAsyncClient:
-    """An `AsyncClient` whose methods block, as those of `Client` do."""
+class Blocking:
+    """An `AsyncClient` or `AsyncJob` whose methods block, as those of `Client` and `Job` do."""
 
-    def __init__(self, client: AsyncClient, runner: asyncio.Runner) -> None:
-        self.client = client
+    def __init__(self, inner: AsyncClient | AsyncJob, runner: asyncio.Runner) -> None:
+        self.inner = inner
         self.runner = runner
 
     def __getattr__(self, name: str):
-        def call(*args, **kwargs):
-            async def wait():
-                return await getattr(self.client, name)(*args, **kwargs)
+        found = getattr(self.inner, name)
+        if not callable(found):
+            return found
 
-            return self.runner.run(wait())
+        def call(*args, **kwargs):
+            result = found(*args, **kwargs)
+            if isinstance(result, AsyncIterator):
+                return self.iterate(result)
+            return self.blocking(self.runner.run(result))
 
         return call
 
-    def predict_many(self, inputs, **options):
-        results = self.client.predict_many(inputs, **options)
+    def __iter__(self):
+        return self.iterate(aiter(self.inner))
+
+    def iterate(self, results):
+        """Yield what an async generator yields, and close it at the end."""
         try:
             while True:
                 try:
-                    yield self.runner.run(_next(results))
+                    yield self.blocking(self.runner.run(_next(results)))
                 except StopAsyncIteration:
                     return
         finally:
             self.runner.run(results.aclose())
+
+    def blocking(self, value):
+        """Return a value; a job can be used like a `Job`."""
+        return Blocking(value, self.runner) if isinstance(value, AsyncJob) else value
 
 
 async def _next(results):
@@ -85,7 +97,7 @@ def open_client(kind: str, url: str, **options):
         return
     with asyncio.Runner() as runner:
         client = AsyncClient(url, **options)
-        yield BlockingAsyncClient(client, runner)
+        yield Blocking(client, runner)
         runner.run(client.aclose())
 
 
@@ -98,3 +110,12 @@ def kind(request) -> str:
 def client(kind: str, service: Running):
     with open_client(kind, service.url) as client:
         yield client
+
+
+def problem_of(status: int, code: str, *, is_retryable: bool = False) -> httpx.Response:
+    """Return a refusal of the service."""
+    return httpx.Response(
+        status,
+        headers={"content-type": "application/problem+json"},
+        json={"code": code, "detail": "no", "retryable": is_retryable},
+    )

@@ -1,0 +1,1 @@
+"""Jobs of a service as the clients see them."""

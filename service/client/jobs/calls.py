@@ -1,0 +1,358 @@
+"""The work on jobs that both clients share, without input or output; see `service.client.calls`."""
+
+import math
+import os
+import random
+import time
+import uuid
+from collections.abc import AsyncIterable, Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+from urllib.parse import quote
+
+import httpx
+
+from inferpool.service.client.bodies import RequestBody, are_many, make_body, query_of
+from inferpool.service.client.calls import Calls, Pause, Send, Steps
+from inferpool.service.client.errors import (
+    ConnectError,
+    DeadlineExceededError,
+    InferpoolError,
+    OverloadedError,
+    ProtocolError,
+    UnavailableError,
+    UnknownJobError,
+    UnsendableError,
+)
+from inferpool.service.client.jobs.body import JobBody
+from inferpool.service.client.jobs.documents import JobInfo, read_job, read_jobs
+from inferpool.service.client.options import SubmitOptions, check_names
+from inferpool.service.client.results import Reply
+
+_T = TypeVar("_T")
+
+_STALL_S = 300.0
+"""A connection is given up if it makes no progress for so long while a job is sent."""
+_POLL_S = 30
+"""The longest wait for the end of a job in one request; proxies cut off requests after 60 s."""
+_NOTED_S = 1
+"""The same while somebody wants to see how a job goes on."""
+_MAX_PAUSE_S = 2.0
+_LOST_S = 600.0
+"""Without a timeout: how long a service may be away while its job is waited for."""
+_PAGE_LINES = 64
+"""Lines of a result that are asked for first; later pages have more if lines are short."""
+_MAX_PAGE_LINES = 4096
+_PAGE_BYTES = 1 << 20
+_PAGE_JOBS = 100
+_DELETED = 204
+_PASSING = (ConnectError, DeadlineExceededError, OverloadedError, UnavailableError)
+"""Errors of a service that is busy, ends or starts."""
+
+
+class JobCalls:
+    """Calls about the jobs of one service. Any thread may use it."""
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+
+    def submit(
+        self, inputs: object | AsyncIterable[object], options: SubmitOptions
+    ) -> Steps["JobSteps"]:
+        """Take the steps of one new job."""
+        check_names(options, SubmitOptions)
+        deadline = self._calls.deadline(options.get("timeout_s"))
+        request_id = options.get("request_id") or uuid.uuid4().hex
+        named = {"model": options.get("model"), "webhook": options.get("webhook")}
+        query = {name: value for name, value in named.items() if value is not None}
+        headers = {"Idempotency-Key": options.get("idempotency_key") or uuid.uuid4().hex}
+        if (priority := options.get("priority")) is not None:
+            headers["X-Priority"] = str(priority)
+        if traceparent := options.get("traceparent"):
+            headers["traceparent"] = traceparent
+        id = options.get("id")
+        path = "/jobs" if id is None else f"/jobs/{quote(id, safe='')}"
+        body = self._body_of(inputs, options.get("parameters"))
+        if taken := sorted(body.query.keys() & named.keys()):
+            raise UnsendableError(f"a parameter of a job cannot have the name {taken[0]!r}")
+
+        def request() -> httpx.Request:
+            return self._calls.request(
+                "POST" if id is None else "PUT",
+                path,
+                deadline,
+                request_id,
+                query=query,
+                headers=headers,
+                body=body,
+                stall_s=_STALL_S,
+            )
+
+        lines = body if isinstance(body, JobBody) else None
+        try:
+            info = yield from self._calls.retried(request, _read_info, deadline, request_id, lines)
+        finally:
+            if lines is not None:
+                lines.close()
+        return JobSteps(self._calls, info)
+
+    def job(self, id: str) -> Steps["JobSteps"]:
+        """Take the steps of looking at a job."""
+        return JobSteps(self._calls, (yield from _ask(self._calls, "GET", id, _read_info)))
+
+    def pages(self, states: Iterable[str], limit: int | None) -> "JobPages":
+        """Return pages of jobs in these states, or in any if none is named."""
+        return JobPages(self._calls, list(states), limit)
+
+    def _body_of(
+        self, inputs: object | AsyncIterable[object], parameters: Mapping[str, object] | None
+    ) -> RequestBody | JobBody:
+        if are_many(inputs):
+            is_repeatable = self._calls.retry.max_attempts > 1
+            return JobBody(inputs, query_of(parameters), is_repeatable=is_repeatable)
+        if isinstance(inputs, os.PathLike) and Path(inputs).is_dir():
+            raise UnsendableError(
+                f"{inputs} is a folder: submit its files, such as sorted(folder.iterdir())"
+            )
+        return make_body(inputs, parameters)
+
+
+class JobPages:
+    """Lists jobs, the newest first."""
+
+    def __init__(self, calls: Calls, states: Sequence[str], limit: int | None) -> None:
+        self._calls = calls
+        self._query: dict[str, str | Sequence[str]] = {"state": states} if states else {}
+        self._num_left = math.inf if limit is None else limit
+
+    def next_page(self) -> Steps[list["JobSteps"]]:
+        """Take the steps of looking at some more jobs; there are none after the last one."""
+        if self._num_left <= 0:
+            return []
+        self._query["limit"] = str(min(self._num_left, _PAGE_JOBS))
+        infos, after = yield from _ask(self._calls, "GET", "", _read_page, self._query)
+        self._num_left -= len(infos)
+        if after is None:
+            self._num_left = 0
+        else:
+            self._query["after"] = after
+        return [JobSteps(self._calls, info) for info in infos]
+
+
+class JobSteps:
+    """Calls about one job. One thread or task uses it at a time."""
+
+    def __init__(self, calls: Calls, info: JobInfo) -> None:
+        self._calls = calls
+        self.info = info
+        """The job when the service was last asked."""
+        self._page_lines = _PAGE_LINES
+
+    def refresh(self) -> Steps[JobInfo]:
+        """Take the steps of looking at it."""
+        self.info = yield from _ask(self._calls, "GET", self.info.id, _read_info)
+        return self.info
+
+    def wait(
+        self, timeout_s: float | None, on_progress: Callable[[JobInfo], None] | None
+    ) -> Steps[JobInfo]:
+        """Take the steps of waiting for its end, also while the service is restarted."""
+        patience = _Patience(self._calls.deadline(timeout_s))
+        longest_s = _POLL_S if on_progress is None else _NOTED_S
+        while not self.info.is_over:
+            try:
+                yield from self._look(min(longest_s, patience.left_s))
+            except InferpoolError as error:
+                yield Pause(patience.pause_after(error))
+                continue
+            if on_progress is not None:
+                on_progress(self.info)
+            if not self.info.is_over:
+                patience.go_on(self.info)
+        return self.info
+
+    def next_lines(self, first: int, deadline: float) -> Steps[list[bytes]]:
+        """Take the steps of waiting for answers from an instance on; return some as lines of JSON.
+
+        There are none after the last one.
+        """
+        patience = _Patience(deadline)
+        while first < self.info.num_instances or not self.info.is_over:
+            try:
+                if first < self.info.num_instances:
+                    if lines := (yield from self._lines(first)):
+                        return lines
+                    if self.info.is_over:
+                        raise ProtocolError(f"the result of job {self.info.id} ends at {first}")
+                yield from self._look(min(_NOTED_S, patience.left_s))
+            except InferpoolError as error:
+                yield Pause(patience.pause_after(error))
+                continue
+            if not self.info.is_over:
+                patience.go_on(self.info)
+        return []
+
+    def deadline(self, timeout_s: float | None) -> float:
+        """Return the moment of `time.monotonic` when a time that begins now is up."""
+        return self._calls.deadline(timeout_s)
+
+    def cancel(self) -> Steps[JobInfo]:
+        """Take the steps of ending it early.
+
+        A DELETE whose answer was lost is not sent again before we know that the job goes on: the
+        second one would delete it.
+        """
+        num_attempts = 0
+        while not (yield from self.refresh()).is_over:
+            num_attempts += 1
+            try:
+                reply = yield from _send(self._calls, "DELETE", self.info.id)
+            except InferpoolError as error:
+                if not error.is_retryable or num_attempts >= self._calls.retry.max_attempts:
+                    raise
+                yield Pause(error.retry_after_s or _pause_s(num_attempts))
+                continue
+            if reply.status == _DELETED:  # it had ended meanwhile
+                self.info = replace(self.info, state="cancelled")
+            else:
+                self.info = read_job(reply)
+        return self.info
+
+    def delete(self) -> Steps[None]:
+        """Take the steps of cancelling it if it is not over, and of deleting it."""
+        was_there = False
+        while True:
+            try:
+                status = yield from _ask(
+                    self._calls, "DELETE", self.info.id, lambda reply, *_: reply.status
+                )
+            except UnknownJobError as error:
+                if was_there or error.num_attempts > 1:  # an answer was lost
+                    return
+                raise
+            if status == _DELETED:
+                return
+            was_there = True
+
+    def _look(self, wait_s: float) -> Steps[None]:
+        """Look at the job when it is over, or else after some time."""
+        asked = time.monotonic()
+        query = {"wait": f"{wait_s:.3f}"}
+        reply = yield from _send(self._calls, "GET", self.info.id, query=query, more_s=wait_s)
+        self.info = read_job(reply)
+        left_s = wait_s - (time.monotonic() - asked)
+        if not self.info.is_over and left_s > wait_s / 2:  # a service that ends does not wait
+            yield Pause(min(left_s, _pause_s(1)))
+
+    def _lines(self, first: int) -> Steps[list[bytes]]:
+        """Ask for the answers that there are now from an instance on."""
+        reply = yield from _send(
+            self._calls,
+            "GET",
+            f"{self.info.id}/result",
+            query={"first": str(first), "count": str(self._page_lines)},
+            headers={"Accept": "application/jsonl"},
+        )
+        num_bytes = len(reply.content)
+        if num_bytes > 8 * _PAGE_BYTES:
+            self._page_lines = max(1, self._page_lines // 2)
+        elif num_bytes < _PAGE_BYTES:
+            self._page_lines = min(2 * self._page_lines, _MAX_PAGE_LINES)
+        return reply.content.splitlines()
+
+
+class _Patience:
+    """Decides how long to wait for a service that is away."""
+
+    def __init__(self, deadline: float) -> None:
+        self._deadline = deadline
+        self._lost_at = time.monotonic() + _LOST_S
+        self._num_failures = 0
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the deadline, at least 0."""
+        return max(0.0, self._deadline - time.monotonic())
+
+    def go_on(self, info: JobInfo) -> None:
+        """Note that the service answered, and the job is not over.
+
+        Raises:
+            DeadlineExceededError: The time is up.
+        """
+        self._lost_at = time.monotonic() + _LOST_S
+        self._num_failures = 0
+        if not self.left_s:
+            raise DeadlineExceededError(
+                f"job {info.id} is {info.state} still, with {info.num_done} of "
+                f"{info.num_instances} done; it goes on",
+                request_id=info.request_id,
+            )
+
+    def pause_after(self, error: InferpoolError) -> float:
+        """Return the seconds to wait before the service is asked again.
+
+        Raises:
+            InferpoolError: The same error, if it does not pass or there is no time left.
+        """
+        if not (error.is_retryable and isinstance(error, _PASSING)):
+            raise error
+        self._num_failures += 1
+        pause_s = max(_pause_s(self._num_failures), min(error.retry_after_s or 0.0, _MAX_PAUSE_S))
+        end = self._lost_at if self._deadline == math.inf else self._deadline
+        if time.monotonic() + pause_s >= end:
+            error.add_note("the time to wait for the job is up; it may go on in the service")
+            raise error
+        return pause_s
+
+
+def _pause_s(num_failures: int) -> float:
+    return min(_MAX_PAUSE_S, 0.1 * 2.0 ** min(num_failures, 9)) * random.uniform(0.5, 1.0)
+
+
+def _read_info(reply: Reply, *_: object) -> JobInfo:
+    return read_job(reply)
+
+
+def _read_page(reply: Reply, *_: object) -> tuple[list[JobInfo], str | None]:
+    return read_jobs(reply)
+
+
+def _path_of(place: str) -> str:
+    return f"/jobs/{quote(place)}" if place else "/jobs"
+
+
+def _ask(
+    calls: Calls,
+    method: str,
+    place: str,
+    read: Callable[[Reply, int, float], _T],
+    query: Mapping[str, str | Sequence[str]] | None = None,
+) -> Steps[_T]:
+    """Ask about jobs, with the retries of the client."""
+    deadline = calls.deadline(calls.timeout_s)
+    request_id = uuid.uuid4().hex
+
+    def request() -> httpx.Request:
+        return calls.request(method, _path_of(place), deadline, request_id, query=query)
+
+    return (yield from calls.retried(request, read, deadline, request_id))
+
+
+def _send(
+    calls: Calls,
+    method: str,
+    place: str,
+    *,
+    query: Mapping[str, str] | None = None,
+    headers: Mapping[str, str] | None = None,
+    more_s: float = 0.0,
+) -> Steps[Reply]:
+    """Ask about jobs once. The service may take `more_s` longer than for other calls."""
+    deadline = calls.deadline(calls.timeout_s) + more_s
+    request_id = uuid.uuid4().hex
+    request = calls.request(
+        method, _path_of(place), deadline, request_id, query=query, headers=headers
+    )
+    return calls.reply((yield Send(request, deadline)), deadline, request_id)
