@@ -135,6 +135,7 @@ class Service:
             default = settings.default_model
             self.jobs = Jobs(settings.job_store, limits, self.pools, default, hooks)
             metrics.gauge_source(self.jobs.read_gauges)
+            metrics.job_durations = self.jobs.durations
         self._watching: asyncio.Task[None] | None = None
         self._settled = asyncio.Event()
         self._changed = asyncio.Event()

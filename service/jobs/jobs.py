@@ -7,12 +7,13 @@ down. Until it is open, calls wait a moment, and then are told why.
 import asyncio
 import contextlib
 import logging
+import shutil
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ from inferpool.service.errors import (
     UnknownModelError,
 )
 from inferpool.service.jobs.records import (
+    STATES,
     UNFINISHED,
     Job,
     JobAnswer,
@@ -39,6 +41,7 @@ from inferpool.service.jobs.runner import Runner
 from inferpool.service.jobs.threads import in_thread
 from inferpool.service.jobs.webhooks import Webhooks
 from inferpool.service.queue.pool import Pool
+from inferpool.service.telemetry.distribution import Distribution
 from inferpool.service.telemetry.metrics import Reading
 
 if TYPE_CHECKING:
@@ -54,6 +57,7 @@ _POLL_S = 1.0
 _POLL_ALONE_S = 10.0
 _CLEAN_S = 30.0
 _COUNT_S = 1.0
+_DURATION_EDGES_S = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14400.0, 86400.0)
 _NUM_WRITERS = 4
 _CHUNK = 256
 """Answers that are read in a thread at once."""
@@ -100,6 +104,11 @@ class Jobs:
         """Models that have been served since the start."""
         self.counts = StoreCounts(jobs={}, num_waiting=0, num_bytes=0)
         """How much the store holds, about a second ago."""
+        self._num_free_bytes: int | None = None
+        """Room on the disk of the store at that time; None if that is the database's affair."""
+        self._num_ended = dict.fromkeys(STATES[len(UNFINISHED) :], 0)
+        self.durations = Distribution(_DURATION_EDGES_S)
+        """Seconds from the arrival of each job to its end."""
         self._spool: tempfile.TemporaryDirectory[str] | None = None
 
     @property
@@ -282,11 +291,21 @@ class Jobs:
             yield chunk
 
     def read_gauges(self) -> Iterator[Reading]:
-        """Yield the gauges for `/metrics`."""
+        """Yield gauges and counters for `/metrics`."""
         for state in UNFINISHED:
             yield Reading(name="jobs", value=self.counts.jobs.get(state, 0), labels=(state,))
         yield Reading(name="job_instances_waiting", value=self.counts.num_waiting)
+        yield Reading(name="job_store_open", value=self._store is not None)
         yield Reading(name="job_store_bytes", value=self.counts.num_bytes)
+        if self._num_free_bytes is not None:
+            yield Reading(name="job_store_free_bytes", value=self._num_free_bytes)
+        for state, num in self._num_ended.items():
+            yield Reading(name="jobs_ended", value=num, labels=(state,))
+        answered = {} if self._runner is None else self._runner.num_answered
+        for labels in product(self._pools, ("succeeded", "failed")):
+            yield Reading(name="job_instances", value=answered.get(labels, 0), labels=labels)
+        for outcome, num in self._webhooks.num_calls.items():
+            yield Reading(name="webhook_calls", value=num, labels=(outcome,))
 
     @property
     def _poll_s(self) -> float:
@@ -347,14 +366,18 @@ class Jobs:
 
     async def _count(self, store: "JobStore") -> None:
         while True:
-            with contextlib.suppress(ServiceError):
+            with contextlib.suppress(ServiceError, OSError):
                 self.counts = await in_thread(store.counts)
+                if not self._is_shared:
+                    self._num_free_bytes = (await in_thread(shutil.disk_usage, self._place)).free
             await asyncio.sleep(_COUNT_S)
 
     def _note(self, job: Job) -> None:
         """Tell who waits for a job that it has changed."""
         if job.is_over:
             self._log(job.state, job)
+            self._num_ended[job.state] += 1
+            self.durations.observe((job.ended_at or job.created_at) - job.created_at)
             if self._runner is not None:
                 self._runner.drop(job.id)
         self._wake_waiters(job.id)

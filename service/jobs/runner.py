@@ -95,6 +95,8 @@ class Runner:
         """The parts in flight and what computes them, by token."""
         self._in_flight: Counter[str] = Counter()
         """Instances in flight by model."""
+        self.num_answered: Counter[tuple[str, str]] = Counter()
+        """Instances whose answer was kept, by model and outcome."""
         self._wake = asyncio.Event()
         self._answered = asyncio.Event()
 
@@ -237,6 +239,8 @@ class Runner:
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _MOST_PAUSE_S)
         if job is not None:
+            for answer in result.answers:
+                self.num_answered[job.model, "failed" if answer.problem else "succeeded"] += 1
             self._on_change(job)
 
     async def _renew(self) -> None:

@@ -70,6 +70,8 @@ class Webhooks:
         """
         self._hosts = [host.lower() for host in hosts]
         self._secret = secret
+        self.num_calls = {"told": 0, "failed": 0, "given_up": 0}
+        """Calls by outcome; one that failed is tried again later."""
 
     def check(self, url: str) -> None:
         """Refuse a URL that this service may not call.
@@ -120,6 +122,7 @@ class Webhooks:
         except (OSError, TimeoutError, ServiceError) as error:
             problem = str(error) or type(error).__name__
         if problem and due.num_attempts < len(_DELAYS_S):
+            self.num_calls["failed"] += 1
             delay_s = _DELAYS_S[due.num_attempts] * random.uniform(0.9, 1.1)
             next_at = time.time() + delay_s
             logger.warning(
@@ -129,7 +132,10 @@ class Webhooks:
                 problem,
             )
         elif problem:
+            self.num_calls["given_up"] += 1
             logger.error("job %s: its webhook was not told: %s", job.id, problem)
+        else:
+            self.num_calls["told"] += 1
         await in_thread(store.note_webhook, job.id, next_at)
 
     async def _post(self, client: "httpx.AsyncClient", job: Job, url: str) -> str:

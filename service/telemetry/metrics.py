@@ -139,6 +139,7 @@ class Reading:
 
 GaugeSource = Callable[[], Iterable[Reading]]
 
+_WORKER = ("model", "worker")
 GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "queue_depth": ("Instances that wait for a worker.", ("model",)),
     "background_depth": ("Instances of jobs that wait until a worker is idle.", ("model",)),
@@ -148,19 +149,21 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "quarantined_inputs": ("Inputs refused because workers died of them.", ("model",)),
     "jobs": ("Jobs that are not over, by state.", ("state",)),
     "job_instances_waiting": ("Instances of these jobs that have no answer yet.", ()),
+    "job_store_open": ("Whether the store of jobs is open, so that jobs are served.", ()),
     "job_store_bytes": ("Bytes of payloads and results in the store of jobs.", ()),
+    "job_store_free_bytes": ("Bytes that are free on the disk with the folder of jobs.", ()),
     "arena_used_bytes": ("Shared memory taken by payloads, rounding included.", ()),
     "arena_bytes": ("Shared memory reserved for payloads.", ()),
     "workers": ("Workers by state.", ("model", "state")),
     "worker_up": ("Whether this worker takes batches.", ("model", "worker", "device")),
     "worker_stalled": (
         "Whether it is ready, but neither busy nor showing a sign of life.",
-        ("model", "worker"),
+        _WORKER,
     ),
-    "worker_incarnation": ("Lives of the worker before this one.", ("model", "worker")),
+    "worker_incarnation": ("Lives of the worker before this one.", _WORKER),
     "worker_resident_memory_bytes": (
         "Memory of the worker's process, or of all its ranks.",
-        ("model", "worker"),
+        _WORKER,
     ),
     "worker_rank_resident_memory_bytes": (
         "Memory of one process of a worker whose model is split.",
@@ -170,17 +173,14 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
         "Parameters and buffers of the part of the model that this rank holds.",
         ("model", "worker", "rank"),
     ),
-    "worker_beat_age_seconds": (
-        "Seconds since the worker's loop last turned.",
-        ("model", "worker"),
-    ),
+    "worker_beat_age_seconds": ("Seconds since the worker's loop last turned.", _WORKER),
     "worker_answer_age_seconds": (
         "Seconds since the worker last answered a batch or a check.",
-        ("model", "worker"),
+        _WORKER,
     ),
     "worker_batch_age_seconds": (
         "Seconds the worker has spent on its batch; 0 without one.",
-        ("model", "worker"),
+        _WORKER,
     ),
     "worker_speed_gain": (
         "How many times as fast as exact the worker's speed preset was when it was measured.",
@@ -196,15 +196,9 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "draining": ("Whether this host is being drained.", ()),
     "connections": ("Open HTTP connections.", ()),
     "unfinished_bytes": ("Bytes of requests that are on their way.", ()),
-    "max_unfinished_bytes": (
-        "Bytes that those may take; beyond it the slowest are refused.",
-        (),
-    ),
+    "max_unfinished_bytes": ("Bytes that those may take; beyond it the slowest are refused.", ()),
     "unread_bytes": ("Bytes of answers that clients have not read.", ()),
-    "max_unread_bytes": (
-        "Bytes that those may take; beyond it the slowest readers go.",
-        (),
-    ),
+    "max_unread_bytes": ("Bytes that those may take; beyond it the slowest readers go.", ()),
     "gpu_up": ("Whether the driver answers for this GPU.", ("gpu", "uuid")),
     "gpu_memory_bytes": ("Memory of the GPU.", ("gpu", "uuid")),
     "gpu_memory_used_bytes": ("Memory of the GPU in use by any process.", ("gpu", "uuid")),
@@ -217,6 +211,12 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
 }
 """Gauges that a source may report: help text and label names. Names get the prefix `inferpool_`."""
 COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "jobs_ended": ("Jobs that ended, by state.", ("state",)),
+    "job_instances": ("Instances of jobs whose answer was kept.", ("model", "outcome")),
+    "webhook_calls": (
+        "Calls that tell of the end of a job: told, failed and tried again later, or given up.",
+        ("outcome",),
+    ),
     "gpu_xid_errors": ("Critical errors that the driver reported.", ("gpu", "uuid")),
     "unfinished_refused": ("Requests refused because too many were on their way.", ()),
     "readers_cut": ("Connections closed because too many answers were not read.", ()),
@@ -246,6 +246,8 @@ class Metrics(Collector):
         """Counts of each version of a model."""
         for name in models:
             self.add(name)
+        self.job_durations: Distribution | None = None
+        """Seconds from the arrival of a job to its end; None where no jobs are kept."""
         self._versions = dict(versions)
         self._sources: list[GaugeSource] = []
         self._refresh: Callable[[], Awaitable[None]] | None = None
@@ -328,6 +330,10 @@ class Metrics(Collector):
         for model in models:
             in_flight.add_metric((model.name,), model.in_flight)
         yield in_flight
+        if self.job_durations is not None:
+            job, text = self.job_durations, "Seconds from the arrival of a job to its end."
+            name = "inferpool_job_duration_seconds"
+            yield HistogramMetricFamily(name, text, buckets=job.buckets(), sum_value=job.sum)
         yield from self._gauges()
 
     def describe(self) -> Iterable[Metric]:

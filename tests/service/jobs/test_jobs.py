@@ -176,3 +176,20 @@ async def test_a_store_that_opens_while_the_service_stops_is_closed(place: str) 
     await asyncio.sleep(0)  # a thread has begun to open it
     await jobs.stop()
     JobStore.open(place, LIMITS).close()  # one in a folder would be in use
+
+
+async def test_ends_and_answers_are_counted(arena: Arena, place: str) -> None:
+    async with answering(arena) as pool, running(place, {"m": pool}) as jobs:
+        await jobs.create(new_job("a"), lambda: instances(5, 2))
+        await jobs.create(new_job("b"), lambda: instances(1, 1))
+        assert (await jobs.until("a", None, 30)).is_over
+        assert (await jobs.until("b", None, 30)).is_over
+        await jobs.create(new_job("c", model="other"), lambda: instances(2))
+        await jobs.cancel("c", None)
+        found = {(each.name, *each.labels): each.value for each in jobs.read_gauges()}
+        assert jobs.durations.count == 3
+    for state in ("succeeded", "failed", "cancelled"):
+        assert found["jobs_ended", state] == 1
+    assert found["job_instances", "m", "succeeded"] == 3
+    assert found["job_instances", "m", "failed"] == 3
+    assert found["job_store_open",] == 1

@@ -90,8 +90,10 @@ async def tell(hooks: Webhooks, store: OneJob) -> float | None:
 
 async def test_the_event_is_signed() -> None:
     async with receiving(204) as receiver:
+        hooks = Webhooks(["localhost"], SECRET)
         store = OneJob(f"http://localhost:{receiver.port}/told?x=1")
-        assert await tell(Webhooks(["localhost"], SECRET), store) is None
+        assert await tell(hooks, store) is None
+    assert hooks.num_calls == {"told": 1, "failed": 0, "given_up": 0}
     ((first, headers, body),) = receiver.calls
     assert first == "POST /told?x=1 HTTP/1.1"
     assert headers["host"] == f"localhost:{receiver.port}"
@@ -116,14 +118,17 @@ async def test_the_event_is_signed() -> None:
 @pytest.mark.parametrize("status", [500, 302])
 async def test_another_attempt_follows_an_error(status: int) -> None:
     async with receiving(status) as receiver:
-        store = OneJob(f"http://localhost:{receiver.port}/")
-        assert await tell(Webhooks(["localhost"], SECRET), store) is not None
+        hooks, store = Webhooks(["localhost"], SECRET), OneJob(f"http://localhost:{receiver.port}/")
+        assert await tell(hooks, store) is not None
     assert len(receiver.calls) == 1
+    assert hooks.num_calls == {"told": 0, "failed": 1, "given_up": 0}
 
 
 async def test_attempts_come_to_an_end() -> None:
     store = OneJob("http://localhost:1/", num_attempts=len(webhooks._DELAYS_S))
-    assert await tell(Webhooks(["localhost"], SECRET), store) is None
+    hooks = Webhooks(["localhost"], SECRET)
+    assert await tell(hooks, store) is None
+    assert hooks.num_calls == {"told": 0, "failed": 0, "given_up": 1}
 
 
 async def test_a_receiver_that_is_gone_is_not_told_again() -> None:

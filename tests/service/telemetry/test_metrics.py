@@ -4,6 +4,7 @@ from prometheus_client.openmetrics.parser import (
 )
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
+from inferpool.service.telemetry.distribution import Distribution
 from inferpool.service.telemetry.metrics import (
     COUNTERS,
     GAUGES,
@@ -110,6 +111,17 @@ def test_every_reading_can_be_rendered_in_both_formats(metrics):
         names = {name for name, _ in samples(metrics, accept)}
         assert {f"inferpool_{name}" for name in GAUGES} <= names
         assert {f"inferpool_{name}_total" for name in COUNTERS} <= names
+
+
+@pytest.mark.parametrize("accept", ["", "application/openmetrics-text"])
+def test_durations_of_jobs_are_shown_where_jobs_are_kept(metrics, accept):
+    name = "inferpool_job_duration_seconds"
+    assert (f"{name}_sum", "") not in samples(metrics, accept)
+    metrics.job_durations = Distribution((1.0, 60.0))
+    metrics.job_durations.observe_all([0.5, 3.5, 100.0])
+    found = samples(metrics, accept)
+    assert found[f"{name}_bucket", "le=60.0"] == 2
+    assert (found[f"{name}_count", ""], found[f"{name}_sum", ""]) == (3, 104.0)
 
 
 @pytest.mark.parametrize(
