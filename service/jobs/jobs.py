@@ -204,6 +204,8 @@ class Jobs:
         store = await self._opened_store()
 
         def write() -> tuple[Job, bool]:
+            if (former := store.former(new)) is not None:  # whatever the quota is by now
+                return former, False
             with store.begin(new, time.time()) as writer:
                 for instance in instances():
                     writer.add(instance)
@@ -313,7 +315,7 @@ class Jobs:
 
     async def _run(self) -> None:
         store = await self._open()
-        self._runner = Runner(store, self._pools, poll_s=_POLL_S, on_change=self._note)
+        self._runner = Runner(store.leases, self._pools, poll_s=_POLL_S, on_change=self._note)
         self._opened.set()
         async with asyncio.TaskGroup() as group:
             if not self._is_ending:

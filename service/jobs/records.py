@@ -99,18 +99,30 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         return self.state not in UNFINISHED
 
 
+class LeaseRoom(msgspec.Struct, frozen=True, kw_only=True):
+    """How much to lease. All of it may be exceeded by one part."""
+
+    num_instances: int
+    num_bytes: int
+    num_parts: int
+
+
 class LeasedPart(msgspec.Struct, frozen=True, kw_only=True):
     """A part of a job that this host computes now, until its lease is out."""
 
     job: Job
     row: int
     """The number by which the store knows the job."""
+    folder: str
+    """The name of the folder with the job's files."""
     number: int
     """The number of the part in its job, from 0."""
     first: int
     """The number of its first instance."""
     token: str
     """Says which lease it is: only its holder can commit the part."""
+    num_bytes: int
+    """Bytes of its payload in the store."""
     instances: Sequence[StoredInstance]
 
 

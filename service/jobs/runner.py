@@ -10,22 +10,23 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from inferpool.service.errors import (
     DeadlineExceededError,
+    InternalError,
     OverloadedError,
     ServiceError,
     StoreFullError,
-    TooLargeError,
     UnavailableError,
 )
 from inferpool.service.jobs.records import (
-    PART_INSTANCES,
     Job,
     JobAnswer,
     JobProblem,
     LeasedPart,
+    LeaseRoom,
     PartResult,
     StoredInstance,
 )
@@ -41,24 +42,30 @@ LEASE_S = 15.0
 _RENEW_S = 4.0
 _DEADLINE_S = 3600.0
 """An instance that waits longer behind interactive calls is queued again."""
-_MOST_PARTS = 128
-"""Parts in memory at once, of 1 MiB or of a single instance each."""
 _LEAST_IN_FLIGHT = 128
 _BATCHES_IN_FLIGHT = 4
 """Batches in flight for each worker, so that none waits for the store."""
+_MOST_PARTS = 512
+_MOST_BYTES = 64 * 2**20
+"""Bounds of all parts in flight. A model that has none gets one in any case."""
+_MOST_TRIES = 5
+"""How often an instance is computed that workers have no memory or time for."""
+_PATIENCE_S = 30.0
+"""A part is given back if no worker was there for so long: another service may have some."""
 _PAUSE_S = 0.2
 _MOST_PAUSE_S = 5.0
+_NUM_THREADS = 4
 
 
 class PartStore(Protocol):
     """The store, as far as the runner needs it."""
 
     def lease(
-        self, models: Collection[str], limit: int, lease_s: float, now: float
+        self, models: Collection[str], room: LeaseRoom, lease_s: float, now: float
     ) -> Sequence[LeasedPart]:
         """Take parts of jobs that nobody computes."""
 
-    def renew(self, tokens: Collection[str], lease_s: float, now: float) -> set[str]:
+    def renew(self, tokens: Collection[str], lease_s: float) -> set[str]:
         """Prolong leases, and return those that still hold."""
 
     def give_back(self, tokens: Collection[str]) -> None:
@@ -93,12 +100,22 @@ class Runner:
         self._on_change = on_change
         self._parts: dict[str, tuple[LeasedPart, asyncio.Task[None]]] = {}
         """The parts in flight and what computes them, by token."""
+        self._committing: set[str] = set()
+        """Tokens of those whose results are known."""
+        self._unused: set[str] = set()
+        """Tokens of leased parts that nothing computes, to be given back."""
+        self._taken: Sequence[LeasedPart] = ()
+        """Leased parts that are on their way from the thread."""
+        self._renewed_at = 0.0
         self._in_flight: Counter[str] = Counter()
         """Instances in flight by model."""
         self.num_answered: Counter[tuple[str, str]] = Counter()
         """Instances whose answer was kept, by model and outcome."""
+        self._num_bytes = 0
+        """Payload bytes in flight."""
         self._wake = asyncio.Event()
         self._answered = asyncio.Event()
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="parts of jobs")
 
     def wake(self) -> None:
         """Look for parts soon: there is a new job, or room for more."""
@@ -112,7 +129,7 @@ class Runner:
 
     async def run(self) -> None:
         """Compute jobs until cancelled; then give back what is not done."""
-        renewing = asyncio.create_task(self._renew(), name="renew the leases of jobs")
+        renewing = asyncio.create_task(self._renew_often(), name="renew the leases of jobs")
         try:
             while True:
                 self._wake.clear()
@@ -122,48 +139,70 @@ class Runner:
                             await self._wake.wait()
         finally:
             renewing.cancel()
-            await self._give_back()
+            await self._end()
 
     async def _lease(self) -> bool:
         """Begin to compute as many parts as there is room for; return whether there were any."""
         found = False
         for name, pool in list(self._pools.items()):
-            limit = self._room(name, pool)
-            if not limit:
+            room = self._room(name, pool)
+            if room is None:
                 continue
             try:
-                leased = await in_thread(self._store.lease, {name}, limit, LEASE_S, time.time())
+                # After a pause of the process, its own parts must not seem to be a dead one's.
+                if time.monotonic() - self._renewed_at > LEASE_S / 2:
+                    await self._renew()
+                leased = await in_thread(self._take, name, room, threads=self._threads)
             except ServiceError:  # it is logged, and tried again
                 return False
+            except Exception:
+                logger.exception("jobs of %s cannot be computed", name)
+                return False
+            self._taken = ()
             for part in leased:
                 found = True
                 self._in_flight[name] += len(part.instances)
+                self._num_bytes += part.num_bytes
                 task = asyncio.create_task(self._finish(part), name="compute a part of a job")
                 self._parts[part.token] = (part, task)
         return found
 
-    def _room(self, name: str, pool: Pool) -> int:
-        """Return how many parts more a model's workers should have within reach."""
+    def _take(self, model: str, room: LeaseRoom) -> Sequence[LeasedPart]:
+        """Lease parts, in a thread."""
+        self._taken = self._store.lease({model}, room, LEASE_S, time.time())
+        return self._taken
+
+    def _room(self, name: str, pool: Pool) -> LeaseRoom | None:
+        """Return how much more a model's workers should have within reach; None if nothing."""
         if not pool.is_ready:
-            return 0
+            return None
         dispatcher = pool.dispatcher
         wanted = dispatcher.num_responsive * dispatcher.max_batch_size * _BATCHES_IN_FLIGHT
-        left = max(wanted, _LEAST_IN_FLIGHT) - self._in_flight[name]
-        if left <= 0:
-            return 0
-        return min(max(1, left // PART_INSTANCES), _MOST_PARTS - len(self._parts))
+        num_instances = max(wanted, _LEAST_IN_FLIGHT) - self._in_flight[name]
+        num_bytes, num_parts = _MOST_BYTES - self._num_bytes, _MOST_PARTS - len(self._parts)
+        if self._in_flight[name] and min(num_instances, num_bytes, num_parts) <= 0:
+            return None
+        return LeaseRoom(
+            num_instances=num_instances, num_bytes=max(1, num_bytes), num_parts=max(1, num_parts)
+        )
 
     async def _finish(self, part: LeasedPart) -> None:
+        token = part.token
         try:
             await self._commit(part, await self._compute(part))
-        except ServiceError as error:  # the model is gone, or pauses
-            logger.debug("a part of job %s is given back: %s", part.job.id, error)
-            with contextlib.suppress(ServiceError):
-                await in_thread(self._store.give_back, [part.token])
+        except Exception as error:
+            if isinstance(error, ServiceError):  # the model is gone, or pauses
+                logger.debug("a part of job %s is given back: %s", part.job.id, error)
+            else:
+                logger.exception("a part of job %s is given back", part.job.id)
+            self._unused.add(token)
+            await self._give_back()
             await asyncio.sleep(_PAUSE_S)
         finally:
-            self._parts.pop(part.token, None)
+            self._committing.discard(token)
+            del self._parts[token]
             self._in_flight[part.job.model] -= len(part.instances)
+            self._num_bytes -= part.num_bytes
             self._wake.set()
 
     async def _compute(self, part: LeasedPart) -> PartResult:
@@ -188,10 +227,11 @@ class Runner:
         """Compute one instance, and queue it again if it was no fault of its own.
 
         Raises:
-            UnavailableError: The pool does not serve any more.
+            UnavailableError: The pool does not serve any more, or has had no worker for long.
         """
         if instance.kind is None:
             return JobAnswer(value=b"", problem=instance.problem)
+        num_tries, ready_at = 0, time.monotonic()
         while True:
             ref = ItemRef(
                 kind=instance.kind,
@@ -205,16 +245,22 @@ class Runner:
                 priority=BACKGROUND,
             )
             try:
-                if not pool.dispatcher.can_hold(ref.num_bytes):
-                    raise TooLargeError("the instance is larger than arena_bytes allows")
-                result = await pool.submit(ref, [instance.payload])
+                queued = pool.submit(ref, [instance.payload])
+                num_tries += 1
+                result = await queued
             except (OverloadedError, UnavailableError, DeadlineExceededError) as error:
-                if self._pools.get(job.model) is not pool:
-                    raise UnavailableError("another version serves now") from error
+                now = time.monotonic()
+                ready_at = now if pool.is_ready else ready_at
+                if self._pools.get(job.model) is not pool or now > ready_at + _PATIENCE_S:
+                    raise UnavailableError("nothing computes it here any more") from error
+                if num_tries >= _MOST_TRIES and pool.is_ready:
+                    return _failed(error)
                 await self._until_answered()
             except ServiceError as error:
-                problem = JobProblem(code=error.code, message=error.message)
-                return JobAnswer(value=b"", problem=problem)
+                return _failed(error)
+            except Exception:
+                logger.exception("an instance of job %s cannot be computed", job.id)
+                return _failed(InternalError("it cannot be computed; see the log of the service"))
             else:
                 assert isinstance(result.value, bytes)  # since `wants_tensors` is False
                 self._answered.set()
@@ -229,10 +275,13 @@ class Runner:
 
     async def _commit(self, part: LeasedPart, result: PartResult) -> None:
         """Commit results, and keep them until the store has room."""
+        self._committing.add(part.token)
         pause_s = _PAUSE_S
         while True:
             try:
-                job = await in_thread(self._store.commit_part, part, result, time.time())
+                job = await in_thread(
+                    self._store.commit_part, part, result, time.time(), threads=self._threads
+                )
                 break
             except (StoreFullError, UnavailableError) as error:
                 logger.warning("job %s: results wait to be kept: %s", part.job.id, error)
@@ -243,27 +292,48 @@ class Runner:
                 self.num_answered[job.model, "failed" if answer.problem else "succeeded"] += 1
             self._on_change(job)
 
-    async def _renew(self) -> None:
-        """Prolong the leases of what is in flight, and give up what is not this service's."""
+    async def _renew_often(self) -> None:
         while True:
             await asyncio.sleep(_RENEW_S)
-            tokens = list(self._parts)
-            if not tokens:
-                continue
             try:
-                held = await in_thread(self._store.renew, tokens, LEASE_S, time.time())
-            except ServiceError:
+                await self._renew()
+            except ServiceError:  # it is logged, and tried again
                 continue
-            for token in set(tokens) - held:
-                if token in self._parts:
+            except Exception:
+                logger.exception("the leases of jobs cannot be renewed")
+            await self._give_back()
+
+    async def _renew(self) -> None:
+        """Prolong the leases of what is in flight, and give up what is not this service's.
+
+        Raises:
+            ServiceError: The store cannot be used.
+        """
+        tokens, began = list(self._parts), time.monotonic()
+        if tokens:
+            held = await in_thread(self._store.renew, tokens, LEASE_S, threads=self._threads)
+            for token in set(tokens) - held:  # that of a part which is kept by now is none
+                if token in self._parts and token not in self._committing:
                     self._parts[token][1].cancel()
+        self._renewed_at = began
 
     async def _give_back(self) -> None:
+        """Give back the parts that nothing computes; if that fails, later."""
+        tokens = list(self._unused)
+        if tokens:
+            with contextlib.suppress(ServiceError):
+                await in_thread(self._store.give_back, tokens, threads=self._threads)
+                self._unused.difference_update(tokens)
+
+    async def _end(self) -> None:
         tasks = [task for _, task in self._parts.values()]
-        tokens = list(self._parts)
+        self._unused.update(self._parts, (part.token for part in self._taken))
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if tokens:
-            with contextlib.suppress(ServiceError):
-                await in_thread(self._store.give_back, tokens)
+        await self._give_back()
+        self._threads.shutdown(wait=False)
+
+
+def _failed(error: ServiceError) -> JobAnswer:
+    return JobAnswer(value=b"", problem=JobProblem(code=error.code, message=error.message))

@@ -5,18 +5,35 @@ import errno
 import fcntl
 import logging
 import os
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 from alembic import command
 from alembic.config import Config
 from alembic.util import CommandError
-from sqlalchemy import Connection, Engine, create_engine, event, text
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Double,
+    Engine,
+    cast,
+    create_engine,
+    event,
+    extract,
+    func,
+    literal,
+    text,
+)
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, SQLAlchemyError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from inferpool.service.errors import StartError, StoreFullError, UnavailableError
+from inferpool.service.jobs.store.files import sync_folder
 
 logger = logging.getLogger(__name__)
 
@@ -25,11 +42,21 @@ _LOCK = "in-use"
 _BUSY_S = 30.0
 """How long a transaction of SQLite waits for another one."""
 _CONNECT_S = 5
+_POSTGRESQL = {
+    "connect_timeout": _CONNECT_S,
+    # A network that drops everything must not keep a call for ever, nor a lock of a host that died.
+    "tcp_user_timeout": 20_000,
+    "options": "-c statement_timeout=60s -c idle_in_transaction_session_timeout=60s",
+}
 _RESERVE_BYTES = 16 * 2**20
 """Room that new jobs leave for results, unless the disk is small."""
 _RESERVE_SHARE = 0.05
+_RESULTS_SHARE = 0.25
+"""The part of that room which results leave: a full SQLite needs some to delete anything."""
 _MIGRATION_LOCK = 7_267_301_945
 """A number that services agree on, so that one alone changes the tables of PostgreSQL."""
+_LOCKS = 1_267_301_945 << 32
+"""The first of the numbers that stand for names."""
 _DISK_FULL = "53100"
 """PostgreSQL's code of a full disk (its manual, appendix A)."""
 _FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
@@ -51,6 +78,9 @@ class Database:
         """The folder of SQLite; None for PostgreSQL."""
         self._name = place if self.folder is None else str(self.folder)
         self._lock: int | None = None
+        self._writing = threading.Lock()
+        """Held by the one transaction of SQLite that may write. Its own lock has no line: whoever
+        finds it taken sleeps for up to 0.1 s and tries again."""
         try:
             if self.folder is None:
                 self._engine = _postgresql(place)
@@ -65,6 +95,17 @@ class Database:
             self.close()
             raise
 
+    @property
+    def clock(self) -> ColumnElement[float]:
+        """The time by which leases count, in seconds of a clock that never jumps.
+
+        Services on several hosts go by the clock of their database. A store in a folder goes by
+        CLOCK_MONOTONIC, and keeps no lease over a restart.
+        """
+        if self.folder is None:
+            return cast(extract("epoch", func.clock_timestamp()), Double)
+        return literal(time.monotonic(), Double)
+
     @contextlib.contextmanager
     def writing(self) -> Iterator[Connection]:
         """Yield a connection in a transaction, which is durable when this returns.
@@ -74,7 +115,7 @@ class Database:
             UnavailableError: The database does not answer. If that was during the commit, it is
                 unknown whether anything was changed.
         """
-        with _told(), self._engine.begin() as connection:
+        with self._turn(), told(), self._engine.begin() as connection:
             yield connection
 
     @contextlib.contextmanager
@@ -85,13 +126,18 @@ class Database:
             UnavailableError: The database does not answer.
         """
         with (
-            _told(),
+            told(),
             self._engine.connect().execution_options(is_reading=True) as connection,
             connection.begin(),
         ):
             yield connection
 
-    def check_room(self, num_bytes: int) -> None:
+    def lock(self, connection: Connection, name: str) -> None:
+        """Keep other transactions that lock the same name waiting until this one ends."""
+        if self.folder is None:  # SQLite has one that writes at a time
+            _lock(connection, _LOCKS + crc32(name.encode()))
+
+    def check_room(self, num_bytes: int, *, for_result: bool = False) -> None:
         """Refuse what would fill the disk, so that results of accepted jobs have room.
 
         Raises:
@@ -101,6 +147,7 @@ class Database:
             return  # the disk is the database's
         disk = os.statvfs(self.folder)
         reserve = min(_RESERVE_BYTES, int(disk.f_blocks * disk.f_frsize * _RESERVE_SHARE))
+        reserve = int(reserve * _RESULTS_SHARE) if for_result else reserve
         if disk.f_bavail * disk.f_frsize - num_bytes < reserve:
             raise StoreFullError(
                 "the disk with the store of jobs is nearly full; delete jobs that are over, or try "
@@ -117,13 +164,24 @@ class Database:
             os.close(self._lock)
             self._lock = None
 
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        if self.folder is None:
+            yield
+            return
+        if not self._writing.acquire(timeout=_BUSY_S):
+            raise UnavailableError("the store of jobs is busy", retry_after_s=5)
+        try:
+            yield
+        finally:
+            self._writing.release()
+
     def _migrate(self) -> None:
         config = Config()
         config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
         with self._engine.begin() as connection:
             if self.folder is None:
-                lock = text("SELECT pg_advisory_xact_lock(:number)")
-                connection.execute(lock, {"number": _MIGRATION_LOCK})
+                _lock(connection, _MIGRATION_LOCK)
             config.attributes["connection"] = connection
             try:
                 command.upgrade(config, "head")
@@ -135,13 +193,18 @@ class Database:
 
 
 @contextlib.contextmanager
-def _told() -> Iterator[None]:
-    """Turn what the database or the disk raises into what a caller is told."""
+def told() -> Iterator[None]:
+    """Turn what the database or the disk raises into what a caller is told.
+
+    Raises:
+        StoreFullError: There is no room.
+        UnavailableError: Anything else; the log says what.
+    """
     try:
         yield
     except IntegrityError:
         raise
-    except (DBAPIError, OSError) as error:
+    except (DBAPIError, PoolTimeoutError, OSError) as error:
         if _is_full(error):
             raise StoreFullError(
                 "the store of jobs has no room left; delete jobs that are over, or try again later",
@@ -153,9 +216,16 @@ def _told() -> Iterator[None]:
         ) from error
 
 
-def _is_full(error: DBAPIError | OSError) -> bool:
+def _lock(connection: Connection, number: int) -> None:
+    """Wait until this transaction of PostgreSQL has a lock."""
+    connection.execute(text("SELECT pg_advisory_xact_lock(:number)"), {"number": number})
+
+
+def _is_full(error: Exception) -> bool:
     if isinstance(error, OSError):
         return error.errno in _FULL_ERRNOS
+    if not isinstance(error, DBAPIError):
+        return False
     if getattr(error.orig, "sqlstate", None) == _DISK_FULL:
         return True
     return getattr(error.orig, "sqlite_errorname", "") == "SQLITE_FULL"
@@ -168,6 +238,9 @@ def _take_folder(folder: Path) -> int:
         StartError: Another service has it.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for above in folder.absolute().parents:
+        with contextlib.suppress(OSError):  # one that may not be read was not made here
+            sync_folder(above)
     lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -182,6 +255,7 @@ def _take_folder(folder: Path) -> int:
 
 def _sqlite(file: Path) -> Engine:
     os.close(os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    sync_folder(file.parent)
     engine = create_engine(f"sqlite:///{file}", connect_args={"timeout": _BUSY_S})
 
     @event.listens_for(engine, "connect")
@@ -209,7 +283,7 @@ def _postgresql(url: str) -> Engine:
     try:
         return create_engine(
             parsed.set(drivername="postgresql+psycopg"),
-            connect_args={"connect_timeout": _CONNECT_S},
+            connect_args={k: v for k, v in _POSTGRESQL.items() if k not in parsed.query},
             pool_pre_ping=True,  # a restart of the database costs no job
         )
     except ModuleNotFoundError as error:

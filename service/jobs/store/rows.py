@@ -5,8 +5,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+from sqlalchemy import case
 
-from inferpool.service.jobs.records import Job, JobAnswer, JobProblem, StoredInstance
+from inferpool.service.jobs.records import Job, JobAnswer, JobProblem, JobState, StoredInstance
+from inferpool.service.jobs.store.tables import jobs
 
 encode = msgspec.msgpack.Encoder().encode
 decode_instances = msgspec.msgpack.Decoder(list[StoredInstance]).decode
@@ -42,6 +44,20 @@ def job_of(row: Any) -> Job:
     )
 
 
+def ended(
+    state: JobState, problem: JobProblem | None, now: float, retention_s: float
+) -> dict[str, object]:
+    """Return the columns of a job that has just ended."""
+    return {
+        "state": state,
+        "ended_at": now,
+        "expires_at": now + retention_s,
+        "problem_code": problem and problem.code,
+        "problem_message": problem and problem.message,
+        "webhook_due": case((jobs.c.webhook.is_not(None), now)),
+    }
+
+
 def payload_name(part: int) -> str:
     """Return the name of the file with a part's payload."""
     return f"{part}.in"
@@ -53,7 +69,7 @@ def result_name(part: int, token: str) -> str:
 
 
 def new_token() -> str:
-    """Return a token that no other lease has."""
+    """Return a name that nothing else has: no lease, no folder."""
     return uuid.uuid4().hex
 
 

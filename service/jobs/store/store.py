@@ -1,16 +1,16 @@
-"""Keeps jobs through crashes, and leases their parts to the services that compute them.
+"""Keeps jobs through crashes, and shows them.
 
-Each method is one transaction and may be called by any thread. Transactions lock a part before its
-job, so that services on the same database cannot wait for each other.
+Each method is one transaction and may be called by any thread; see `leases.py` about locks.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
-from sqlalchemy import ColumnElement, and_, case, func, select, update
+import msgspec
+from sqlalchemy import ColumnElement, case, func, select, update
 from sqlalchemy.engine import Connection, Row
 
-from inferpool.service.errors import ServiceError, StartError
+from inferpool.service.errors import InternalError, ServiceError, StartError
 from inferpool.service.jobs.records import (
     STATES,
     UNFINISHED,
@@ -19,35 +19,29 @@ from inferpool.service.jobs.records import (
     JobAnswer,
     JobProblem,
     JobState,
-    LeasedPart,
     NewJob,
-    PartResult,
     StoreCounts,
     StoreLimits,
 )
-from inferpool.service.jobs.store.database import Database
+from inferpool.service.jobs.store.database import Database, told
 from inferpool.service.jobs.store.files import PartFiles
+from inferpool.service.jobs.store.leases import PartLeases, lock_jobs, lock_parts
 from inferpool.service.jobs.store.rows import (
-    count_failed,
     decode_answers,
-    decode_instances,
-    encode,
+    ended,
     job_of,
-    new_token,
     payload_name,
     result_name,
 )
-from inferpool.service.jobs.store.tables import jobs, parts
-from inferpool.service.jobs.store.writer import JobWriter
+from inferpool.service.jobs.store.tables import is_accepted, is_unfinished, jobs, parts
+from inferpool.service.jobs.store.writer import JobWriter, find_former
 
 _ABANDONED_S = 600.0
 """A job on its way that got no part for so long has lost its writer."""
 _PAGE_PARTS = 16
 """Parts whose results are read at once."""
-_DELETED_AT_ONCE = 100
-
-_is_accepted = jobs.c.id.is_not(None)
-_is_unfinished = _is_accepted & jobs.c.state.in_(UNFINISHED)
+_DELETED_AT_ONCE = 20
+"""Jobs; each may have 15,625 parts, and everybody else waits meanwhile."""
 
 
 class JobStore:
@@ -58,6 +52,7 @@ class JobStore:
         self._limits = limits
         folder = database.folder
         self._files = PartFiles(None if folder is None else folder / "parts")
+        self.leases = PartLeases(database, self._files, limits)
 
     @classmethod
     def open(cls, place: str, limits: StoreLimits) -> Self:
@@ -90,12 +85,14 @@ class JobStore:
             row = connection.execute(select(jobs).where(jobs.c.id == id, _of(owner))).first()
         return None if row is None else job_of(row)
 
-    def keyed(self, owner: str, idempotency_key: str) -> Job | None:
-        """Return the job that was made with an idempotency key."""
-        has_key = (jobs.c.owner == owner) & (jobs.c.idempotency_key == idempotency_key)
+    def former(self, new: NewJob) -> Job | None:
+        """Return the job that the same call has made before.
+
+        Raises:
+            IdempotencyError: Another call has made a job with this id or key.
+        """
         with self._database.reading() as connection:
-            row = connection.execute(select(jobs).where(has_key, _is_accepted)).first()
-        return None if row is None else job_of(row)
+            return find_former(connection, new)
 
     def jobs(
         self,
@@ -106,7 +103,7 @@ class JobStore:
         before: str | None = None,
     ) -> Sequence[Job]:
         """Return jobs, the newest first; `before` is the id of the last one of the page before."""
-        wanted = select(jobs).where(_of(owner), _is_accepted, jobs.c.state.in_(states))
+        wanted = select(jobs).where(_of(owner), jobs.c.state.in_(states))
         if before is not None:
             number = select(jobs.c.number).where(jobs.c.id == before).scalar_subquery()
             wanted = wanted.where(jobs.c.number < number)
@@ -114,87 +111,12 @@ class JobStore:
             found = connection.execute(wanted.order_by(jobs.c.number.desc()).limit(limit))
             return [job_of(row) for row in found]
 
-    def lease(
-        self, models: Collection[str], limit: int, lease_s: float, now: float
-    ) -> Sequence[LeasedPart]:
-        """Take parts of jobs that nobody computes, of the most urgent jobs in turn.
-
-        Args:
-            models: The models that can compute now.
-            limit: The most parts.
-            lease_s: How long they are this service's alone, unless it renews the lease.
-            now: The time.
-        """
-        is_free = and_(parts.c.job == jobs.c.number, parts.c.leased_until <= now)
-        wanted = (
-            select(jobs.c.number)
-            .where(_is_unfinished, jobs.c.model.in_(models))
-            .where(select(parts.c.number).where(is_free).exists())
-            .order_by(jobs.c.priority, jobs.c.leased_at, jobs.c.number)
-            .limit(limit)
-        )
-        with self._database.reading() as connection:
-            numbers = connection.scalars(wanted).all()
-        leased: list[LeasedPart] = []
-        for index, number in enumerate(numbers):
-            share = max(1, (limit - len(leased)) // (len(numbers) - index))
-            leased += self._lease_of(number, min(share, limit - len(leased)), now + lease_s, now)
-            if len(leased) >= limit:
-                break
-        return leased
-
-    def renew(self, tokens: Collection[str], lease_s: float, now: float) -> set[str]:
-        """Prolong leases, and return those that still hold: of unfinished jobs, not taken over."""
-        held = select(jobs.c.number).where(_is_unfinished)
-        renewed = (
-            update(parts)
-            .where(parts.c.token.in_(tokens), parts.c.job.in_(held))
-            .where(parts.c.leased_until.is_not(None))
-            .values(leased_until=now + lease_s)
-            .returning(parts.c.token)
-        )
-        with self._database.writing() as connection:
-            return set(connection.scalars(renewed))
-
-    def give_back(self, tokens: Collection[str]) -> None:
-        """Let others compute parts at once that this service does not finish."""
-        with self._database.writing() as connection:
-            connection.execute(
-                update(parts)
-                .where(parts.c.token.in_(tokens), parts.c.leased_until.is_not(None))
-                .values(leased_until=0.0, token=None)
-            )
-
-    def commit_part(self, part: LeasedPart, result: PartResult, now: float) -> Job | None:
-        """Keep the results of a part for good, and end the job with its last one.
-
-        Returns:
-            The job as it is now; None if the part was taken over, or the job is over or deleted.
-
-        Raises:
-            StoreFullError: There is no room; the part is leased on.
-        """
-        outcome = encode(result.answers)
-        name = None
-        if self._files.takes(outcome):
-            name = result_name(part.number, part.token)
-        try:
-            with self._database.writing() as connection:
-                job = self._commit(connection, part, result, outcome, name, now)
-        except BaseException:
-            if name is not None:
-                self._files.remove(part.row, name)
-            raise
-        if job is not None:
-            self._files.remove(part.row, payload_name(part.number))
-        return job
-
     def cancel(self, id: str, now: float) -> Job | None:
         """End a job that is not over; return it as it is now, or None if there is none."""
         problem = JobProblem(code="cancelled", message="the job was cancelled")
         with self._database.writing() as connection:
-            values = self._ended("cancelled", problem, now)
-            connection.execute(update(jobs).where(jobs.c.id == id, _is_unfinished).values(values))
+            values = ended("cancelled", problem, now, self._limits.retention_s)
+            connection.execute(update(jobs).where(jobs.c.id == id, is_unfinished).values(values))
             row = connection.execute(select(jobs).where(jobs.c.id == id)).first()
         return None if row is None else job_of(row)
 
@@ -205,14 +127,16 @@ class JobStore:
     def fail_jobs(self, model: str, problem: JobProblem, now: float) -> Sequence[Job]:
         """End all unfinished jobs of a model, with a problem for what is not computed."""
         num_left = jobs.c.num_instances - jobs.c.num_done
-        values = self._ended("failed", problem, now) | {
+        values = ended("failed", problem, now, self._limits.retention_s) | {
             "state": case((jobs.c.num_done > jobs.c.num_failed, "succeeded"), else_="failed"),
             "num_failed": jobs.c.num_failed + num_left,
             "num_done": jobs.c.num_instances,
         }
-        ended = update(jobs).where(jobs.c.model == model, _is_unfinished).values(values)
+        are_these = is_unfinished & (jobs.c.model == model)
+        failed = update(jobs).where(are_these).values(values).returning(*jobs.c)
         with self._database.writing() as connection:
-            return [job_of(row) for row in connection.execute(ended.returning(*jobs.c))]
+            lock_jobs(connection, are_these)
+            return [job_of(row) for row in connection.execute(failed)]
 
     def answers(
         self, id: str, first: int = 0, count: int | None = None
@@ -242,13 +166,14 @@ class JobStore:
             job = job_of(row)
             for part in page:
                 number = part.number
-                for index, answer in enumerate(self._answers_of(job, part), part.first):
+                answers = self._answers_of(job, row.folder, part)
+                for index, answer in enumerate(answers, part.first):
                     if first <= index and (end is None or index < end):
                         yield index, answer, part.version
 
     def clean(self, now: float) -> int:
         """Delete jobs whose time is over, and those that lost their writer; return how many."""
-        is_abandoned = jobs.c.id.is_(None) & (jobs.c.leased_at < now - _ABANDONED_S)
+        is_abandoned = ~is_accepted & (jobs.c.leased_at < self._database.clock - _ABANDONED_S)
         num_deleted = 0
         while num := self._delete((jobs.c.expires_at <= now) | is_abandoned):
             num_deleted += num
@@ -260,7 +185,7 @@ class JobStore:
         with self._database.reading() as connection:
             rows = connection.execute(
                 select(jobs.c.state, func.count(), num_left, func.sum(jobs.c.num_bytes))
-                .where(_is_accepted)
+                .where(is_accepted)
                 .group_by(jobs.c.state)
             ).all()
         return StoreCounts(
@@ -268,13 +193,6 @@ class JobStore:
             num_waiting=sum(int(row[2]) for row in rows if row[0] in UNFINISHED),
             num_bytes=sum(int(row[3]) for row in rows),
         )
-
-    def waiting_models(self) -> Mapping[str, int]:
-        """Return how many instances of unfinished jobs have no answer yet, by model."""
-        num_left = func.sum(jobs.c.num_instances - jobs.c.num_done)
-        wanted = select(jobs.c.model, num_left).where(_is_unfinished).group_by(jobs.c.model)
-        with self._database.reading() as connection:
-            return {model: int(num) for model, num in connection.execute(wanted)}
 
     def due_webhooks(self, limit: int, lease_s: float, now: float) -> Sequence[DueWebhook]:
         """Take jobs whose webhook must be told now; nobody else takes them for `lease_s`."""
@@ -302,147 +220,69 @@ class JobStore:
                 .values(webhook_due=next_at, webhook_attempts=jobs.c.webhook_attempts + 1)
             )
 
-    def _lease_of(self, job: int, limit: int, until: float, now: float) -> list[LeasedPart]:
-        with self._database.writing() as connection:
-            free = connection.execute(
-                select(parts)
-                .where(parts.c.job == job, parts.c.leased_until <= now)
-                .order_by(parts.c.number)
-                .limit(limit)
-                .with_for_update(skip_locked=True)
-            ).all()
-            if not free:
-                return []
-            row = connection.execute(
-                update(jobs)
-                .where(jobs.c.number == job, _is_unfinished)
-                .values(
-                    state="running",
-                    leased_at=now,
-                    started_at=func.coalesce(jobs.c.started_at, now),
-                )
-                .returning(*jobs.c)
-            ).first()
-            if row is None:
-                return []
-            leased = []
-            for part in free:
-                token = new_token()
-                connection.execute(
-                    update(parts)
-                    .where(parts.c.job == job, parts.c.number == part.number)
-                    .values(leased_until=until, token=token)
-                )
-                payload = part.payload
-                if payload is None:
-                    payload = self._files.read(job, payload_name(part.number))
-                leased.append(
-                    LeasedPart(
-                        job=job_of(row),
-                        row=job,
-                        number=part.number,
-                        first=part.first,
-                        token=token,
-                        instances=decode_instances(payload),
-                    )
-                )
-        return leased
-
-    def _commit(
-        self,
-        connection: Connection,
-        part: LeasedPart,
-        result: PartResult,
-        outcome: bytes,
-        name: str | None,
-        now: float,
-    ) -> Job | None:
-        is_mine = (parts.c.job == part.row) & (parts.c.number == part.number)
-        is_mine &= (parts.c.token == part.token) & parts.c.leased_until.is_not(None)
-        held = connection.execute(select(parts.c.num_bytes).where(is_mine).with_for_update())
-        num_bytes = held.scalar()
-        is_this = (jobs.c.number == part.row) & _is_unfinished
-        row = connection.execute(select(jobs).where(is_this).with_for_update()).first()
-        if num_bytes is None or row is None:
-            return None
-        if name is not None:
-            self._files.write(part.row, name, outcome)
-        connection.execute(
-            update(parts)
-            .where(is_mine)
-            .values(
-                payload=None,
-                result=outcome if name is None else None,
-                result_token=part.token,
-                token=None,
-                leased_until=None,
-                num_bytes=len(outcome),
-                version=result.version,
-            )
-        )
-        num_failed = row.num_failed + count_failed(result.answers)
-        num_done = row.num_done + len(result.answers)
-        versions = set(job_of(row).versions) | ({result.version} - {0})
-        values = {
-            "num_done": num_done,
-            "num_failed": num_failed,
-            "num_bytes": row.num_bytes - num_bytes + len(outcome),
-            "num_parts_left": row.num_parts_left - 1,
-            "versions": ",".join(map(str, sorted(versions))),
-        }
-        if row.num_parts_left == 1:
-            state: JobState = "failed" if num_failed == num_done else "succeeded"
-            values |= self._ended(state, None, now)
-        changed = update(jobs).where(jobs.c.number == part.row).values(values)
-        return job_of(connection.execute(changed.returning(*jobs.c)).one())
-
-    def _ended(self, state: JobState, problem: JobProblem | None, now: float) -> dict[str, object]:
-        """Return the columns of a job that has just ended."""
-        return {
-            "state": state,
-            "ended_at": now,
-            "expires_at": now + self._limits.retention_s,
-            "problem_code": problem and problem.code,
-            "problem_message": problem and problem.message,
-            "webhook_due": case((jobs.c.webhook.is_not(None), now)),
-        }
-
-    def _answers_of(self, job: Job, part: Row[Any]) -> Sequence[JobAnswer]:
+    def _answers_of(self, job: Job, folder: str, part: Row[Any]) -> Sequence[JobAnswer]:
         if part.result_token is None:
             problem = job.problem if job.is_over else None
             return [JobAnswer(value=b"", problem=problem)] * part.num_instances if problem else []
         outcome = part.result
         if outcome is None:
-            name = result_name(part.number, part.result_token)
-            try:
-                outcome = self._files.read(part.job, name)
-            except FileNotFoundError:  # the job was deleted meanwhile
+            with told():
+                outcome = self._files.read(folder, result_name(part.number, part.result_token))
+        try:
+            return decode_answers(outcome or b"")
+        except msgspec.MsgspecError:
+            if self.job(job.id) is None:  # it was deleted meanwhile
                 return []
-        return decode_answers(outcome)
+            problem = JobProblem(
+                code=InternalError.code, message="the store has lost this answer; send it again"
+            )
+            return [JobAnswer(value=b"", problem=problem)] * part.num_instances
 
     def _delete(self, which: ColumnElement[bool]) -> int:
         """Delete at most `_DELETED_AT_ONCE` jobs, so that others need not wait long."""
+        some = select(jobs.c.number).where(which).limit(_DELETED_AT_ONCE)
         with self._database.writing() as connection:
-            numbers = connection.scalars(
-                select(jobs.c.number).where(which).limit(_DELETED_AT_ONCE)
-            ).all()
-            held = select(parts.c.number).where(parts.c.job.in_(numbers))
-            connection.execute(held.order_by(parts.c.job, parts.c.number).with_for_update())
-            connection.execute(jobs.delete().where(jobs.c.number.in_(numbers)))
-        for number in numbers:
-            self._files.remove_all(number)
-        return len(numbers)
+            are_these = jobs.c.number.in_(connection.scalars(some).all())
+            lock_parts(connection, parts.c.job.in_(select(jobs.c.number).where(are_these)))
+            lock_jobs(connection, are_these)
+            deleted = jobs.delete().where(are_these, which).returning(jobs.c.folder)
+            folders = connection.scalars(deleted).all()
+        for folder in folders:
+            self._files.remove_all(folder)
+        return len(folders)
 
     def _forget_dead(self) -> None:
         """Free what a former service of this folder had leased or begun to write."""
         with self._database.writing() as connection:
-            connection.execute(jobs.delete().where(jobs.c.id.is_(None)))
+            connection.execute(jobs.delete().where(~is_accepted))
             connection.execute(
                 update(parts).where(parts.c.leased_until > 0).values(leased_until=0.0, token=None)
             )
-            self._files.keep_only(set(connection.scalars(select(jobs.c.number))))
+            connection.execute(update(jobs).where(is_unfinished).values(leased_at=0.0))
+        with self._database.reading() as connection:
+            for folder in self._files.jobs():
+                is_it = jobs.c.folder == folder
+                number = connection.scalar(select(jobs.c.number).where(is_it))
+                if number is None:
+                    self._files.remove_all(folder)
+                else:
+                    self._files.keep_only(folder, _names_of(connection, number))
+
+
+def _names_of(connection: Connection, job: int) -> set[str]:
+    """Return the names of the files of a job."""
+    columns = parts.c["number", "result_token"]
+    is_payload = parts.c.payload.is_(None) & parts.c.result_token.is_(None)
+    is_result = parts.c.result.is_(None) & parts.c.result_token.is_not(None)
+    rows = connection.execute(select(*columns).where(parts.c.job == job, is_payload | is_result))
+    return {
+        payload_name(row.number)
+        if row.result_token is None
+        else result_name(row.number, row.result_token)
+        for row in rows
+    }
 
 
 def _of(owner: str | None) -> ColumnElement[bool]:
     """Return the condition that a job is an owner's, or anyone's if that is None."""
-    return jobs.c.id.is_not(None) if owner is None else jobs.c.owner == owner
+    return is_accepted if owner is None else is_accepted & (jobs.c.owner == owner)

@@ -19,6 +19,8 @@ from sqlalchemy import (
     UniqueConstraint,
 )
 
+from inferpool.service.jobs.records import UNFINISHED
+
 _NUMBER = BigInteger().with_variant(Integer, "sqlite")
 """SQLite counts up only an INTEGER."""
 
@@ -29,6 +31,7 @@ jobs = Table(
     tables,
     Column("number", _NUMBER, primary_key=True, autoincrement=True),
     Column("id", String(64), unique=True),
+    Column("folder", String(32), nullable=False, unique=True),
     Column("owner", String(64), nullable=False),
     Column("idempotency_key", Text),
     Column("body_digest", String(64), nullable=False),
@@ -56,10 +59,12 @@ jobs = Table(
     Column("problem_message", Text),
     UniqueConstraint("owner", "idempotency_key"),
     Index("jobs_by_state", "state", "model"),
-    sqlite_autoincrement=True,  # a number names files, so it is never used again
+    Index("jobs_by_owner", "owner", "id", "num_bytes"),
+    sqlite_autoincrement=True,
 )
-"""`leased_at` is when a part was leased last. While a job is on its way, `leased_at` is when parts
-were written last."""
+"""`folder` is the name of the folder with its files. Unlike `number`, which a transaction that is
+undone gives back, it is never used again, so a writer knows its job by it. `leased_at` is when a
+part was leased last, and while a job is on its way, when parts were written last."""
 
 parts = Table(
     "parts",
@@ -78,4 +83,8 @@ parts = Table(
     Index("parts_by_lease", "job", "leased_until"),
 )
 """`leased_until` is 0 while nobody has the part, and NULL once it has a result. A payload or result
-that is NULL is in a file."""
+that is NULL is in a file. Leases count by `Database.clock`."""
+
+is_accepted = jobs.c.id.is_not(None)
+"""The job is there for others, whole."""
+is_unfinished = is_accepted & jobs.c.state.in_(UNFINISHED)

@@ -1,5 +1,9 @@
-"""Writes a new job into the store, part by part, and accepts it as a whole."""
+"""Writes a new job into the store, part by part, and accepts it as a whole.
 
+The order of each step makes it last: files, their folder, the transaction that names them.
+"""
+
+import contextlib
 from types import TracebackType
 from typing import Any, Self
 
@@ -7,7 +11,13 @@ from sqlalchemy import func, insert, select, update
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import IntegrityError
 
-from inferpool.service.errors import IdempotencyError, InvalidInputError, OverQuotaError
+from inferpool.service.errors import (
+    IdempotencyError,
+    InvalidInputError,
+    OverQuotaError,
+    ServiceError,
+    UnavailableError,
+)
 from inferpool.service.jobs.records import (
     PART_BYTES,
     PART_INSTANCES,
@@ -16,9 +26,9 @@ from inferpool.service.jobs.records import (
     StoredInstance,
     StoreLimits,
 )
-from inferpool.service.jobs.store.database import Database
+from inferpool.service.jobs.store.database import Database, told
 from inferpool.service.jobs.store.files import PartFiles
-from inferpool.service.jobs.store.rows import encode, job_of, payload_name
+from inferpool.service.jobs.store.rows import encode, job_of, new_token, payload_name
 from inferpool.service.jobs.store.tables import jobs, parts
 
 _FLUSH_BYTES = 4 * PART_BYTES
@@ -39,6 +49,11 @@ class JobWriter:
         self._new = new
         self._limits = limits
         self._now = now
+        self._folder = new_token()
+        self._is_written = False
+        """Files or rows of the job may be there."""
+        self._is_uncertain = False
+        """The job may have been accepted: the database did not answer."""
         self._row: int | None = None
         """The number of the job's row, once it is written."""
         self._part: list[StoredInstance] = []
@@ -61,13 +76,13 @@ class JobWriter:
         trace: TracebackType | None,
     ) -> None:
         """Discard what was written, unless it was accepted."""
-        self.discard()
+        self._discard()
 
     def add(self, instance: StoredInstance) -> None:
         """Add the next instance.
 
         Raises:
-            OverQuotaError: The key's jobs would take more bytes than they may.
+            OverQuotaError: The key has all the jobs, or bytes of them, that it may have.
             StoreFullError: The store has no room.
             UnavailableError: The store cannot be used.
         """
@@ -76,6 +91,7 @@ class JobWriter:
         if len(self._part) >= PART_INSTANCES or self._part_bytes >= PART_BYTES:
             self._close_part()
             if self._waiting_bytes >= _FLUSH_BYTES:
+                self._write_files()
                 with self._database.writing() as connection:
                     self._write(connection)
 
@@ -90,75 +106,81 @@ class JobWriter:
             InvalidInputError: It has no instances.
             OverQuotaError: The key has all the jobs, or bytes of them, that it may have.
             StoreFullError: The store has no room.
-            UnavailableError: The store cannot be used.
+            UnavailableError: The store cannot be used. It may have been accepted all the same.
         """
         self._close_part()
         if not self._num_instances:
             raise InvalidInputError("the body has no instances; a job needs one at least")
-        new = self._new
+        self._write_files()
         try:
             with self._database.writing() as connection:
-                if (former := self._former(connection)) is not None:
+                if (former := find_former(connection, self._new)) is not None:
                     return former, False
-                self._check_number(connection)
-                self._write(connection)
-                accepted = (
-                    update(jobs)
-                    .where(jobs.c.number == self._row)
-                    .values(
-                        id=new.id,
-                        idempotency_key=new.idempotency_key,
-                        num_instances=self._num_instances,
-                        num_parts_left=self._num_parts,
-                        created_at=now,
-                        leased_at=0.0,
-                    )
-                    .returning(*jobs.c)
-                )
-                job = job_of(connection.execute(accepted).one())
+                job = self._accept(connection, now)
         except IntegrityError:  # another service has just accepted it
             with self._database.reading() as connection:
-                former = self._former(connection)
+                former = find_former(connection, self._new)
             if former is None:
                 raise
             return former, False
-        self._row = None
+        except UnavailableError:
+            self._is_uncertain = True
+            with contextlib.suppress(ServiceError), self._database.reading() as connection:
+                is_mine = (jobs.c.folder == self._folder) & jobs.c.id.is_not(None)
+                if row := connection.execute(select(jobs).where(is_mine)).first():
+                    self._is_written = False
+                    return job_of(row), True
+            raise
+        self._is_written = False
         return job, True
 
-    def discard(self) -> None:
+    def _discard(self) -> None:
         """Remove what was written, unless it was accepted."""
-        row, self._row = self._row, None
-        if row is not None:
+        if not self._is_written:
+            return
+        is_mine = jobs.c.folder == self._folder
+        is_accepted = None
+        try:
             with self._database.writing() as connection:
-                connection.execute(jobs.delete().where(jobs.c.number == row))
-            self._files.remove_all(row)
+                connection.execute(jobs.delete().where(is_mine, jobs.c.id.is_(None)))
+                is_accepted = connection.scalar(select(jobs.c.number).where(is_mine))
+        except ServiceError:  # it is logged; `clean` deletes the row
+            if self._is_uncertain:
+                return
+        if is_accepted is None:
+            self._files.remove_all(self._folder)
 
-    def _former(self, connection: Connection) -> Job | None:
-        """Return the job that this call has made before.
-
-        Raises:
-            IdempotencyError: Another call has made a job with this id or key.
-        """
-        new, is_same = self._new, jobs.c.id == self._new.id
-        if new.idempotency_key is not None:
-            has_key = jobs.c.idempotency_key == new.idempotency_key
-            is_same |= (jobs.c.owner == new.owner) & has_key
-        for row in connection.execute(select(jobs).where(is_same)):
-            job = job_of(row)
-            if (job.owner, job.body_digest) == (new.owner, new.body_digest):
-                return job
-            what = "id" if row.id == new.id else "Idempotency-Key"
-            raise IdempotencyError(
-                f"another call has made a job with this {what}; use a new one for another call"
+    def _accept(self, connection: Connection, now: float) -> Job:
+        self._write(connection)
+        accepted = (
+            update(jobs)
+            .where(jobs.c.number == self._row)
+            .values(
+                id=self._new.id,
+                idempotency_key=self._new.idempotency_key,
+                num_instances=self._num_instances,
+                num_parts_left=self._num_parts,
+                created_at=now,
+                leased_at=0.0,
             )
-        return None
+            .returning(*jobs.c)
+        )
+        return job_of(connection.execute(accepted).one())
 
-    def _check_number(self, connection: Connection) -> None:
-        mine = (jobs.c.owner == self._new.owner) & jobs.c.id.is_not(None)
-        num_jobs = connection.scalar(select(func.count()).where(mine)) or 0
-        if num_jobs >= self._limits.max_jobs:
+    def _check_quota(self, connection: Connection) -> None:
+        new, limits = self._new, self._limits
+        self._database.lock(connection, new.owner)  # two may not take the last place
+        mine = select(func.count(jobs.c.id), func.coalesce(func.sum(jobs.c.num_bytes), 0))
+        num_jobs, used = connection.execute(mine.where(jobs.c.owner == new.owner)).one()
+        if num_jobs >= limits.max_jobs:
             raise OverQuotaError(
                 f"there are {num_jobs} jobs already, which is max_jobs; delete some that are over",
+                retry_after_s=10,
+            )
+        if used + self._waiting_bytes > limits.max_bytes:
+            raise OverQuotaError(
+                f"the jobs would take more than {limits.max_bytes} bytes, which is max_job_bytes; "
+                "delete some that are over, or send a smaller one",
                 retry_after_s=10,
             )
 
@@ -183,41 +205,34 @@ class JobWriter:
         self._waiting_bytes += len(payload)
         self._part, self._part_bytes = [], 0
 
+    def _write_files(self) -> None:
+        """Write the large payloads that wait, before the transaction: a disk may take long."""
+        large = [part for part in self._waiting if self._files.takes(part["payload"])]
+        with told():
+            self._database.check_room(self._waiting_bytes)
+            self._is_written = True
+            contents = {payload_name(part["number"]): part["payload"] for part in large}
+            self._files.write(self._folder, contents)
+        for part in large:
+            part["payload"] = None
+
     def _write(self, connection: Connection) -> None:
         """Write the parts that wait, and the row of the job before the first ones."""
-        self._database.check_room(self._waiting_bytes)
-        mine = select(func.coalesce(func.sum(jobs.c.num_bytes), 0))
-        used = connection.scalar(mine.where(jobs.c.owner == self._new.owner)) or 0
-        if used + self._waiting_bytes > self._limits.max_bytes:
-            raise OverQuotaError(
-                f"the jobs would take more than {self._limits.max_bytes} bytes, which is "
-                "max_job_bytes; delete some that are over, or send a smaller one",
-                retry_after_s=10,
-            )
-        row = self._row if self._row is not None else self._insert_row(connection)
-        try:
-            self._write_parts(connection, row)
-        except BaseException:
-            if self._row is None:  # another job may get this number as soon as it is undone
-                self._files.remove_all(row)
-            raise
-        changed = {"num_bytes": self._num_bytes, "leased_at": self._now}
-        connection.execute(update(jobs).where(jobs.c.number == row).values(changed))
-        self._row = row
-        self._waiting, self._waiting_bytes = [], 0
-
-    def _write_parts(self, connection: Connection, row: int) -> None:
-        for part in self._waiting:
-            payload, part["job"] = part["payload"], row
-            if self._files.takes(payload):
-                self._files.write(row, payload_name(part["number"]), payload)
-                part["payload"] = None
+        self._check_quota(connection)
+        if self._row is None:
+            self._row = self._insert_row(connection)
+        changed = {"num_bytes": self._num_bytes, "leased_at": self._database.clock}
+        mine = update(jobs).where(jobs.c.number == self._row).values(changed)
+        if not connection.execute(mine).rowcount:
+            raise UnavailableError("the job came so slowly that it was given up", retry_after_s=1)
         if self._waiting:
-            connection.execute(insert(parts), self._waiting)
+            connection.execute(insert(parts), [part | {"job": self._row} for part in self._waiting])
+        self._waiting, self._waiting_bytes = [], 0
 
     def _insert_row(self, connection: Connection) -> int:
         new = self._new
         values = {
+            "folder": self._folder,
             "owner": new.owner,
             "body_digest": new.body_digest,
             "model": new.model,
@@ -231,3 +246,24 @@ class JobWriter:
         }
         inserted = connection.execute(insert(jobs).values(values).returning(jobs.c.number))
         return int(inserted.scalar_one())
+
+
+def find_former(connection: Connection, new: NewJob) -> Job | None:
+    """Return the job that the same call has made before.
+
+    Raises:
+        IdempotencyError: Another call has made a job with this id or key.
+    """
+    is_same = jobs.c.id == new.id
+    if new.idempotency_key is not None:
+        has_key = jobs.c.idempotency_key == new.idempotency_key
+        is_same |= (jobs.c.owner == new.owner) & has_key
+    for row in connection.execute(select(jobs).where(is_same)):
+        job = job_of(row)
+        if (job.owner, job.body_digest) == (new.owner, new.body_digest):
+            return job
+        what = "id" if row.id == new.id else "Idempotency-Key"
+        raise IdempotencyError(
+            f"another call has made a job with this {what}; use a new one for another call"
+        )
+    return None

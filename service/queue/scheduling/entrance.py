@@ -1,6 +1,6 @@
 """Decides at the arrival of an instance whether it is queued, by what waits and by the workers."""
 
-from inferpool.service.errors import OverloadedError, UnavailableError
+from inferpool.service.errors import OverloadedError, TooLargeError, UnavailableError
 from inferpool.service.queue.admission import Admission
 from inferpool.service.queue.batcher import Batcher
 from inferpool.service.queue.instance import Instance
@@ -51,11 +51,17 @@ class Entrance:
         """Refuse an instance of the background that would leave others too little memory.
 
         Raises:
+            TooLargeError: There will never be room for it.
             OverloadedError: There is no room for it now.
             UnavailableError: The service is draining.
         """
         if self._admission.is_draining:
             raise UnavailableError("this server is shutting down", retry_after_s=1)
         arena = self._arena
-        if arena.used_bytes + ref.num_bytes > _BACKGROUND_SHARE * arena.num_bytes:
+        most = int(_BACKGROUND_SHARE * arena.num_bytes)
+        if ref.num_bytes > most:
+            raise TooLargeError(
+                f"an instance of a job may have {most:,} bytes here, which is half of arena_bytes"
+            )
+        if arena.used_bytes + ref.num_bytes > most:
             raise OverloadedError("the arena has little room left", retry_after_s=1)

@@ -15,6 +15,7 @@ def upgrade() -> None:
         "jobs",
         sa.Column("number", _NUMBER, primary_key=True, autoincrement=True),
         sa.Column("id", sa.String(64), unique=True),
+        sa.Column("folder", sa.String(32), nullable=False, unique=True),
         sa.Column("owner", sa.String(64), nullable=False),
         sa.Column("idempotency_key", sa.Text),
         sa.Column("body_digest", sa.String(64), nullable=False),
@@ -44,6 +45,7 @@ def upgrade() -> None:
         sqlite_autoincrement=True,
     )
     op.create_index("jobs_by_state", "jobs", ["state", "model"])
+    op.create_index("jobs_by_owner", "jobs", ["owner", "id", "num_bytes"])
     op.create_table(
         "parts",
         sa.Column(

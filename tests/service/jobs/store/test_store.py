@@ -11,55 +11,10 @@ from inferpool.service.errors import (
     OverQuotaError,
     StartError,
 )
-from inferpool.service.jobs.records import (
-    Job,
-    JobAnswer,
-    JobProblem,
-    LeasedPart,
-    NewJob,
-    PartResult,
-    StoredInstance,
-)
+from inferpool.service.jobs.records import JobAnswer, JobProblem, PartResult
 from inferpool.service.jobs.store.store import JobStore
 from tests.service.jobs.conftest import LIMITS
-
-NOW = 1_000_000.0
-
-
-def new_job(id: str = "a", **changes: object) -> NewJob:
-    values: dict[str, object] = {"model": "m", "body_digest": "d"} | changes
-    return NewJob(id=id, **values)  # type: ignore[arg-type]  # values of many types
-
-
-def instance(number: int, num_bytes: int = 0) -> StoredInstance:
-    return StoredInstance(kind="json", payload=str(number).encode().ljust(num_bytes))
-
-
-def add(
-    store: JobStore, num: int = 3, *, num_bytes: int = 0, id: str = "a", **changes: object
-) -> tuple[Job, bool]:
-    with store.begin(new_job(id, **changes), NOW) as writer:
-        for number in range(num):
-            writer.add(instance(number, num_bytes))
-        return writer.commit(NOW)
-
-
-def compute(part: LeasedPart, version: int = 1) -> PartResult:
-    """Double each number."""
-    return PartResult(
-        answers=[JobAnswer(value=b"%d" % (2 * int(each.payload))) for each in part.instances],
-        version=version,
-    )
-
-
-def finish(store: JobStore, now: float = NOW) -> None:
-    while leased := store.lease({"m"}, 4, 10.0, now):
-        for part in leased:
-            assert store.commit_part(part, compute(part), now) is not None
-
-
-def values(store: JobStore, id: str = "a", first: int = 0, count: int | None = None) -> list[int]:
-    return [int(answer.value) for _, answer, _ in store.answers(id, first, count)]
+from tests.service.jobs.stores import NOW, add, compute, finish, instance, new_job, take, values
 
 
 def test_a_job_is_computed_and_its_results_are_in_order(store: JobStore) -> None:
@@ -85,7 +40,7 @@ def test_nobody_sees_a_job_before_it_is_committed(store: JobStore) -> None:
             writer.add(instance(number, 30_000))  # many parts are written already
         assert store.job("a") is None
         assert not store.jobs(limit=10)
-        assert not store.lease({"m"}, 10, 10.0, NOW)
+        assert not take(store, 10)
     assert store.counts().num_bytes == 0
     assert add(store)[1]
 
@@ -97,10 +52,10 @@ def test_a_job_without_instances_is_refused(store: JobStore) -> None:
 
 def test_large_payloads_and_results_come_back_whole(store: JobStore, place: str) -> None:
     add(store, 3, num_bytes=3_000_000)
-    (part,) = store.lease({"m"}, 1, 10.0, NOW)
+    (part,) = take(store, 1)
     assert part.instances == [instance(0, 3_000_000)]
     large = JobAnswer(value=b"1" * 500_000)
-    job = store.commit_part(part, PartResult(answers=[large], version=1), NOW)
+    job = store.leases.commit_part(part, PartResult(answers=[large], version=1), NOW)
     assert job is not None
     assert job.num_bytes < 7_000_000
     assert [answer for _, answer, _ in store.answers("a")] == [large]
@@ -158,52 +113,14 @@ def test_another_database_is_refused() -> None:
         JobStore.open("mysql://somewhere/x", LIMITS)
 
 
-def test_a_part_is_leased_once_until_its_lease_is_out(store: JobStore) -> None:
-    add(store)
-    (part,) = store.lease({"m"}, 9, 10.0, NOW)
-    assert not store.lease({"m"}, 9, 10.0, NOW + 9)
-    assert store.renew([part.token], 10.0, NOW + 9) == {part.token}
-    assert not store.lease({"m"}, 9, 10.0, NOW + 18)
-    (again,) = store.lease({"m"}, 9, 10.0, NOW + 19)
-    assert store.renew([part.token], 10.0, NOW + 19) == set()
-    assert store.commit_part(part, compute(part), NOW) is None
-    assert values(store) == []
-    assert store.commit_part(again, compute(again), NOW) is not None
-    assert values(store) == [0, 2, 4]
-    assert store.commit_part(again, compute(again), NOW) is None
-
-
-def test_a_part_that_is_given_back_can_be_leased_at_once(store: JobStore) -> None:
-    add(store)
-    (part,) = store.lease({"m"}, 9, 10.0, NOW)
-    store.give_back([part.token])
-    assert len(store.lease({"m"}, 9, 10.0, NOW)) == 1
-
-
-def test_only_models_that_can_compute_get_parts(store: JobStore) -> None:
-    add(store, model="other")
-    assert not store.lease({"m"}, 9, 10.0, NOW)
-    assert store.waiting_models() == {"other": 3}
-
-
-def test_a_small_job_does_not_wait_behind_a_large_one(store: JobStore) -> None:
-    add(store, 640, id="large")
-    store.lease({"m"}, 1, 10.0, NOW)
-    add(store, 3, id="small")
-    add(store, 3, id="urgent", priority=1)
-    ids = [store.lease({"m"}, 1, 10.0, NOW + second)[0].job.id for second in range(1, 4)]
-    assert ids == ["urgent", "small", "large"]
-    assert len(store.lease({"m"}, 4, 10.0, NOW + 5)) == 4
-
-
 def test_errors_stand_in_place_and_a_job_of_nothing_else_has_failed(store: JobStore) -> None:
     problem = JobProblem(code="invalid_input", message="no image")
     for id, num_failed, state in (("a", 2, "succeeded"), ("b", 3, "failed")):
         add(store, 3, id=id)
-        (part,) = store.lease({"m"}, 9, 10.0, NOW)
+        (part,) = take(store)
         answers = [JobAnswer(value=b"1")] * (3 - num_failed)
         answers += [JobAnswer(value=b"", problem=problem)] * num_failed
-        job = store.commit_part(part, PartResult(answers=answers, version=2), NOW)
+        job = store.leases.commit_part(part, PartResult(answers=answers, version=2), NOW)
         assert job is not None
         assert (job.state, job.num_done, job.num_failed) == (state, 3, num_failed)
         assert [answer for _, answer, _ in store.answers(id)] == answers
@@ -211,13 +128,13 @@ def test_errors_stand_in_place_and_a_job_of_nothing_else_has_failed(store: JobSt
 
 def test_a_cancelled_job_keeps_what_was_computed(store: JobStore) -> None:
     add(store, 100)
-    first, second = store.lease({"m"}, 2, 10.0, NOW)
-    store.commit_part(first, compute(first), NOW)
+    first, second = take(store, 2)
+    store.leases.commit_part(first, compute(first), NOW)
     job = store.cancel("a", NOW + 1)
     assert job is not None
     assert (job.state, job.num_done, job.ended_at) == ("cancelled", 64, NOW + 1)
-    assert store.commit_part(second, compute(second), NOW) is None
-    assert store.renew([second.token], 10.0, NOW) == set()
+    assert store.leases.commit_part(second, compute(second), NOW) is None
+    assert store.leases.renew([second.token], 60.0) == set()
     answers = list(store.answers("a"))
     assert [index for index, _, _ in answers] == list(range(100))
     problems = [answer.problem.code for _, answer, _ in answers if answer.problem]
@@ -230,8 +147,8 @@ def test_a_cancelled_job_keeps_what_was_computed(store: JobStore) -> None:
 @pytest.mark.parametrize(("num_computed", "state"), [(0, "failed"), (1, "succeeded")])
 def test_a_removed_model_fails_the_rest(store: JobStore, num_computed: int, state: str) -> None:
     add(store, 100)
-    for part in store.lease({"m"}, num_computed, 10.0, NOW) if num_computed else []:
-        store.commit_part(part, compute(part), NOW)
+    for part in take(store, num_computed) if num_computed else []:
+        store.leases.commit_part(part, compute(part), NOW)
     problem = JobProblem(code="unknown_model", message="m was removed")
     (job,) = store.fail_jobs("m", problem, NOW)
     num_failed = 100 - 64 * num_computed
@@ -244,7 +161,8 @@ def test_the_same_call_makes_one_job(store: JobStore) -> None:
     again, is_new = add(store, id="b", idempotency_key="k")
     assert (again.id, is_new) == ("a", False)
     assert add(store, id="a")[1] is False
-    assert store.keyed("", "k") == first
+    assert store.former(new_job("e", idempotency_key="k")) == first
+    assert store.former(new_job("e", idempotency_key="l")) is None
     with pytest.raises(IdempotencyError, match="with this Idempotency-Key"):
         add(store, id="c", idempotency_key="k", body_digest="other")
     with pytest.raises(IdempotencyError, match="with this id"):
@@ -306,7 +224,7 @@ def test_webhooks_are_due_until_they_are_told(store: JobStore) -> None:
 def test_a_restart_takes_up_what_was_leased(tmp_path: Path) -> None:
     store = JobStore.open(str(tmp_path), LIMITS)
     add(store, 3, num_bytes=100_000)
-    (part,) = store.lease({"m"}, 1, 10.0, NOW)
+    (part,) = take(store, 1)
     writer = store.begin(new_job("lost"), NOW)
     for number in range(200):
         writer.add(instance(number, 100_000))  # the process dies before the commit
@@ -314,7 +232,7 @@ def test_a_restart_takes_up_what_was_leased(tmp_path: Path) -> None:
     store.close()
     store = JobStore.open(str(tmp_path), LIMITS)
     assert len(list(tmp_path.glob("parts/*"))) == 1
-    assert store.commit_part(part, compute(part), NOW) is None
+    assert store.leases.commit_part(part, compute(part), NOW) is None
     finish(store)
     assert values(store) == [0, 2, 4]
     store.close()
