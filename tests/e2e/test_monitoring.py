@@ -110,7 +110,8 @@ def prometheus(folder: Path, *, target: str, key: Path) -> Iterator[Prometheus]:
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     keys = tmp_path_factory.mktemp("keys") / "metrics"
     keys.write_text(f"{KEY}\n")
-    with running("echo", "--replicas", "2", "--metrics-keys-file", str(keys)) as service:
+    env = {"INFERPOOL_JOB_STORE": str(tmp_path_factory.mktemp("jobs"))}
+    with running("echo", "--replicas", "2", "--metrics-keys-file", str(keys), env=env) as service:
         yield service
 
 
