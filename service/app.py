@@ -44,6 +44,7 @@ from inferpool.service.fronts.forwarded import forwarded_config, forwarding_path
 from inferpool.service.fronts.fronts import Fronts
 from inferpool.service.fronts.number import number_of_fronts
 from inferpool.service.fronts.only_front import OnlyFront
+from inferpool.service.jobs.http.routes import jobs_router
 from inferpool.service.service import ClosableEngine, Service
 from inferpool.service.settings.settings import Settings
 from inferpool.service.settings.state import StateFile
@@ -199,6 +200,8 @@ def make_app(service: Service, predict: Predict, guard: Guard) -> App:
     ]
     if service.settings.admin_keys:
         routers += [admin_router(service.operations), models_router(service.changes)]
+    if service.jobs is not None:
+        routers.append(jobs_router(service.jobs, guard, predict.limits))
     app = App(
         version=version_of(),
         routers=routers,
@@ -209,6 +212,7 @@ def make_app(service: Service, predict: Predict, guard: Guard) -> App:
         lifespan=lifespan,
     )
     app.predict = predict
+    app.has_jobs = service.jobs is not None
     app.examples = service.examples
     app.bodies = request_schemas
     return app

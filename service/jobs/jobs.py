@@ -149,16 +149,13 @@ class Jobs:
         if self._spool is not None:
             self._spool.cleanup()
 
-    def check_open(self) -> None:
-        """Check that the store is open.
+    async def until_open(self) -> None:
+        """Wait a moment for the store to open.
 
         Raises:
             UnavailableError: It could not be opened, or the service has not started.
         """
-        if self._store is None:
-            raise UnavailableError(
-                f"jobs are not served at the moment: {self._problem}", retry_after_s=5
-            )
+        await self._opened_store()
 
     def inputs_of(self, model: str) -> Sequence[TensorSpec]:
         """Return the tensors that a model takes; empty if unknown."""
@@ -346,8 +343,10 @@ class Jobs:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_OPEN_S):
                 await self._opened.wait()
-        self.check_open()
-        assert self._store is not None
+        if self._store is None:
+            raise UnavailableError(
+                f"jobs are not served at the moment: {self._problem}", retry_after_s=5
+            )
         return self._store
 
     async def _clean(self, store: "JobStore") -> None:

@@ -42,7 +42,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         longest_s = self.max_timeout_s
         return min(int(digits) / 1e3, longest_s) if len(digits) < _MAX_DIGITS else longest_s
 
-    def check_length(self, header: bytes) -> None:
+    def check_length(self, header: bytes, *, of_job: bool = False) -> None:
         """Check a `Content-Length` against the limit.
 
         Raises:
@@ -51,8 +51,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         """
         if not header.isdigit():
             raise BadRequestError("Content-Length: is not a number")
-        if len(header) > _MAX_DIGITS or int(header) > self.max_body_bytes:
-            raise self.too_large()
+        if len(header) > _MAX_DIGITS or int(header) > self.most_bytes(of_job=of_job):
+            raise self.too_large(of_job=of_job)
 
     def most_bytes(self, *, of_job: bool) -> int:
         """Return the limit for the body of a job, or of any other call."""

@@ -214,6 +214,13 @@ class PredictProtocol(HttpConnection):
         path, query = target_of(url)
         self._is_job = (path != PREFIX or b"prefer" in names) and is_job(path, self.headers)
         if self._is_job or (path != PREFIX and not is_predict(path)):
+            if b"content-length" in names:
+                try:
+                    length = dict(self.headers)[b"content-length"]
+                    self.predict.limits.check_length(length, of_job=self._is_job)
+                except ServiceError as error:
+                    self._refuse(error)
+                    return
             self._hand_on()
             return
         method = parser.get_method().decode("ascii")
@@ -378,7 +385,9 @@ class PredictProtocol(HttpConnection):
         cycle: Exchange | RequestResponseCycle = self.cycle
         if isinstance(cycle, Exchange) and not cycle.response_complete:
             cycle.fail(error)
-        elif isinstance(cycle, Exchange) or cycle.response_started:
+        elif isinstance(cycle, Exchange) or cycle.response_complete:
+            self._leave(is_more_to_come=True)
+        elif cycle.response_started:
             self.close()
         else:
             self._take_back(cycle)

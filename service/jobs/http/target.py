@@ -17,12 +17,11 @@ class JobsTarget(Protocol):
     Methods that take the id of a job raise `UnknownJobError` if there is none for its owner.
     """
 
-    def check_open(self) -> None:
-        """Check that there are jobs here; each route calls this first.
+    async def until_open(self) -> None:
+        """Wait a moment for the store to open; each route calls this first.
 
         Raises:
-            NotFoundError: The settings say that there are none.
-            UnavailableError: Their store could not be opened, or the service has not started.
+            UnavailableError: It could not be opened, or the service has not started.
         """
 
     @property

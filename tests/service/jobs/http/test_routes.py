@@ -65,8 +65,8 @@ async def serving(
         await jobs.stop()
 
 
-@pytest.fixture
-async def client(arena: Arena, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
+@contextlib.asynccontextmanager
+async def served(arena: Arena, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
     async with answering(arena) as pool, serving(pool, tmp_path / "jobs") as client:
         yield client
 
@@ -94,25 +94,26 @@ def body(*instances: object) -> dict[str, object]:
     return {"instances": list(instances)}
 
 
-async def test_a_job_outlives_the_call_that_makes_it(client: httpx.AsyncClient) -> None:
-    made = await client.post("/jobs", json=body(1, 2), headers={"x-request-id": "mine"})
-    assert made.status_code == 202
-    assert made.headers["retry-after"] == "1"
-    location = made.headers["location"]
-    assert location == f"/jobs/{made.json()['id']}"
-    assert (made.json()["state"], made.json()["num_instances"]) == ("queued", 2)
-    job = await over(client, location)
-    assert (job["state"], job["num_done"], job["num_failed"]) == ("succeeded", 2, 0)
-    assert (job["model"], job["versions"], job["request_id"]) == ("m", [1], "mine")
-    assert job["created_at"] <= job["started_at"] <= job["ended_at"] < job["expires_at"]
-    result = await client.get(f"{location}/result")
-    assert result.json() == {"predictions": ["yes", "yes"]}
-    assert result.headers["x-model-version"] == "1"
-    lines = await client.get(f"{location}/result", headers={"accept": "application/jsonl"})
-    assert lines.headers["content-type"].startswith("application/jsonl")
-    assert lines.text == (
-        '{"index":0,"version":1,"prediction":"yes"}\n{"index":1,"version":1,"prediction":"yes"}\n'
-    )
+async def test_a_job_outlives_the_call_that_makes_it(arena: Arena, tmp_path: Path) -> None:
+    async with served(arena, tmp_path) as client:
+        made = await client.post("/jobs", json=body(1, 2), headers={"x-request-id": "mine"})
+        assert made.status_code == 202
+        assert made.headers["retry-after"] == "1"
+        location = made.headers["location"]
+        assert location == f"/jobs/{made.json()['id']}"
+        assert (made.json()["state"], made.json()["num_instances"]) == ("queued", 2)
+        job = await over(client, location)
+        assert (job["state"], job["num_done"], job["num_failed"]) == ("succeeded", 2, 0)
+        assert (job["model"], job["versions"], job["request_id"]) == ("m", [1], "mine")
+        assert job["created_at"] <= job["started_at"] <= job["ended_at"] < job["expires_at"]
+        result = await client.get(f"{location}/result")
+        assert result.json() == {"predictions": ["yes", "yes"]}
+        assert result.headers["x-model-version"] == "1"
+        lines = await client.get(f"{location}/result", headers={"accept": "application/jsonl"})
+        assert lines.headers["content-type"].startswith("application/jsonl")
+        assert lines.text == (
+            '{"index":0,"version":1,"prediction":"yes"}\n{"index":1,"version":1,"prediction":"yes"}\n'
+        )
 
 
 def _tar(**files: bytes) -> bytes:
@@ -143,95 +144,103 @@ def _tar(**files: bytes) -> bytes:
     ],
 )
 async def test_a_job_takes_every_body(
-    client: httpx.AsyncClient, content_type: str, content: bytes, num: int
+    arena: Arena, tmp_path: Path, content_type: str, content: bytes, num: int
 ) -> None:
-    made = await client.post("/jobs", content=content, headers={"content-type": content_type})
-    assert made.status_code == 202, made.text
-    job = await over(client, made.headers["location"])
-    assert (job["num_instances"], job["num_failed"]) == (num, 0)
-
-
-async def test_a_line_that_is_no_json_is_an_error_in_its_place(client: httpx.AsyncClient) -> None:
-    made = await client.post("/jobs", content=b"1\n{\n3\n", headers=JSONL)
-    job = await over(client, made.headers["location"])
-    assert (job["state"], job["num_done"], job["num_failed"]) == ("succeeded", 3, 1)
-    first, second, third = (await client.get(f"/jobs/{job['id']}/result")).json()["predictions"]
-    assert (first, third) == ("yes", "yes")
-    assert second["error"]["code"] == "bad_request"
-    assert second["error"]["status"] == 400
-    assert "line 2" in second["error"]["message"]
-
-
-async def test_a_body_that_cannot_be_read_leaves_nothing(client: httpx.AsyncClient) -> None:
-    cut = _tar(a=b"x" * 2000)[:1500]
-    for content_type, content, status in (
-        ("application/x-tar", cut, 400),
-        ("application/json", b"{", 400),
-        ("application/jsonl", b"", 422),
-        ("application/zip", b"x", 415),
-    ):
+    async with served(arena, tmp_path) as client:
         made = await client.post("/jobs", content=content, headers={"content-type": content_type})
-        assert made.status_code == status, made.text
-        assert made.headers["content-type"] == "application/problem+json"
-    assert (await client.get("/jobs")).json() == {"jobs": [], "next": None}
+        assert made.status_code == 202, made.text
+        job = await over(client, made.headers["location"])
+        assert (job["num_instances"], job["num_failed"]) == (num, 0)
 
 
-async def test_a_client_that_hangs_up_leaves_nothing(
-    client: httpx.AsyncClient, tmp_path: Path
+async def test_a_line_that_is_no_json_is_an_error_in_its_place(
+    arena: Arena, tmp_path: Path
 ) -> None:
-    host, port = client.base_url.host, client.base_url.port
-    _, writer = await asyncio.open_connection(host, port)
-    head = b"POST /jobs HTTP/1.1\r\nhost: h\r\ncontent-type: application/jsonl\r\n"
-    writer.write(head + b"content-length: 1000000\r\n\r\n" + b"1\n" * 200_000)
-    await writer.drain()
-    await soon(lambda: any((tmp_path / "jobs").glob("spool-*")))
-    writer.close()
-    await writer.wait_closed()
-    for folder in (tmp_path / "jobs").glob("spool-*"):  # one at most
-        await soon(lambda folder=folder: not any(folder.iterdir()))
-    assert (await client.get("/jobs")).json()["jobs"] == []
+    async with served(arena, tmp_path) as client:
+        made = await client.post("/jobs", content=b"1\n{\n3\n", headers=JSONL)
+        job = await over(client, made.headers["location"])
+        assert (job["state"], job["num_done"], job["num_failed"]) == ("succeeded", 3, 1)
+        first, second, third = (await client.get(f"/jobs/{job['id']}/result")).json()["predictions"]
+        assert (first, third) == ("yes", "yes")
+        assert second["error"]["code"] == "bad_request"
+        assert second["error"]["status"] == 400
+        assert "line 2" in second["error"]["message"]
 
 
-async def test_a_repeat_with_its_key_or_id_is_the_same_job(client: httpx.AsyncClient) -> None:
-    key = {"idempotency-key": "k1"}
-    first = await client.post("/jobs", json=body(1), headers=key)
-    await over(client, first.headers["location"])
-    again = await client.post("/jobs", json=body(1), headers=key)
-    assert (again.status_code, again.headers["location"]) == (202, first.headers["location"])
-    assert again.json()["state"] == "succeeded"
-    assert "retry-after" not in again.headers
-    for other in (
-        await client.post("/jobs", json=body(2), headers=key),
-        await client.post("/jobs", json=body(1), headers={**key, "x-priority": "1"}),
-        await client.post("/jobs?top_k=3", json=body(1), headers=key),
-    ):
-        assert (other.status_code, other.json()["code"]) == (422, "idempotency_mismatch")
-    put = await client.put("/jobs/mine.1", json=body(1))
-    assert (put.status_code, put.headers["location"]) == (202, "/jobs/mine.1")
-    assert (await client.put("/jobs/mine.1", json=body(1))).status_code == 202
-    assert (await client.put("/jobs/mine.1", json=body(2))).status_code == 422
-    assert (await client.put("/jobs/.mine", json=body(2))).status_code == 400
-    assert len((await client.get("/jobs")).json()["jobs"]) == 2
+async def test_a_body_that_cannot_be_read_leaves_nothing(arena: Arena, tmp_path: Path) -> None:
+    async with served(arena, tmp_path) as client:
+        cut = _tar(a=b"x" * 2000)[:1500]
+        for content_type, content, status in (
+            ("application/x-tar", cut, 400),
+            ("application/json", b"{", 400),
+            ("application/jsonl", b"", 422),
+            ("application/zip", b"x", 415),
+        ):
+            made = await client.post(
+                "/jobs", content=content, headers={"content-type": content_type}
+            )
+            assert made.status_code == status, made.text
+            assert made.headers["content-type"] == "application/problem+json"
+        assert (await client.get("/jobs")).json() == {"jobs": [], "next": None}
 
 
-async def test_a_prediction_may_be_wanted_later(client: httpx.AsyncClient) -> None:
-    for path in ("/predict", "/predict/m"):
-        later = await client.post(path, json=body(1), headers={"prefer": "respond-async"})
-        assert later.status_code == 202
-        assert later.headers["preference-applied"] == "respond-async"
-        assert (await over(client, later.headers["location"]))["state"] == "succeeded"
-    waited = {"prefer": "wait=20, respond-async"}
-    now = await client.post("/predict", json=body(1, 2), headers=waited)
-    assert (now.status_code, now.json()) == (200, {"predictions": ["yes", "yes"]})
-    assert now.headers["preference-applied"] == "respond-async, wait=20"
-    tensors = {"prefer": "respond-async", "accept": "application/x-npy"}
-    assert (await client.post("/predict", json=body(1), headers=tensors)).status_code == 406
-    nobody = await client.post("/predict/no", json=body(1), headers={"prefer": "respond-async"})
-    assert (nobody.status_code, nobody.json()["code"]) == (404, "unknown_model")
-    version = await client.post("/predict/m/versions/1", json=body(1), headers=waited)
-    assert version.status_code == 400
-    plain = await client.post("/predict", json=body(1), headers={"prefer": "return=minimal"})
-    assert plain.status_code == 200
+async def test_a_client_that_hangs_up_leaves_nothing(arena: Arena, tmp_path: Path) -> None:
+    async with served(arena, tmp_path) as client:
+        host, port = client.base_url.host, client.base_url.port
+        _, writer = await asyncio.open_connection(host, port)
+        head = b"POST /jobs HTTP/1.1\r\nhost: h\r\ncontent-type: application/jsonl\r\n"
+        writer.write(head + b"content-length: 1000000\r\n\r\n" + b"1\n" * 200_000)
+        await writer.drain()
+        await soon(lambda: any((tmp_path / "jobs").glob("spool-*")))
+        writer.close()
+        await writer.wait_closed()
+        for folder in (tmp_path / "jobs").glob("spool-*"):  # one at most
+            await soon(lambda folder=folder: not any(folder.iterdir()))
+        assert (await client.get("/jobs")).json()["jobs"] == []
+
+
+async def test_a_repeat_with_its_key_or_id_is_the_same_job(arena: Arena, tmp_path: Path) -> None:
+    async with served(arena, tmp_path) as client:
+        key = {"idempotency-key": "k1"}
+        first = await client.post("/jobs", json=body(1), headers=key)
+        await over(client, first.headers["location"])
+        again = await client.post("/jobs", json=body(1), headers=key)
+        assert (again.status_code, again.headers["location"]) == (202, first.headers["location"])
+        assert again.json()["state"] == "succeeded"
+        assert "retry-after" not in again.headers
+        for other in (
+            await client.post("/jobs", json=body(2), headers=key),
+            await client.post("/jobs", json=body(1), headers={**key, "x-priority": "1"}),
+            await client.post("/jobs?top_k=3", json=body(1), headers=key),
+        ):
+            assert (other.status_code, other.json()["code"]) == (422, "idempotency_mismatch")
+        put = await client.put("/jobs/mine.1", json=body(1))
+        assert (put.status_code, put.headers["location"]) == (202, "/jobs/mine.1")
+        assert (await client.put("/jobs/mine.1", json=body(1))).status_code == 202
+        assert (await client.put("/jobs/mine.1", json=body(2))).status_code == 422
+        assert (await client.put("/jobs/.mine", json=body(2))).status_code == 400
+        assert len((await client.get("/jobs")).json()["jobs"]) == 2
+
+
+async def test_a_prediction_may_be_wanted_later(arena: Arena, tmp_path: Path) -> None:
+    async with served(arena, tmp_path) as client:
+        for path in ("/predict", "/predict/m"):
+            later = await client.post(path, json=body(1), headers={"prefer": "respond-async"})
+            assert later.status_code == 202
+            assert later.headers["preference-applied"] == "respond-async"
+            assert (await over(client, later.headers["location"]))["state"] == "succeeded"
+        waited = {"prefer": "wait=20, respond-async"}
+        now = await client.post("/predict", json=body(1, 2), headers=waited)
+        assert (now.status_code, now.json()) == (200, {"predictions": ["yes", "yes"]})
+        assert now.headers["preference-applied"] == "respond-async, wait=20"
+        tensors = {"prefer": "respond-async", "accept": "application/x-npy"}
+        assert (await client.post("/predict", json=body(1), headers=tensors)).status_code == 406
+        nobody = await client.post("/predict/no", json=body(1), headers={"prefer": "respond-async"})
+        assert (nobody.status_code, nobody.json()["code"]) == (404, "unknown_model")
+        version = await client.post("/predict/m/versions/1", json=body(1), headers=waited)
+        assert version.status_code == 400
+        plain = await client.post("/predict", json=body(1), headers={"prefer": "return=minimal"})
+        assert plain.status_code == 200
 
 
 async def test_answers_are_shown_as_they_come(arena: Arena, tmp_path: Path) -> None:
@@ -261,48 +270,53 @@ async def test_answers_are_shown_as_they_come(arena: Arena, tmp_path: Path) -> N
         assert rest[-1]["error"]["code"] == "cancelled"
 
 
-async def test_events_tell_of_progress_until_the_end(client: httpx.AsyncClient) -> None:
-    made = await client.post("/jobs", content=b"1\n" * 500, headers=JSONL)
-    events = await client.get(made.headers["location"] + "/events")
-    assert events.headers["content-type"].startswith("text/event-stream")
-    texts = [text.split("\n") for text in events.text.strip().split("\n\n")]
-    jobs = [json.loads(text[2].removeprefix("data: ")) for text in texts]
-    assert [text[:2] for text in texts] == [["event: job", f"id: {n}"] for n in range(len(texts))]
-    assert [job["num_done"] for job in jobs] == sorted(job["num_done"] for job in jobs)
-    assert jobs[-1]["state"] == "succeeded"
-    head = await client.head(made.headers["location"] + "/events")
-    assert (head.status_code, head.content) == (200, b"")
+async def test_events_tell_of_progress_until_the_end(arena: Arena, tmp_path: Path) -> None:
+    async with served(arena, tmp_path) as client:
+        made = await client.post("/jobs", content=b"1\n" * 500, headers=JSONL)
+        events = await client.get(made.headers["location"] + "/events")
+        assert events.headers["content-type"].startswith("text/event-stream")
+        texts = [text.split("\n") for text in events.text.strip().split("\n\n")]
+        jobs = [json.loads(text[2].removeprefix("data: ")) for text in texts]
+        assert [text[:2] for text in texts] == [
+            ["event: job", f"id: {n}"] for n in range(len(texts))
+        ]
+        assert [job["num_done"] for job in jobs] == sorted(job["num_done"] for job in jobs)
+        assert jobs[-1]["state"] == "succeeded"
+        head = await client.head(made.headers["location"] + "/events")
+        assert (head.status_code, head.content) == (200, b"")
 
 
-async def test_a_job_that_is_over_is_deleted(client: httpx.AsyncClient) -> None:
-    made = await client.post("/jobs", json=body(1))
-    location = made.headers["location"]
-    await over(client, location)
-    assert (await client.delete(location)).status_code == 204
-    for path in (location, f"{location}/result", f"{location}/events"):
-        gone = await client.get(path)
-        assert (gone.status_code, gone.json()["code"]) == (404, "unknown_job")
-    assert (await client.delete(location)).status_code == 404
+async def test_a_job_that_is_over_is_deleted(arena: Arena, tmp_path: Path) -> None:
+    async with served(arena, tmp_path) as client:
+        made = await client.post("/jobs", json=body(1))
+        location = made.headers["location"]
+        await over(client, location)
+        assert (await client.delete(location)).status_code == 204
+        for path in (location, f"{location}/result", f"{location}/events"):
+            gone = await client.get(path)
+            assert (gone.status_code, gone.json()["code"]) == (404, "unknown_job")
+        assert (await client.delete(location)).status_code == 404
 
 
-async def test_jobs_are_listed_in_pages(client: httpx.AsyncClient) -> None:
-    for index in range(5):
-        await client.put(f"/jobs/j{index}", json=body(1))
-        await over(client, f"/jobs/j{index}")
-    page = await client.get("/jobs", params={"limit": 2, "state": ["succeeded", "failed"]})
-    assert [job["id"] for job in page.json()["jobs"]] == ["j4", "j3"]
-    assert page.json()["next"] == "j3"
-    following = page.links["next"]["url"]
-    seen = ["j4", "j3"]
-    while following:
-        page = await client.get(following)
-        seen += [job["id"] for job in page.json()["jobs"]]
-        following = page.links.get("next", {}).get("url", "")
-    assert seen == ["j4", "j3", "j2", "j1", "j0"]
-    assert page.json()["next"] is None
-    assert (await client.get("/jobs", params={"state": "queued"})).json()["jobs"] == []
-    assert (await client.get("/jobs", params={"state": "odd"})).status_code == 422
-    assert (await client.get("/jobs", params={"limit": 0})).status_code == 422
+async def test_jobs_are_listed_in_pages(arena: Arena, tmp_path: Path) -> None:
+    async with served(arena, tmp_path) as client:
+        for index in range(5):
+            await client.put(f"/jobs/j{index}", json=body(1))
+            await over(client, f"/jobs/j{index}")
+        page = await client.get("/jobs", params={"limit": 2, "state": ["succeeded", "failed"]})
+        assert [job["id"] for job in page.json()["jobs"]] == ["j4", "j3"]
+        assert page.json()["next"] == "j3"
+        following = page.links["next"]["url"]
+        seen = ["j4", "j3"]
+        while following:
+            page = await client.get(following)
+            seen += [job["id"] for job in page.json()["jobs"]]
+            following = page.links.get("next", {}).get("url", "")
+        assert seen == ["j4", "j3", "j2", "j1", "j0"]
+        assert page.json()["next"] is None
+        assert (await client.get("/jobs", params={"state": "queued"})).json()["jobs"] == []
+        assert (await client.get("/jobs", params={"state": "odd"})).status_code == 422
+        assert (await client.get("/jobs", params={"limit": 0})).status_code == 422
 
 
 async def test_a_key_sees_its_own_jobs_only(arena: Arena, tmp_path: Path) -> None:
@@ -325,25 +339,28 @@ async def test_a_key_sees_its_own_jobs_only(arena: Arena, tmp_path: Path) -> Non
         assert first.json()["id"] != second.json()["id"]
 
 
-async def test_what_cannot_be_is_said(client: httpx.AsyncClient) -> None:
-    for path, headers, status, text in (
-        ("/jobs?model=no", {}, 404, "no model 'no' is served here"),
-        ("/jobs", {"x-model-version": "1"}, 400, "one version"),
-        ("/jobs", {"x-priority": "0"}, 400, "X-Priority"),
-        ("/jobs", {"idempotency-key": "k" * 256}, 400, "Idempotency-Key"),
-        ("/jobs?webhook=https://elsewhere.example/", {}, 403, "webhook_hosts"),
-        ("/jobs?webhook=nothing", {}, 422, "http"),
-        ("/jobs", {"content-encoding": "gzip"}, 415, "Content-Encoding"),
-    ):
-        answer = await client.post(path, json=body(1), headers=headers)
-        assert answer.status_code == status, answer.text
-        assert text in answer.json()["detail"]
-    hook = "https://hooks.example/x"
-    made = await client.post("/jobs", params={"webhook": hook}, json=body(1))
-    assert made.json()["webhook"] == hook
-    assert (await client.get("/jobs/a", params={"wait": 61})).status_code == 422
-    result = await client.get(f"{made.headers['location']}/result", headers={"accept": "image/png"})
-    assert result.status_code == 406
+async def test_what_cannot_be_is_said(arena: Arena, tmp_path: Path) -> None:
+    async with served(arena, tmp_path) as client:
+        for path, headers, status, text in (
+            ("/jobs?model=no", {}, 404, "no model 'no' is served here"),
+            ("/jobs", {"x-model-version": "1"}, 400, "one version"),
+            ("/jobs", {"x-priority": "0"}, 400, "X-Priority"),
+            ("/jobs", {"idempotency-key": "k" * 256}, 400, "Idempotency-Key"),
+            ("/jobs?webhook=https://elsewhere.example/", {}, 403, "webhook_hosts"),
+            ("/jobs?webhook=nothing", {}, 422, "http"),
+            ("/jobs", {"content-encoding": "gzip"}, 415, "Content-Encoding"),
+        ):
+            answer = await client.post(path, json=body(1), headers=headers)
+            assert answer.status_code == status, answer.text
+            assert text in answer.json()["detail"]
+        hook = "https://hooks.example/x"
+        made = await client.post("/jobs", params={"webhook": hook}, json=body(1))
+        assert made.json()["webhook"] == hook
+        assert (await client.get("/jobs/a", params={"wait": 61})).status_code == 422
+        result = await client.get(
+            f"{made.headers['location']}/result", headers={"accept": "image/png"}
+        )
+        assert result.status_code == 406
 
 
 async def test_a_job_may_be_larger_than_other_bodies(arena: Arena, tmp_path: Path) -> None:
@@ -387,12 +404,11 @@ async def test_bodies_that_are_being_sent_are_bounded_in_sum(arena: Arena, tmp_p
             assert (await first).status_code == 202
 
 
-async def test_the_disk_is_left_as_it_was_when_all_is_deleted(
-    client: httpx.AsyncClient, tmp_path: Path
-) -> None:
-    made = await client.post("/jobs", content=b'"%s"\n' % (b"x" * 200_000) * 3, headers=JSONL)
-    await over(client, made.headers["location"])
-    await client.delete(made.headers["location"])
-    left = [path for path in (tmp_path / "jobs").rglob("*") if path.is_file()]
-    names = {path.name for path in left}
-    assert names <= {"in-use", "jobs.sqlite3", "jobs.sqlite3-wal", "jobs.sqlite3-shm"}
+async def test_the_disk_is_left_as_it_was_when_all_is_deleted(arena: Arena, tmp_path: Path) -> None:
+    async with served(arena, tmp_path) as client:
+        made = await client.post("/jobs", content=b'"%s"\n' % (b"x" * 200_000) * 3, headers=JSONL)
+        await over(client, made.headers["location"])
+        await client.delete(made.headers["location"])
+        left = [path for path in (tmp_path / "jobs").rglob("*") if path.is_file()]
+        names = {path.name for path in left}
+        assert names <= {"in-use", "jobs.sqlite3", "jobs.sqlite3-wal", "jobs.sqlite3-shm"}
