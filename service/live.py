@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
+from typing import Protocol
 
 import msgspec
 
@@ -21,8 +22,10 @@ from inferpool.service.api.routes.events import (
     Percentiles,
     Sample,
     State,
+    StoredJobs,
 )
 from inferpool.service.api.routes.health import HealthReport
+from inferpool.service.jobs.records import StoreCounts
 from inferpool.service.queue.pool import Pool
 from inferpool.service.settings.settings import Settings
 from inferpool.service.telemetry.distribution import Recent
@@ -33,6 +36,20 @@ from inferpool.workers.host.error_guard import ErrorGuard
 _NUM_KEPT = 300
 """Samples kept: five minutes, which take 0.5 MB per model."""
 _OUTCOMES = ("accepted", "succeeded", "failed", "expired", "cancelled")
+
+
+class CountedJobs(Protocol):
+    """The jobs of a service, as far as the feed tells of them."""
+
+    counts: StoreCounts
+
+    @property
+    def is_open(self) -> bool:
+        """The store can be used."""
+
+    @property
+    def num_answered(self) -> int:
+        """Instances that this service has answered."""
 
 
 class LiveFeed:
@@ -47,6 +64,7 @@ class LiveFeed:
         report: Callable[[], HealthReport],
         host: Callable[[], HostState],
         changes: Collection[ChangeEvent] = (),
+        jobs: CountedJobs | None = None,
         every_s: float = 1.0,
     ) -> None:
         self._settings = settings
@@ -54,6 +72,10 @@ class LiveFeed:
         self._report = report
         self._host = host
         self._changes = changes
+        self._jobs = jobs
+        self._num_answered = 0
+        self._answered_per_s = 0.0
+        """Instances of jobs in the last interval."""
         self._every_s = every_s
         self._metrics = metrics
         self._before: dict[str, ModelMetrics] = {}
@@ -121,6 +143,10 @@ class LiveFeed:
             )
             for name, total in self._before.items()
         }
+        if self._jobs is not None:
+            num = self._jobs.num_answered
+            self._answered_per_s = round((num - self._num_answered) / self._interval_s, 2)
+            self._num_answered = num
         self._past.append(Moment(time=round(time.time(), 3), models=models))
 
     def _tick(self) -> None:
@@ -143,8 +169,21 @@ class LiveFeed:
                 for name, sample in newest.items()
                 if name in self._pools
             },
+            jobs=self._stored_jobs(),
             changes=list(self._changes),
             history=history or (),
+        )
+
+    def _stored_jobs(self) -> StoredJobs | None:
+        if self._jobs is None:
+            return None
+        counts = self._jobs.counts
+        return StoredJobs(
+            open=self._jobs.is_open,
+            by_state={state: num for state, num in counts.jobs.items() if num},
+            instances_waiting=counts.num_waiting,
+            instances_per_s=self._answered_per_s,
+            store_bytes=counts.num_bytes,
         )
 
     def _live(self, name: str, sample: Sample) -> LiveSample:

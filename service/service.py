@@ -149,6 +149,7 @@ class Service:
             report=self.report,
             host=self._host_state,
             changes=self.changes.steps,
+            jobs=self.jobs,
         )
 
     @property

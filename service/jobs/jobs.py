@@ -103,7 +103,7 @@ class Jobs:
         self._served = set(pools)
         """Models that have been served since the start."""
         self.counts = StoreCounts(jobs={}, num_waiting=0, num_bytes=0)
-        """How much the store holds, about a second ago."""
+        """How much the store holds of all services, about a second ago."""
         self._num_free_bytes: int | None = None
         """Room on the disk of the store at that time; None if that is the database's affair."""
         self._num_ended = dict.fromkeys(STATES[len(UNFINISHED) :], 0)
@@ -118,6 +118,16 @@ class Jobs:
             beside = None if self._is_shared else self._place
             self._spool = tempfile.TemporaryDirectory(prefix="spool-", dir=beside)
         return Path(self._spool.name)
+
+    @property
+    def is_open(self) -> bool:
+        """The store is open, so that jobs are served."""
+        return self._store is not None
+
+    @property
+    def num_answered(self) -> int:
+        """Instances whose answers this service has kept."""
+        return 0 if self._runner is None else self._runner.num_answered.total()
 
     def start(self) -> None:
         """Begin to open the store and to compute what it holds."""
@@ -294,7 +304,7 @@ class Jobs:
         for state in UNFINISHED:
             yield Reading(name="jobs", value=self.counts.jobs.get(state, 0), labels=(state,))
         yield Reading(name="job_instances_waiting", value=self.counts.num_waiting)
-        yield Reading(name="job_store_open", value=self._store is not None)
+        yield Reading(name="job_store_open", value=self.is_open)
         yield Reading(name="job_store_bytes", value=self.counts.num_bytes)
         if self._num_free_bytes is not None:
             yield Reading(name="job_store_free_bytes", value=self._num_free_bytes)

@@ -1,12 +1,14 @@
 import json
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from inferpool.service.api.routes.events import HostState
 from inferpool.service.api.routes.health import HealthReport
+from inferpool.service.jobs.records import StoreCounts
 from inferpool.service.live import LiveFeed
 from inferpool.service.settings.model import ModelSettings
 from inferpool.service.settings.settings import Settings
@@ -77,6 +79,29 @@ async def test_an_event_tells_what_was_counted_in_its_interval(feed):
         later = (await next_of(live))["models"]["m"]
         assert later["requests_per_s"] == later["num_batched"] == 0
         assert later["latency_ms"] is None
+
+
+async def test_jobs_are_told_of_where_there_are_any(arena: Arena):
+    counts = StoreCounts(jobs={"queued": 2, "failed": 0}, num_waiting=70, num_bytes=9)
+    jobs = SimpleNamespace(counts=counts, is_open=True, num_answered=0)
+    models = {"m": ModelSettings(source="echo")}
+    settings, metrics = Settings(models=models, default_model="m"), Metrics(["m"], {})
+    live = LiveFeed(
+        settings, {}, metrics, report=lambda: HEALTH, host=lambda: HOST, jobs=jobs, every_s=0.01
+    )
+    live.start()
+    assert (await next_of(live))["jobs"] == {
+        "open": True,
+        "by_state": {"queued": 2},
+        "instances_waiting": 70,
+        "instances_per_s": 0.0,
+        "store_bytes": 9,
+    }
+    jobs.num_answered = 64
+    rates = [(await next_of(live))["jobs"]["instances_per_s"] for _ in range(3)]
+    assert sorted(rates)[:2] == [0.0, 0.0]
+    assert max(rates) > 64
+    await live.stop()
 
 
 async def test_a_new_listener_gets_the_past_once(feed):

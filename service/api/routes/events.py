@@ -122,6 +122,22 @@ class HostState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StoredJobs:
+    """Jobs in the store, of all keys, about a second ago."""
+
+    open: bool
+    """False while the store cannot be used; then no job is served, and all counts may be zero."""
+    by_state: Mapping[str, int]
+    """Jobs by state; only states that occur."""
+    instances_waiting: int
+    """Instances of jobs that are not over and have no answer yet."""
+    instances_per_s: float
+    """Instances that got their answers from this service."""
+    store_bytes: int
+    """Payloads and results in the store."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
     """A second that has passed."""
 
@@ -147,6 +163,8 @@ class State:
     """The same as in `/health`."""
     host: HostState
     models: Mapping[str, LiveSample]
+    jobs: StoredJobs | None = None
+    """Null if no jobs are kept here."""
     changes: Sequence[ChangeEvent] = ()
     """The latest steps of changes of models, the newest first."""
     history: Sequence[Moment] = ()
