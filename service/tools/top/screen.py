@@ -12,6 +12,7 @@ from inferpool.service.checks.findings import in_words
 from inferpool.service.telemetry.logs import escape
 from inferpool.service.tools.top.state import (
     EndingSeen,
+    JobsSeen,
     PercentilesSeen,
     SampleSeen,
     Scene,
@@ -103,8 +104,11 @@ def _head(url: str, state: StateSeen, on: ScreenSize, *, is_lost: bool = False) 
         if on.width >= _NARROW:
             text = f", shared memory {share:.0%} of {in_words(host.arena_bytes)}"
         second.append(text, style=_NOTICE if share > 0.9 else "dim")
-    gpus = state.health.gpus
-    return [first, second, _gpu_line(gpus)] if gpus else [first, second]
+    gpus, jobs = state.health.gpus, state.jobs
+    lines = [first, second, *([_gpu_line(gpus)] if gpus else [])]
+    if jobs is not None and (jobs.by_state or not jobs.open):
+        lines.append(_jobs_line(jobs))
+    return lines
 
 
 def _gpu_line(gpus: Sequence[DeviceState]) -> Text:
@@ -127,6 +131,18 @@ def _gpu_line(gpus: Sequence[DeviceState]) -> Text:
     for gpu in gpus:
         if gpu.last_xid:
             line.append(f", Xid {gpu.last_xid} on {gpu.index}", style="bold red")
+    return line
+
+
+def _jobs_line(jobs: JobsSeen) -> Text:
+    """Sum up all jobs in one line."""
+    if not jobs.open:
+        return Text("the store of jobs is not open", style=_NOTICE)
+    states = ", ".join(f"{num:,} {escape(state)}" for state, num in jobs.by_state.items())
+    line = Text(f"jobs: {states}", style="dim")
+    if jobs.instances_waiting:
+        line.append(f"; {jobs.instances_waiting:,} instances wait", style="dim")
+        line.append(f", {rate(jobs.instances_per_s)}", style="cyan")
     return line
 
 

@@ -70,6 +70,15 @@ class HostSeen(msgspec.Struct):
     arena_used_bytes: int = 0
 
 
+class JobsSeen(msgspec.Struct):
+    """Jobs in the store."""
+
+    open: bool = True
+    by_state: dict[str, int] = {}
+    instances_waiting: int = 0
+    instances_per_s: float = 0.0
+
+
 class MomentSeen(msgspec.Struct):
     """One past second."""
 
@@ -86,6 +95,7 @@ class StateSeen(msgspec.Struct):
     version: str = ""
     uptime_s: float = 0.0
     host: HostSeen = msgspec.field(default_factory=HostSeen)
+    jobs: JobsSeen | None = None
     history: list[MomentSeen] = []
     """The last minutes, the oldest first; only in the first event."""
 

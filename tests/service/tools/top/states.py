@@ -53,6 +53,7 @@ def state(
     others: tuple[str, ...] = (),
     history: list[dict[str, Any]] | None = None,
     gpus: tuple[dict[str, Any], ...] = (),
+    jobs: dict[str, Any] | None = None,
     **changes: Any,
 ) -> bytes:
     """Return the data of one event: a model "resnet", and others like it."""
@@ -75,6 +76,8 @@ def state(
         "host": {"connections": 12, "arena_bytes": 256 << 20, "arena_used_bytes": 8 << 20},
         "models": {name: sample(**changes) for name in names},
     }
+    if jobs is not None:
+        event["jobs"] = jobs
     if history is not None:
         event["history"] = history
     return json.dumps(event, ensure_ascii=False).encode()

@@ -50,6 +50,18 @@ def test_screen_shows_the_current_work_of_a_model():
         assert piece in text
 
 
+def test_jobs_take_one_line_where_there_are_any():
+    running = {"by_state": {"queued": 2, "failed": 1}, "instances_waiting": 4321}
+    for jobs, line in (
+        (running | {"instances_per_s": 64}, "jobs: 2 queued, 1 failed; 4,321 instances wait, 64"),
+        ({"by_state": {"succeeded": 3}}, "jobs: 3 succeeded\n"),
+        ({"open": False}, "the store of jobs is not open"),
+    ):
+        assert line in drawn(view_of(state(jobs=jobs)))
+    for jobs in (None, {"open": True, "by_state": {}}):
+        assert "jobs" not in drawn(view_of(state(jobs=jobs)))
+
+
 ODD = {
     "nothing yet": (),
     "no models": (state().replace(b'"models": [{', b'"models": [], "x": [{'),),
