@@ -125,12 +125,13 @@ class JobWriter:
             return former, False
         except UnavailableError:
             self._is_uncertain = True
+            row = None
             with contextlib.suppress(ServiceError), self._database.reading() as connection:
                 is_mine = (jobs.c.folder == self._folder) & jobs.c.id.is_not(None)
-                if row := connection.execute(select(jobs).where(is_mine)).first():
-                    self._is_written = False
-                    return job_of(row), True
-            raise
+                row = connection.execute(select(jobs).where(is_mine)).first()
+            if row is None:
+                raise
+            job = job_of(row)
         self._is_written = False
         return job, True
 

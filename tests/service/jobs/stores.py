@@ -1,7 +1,11 @@
 """Fills stores of jobs, computes what they lease, and reads the results."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any, Literal, NoReturn
 
+import pytest
+
+from inferpool.service.errors import UnavailableError
 from inferpool.service.jobs.records import (
     Job,
     JobAnswer,
@@ -68,10 +72,31 @@ def values(store: JobStore, id: str = "a", first: int = 0, count: int | None = N
     return [int(answer.value) for _, answer, _ in store.answers(id, first, count)]
 
 
-def raising(error: Exception) -> Callable[..., None]:
-    """Return a function that fails, for the place of one that writes."""
+class FailingCommits:
+    """Makes commits of a store fail, before they are done or after.
 
-    def fail(*_arguments: object, **_named: object) -> None:
-        raise error
+    Whoever commits cannot tell which, as after a lost connection or an error of the disk.
+    """
 
-    return fail
+    def __init__(self, store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._plan: list[str] = []
+        engine = store._database._engine
+        commit = engine.dialect.do_commit
+        error = engine.dialect.loaded_dbapi.OperationalError
+
+        def do_commit(connection: Any) -> None:
+            plan = self._plan.pop(0) if self._plan else ""
+            if plan != "before":
+                commit(connection)
+            if plan:
+                raise error("made to fail")
+
+        monkeypatch.setattr(engine.dialect, "do_commit", do_commit)
+
+    def plan(self, *failures: Literal["before", "after", ""]) -> None:
+        """Decide about the next commits of transactions; "" lets one succeed."""
+        self._plan = list(failures)
+
+    def unavailable(self) -> NoReturn:
+        """Stand for a method that needs a connection."""
+        raise UnavailableError("made to fail")
