@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from inferpool.service.api.codecs.json import decode_json, is_image
-from inferpool.service.errors import BadRequestError, InvalidInputError, TooLargeError
-from tests.service.api.fakes import head, kinds
+from inferpool.service.api.codecs.json import decode_instance, decode_json, is_image
+from inferpool.service.errors import BadRequestError, InvalidInputError, ServiceError, TooLargeError
+from tests.service.api.fakes import body_of, head, kinds
 
 JPEG = b"\xff\xd8\xff\xe0rest"
 
@@ -114,3 +114,23 @@ def test_a_large_body_within_the_limit_is_taken() -> None:
 )
 def test_images_are_told_by_their_magic_bytes(content: bytes, expected: bool) -> None:
     assert is_image(content) is expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"b64": "/9j/"}', b'{"b64": "eA=="}', b'{"b64": "eA==", "a": 1}', b"{}",
+        b' [1, "\xc3\xbc"] ', b"null\r", b"", b" ", b"1 2", b"1,2", b"[1", b'"\xff"',
+        b"\xef\xbb\xbf1", b"nan", b'{"b64": 1}', b'{"b64": "?"}', b'{"b64": "\\ud800"}',
+        b"[" * 98 + b"]" * 98, b"[" * 101,
+    ],
+)  # fmt: skip
+def test_a_lone_instance_is_read_as_in_a_list(text: bytes) -> None:
+    try:
+        (expected,) = decode_json([b'{"instances":[%s]}' % text], head(max_instances=1)).payloads
+    except ServiceError:
+        with pytest.raises(ServiceError):
+            decode_instance(text)
+        return
+    found = decode_instance(text)
+    assert (found.kind, body_of(found)) == (expected.kind, body_of(expected))
