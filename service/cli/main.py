@@ -79,8 +79,8 @@ def _run(argv: Sequence[str]) -> int:
         if package in ("", "inferpool"):
             raise
         sys.stderr.write(
-            f"inferpool {args.verb}: {package} is not installed. Without it, only version and "
-            "predict work; `pip install .` in the clone installs the rest\n"
+            f"inferpool {args.verb}: {package} is not installed. Without it, only version, "
+            "predict and jobs work; `pip install .` in the clone installs the rest\n"
         )
         return NOT_INSTALLED
 

@@ -23,6 +23,7 @@ examples:
   inferpool serve my_nets:MyModel --debug      the same in one process; breakpoint() works
   inferpool serve exported.pt2 --replicas 2    a torch.export archive, in two processes
   inferpool predict photo.jpg                  ask a running service
+  inferpool jobs submit inputs.jsonl --wait    hand many inputs to it as a job
   inferpool top                                watch a service live
   inferpool models swap cats --weights new.pth another version, if it is good enough
   inferpool doctor                             find problems here, and what to do

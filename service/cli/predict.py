@@ -2,21 +2,24 @@
 
 import asyncio
 import json
-import os
 import sys
 import warnings
 from argparse import Namespace
-from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from inferpool.service.cli.flags import PREDICT_KEY_VARIABLE
+from inferpool.service.cli.asking import (
+    access_of,
+    check_is_file,
+    lost_text,
+    parameters_of,
+    retry_printer,
+)
 from inferpool.service.client import AsyncClient, ConnectError, InferpoolError, Prediction
 from inferpool.service.client.results import Json
 from inferpool.service.client.retries import Retry
-from inferpool.service.settings.address import key_of, url_of
+from inferpool.service.settings.address import url_of
 from inferpool.service.settings.names import FlagError
-from inferpool.service.settings.urls import without_password
 
 _FAILED = 1
 """Exit status if an input has no prediction."""
@@ -33,11 +36,7 @@ def run(args: Namespace) -> int:
     if not (args.inputs or args.text):
         raise FlagError("name a file, or give a --text")
     for name in args.inputs:
-        if "://" in name:
-            shown = without_password(name)
-            is_service = shown.startswith(("http://", "https://"))
-            hint = f"a service is named by --url {shown}" if is_service else "download it first"
-            raise FlagError(f"{shown!r} is not a file; {hint}")
+        check_is_file(name)
     if not args.timeout_s > 0:
         raise FlagError("--timeout-s: must be more than 0")
     warnings.filterwarnings("ignore", message="a str is sent as a text")  # --text asks for it
@@ -51,22 +50,21 @@ async def _run(args: Namespace) -> int:
     ] + args.text
     status = 0
     was_lost = False
-    try:
-        client = AsyncClient(
-            url_of(args.url),
-            key=key_of(args.key_file, os.environ, PREDICT_KEY_VARIABLE),
-            timeout_s=args.timeout_s,
-            on_retry=_retry_printer(args.timeout_s),
-            verify=not args.insecure and (str(args.ca_file) if args.ca_file else True),
-        )
-    except OSError as error:
-        raise FlagError(f"--ca-file: {args.ca_file}: {error}") from error
+    how_long = f", up to {Retry().max_attempts - 1} times within {args.timeout_s:g} s"
+    key, verify = access_of(args)
+    client = AsyncClient(
+        url_of(args.url),
+        key=key,
+        timeout_s=args.timeout_s,
+        on_retry=retry_printer("predict", how_long),
+        verify=verify,
+    )
     async with client:
         results = client.predict_many(
             inputs,
             model=args.model,
             version=args.model_version,
-            parameters=_parameters(args.parameter),
+            parameters=parameters_of(args.parameter),
             return_errors=True,
         )
         left = iter(names)
@@ -84,39 +82,8 @@ async def _run(args: Namespace) -> int:
                 said = [_format(each) for each in result.predictions if each not in failures]
                 sys.stdout.writelines(f"{name}: {each}\n" for each in said)
     if was_lost:
-        sys.stderr.write(
-            f"inferpool predict: is a service running at {without_password(url_of(args.url))}? "
-            "`inferpool serve` starts one, --url names another\n"
-        )
+        sys.stderr.write(lost_text("predict", url_of(args.url)))
     return status
-
-
-def _retry_printer(timeout_s: float) -> Callable[[InferpoolError, float], None]:
-    """Return a function that prints why there is no answer yet, each kind of reason once."""
-    told = set()
-
-    def tell(error: InferpoolError, _: float) -> None:
-        if error.code not in told:
-            told.add(error.code)
-            sys.stderr.write(
-                f"inferpool predict: {error.detail}; trying again, up to "
-                f"{Retry().max_attempts - 1} times within {timeout_s:g} s\n"
-            )
-
-    return tell
-
-
-def _parameters(texts: Sequence[str]) -> dict[str, object]:
-    parameters: dict[str, object] = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        if not (name and equals):
-            raise FlagError(f"--parameter: {text!r} is not NAME=VALUE")
-        try:
-            parameters[name] = json.loads(value)
-        except ValueError:
-            parameters[name] = value
-    return parameters
 
 
 def _document(name: str, result: Prediction | InferpoolError) -> dict[str, object]:

@@ -68,6 +68,14 @@ VERBS: Mapping[str, Verb] = {
         flags="inferpool.service.batch.flags:add_flags",
         code="inferpool.service.cli.batch:run",
     ),
+    "jobs": Verb(
+        summary="hand jobs to a running service, wait for them and read their results",
+        description="Hand jobs to a running service, wait for them, read their results and end "
+        "them. The service keeps them through crashes, and computes them when other calls leave "
+        "room. `inferpool jobs WHAT --help` tells of each.",
+        flags="inferpool.service.cli.job_flags:add_flags",
+        code="inferpool.service.cli.jobs:run",
+    ),
     "top": Verb(
         summary="watch a service live",
         description="Show throughput, latency, queue and workers of a service, second by second. "

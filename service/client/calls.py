@@ -254,11 +254,15 @@ class Calls:
                     left_s=deadline - time.monotonic(),
                     was_sent=not isinstance(outcome, UNSENT),
                 )
-                if self._on_retry is not None:
-                    self._on_retry(error, pause_s)
+                self.tell_retry(error, pause_s)
             yield Pause(pause_s)
             if body is not None:
                 yield Draw(body)
+
+    def tell_retry(self, error: InferpoolError, pause_s: float) -> None:
+        """Tell the user of the client why there is another attempt, and when."""
+        if self._on_retry is not None:
+            self._on_retry(error, pause_s)
 
     def request(
         self,

@@ -158,7 +158,7 @@ class JobSteps:
         self, timeout_s: float | None, on_progress: Callable[[JobInfo], None] | None
     ) -> Steps[JobInfo]:
         """Take the steps of waiting for its end, also while the service is restarted."""
-        patience = _Patience(self._calls.deadline(timeout_s))
+        patience = _Patience(self._calls, self._calls.deadline(timeout_s))
         longest_s = _POLL_S if on_progress is None else _NOTED_S
         while not self.info.is_over:
             try:
@@ -177,7 +177,7 @@ class JobSteps:
 
         There are none after the last one.
         """
-        patience = _Patience(deadline)
+        patience = _Patience(self._calls, deadline)
         while first < self.info.num_instances or not self.info.is_over:
             try:
                 if first < self.info.num_instances:
@@ -265,7 +265,8 @@ class JobSteps:
 class _Patience:
     """Decides how long to wait for a service that is away."""
 
-    def __init__(self, deadline: float) -> None:
+    def __init__(self, calls: Calls, deadline: float) -> None:
+        self._calls = calls
         self._deadline = deadline
         self._lost_at = time.monotonic() + _LOST_S
         self._num_failures = 0
@@ -304,6 +305,7 @@ class _Patience:
         if time.monotonic() + pause_s >= end:
             error.add_note("the time to wait for the job is up; it may go on in the service")
             raise error
+        self._calls.tell_retry(error, pause_s)
         return pause_s
 
 

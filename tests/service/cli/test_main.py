@@ -251,13 +251,13 @@ def test_client_only_installation_has_its_verbs_and_names_missing_packages():
     done = run("version")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("inferpool ")
-    assert run("predict", "--help").returncode == 0
+    assert run("predict", "--help").returncode == run("jobs", "--help").returncode == 0
     done = run("predict", "--text", "x", "--url", "http://127.0.0.1:9", "--timeout-s", "0.2")
     assert "is a service running at http://127.0.0.1:9?" in done.stderr
     for verb in ("serve", "config", "doctor", "tune", "chaos"):
         done = run(verb)
         assert done.returncode == 1
-        assert " is not installed. Without it, only version and predict work" in done.stderr
+        assert " is not installed. Without it, only version, predict and jobs work" in done.stderr
 
 
 def test_every_flag_of_a_setting_sets_it():

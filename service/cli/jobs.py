@@ -1,0 +1,316 @@
+"""The verb `jobs`: hands work to a service, and shows what became of it."""
+
+import contextlib
+import json
+import shutil
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Self
+
+from inferpool.service.cli.asking import (
+    access_of,
+    check_is_file,
+    lost_text,
+    parameters_of,
+    retry_printer,
+)
+from inferpool.service.cli.flags import PREDICT_KEY_VARIABLE
+from inferpool.service.client import (
+    Client,
+    ConnectError,
+    DeadlineExceededError,
+    InferpoolError,
+    Job,
+    JobInfo,
+)
+from inferpool.service.client.errors import ForbiddenError, NotFoundError, UnauthorizedError
+from inferpool.service.settings.address import url_of
+from inferpool.service.settings.names import FlagError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+_FAILED = 1
+"""Exit status if a job has no prediction, or something was refused."""
+_LATE = 3
+"""Exit status if the time to wait was up."""
+_SOME_FAILED = 4
+_INTERRUPTED = 130
+"""Exit status after Ctrl-C, as in shells (128 + SIGINT)."""
+_STDIN = "-"
+_WHOLE = (".jsonl", ".ndjson", ".tar")
+"""Endings of files that hold all inputs of a job."""
+_TELL_S = 10.0
+"""How often a line tells how a job goes on, where there is no terminal."""
+
+
+def run(args: Namespace) -> int:
+    """Do what was asked for; return the exit status.
+
+    Raises:
+        FlagError: The flags make no sense.
+    """
+    for name, least in (("limit", 1), ("first", 0)):
+        if getattr(args, name, least) < least:
+            raise FlagError(f"--{name}: must be at least {least}")
+    if (timeout_s := getattr(args, "timeout_s", None)) is not None and not timeout_s > 0:
+        raise FlagError("--timeout-s: must be more than 0")
+    url = url_of(args.url)
+    key, verify = access_of(args)
+    with Client(url, key=key, verify=verify, on_retry=retry_printer("jobs", "")) as client:
+        try:
+            return _do(client, args)
+        except InferpoolError as error:
+            _say(error)
+            if isinstance(error, ConnectError):
+                sys.stderr.write(lost_text("jobs", url))
+            return _LATE if _is_late(error) else _FAILED
+
+
+def _do(client: Client, args: Namespace) -> int:
+    match args.what:
+        case "submit":
+            return _submit(client, args)
+        case "list":
+            return _list(client, args)
+        case "show":
+            return _show(client.job(args.id).info, args)
+        case "result":
+            return _print_result(client.job(args.id), args)
+        case "wait":
+            return _wait(client, args.id, args.timeout_s)
+        case "cancel":
+            return max([_end(client, id, deletes=False) for id in args.id])
+    return max([_end(client, id, deletes=True) for id in args.id])
+
+
+def _submit(client: Client, args: Namespace) -> int:
+    with _inputs_of(args.inputs) as inputs:
+        job = client.submit(
+            inputs,
+            model=args.model,
+            parameters=parameters_of(args.parameter),
+            priority=args.priority,
+            webhook=args.webhook,
+            id=args.id,
+        )
+    sys.stdout.write(f"{job.id}\n")
+    sys.stdout.flush()
+    return _wait(client, [job.id], args.timeout_s) if args.wait else 0
+
+
+@contextlib.contextmanager
+def _inputs_of(names: Sequence[str]) -> Iterator[object]:
+    """Return what to submit: a file that is a whole job, a file, or several files."""
+    paths = [Path(name) for name in names]
+    for name, path in zip(names, paths, strict=True):
+        check_is_file(name)
+        if path.is_dir():
+            raise FlagError(f"{name} is a folder; name its files, such as {name.rstrip('/')}/*")
+        if len(names) > 1 and (name == _STDIN or path.suffix.lower() in _WHOLE):
+            raise FlagError(f"{name} is a whole job: submit it alone")
+    if names == [_STDIN]:
+        with tempfile.NamedTemporaryFile(suffix=".jsonl") as file:
+            shutil.copyfileobj(sys.stdin.buffer, file)
+            file.flush()
+            yield Path(file.name)
+        return
+    yield paths[0] if len(paths) == 1 else paths
+
+
+def _list(client: Client, args: Namespace) -> int:
+    found = [job.info for job in client.jobs(states=args.state, limit=args.limit + 1)]
+    shown = found[: args.limit]
+    if args.json:
+        sys.stdout.writelines(f"{json.dumps(each.document)}\n" for each in shown)
+    else:
+        rows = [("ID", "STATE", "MODEL", "DONE", "FAILED", "CREATED")]
+        for each in shown:
+            done = f"{each.num_done} of {each.num_instances}"
+            created = _moment(each.created_at)
+            rows.append((each.id, each.state, each.model, done, str(each.num_failed), created))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows:
+            sys.stdout.write("  ".join(map(str.ljust, row, widths)).rstrip() + "\n")
+    if len(found) > len(shown):
+        sys.stderr.write("inferpool jobs: there are more; --limit N lists them\n")
+    return 0
+
+
+def _show(info: JobInfo, args: Namespace) -> int:
+    if args.json:
+        sys.stdout.write(f"{json.dumps(info.document)}\n")
+        return 0
+    versions = ", ".join(map(str, info.versions))
+    facts = {
+        "id": info.id,
+        "state": info.state,
+        "error": info.error.detail if info.error else "",
+        "model": info.model + (f", version {versions}" if versions else ""),
+        "instances": f"{info.num_done} of {info.num_instances} done, {info.num_failed} failed",
+        "priority": str(info.document.get("priority", "")),
+        "webhook": info.document.get("webhook") or "",
+        "created": _moment(info.created_at),
+        "started": _moment(info.started_at),
+        "ended": _moment(info.ended_at),
+        "expires": _moment(info.expires_at),
+        "request": info.request_id,
+    }
+    sys.stdout.writelines(f"{name:<11}{value}\n" for name, value in facts.items() if value)
+    return 0
+
+
+def _print_result(job: Job, args: Namespace) -> int:
+    info = job.info
+    if not (info.is_over or args.follow):
+        sys.stderr.write(
+            f"inferpool jobs: {info.id} is {info.state}, with {_counts(info)}; --follow prints "
+            f"predictions as they come, `inferpool jobs wait {info.id}` waits for the end\n"
+        )
+        return _FAILED
+    try:
+        with _output(args.output) as output:
+            for line in job.lines(first=args.first):
+                output.write(line + b"\n")
+                if args.follow:
+                    output.flush()
+    finally:
+        sys.stdout.flush()
+    return _status_of(job.info)
+
+
+@contextlib.contextmanager
+def _output(path: Path | None) -> Iterator[IO[bytes]]:
+    if path is None:
+        yield sys.stdout.buffer
+        return
+    try:
+        file = path.open("wb")
+    except OSError as error:
+        raise FlagError(f"--output: {path}: {error.strerror}") from error
+    with file:
+        yield file
+
+
+def _wait(client: Client, ids: Sequence[str], timeout_s: float | None) -> int:
+    end = None if timeout_s is None else time.monotonic() + timeout_s
+    statuses = []
+    try:
+        for id in ids:
+            left_s = None if end is None else max(end - time.monotonic(), 1e-3)
+            try:
+                job = client.job(id)
+                with _Progress(job.info) as progress:
+                    info = job.wait(left_s, progress.show)
+            except NotFoundError as error:  # the others may be there
+                _say(error)
+                statuses.append(_FAILED)
+                continue
+            reason = f" ({info.error.detail})" if info.error else ""
+            sys.stdout.write(f"{id}: {info.state}, {_counts(info)}{reason}\n")
+            sys.stdout.flush()
+            statuses.append(_status_of(info))
+    except KeyboardInterrupt:
+        sys.stderr.write("inferpool jobs: the jobs go on; `inferpool jobs list` shows them\n")
+        return _INTERRUPTED
+    return _FAILED if _FAILED in statuses else max(statuses)
+
+
+def _end(client: Client, id: str, *, deletes: bool) -> int:
+    try:
+        job = client.job(id)
+        if deletes:
+            job.delete()
+            sys.stdout.write(f"{id}: deleted\n")
+            return 0
+        info = job.cancel()
+    except NotFoundError as error:
+        _say(error)
+        return _FAILED
+    if info.state == "cancelled":
+        sys.stdout.write(f"{id}: cancelled, {_counts(info)}\n")
+    else:
+        sys.stdout.write(f"{id}: had {info.state} already\n")
+    return 0
+
+
+class _Progress:
+    """Shows how a job goes on: a bar on a terminal, and else a line now and then."""
+
+    def __init__(self, info: JobInfo) -> None:
+        self._bar = _bar(info) if sys.stderr.isatty() else None
+        self._told_at = time.monotonic()
+
+    def __enter__(self) -> Self:
+        """Begin to show."""
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave nothing on the terminal."""
+        if self._bar is not None:
+            self._bar.stop()
+
+    def show(self, info: JobInfo) -> None:
+        """Show how it is now."""
+        if self._bar is not None:
+            speed = self._bar.tasks[0].speed
+            rate = f"{speed:,.1f}/s" if speed else info.state
+            self._bar.update(self._bar.task_ids[0], completed=info.num_done, rate=rate)
+        elif time.monotonic() - self._told_at >= _TELL_S and not info.is_over:
+            self._told_at = time.monotonic()
+            sys.stderr.write(f"{info.id}: {info.state}, {_counts(info)}\n")
+
+
+def _bar(info: JobInfo) -> "Progress | None":
+    try:
+        from rich import console, progress
+    except ModuleNotFoundError:  # only the client is installed
+        return None
+    bar = progress.Progress(
+        progress.TextColumn("{task.description}", markup=False),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TextColumn("{task.fields[rate]}"),
+        progress.TimeRemainingColumn(),
+        console=console.Console(stderr=True),
+        transient=True,
+    )
+    bar.add_task(info.id, total=info.num_instances, completed=info.num_done, rate=info.state)
+    return bar
+
+
+def _status_of(info: JobInfo) -> int:
+    if info.state != "succeeded":
+        return _FAILED
+    return _SOME_FAILED if info.num_failed else 0
+
+
+def _counts(info: JobInfo) -> str:
+    done = f"{info.num_done:,} of {info.num_instances:,} done"
+    return f"{done}, {info.num_failed:,} failed" if info.num_failed else done
+
+
+def _moment(time_s: float | None) -> str:
+    if time_s is None:
+        return ""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_s))
+
+
+def _say(error: InferpoolError) -> None:
+    """Print an error, and what to do about it."""
+    hint = ""
+    if isinstance(error, UnauthorizedError | ForbiddenError):
+        hint = f"; --key-file PATH or the variable {PREDICT_KEY_VARIABLE} gives another key"
+    elif error.code == NotFoundError.code:
+        hint = '; the service may have no jobs (job_store = "none"), or be another server'
+    sys.stderr.write(f"inferpool jobs: {error.detail}{hint}\n")
+
+
+def _is_late(error: InferpoolError) -> bool:
+    return isinstance(error, DeadlineExceededError) and error.status is None
