@@ -18,6 +18,7 @@ from inferpool.service.api.routes.events import (
     Percentiles,
     Sample,
     State,
+    StoredJobs,
 )
 from inferpool.service.api.routes.health import (
     FrontHealth,
@@ -29,6 +30,7 @@ from inferpool.service.api.routes.health import (
     WorkerHealth,
 )
 from inferpool.service.api.routes.models import SwapFigures, VersionInfo
+from inferpool.service.jobs.http.documents import JobError, JobInfo
 
 NUMBERS = (InputDescription(name="x", dtype="float32", shape=(-1, 3)),)
 IMAGE = (InputDescription(name="image", dtype="uint8", shape=(-1, -1, -1, 3)),)
@@ -40,6 +42,9 @@ STUB = """
 const scenario = %s;
 const askFor = window.fetch;
 window.fetch = (url, options) => {
+  if (scenario.jobs.length && url.startsWith("jobs?")) {
+    return Promise.resolve(Response.json({ jobs: scenario.jobs, next: null }));
+  }
   if (url !== "events") return askFor(url, options);
   if (scenario.status !== 200) {
     return Promise.resolve(new Response(scenario.events[0], { status: scenario.status }));
@@ -67,12 +72,14 @@ class Scenario:
     next: int | None = None
     """Status of later answers, once the first stream has ended; None: it stays open."""
     problem: dict[str, Any] = field(default_factory=dict)
+    jobs: Sequence[JobInfo] = ()
+    """The latest jobs."""
 
     def script(self) -> str:
         """Return the script that a browser runs before the page's own."""
         events = [msgspec.json.encode(event).decode() for event in self.events]
         bodies = events or [msgspec.json.encode(self.problem).decode()]
-        told = {"events": bodies, "status": self.status, "next": self.next}
+        told = {"events": bodies, "status": self.status, "next": self.next, "jobs": self.jobs}
         return STUB % msgspec.json.encode(told).decode()
 
 
@@ -270,6 +277,53 @@ def changing() -> State:
     )
 
 
+def job(id: str, state: str, num_done: int, **changes: Any) -> JobInfo:
+    now = time.time()
+    usual = JobInfo(
+        id=id,
+        state=state,  # type: ignore[arg-type]  # one of them
+        model=MODEL,
+        versions=[1] if num_done else [],
+        num_instances=12_000,
+        num_done=num_done,
+        num_failed=0,
+        num_bytes=48 << 20,
+        priority=5,
+        created_at=now - 190,
+        started_at=now - 180 if num_done else None,
+        ended_at=now - 20 if state == "succeeded" else None,
+        expires_at=None,
+        error=None,
+        webhook=None,
+        request_id="a1",
+    )
+    return replace(usual, **changes)
+
+
+def with_jobs(before: State) -> tuple[State, Sequence[JobInfo]]:
+    """Return a state with jobs, and the latest of these."""
+    stored = StoredJobs(
+        open=True,
+        by_state={"queued": 1, "running": 1, "succeeded": 3, "failed": 1, "cancelled": 1},
+        instances_waiting=16_688,
+        instances_per_s=412.0,
+        store_bytes=311 << 20,
+    )
+    latest = [
+        job("2f9c0e7a51d84c1b", "queued", 0),
+        job("nightly-2031-05-02", "running", 7_312, num_failed=12),
+        job("nightly-2031-05-01", "succeeded", 12_000, num_failed=3),
+        job("91ab7c3e5f02d6a8", "failed", 40, num_instances=40, num_failed=40),
+        job(
+            "5d3b0a9c7e1f2648",
+            "cancelled",
+            900,
+            error=JobError(code="cancelled", message="the job was cancelled"),
+        ),
+    ]
+    return replace(before, jobs=stored), latest
+
+
 def without_models(before: State) -> State:
     """Return the next event of a service whose models were removed."""
     health = replace(before.health, status="unavailable", ready=False, models=[])
@@ -290,6 +344,7 @@ def scenarios() -> dict[str, Scenario]:
         1, state="starting", reason="compiling compiled_bf16, 40 s so far",
         pid=None, rss_bytes=None, speed=None, num_batches=0, last_answer_age_s=None,
     )  # fmt: skip
+    stored, latest = with_jobs(state(samples=load))
     gone = {"pid": None, "rss_bytes": None, "speed": None, "last_answer_age_s": None}
     lost = [
         worker(number, state="failed", reason="weights.pth: there is no such file", **gone)
@@ -325,6 +380,7 @@ def scenarios() -> dict[str, Scenario]:
         "disconnected": Scenario(events=[state(samples=load, endings=[killed])], next=502),
         "quarantine": Scenario(events=[state(samples=load, quarantined=3, endings=[killed])]),
         "changing": Scenario(events=[changing()]),
+        "jobs": Scenario(events=[stored], jobs=latest),
         "nothing": Scenario(events=[without_models(state())]),
         "locked": Scenario(
             events=[], status=401, problem={"code": "unauthorized", "detail": "this needs a key"}

@@ -30,6 +30,15 @@ export function showProblem(place, document, onKey = null) {
   place.replaceChildren(problem(document), ...(onKey ? [keyForm(onKey)] : []));
 }
 
+/** The problem document of an answer that has failed. */
+export function problemOf(text, response) {
+  try {
+    return { ...JSON.parse(text), retryAfter: response.headers.get("retry-after") };
+  } catch {
+    return { title: `Status ${response.status}`, detail: text.slice(0, 500) };
+  }
+}
+
 function problem({ title, detail, code, status, request_id: id, retryAfter, errors = [] }) {
   const facts = [code && `code ${code}`, status && `status ${status}`, id && `request ${id}`, retryAfter && `try again in ${retryAfter} s`];
   const rest = errors.slice(MAX_FAILURES);

@@ -3,7 +3,7 @@
 import { $, h, setText } from "./dom.js";
 import { bytes, json } from "./format.js";
 import { keyHeaders, setKey } from "./keys.js";
-import { showAnswer, showProblem } from "./result.js";
+import { problemOf, showAnswer, showProblem } from "./result.js";
 
 const MAX_ZEROS = 20_000; // numbers: more are no use to anyone in an editor
 const DEFAULT_FILE_TYPE = "application/octet-stream";
@@ -174,12 +174,4 @@ async function send() {
 function askForKey(key) {
   setKey("predict", key);
   send();
-}
-
-function problemOf(text, response) {
-  try {
-    return { ...JSON.parse(text), retryAfter: response.headers.get("retry-after") };
-  } catch {
-    return { title: `Status ${response.status}`, detail: text.slice(0, 500) };
-  }
 }

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import httpx
@@ -16,7 +17,7 @@ import pytest
 from tests.browser import chromium
 from tests.e2e.running import FAULTY, Running, running
 from tests.page_shots import PHOTO
-from tests.page_states import Scenario, changing, scenarios, state, without_models
+from tests.page_states import Scenario, changing, scenarios, state, with_jobs, without_models
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -73,6 +74,7 @@ def opened(
 
 
 WITH_KEY = f'sessionStorage.setItem("inferpool.key.metrics", "{KEY}")'
+WITH_OTHER_KEY = f'{WITH_KEY}; sessionStorage.setItem("inferpool.key.predict", "not-the-right-key")'
 
 
 def live(browser: "Browser", service: Running, path: str = "/"):
@@ -203,7 +205,7 @@ def test_every_state_has_its_word(browser, service):
         assert page.evaluate(judge, events) == BADGES
 
 
-@pytest.mark.parametrize("name", ["busy", "failed", "disconnected", "changing"])
+@pytest.mark.parametrize("name", ["busy", "failed", "disconnected", "changing", "jobs"])
 def test_a_phone_shows_all_of_it_without_scrolling_sideways(browser, service, name):
     script = scenarios()[name].script()
     with opened(browser, service.url, script, width=360) as page:
@@ -242,6 +244,45 @@ def test_versions_are_shown_with_their_figures_and_the_change_that_goes_on(brows
         page.select_option("#model", "new")  # which loads for the first time
         page.wait_for_selector("#figures :text('no version serves')")
         assert page.inner_text("#change") == "add"
+
+
+def test_jobs_are_shown_as_they_go_on_and_can_be_cancelled_and_saved(browser, service):
+    headers = {"Authorization": f"Bearer {KEY}"}
+
+    def begin(id: str, *instances: object) -> None:
+        path = f"{service.url}/jobs/{id}?model=faulty"
+        answer = httpx.put(path, json={"instances": instances}, headers=headers)
+        assert answer.status_code == 202, answer.text
+
+    begin("short", {"n": 1}, {"n": 2, "do": "raise"})
+    with live(browser, service) as page:
+        short, long = (f"#jobs [data-key={id}]" for id in ("short", "long"))
+        page.wait_for_selector(f"{short} .badge:text('succeeded')")
+        assert page.inner_text(f"{short} .progress").startswith("2 of 2 instances")
+        assert page.inner_text(f"{short} .progress").endswith("1 failed")
+        with page.expect_download() as saved:
+            page.click(f"{short} :text('Result')")
+        predictions = json.loads(saved.value.path().read_text())["predictions"]
+        assert [each.get("twice") for each in predictions] == [2, None]
+        begin("long", *100 * [{"n": 1, "do": "sleep"}])
+        page.click(f"{long} :text('Cancel')")
+        page.wait_for_selector(f"{long} .badge:text('cancelled')")
+        page.wait_for_selector("#jobs-facts:has-text('cancelled 1')")
+        assert page.is_hidden(f"{long} button")
+    with opened(browser, service.url, WITH_OTHER_KEY) as page:
+        page.fill("#jobs-problem input", KEY)
+        page.keyboard.press("Enter")
+        page.wait_for_selector(short)
+
+
+def test_jobs_of_a_store_that_does_not_open_are_not_asked_for(browser, service):
+    closed = replace(state(), jobs=replace(with_jobs(state())[0].jobs, open=False))
+    with opened(browser, service.url, Scenario(events=[closed]).script()) as page:
+        page.wait_for_selector("#jobs-count:text('their store is not open')")
+        assert page.locator("#jobs li").count() == 0
+    with opened(browser, service.url, scenarios()["busy"].script()) as page:
+        page.wait_for_selector(".worker")
+        assert page.is_hidden("#jobs-part")
 
 
 def test_models_go_and_come_while_the_page_is_open(browser, service):
