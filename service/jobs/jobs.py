@@ -109,15 +109,11 @@ class Jobs:
         self._num_ended = dict.fromkeys(STATES[len(UNFINISHED) :], 0)
         self.durations = Distribution(_DURATION_EDGES_S)
         """Seconds from the arrival of each job to its end."""
-        self._spool: tempfile.TemporaryDirectory[str] | None = None
 
     @property
     def spool_folder(self) -> Path:
-        """The folder for bodies on their way, which is empty at each start."""
-        if self._spool is None:
-            beside = None if self._is_shared else self._place
-            self._spool = tempfile.TemporaryDirectory(prefix="spool-", dir=beside)
-        return Path(self._spool.name)
+        """The folder for bodies on their way, which are files without names."""
+        return Path(tempfile.gettempdir() if self._is_shared else self._place)
 
     @property
     def is_open(self) -> bool:
@@ -156,8 +152,6 @@ class Jobs:
             store, self._store = self._store, None
             self._problem = "this server is shutting down"
             await in_thread(store.close)
-        if self._spool is not None:
-            self._spool.cleanup()
 
     async def until_open(self) -> None:
         """Wait a moment for the store to open.

@@ -14,7 +14,7 @@ import msgspec
 from multipart import MultipartSegment  # type: ignore[import-untyped]  # has no annotations
 
 from inferpool.service.api.codecs import parameters
-from inferpool.service.api.codecs.body import BodyContext, Payload
+from inferpool.service.api.codecs.body import BodyContext, Limits, Payload
 from inferpool.service.api.codecs.files import (
     is_label,
     place_of_file,
@@ -39,6 +39,7 @@ TAR_TYPE = "application/x-tar"
 JOB_TYPES = (*TYPES, LINES_TYPES[0], TAR_TYPE)
 """The content types that are read, for messages and for the documentation."""
 
+_FORM_TYPE = "multipart/form-data"
 _MAX_AT_ONCE = 16_384
 """The most instances of a body that is read whole. The parser of JSON has a field for each, and
 takes 10 MB and 30 ms to build for so many."""
@@ -80,14 +81,24 @@ def read_body(content_type: bytes, path: Path, head: BodyContext) -> JobBody:
     head = msgspec.structs.replace(
         head, limits=msgspec.structs.replace(head.limits, max_instances=most)
     )
-    bare = content_type.partition(b";")[0].strip().lower()
-    if bare == b"multipart/form-data":
+    bare = _bare(content_type)
+    if bare == _FORM_TYPE:
         return _read_form(content_type, path, head)
-    reader = _READERS.get(bare.decode("latin-1"))
+    reader = _READERS.get(bare)
     if reader is None:
         return _read_whole(content_type, path, head)
     given = parameters.merge(parameters.from_query(head.query))
     return JobBody(given, lambda: _checked(reader(path, head)))
+
+
+def most_bytes(content_type: bytes, limits: Limits) -> int:
+    """Return how long a body of a type may be: only those that are read in pieces may be large."""
+    bare = _bare(content_type)
+    return limits.most_bytes(of_job=bare == _FORM_TYPE or bare in _READERS)
+
+
+def _bare(content_type: bytes) -> str:
+    return content_type.partition(b";")[0].strip().lower().decode("latin-1")
 
 
 def _checked(instances: Iterable[StoredInstance]) -> Iterator[StoredInstance]:

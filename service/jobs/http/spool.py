@@ -1,10 +1,9 @@
 """Takes the body of a new job onto a disk, so that it is never whole in memory."""
 
-import contextlib
 import errno
 import hashlib
 import os
-import secrets
+import tempfile
 import threading
 from pathlib import Path
 from types import TracebackType
@@ -22,9 +21,9 @@ _FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Spool:
-    """A body in a file of its own, which only this user may read. One task at a time writes it.
+    """A body in a file without a name, which goes with this process. One task at a time writes it.
 
-    The file need not outlive a crash: nobody was promised anything before the job is stored.
+    It need not outlive a crash: nobody was promised anything before the job is stored.
     """
 
     def __init__(self, folder: Path, most_bytes: int) -> None:
@@ -32,10 +31,9 @@ class Spool:
 
         Args:
             folder: Where the file will be.
-            most_bytes: The longest body, which is the setting `max_job_bytes`.
+            most_bytes: The longest body.
         """
-        self.path = folder / f"body-{secrets.token_hex(8)}"
-        """The file. It is there from `finish` to `close`."""
+        self._folder = folder
         self.num_bytes = 0
         """The length of the body so far."""
         self._most_bytes = most_bytes
@@ -57,6 +55,11 @@ class Spool:
         """See `close`."""
         self.close()
 
+    @property
+    def path(self) -> Path:
+        """The file, from `finish` to `close`: as this process alone may open it (proc(5))."""
+        return Path(f"/proc/self/fd/{self._fd}")
+
     async def write(self, chunk: bytes) -> None:
         """Take the next piece of the body.
 
@@ -67,8 +70,7 @@ class Spool:
         """
         if self.num_bytes + len(chunk) > self._most_bytes:
             raise TooLargeError(
-                f"the body is larger than the limit of {self._most_bytes} bytes (the setting "
-                "max_job_bytes)"
+                f"the body is larger than the limit of {self._most_bytes} bytes for its type"
             )
         self._pending += chunk
         self.num_bytes += len(chunk)
@@ -91,13 +93,11 @@ class Spool:
         return digest.hexdigest()
 
     def close(self) -> None:
-        """Remove the file, if there is one. Whoever has opened it may read on."""
+        """Give the file up, if there is one. Whoever has opened it may read on."""
         self._is_closed = True
         fd, self._fd = self._fd, None
         if fd is None:
             return
-        with contextlib.suppress(OSError):
-            self.path.unlink()
         if self.num_bytes < _LARGE_BYTES:
             os.close(fd)
         else:  # the last descriptor gives the blocks back
@@ -122,8 +122,8 @@ class Spool:
     def _append(self, piece: bytearray) -> None:
         """Write a piece to the end of the file. Runs in a thread."""
         if self._fd is None:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-            self._fd = os.open(self.path, flags, 0o600)
+            self._fd, name = tempfile.mkstemp(prefix="body-", dir=self._folder)
+            os.unlink(name)
         self._digest.update(piece)
         left = memoryview(piece)
         while left:

@@ -16,6 +16,7 @@ from inferpool.service.errors import (
     OverQuotaError,
     StoreFullError,
 )
+from inferpool.service.jobs.http.reading import most_bytes
 from inferpool.service.jobs.http.spool import Spool
 
 _MOST_UPLOADS = 64
@@ -49,14 +50,15 @@ class Uploads:
             OverQuotaError: The owner's bodies on their way would take more than its jobs may.
             SlowBodyError: It does not arrive in time.
             StoreFullError: The disk has no room for it.
-            TooLargeError: It is larger than all jobs of an owner may be.
+            TooLargeError: It is larger than bodies of its type may be.
         """
         if self._num >= _MOST_UPLOADS:
             raise OverloadedError(
                 f"{self._num} jobs are being sent already; try again later", retry_after_s=5
             )
         self._num += 1
-        spool = Spool(folder, self._limits.max_job_bytes)
+        content_type = request.headers.get("content-type", "").encode("latin-1")
+        spool = Spool(folder, most_bytes(content_type, self._limits))
         try:
             await self._fill(spool, request, owner, folder)
             yield spool
