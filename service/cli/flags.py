@@ -20,6 +20,7 @@ _SETTINGS_FLAGS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "port": ("N", "TCP port to listen on (default: 8000)"),
         "watch": ("FOLDER", "serve the models in a folder as they come and go"),
         "front-ends": ("N", 'processes that take requests (default: "auto")'),
+        "job-store": ("PLACE", 'a folder or postgresql://… for jobs, or "none"'),
     },
     "access": {
         "predict-keys-file": ("PATH", "API keys for predictions, one per line"),

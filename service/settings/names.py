@@ -24,7 +24,7 @@ FLAGS: Mapping[str, str] = {
         *("admin_keys_file", "cors_origins", "tls_certificate", "tls_key", "log_format"),
         *("log_level", "replicas", "devices", "placement", "devices_per_replica"),
         *("gpu_memory_fraction", "weights", "max_batch_size", "objective_p99_ms", "speed"),
-        *("decode", "decoders", "watch"),
+        *("decode", "decoders", "watch", "job_store"),
     )
 }
 """The settings that have a flag. Flags for models apply to each model served."""

@@ -1,0 +1,222 @@
+"""Jobs of real services, which are killed while they take and compute them."""
+
+import contextlib
+import itertools
+import json
+import os
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.running import FAULTY, Running, running, until
+from tests.ports import free_port
+from tests.postgres import find_programs, postgres
+
+JSONL = {"content-type": "application/jsonl"}
+_PATIENCE_S = 600.0
+_MOST_IN_FLIGHT = 512
+"""Instances that a service may compute again after it was killed, and some more."""
+
+
+class KilledService:
+    """A service that is started again each time that it was killed."""
+
+    def __init__(
+        self, name: str, place: str, calls: Path, *, lives_s: float, fronts: int, forward_s: float
+    ) -> None:
+        self.port = free_port()
+        self.num_kills = 0
+        self._lives_s = lives_s
+        self._is_over = threading.Event()
+        self._arguments = ("--job-store", place, "--front-ends", str(fronts))
+        options = {"forward_s": forward_s, "calls": str(calls)}
+        self._model = {"source": FAULTY, "replicas": 2, "options": options}
+        self._seed = random.Random(name)
+        self._thread = threading.Thread(target=self._live, name=name)
+        self._now: Running | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def kill_worker(self) -> None:
+        """Kill one of its workers, if it has one."""
+        with contextlib.suppress(httpx.HTTPError, ProcessLookupError, KeyError, ValueError):
+            service = self._now
+            pids = service.worker_pids() if service is not None else []
+            if pids:
+                os.kill(self._seed.choice(pids), signal.SIGKILL)
+                self.num_kills += 1
+
+    @contextlib.contextmanager
+    def alive(self) -> Iterator[Running]:
+        """Run it once, without kills."""
+        settings = {"models": {"m": self._model}}
+        with running(*self._arguments, settings=settings, port=self.port, ready=False) as service:
+            yield service
+
+    def _live(self) -> None:
+        while not self._is_over.is_set():
+            with self.alive() as service:
+                service.wait_until_listening()
+                self._now = service
+                self._is_over.wait(self._lives_s * self._seed.uniform(0.7, 1.3))
+                self._now = None
+                service.signal(signal.SIGKILL)
+                service.wait()
+                self.num_kills += 1
+
+
+def submit(client: httpx.Client, urls: Sequence[str], id: str, numbers: Sequence[int]) -> None:
+    """Make a job, and ask again until a service has said that it keeps it."""
+    lines = "".join(json.dumps({"n": number}) + "\n" for number in numbers)
+    deadline = time.monotonic() + _PATIENCE_S
+    for url in itertools.cycle(urls):
+        assert time.monotonic() < deadline
+        with contextlib.suppress(httpx.TransportError):
+            made = client.put(f"{url}/jobs/{id}", content=lines, headers=JSONL)
+            if made.status_code == 202:
+                return
+            assert made.status_code in (404, 503), made.text  # the model may not be there yet
+        time.sleep(0.05)
+
+
+def num_done(client: httpx.Client, urls: Sequence[str], ids: Sequence[str]) -> int:
+    """Return how many jobs are over, as the first service says that answers."""
+    for url in urls:
+        with contextlib.suppress(httpx.HTTPError):
+            listed = client.get(f"{url}/jobs", params={"limit": 1000}).raise_for_status().json()
+            over = {job["id"] for job in listed["jobs"] if job["ended_at"] is not None}
+            return len(over & set(ids))
+    return 0
+
+
+def check_all(service: Running, ids: Sequence[str], numbers: Sequence[Sequence[int]]) -> None:
+    """Check that each instance is in its job's result exactly once, and right."""
+    for id, wanted in zip(ids, numbers, strict=True):
+        job = service.get(f"/jobs/{id}", params={"wait": 60}).json()
+        assert (job["state"], job["num_failed"]) == ("succeeded", 0), job
+        result = service.get(f"/jobs/{id}/result", headers={"accept": "application/jsonl"})
+        lines = [json.loads(line) for line in result.text.splitlines()]
+        assert [line["index"] for line in lines] == list(range(len(wanted)))
+        assert [line["prediction"]["twice"] for line in lines] == [2 * n for n in wanted]
+
+
+def kill_and_check(
+    place: str,
+    tmp_path: Path,
+    *,
+    num_services: int,
+    num: int,
+    fronts: int,
+    lives_s: float,
+    forward_s: float,
+) -> None:
+    """Compute jobs while services and their workers are killed, and check all results."""
+    calls = tmp_path / "calls"
+    services = [
+        KilledService(
+            f"service {i}", place, calls, lives_s=lives_s, fronts=fronts, forward_s=forward_s
+        )
+        for i in range(num_services)
+    ]
+    per_job = num // 10
+    numbers = [range(i * per_job + 1, (i + 1) * per_job + 1) for i in range(10)]
+    ids = [f"job-{i}" for i in range(10)]
+    urls = [service.url for service in services]
+    for service in services:
+        service.start()
+    try:
+        with httpx.Client(timeout=30) as client:
+            for id, each in zip(ids, numbers, strict=True):
+                submit(client, urls, id, each)
+            deadline = time.monotonic() + _PATIENCE_S
+            while num_done(client, urls, ids) < len(ids):
+                assert time.monotonic() < deadline
+                time.sleep(2)
+                for service in services:
+                    service.kill_worker()
+    finally:
+        for service in services:
+            service.stop()
+    with services[0].alive() as last:
+        last.wait_until_ready()
+        check_all(last, ids, numbers)
+    computed = Counter(map(int, calls.read_text().split()))
+    del computed[0]  # workers warm up with it
+    assert set(computed) == set(range(1, num + 1))
+    num_kills = sum(service.num_kills for service in services)
+    assert sum(computed.values()) <= num + num_kills * _MOST_IN_FLIGHT
+    assert max(computed.values()) <= 1 + num_kills
+
+
+def test_no_job_is_lost_while_the_service_is_killed(tmp_path: Path) -> None:
+    place = str(tmp_path / "jobs")
+    kill_and_check(place, tmp_path, num_services=1, num=600, fronts=2, lives_s=5, forward_s=0.2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_no_job_is_lost_while_the_service_is_killed_for_long(tmp_path: Path) -> None:
+    place = str(tmp_path / "jobs")
+    kill_and_check(place, tmp_path, num_services=1, num=10_000, fronts=2, lives_s=5, forward_s=0.3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(find_programs() is None, reason="PostgreSQL is not installed")
+def test_no_job_is_lost_by_two_services_that_share_a_store(tmp_path: Path) -> None:
+    with postgres() as url:
+        kill_and_check(
+            url, tmp_path, num_services=2, num=10_000, fronts=1, lives_s=5, forward_s=0.3
+        )
+
+
+def test_a_job_survives_a_restart_and_keeps_its_place(tmp_path: Path) -> None:
+    settings = {"models": {"m": {"source": FAULTY, "replicas": 1}}}
+    place = ("--job-store", str(tmp_path / "jobs"))
+    with running(*place, settings=settings, ready=False) as service:
+        service.wait_until_ready()
+        made = service.post("/jobs", content='{"n": 1}\n' * 3, headers=JSONL)
+        assert made.status_code == 202
+        service.signal(signal.SIGTERM)
+        assert service.wait() == 0
+    with running(*place, settings=settings) as service:
+        job = service.get(made.headers["location"], params={"wait": 60}).json()
+        assert (job["state"], job["num_done"]) == ("succeeded", 3)
+        until(lambda: 'inferpool_jobs{state="queued"} 0' in service.metrics())
+
+
+def test_the_job_store_lies_in_the_users_state_folder(tmp_path: Path) -> None:
+    settings = tmp_path / "a" / "inferpool.toml"
+    settings.parent.mkdir()
+    settings.write_text(f'[models.m]\nsource = "{FAULTY}"\nreplicas = 1\n')
+    env = {"XDG_STATE_HOME": str(tmp_path / "state")}
+    with running("--config", str(settings), env=env) as service:
+        assert service.post("/jobs", content='{"n": 1}\n', headers=JSONL).status_code == 202
+        (place,) = (tmp_path / "state" / "inferpool" / "jobs").iterdir()
+        assert place.stat().st_mode & 0o777 == 0o700
+        assert (place / "jobs.sqlite3").stat().st_mode & 0o777 == 0o600
+        assert not list(settings.parent.glob("*jobs*"))
+
+
+def test_a_service_without_a_place_for_jobs_says_so(tmp_path: Path) -> None:
+    settings = {"models": {"m": {"source": FAULTY, "replicas": 1}}}
+    with running("--job-store", "none", settings=settings) as service:
+        assert service.post("/jobs", json={"instances": [{"n": 1}]}).status_code == 404
+        answer = service.ask({"n": 1}, headers={"prefer": "respond-async"})
+        assert (answer.status_code, answer.json()["predictions"][0]["twice"]) == (200, 2)
