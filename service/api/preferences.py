@@ -1,4 +1,4 @@
-"""What a client prefers, by the header `Prefer` (RFC 7240)."""
+"""Reads what a client prefers from the header `Prefer` (RFC 7240)."""
 
 from collections.abc import Iterable
 from typing import NamedTuple

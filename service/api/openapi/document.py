@@ -46,8 +46,6 @@ TAGS: Sequence[Mapping[str, str]] = (
 )
 
 _MAKES_JOB = ("create_job", "put_job")
-_PATHS_OF_JOBS = frozenset({"/predict", "/predict/{model}"})
-"""Paths of `/predict` whose calls may become jobs."""
 _VALIDATION = ("HTTPValidationError", "ValidationError")
 """FastAPI's own form of errors, which the service does not use."""
 
@@ -89,10 +87,8 @@ def complete(
             if field in schemas.get(name, {}).get("properties", {}):
                 schemas[name]["properties"][field]["description"] = text
     if models is not None:
-        predicting = predict.predict_paths(models, default, examples)
-        if "JobInfo" in schemas:
-            for path in _PATHS_OF_JOBS & predicting.keys():
-                predicting[path]["post"]["responses"]["202"] = predict.job_answer()
+        has_jobs = "JobInfo" in schemas
+        predicting = predict.predict_paths(models, default, examples, has_jobs=has_jobs)
         schema["paths"] = {**predicting, **paths}
         schemas |= predict.SCHEMAS
     schemas |= problems.SCHEMAS

@@ -116,9 +116,18 @@ PIXEL: str = EXAMPLES["requests"]["image"]["value"]["instances"][0]["b64"]
 
 
 def predict_paths(
-    models: Sequence[str], default: str | None, examples: Mapping[str, object] | None = None
+    models: Sequence[str],
+    default: str | None,
+    examples: Mapping[str, object] | None = None,
+    *,
+    has_jobs: bool = False,
 ) -> dict[str, Json]:
-    """Return the path items of `/predict/{model}`, and of `/predict` with a default model."""
+    """Return the path items of `/predict/{model}`, and of `/predict` with a default model.
+
+    `has_jobs` says that calls to these may become jobs.
+    """
+    answers: Json = {"200": _answer()}
+    answers_of_jobs = {**answers, "202": _job_answer()} if has_jobs else answers
     shown: Json = {
         name: {
             "summary": f"An instance that {name} takes",
@@ -130,7 +139,9 @@ def predict_paths(
     if default is not None:
         about = f"Predict with {default}, the default model"
         own: Json = {name: value for name, value in shown.items() if name == default}
-        paths["/predict"] = {"post": _operation("predict", about, [], "/predict", own)}
+        paths["/predict"] = {
+            "post": _operation("predict", about, [], "/predict", own, answers_of_jobs)
+        }
     name: Json = {
         "name": "model",
         "in": "path",
@@ -143,7 +154,12 @@ def predict_paths(
     example = f"/predict/{quote(models[0])}" if models else "/predict/NAME"
     paths["/predict/{model}"] = {
         "post": _operation(
-            "predict_model", "Predict with the model of that name", [name], example, shown
+            "predict_model",
+            "Predict with the model of that name",
+            [name],
+            example,
+            shown,
+            answers_of_jobs,
         )
     }
     version: Json = {
@@ -157,7 +173,7 @@ def predict_paths(
     about = "Predict with one version of a model, whichever serves"
     paths["/predict/{model}/versions/{version}"] = {
         "post": _operation(
-            "predict_version", about, [name, version], f"{example}/versions/1", shown
+            "predict_version", about, [name, version], f"{example}/versions/1", shown, answers
         )
     }
     return paths
@@ -168,7 +184,7 @@ def job_body(shown: Json) -> Json:
     return _body("/jobs", shown, (*_JOB_BODY_EXAMPLES, *_BODY_EXAMPLES))
 
 
-def job_answer() -> Json:
+def _job_answer() -> Json:
     """Return the answer of `/predict` to a call that prefers `respond-async`."""
     headers = ("Location", "Preference-Applied", "Retry-After")
     return {
@@ -179,7 +195,12 @@ def job_answer() -> Json:
 
 
 def _operation(
-    operation_id: str, summary: str, parameters: Sequence[Json], path: str, shown: Json
+    operation_id: str,
+    summary: str,
+    parameters: Sequence[Json],
+    path: str,
+    shown: Json,
+    answers: Json,
 ) -> Json:
     calls = "".join(
         f"# {content_type}: {about}\n{_curl(arguments, path)}\n\n"
@@ -205,7 +226,7 @@ def _operation(
             *({"$ref": f"#/components/parameters/{name}"} for name in PARAMETERS),
         ],
         "requestBody": _body(path, shown, _BODY_EXAMPLES),
-        "responses": {"200": _answer()} | refer_to(PREDICT_STATUSES),
+        "responses": answers | refer_to(PREDICT_STATUSES),
     }
 
 

@@ -214,14 +214,13 @@ class PredictProtocol(HttpConnection):
         path, query = target_of(url)
         self._is_job = (path != PREFIX or b"prefer" in names) and is_job(path, self.headers)
         if self._is_job or (path != PREFIX and not is_predict(path)):
-            if b"content-length" in names:
-                try:
-                    length = dict(self.headers)[b"content-length"]
-                    self.predict.limits.check_length(length, of_job=self._is_job)
-                except ServiceError as error:
-                    self._refuse(error)
-                    return
-            self._hand_on()
+            length = dict(self.headers).get(b"content-length", b"0")
+            try:
+                self.predict.limits.check_length(length, of_job=self._is_job)
+            except ServiceError as error:
+                self._refuse(error)
+            else:
+                self._hand_on()
             return
         method = parser.get_method().decode("ascii")
         exchange = Exchange.open(self, self.predict, method, path, query, self.headers)

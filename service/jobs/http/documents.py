@@ -1,4 +1,4 @@
-"""What the routes of jobs show of a job."""
+"""The documents that the routes of jobs answer with."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ class JobList:
     jobs: Sequence[JobInfo]
     """The newest first."""
     next: str | None
-    """What `after` must be for the next page; null if this is the last one."""
+    """The value of `after` for the next page; null if this is the last one."""
 
 
 def info_of(job: Job) -> JobInfo:
