@@ -29,6 +29,7 @@ IMAGE = "inferpool:tests"
 KEY = "a-key-for-the-tests-of-containers"
 PHOTO = (ROOT / "models/vision/photos/chelsea.jpg").read_bytes()
 PROFILES = ("cpu", "gpu", "monitoring")
+IMAGE_JOBS = "/var/lib/inferpool/jobs"
 ROOM_BYTES = 8 * 2**30
 """Space for the image, its layers on the way, and what is downloaded."""
 
@@ -185,6 +186,8 @@ def test_the_compose_file_works_without_any_preparation(profiles, tmp_path):
         assert one["cap_drop"] == ["ALL"]
         variables = one.get("environment", {}).items()
         assert not [each for each, text in variables if each.startswith("INFERPOOL_") and text]
+        volumes = {each["target"]: each["source"] for each in one["volumes"]}
+        assert volumes[IMAGE_JOBS] == "jobs"
 
 
 def gpu_profile(folder: Path, *files: Path, **variables: str) -> dict[str, Any]:
@@ -265,11 +268,13 @@ def test_it_predicts_and_only_for_clients_with_a_key(service):
 def test_it_runs_without_root_and_can_write_to_its_volumes_alone(service):
     script = """
         id -u; grep -E "^(CapBnd|NoNewPrivs):" /proc/self/status
-        for folder in / /opt/inferpool /srv/inferpool /var/lib/inferpool /var/cache/inferpool /tmp
+        for folder in / /opt/inferpool /srv/inferpool /var/lib/inferpool /var/lib/inferpool/jobs \
+            /var/cache/inferpool /tmp
         do touch $folder/x 2> /dev/null && rm $folder/x && echo $folder; done; true"""
     said = service.run("sh", "-c", script).split("\n")
     assert [line.split()[-1] for line in said[:3]] == ["1000", "0000000000000000", "1"]
-    assert said[3:-1] == ["/var/lib/inferpool", "/var/cache/inferpool", "/tmp"]
+    volumes = ["/var/lib/inferpool", "/var/lib/inferpool/jobs", "/var/cache/inferpool", "/tmp"]
+    assert said[3:-1] == volumes
     assert service.state("{{.HostConfig.ReadonlyRootfs}} {{.HostConfig.Memory}}") == (
         f"true {3 * 2**30}"
     )
@@ -289,10 +294,15 @@ def test_a_container_that_is_killed_comes_back(service):
     pid = int(service.state("{{.State.Pid}}"))
     if not Path(f"/proc/{pid}").exists() or os.geteuid() != 0:
         pytest.skip("the engine is not on this machine, or its processes are not ours to kill")
+    job = f"{service.url}/jobs/cat"
+    headers = {"Content-Type": "image/jpeg", "X-API-Key": KEY}
+    assert httpx.put(job, content=PHOTO, headers=headers, timeout=30).status_code == 202
     os.kill(pid, signal.SIGKILL)  # `docker kill` would count as a wish that it stays away
     until(lambda: service.state("{{.RestartCount}}") == "1")
     until(service.is_ready)
     assert is_cat(service.predict())
+    assert httpx.get(f"{job}?wait=30", headers=headers, timeout=60).json()["state"] == "succeeded"
+    assert is_cat(httpx.get(f"{job}/result", headers=headers))
 
 
 def test_stopping_it_under_load_fails_no_request(service):

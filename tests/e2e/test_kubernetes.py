@@ -65,6 +65,12 @@ def test_a_pod_is_probed_where_the_service_answers_and_ends_after_its_drain(pod,
     assert container["securityContext"]["readOnlyRootFilesystem"]
 
 
+def test_pods_that_share_no_store_keep_no_jobs_since_a_call_may_reach_any_of_them(tmp_path):
+    settings = load({}, object_of("ConfigMap")["data"], tmp_path).settings
+    assert settings.job_store == "none"
+    assert all(each["spec"]["replicas"] > 1 for each in DEPLOYMENTS)
+
+
 def test_services_and_budgets_select_the_pods_of_both_kinds():
     selectors = [object_of("Service")["spec"]["selector"]]
     selectors += [object_of("PodDisruptionBudget")["spec"]["selector"]["matchLabels"]]
@@ -81,6 +87,7 @@ def test_keys_of_the_secret_reach_the_service_under_the_names_of_its_settings(tm
             each["name"]: secret["stringData"][each["valueFrom"]["secretKeyRef"]["key"]]
             for each in pod["spec"]["containers"][0]["env"]
         }
+        assert environ["PGPASSWORD"] == secret["stringData"]["job_store_password"]
         settings = load({}, environ, tmp_path).settings
         assert settings.predict_keys
         assert settings.metrics_keys
