@@ -145,6 +145,19 @@ def test_a_generator_is_drawn_once_however_often_it_is_sent(client, fake):
     assert job.info.num_instances == 8
 
 
+def test_slow_inputs_are_all_drawn_before_they_are_sent_again(client, fake):
+    seen = []
+
+    def inputs():
+        for each in drawn_of(5, []):
+            seen.append(len(fake.requests))
+            yield each
+
+    fake.failures = [BrokenOff(2)]
+    assert client.submit(inputs()).info.num_instances == 5
+    assert (seen, len(fake.requests)) == ([1] * 5, 2)
+
+
 def test_a_list_is_not_kept_but_drawn_again(client, fake, monkeypatch):
     monkeypatch.setattr("tempfile.SpooledTemporaryFile", None)
     fake.failures = [BrokenOff(2)]
@@ -154,8 +167,9 @@ def test_a_list_is_not_kept_but_drawn_again(client, fake, monkeypatch):
 
 def test_small_slow_inputs_are_sent_before_a_piece_is_full(client, fake, monkeypatch):
     monkeypatch.setattr("inferpool.service.client.jobs.body._PIECE_S", 0.0)
-    fake.failures = [BrokenOff(3), None]
+    fake.failures = [BrokenOff(3)]
     assert client.submit(iter([1, 2, 3, 4])).info.num_instances == 4
+    assert len(fake.requests) == 2  # so the first body had three pieces
 
 
 def test_inputs_are_drawn_no_faster_than_sent_and_kept_for_retries_only(kind, fake, monkeypatch):
