@@ -1,11 +1,10 @@
 """Code that verbs share which ask a service with the client."""
 
-import json
 import os
 import ssl
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from inferpool.service.cli.flags import PREDICT_KEY_VARIABLE
 from inferpool.service.client import InferpoolError
@@ -40,24 +39,6 @@ def check_is_file(name: str) -> None:
         is_service = shown.startswith(("http://", "https://"))
         hint = f"a service is named by --url {shown}" if is_service else "download it first"
         raise FlagError(f"{shown!r} is not a file; {hint}")
-
-
-def parameters_of(texts: Sequence[str]) -> dict[str, object]:
-    """Read each `NAME=VALUE`; the value is JSON or else a text.
-
-    Raises:
-        FlagError: A text has another form.
-    """
-    parameters: dict[str, object] = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        if not (name and equals):
-            raise FlagError(f"--parameter: {text!r} is not NAME=VALUE")
-        try:
-            parameters[name] = json.loads(value)
-        except ValueError:
-            parameters[name] = value
-    return parameters
 
 
 def retry_printer(verb: str, how_long: str) -> Callable[[InferpoolError, float], None]:

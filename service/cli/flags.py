@@ -3,10 +3,12 @@
 The parser of every verb imports this, so it imports little.
 """
 
+import json
 from argparse import SUPPRESS, ArgumentParser, Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from inferpool.service.settings.address import add_access_flags, add_url_flag
+from inferpool.service.settings.names import FlagError
 
 ALL_SETTINGS = ("all",)
 """Value of `--describe` without a name; nobody can type it."""
@@ -126,13 +128,7 @@ def add_predict_flags(parser: ArgumentParser) -> None:
         metavar="N",
         help="version of the model to ask, if not the one that serves",
     )
-    parser.add_argument(
-        "--parameter",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="a parameter for the model; the value is JSON or else a text; may be repeated",
-    )
+    add_parameter_flag(parser)
     parser.add_argument(
         "--timeout-s",
         type=float,
@@ -146,6 +142,35 @@ def add_predict_flags(parser: ArgumentParser) -> None:
         help="print a line of JSON for each input, with its timing and the version of the model",
     )
     add_access_flags(parser, "predictions", PREDICT_KEY_VARIABLE)
+
+
+def add_parameter_flag(parser: ArgumentParser) -> None:
+    """Add `--parameter`, which `parameters_of` reads."""
+    parser.add_argument(
+        "--parameter",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a parameter for the model; the value is JSON or else a text; may be repeated",
+    )
+
+
+def parameters_of(texts: Sequence[str]) -> dict[str, object]:
+    """Read each `NAME=VALUE`; the value is JSON or else a text.
+
+    Raises:
+        FlagError: A text has another form.
+    """
+    parameters: dict[str, object] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not (name and equals):
+            raise FlagError(f"--parameter: {text!r} is not NAME=VALUE")
+        try:
+            parameters[name] = json.loads(value)
+        except ValueError:
+            parameters[name] = value
+    return parameters
 
 
 def _add_json_flag(parser: ArgumentParser) -> None:

@@ -3,7 +3,7 @@
 from argparse import ArgumentParser, _SubParsersAction
 from pathlib import Path
 
-from inferpool.service.cli.flags import PREDICT_KEY_VARIABLE
+from inferpool.service.cli.flags import PREDICT_KEY_VARIABLE, add_parameter_flag
 from inferpool.service.settings.address import add_access_flags, add_url_flag
 
 STATES = ("queued", "running", "succeeded", "failed", "cancelled")
@@ -56,13 +56,7 @@ def _add_submit(parser: ArgumentParser) -> None:
         "of JSON on standard input; or images, .json and .txt files, an instance each",
     )
     add("--model", metavar="NAME", help="model to compute it, if not the default one")
-    add(
-        "--parameter",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="a parameter for the model; the value is JSON or else a text; may be repeated",
-    )
+    add_parameter_flag(parser)
     add("--priority", type=int, metavar="N", help="priority among jobs, from 1 to 9 (default: 5)")
     add("--webhook", metavar="URL", help="URL that the service tells when the job is over")
     add("--id", metavar="ID", help="the id of the job; the same again makes no second job")

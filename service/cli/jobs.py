@@ -15,10 +15,10 @@ from inferpool.service.cli.asking import (
     access_of,
     check_is_file,
     lost_text,
-    parameters_of,
     retry_printer,
 )
-from inferpool.service.cli.flags import PREDICT_KEY_VARIABLE
+from inferpool.service.cli.flags import PREDICT_KEY_VARIABLE, parameters_of
+from inferpool.service.cli.main import INTERRUPTED
 from inferpool.service.client import (
     Client,
     ConnectError,
@@ -39,8 +39,6 @@ _FAILED = 1
 _LATE = 3
 """Exit status if the time to wait was up."""
 _SOME_FAILED = 4
-_INTERRUPTED = 130
-"""Exit status after Ctrl-C, as in shells (128 + SIGINT)."""
 _STDIN = "-"
 _WHOLE = (".jsonl", ".ndjson", ".tar")
 """Endings of files that hold all inputs of a job."""
@@ -216,7 +214,7 @@ def _wait(client: Client, ids: Sequence[str], timeout_s: float | None) -> int:
             statuses.append(_status_of(info))
     except KeyboardInterrupt:
         sys.stderr.write("inferpool jobs: the jobs go on; `inferpool jobs list` shows them\n")
-        return _INTERRUPTED
+        return INTERRUPTED
     return _FAILED if _FAILED in statuses else max(statuses)
 
 

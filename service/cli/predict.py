@@ -12,9 +12,9 @@ from inferpool.service.cli.asking import (
     access_of,
     check_is_file,
     lost_text,
-    parameters_of,
     retry_printer,
 )
+from inferpool.service.cli.flags import parameters_of
 from inferpool.service.client import AsyncClient, ConnectError, InferpoolError, Prediction
 from inferpool.service.client.results import Json
 from inferpool.service.client.retries import Retry

@@ -57,6 +57,7 @@ def held(service, gate) -> Iterator[str]:
         yield job.id
         gate.unlink(missing_ok=True)
         job.cancel()
+        client.predict(QUICK[0], model="held")  # so the worker has seen that the gate is open
 
 
 def start(service: Running, *arguments: str) -> "subprocess.Popen[str]":
