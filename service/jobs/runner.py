@@ -113,6 +113,8 @@ class Runner:
         """Instances whose answer was kept, by model and outcome."""
         self._num_bytes = 0
         """Payload bytes in flight."""
+        self._problem = ""
+        """The reason why no part can be leased; the log has it."""
         self._wake = asyncio.Event()
         self._answered = asyncio.Event()
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="parts of jobs")
@@ -153,12 +155,15 @@ class Runner:
                 if time.monotonic() - self._renewed_at > LEASE_S / 2:
                     await self._renew()
                 leased = await in_thread(self._take, name, room, threads=self._threads)
-            except ServiceError:  # it is logged, and tried again
+            except ServiceError as error:  # it is tried again
+                if error.message != self._problem:
+                    logger.warning("jobs of %s wait: %s", name, error)
+                self._problem = error.message
                 return False
             except Exception:
                 logger.exception("jobs of %s cannot be computed", name)
                 return False
-            self._taken = ()
+            self._taken, self._problem = (), ""
             for part in leased:
                 found = True
                 self._in_flight[name] += len(part.instances)

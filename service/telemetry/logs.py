@@ -28,6 +28,8 @@ _MAX_BATCH = 256
 _CLOSE_TIMEOUT_S = 2.0
 """How long `close` waits if the reader is slow or gone."""
 _UVICORN_LOGGERS = ("uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi")
+_QUIET_LOGGERS = ("alembic",)
+"""Loggers of libraries that tell of every step."""
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {
     "message",
@@ -79,6 +81,8 @@ class Logs:
             logger = logging.getLogger(name)
             logger.handlers.clear()
             logger.propagate = True
+        for name in _QUIET_LOGGERS:
+            logging.getLogger(name).setLevel(logging.WARNING)
         logging.captureWarnings(True)
         self._undo.append(lambda: logging.captureWarnings(False))
         atexit.register(self.close)

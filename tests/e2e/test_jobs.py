@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from collections import Counter
@@ -16,6 +17,7 @@ import httpx
 import pytest
 
 from tests.e2e.running import FAULTY, Running, running, until
+from tests.groups import with_mounts
 from tests.ports import free_port
 from tests.postgres import find_programs, postgres
 
@@ -37,7 +39,7 @@ class KilledService:
         self._is_over = threading.Event()
         self._arguments = ("--job-store", place, "--front-ends", str(fronts))
         options = {"forward_s": forward_s, "calls": str(calls)}
-        self._model = {"source": FAULTY, "replicas": 2, "options": options}
+        self._model = {"source": FAULTY, "replicas": 2, "max_batch_size": 8, "options": options}
         self._seed = random.Random(name)
         self._thread = threading.Thread(target=self._live, name=name)
         self._now: Running | None = None
@@ -166,14 +168,14 @@ def kill_and_check(
 
 def test_no_job_is_lost_while_the_service_is_killed(tmp_path: Path) -> None:
     place = str(tmp_path / "jobs")
-    kill_and_check(place, tmp_path, num_services=1, num=600, fronts=2, lives_s=5, forward_s=0.2)
+    kill_and_check(place, tmp_path, num_services=1, num=600, fronts=2, lives_s=4, forward_s=0.1)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_no_job_is_lost_while_the_service_is_killed_for_long(tmp_path: Path) -> None:
     place = str(tmp_path / "jobs")
-    kill_and_check(place, tmp_path, num_services=1, num=10_000, fronts=2, lives_s=5, forward_s=0.3)
+    kill_and_check(place, tmp_path, num_services=1, num=10_000, fronts=2, lives_s=5, forward_s=0.05)
 
 
 @pytest.mark.slow
@@ -182,7 +184,7 @@ def test_no_job_is_lost_while_the_service_is_killed_for_long(tmp_path: Path) -> 
 def test_no_job_is_lost_by_two_services_that_share_a_store(tmp_path: Path) -> None:
     with postgres() as url:
         kill_and_check(
-            url, tmp_path, num_services=2, num=10_000, fronts=1, lives_s=5, forward_s=0.3
+            url, tmp_path, num_services=2, num=10_000, fronts=1, lives_s=5, forward_s=0.05
         )
 
 
@@ -220,3 +222,28 @@ def test_a_service_without_a_place_for_jobs_says_so(tmp_path: Path) -> None:
         assert service.post("/jobs", json={"instances": [{"n": 1}]}).status_code == 404
         answer = service.ask({"n": 1}, headers={"prefer": "respond-async"})
         assert (answer.status_code, answer.json()["predictions"][0]["twice"]) == (200, 2)
+
+
+def test_a_full_disk_refuses_jobs_and_loses_none(tmp_path: Path) -> None:
+    options = {"forward_s": 0.1}
+    settings = {"models": {"m": {"source": FAULTY, "replicas": 1, "options": options}}}
+    command = [*with_mounts("-t tmpfs -o size=40m none /mnt"), sys.executable, "-m", "inferpool"]
+    lines = "".join(json.dumps({"n": n}) + "\n" for n in range(1, 2001))
+    with running("--job-store", "/mnt/jobs", settings=settings, command=command) as service:
+        disk = Path(f"/proc/{service.process.pid}/root/mnt")
+        made = service.post("/jobs", content=lines, headers=JSONL)
+        assert made.status_code == 202
+        with contextlib.suppress(OSError), open(disk / "ballast", "wb") as ballast:
+            while True:
+                ballast.write(bytes(2**16))
+        refused = service.post("/jobs", content=lines, headers=JSONL)
+        assert (refused.status_code, refused.json()["code"]) == (507, "store_full")
+        assert "delete jobs that are over" in refused.json()["detail"]
+        service.wait_for_log(" wait")  # for room: their results, or they themselves
+        assert service.predict({"n": 1})[0]["twice"] == 2  # calls need no disk
+        (disk / "ballast").unlink()
+        location = made.headers["location"]
+        until(lambda: service.get(location, params={"wait": 60}).json()["state"] == "succeeded")
+        answers = service.get(f"{location}/result").json()["predictions"]
+        assert [answer["twice"] for answer in answers] == [2 * n for n in range(1, 2001)]
+        assert service.post("/jobs", content=lines, headers=JSONL).status_code == 202
