@@ -38,13 +38,15 @@ ANN, BEN = "ann-has-a-key-of-her-own", "ben-has-a-key-of-his-own"
 
 @contextlib.asynccontextmanager
 async def serving(
-    pool: Pool, place: Path, *, keys: str = "", **limits: int
+    pool: Pool, place: Path, *, keys: str = "", **limits: float
 ) -> AsyncIterator[httpx.AsyncClient]:
     """Serve the jobs of one model on a real socket, and yield a client."""
     guard = Guard(predict=read_keys(keys) if keys else None)
     jobs = Jobs(str(place), STORE_LIMITS, {"m": pool}, "m", Webhooks(["hooks.example"], b"k" * 24))
     predict = endpoint(
-        pool, guard=guard, limits=Limits(**{"max_job_bytes": STORE_LIMITS.max_bytes, **limits})
+        pool,
+        guard=guard,
+        limits=Limits(**{"max_job_bytes": STORE_LIMITS.max_bytes, **limits}),  # type: ignore[arg-type]  # bytes are whole numbers
     )
     app = App(version="0", routers=[jobs_router(jobs, guard, predict.limits)], guard=guard)
     app.predict, app.has_jobs = predict, True
@@ -425,3 +427,31 @@ async def test_the_disk_is_left_as_it_was_when_all_is_deleted(arena: Arena, tmp_
         left = [path for path in (tmp_path / "jobs").rglob("*") if path.is_file()]
         names = {path.name for path in left}
         assert names <= {"in-use", "jobs.sqlite3", "jobs.sqlite3-wal", "jobs.sqlite3-shm"}
+
+
+async def test_a_body_may_take_longer_than_a_call_but_must_go_on(
+    arena: Arena, tmp_path: Path
+) -> None:
+    head = b"POST /jobs HTTP/1.1\r\nhost: h\r\ncontent-type: application/jsonl\r\n"
+    async with answering(arena) as pool:
+        limits = {"max_timeout_s": 0.2, "default_timeout_s": 0.2, "body_gap_s": 30.0}
+        async with serving(pool, tmp_path / "jobs", **limits) as client:
+
+            async def slowly() -> AsyncIterator[bytes]:
+                for _ in range(5):
+                    yield b"1\n"
+                    await asyncio.sleep(0.1)  # in all more than max_timeout_s
+
+            made = await client.post("/jobs", content=slowly(), headers=JSONL)
+            assert (made.status_code, made.json()["num_instances"]) == (202, 5)
+        limits["body_gap_s"] = 0.2
+        async with serving(pool, tmp_path / "others", **limits) as client:
+            reader, writer = await asyncio.open_connection(
+                client.base_url.host, client.base_url.port
+            )
+            writer.write(head + b"content-length: 1000\r\n\r\n1\n")
+            answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30)
+            assert answer.startswith(b"HTTP/1.1 408 ")
+            writer.close()
+            await soon(lambda: not spooled(tmp_path))
+            assert (await client.get("/jobs")).json()["jobs"] == []
