@@ -1,6 +1,8 @@
 """Jobs of real services, which are killed while they take and compute them."""
 
+import base64
 import contextlib
+import hmac
 import itertools
 import json
 import os
@@ -10,7 +12,8 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
@@ -252,3 +255,41 @@ def test_a_full_disk_refuses_jobs_and_loses_none(tmp_path: Path) -> None:
         answers = service.get(f"{location}/result").json()["predictions"]
         assert [answer["twice"] for answer in answers] == [2 * n for n in range(1, 2001)]
         assert service.post("/jobs", content=lines, headers=JSONL).status_code == 202
+
+
+def test_a_webhook_is_told_of_the_end_of_a_job(tmp_path: Path) -> None:
+    told: list[tuple[Mapping[str, str], bytes]] = []
+
+    class Receiver(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            told.append((dict(self.headers), self.rfile.read(int(self.headers["content-length"]))))
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None: ...
+
+    key = b"a key of more than 24 bytes"
+    secret = tmp_path / "secret"
+    secret.write_text(f"whsec_{base64.b64encode(key).decode()}\n")
+    settings = {
+        "webhook_hosts": ["127.0.0.1"],
+        "webhook_secret_file": str(secret),
+        "models": {"m": {"source": FAULTY, "replicas": 1}},
+    }
+    with (
+        ThreadingHTTPServer(("127.0.0.1", 0), Receiver) as server,
+        running("--job-store", str(tmp_path / "jobs"), settings=settings) as service,
+    ):
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/done"
+        made = service.post("/jobs", params={"webhook": url}, content='{"n": 1}\n', headers=JSONL)
+        assert made.status_code == 202, made.text
+        until(lambda: told)
+        server.shutdown()
+    ((headers, body),) = told
+    event = json.loads(body)
+    assert (event["type"], event["specversion"]) == ("inferpool.job.succeeded", "1.0")
+    assert event["data"]["id"] == made.json()["id"]
+    signed = f"{headers['webhook-id']}.{headers['webhook-timestamp']}.".encode() + body
+    digest = base64.b64encode(hmac.new(key, signed, "sha256").digest()).decode()
+    assert headers["webhook-signature"] == f"v1,{digest}"
