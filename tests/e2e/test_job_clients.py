@@ -35,7 +35,8 @@ def gate(tmp_path_factory) -> Path:
 
 
 def settings_of(gate: Path, **more: object) -> dict[str, object]:
-    model = {"source": FAULTY, "replicas": 1, "options": {"gate": str(gate)}}
+    options = {"gate": str(gate)}
+    model = {"source": FAULTY, "replicas": 1, "max_batch_size": 1, "options": options}
     return {"models": {"m": model}, **more}
 
 

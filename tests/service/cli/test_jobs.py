@@ -30,7 +30,8 @@ def gate(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def service(gate: Path) -> Iterator[Running]:
-    model = {"source": FAULTY, "replicas": 1, "options": {"gate": str(gate)}}
+    options = {"gate": str(gate)}
+    model = {"source": FAULTY, "replicas": 1, "max_batch_size": 1, "options": options}
     models = {"echo": {"source": "echo", "replicas": 1}, "held": model}
     with running(settings={"default_model": "echo", "models": models}) as service:
         yield service
