@@ -119,7 +119,7 @@ class Webhooks:
         try:
             async with asyncio.timeout(_ATTEMPT_S):
                 problem = await self._post(client, job, job.webhook)
-        except (OSError, TimeoutError, ServiceError) as error:
+        except (OSError, TimeoutError, ServiceError, ValueError) as error:
             problem = str(error) or type(error).__name__
         if problem and due.num_attempts < len(_DELAYS_S):
             self.num_calls["failed"] += 1
@@ -154,15 +154,15 @@ class Webhooks:
             "user-agent": "inferpool",
             **signature_headers(self._secret, f"msg_{job.id}", int(time.time()), body),
         }
-        # The name is looked up once, here, so that it cannot lead elsewhere after the check.
-        target = httpx.URL(url).copy_with(host=address, port=port)
         try:
+            # The name is looked up once, above, so that it cannot lead elsewhere after the check.
+            target = httpx.URL(url).copy_with(host=address, port=port)
             request = client.build_request(
                 "POST", target, content=body, headers=headers, extensions={"sni_hostname": host}
             )
             response = await client.send(request, stream=True)
             await response.aclose()
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
             return str(error) or type(error).__name__
         if response.is_success or response.status_code == _GONE:
             return ""
@@ -173,6 +173,7 @@ class Webhooks:
 
         Raises:
             OSError: There is none.
+            UnicodeError: It is no name of a host, such as `a..b`.
         """
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)

@@ -131,6 +131,23 @@ async def test_attempts_come_to_an_end() -> None:
     assert hooks.num_calls == {"told": 0, "failed": 0, "given_up": 1}
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://a..b/",
+        f"http://{'a' * 70}.example/",
+        "http://[::1%25a]/",
+        "http://xn--a/",
+        "http://[v1.a]/",
+    ],
+)
+async def test_a_url_that_cannot_be_called_fails_alone(url: str) -> None:
+    hooks, store = Webhooks(["*"], SECRET), OneJob(url)
+    hooks.check(url)
+    assert await tell(hooks, store) is not None
+    assert hooks.num_calls == {"told": 0, "failed": 1, "given_up": 0}
+
+
 async def test_a_receiver_that_is_gone_is_not_told_again() -> None:
     async with receiving(410) as receiver:
         store = OneJob(f"http://localhost:{receiver.port}/")
