@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -69,13 +70,18 @@ def test_a_job_is_accepted_if_only_the_news_of_it_was_lost(
     assert values(store) == [2 * number for number in range(100)]
 
 
+@pytest.mark.parametrize("discarding", ["before", ""])
 def test_a_job_that_may_have_been_accepted_is_kept_for_the_next_attempt(
-    store: JobStore, commits: FailingCommits, place: str, monkeypatch: pytest.MonkeyPatch
+    store: JobStore,
+    commits: FailingCommits,
+    place: str,
+    monkeypatch: pytest.MonkeyPatch,
+    discarding: Literal["before", ""],
 ) -> None:
     with store.begin(new_job(), NOW) as writer:
         writer.add(instance(0, LARGE))
         monkeypatch.setattr(store._database, "reading", commits.unavailable)
-        commits.plan("after", "before")  # nor can it be looked up or discarded
+        commits.plan("after", discarding)  # nor can it be looked up
         with pytest.raises(UnavailableError):
             writer.commit(NOW)
     monkeypatch.undo()
@@ -110,6 +116,17 @@ def test_a_result_is_kept_once_however_often_it_is_committed(
     assert job is not None
     assert (job.state, job.num_done) == ("succeeded", 1)
     assert values(store) == [0]
+
+
+def test_a_result_is_whole_if_only_the_news_of_it_was_lost(
+    store: JobStore, commits: FailingCommits
+) -> None:
+    add(store, 1)
+    (part,) = take(store)
+    commits.plan("after")
+    with pytest.raises(UnavailableError):
+        store.leases.commit_part(part, compute(part, num_bytes=LARGE), NOW)
+    assert values(store) == [0]  # whoever was to try again has died
 
 
 @pytest.mark.parametrize("num_bytes", [0, LARGE])
