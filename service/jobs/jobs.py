@@ -10,9 +10,17 @@ import logging
 import shutil
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import islice, product
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,6 +47,7 @@ from inferpool.service.jobs.records import (
 )
 from inferpool.service.jobs.runner import Runner
 from inferpool.service.jobs.threads import in_thread
+from inferpool.service.jobs.watches import Watches
 from inferpool.service.jobs.webhooks import Webhooks
 from inferpool.service.queue.pool import Pool
 from inferpool.service.telemetry.distribution import Distribution
@@ -51,7 +60,8 @@ logger = logging.getLogger(__name__)
 
 _OPEN_S = 10.0
 """How long a call waits for the store to open."""
-_RETRY_OPEN_S = 10.0
+_RETRY_S = 10.0
+"""When what has failed is tried again."""
 _POLL_S = 1.0
 """How often a shared store is asked for the work of others."""
 _POLL_ALONE_S = 10.0
@@ -98,8 +108,8 @@ class Jobs:
         self._is_ending = False
         # Large bodies take long to write, and must not keep results from being committed.
         self._writers = ThreadPoolExecutor(_NUM_WRITERS, thread_name_prefix="new jobs")
-        self._waiters: defaultdict[str, set[asyncio.Future[None]]] = defaultdict(set)
-        """Those who wait for a job to change, by its id."""
+        poll_s = _POLL_S if self._is_shared else _POLL_ALONE_S
+        self._watches = Watches(self.job, poll_s=poll_s)
         self._served = set(pools)
         """Models that have been served since the start."""
         self.counts = StoreCounts(jobs={}, num_waiting=0, num_bytes=0)
@@ -136,8 +146,7 @@ class Jobs:
         self._is_ending = True
         if self._computing is not None:
             self._computing.cancel()
-        for id in list(self._waiters):
-            self._wake_waiters(id)
+        self._watches.end()
 
     async def stop(self) -> None:
         """Close the store when everything is given back."""
@@ -233,29 +242,11 @@ class Jobs:
 
     async def until(self, id: str, owner: str | None, timeout_s: float) -> Job:
         """Return a job when it is over, or as it is when the time is up; see `job`."""
-        end = time.monotonic() + timeout_s
-        while True:
-            changed = self._next_change(id)
-            job = await self.job(id, owner)
-            left_s = end - time.monotonic()
-            if job.is_over or left_s <= 0 or self._is_ending:
-                changed.cancel()
-                return job
-            await asyncio.wait([changed], timeout=min(left_s, self._poll_s))
+        return await self._watches.until(id, owner, timeout_s)
 
-    async def watch(self, id: str) -> AsyncIterator[Job]:
+    def watch(self, id: str, owner: str | None) -> AsyncGenerator[Job, None]:
         """Yield a job as it is now, then after each change, until it is over; see `job`."""
-        before = None
-        while True:
-            changed = self._next_change(id)
-            job = await self.job(id, None)
-            if job != before:
-                yield job
-            before = job
-            if job.is_over or self._is_ending:
-                changed.cancel()
-                return
-            await asyncio.wait([changed], timeout=self._poll_s)
+        return self._watches.follow(id, owner)
 
     async def jobs(
         self, owner: str | None, states: Sequence[JobState], limit: int, before: str | None
@@ -270,10 +261,12 @@ class Jobs:
         """End a job, and return it as it is then; see `job`."""
         if (job := await self.job(id, owner)).is_over:
             return job
-        ended = await in_thread((await self._opened_store()).cancel, id, time.time())
+        now = time.time()
+        ended = await in_thread((await self._opened_store()).cancel, id, now)
         if ended is None:
             raise UnknownJobError(f"there is no job {id[:64]!r}; it may have expired")
-        self._note(ended)
+        if ended.ended_at == now:  # else it was over before
+            self._note(ended)
         return ended
 
     async def delete(self, id: str, owner: str | None) -> None:
@@ -282,7 +275,7 @@ class Jobs:
         await in_thread((await self._opened_store()).delete, id)
         if self._runner is not None:
             self._runner.drop(id)
-        self._wake_waiters(id)
+        self._watches.forget(id)
 
     async def answers(
         self, id: str, owner: str | None, first: int = 0, count: int | None = None
@@ -310,21 +303,20 @@ class Jobs:
         for outcome, num in self._webhooks.num_calls.items():
             yield Reading(name="webhook_calls", value=num, labels=(outcome,))
 
-    @property
-    def _poll_s(self) -> float:
-        return _POLL_S if self._is_shared else _POLL_ALONE_S
-
     async def _run(self) -> None:
         store = await self._open()
-        self._runner = Runner(store.leases, self._pools, poll_s=_POLL_S, on_change=self._note)
         self._opened.set()
         async with asyncio.TaskGroup() as group:
             if not self._is_ending:
-                computing = self._runner.run()
-                self._computing = group.create_task(computing, name="compute jobs")
-            group.create_task(self._webhooks.run(store), name="tell webhooks of jobs")
-            group.create_task(self._clean(store), name="clean the store of jobs")
-            group.create_task(self._count(store), name="count jobs")
+                computing = _again(partial(self._compute, store), "compute jobs")
+                self._computing = group.create_task(computing)
+            group.create_task(_again(partial(self._webhooks.run, store), "tell webhooks of jobs"))
+            group.create_task(_again(partial(self._clean, store), "clean the store of jobs"))
+            group.create_task(_again(partial(self._count, store), "count jobs"))
+
+    async def _compute(self, store: "JobStore") -> None:
+        self._runner = Runner(store.leases, self._pools, poll_s=_POLL_S, on_change=self._note)
+        await self._runner.run()
 
     async def _open(self) -> "JobStore":
         while True:
@@ -334,8 +326,11 @@ class Jobs:
                 if str(error) != self._problem:
                     logger.error("jobs are not served: %s", error)
                 self._problem = str(error)
-                self._opened.set()
-                await asyncio.sleep(_RETRY_OPEN_S)
+            except Exception:
+                logger.exception("the store of jobs cannot be opened")
+                self._problem = "it cannot be opened; see the log of the service"
+            self._opened.set()
+            await asyncio.sleep(_RETRY_S)
 
     def _open_once(self) -> "JobStore":
         from inferpool.service.jobs.store.store import JobStore  # imports SQLAlchemy, in a thread
@@ -385,25 +380,7 @@ class Jobs:
             self.durations.observe((job.ended_at or job.created_at) - job.created_at)
             if self._runner is not None:
                 self._runner.drop(job.id)
-        self._wake_waiters(job.id)
-
-    def _next_change(self, id: str) -> "asyncio.Future[None]":
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        waiters = self._waiters[id]
-        waiters.add(waiter)
-
-        def forget(_: object) -> None:
-            waiters.discard(waiter)
-            if not waiters and self._waiters.get(id) is waiters:
-                del self._waiters[id]
-
-        waiter.add_done_callback(forget)
-        return waiter
-
-    def _wake_waiters(self, id: str) -> None:
-        for waiter in list(self._waiters.get(id, ())):
-            if not waiter.done():
-                waiter.set_result(None)
+        self._watches.tell(job)
 
     def _log(self, event: str, job: Job) -> None:
         trace_id, _, span_id = job.trace.partition("-")
@@ -418,3 +395,13 @@ class Jobs:
             job.num_failed,
             extra={"job": job.id, **{name: value for name, value in ids.items() if value}},
         )
+
+
+async def _again(work: Callable[[], Awaitable[None]], what: str) -> None:
+    """Do a work until cancelled: an error that nobody foresaw in one must not end the others."""
+    while True:
+        try:
+            return await work()
+        except Exception:
+            logger.exception("%s: this failed, and begins again in %g s", what, _RETRY_S)
+            await asyncio.sleep(_RETRY_S)

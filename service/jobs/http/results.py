@@ -1,7 +1,7 @@
 """Results and progress of jobs as streams: JSON, lines of JSON, server-sent events."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -73,7 +73,9 @@ async def stream_lines(answers: Answers, first: int, num: int | None) -> AsyncIt
         yield b"".join(_lines_of(chunk))
 
 
-async def stream_events(changes: AsyncIterator[Job], *, is_head: bool) -> AsyncIterator[bytes]:
+async def stream_events(
+    changes: AsyncGenerator[Job, None], *, is_head: bool
+) -> AsyncIterator[bytes]:
     """Yield a job at each change as server-sent events (HTML standard, 9.2)."""
     number = 0
     coming: asyncio.Future[Job] | None = None
@@ -98,6 +100,7 @@ async def stream_events(changes: AsyncIterator[Job], *, is_head: bool) -> AsyncI
         if coming is not None:
             coming.cancel()
             await asyncio.gather(coming, return_exceptions=True)
+        await changes.aclose()
 
 
 async def _in_order(answers: Answers, first: int, num: int | None) -> Answers:

@@ -4,7 +4,7 @@ They run in the event loop of the main process.
 """
 
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Annotated, Any
 from urllib.parse import urlencode
 
@@ -187,9 +187,10 @@ def jobs_router(target: JobsTarget, guard: Guard, limits: Limits) -> APIRouter:
     )
     async def follow_job(request: Request, id: str) -> Response:
         """Send an event `job` now and at each change; the stream ends when the job is over."""
-        await target.job(id, await owner_of(request))
+        owner = await owner_of(request)
+        await target.job(id, owner)
         is_head = WAS_HEAD in request.scope
-        return _JobEvents(target.watch(id), listeners, is_head=is_head)
+        return _JobEvents(target.watch(id, owner), listeners, is_head=is_head)
 
     @router.post("/predict", include_in_schema=False)
     async def predict_later(request: Request) -> Response:
@@ -212,7 +213,7 @@ class _JobEvents(StreamingResponse):
     media_type = "text/event-stream"
 
     def __init__(
-        self, changes: AsyncIterator[Job], listeners: "set[_JobEvents]", *, is_head: bool
+        self, changes: AsyncGenerator[Job, None], listeners: "set[_JobEvents]", *, is_head: bool
     ) -> None:
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
         super().__init__(stream_events(changes, is_head=is_head), headers=headers)

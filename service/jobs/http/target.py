@@ -1,6 +1,6 @@
 """The seam between the routes of jobs and whoever keeps and computes them."""
 
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -61,7 +61,7 @@ class JobsTarget(Protocol):
     async def until(self, id: str, owner: str | None, timeout_s: float) -> Job:
         """Wait until a job is over or the time is up, and return it."""
 
-    def watch(self, id: str) -> AsyncIterator[Job]:
+    def watch(self, id: str, owner: str | None) -> AsyncGenerator[Job, None]:
         """Return a job now and at each change; it ends once the job is over or deleted."""
 
     async def jobs(

@@ -106,7 +106,7 @@ async def test_a_job_waits_for_a_service_that_can_compute_it(arena: Arena, tmp_p
 async def test_a_watcher_sees_each_change_until_the_end(arena: Arena, place: str) -> None:
     async with answering(arena) as pool, running(place, {"m": pool}) as jobs:
         await jobs.create(new_job(), lambda: instances(200))
-        seen: list[Job] = [job async for job in jobs.watch("a")]
+        seen: list[Job] = [job async for job in jobs.watch("a", None)]
         assert [job.num_done for job in seen] == sorted(job.num_done for job in seen)
         assert seen[-1].state == "succeeded"
 
@@ -157,12 +157,26 @@ async def test_a_store_that_cannot_be_opened_is_told(arena: Arena, tmp_path: Pat
             await jobs.jobs(None, ["queued"], 9, None)
 
 
+async def test_an_error_that_nobody_foresaw_ends_nothing_else(
+    arena: Arena, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: JobStore) -> None:
+        raise ZeroDivisionError("made to fail")
+
+    monkeypatch.setattr(JobStore, "counts", fail)
+    async with answering(arena) as pool, running(place, {"m": pool}) as jobs:
+        await jobs.create(new_job("a"), lambda: instances(1))
+        assert (await jobs.until("a", None, 30)).is_over
+        await jobs.create(new_job("b"), lambda: instances(1))
+        assert (await jobs.until("b", None, 30)).is_over
+
+
 async def test_nobody_waits_for_a_job_when_the_service_ends(arena: Arena, place: str) -> None:
     pool = await ready_pool(FakeEngine(), arena)
     async with running(place, {"m": pool}) as jobs:
         await jobs.create(new_job(), lambda: instances(1))
         waiting = asyncio.create_task(jobs.until("a", None, 60))
-        await soon(lambda: jobs._waiters)
+        await soon(lambda: jobs._watches.num_watched)
         began = time.monotonic()
         jobs.end()
         assert not (await waiting).is_over
@@ -185,7 +199,7 @@ async def test_ends_and_answers_are_counted(arena: Arena, place: str) -> None:
         assert (await jobs.until("a", None, 30)).is_over
         assert (await jobs.until("b", None, 30)).is_over
         await jobs.create(new_job("c", model="other"), lambda: instances(2))
-        await jobs.cancel("c", None)
+        await asyncio.gather(jobs.cancel("c", None), jobs.cancel("c", None))
         found = {(each.name, *each.labels): each.value for each in jobs.read_gauges()}
         assert jobs.durations.count == 3
     for state in ("succeeded", "failed", "cancelled"):
