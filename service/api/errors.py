@@ -24,6 +24,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from msgspec import Meta
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from inferpool.service.api.trace import new_ids, request_id_of
 from inferpool.service.errors import (
@@ -158,6 +159,7 @@ TABLE: dict[type[ServiceError], ErrorKind] = {
 }
 """A subclass is shown as its nearest base here. 499 is seen in metrics and logs only."""
 
+_METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 _RETRY_STATUSES = (429, 503)
 """Statuses that say when to come back (RFC 9110, 10.2.3), in whole seconds from 1."""
 _CHALLENGE = (b"www-authenticate", b'Bearer realm="inferpool"')
@@ -331,8 +333,9 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     detail = str(error.detail)
     if status == HTTPStatus.NOT_FOUND and detail == phrase:
         detail = f"there is nothing at {request.url.path[:200]}; /docs lists what there is"
-    allowed = (error.headers or {}).get("Allow")
-    if status == HTTPStatus.METHOD_NOT_ALLOWED and allowed:
+    headers = dict(error.headers or {})
+    if status == HTTPStatus.METHOD_NOT_ALLOWED and "Allow" in headers:
+        headers["Allow"] = allowed = _methods_at(request) or headers["Allow"]
         detail = f"{request.url.path[:200]} takes {allowed}, not {request.method}"
     request_id = _request_id(request)
     answer = _render(
@@ -345,9 +348,19 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
         is_retryable=status in _RETRY_STATUSES,
     )
     response = _response(answer, request_id)
-    for name, value in (error.headers or {}).items():
+    for name, value in headers.items():
         response.headers[name] = value
     return response
+
+
+def _methods_at(request: Request) -> str:
+    """Return the methods that a path takes: Starlette names those of its first route only."""
+    scopes = ({**request.scope, "method": method} for method in _METHODS)
+    return ", ".join(
+        scope["method"]
+        for scope in scopes
+        if any(route.matches(scope)[0] is Match.FULL for route in request.app.routes)
+    )
 
 
 async def _on_validation_error(request: Request, error: Exception) -> Response:
