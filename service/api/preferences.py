@@ -21,6 +21,10 @@ class Preferences(NamedTuple):
         given = [_RESPOND_ASYNC] if self.is_async else []
         return ", ".join(given if self.wait_s is None else [*given, f"wait={self.wait_s}"])
 
+    def at_most(self, most_s: int) -> "Preferences":
+        """Return what can be followed by a server that waits for so long only."""
+        return self if self.wait_s is None else self._replace(wait_s=min(self.wait_s, most_s))
+
 
 def read_preferences(header: str) -> Preferences:
     """Read the header's value; repeated ones are joined by commas. The first one of a name counts.

@@ -1,8 +1,8 @@
 """Answers of `/predict` in the form that `Accept` asks for: JSON, npy, safetensors, raw bytes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 from urllib.parse import quote
 
 import msgspec
@@ -14,6 +14,7 @@ from inferpool.service.errors import BadRequestError, NotAcceptableError, Servic
 from inferpool.service.queue.instance import Result
 from inferpool.workers.messages import TensorBlob
 
+T = TypeVar("T")
 AnswerFormat = Literal["json", "npy", "safetensors", "raw"]
 Outcome = Result | ServiceError
 """The result or error of one instance."""
@@ -45,6 +46,33 @@ def choose_format(accept: bytes | None) -> AnswerFormat:
     if accept is None or accept == b"*/*":
         return "json"
     return _negotiate(accept)
+
+
+def negotiate(accept: bytes, types: Mapping[bytes, T]) -> T:
+    """Choose one of several types below `application/`, given in our order, by quality first.
+
+    The most exact range for a type counts (RFC 9110, 12.5.1).
+
+    Raises:
+        NotAcceptableError: The header allows none of them.
+    """
+    qualities: dict[bytes, float] = {}
+    for item in accept.lower().split(b","):
+        media_range, *options = (part.strip() for part in item.split(b";"))
+        qualities[media_range] = _quality(options)
+    best: T | None = None
+    best_quality = 0.0
+    for media_type, chosen in types.items():
+        candidates = (media_type, b"application/*", b"*/*")
+        quality = next((qualities[each] for each in candidates if each in qualities), 0.0)
+        if quality > best_quality:
+            best, best_quality = chosen, quality
+    if best is None:
+        raise NotAcceptableError(
+            f"Accept: {accept[:80].decode('latin-1')} allows none of "
+            + ", ".join(media_type.decode() for media_type in types)
+        )
+    return best
 
 
 def encode(
@@ -84,24 +112,7 @@ def encode_json(values: Sequence[bytes]) -> Answer:
 
 @lru_cache(maxsize=256)
 def _negotiate(accept: bytes) -> AnswerFormat:
-    """Choose by quality, then by our order; the most exact range for a type counts."""
-    qualities: dict[bytes, float] = {}
-    for item in accept.lower().split(b","):
-        media_range, *options = (part.strip() for part in item.split(b";"))
-        qualities[media_range] = _quality(options)
-    best: AnswerFormat | None = None
-    best_quality = 0.0
-    for media_type, chosen in MEDIA_TYPES.items():
-        candidates = (media_type, b"application/*", b"*/*")
-        quality = next((qualities[each] for each in candidates if each in qualities), 0.0)
-        if quality > best_quality:
-            best, best_quality = chosen, quality
-    if best is None:
-        raise NotAcceptableError(
-            f"Accept: {accept[:80].decode('latin-1')} allows none of "
-            + ", ".join(media_type.decode() for media_type in MEDIA_TYPES)
-        )
-    return best
+    return negotiate(accept, MEDIA_TYPES)
 
 
 def _quality(options: Sequence[bytes]) -> float:

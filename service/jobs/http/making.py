@@ -7,7 +7,7 @@
 import hashlib
 import secrets
 from collections.abc import Sequence
-from urllib.parse import urlencode
+from urllib.parse import quote, urlencode
 
 import msgspec
 from fastapi import Request, Response
@@ -19,6 +19,7 @@ from inferpool.service.api.call import Call
 from inferpool.service.api.codecs.answers import choose_format
 from inferpool.service.api.codecs.body import BodyContext, Limits
 from inferpool.service.api.codecs.parameters import read_query
+from inferpool.service.api.codecs.requests import check_encoding
 from inferpool.service.api.errors import CALL_KEY
 from inferpool.service.api.predict import VERSION_HEADER
 from inferpool.service.api.preferences import Preferences, read_preferences
@@ -106,6 +107,7 @@ class JobMaker:
         headers = call.headers
         await target.until_open()
         model = target.model_named(model)
+        check_encoding(headers)  # before the whole body has come
         if VERSION_HEADER in headers:
             raise BadRequestError(ONE_VERSION)
         fields = dict(read_query(call.query))
@@ -146,7 +148,7 @@ class JobMaker:
         """Wait for the end of a job for as long as the client is ready to."""
         if not preferences.wait_s or job.is_over:
             return job
-        return await self._target.until(job.id, job.owner, min(preferences.wait_s, MOST_WAIT_S))
+        return await self._target.until(job.id, job.owner, preferences.wait_s)
 
     def _predictions(self, job: Job, preferences: Preferences) -> Response:
         answers = self._target.answers(job.id, job.owner, 0, None)
@@ -156,9 +158,12 @@ class JobMaker:
 
 
 def root_of(request: Request) -> str:
-    """Return the path that the service is mounted under."""
+    """Return the path that the service is mounted under, as it stands in a URL.
+
+    A part of it may come from the client: the path of a mount may have parameters.
+    """
     root: str = request.scope.get("root_path", "")
-    return root.rstrip("/")
+    return quote(root.rstrip("/"))
 
 
 def version_header(job: Job) -> dict[str, str]:
@@ -172,7 +177,7 @@ def _call(request: Request) -> Call:
 
 
 def _preferences(request: Request) -> Preferences:
-    return read_preferences(",".join(request.headers.getlist("prefer")))
+    return read_preferences(",".join(request.headers.getlist("prefer"))).at_most(MOST_WAIT_S)
 
 
 def _shown(request: Request, job: Job, preferences: Preferences) -> Response:

@@ -23,7 +23,7 @@ from inferpool.service.api.codecs.files import (
 )
 from inferpool.service.api.codecs.forms import MAX_FIELDS, Form, read_parts
 from inferpool.service.api.codecs.json import decode_instance
-from inferpool.service.api.codecs.requests import TYPES, check_encoding, decode
+from inferpool.service.api.codecs.requests import TYPES, decode
 from inferpool.service.errors import InvalidInputError, ServiceError, TooLargeError
 from inferpool.service.jobs.http.archive import read_archive
 from inferpool.service.jobs.http.target import Instances
@@ -76,7 +76,6 @@ def read_body(content_type: bytes, path: Path, head: BodyContext) -> JobBody:
         TooLargeError: It holds too much.
         UnsupportedTypeError: Nothing here reads its type or encoding.
     """
-    check_encoding(head.headers)
     most = max(_MAX_AT_ONCE, head.limits.max_instances)
     head = msgspec.structs.replace(
         head, limits=msgspec.structs.replace(head.limits, max_instances=most)

@@ -6,8 +6,9 @@ from typing import Literal
 
 import msgspec
 
+from inferpool.service.api.codecs.answers import negotiate
 from inferpool.service.api.errors import TABLE, InstanceError
-from inferpool.service.errors import InternalError, NotAcceptableError
+from inferpool.service.errors import InternalError
 from inferpool.service.jobs.http.documents import info_of
 from inferpool.service.jobs.records import Job, JobAnswer, JobProblem
 
@@ -17,7 +18,12 @@ ResultFormat = Literal["json", "jsonl"]
 
 JSONL_TYPE = "application/jsonl"
 MEDIA_TYPES: Mapping[ResultFormat, str] = {"json": "application/json", "jsonl": JSONL_TYPE}
-_JSONL_TYPES = (JSONL_TYPE, "application/x-ndjson", "application/jsonlines")
+_FORMATS: Mapping[bytes, ResultFormat] = {
+    b"application/json": "json",
+    b"application/jsonl": "jsonl",
+    b"application/x-ndjson": "jsonl",
+    b"application/jsonlines": "jsonl",
+}
 _STATUSES = {error.code: kind.status for error, kind in TABLE.items()}
 _ALIVE_S = 15.0
 """How often a stream of events says something, so that proxies keep it open."""
@@ -31,15 +37,7 @@ def choose_result_format(accept: str) -> ResultFormat:
     Raises:
         NotAcceptableError: It allows neither.
     """
-    ranges = [each.partition(";")[0].strip().lower() for each in accept.split(",")]
-    for each in ranges:
-        if each in _JSONL_TYPES:
-            return "jsonl"
-        if each in ("", "*/*", "application/*", "application/json"):
-            return "json"
-    raise NotAcceptableError(
-        f"Accept: {accept[:80]} allows neither application/json nor {JSONL_TYPE}"
-    )
+    return negotiate(accept.encode("latin-1") or b"*/*", _FORMATS)
 
 
 def error_of(problem: JobProblem, index: int | None = None) -> InstanceError:
