@@ -53,6 +53,9 @@ _RESERVE_BYTES = 16 * 2**20
 _RESERVE_SHARE = 0.05
 _RESULTS_SHARE = 0.25
 """The part of that room which results leave: a full SQLite needs some to delete anything."""
+_PAGE_BYTES = 4096
+_MOVED_PAGES = 256
+"""Pages that SQLite gives back at once."""
 _MIGRATION_LOCK = 7_267_301_945
 """A number that services agree on, so that one alone changes the tables of PostgreSQL."""
 _LOCKS = 1_267_301_945 << 32
@@ -60,6 +63,8 @@ _LOCKS = 1_267_301_945 << 32
 _DISK_FULL = "53100"
 """PostgreSQL's code of a full disk (its manual, appendix A)."""
 _FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
+_FULL_NAMES = ("SQLITE_FULL", "SQLITE_IOERR_SHMSIZE")
+"""SQLite's names of the same; the second one comes with a new connection."""
 
 
 class Database:
@@ -127,7 +132,7 @@ class Database:
         """
         with (
             told(),
-            self._engine.connect().execution_options(is_reading=True) as connection,
+            self._engine.connect().execution_options(begin="BEGIN") as connection,
             connection.begin(),
         ):
             yield connection
@@ -137,23 +142,50 @@ class Database:
         if self.folder is None:  # SQLite has one that writes at a time
             _lock(connection, _LOCKS + crc32(name.encode()))
 
-    def check_room(self, num_bytes: int, *, for_result: bool = False) -> None:
+    def check_room(
+        self, num_bytes: int, inside: Connection | None = None, *, for_result: bool = False
+    ) -> None:
         """Refuse what would fill the disk, so that results of accepted jobs have room.
+
+        Args:
+            num_bytes: The bytes to write.
+            inside: A transaction that will write them to the database; None: they go to files.
+            for_result: They are of a result.
 
         Raises:
             StoreFullError: There is too little room.
         """
         if self.folder is None:
             return  # the disk is the database's
-        disk = os.statvfs(self.folder)
-        reserve = min(_RESERVE_BYTES, int(disk.f_blocks * disk.f_frsize * _RESERVE_SHARE))
+        room, reserve = self._room()
         reserve = int(reserve * _RESULTS_SHARE) if for_result else reserve
-        if disk.f_bavail * disk.f_frsize - num_bytes < reserve:
+        if room - num_bytes < reserve and inside is not None:
+            room += _num_free(inside) * _PAGE_BYTES
+        if room - num_bytes < reserve:
             raise StoreFullError(
                 "the disk with the store of jobs is nearly full; delete jobs that are over, or try "
                 "again later",
                 retry_after_s=10,
             )
+
+    def shrink(self) -> bool:
+        """Give the disk some of what is free in SQLite's file; return whether there is more.
+
+        Raises:
+            StoreFullError: There is no room to do it.
+            UnavailableError: The database does not answer.
+        """
+        if self.folder is None:
+            return False
+        with self.writing() as connection:
+            _, kept = self._room()
+            num_left = _num_free(connection) - kept // _PAGE_BYTES
+            for _ in range(min(num_left, _MOVED_PAGES)):  # the module runs one step of each
+                connection.exec_driver_sql("PRAGMA incremental_vacuum(1)")
+        if num_left > 0:  # the file itself shrinks when SQLite copies its journal to it
+            with told(), self._engine.connect().execution_options(begin="") as connection:
+                connection.exec_driver_sql("PRAGMA wal_checkpoint(PASSIVE)")
+        return num_left > _MOVED_PAGES
 
     def close(self) -> None:
         """Close all connections. Transactions are over."""
@@ -163,6 +195,12 @@ class Database:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+    def _room(self) -> tuple[int, int]:
+        """Return the free bytes of the disk, and how many of them new jobs leave."""
+        disk = os.statvfs(self.folder or "/")
+        reserve = min(_RESERVE_BYTES, int(disk.f_blocks * disk.f_frsize * _RESERVE_SHARE))
+        return disk.f_bavail * disk.f_frsize, reserve
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
@@ -216,6 +254,11 @@ def told() -> Iterator[None]:
         ) from error
 
 
+def _num_free(connection: Connection) -> int:
+    """Return the pages of SQLite's file that nothing uses."""
+    return int(connection.exec_driver_sql("PRAGMA freelist_count").scalar_one())
+
+
 def _lock(connection: Connection, number: int) -> None:
     """Wait until this transaction of PostgreSQL has a lock."""
     connection.execute(text("SELECT pg_advisory_xact_lock(:number)"), {"number": number})
@@ -228,7 +271,7 @@ def _is_full(error: Exception) -> bool:
         return False
     if getattr(error.orig, "sqlstate", None) == _DISK_FULL:
         return True
-    return getattr(error.orig, "sqlite_errorname", "") == "SQLITE_FULL"
+    return getattr(error.orig, "sqlite_errorname", "") in _FULL_NAMES
 
 
 def _take_folder(folder: Path) -> int:
@@ -261,14 +304,20 @@ def _sqlite(file: Path) -> Engine:
     @event.listens_for(engine, "connect")
     def prepare(connection: Any, _: object) -> None:
         connection.isolation_level = None  # the module begins nothing by itself
-        for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
+        for pragma in (
+            "auto_vacuum=INCREMENTAL",
+            "journal_mode=WAL",
+            "synchronous=FULL",
+            "foreign_keys=ON",
+        ):
             connection.execute(f"PRAGMA {pragma}")
 
     @event.listens_for(engine, "begin")
     def begin(connection: Connection) -> None:
         # A transaction that begins as a reader cannot always become a writer (lang_transaction).
-        is_reading = connection.get_execution_options().get("is_reading")
-        connection.exec_driver_sql("BEGIN" if is_reading else "BEGIN IMMEDIATE")
+        begin = connection.get_execution_options().get("begin", "BEGIN IMMEDIATE")
+        if begin:
+            connection.exec_driver_sql(begin)
 
     return engine
 
@@ -295,5 +344,7 @@ def _postgresql(url: str) -> Engine:
 
 def _reason(error: Exception) -> str:
     """Return the first line of what went wrong, without the statement."""
+    if _is_full(error):
+        return "its disk has no room left"
     origin = error.orig if isinstance(error, DBAPIError) else error
     return str(origin).strip().splitlines()[0] if str(origin).strip() else type(origin).__name__

@@ -121,10 +121,10 @@ class PartLeases:
         assert len(result.answers) == len(part.instances)
         outcome = encode(result.answers)
         name = None
-        with told():
-            self._database.check_room(len(outcome), for_result=True)
-            if self._files.takes(outcome):  # before the transaction, since a disk may take long
-                name = result_name(part.number, part.token)
+        if self._files.takes(outcome):  # before the transaction, since a disk may take long
+            name = result_name(part.number, part.token)
+            with told():
+                self._database.check_room(len(outcome), for_result=True)
                 self._files.write(part.folder, {name: outcome})
         try:
             with self._database.writing() as connection:
@@ -228,7 +228,8 @@ class PartLeases:
     ) -> tuple[Job | None, bool]:
         """Return the job, if the result was kept, and whether there is a job."""
         is_it = (parts.c.job == part.row) & (parts.c.number == part.number)
-        columns = parts.c["num_bytes", "token", "result_token"]
+        is_inside = parts.c.payload.is_not(None).label("is_inside")
+        columns = *parts.c["num_bytes", "token", "result_token"], is_inside
         held = connection.execute(select(*columns).where(is_it).with_for_update()).first()
         is_this = jobs.c.number == part.row
         row = connection.execute(select(jobs).where(is_this).with_for_update()).first()
@@ -238,6 +239,8 @@ class PartLeases:
             return job_of(row), True
         if held.token != part.token or row.state not in UNFINISHED:
             return None, True
+        if name is None and (more := len(outcome) - held.num_bytes * held.is_inside) > 0:
+            self._database.check_room(more, connection, for_result=True)
         connection.execute(
             update(parts)
             .where(is_it)

@@ -40,6 +40,8 @@ _ABANDONED_S = 600.0
 """A job on its way that got no part for so long has lost its writer."""
 _PAGE_PARTS = 16
 """Parts whose results are read at once."""
+_SHRUNK_AT_ONCE = 128
+"""Steps of 1 MiB by which SQLite's file shrinks each time that the store is cleaned."""
 _DELETED_AT_ONCE = 20
 """Jobs; each may have 15,625 parts, and everybody else waits meanwhile."""
 
@@ -177,6 +179,9 @@ class JobStore:
         num_deleted = 0
         while num := self._delete((jobs.c.expires_at <= now) | is_abandoned):
             num_deleted += num
+        for _ in range(_SHRUNK_AT_ONCE):
+            if not self._database.shrink():
+                break
         return num_deleted
 
     def counts(self) -> StoreCounts:

@@ -209,9 +209,9 @@ class JobWriter:
     def _write_files(self) -> None:
         """Write the large payloads that wait, before the transaction: a disk may take long."""
         large = [part for part in self._waiting if self._files.takes(part["payload"])]
+        self._is_written = True
         with told():
-            self._database.check_room(self._waiting_bytes)
-            self._is_written = True
+            self._database.check_room(sum(part["num_bytes"] for part in large))
             contents = {payload_name(part["number"]): part["payload"] for part in large}
             self._files.write(self._folder, contents)
         for part in large:
@@ -220,6 +220,8 @@ class JobWriter:
     def _write(self, connection: Connection) -> None:
         """Write the parts that wait, and the row of the job before the first ones."""
         self._check_quota(connection)
+        num_bytes = sum(part["num_bytes"] for part in self._waiting if part["payload"])
+        self._database.check_room(num_bytes, connection)
         if self._row is None:
             self._row = self._insert_row(connection)
         changed = {"num_bytes": self._num_bytes, "leased_at": self._database.clock}
