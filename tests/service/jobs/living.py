@@ -1,0 +1,80 @@
+"""A process that makes jobs and computes them with workers that are fakes: `PLACE LOG JOBS MADE`.
+
+It makes `MADE` jobs, all again at each start, and says which were accepted. It notes each instance
+that is computed in a file. It ends when all `JOBS` jobs are over.
+"""
+
+import asyncio
+import os
+import random
+import sys
+from collections.abc import Iterator
+
+from inferpool.service.jobs import runner
+from inferpool.service.jobs.jobs import Jobs
+from inferpool.service.jobs.records import STATES, UNFINISHED, NewJob, StoredInstance, StoreLimits
+from inferpool.service.jobs.webhooks import Webhooks
+from inferpool.workers.arena import Arena
+from tests.fakes import FakeEngine
+from tests.service.pools import ready_pool
+
+LIMITS = StoreLimits(retention_s=1e6, max_jobs=1000, max_bytes=2**30)
+SIZES = (1, 100, 200)
+"""Instances of the jobs, in turn."""
+
+
+def payloads(job: int) -> Iterator[bytes]:
+    """Yield the payloads of a job; those of every third one fill files."""
+    for number in range(SIZES[job % len(SIZES)]):
+        yield f"{job} {number}".encode().ljust(4000 if job % 3 == 1 else 0)
+
+
+def answer_to(payload: bytes) -> bytes:
+    return b'"%b"' % payload.rstrip()[::-1]
+
+
+async def compute(engine: FakeEngine, arena: Arena, log: int) -> None:
+    """Answer each batch after a moment, and note it."""
+    while True:
+        for worker in engine.started:
+            while worker.batches:
+                items, _ = worker.batches[0]
+                found = [arena.read(item.offset, item.num_bytes) for item in items]
+                os.write(log, b"".join(payload.rstrip() + b"\n" for payload in found))
+                worker.answer([answer_to(payload) for payload in found])
+        await asyncio.sleep(random.uniform(0, 0.004))
+
+
+async def live(place: str, log: str, num_jobs: int, num_made: int) -> None:
+    runner.LEASE_S, runner._RENEW_S = 1.5, 0.3
+    arena, engine = Arena(1 << 22), FakeEngine()
+    pool = await ready_pool(engine, arena, 2)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    computing = asyncio.create_task(compute(engine, arena, descriptor))
+    jobs = Jobs(place, LIMITS, {"m": pool}, "m", Webhooks((), b""))
+    jobs.start()
+    os.write(1, b"begun\n")
+
+    async def make(number: int) -> None:
+        new = NewJob(id=f"{number}", model="m", body_digest="d", idempotency_key=f"{number}")
+        await jobs.create(
+            new, lambda: (StoredInstance(kind="bytes", payload=p) for p in payloads(number))
+        )
+        os.write(1, b"accepted %d\n" % number)
+
+    order = list(range(num_made))
+    random.shuffle(order)
+    for number in order:
+        await make(number)
+    states = STATES[len(UNFINISHED) :]
+    while len(await jobs.jobs(None, states, 1000, None)) < num_jobs:  # noqa: ASYNC110  # others end some
+        await asyncio.sleep(0.02)
+    os.write(1, b"all are over\n")
+    await jobs.stop()
+    computing.cancel()
+    await pool.stop(0)
+
+
+if __name__ == "__main__":
+    place, log, num_jobs, num_made = sys.argv[1:]
+    asyncio.run(live(place, log, int(num_jobs), int(num_made)))
