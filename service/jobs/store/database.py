@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 _FILE = "jobs.sqlite3"
 _LOCK = "in-use"
+_MIGRATIONS = Path(__file__).parent / "migrations"
 _BUSY_S = 30.0
 """How long a transaction of SQLite waits for another one."""
 _CONNECT_S = 5
@@ -216,7 +217,7 @@ class Database:
 
     def _migrate(self) -> None:
         config = Config()
-        config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
+        config.set_main_option("script_location", str(_MIGRATIONS))
         with self._engine.begin() as connection:
             if self.folder is None:
                 _lock(connection, _MIGRATION_LOCK)

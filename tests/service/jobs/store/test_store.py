@@ -92,17 +92,6 @@ def test_a_folder_that_cannot_be_used_is_free_for_the_next_try(tmp_path: Path) -
     JobStore.open(str(tmp_path), LIMITS).close()
 
 
-def test_a_store_of_a_later_version_is_refused(place: str) -> None:
-    from sqlalchemy import text
-
-    store = JobStore.open(place, LIMITS)
-    with store._database.writing() as connection:
-        connection.execute(text("UPDATE inferpool_schema SET version_num = '9999'"))
-    store.close()
-    with pytest.raises(StartError, match="written by a later version of inferpool"):
-        JobStore.open(place, LIMITS)
-
-
 def test_a_database_that_does_not_answer_is_named_without_a_traceback() -> None:
     with pytest.raises(StartError, match=r"postgresql://nobody@127\.0\.0\.1:1/x: "):
         JobStore.open("postgresql://nobody@127.0.0.1:1/x", LIMITS)
