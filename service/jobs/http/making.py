@@ -7,6 +7,7 @@
 import hashlib
 import secrets
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import quote, urlencode
 
 import msgspec
@@ -42,6 +43,7 @@ ONE_VERSION = (
     "and its result says which one that was"
 )
 _MOST_KEY = 255
+_NUM_READERS = 4
 _PRIORITIES = {str(priority): priority for priority in range(1, 10)}
 _DEFAULT_PRIORITY = 5
 _CLIENT_GONE = 499
@@ -55,6 +57,8 @@ class JobMaker:
         self._guard = guard
         self._limits = limits
         self._uploads = Uploads(limits)
+        # A form with many files takes a minute to read, and nothing else must wait for it.
+        self._readers = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="bodies of jobs")
 
     def owner_of(self, request: Request) -> str:
         """Return whose the jobs of a call are: its key's digest, or "" where none is needed."""
@@ -126,7 +130,7 @@ class JobMaker:
         head = BodyContext(headers, query.encode(), target.inputs_of(model), self._limits)
         content_type = headers.get(b"content-type", b"")
         async with self._uploads.take(request, owner, target.spool_folder) as spool:
-            body = await in_thread(read_body, content_type, spool.path, head)
+            body = await in_thread(read_body, content_type, spool.path, head, threads=self._readers)
             about = [model, query, content_type, priority, webhook, spool.digest()]
             new = NewJob(
                 id=id or secrets.token_hex(16),

@@ -16,7 +16,12 @@ from inferpool.service.api.auth import Guard
 from inferpool.service.api.codecs.body import Limits
 from inferpool.service.api.errors import problem_response
 from inferpool.service.api.routes.events import WAS_HEAD
-from inferpool.service.errors import BadRequestError, ConflictError, UnavailableError
+from inferpool.service.errors import (
+    BadRequestError,
+    ConflictError,
+    UnavailableError,
+    UnknownJobError,
+)
 from inferpool.service.jobs.http.documents import JobInfo, JobList, info_of
 from inferpool.service.jobs.http.making import (
     MOST_WAIT_S,
@@ -40,9 +45,11 @@ from inferpool.service.jobs.records import STATES, Job, JobState
 _MOST_LISTENERS = 256
 _MOST_FIRST = 2**31 - 1
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_NO_ID = "the id of a job has 1 to 64 letters, digits, '.', '_' and '-'"
 
 _Responses = dict[int | str, dict[str, Any]]
 _NO_JOB: _Responses = {404: {"description": "No such job, or it is another key's."}}
+_NO_PAGE: _Responses = {404: {"description": "The job `after` was deleted: begin again."}}
 _ACCEPTED: _Responses = {
     202: {"description": "The job is kept, and `Location` shows how it goes."},
     404: {"description": "No such model."},
@@ -68,8 +75,11 @@ def jobs_router(target: JobsTarget, guard: Guard, limits: Limits) -> APIRouter:
     maker = JobMaker(target, guard, limits)
     listeners: set[_JobEvents] = set()
 
-    async def owner_of(request: Request) -> str:
+    async def owner_of(request: Request, id: str | None = None) -> str:
+        """Return whose jobs a call is about, once the store is open and the id could be one."""
         await target.until_open()
+        if id is not None and not _ID.fullmatch(id):
+            raise UnknownJobError(_NO_ID)  # PostgreSQL refuses some texts, such as U+0000
         return maker.owner_of(request)
 
     @router.post(
@@ -101,10 +111,10 @@ def jobs_router(target: JobsTarget, guard: Guard, limits: Limits) -> APIRouter:
     ) -> Response:
         """The same as `POST /jobs`. The same call again gives the same job."""
         if not _ID.fullmatch(id):
-            raise BadRequestError("the id of a job has 1 to 64 letters, digits, '.', '_' and '-'")
+            raise BadRequestError(_NO_ID)
         return await maker.answer(request, model, id)
 
-    @router.get("/jobs", summary="The jobs of this key")
+    @router.get("/jobs", summary="The jobs of this key", responses=_NO_PAGE)
     async def list_jobs(
         request: Request,
         response: Response,
@@ -113,7 +123,9 @@ def jobs_router(target: JobsTarget, guard: Guard, limits: Limits) -> APIRouter:
         after: Annotated[str | None, Query(description="`next` of the page before.")] = None,
     ) -> JobList:
         """The newest first, in pages."""
-        owner = await owner_of(request)
+        owner = await owner_of(request, after)
+        if after is not None:
+            await target.job(after, owner)  # else a page without jobs would seem to be the last
         found = await target.jobs(owner, state or STATES, limit + 1, after)
         page = found[:limit]
         following = page[-1].id if len(found) > limit else None
@@ -126,7 +138,7 @@ def jobs_router(target: JobsTarget, guard: Guard, limits: Limits) -> APIRouter:
     @router.get("/jobs/{id}", summary="A job as it is now, or when it is over", responses=_NO_JOB)
     async def show_job(request: Request, response: Response, id: str, wait: _Wait = 0) -> JobInfo:
         """With `wait` the answer comes when the job is over, or when the time is up."""
-        owner = await owner_of(request)
+        owner = await owner_of(request, id)
         job = await target.until(id, owner, wait) if wait else await target.job(id, owner)
         if not job.is_over:
             response.headers["retry-after"] = RETRY_S
@@ -140,7 +152,7 @@ def jobs_router(target: JobsTarget, guard: Guard, limits: Limits) -> APIRouter:
     )
     async def end_job(request: Request, id: str) -> JobInfo | Response:
         """A job that is not over is cancelled, and keeps its result so far until it is deleted."""
-        owner = await owner_of(request)
+        owner = await owner_of(request, id)
         if (await target.job(id, owner)).is_over:
             await target.delete(id, owner)
             return Response(status_code=204)
@@ -159,7 +171,7 @@ def jobs_router(target: JobsTarget, guard: Guard, limits: Limits) -> APIRouter:
         A range goes up to the first instance that has no answer yet, and can be asked for while the
         job runs. `Accept: application/jsonl` gives a line for each.
         """
-        owner = await owner_of(request)
+        owner = await owner_of(request, id)
         chosen = choose_result_format(",".join(request.headers.getlist("accept")))
         job = await target.job(id, owner)
         is_range = first is not None or count is not None
@@ -187,7 +199,7 @@ def jobs_router(target: JobsTarget, guard: Guard, limits: Limits) -> APIRouter:
     )
     async def follow_job(request: Request, id: str) -> Response:
         """Send an event `job` now and at each change; the stream ends when the job is over."""
-        owner = await owner_of(request)
+        owner = await owner_of(request, id)
         await target.job(id, owner)
         is_head = WAS_HEAD in request.scope
         return _JobEvents(target.watch(id, owner), listeners, is_head=is_head)

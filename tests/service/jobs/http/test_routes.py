@@ -38,7 +38,7 @@ ANN, BEN = "ann-has-a-key-of-her-own", "ben-has-a-key-of-his-own"
 
 @contextlib.asynccontextmanager
 async def serving(
-    pool: Pool, place: Path, *, keys: str = "", **limits: float
+    pool: Pool, place: Path | str, *, keys: str = "", **limits: float
 ) -> AsyncIterator[httpx.AsyncClient]:
     """Serve the jobs of one model on a real socket, and yield a client."""
     guard = Guard(predict=read_keys(keys) if keys else None)
