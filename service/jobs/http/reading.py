@@ -15,14 +15,10 @@ from multipart import MultipartSegment  # type: ignore[import-untyped]  # has no
 
 from inferpool.service.api.codecs import parameters
 from inferpool.service.api.codecs.body import BodyContext, Limits, Payload
-from inferpool.service.api.codecs.files import (
-    is_label,
-    place_of_file,
-    read_named_file,
-    read_typed_file,
-)
+from inferpool.service.api.codecs.files import place_of_file, read_named_file, read_typed_file
 from inferpool.service.api.codecs.forms import MAX_FIELDS, Form, read_parts
 from inferpool.service.api.codecs.json import decode_instance
+from inferpool.service.api.codecs.names import is_label
 from inferpool.service.api.codecs.requests import TYPES, decode
 from inferpool.service.errors import InvalidInputError, ServiceError, TooLargeError
 from inferpool.service.jobs.http.archive import read_archive

@@ -1,6 +1,6 @@
 import pytest
 
-from inferpool.service.api.codecs.files import FileKind, is_label, kind_by_name
+from inferpool.service.api.codecs.names import FileKind, is_label, kind_by_name
 
 
 @pytest.mark.parametrize(
