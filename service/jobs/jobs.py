@@ -319,16 +319,18 @@ class Jobs:
         await self._runner.run()
 
     async def _open(self) -> "JobStore":
+        problem = ""
         while True:
             try:
                 return await in_thread(self._open_once)
             except StartError as error:
-                if str(error) != self._problem:
+                if str(error) != problem:
                     logger.error("jobs are not served: %s", error)
-                self._problem = str(error)
+                problem = str(error)
             except Exception:
-                logger.exception("the store of jobs cannot be opened")
-                self._problem = "it cannot be opened; see the log of the service"
+                logger.exception("jobs are not served: the store cannot be opened")
+            # Where it is and what is wrong with it is not for clients.
+            self._problem = "the store cannot be opened; the log of the service says why"
             self._opened.set()
             await asyncio.sleep(_RETRY_S)
 

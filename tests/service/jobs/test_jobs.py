@@ -150,11 +150,17 @@ async def test_an_error_while_a_body_is_read_leaves_nothing(arena: Arena, place:
         assert await jobs.jobs(None, ["queued", "running", "succeeded"], 9, None) == []
 
 
-async def test_a_store_that_cannot_be_opened_is_told(arena: Arena, tmp_path: Path) -> None:
+async def test_a_store_that_cannot_be_opened_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "jobs").write_text("a file")
     async with running(str(tmp_path / "jobs"), {}) as jobs:
-        with pytest.raises(UnavailableError, match="jobs are not served at the moment: the store"):
+        with pytest.raises(
+            UnavailableError, match="at the moment: the store cannot be opened"
+        ) as e:
             await jobs.jobs(None, ["queued"], 9, None)
+        assert str(tmp_path) not in str(e.value)
+        assert str(tmp_path) in caplog.text
 
 
 async def test_an_error_that_nobody_foresaw_ends_nothing_else(
