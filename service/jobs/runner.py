@@ -107,6 +107,8 @@ class Runner:
         self._taken: Sequence[LeasedPart] = ()
         """Leased parts that are on their way from the thread."""
         self._renewed_at = 0.0
+        self._ready_at: dict[str, float] = {}
+        """When each model's workers were last seen ready."""
         self._in_flight: Counter[str] = Counter()
         """Instances in flight by model."""
         self.num_answered: Counter[tuple[str, str]] = Counter()
@@ -181,6 +183,7 @@ class Runner:
         """Return how much more a model's workers should have within reach; None if nothing."""
         if not pool.is_ready:
             return None
+        self._ready_at[name] = time.monotonic()
         dispatcher = pool.dispatcher
         wanted = dispatcher.num_responsive * dispatcher.max_batch_size * _BATCHES_IN_FLIGHT
         num_instances = max(wanted, _LEAST_IN_FLIGHT) - self._in_flight[name]
@@ -232,11 +235,11 @@ class Runner:
         """Compute one instance, and queue it again if it was no fault of its own.
 
         Raises:
-            UnavailableError: The pool does not serve any more, or has had no worker for long.
+            UnavailableError: The pool does not serve any more.
         """
         if instance.kind is None:
             return JobAnswer(value=b"", problem=instance.problem)
-        num_tries, ready_at = 0, time.monotonic()
+        num_tries = 0
         while True:
             ref = ItemRef(
                 kind=instance.kind,
@@ -254,10 +257,8 @@ class Runner:
                 num_tries += 1
                 result = await queued
             except (OverloadedError, UnavailableError, DeadlineExceededError) as error:
-                now = time.monotonic()
-                ready_at = now if pool.is_ready else ready_at
-                if self._pools.get(job.model) is not pool or now > ready_at + _PATIENCE_S:
-                    raise UnavailableError("nothing computes it here any more") from error
+                if self._pools.get(job.model) is not pool:
+                    raise UnavailableError("another version serves now") from error
                 if num_tries >= _MOST_TRIES and pool.is_ready:
                     return _failed(error)
                 await self._until_answered()
@@ -300,6 +301,7 @@ class Runner:
     async def _renew_often(self) -> None:
         while True:
             await asyncio.sleep(_RENEW_S)
+            self._give_up_waiting()
             try:
                 await self._renew()
             except ServiceError:  # it is logged, and tried again
@@ -307,6 +309,18 @@ class Runner:
             except Exception:
                 logger.exception("the leases of jobs cannot be renewed")
             await self._give_back()
+
+    def _give_up_waiting(self) -> None:
+        """Give up the parts of models whose workers are gone for long."""
+        now = time.monotonic()
+        for name, pool in self._pools.items():
+            if pool.is_ready:
+                self._ready_at[name] = now
+        for token, (part, task) in self._parts.items():
+            is_known = token in self._committing
+            if not is_known and now > self._ready_at[part.job.model] + _PATIENCE_S:
+                self._unused.add(token)
+                task.cancel()
 
     async def _renew(self) -> None:
         """Prolong the leases of what is in flight, and give up what is not this service's.
