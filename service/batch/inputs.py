@@ -1,12 +1,22 @@
-"""Values of a batch run: inputs, answers, and why a run cannot go on."""
+"""Inputs of a batch run, made of files, members of archives and cells of tables; their answers.
 
+An input that cannot be had is one with an error: it never ends the run.
+"""
+
+import json
+import os
+import stat
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from inferpool.service.api.codecs.json import decode_instance, is_image
+from inferpool.service.api.codecs.names import kind_by_name
+from inferpool.service.errors import ServiceError
 from inferpool.service.settings.names import FlagError
 
 InputKind: TypeAlias = Literal["image", "bytes", "json", "npy"]
 """Form of an input: an encoded picture, opaque bytes, a JSON value, or a file of numpy."""
+MAX_FILE_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +32,9 @@ class BatchInput:
     label: str | None = None
     """The right answer, if the source knows it."""
     error: str = ""
-    """Why it could not be read; then there is no data."""
+    """Why it could not be read or decoded; then there is no data."""
+    code: str = "unreadable"
+    """The code of that error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,4 +56,100 @@ class SourceUnusableError(FlagError):
 
 
 class RunLostError(Exception):
-    """The model or the service is gone, so that the run cannot go on; --resume does later."""
+    """The model, the service or the output is gone, so that the run cannot go on."""
+
+
+def input_at(index: int, name: str, path: str, label: str | None = None) -> BatchInput:
+    """Read a file. Anything but a file is an error: a pipe would be waited for."""
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                return failed_input(index, name, "is no file", label)
+            if status.st_size > MAX_FILE_BYTES:
+                return failed_input(index, name, "is larger than 1 GiB", label)
+            data = file.read()
+    except (OSError, ValueError) as error:  # a ValueError for a NUL in the name
+        return unreadable_input(index, name, error, label)
+    return input_of(index, name, data, label)
+
+
+def input_of(index: int, name: str, data: bytes, label: str | None = None) -> BatchInput:
+    """Make an input of the content of a file, whose name says what it is."""
+    kind = kind_by_name(name)
+    if kind == "text":
+        try:
+            data = json.dumps(data.decode("utf-8-sig").strip(), ensure_ascii=False).encode()
+        except UnicodeDecodeError as error:
+            return failed_input(index, name, f"is not in UTF-8: {error}", label)
+    if not data or data == b'""':
+        return failed_input(index, name, "is empty", label)
+    if kind == "json" or kind == "text":
+        return _json_input(index, name, data, label)
+    if kind == "bytes" and is_image(data):
+        kind = "image"
+    return BatchInput(index=index, name=name, kind=kind, data=data, label=label)
+
+
+def input_of_cell(index: int, name: str, value: object, folder: str) -> BatchInput:
+    """Make an input of a cell: bytes, a picture as datasets have it, a file's path, or JSON."""
+    if isinstance(value, dict) and "bytes" in value and value.keys() <= {"bytes", "path"}:
+        value = value["path"] if value["bytes"] is None else value["bytes"]
+    if isinstance(value, bytes):
+        kind: InputKind = "image" if is_image(value) else "bytes"
+        return BatchInput(index=index, name=name, kind=kind, data=value)
+    if isinstance(value, str) and kind_by_name(value) in ("image", "npy"):
+        return input_at(index, value, os.path.join(folder, value))
+    try:
+        data = json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, TypeError, RecursionError) as error:
+        return failed_input(index, name, f"is no JSON value: {error}")
+    return _json_input(index, name, data)
+
+
+def _json_input(index: int, name: str, data: bytes, label: str | None = None) -> BatchInput:
+    """Make an input of JSON, as it would be in a call to a service: {"b64": ...} is bytes."""
+    try:
+        payload = decode_instance(data)
+    except ServiceError as error:
+        return failed_input(index, name, error.message, label)
+    assert payload.kind != "tensors", "which JSON never is"
+    content = b"".join(payload.chunks)
+    return BatchInput(index=index, name=name, kind=payload.kind, data=content, label=label)
+
+
+def unreadable_input(
+    index: int, name: str, error: OSError | ValueError, label: str | None = None
+) -> BatchInput:
+    """Return an input that the system could not read."""
+    text = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    return failed_input(index, name, f"cannot be read: {text}", label)
+
+
+def failed_input(index: int, name: str, error: str, label: str | None = None) -> BatchInput:
+    """Return an input that has an error instead of data."""
+    return BatchInput(index=index, name=name, kind="bytes", error=error, label=label)
+
+
+def piece_of(fd: int, place: tuple[int, int]) -> bytes:
+    """Read a piece of a file, from an offset and so long.
+
+    Raises:
+        OSError: It is not there, or too large.
+    """
+    start, num_bytes = place
+    if num_bytes > MAX_FILE_BYTES:
+        raise OSError("is larger than 1 GiB")
+    data = os.pread(fd, num_bytes, start)
+    if len(data) != num_bytes:
+        raise OSError("the file ends too early")
+    return data
+
+
+def stamp_of(path: str) -> str:
+    """Return what changes if a file does: its size and the time of its last change."""
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError):
+        return "-"
+    return f"{status.st_size} {status.st_mtime_ns}"

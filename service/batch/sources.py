@@ -6,30 +6,36 @@ sent to readers.
 
 import csv
 import glob
+import hashlib
 import json
 import os
+import posixpath
 import tarfile
-from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from inferpool.service.batch.inputs import BatchInput, InputKind, SourceUnusableError
-
-if TYPE_CHECKING:
-    import pyarrow.parquet as pq
-
-_IMAGES = frozenset(
-    (
-        *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".gif", ".bmp", ".webp", ".tif", ".tiff"),
-        *(".ppm", ".pgm", ".pbm", ".jp2", ".ico", ".tga", ".avif", ".qoi", ".dds", ".pcx"),
-        *(".psd", ".sgi", ".im", ".msp", ".icns", ".fli", ".xbm", ".xpm"),
-    )
+from inferpool.service.api.codecs.names import kind_by_name
+from inferpool.service.batch.inputs import (
+    BatchInput,
+    SourceUnusableError,
+    failed_input,
+    input_at,
+    input_of,
+    piece_of,
+    stamp_of,
+    unreadable_input,
 )
-_KINDS: Mapping[str, InputKind] = {".json": "json", ".txt": "json", ".npy": "npy"}
+from inferpool.service.batch.tables import TABLE_SUFFIXES, open_table
+
 _LISTS = (".txt", ".lst", ".list")
-_LABELS = ("cls", "label")
-_MAX_FILE_BYTES = 1 << 30
+_COMPRESSED_TARS = (".tar.gz", ".tgz", ".tar.zst", ".tar.bz2", ".tar.xz")
+_LABELS = ("cls", "label", "json")
+"""Endings of the members of a tar that say what the right answer is, the surest first."""
+_LABEL_KEYS = ("label", "cls", "class")
+_END_BYTES = 1 << 16
+"""What is looked at behind the end of a tar. Archivers fill up to 10 KiB with zeros."""
 
 
 class BatchSource(Protocol):
@@ -39,64 +45,68 @@ class BatchSource(Protocol):
         """Return how many inputs there are."""
 
     def name(self, index: int) -> str:
-        """Return the name of an input, without reading it."""
+        """Return the name of an input without reading it; empty if only reading tells."""
+
+    def stamps(self) -> Iterator[str]:
+        """Yield texts of which one changes if an input does, as far as that shows unread."""
 
     def read(self, index: int) -> BatchInput:
         """Read an input. One that cannot be read has an `error`; nothing is raised for it."""
 
 
-def open_source(text: str, *, column: str | None = None) -> BatchSource:
+def open_source(
+    text: str, *, column: str | None = None, without: Collection[Path] = ()
+) -> BatchSource:
     """Find the inputs that a word of the command line names.
 
     Args:
         text: A folder, a glob, a list of files (.txt, .lst), a tar, or a .csv, .jsonl or .parquet
             file.
         column: The column of a table, or the field of each line of JSON.
+        without: Files that are no inputs, such as the output, which may lie among them.
 
     Raises:
         SourceUnusableError: There is nothing, or it cannot be read so.
     """
     path = Path(text)
-    suffix = path.suffix.lower()
-    is_table = suffix in (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
+    is_table = path.suffix.lower() in TABLE_SUFFIXES
     if column is not None and not is_table:
         raise SourceUnusableError(f"--column: {text} is no table: .csv, .jsonl or .parquet")
+    left_out = frozenset(map(os.path.abspath, without))
     try:
-        source = _open(text, path, suffix, column)
+        if os.path.abspath(path) in left_out:
+            raise SourceUnusableError(f"--output: {text} is the input, and would be overwritten")
+        if path.is_dir():
+            source: BatchSource = _folder(path, left_out)
+        elif not path.exists():
+            source = _glob(text, left_out)
+        elif is_table:
+            source = open_table(path, column)
+        else:
+            source = _file(text, path)
+        is_empty = not len(source)
     except (OSError, UnicodeDecodeError, csv.Error, tarfile.TarError) as error:
-        raise SourceUnusableError(f"{text}: cannot be read: {error}") from error
-    if not len(source):
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        raise SourceUnusableError(f"{text}: cannot be read: {reason}") from error
+    if is_empty:
         raise SourceUnusableError(f"{text}: there are no inputs in it")
     return source
 
 
-def _open(text: str, path: Path, suffix: str, column: str | None) -> BatchSource:
-    if path.is_dir():
-        return _folder(path)
-    if not path.exists():
-        if not glob.has_magic(text):
-            raise SourceUnusableError(f"{text}: there is no such file or folder")
-        found = sorted(each for each in glob.glob(text, recursive=True) if os.path.isfile(each))
-        return FileSource(found)
-    if suffix in _LISTS:
-        return _list(path)
-    if path.name.lower().endswith((".tar.gz", ".tgz", ".tar.zst", ".tar.bz2", ".tar.xz")):
-        raise SourceUnusableError(f"{text}: a compressed tar has no random access: unpack it first")
-    if suffix == ".tar":
-        return TarSource(path)
-    if suffix in (".csv", ".tsv"):
-        return CsvSource(path, column)
-    if suffix in (".jsonl", ".ndjson"):
-        return JsonlSource(path, column)
-    if suffix == ".parquet":
-        return ParquetSource(path, column)
-    return FileSource([text])
+def digest_of(source: BatchSource) -> str:
+    """Return what changes if the inputs of a source do, as far as that shows unread."""
+    digest = hashlib.sha256(str(len(source)).encode())
+    for stamp in source.stamps():
+        digest.update(stamp.encode("utf-8", "surrogateescape") + b"\0")
+    return digest.hexdigest()
 
 
 class FileSource:
     """Files, each an input; with labels if they lie in a folder for each label."""
 
-    def __init__(self, paths: Sequence[str], root: str = "", labels: Sequence[str] = ()) -> None:
+    def __init__(
+        self, paths: Sequence[str], root: str = "", labels: Sequence[str | None] = ()
+    ) -> None:
         self._paths = paths
         self._root = root
         self._labels = labels
@@ -109,39 +119,95 @@ class FileSource:
         """See `BatchSource`."""
         return self._paths[index]
 
+    def stamps(self) -> Iterator[str]:
+        """See `BatchSource`."""
+        for path in self._paths:
+            yield f"{path} {stamp_of(os.path.join(self._root, path))}"
+
     def read(self, index: int) -> BatchInput:
         """See `BatchSource`."""
         name = self._paths[index]
-        return _read_path(index, name, os.path.join(self._root, name), self._label(index))
-
-    def _label(self, index: int) -> str | None:
-        return self._labels[index] if self._labels else None
+        label = self._labels[index] if self._labels else None
+        return input_at(index, name, os.path.join(self._root, name), label)
 
 
-def _folder(root: Path) -> FileSource:
-    """Find the files in a folder; its subfolders are labels if no file lies beside them."""
+def _folder(root: Path, left_out: Collection[str]) -> FileSource:
+    """Find the files in a folder; its subfolders are labels if no picture lies beside them.
+
+    A folder that cannot be read stands among the files, so that the run tells of it.
+    """
     names: list[str] = []
-    for folder, subfolders, files in os.walk(root):
-        subfolders[:] = sorted(each for each in subfolders if not each.startswith("."))
+    unread: list[OSError] = []
+    for folder, subfolders, files in os.walk(root, onerror=unread.append, followlinks=True):
+        subfolders[:] = [
+            each for each in subfolders if not (each.startswith(".") or _leads_up(folder, each))
+        ]
         inside = os.path.relpath(folder, root)
-        shown = [each for each in files if not each.startswith(".")]
-        names += [os.path.normpath(os.path.join(inside, each)) for each in shown]
+        for name in files:
+            is_left_out = os.path.abspath(os.path.join(folder, name)) in left_out
+            if not name.startswith(".") and not is_left_out:
+                names.append(os.path.normpath(os.path.join(inside, name)))
+    for error in unread:
+        if error.filename in (str(root), None):
+            raise error
+        names.append(os.path.relpath(error.filename, root))
     names.sort()
-    is_labelled = bool(names) and all(os.sep in each for each in names)
-    labels = [each.split(os.sep, 1)[0] for each in names] if is_labelled else []
-    return FileSource(names, str(root), labels)
+    labels = [each.split(os.sep, 1)[0] if os.sep in each else None for each in names]
+    beside = [name for name, label in zip(names, labels, strict=True) if label is None]
+    is_labelled = any(labels) and not any(kind_by_name(each) == "image" for each in beside)
+    return FileSource(names, str(root), labels if is_labelled else ())
+
+
+def _leads_up(folder: str, name: str) -> bool:
+    """Return whether a subfolder is a link to the folder or to one above it."""
+    path = os.path.join(folder, name)
+    if not os.path.islink(path):
+        return False
+    above = os.path.realpath(folder)
+    target = os.path.realpath(path)
+    return os.path.commonpath((above, target)) == target
+
+
+def _glob(text: str, left_out: Collection[str]) -> FileSource:
+    if not glob.has_magic(text):
+        raise SourceUnusableError(f"{text}: there is no such file or folder")
+    found = sorted(each for each in glob.glob(text, recursive=True) if os.path.isfile(each))
+    return FileSource([each for each in found if os.path.abspath(each) not in left_out])
+
+
+def _file(text: str, path: Path) -> BatchSource:
+    name = path.name.lower()
+    if name.endswith(_LISTS):
+        return _list(path)
+    if name.endswith(_COMPRESSED_TARS):
+        raise SourceUnusableError(f"{text}: a compressed tar has no random access: unpack it first")
+    if name.endswith(".tar"):
+        return TarSource(path)
+    return FileSource([text])
 
 
 def _list(path: Path) -> FileSource:
     """Read a list of files: a path a line, from the list's folder, maybe a tab and its label."""
-    names, labels = [], []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        if not line.strip() or line.startswith("#"):
-            continue
-        name, _, label = line.partition("\t")
-        names.append(name.strip())
-        labels.append(label.strip())
-    return FileSource(names, str(path.parent), labels if names and all(labels) else ())
+    names: list[str] = []
+    labels: list[str | None] = []
+    for line in path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"):
+        text = os.fsdecode(line.strip())
+        if text and not text.startswith("#"):
+            name, _, label = text.partition("\t")
+            names.append(name.strip())
+            labels.append(label.strip() or None)
+    return FileSource(names, str(path.parent), labels if any(labels) else ())
+
+
+_NO_PLACE = (0, -1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TarMember:
+    name: str
+    place: tuple[int, int]
+    label: tuple[int, int] | None
+    label_is_json: bool
 
 
 class TarSource:
@@ -149,247 +215,108 @@ class TarSource:
 
     def __init__(self, path: Path) -> None:
         self._path = str(path)
-        self._names: list[str] = []
-        self._places: list[tuple[int, int]] = []
-        self._labels: list[tuple[int, int] | None] = []
-        samples: dict[str, dict[str, tarfile.TarInfo]] = {}
+        self._members: list[_TarMember] = []
+        places: dict[str, tuple[int, int]] = {}
+        links: dict[str, str] = {}
         with tarfile.open(path, "r:") as archive:
-            for member in archive:
-                if member.isreg():
-                    folder, _, base = member.name.rpartition("/")
-                    stem, _, end = base.partition(".")
-                    samples.setdefault(f"{folder}/{stem}", {})[end.lower()] = member
-        for members in samples.values():
-            label = next((members[each] for each in _LABELS if each in members), None)
-            data = {end: each for end, each in members.items() if end not in _LABELS}
-            images = [end for end in data if f".{end}" in _IMAGES]
-            for end in images[:1] or list(data)[:1]:
-                self._names.append(data[end].name)
-                self._places.append((data[end].offset_data, data[end].size))
-                self._labels.append(None if label is None else (label.offset_data, label.size))
+            for member in _members_of(archive):
+                if member.isreg() and not member.issparse():
+                    places[member.name] = member.offset_data, member.size
+                else:
+                    places[member.name] = _NO_PLACE
+                    links[member.name] = _target_of(member)
+            self._flaw = _flaw_of(path, archive.offset)
+        samples: dict[str, dict[str, tuple[str, tuple[int, int]]]] = {}
+        for name, place in places.items():
+            folder, _, base = name.rpartition("/")
+            stem, _, end = base.partition(".")
+            if stem:  # else it is hidden
+                found = places.get(links.get(name, ""), place)
+                samples.setdefault(f"{folder}/{stem}", {})[end.lower()] = name, found
+        for sample in samples.values():
+            self._members += _inputs_of(sample)
 
     def __len__(self) -> int:
         """See `BatchSource`."""
-        return len(self._names)
+        return len(self._members) + bool(self._flaw)
 
     def name(self, index: int) -> str:
         """See `BatchSource`."""
-        return self._names[index]
+        return self._members[index].name if index < len(self._members) else self._path
+
+    def stamps(self) -> Iterator[str]:
+        """See `BatchSource`."""
+        yield stamp_of(self._path)
 
     def read(self, index: int) -> BatchInput:
         """See `BatchSource`."""
-        name, place = self._names[index], self._labels[index]
+        if index == len(self._members):
+            return failed_input(index, self._path, self._flaw)
+        member = self._members[index]
+        if member.place == _NO_PLACE:
+            return failed_input(index, member.name, "is sparse, or a link to what is not here")
         try:
             with open(self._path, "rb") as file:
-                data = _piece(file.fileno(), self._places[index])
-                label = None if place is None else _piece(file.fileno(), place)
+                data = piece_of(file.fileno(), member.place)
+                label = None if member.label is None else piece_of(file.fileno(), member.label)
         except OSError as error:
-            return _unreadable(index, name, error)
-        told = None if label is None else label.decode("utf-8", "replace").strip()
-        return _input_of(index, name, data, told)
+            return unreadable_input(index, member.name, error)
+        told = None if label is None else _told(label, is_json=member.label_is_json)
+        return input_of(index, member.name, data, told)
 
 
-class LineSource:
-    """A text file with an input on each line or row, found by its offset."""
-
-    def __init__(self, path: Path, column: str | None) -> None:
-        self._path = str(path)
-        self._folder = str(path.parent)
-        self._column = column
-        self._starts = array("Q")
-        """Offsets of the rows, and at last the end of the last row."""
-
-    def __len__(self) -> int:
-        """See `BatchSource`."""
-        return max(0, len(self._starts) - 1)
-
-    def name(self, index: int) -> str:
-        """See `BatchSource`."""
-        return f"{os.path.basename(self._path)}:{index + 1}"
-
-    def read(self, index: int) -> BatchInput:
-        """See `BatchSource`."""
-        start, end = self._starts[index], self._starts[index + 1]
-        try:
-            with open(self._path, "rb") as file:
-                value = self._value(_piece(file.fileno(), (start, end - start)))
-        except OSError as error:
-            return _unreadable(index, self.name(index), error)
-        except (ValueError, csv.Error, RecursionError) as error:
-            return _wrong(index, self.name(index), str(error))
-        return _from_value(index, self.name(index), value, self._folder)
-
-    def _value(self, row: bytes) -> object:
-        raise NotImplementedError
-
-
-class JsonlSource(LineSource):
-    """Lines of JSON; `column` is the field that is the instance, or else the whole line is it."""
-
-    def __init__(self, path: Path, column: str | None) -> None:
-        super().__init__(path, column)
-        position = 0
-        with open(path, "rb") as file:
-            for line in file:
-                if line.strip() or self._starts:  # an empty line amid others is wrong in its place
-                    self._starts.append(position)
-                position += len(line)
-        if self._starts:
-            self._starts.append(position)
-
-    def _value(self, row: bytes) -> object:
-        value = json.loads(row)
-        if self._column is None:
-            return value
-        if not isinstance(value, dict) or self._column not in value:
-            raise ValueError(f"it has no field {self._column!r}")
-        return value[self._column]
-
-
-class CsvSource(LineSource):
-    """Rows of a CSV or TSV file, whose first row names the columns."""
-
-    def __init__(self, path: Path, column: str | None) -> None:
-        super().__init__(path, column)
-        self._comma = "\t" if path.suffix.lower() == ".tsv" else ","
-        position = 0
-
-        def lines() -> Iterator[str]:
-            nonlocal position
-            with open(path, "rb") as file:
-                for line in file:
-                    position += len(line)
-                    yield line.decode("utf-8-sig" if position == len(line) else "utf-8")
-
-        rows = csv.reader(lines(), delimiter=self._comma)
-        header = next(rows, [])
-        column = header[0] if column is None and len(header) == 1 else column
-        if column not in header:
-            raise SourceUnusableError(
-                f"{path}: name one of its columns by --column: {', '.join(header)}"
-            )
-        self._place = header.index(column)
-        before = position
-        for row in rows:
-            if row:
-                self._starts.append(before)
-            before = position
-        if self._starts:
-            self._starts.append(position)
-
-    def _value(self, row: bytes) -> object:
-        text = row.decode("utf-8").splitlines(keepends=True)
-        cells = next(csv.reader(text, delimiter=self._comma), [])
-        if self._place >= len(cells):
-            raise ValueError(f"the row has {len(cells)} columns, too few")
-        return cells[self._place]
-
-
-class ParquetSource:
-    """A column of a Parquet file."""
-
-    def __init__(self, path: Path, column: str | None) -> None:
-        self._path = str(path)
-        file = self._open()
-        names = file.schema_arrow.names
-        column = names[0] if column is None and len(names) == 1 else column
-        if column not in names:
-            raise SourceUnusableError(
-                f"{path}: name one of its columns by --column: {', '.join(names)}"
-            )
-        self._column = column
-        groups = range(file.metadata.num_row_groups)
-        self._sizes = [file.metadata.row_group(each).num_rows for each in groups]
-        self._kept: tuple[int, Sequence[object]] | None = None
-        """The row group that was read last."""
-
-    def __len__(self) -> int:
-        """See `BatchSource`."""
-        return sum(self._sizes)
-
-    def name(self, index: int) -> str:
-        """See `BatchSource`."""
-        return f"{os.path.basename(self._path)}:{index + 1}"
-
-    def read(self, index: int) -> BatchInput:
-        """See `BatchSource`."""
-        name, row = self.name(index), index
-        group = 0
-        while row >= self._sizes[group]:
-            row -= self._sizes[group]
-            group += 1
-        try:
-            if self._kept is None or self._kept[0] != group:
-                table = self._open().read_row_group(group, columns=[self._column])
-                self._kept = group, table.column(0)
-            value = self._kept[1][row].as_py()  # type: ignore[attr-defined]  # a column of pyarrow
-        except (OSError, ValueError) as error:
-            return _wrong(index, name, str(error))
-        return _from_value(index, name, value, os.path.dirname(self._path))
-
-    def _open(self) -> "pq.ParquetFile":
-        try:
-            import pyarrow.parquet as pq  # an extra of the package
-        except ModuleNotFoundError as error:
-            raise SourceUnusableError(
-                f"{self._path}: Parquet needs pyarrow: pip install 'inferpool[parquet]'"
-            ) from error
-        try:
-            return pq.ParquetFile(self._path)
-        except ValueError as error:  # pyarrow's ArrowInvalid is one
-            raise SourceUnusableError(f"{self._path}: is no Parquet file: {error}") from error
-
-
-def _from_value(index: int, name: str, value: object, folder: str) -> BatchInput:
-    """Make an input of a cell: bytes, a picture as datasets have it, a picture's path, or JSON."""
-    if isinstance(value, dict) and isinstance(value.get("bytes"), bytes):
-        value = value["bytes"]
-    if isinstance(value, bytes):
-        return BatchInput(index=index, name=name, kind="image", data=value)
-    if isinstance(value, str) and _kind_of(value) in ("image", "npy"):
-        return _read_path(index, value, os.path.join(folder, value), None)
+def _members_of(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    """Yield the files of a tar. Where it ends early, they end."""
     try:
-        data = json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
-    except (ValueError, TypeError) as error:
-        return _wrong(index, name, f"it is no JSON value: {error}")
-    return BatchInput(index=index, name=name, kind="json", data=data)
+        for member in archive:
+            archive.members = []  # type: ignore[attr-defined]  # or all would stay in memory
+            if member.isreg() or member.islnk() or member.issym():
+                yield member
+    except tarfile.ReadError:
+        if archive.offset == 0:  # it is no tar
+            raise
 
 
-def _read_path(index: int, name: str, path: str, label: str | None) -> BatchInput:
+def _target_of(member: tarfile.TarInfo) -> str:
+    """Return the name of the member that a link leads to; empty for what is no link."""
+    if member.issym():
+        return posixpath.normpath(posixpath.join(posixpath.dirname(member.name), member.linkname))
+    return member.linkname if member.islnk() else ""
+
+
+def _flaw_of(path: Path, end: int) -> str:
+    """Return what is wrong with the end of a tar; empty if nothing is."""
+    with open(path, "rb") as file:
+        rest = os.pread(file.fileno(), _END_BYTES, end)
+    if len(rest) < tarfile.BLOCKSIZE:
+        return "the archive is cut short: what follows is not here"
+    if any(rest):
+        return f"the archive is damaged, or another follows it, at byte {end}: the rest is not read"
+    return ""
+
+
+def _inputs_of(sample: dict[str, tuple[str, tuple[int, int]]]) -> Iterator[_TarMember]:
+    """Yield the inputs among the files with one stem: its pictures, or else all but the label."""
+    label_end = next((each for each in _LABELS if each in sample), None)
+    pictures = [each for each in sample if kind_by_name(f"x.{each}") == "image"]
+    pictures = [each for each in pictures if "." not in each] or pictures
+    others = [each for each in sample if each != label_end]
+    if not others:  # only JSON, which is an input then
+        others, label_end = list(sample), None
+    for end in pictures or others:
+        name, place = sample[end]
+        label = None if label_end is None else sample[label_end][1]
+        yield _TarMember(name=name, place=place, label=label, label_is_json=label_end == "json")
+
+
+def _told(label: bytes, *, is_json: bool) -> str | None:
+    """Return the label in a file: a text, or the label in an object of JSON."""
+    if not is_json:
+        return label.decode("utf-8", "replace").strip() or None
     try:
-        with open(path, "rb") as file:
-            if os.fstat(file.fileno()).st_size > _MAX_FILE_BYTES:
-                return _wrong(index, name, "it is larger than 1 GiB", label)
-            data = file.read()
-    except (OSError, ValueError) as error:
-        return _unreadable(index, name, error, label)
-    return _input_of(index, name, data, label)
-
-
-def _input_of(index: int, name: str, data: bytes, label: str | None) -> BatchInput:
-    if name.lower().endswith(".txt"):
-        data = json.dumps(data.decode("utf-8", "replace").strip(), ensure_ascii=False).encode()
-    return BatchInput(index=index, name=name, kind=_kind_of(name), data=data, label=label)
-
-
-def _kind_of(name: str) -> InputKind:
-    suffix = os.path.splitext(name)[1].lower()
-    return "image" if suffix in _IMAGES else _KINDS.get(suffix, "bytes")
-
-
-def _piece(fd: int, place: tuple[int, int]) -> bytes:
-    data = os.pread(fd, place[1], place[0])
-    if len(data) != place[1]:
-        raise OSError("the file has become shorter since the run began")
-    return data
-
-
-def _unreadable(
-    index: int, name: str, error: OSError | ValueError, label: str | None = None
-) -> BatchInput:
-    text = (error.strerror if isinstance(error, OSError) else None) or str(error)
-    return _wrong(index, name, f"cannot be read: {text}", label)
-
-
-def _wrong(index: int, name: str, error: str, label: str | None = None) -> BatchInput:
-    return BatchInput(index=index, name=name, kind="bytes", error=error, label=label)
+        value = json.loads(label)
+    except (ValueError, RecursionError):
+        return None
+    if isinstance(value, dict):
+        value = next((value[each] for each in _LABEL_KEYS if each in value), None)
+    return str(value) if isinstance(value, str | int) and not isinstance(value, bool) else None
