@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import msgspec
-import torch
 
 from inferpool.models.spec import TensorHeader
 from inferpool.service.app import log_quick_checks, make_service
@@ -22,10 +21,10 @@ from inferpool.service.errors import (
     UnavailableError,
 )
 from inferpool.service.fronts.only_front import OnlyFront
-from inferpool.service.queue.instance import Buffer
 from inferpool.service.queue.pool import Pool
 from inferpool.service.service import Service
 from inferpool.service.settings.loader import LoadedSettings
+from inferpool.service.settings.settings import Settings
 from inferpool.service.telemetry.console import Console
 from inferpool.workers.host.devices import DeviceError, find_host
 from inferpool.workers.messages import ItemRef, Kind
@@ -42,17 +41,19 @@ _BATCHES_AHEAD = 3
 class LocalTarget:
     """Computes inputs in the pool of one model."""
 
-    def __init__(self, pool: Pool, max_queue_length: int, parameters: bytes = b"") -> None:
+    def __init__(
+        self, pool: Pool, *, max_queue_length: int, max_pixels: int, parameters: bytes
+    ) -> None:
         self._pool = pool
         self._parameters = parameters
         ahead = _BATCHES_AHEAD * len(pool.slots) * pool.dispatcher.max_batch_size
         self.room = max(8, min(ahead, max_queue_length // 2))
-        self.decodes = not pool.reads_own_form and _takes_pixels(pool)
-        self.pins = any(slot.config.placement.devices[0] != "cpu" for slot in pool.slots)
+        self.max_pixels = max_pixels if _takes_pixels(pool) else None
 
     async def predict(self, given: DecodedInput) -> BatchAnswer:
         """See `BatchTarget`."""
-        kind, headers, chunk = self._payload(given)
+        kind, headers = self._form(given)
+        chunk = given.data
         until = time.monotonic() + _PATIENCE_S
         if not self._pool.dispatcher.can_hold(len(chunk)):
             return refused(given, "too_large", "it is larger than the arena (arena_bytes)")
@@ -75,26 +76,32 @@ class LocalTarget:
                 assert isinstance(result.value, bytes)
                 return answered(given, msgspec.json.decode(result.value))
 
-    def _payload(self, given: DecodedInput) -> tuple[Kind, tuple[TensorHeader, ...], Buffer]:
-        tensor = given.tensor
-        if tensor is None:
+    def _form(self, given: DecodedInput) -> tuple[Kind, tuple[TensorHeader, ...]]:
+        if given.header is None:
             kind = given.input.kind
-            return "bytes" if kind == "npy" else kind, (), given.input.data
-        inputs = self._pool.inputs
-        header = TensorHeader(
-            name=inputs[0].name if inputs else "input",
-            dtype=str(tensor.dtype).removeprefix("torch."),
-            shape=tuple(tensor.shape),
-            offset=0,
-        )
-        flat = tensor.reshape(-1).view(torch.uint8)  # no copy, since it is contiguous
-        pixels: Buffer = flat.numpy().data if tensor.numel() else b""
-        return "tensors", (header,), pixels
+            return "bytes" if kind == "npy" else kind, ()
+        name, shape = "", given.header.shape
+        if inputs := self._pool.inputs:
+            name = inputs[0].name
+            if len(shape) == len(inputs[0].shape) and shape[0] == 1:
+                shape = shape[1:]  # a batch of one, which is this instance
+        return "tensors", (TensorHeader(name, given.header.dtype, shape, 0),)
 
 
 def _takes_pixels(pool: Pool) -> bool:
+    """Return whether readers may decode for the workers, as these would do it themselves.
+
+    Fast decoding is another way, which only workers know.
+    """
     specs = pool.inputs
-    return len(specs) == 1 and specs[0].dtype == "uint8" and specs[0].shape[-1:] == (3,)
+    workers = [slot.handle for slot in pool.slots if slot.handle is not None]
+    return (
+        not pool.reads_own_form
+        and len(specs) == 1
+        and specs[0].dtype == "uint8"
+        and specs[0].shape[-1:] == (3,)
+        and all(worker.ready.speed.decode == "exact" for worker in workers)
+    )
 
 
 @asynccontextmanager
@@ -104,7 +111,7 @@ async def local_target(loaded: LoadedSettings, parameters: bytes) -> AsyncIterat
     Raises:
         StartError: It cannot be loaded, or this host has no room for it.
     """
-    settings = loaded.settings
+    settings = _own_settings(loaded.settings)
     try:
         host = find_host(settings.cuda_visible_devices, settings.cuda_device_order)
         log_quick_checks(settings, host)
@@ -117,16 +124,30 @@ async def local_target(loaded: LoadedSettings, parameters: bytes) -> AsyncIterat
     try:
         await service.until_settled()
         name = settings.default_model
-        pool = service.pools.get(name) if name else None
-        if pool is None:
-            names = ", ".join(service.pools)
-            raise StartError(f"no model is the default; name one by --model: {names}")
+        pool = service.pools[name]
         if not pool.is_ready:
             raise StartError(f"{name} could not be loaded: {pool.reason}")
         await _until_all(service, pool)
-        yield LocalTarget(pool, settings.max_queue_length, parameters)
+        yield LocalTarget(
+            pool,
+            max_queue_length=settings.max_queue_length,
+            max_pixels=settings.max_image_pixels,
+            parameters=parameters,
+        )
     finally:
         await service.stop()
+
+
+def _own_settings(settings: Settings) -> Settings:
+    """Return the settings of a service that has one model, and computes nothing but this run."""
+    name = settings.default_model
+    own = {
+        "models": {name: settings.models[name]},
+        "job_store": "none",  # jobs belong to the service of these settings, which may run
+        "watch": None,
+        "speed_search": False,  # it would take time from the run, and change presets amid it
+    }
+    return settings.model_copy(update=own)
 
 
 async def _until_all(service: Service, pool: Pool) -> None:

@@ -2,25 +2,29 @@
 
 Each answer is one line, written at once. After a SIGKILL the last line may be half there;
 `--resume` cuts it off, and computes what is missing. Parquet has its end last, so its answers are
-lines of JSON in a file beside it until the run is over.
+lines of JSON in a file beside it until the run is over. Another file beside it, also until then,
+says of which inputs and which model the answers are: those of others are never mixed in.
 """
 
+import contextlib
 import csv
 import fcntl
 import io
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, Literal, Protocol, Self, TypeAlias
 
-from inferpool.service.batch.inputs import BatchAnswer, SourceUnusableError
+from inferpool.service.batch.inputs import BatchAnswer, RunLostError, SourceUnusableError
 
 OutputFormat: TypeAlias = Literal["jsonl", "csv", "parquet"]
 COLUMNS = ("index", "input", "label", "prediction", "error_code", "error")
 """Columns of CSV and Parquet; `prediction` is JSON."""
 _ROWS_PER_GROUP = 10_000
+_LINES, _NOTE = ".partial", ".resume"
+"""Endings of the files beside an output that is not whole yet."""
 _SUFFIXES: dict[str, OutputFormat] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
@@ -37,6 +41,12 @@ class AnswerFile(Protocol):
 
     def finish(self) -> None:
         """Make the output whole, and durable."""
+
+
+def files_of(path: str) -> Sequence[Path]:
+    """Return an output and the files that may lie beside it."""
+    output = Path(path)
+    return [output, *(_beside(output, each) for each in (_LINES, _NOTE, ".tmp", f"{_NOTE}.tmp"))]
 
 
 def format_of(path: str, chosen: str | None) -> OutputFormat:
@@ -82,41 +92,63 @@ class LineStream:
 class Journal:
     """An output file, which one run at a time may write."""
 
-    def __init__(self, path: str, format: OutputFormat, *, resumes: bool, overwrites: bool) -> None:
-        """Open the file, and cut off a line that is half there.
+    def __init__(
+        self,
+        path: str,
+        format: OutputFormat,
+        *,
+        about: Mapping[str, str],
+        resumes: bool,
+        overwrites: bool,
+    ) -> None:
+        """Open the file.
+
+        Args:
+            path: The output.
+            format: Its format.
+            about: What decides the answers: "inputs", and flags with their values. It is the same
+                if a run is resumed.
+            resumes: Go on with answers that are there.
+            overwrites: Throw them away.
 
         Raises:
             SourceUnusableError: There is one and nothing says what to do with it, another run
-                writes it, or it cannot be written.
+                writes it, it is of another run, or it cannot be written.
         """
         self._path = Path(path)
         self._format = format
         self._own = self._path
         """The file with the lines."""
+        self._note = _beside(self._path, _NOTE)
+        """The file that says what the answers are of."""
+        if self._path.exists() and not self._path.is_file():
+            raise SourceUnusableError(f"--output: {path} is no file")
         if format == "parquet":
             _require_pyarrow()
-            self._own = self._path.with_name(self._path.name + ".partial")
+            self._own = _beside(self._path, _LINES)
         there = [each for each in (self._path, self._own) if each.exists() and each.stat().st_size]
         if there and not (resumes or overwrites):
             raise SourceUnusableError(
                 f"{there[0]} exists: --resume goes on with it, --overwrite begins anew"
             )
-        self._is_whole = False
+        self._is_whole = format == "parquet" and resumes and there == [self._path]
         """The Parquet file is there, and nothing is left to do."""
-        if format == "parquet" and resumes and there == [self._path]:
-            self._is_whole = True
+        self.is_over = self._is_whole
+        """The run that wrote the answers has come to its end: nothing can be added."""
         try:
             self._file = open(self._own, "a+b", buffering=0)  # noqa: SIM115 - for the whole run
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if overwrites:
                 self._file.truncate(0)
+                if self._own != self._path:  # else a later --resume would take it for the end
+                    self._path.unlink(missing_ok=True)
+            if not self._is_whole:
+                self._compare(about)
         except BlockingIOError as error:
             self._file.close()
             raise SourceUnusableError(f"{self._own}: another run is writing it") from error
         except OSError as error:
             raise SourceUnusableError(f"{self._own}: {error.strerror}") from error
-        if overwrites and self._own != self._path:
-            self._path.unlink(missing_ok=True)  # else a later --resume would take it for the end
         self._line: Callable[[BatchAnswer], bytes]
         self._line = _csv_line if format == "csv" else _json_line
 
@@ -126,9 +158,12 @@ class Journal:
 
     def __exit__(self, *_: object) -> None:
         """Close the file. What was written stays."""
-        self._file.close()
-        if self._is_whole:
+        if not os.fstat(self._file.fileno()).st_size:
+            self._note.unlink(missing_ok=True)
             self._own.unlink(missing_ok=True)
+        elif self._is_whole and self._own != self._path:
+            self._own.unlink(missing_ok=True)
+        self._file.close()
 
     def earlier(self) -> Iterator[BatchAnswer]:
         """Yield the answers that are there, and cut off what follows the last whole one.
@@ -142,6 +177,8 @@ class Journal:
         end = 0
         with open(self._own, "rb") as file:
             for number, row in enumerate(_rows(file, is_csv=self._format == "csv")):
+                if b"\0" in row and not self.is_over:
+                    break  # a crash of the system may leave zeros behind what was written last
                 is_header = self._format == "csv" and number == 0
                 try:
                     if is_header:
@@ -155,25 +192,73 @@ class Journal:
                         "another --output, or --overwrite it"
                     ) from error
                 end += len(row)
-        self._file.truncate(end)
+        if not self.is_over:
+            self._file.truncate(end)
 
     def write(self, answers: Sequence[BatchAnswer]) -> None:
-        """See `AnswerFile`."""
+        """See `AnswerFile`.
+
+        Raises:
+            RunLostError: The disk is full, say.
+        """
         lines = b"".join(map(self._line, answers))
-        if self._format == "csv" and not os.fstat(self._file.fileno()).st_size:
-            lines = _row(COLUMNS) + lines
-        left = memoryview(lines)
-        while left:
-            left = left[os.write(self._file.fileno(), left) :]
+        with self._lost():
+            if self._format == "csv" and not os.fstat(self._file.fileno()).st_size:
+                lines = _row(COLUMNS) + lines
+            left = memoryview(lines)
+            while left:
+                left = left[os.write(self._file.fileno(), left) :]
 
     def finish(self) -> None:
-        """See `AnswerFile`."""
-        if self._is_whole:
+        """See `AnswerFile`.
+
+        Raises:
+            RunLostError: The disk is full, say.
+        """
+        with self._lost():
+            if not self._is_whole:
+                os.fsync(self._file.fileno())
+                if self._format == "parquet":
+                    self._convert()
+                self._is_whole = True
+            self._note.unlink(missing_ok=True)
+
+    def _compare(self, about: Mapping[str, str]) -> None:
+        """Note what the answers will be of, or compare it with what those are of that are there.
+
+        Raises:
+            SourceUnusableError: It is something else.
+        """
+        if not os.fstat(self._file.fileno()).st_size:
+            _write_durably(self._note, lambda file: file.write(json.dumps(about).encode()))
             return
-        os.fsync(self._file.fileno())
-        if self._format == "parquet":
-            self._convert()
-            self._is_whole = True
+        try:
+            before = json.loads(self._note.read_bytes())
+        except FileNotFoundError:
+            self.is_over = True
+            return
+        except ValueError:
+            before = None
+        if not isinstance(before, dict):
+            before = {}
+        for name, value in about.items():
+            if before.get(name) != value:
+                self._file.close()
+                found = f"{name} {before.get(name)}"
+                if name == "inputs":
+                    found = "other inputs: names, sizes, times or the column have changed"
+                raise SourceUnusableError(
+                    f"--resume: {self._path} was begun with {found}; go back to that, name another "
+                    "--output, or --overwrite it"
+                )
+
+    @contextlib.contextmanager
+    def _lost(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise RunLostError(f"{self._path}: cannot be written: {reason}") from error
 
     def _convert(self) -> None:
         """Write the Parquet file under another name, and give it its own when it is whole."""
@@ -183,24 +268,46 @@ class Journal:
         schema = pa.schema(
             [(each, pa.int64() if each == "index" else pa.string()) for each in COLUMNS]
         )
-        temporary = self._path.with_name(self._path.name + ".tmp")
         rows: list[dict[str, object]] = []
-        with open(self._own, "rb") as lines, open(temporary, "wb") as file:
-            with pq.ParquetWriter(file, schema) as writer:
+
+        def write(file: BinaryIO) -> None:
+            nonlocal rows
+            with open(self._own, "rb") as lines, pq.ParquetWriter(file, schema) as writer:
                 for line in lines:
                     rows.append(dict(zip(COLUMNS, _cells(_parsed(line)), strict=True)))
                     if len(rows) == _ROWS_PER_GROUP:
                         writer.write_table(pa.Table.from_pylist(rows, schema))
                         rows = []
                 writer.write_table(pa.Table.from_pylist(rows, schema))
+
+        _write_durably(self._path, write)
+
+
+def _write_durably(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Write a file under another name, and give it its own when it is whole.
+
+    Raises:
+        OSError: It cannot be written; then nothing has changed.
+    """
+    temporary = _beside(path, ".tmp")
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, self._path)
-        folder = os.open(self._path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _beside(path: Path, suffix: str) -> Path:
+    return path.with_name(path.name + suffix)
 
 
 def _require_pyarrow() -> None:
@@ -213,21 +320,21 @@ def _require_pyarrow() -> None:
 
 
 def _json_line(answer: BatchAnswer) -> bytes:
-    document: dict[str, object] = {"index": answer.index, "input": answer.name}
+    document: dict[str, object] = {"index": answer.index, "input": in_utf8(answer.name)}
     if answer.label is not None:
-        document["label"] = answer.label
+        document["label"] = in_utf8(answer.label)
     if answer.code:
-        document["error"] = {"code": answer.code, "message": answer.message}
+        document["error"] = {"code": answer.code, "message": in_utf8(answer.message)}
     else:
         document["prediction"] = answer.prediction
-    return _dumped(document).encode("utf-8", "surrogateescape") + b"\n"
+    return _dumped(document).encode() + b"\n"
 
 
 def _dumped(value: object) -> str:
     try:
         text = json.dumps(value, ensure_ascii=False)
         text.encode()
-    except UnicodeEncodeError:  # a file's name need not be UTF-8
+    except UnicodeEncodeError:  # half a surrogate pair, which Python can have
         return json.dumps(value)
     return text
 
@@ -247,9 +354,14 @@ def _parsed(line: bytes) -> BatchAnswer:
 
 def _cells(answer: BatchAnswer) -> Sequence[object]:
     prediction = None if answer.code else _dumped(answer.prediction)
-    name = answer.name.encode("utf-8", "backslashreplace").decode()
-    error = answer.message or None
-    return answer.index, name, answer.label, prediction, answer.code or None, error
+    label = None if answer.label is None else in_utf8(answer.label)
+    error = in_utf8(answer.message) if answer.code else None
+    return answer.index, in_utf8(answer.name), label, prediction, answer.code or None, error
+
+
+def in_utf8(name: str) -> str:
+    """Return a file's name as all outputs can have it; its bytes need not be UTF-8."""
+    return name.encode("utf-8", "backslashreplace").decode()
 
 
 def _csv_line(answer: BatchAnswer) -> bytes:
@@ -259,7 +371,7 @@ def _csv_line(answer: BatchAnswer) -> bytes:
 def _row(cells: Sequence[object]) -> bytes:
     text = io.StringIO()
     csv.writer(text).writerow(cells)
-    return text.getvalue().encode("utf-8", "backslashreplace")
+    return text.getvalue().encode()
 
 
 def _parsed_csv(row: bytes) -> BatchAnswer:

@@ -3,7 +3,8 @@
 import asyncio
 import json
 import time
-import warnings
+
+import numpy as np
 
 from inferpool.service.batch.inputs import BatchAnswer, RunLostError
 from inferpool.service.batch.reading import DecodedInput
@@ -13,10 +14,13 @@ from inferpool.service.client import (
     ConnectError,
     InferpoolError,
     OverloadedError,
+    ProtocolError,
     UnavailableError,
 )
 from inferpool.service.client.errors import ForbiddenError, NotFoundError, UnauthorizedError
 
+_LOST = (ConnectError, ProtocolError, UnauthorizedError, ForbiddenError, NotFoundError)
+"""Errors that each further input would meet."""
 _PATIENCE_S = 300.0
 _PAUSE_S = 0.5
 
@@ -24,8 +28,7 @@ _PAUSE_S = 0.5
 class RemoteTarget:
     """Computes inputs in a service."""
 
-    decodes = False
-    pins = False
+    max_pixels: int | None = None
 
     def __init__(
         self,
@@ -45,16 +48,14 @@ class RemoteTarget:
         until = time.monotonic() + _PATIENCE_S
         while True:
             try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # a text is meant to be one
-                    result = await self._client.predict(
-                        _value(given), model=self._model, parameters=self._parameters
-                    )
+                result = await self._client.predict(
+                    _value(given), model=self._model, parameters=self._parameters
+                )
             except (OverloadedError, UnavailableError) as error:
-                if time.monotonic() > until:
+                if not error.is_retryable or time.monotonic() > until:
                     raise RunLostError(str(error)) from error
                 await asyncio.sleep(_PAUSE_S)
-            except (ConnectError, UnauthorizedError, ForbiddenError, NotFoundError) as error:
+            except _LOST as error:
                 raise RunLostError(str(error)) from error
             except InferpoolError as error:
                 return refused(given, error.code, error.detail)
@@ -62,12 +63,13 @@ class RemoteTarget:
                 break
         for failure in result.errors:
             return refused(given, failure.code, failure.detail)
-        values = result.predictions
-        return answered(given, values[0] if len(values) == 1 else list(values))
+        if len(result.predictions) != 1:
+            num = len(result.predictions)
+            return refused(given, "invalid_input", f"holds {num} instances; each file must be one")
+        return answered(given, result.value)
 
 
 def _value(given: DecodedInput) -> object:
-    if given.tensor is not None:
-        return given.tensor[None]  # a batch of one instance
-    data = given.input.data
-    return json.loads(data) if given.input.kind == "json" else data
+    if given.header is not None:
+        return np.frombuffer(given.data, given.header.dtype).reshape(given.header.shape)
+    return json.loads(bytes(given.data)) if given.input.kind == "json" else given.data

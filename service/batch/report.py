@@ -1,12 +1,12 @@
 """The progress of a run, and its report at the end, on stderr."""
 
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from inferpool.service.batch.inputs import BatchAnswer
 
@@ -14,6 +14,11 @@ _MAX_LISTED = 1000
 _MAX_CLASSES = 20
 _MAX_CONFUSIONS = 10
 _TOP = 5
+_SHOW_S = 0.1
+"""How often the bar changes: the rate costs as much as counting a hundred answers."""
+
+_Answered = tuple[str, str, str]
+"""A label, and the label and the index that the model answers with."""
 
 
 class BatchReport:
@@ -21,16 +26,17 @@ class BatchReport:
 
     def __init__(self, stream: TextIO, num_inputs: int, *, is_quiet: bool = False) -> None:
         self.num_failed = 0
-        self._num_done = 0
+        self.num_done = 0
         self._num_earlier = 0
         self._failures: list[BatchAnswer] = []
-        self._confusions: Counter[tuple[str, str]] = Counter()
-        self._num_labelled = 0
-        self._num_top5 = 0
+        self._answered: Counter[_Answered] = Counter()
+        self._num_top5: Counter[int] = Counter()
+        """Labels among the best answers: as a name (0), and as an index (1)."""
         self._has_top5 = True
-        self._console = Console(file=stream, highlight=False, soft_wrap=True)
+        self._console = Console(file=stream, highlight=False, markup=False, soft_wrap=True)
         self._num_inputs = num_inputs
         self._progress = Progress(
+            TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.fields[rate]}"),
@@ -38,11 +44,19 @@ class BatchReport:
             console=self._console,
             disable=is_quiet or not stream.isatty(),
         )
-        self._task = self._progress.add_task("", total=num_inputs, rate="")
+        self._task = self._progress.add_task("the model starts", total=None, rate="")
+        self._next_show = 0.0
 
     def start(self) -> None:
         """Show the bar, on a terminal."""
         self._progress.start()
+
+    def begin(self) -> None:
+        """Show that the model has started: the rate is of the time from now on."""
+        self._progress.remove_task(self._task)
+        self._task = self._progress.add_task(
+            "", total=self._num_inputs, completed=self.num_done, rate=""
+        )
 
     def stop(self) -> None:
         """Remove the bar."""
@@ -50,62 +64,77 @@ class BatchReport:
 
     def add(self, answer: BatchAnswer, *, is_earlier: bool = False) -> None:
         """Count an answer, also one of an earlier run."""
-        self._num_done += 1
+        self.num_done += 1
         self._num_earlier += is_earlier
         if answer.code:
             self.num_failed += 1
             if len(self._failures) < _MAX_LISTED:
                 self._failures.append(answer)
         elif answer.label is not None and (best := _labels_of(answer.prediction)):
-            self._compare(answer.label, best)
-        speed = self._progress.tasks[0].speed
-        rate = f"{speed:,.1f}/s" if speed else ""
-        self._progress.update(self._task, completed=self._num_done, rate=rate)
+            self._answered[answer.label, *best[0]] += 1
+            for kind in (0, 1):
+                self._num_top5[kind] += any(answer.label == each[kind] for each in best[:_TOP])
+            self._has_top5 = self._has_top5 and len(best) >= _TOP
+        now = time.monotonic()
+        if not is_earlier and (now > self._next_show or self.num_done == self._num_inputs):
+            self._next_show = now + _SHOW_S
+            speed = self._progress.tasks[0].speed
+            rate = f"{speed:,.1f}/s" if speed else ""
+            self._progress.update(self._task, completed=self.num_done, rate=rate)
 
     def tell(self, elapsed_s: float) -> None:
         """Print the failures, how right the answers are, and the rate."""
-        say = self._console.print
         for each in self._failures:
-            say(f"{each.name}: {each.message}", markup=False)
+            self._say(f"{each.name}: {each.message}")
         if self.num_failed > len(self._failures):
-            say(f"and {self.num_failed - len(self._failures):,} more, which the output names")
-        if self._num_labelled:
+            self._say(f"and {self.num_failed - len(self._failures):,} more, which the output names")
+        if self._answered:
             self._tell_accuracy()
-        here = self._num_done - self._num_earlier
+        here = self.num_done - self._num_earlier
         rate = f", {here / elapsed_s:,.1f}/s" if here and elapsed_s else ""
         earlier = f" ({self._num_earlier:,} by an earlier run)" if self._num_earlier else ""
-        say(
-            f"{self._num_done:,} of {self._num_inputs:,} done{earlier}, "
+        self._say(
+            f"{self.num_done:,} of {self._num_inputs:,} done{earlier}, "
             f"{self.num_failed:,} failed; {elapsed_s:,.1f} s{rate}"
         )
 
-    def _compare(self, label: str, best: Sequence[tuple[str, str]]) -> None:
-        """Compare a label with the best answers, each a label and an index."""
-        by_index = label not in best[0] and any(label == index for _, index in best)
-        place = 1 if by_index or label == best[0][1] else 0
-        self._num_labelled += 1
-        self._confusions[label, best[0][place]] += 1
-        self._num_top5 += any(label in each for each in best[:_TOP])
-        self._has_top5 = self._has_top5 and len(best) >= _TOP
-
     def _tell_accuracy(self) -> None:
-        right = sum(num for (label, found), num in self._confusions.items() if label == found)
-        top5 = f", top-5 {self._num_top5 / self._num_labelled:.2%}" if self._has_top5 else ""
-        self._console.print(
-            f"accuracy {right / self._num_labelled:.2%}{top5} of {self._num_labelled:,} labelled"
-        )
-        names = sorted({label for label, _ in self._confusions})
-        if len(names) > _MAX_CLASSES:
-            wrong = Counter({p: num for p, num in self._confusions.items() if p[0] != p[1]})
+        """Compare labels with names or with indices, by which more of them are right."""
+        num_all = self._answered.total()
+        kind = max((0, 1), key=lambda kind: (self._num_right(kind), self._num_top5[kind]))
+        top5 = f", top-5 {self._num_top5[kind] / num_all:.2%}" if self._has_top5 else ""
+        self._say(f"accuracy {self._num_right(kind) / num_all:.2%}{top5} of {num_all:,} labelled")
+        confusions: Counter[tuple[str, str]] = Counter()
+        for (label, *best), num in self._answered.items():
+            confusions[label, best[kind]] += num
+        names = sorted({label for label, _ in confusions})
+        if not self._num_top5[kind]:
+            self._say(f"no answer has a label such as {names[0]!r}, by name or by index")
+        elif len(names) > _MAX_CLASSES:
+            wrong = Counter({pair: num for pair, num in confusions.items() if pair[0] != pair[1]})
             for (label, found), num in wrong.most_common(_MAX_CONFUSIONS):
-                self._console.print(f"{num:,} x {label} taken for {found}", markup=False)
-            return
-        table = Table("label \\ answer", *names, "others")
-        for label in names:
-            row = [self._confusions[label, found] for found in names]
-            num_all = sum(num for (each, _), num in self._confusions.items() if each == label)
-            table.add_row(label, *map(str, row), str(num_all - sum(row)))
-        self._console.print(table)
+                self._say(f"{num:,} x {label} taken for {found}")
+        else:
+            self._tell_confusions(confusions, names)
+
+    def _num_right(self, kind: int) -> int:
+        return sum(num for (label, *best), num in self._answered.items() if label == best[kind])
+
+    def _tell_confusions(self, confusions: Counter[tuple[str, str]], names: Sequence[str]) -> None:
+        """Print a row for each label, and a column for each answer, by the row's number."""
+        numbers = [str(number) for number in range(1, len(names) + 1)]
+        rows = [["", "label", *numbers, "others"]]
+        for number, label in zip(numbers, names, strict=True):
+            row = [confusions[label, found] for found in names]
+            others = sum(num for (each, _), num in confusions.items() if each == label) - sum(row)
+            rows.append([number, _printable(label), *(str(num or ".") for num in (*row, others))])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for number, label, *cells in rows:  # by hand: a table of rich leaves out what has no room
+            shown = [f"{cell:>{width}}" for cell, width in zip(cells, widths[2:], strict=True)]
+            self._say("  ".join([f"{number:>{widths[0]}}", f"{label:{widths[1]}}", *shown]))
+
+    def _say(self, text: str) -> None:
+        self._console.print(_printable(text))
 
 
 def _labels_of(prediction: object) -> list[tuple[str, str]]:
@@ -117,3 +146,14 @@ def _labels_of(prediction: object) -> list[tuple[str, str]]:
         for each in prediction
         if isinstance(each, dict) and isinstance(each.get("label"), str)
     ]
+
+
+def _printable(text: str) -> str:
+    """Return a text on one line. Names may have line breaks, and what terminals take for orders."""
+    return "".join(_shown(text))
+
+
+def _shown(text: str) -> Iterator[str]:
+    for character in text:
+        is_plain = character.isprintable()
+        yield character if is_plain else character.encode("unicode_escape", "replace").decode()

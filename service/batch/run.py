@@ -1,19 +1,21 @@
 """The loop of a run: inputs from the readers to the target, and answers to the output."""
 
 import asyncio
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from inferpool.service.batch.inputs import BatchAnswer, SourceUnusableError
-from inferpool.service.batch.outputs import AnswerFile, Journal
-from inferpool.service.batch.reading import DecodedInput, read_ahead
+from inferpool.service.batch.outputs import AnswerFile, Journal, in_utf8
+from inferpool.service.batch.reading import DecodedInput, end_readers, read_ahead
 from inferpool.service.batch.report import BatchReport
 from inferpool.service.batch.sources import BatchSource
 from inferpool.service.batch.target import BatchTarget, refused
 
 _WINDOW = 4
 """Rooms of the target that may wait to be written, if one answer is late and the order is kept."""
+
+_END_S = 1.0
+"""Time for a reader to give what it reads, when the run ends before its inputs do."""
 
 
 class TooManyErrorsError(Exception):
@@ -42,6 +44,18 @@ class BatchRun:
         self._failure: BaseException | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
+    def check_errors(self) -> None:
+        """Check that no more inputs have failed than may, in earlier runs too.
+
+        Raises:
+            TooManyErrorsError: More have.
+        """
+        if self._max_errors is not None and self._report.num_failed > self._max_errors:
+            raise TooManyErrorsError(
+                f"{self._report.num_failed} inputs failed, more than --max-errors "
+                f"{self._max_errors}"
+            )
+
     def missing(self) -> Sequence[int]:
         """Return the indices of the inputs without an answer in the output.
 
@@ -49,16 +63,20 @@ class BatchRun:
             SourceUnusableError: The output has answers for other inputs.
         """
         known = bytearray(len(self._source))
-        for answer in self._output.earlier() if isinstance(self._output, Journal) else ():
-            is_there = 0 <= answer.index < len(known)
-            if not is_there or known[answer.index]:
-                raise SourceUnusableError(
-                    f"--resume: the output has an answer too many, for input {answer.index} "
-                    f"({answer.name}): it is of other inputs"
-                )
+        if not isinstance(self._output, Journal):
+            return range(len(known))
+        for answer in self._output.earlier():
+            if not 0 <= answer.index < len(known) or known[answer.index]:
+                raise _others(f"an answer too many, for input {answer.index} ({answer.name})")
+            name = in_utf8(self._source.name(answer.index))
+            if name and name != in_utf8(answer.name):
+                raise _others(f"{answer.name} as input {answer.index}, which is {name} now")
             known[answer.index] = 1
             self._report.add(answer, is_earlier=True)
-        return [index for index, is_known in enumerate(known) if not is_known]
+        missing = [index for index, is_known in enumerate(known) if not is_known]
+        if missing and self._output.is_over:
+            raise _others(f"{len(known) - len(missing)} answers, and the run that wrote it is over")
+        return missing
 
     async def run(
         self, target: BatchTarget, indices: Sequence[int], *, num_readers: int, chunk: int
@@ -81,8 +99,8 @@ class BatchRun:
             indices,
             num_readers=num_readers,
             chunk=chunk,
-            decodes=target.decodes,
-            pins=target.pins,
+            room=target.room,
+            max_pixels=target.max_pixels,
         )
         loop = asyncio.get_running_loop()
         with ThreadPoolExecutor(1, thread_name_prefix="batch-read") as thread:
@@ -104,12 +122,16 @@ class BatchRun:
                 for task in self._tasks:
                     task.cancel()
                 await asyncio.gather(*self._tasks, return_exceptions=True)
-                await loop.run_in_executor(thread, chunks.close)  # type: ignore[attr-defined]  # a generator
+                closing = loop.run_in_executor(thread, chunks.close)
+                await asyncio.wait([closing], timeout=_END_S)
+                if not closing.done():
+                    end_readers()
+                await closing
 
     async def _compute(self, target: BatchTarget, given: DecodedInput) -> None:
         try:
             if given.input.error:
-                answer = refused(given, "unreadable", given.input.error)
+                answer = refused(given, given.input.code, given.input.error)
             else:
                 answer = await target.predict(given)
             self._take(answer)
@@ -136,24 +158,15 @@ class BatchRun:
         for each in ready:
             self._written.release()
             self._report.add(each)
-        if self._max_errors is not None and self._report.num_failed > self._max_errors:
-            raise TooManyErrorsError(
-                f"{self._report.num_failed} inputs failed, more than --max-errors "
-                f"{self._max_errors}"
-            )
+        self.check_errors()
+
+
+def _others(found: str) -> SourceUnusableError:
+    return SourceUnusableError(
+        f"--resume: the output is of other inputs: it has {found}; name another --output, or "
+        "--overwrite it"
+    )
 
 
 def _following(chunks: Iterator[Sequence[DecodedInput]]) -> Sequence[DecodedInput]:
     return next(chunks, ())
-
-
-class Stopwatch:
-    """Seconds since it was made."""
-
-    def __init__(self) -> None:
-        self._began = time.monotonic()
-
-    @property
-    def elapsed_s(self) -> float:
-        """Seconds so far."""
-        return time.monotonic() - self._began

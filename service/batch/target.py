@@ -13,10 +13,8 @@ class BatchTarget(Protocol):
 
     room: int
     """Inputs that keep all replicas busy, if so many are asked for at a time."""
-    decodes: bool
-    """Readers are to turn pictures into pixels."""
-    pins: bool
-    """Readers are to give tensors in memory from which GPUs copy."""
+    max_pixels: int | None
+    """Readers are to turn pictures of so many pixels at most into pixels; None: to leave them."""
 
     async def predict(self, given: "DecodedInput") -> BatchAnswer:
         """Compute an input. What is wrong with the input alone is in the answer.

@@ -4,30 +4,38 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import sys
+import time
+import warnings
 from argparse import Namespace
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from functools import partial
+from multiprocessing import resource_tracker
 from multiprocessing.forkserver import ensure_running, set_forkserver_preload
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from inferpool.service.batch.flags import KEY_VARIABLE, SETTINGS
 from inferpool.service.batch.inputs import RunLostError
-from inferpool.service.batch.outputs import Journal, LineStream, format_of
-from inferpool.service.batch.sources import open_source
+from inferpool.service.batch.outputs import Journal, LineStream, files_of, format_of
+from inferpool.service.batch.sources import BatchSource, digest_of, open_source
+from inferpool.service.cli.main import INTERRUPTED
 from inferpool.service.errors import StartError
 from inferpool.service.settings.address import key_of, url_of
 from inferpool.service.settings.names import FlagError
 
 if TYPE_CHECKING:
     from inferpool.service.batch.target import BatchTarget
+    from inferpool.service.settings.loader import LoadedSettings
 
 _LOST = 1
 """Exit status if the model could not be started, or was lost."""
 _SOME_FAILED = 4
 _TOO_MANY_FAILED = 5
 _CHUNK = 8
+_MAX_READERS = 4
 
 
 def run(args: Namespace) -> int:
@@ -37,6 +45,89 @@ def run(args: Namespace) -> int:
         FlagError: The flags make no sense, or the inputs or the output cannot be used.
         SettingsError: The settings cannot be used.
     """
+    _check(args)
+    loaded = None if args.url is not None else _load(args)
+    parameters = _parameters(args.parameter)
+    is_stream = args.output == "-"
+    without = () if is_stream else files_of(args.output)
+    source = open_source(args.input, column=args.column, without=without)
+    format = format_of(args.output, args.format)
+    with contextlib.ExitStack() as stack:
+        output: Journal | LineStream
+        if is_stream:
+            output = LineStream(format)
+        else:
+            about = {"inputs": digest_of(source), **_about(args, loaded, parameters)}
+            journal = Journal(
+                args.output, format, about=about, resumes=args.resume, overwrites=args.overwrite
+            )
+            output = stack.enter_context(journal)
+        return _run(args, source, output, partial(_target, args, loaded, parameters))
+
+
+def _run(
+    args: Namespace,
+    source: BatchSource,
+    output: Journal | LineStream,
+    open_target: Callable[[], AbstractAsyncContextManager["BatchTarget"]],
+) -> int:
+    if args.readers != 0:
+        _start_forkserver()
+    from inferpool.service.batch.report import BatchReport
+    from inferpool.service.batch.run import BatchRun, TooManyErrorsError
+
+    report = BatchReport(sys.stderr, len(source), is_quiet=args.quiet)
+    run = BatchRun(
+        source,
+        output,
+        report,
+        keeps_order=args.order == "kept",
+        max_errors=args.max_errors,
+    )
+    missing = run.missing()
+    readers = args.readers
+    if readers is None:
+        readers = min(_MAX_READERS, len(os.sched_getaffinity(0)))
+    elapsed_s = 0.0
+
+    async def compute() -> None:
+        nonlocal elapsed_s
+        async with open_target() as target:
+            report.begin()
+            began = time.monotonic()  # the model's start is not part of the rate
+            try:
+                await run.run(target, missing, num_readers=readers, chunk=_CHUNK)
+            finally:
+                elapsed_s = time.monotonic() - began
+
+    status, reason = 0, ""
+    try:
+        run.check_errors()
+        if missing:
+            report.start()
+            asyncio.run(compute())
+        output.finish()
+    except (StartError, RunLostError) as error:
+        status, reason = _LOST, str(error)
+    except TooManyErrorsError as error:
+        status, reason = _TOO_MANY_FAILED, str(error)
+    except KeyboardInterrupt:
+        status = INTERRUPTED
+    except SystemExit as stopped:  # SIGTERM or SIGHUP
+        status = stopped.code if isinstance(stopped.code, int) else _LOST
+    finally:
+        report.stop()
+    if not args.quiet:
+        report.tell(elapsed_s)
+    if reason:
+        sys.stderr.write(f"inferpool batch: {reason}\n")
+    if status and report.num_done and args.output != "-":
+        raised = " and a larger --max-errors" if status == _TOO_MANY_FAILED else ""
+        sys.stderr.write(f"inferpool batch: the same command with --resume{raised} goes on\n")
+    return status or (_SOME_FAILED if report.num_failed else 0)
+
+
+def _check(args: Namespace) -> None:
     if args.resume and args.output == "-":
         raise FlagError("--resume needs a file: give --output")
     for name in ("max_errors", "readers"):
@@ -44,74 +135,43 @@ def run(args: Namespace) -> int:
             raise FlagError(f"--{name.replace('_', '-')}: must be 0 or more")
     if args.concurrency < 1 or not args.timeout_s > 0:
         raise FlagError("--concurrency and --timeout-s: must be more than 0")
-    parameters = _parameters(args.parameter)
-    source = open_source(args.input, column=args.column)
-    format = format_of(args.output, args.format)
-    with contextlib.ExitStack() as stack:
-        output: Journal | LineStream
-        if args.output == "-":
-            output = LineStream(format)
-        else:
-            journal = Journal(args.output, format, resumes=args.resume, overwrites=args.overwrite)
-            output = stack.enter_context(journal)
-        if args.readers != 0:
-            _start_forkserver()
-        from inferpool.service.batch.report import BatchReport
-        from inferpool.service.batch.run import BatchRun, Stopwatch, TooManyErrorsError
 
-        report = BatchReport(sys.stderr, len(source), is_quiet=args.quiet)
-        run = BatchRun(
-            source,
-            output,
-            report,
-            keeps_order=args.order == "kept",
-            max_errors=args.max_errors,
-        )
-        missing = run.missing()
-        watch = Stopwatch()
-        status = 0
 
-        async def compute() -> None:
-            nonlocal watch
-            async with _target(args, parameters) as target:
-                watch = Stopwatch()  # the model's start is not part of the rate
-                report.start()
-                readers = min(4, len(os.sched_getaffinity(0))) if args.readers is None else None
-                await run.run(
-                    target,
-                    missing,
-                    num_readers=args.readers if readers is None else readers,
-                    chunk=_CHUNK,
-                )
+def _load(args: Namespace) -> "LoadedSettings":
+    from inferpool.service.settings.loader import load
 
-        try:
-            if missing:
-                asyncio.run(compute())
-            output.finish()
-        except (StartError, RunLostError) as error:
-            report.stop()
-            sys.stderr.write(f"inferpool batch: {error}\n")
-            status = _LOST
-        except TooManyErrorsError as error:
-            report.stop()
-            sys.stderr.write(f"inferpool batch: {error}\n")
-            status = _TOO_MANY_FAILED
-        finally:
-            report.stop()
-        if not args.quiet:
-            report.tell(watch.elapsed_s)
-        if status and args.output != "-":
-            sys.stderr.write("inferpool batch: the same command with --resume goes on\n")
-        return status or (_SOME_FAILED if report.num_failed else 0)
+    flags = {name: getattr(args, name) for name in SETTINGS if getattr(args, name) is not None}
+    return load(flags, os.environ, Path.cwd())
+
+
+def _about(
+    args: Namespace, loaded: "LoadedSettings | None", parameters: Mapping[str, object]
+) -> dict[str, str]:
+    """Return the flags that decide the answers, for --resume to compare."""
+    about = {"--parameter": json.dumps(parameters, sort_keys=True)}
+    if loaded is None:
+        return {**about, "--model": args.model or "none and --url"}
+    model = loaded.settings.models[loaded.settings.default_model]
+    return {
+        **about,
+        "--model": model.source,
+        "--weights": model.weights,
+        "--speed": model.speed,
+        "--decode": model.decode,
+        "options": json.dumps(model.options, sort_keys=True, default=str),
+    }
 
 
 @asynccontextmanager
-async def _target(args: Namespace, parameters: dict[str, object]) -> "AsyncIterator[BatchTarget]":
+async def _target(
+    args: Namespace, loaded: "LoadedSettings | None", parameters: dict[str, object]
+) -> "AsyncIterator[BatchTarget]":
     async with AsyncExitStack() as stack:
-        if args.url is not None:
+        if loaded is None:
             from inferpool.service.batch.remote import RemoteTarget
             from inferpool.service.client import AsyncClient
 
+            stack.enter_context(warnings.catch_warnings(action="ignore"))  # a text is meant so
             client = AsyncClient(
                 url_of(args.url),
                 key=key_of(args.key_file, os.environ, KEY_VARIABLE),
@@ -125,12 +185,9 @@ async def _target(args: Namespace, parameters: dict[str, object]) -> "AsyncItera
             )
             return
         from inferpool.service.batch.local import local_target
-        from inferpool.service.settings.loader import load
         from inferpool.service.settings.sources import modules_to_preload
         from inferpool.workers.host.local import guest_forkserver
 
-        flags = {name: getattr(args, name) for name in SETTINGS if getattr(args, name) is not None}
-        loaded = load(flags, os.environ, Path.cwd())
         stack.enter_context(
             guest_forkserver(modules_to_preload(loaded.settings.sources(), Path.cwd()))
         )
@@ -141,7 +198,12 @@ async def _target(args: Namespace, parameters: dict[str, object]) -> "AsyncItera
 def _start_forkserver() -> None:
     """Let the forkserver of the readers import torch while this process does, and the model."""
     set_forkserver_preload(["torch", "inferpool.service.batch.reading"])
-    ensure_running()
+    resource_tracker.ensure_running()  # else the forkserver starts it, and it unblocks signals
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        ensure_running()  # it keeps the mask: Ctrl-C is for this process, which ends the readers
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _parameters(texts: Sequence[str]) -> dict[str, object]:
