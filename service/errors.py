@@ -4,6 +4,7 @@ ServiceError
 +-- BadRequestError            the request cannot be read: 400
 +-- UnknownModelError          no model of that name: 404
 +-- UnknownJobError            no job of that id, or it is another key's: 404
++-- SlowBodyError              the body did not arrive in time: 408
 +-- ConflictError              something else is being done: 409
 +-- TooLargeError              a body, or a part of one, over its limit: 413
 +-- NotAcceptableError         no answer in any form that `Accept` allows: 406
@@ -74,6 +75,12 @@ class UnknownJobError(ServiceError):
     """There is no job of that id, or it belongs to another key."""
 
     code = "unknown_job"
+
+
+class SlowBodyError(ServiceError):
+    """The body did not arrive before the deadline."""
+
+    code = "slow_body"
 
 
 class ConflictError(ServiceError):

@@ -7,7 +7,6 @@ ServiceError
 +-- ForbiddenError             a key for something else: 403
 +-- NotFoundError              nothing is at this path: 404
 +-- MethodNotAllowedError      the path has no such method: 405
-+-- SlowBodyError              the body did not arrive in time: 408
 +-- LongUrlError               the URL is too long: 414
 +-- LargeHeadError             too many headers, or too long ones: 431
 """
@@ -46,6 +45,7 @@ from inferpool.service.errors import (
     QuarantinedError,
     RestartFailedError,
     ServiceError,
+    SlowBodyError,
     StoreFullError,
     TooLargeError,
     UnavailableError,
@@ -94,12 +94,6 @@ class MethodNotAllowedError(ServiceError):
     """The path is there, and this method is not."""
 
     code = "method_not_allowed"
-
-
-class SlowBodyError(ServiceError):
-    """The body did not arrive before the deadline."""
-
-    code = "slow_body"
 
 
 class LongUrlError(ServiceError):

@@ -19,7 +19,6 @@ from inferpool.service.api.codecs.parameters import OUTPUT_KEY, read_query
 from inferpool.service.api.errors import (
     INTERNAL_MESSAGE,
     MethodNotAllowedError,
-    SlowBodyError,
     problem,
 )
 from inferpool.service.errors import (
@@ -27,6 +26,7 @@ from inferpool.service.errors import (
     InvalidInputError,
     OverloadedError,
     ServiceError,
+    SlowBodyError,
     UnavailableError,
 )
 from inferpool.service.queue.instance import InstanceTiming, Result

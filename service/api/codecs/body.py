@@ -7,8 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from inferpool.models.spec import TensorHeader, TensorSpec
-from inferpool.service.api.errors import SlowBodyError
-from inferpool.service.errors import BadRequestError, ServiceError, TooLargeError
+from inferpool.service.errors import (
+    BadRequestError,
+    ServiceError,
+    SlowBodyError,
+    TooLargeError,
+)
 from inferpool.service.queue.instance import Buffer
 from inferpool.workers.messages import Kind
 

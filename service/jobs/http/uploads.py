@@ -10,10 +10,10 @@ from pathlib import Path
 from starlette.requests import Request
 
 from inferpool.service.api.codecs.body import Limits
-from inferpool.service.api.errors import SlowBodyError
 from inferpool.service.errors import (
     OverloadedError,
     OverQuotaError,
+    SlowBodyError,
     StoreFullError,
 )
 from inferpool.service.jobs.http.reading import most_bytes
