@@ -9,6 +9,7 @@ this process reads what it had, and leaves the decoding to the workers, which ar
 import io
 import logging
 import shutil
+import warnings
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -237,6 +238,7 @@ def _begin(_: int) -> None:
     die_with_front_end()
     give_way_for_memory()
     keep_large_buffers()
+    warnings.filterwarnings("ignore", module="PIL")  # about damaged pictures, amid the bar
 
 
 def _as_it_is(chunk: Any) -> Any:  # what `__getitems__` returns, where torch expects a list

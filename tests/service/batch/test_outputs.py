@@ -18,10 +18,12 @@ _ANSWERS = [
 ]
 
 
-def journal(path, format="jsonl", **options):
+_ABOUT = {"inputs": "a", "--model": "m"}
+
+
+def journal(path, format="jsonl", *, about=_ABOUT, resumes=False, overwrites=False):
     """Open an output."""
-    usual = {"about": {"inputs": "a", "--model": "m"}, "resumes": False, "overwrites": False}
-    return Journal(str(path), format, **(usual | options))
+    return Journal(str(path), format, about=about, resumes=resumes, overwrites=overwrites)
 
 
 def write(path, format, answers, **options):

@@ -26,6 +26,12 @@ class Listed:
     def __len__(self):
         return len(self._contents)
 
+    def name(self, index):
+        return str(index)
+
+    def stamps(self):
+        return iter(())
+
     def read(self, index):
         if index == self._deadly and multiprocessing.parent_process() is not None:
             os._exit(1)
@@ -35,11 +41,17 @@ class Listed:
         return BatchInput(index=index, name=str(index), kind=self._kind, data=data)
 
 
-def read(source, num_readers=0, max_pixels=None, indices=None, chunk=4):
+def read(source, num_readers=0, max_pixels=None):
     """Return what readers give, in one list."""
-    indices = range(len(source)) if indices is None else indices
-    options = {"num_readers": num_readers, "chunk": chunk, "room": 8, "max_pixels": max_pixels}
-    return [given for chunk in read_ahead(source, indices, **options) for given in chunk]
+    chunks = read_ahead(
+        source,
+        range(len(source)),
+        num_readers=num_readers,
+        chunk=4,
+        room=8,
+        max_pixels=max_pixels,
+    )
+    return [given for chunk in chunks for given in chunk]
 
 
 def npy(array):
@@ -125,9 +137,8 @@ def test_an_input_that_ends_its_reader_is_left_to_the_workers_and_none_is_lost()
 
 def test_readers_that_are_killed_lose_nothing():
     found = []
-    options = {"num_readers": 1, "chunk": 2, "room": 8, "max_pixels": None}
     source = Listed("bytes", [bytes([number]) * 5000 for number in range(40)])
-    for chunk in read_ahead(source, range(3, 40), **options):
+    for chunk in read_ahead(source, range(3, 40), num_readers=1, chunk=2, room=8, max_pixels=None):
         found += [(each.input.index, bytes(each.data)[0]) for each in chunk]
         if len(found) == 10:
             end_readers()

@@ -24,6 +24,9 @@ class Numbers:
     def name(self, index):
         return f"{self._prefix}{index}"
 
+    def stamps(self):
+        return iter(())
+
     def read(self, index):
         return BatchInput(index=index, name=self.name(index), kind="json", data=b"%d" % index)
 
@@ -32,7 +35,7 @@ class Acting:
     """A target that answers each number in its own way."""
 
     room = 4
-    max_pixels = None
+    max_pixels: int | None = None
 
     def __init__(self, act):
         self._act = act
