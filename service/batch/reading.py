@@ -51,7 +51,7 @@ class DecodedInput:
     payload: Tensor | None = None
     """Its bytes, uint8 [bytes], in shared memory."""
     header: TensorHeader | None = None
-    """What tensor the payload is: pixels, or the numbers of an .npy file; None for a file's bytes.
+    """The tensor in the payload: pixels, or the numbers of an .npy file; None for a file's bytes.
     It has no name."""
 
     @property
@@ -127,7 +127,7 @@ def end_readers() -> None:
 class _PackedChunk:
     inputs: Sequence[BatchInput]
     places: Sequence[tuple[int, int] | None]
-    """Where the payload of each begins and ends; None if it has its data."""
+    """The beginning and the end of the payload of each; None if it has its data."""
     headers: Sequence[TensorHeader | None]
     memory: Tensor
 

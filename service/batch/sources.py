@@ -35,7 +35,7 @@ _LABELS = ("cls", "label", "json")
 """Endings of the members of a tar that say what the right answer is, the surest first."""
 _LABEL_KEYS = ("label", "cls", "class")
 _END_BYTES = 1 << 16
-"""What is looked at behind the end of a tar. Archivers fill up to 10 KiB with zeros."""
+"""The bytes behind the end of a tar that are looked at. Archivers fill up to 10 KiB with zeros."""
 
 
 class BatchSource(Protocol):

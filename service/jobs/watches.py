@@ -136,7 +136,7 @@ class Watches:
 
 
 class _Watch:
-    """What is known of a job that somebody waits for."""
+    """The last that is known of a job which somebody waits for."""
 
     def __init__(self) -> None:
         self.job: Job | None = None
