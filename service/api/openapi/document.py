@@ -46,6 +46,12 @@ TAGS: Sequence[Mapping[str, str]] = (
 )
 
 _MAKES_JOB = ("create_job", "put_job")
+_OWN_HEADERS: Mapping[str, str] = {
+    "list_jobs": "Link",
+    "show_job": "Retry-After",
+    "show_result": "X-Model-Version",
+}
+"""The header that the answer of an operation may have besides the common ones."""
 _VALIDATION = ("HTTPValidationError", "ValidationError")
 """FastAPI's own form of errors, which the service does not use."""
 
@@ -74,6 +80,8 @@ def complete(
         for operation in operations.values():
             example = answers.get(operation["operationId"])
             _complete_operation(operation, path, example)
+            if name := _OWN_HEADERS.get(operation["operationId"]):
+                operation["responses"]["200"]["headers"] |= answer_headers(name)
             if operation["operationId"] in _MAKES_JOB:
                 _complete_making(operation)
             if bodies and (body := bodies.get(operation["operationId"])):

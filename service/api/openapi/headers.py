@@ -83,6 +83,7 @@ _ANSWER_HEADERS: Mapping[str, Json] = {
         "Seconds after which another try makes sense.", {"type": "integer", "minimum": 1}
     ),
     "Location": _header("The path of the job.", _TEXT, "/jobs/5f0c"),
+    "Link": _header("Where the next page is.", _TEXT, '</jobs?after=5f0c>; rel="next"'),
     "Preference-Applied": _header("The preferences that were followed.", _TEXT, "respond-async"),
     "WWW-Authenticate": _header("How a key is sent.", _TEXT, 'Bearer realm="inferpool"'),
     "Allow": _header("The methods that there are.", _TEXT, "POST"),

@@ -127,7 +127,8 @@ def predict_paths(
     `has_jobs` says that calls to these may become jobs.
     """
     answers: Json = {"200": _answer()}
-    answers_of_jobs = {**answers, "202": _job_answer()} if has_jobs else answers
+    of_jobs: Json = {"202": _job_answer(), **refer_to([507])} if has_jobs else {}
+    answers_of_jobs = answers | of_jobs
     shown: Json = {
         name: {
             "summary": f"An instance that {name} takes",

@@ -53,13 +53,17 @@ _NO_PAGE: _Responses = {404: {"description": "The job `after` was deleted: begin
 _ACCEPTED: _Responses = {
     202: {"description": "The job is kept, and `Location` shows how it goes."},
     404: {"description": "No such model."},
+    408: {"description": "The body came too slowly."},
     413: {"description": "The body is too large."},
     415: {"description": "Nothing here reads the type of the body."},
     422: {"description": "The body does not fit, or the key belongs to another job."},
     429: {"description": "The key has all the jobs that it may have."},
     507: {"description": "The store has no room."},
 }
-_NOT_OVER: _Responses = {409: {"description": "The job is not over; ask for a range."}}
+_NO_RESULT: _Responses = {
+    406: {"description": "`Accept` allows no form that there is."},
+    409: {"description": "The job is not over; ask for a range."},
+}
 _EVENTS: _Responses = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
 _LINES: _Responses = {200: {"content": {JSONL_TYPE: {"schema": {"type": "string"}}}}}
 _Wait = Annotated[float, Query(ge=0, le=MOST_WAIT_S, description="Seconds to wait for its end.")]
@@ -161,7 +165,7 @@ def jobs_router(target: JobsTarget, guard: Guard, limits: Limits) -> APIRouter:
     @router.get(
         "/jobs/{id}/result",
         summary="The predictions of a job",
-        responses=_NO_JOB | _NOT_OVER | _LINES,
+        responses=_NO_JOB | _NO_RESULT | _LINES,
     )
     async def show_result(
         request: Request, id: str, first: _First = None, count: _Count = None
