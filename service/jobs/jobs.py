@@ -262,7 +262,7 @@ class Jobs:
         if (job := await self.job(id, owner)).is_over:
             return job
         now = time.time()
-        ended = await in_thread((await self._opened_store()).cancel, id, now)
+        ended = await in_thread((await self._opened_store()).cancel, id, now, owner)
         if ended is None:
             raise UnknownJobError(f"there is no job {id[:64]!r}; it may have expired")
         if ended.ended_at == now:  # else it was over before
@@ -272,7 +272,7 @@ class Jobs:
     async def delete(self, id: str, owner: str | None) -> None:
         """Remove a job and its results; see `job`."""
         await self.job(id, owner)
-        await in_thread((await self._opened_store()).delete, id)
+        await in_thread((await self._opened_store()).delete, id, owner)
         if self._runner is not None:
             self._runner.drop(id)
         self._watches.forget(id)
@@ -282,7 +282,7 @@ class Jobs:
     ) -> AsyncIterator[Sequence[tuple[int, JobAnswer, int]]]:
         """Yield index, answer and version of what has an answer, in order and in chunks."""
         await self.job(id, owner)
-        found = (await self._opened_store()).answers(id, first, count)
+        found = (await self._opened_store()).answers(id, first, count, owner)
         while chunk := await in_thread(lambda: list(islice(found, _CHUNK))):
             yield chunk
 

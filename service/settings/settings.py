@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import parse_qs
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -226,7 +227,8 @@ class Settings(SettingsTable):
         scheme, is_url, rest = job_store.partition("://")
         if is_url and scheme != "postgresql":
             raise ValueError("is a URL that does not begin with postgresql://")
-        if ":" in rest.partition("/")[0].rpartition("@")[0]:
+        has_password = ":" in rest.partition("/")[0].rpartition("@")[0]
+        if has_password or (is_url and "password" in parse_qs(rest.partition("?")[2])):
             raise ValueError("has a password; give that in PGPASSWORD or in ~/.pgpass instead")
         return job_store
 

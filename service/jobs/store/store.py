@@ -113,18 +113,19 @@ class JobStore:
             found = connection.execute(wanted.order_by(jobs.c.number.desc()).limit(limit))
             return [job_of(row) for row in found]
 
-    def cancel(self, id: str, now: float) -> Job | None:
+    def cancel(self, id: str, now: float, owner: str | None = None) -> Job | None:
         """End a job that is not over; return it as it is now, or None if there is none."""
+        is_this = (jobs.c.id == id) & _of(owner)
         problem = JobProblem(code="cancelled", message="the job was cancelled")
         with self._database.writing() as connection:
             values = ended("cancelled", problem, now, self._limits.retention_s)
-            connection.execute(update(jobs).where(jobs.c.id == id, is_unfinished).values(values))
-            row = connection.execute(select(jobs).where(jobs.c.id == id)).first()
+            connection.execute(update(jobs).where(is_this, is_unfinished).values(values))
+            row = connection.execute(select(jobs).where(is_this)).first()
         return None if row is None else job_of(row)
 
-    def delete(self, id: str) -> None:
+    def delete(self, id: str, owner: str | None = None) -> None:
         """Remove a job and all that it has, whatever its state."""
-        self._delete(jobs.c.id == id)
+        self._delete((jobs.c.id == id) & _of(owner))
 
     def fail_jobs(self, model: str, problem: JobProblem, now: float) -> Sequence[Job]:
         """End all unfinished jobs of a model, with a problem for what is not computed."""
@@ -141,19 +142,22 @@ class JobStore:
             return [job_of(row) for row in connection.execute(failed)]
 
     def answers(
-        self, id: str, first: int = 0, count: int | None = None
+        self, id: str, first: int = 0, count: int | None = None, owner: str | None = None
     ) -> Iterator[tuple[int, JobAnswer, int]]:
         """Yield index, answer and version of the instances that have an answer, in order.
 
-        What was not computed when its job ended has the job's problem for an answer.
+        What was not computed when its job ended has the job's problem for an answer. A job that is
+        deleted meanwhile has no more of them, whoever uses its id then.
         """
         end = None if count is None else first + count
         number = -1
+        is_this = (jobs.c.id == id) & _of(owner)
         while True:
             with self._database.reading() as connection:
-                row = connection.execute(select(jobs).where(jobs.c.id == id)).first()
+                row = connection.execute(select(jobs).where(is_this)).first()
                 if row is None:
                     return
+                is_this = jobs.c.number == row.number
                 wanted = (
                     select(parts)
                     .where(parts.c.job == row.number, parts.c.number > number)

@@ -225,3 +225,19 @@ def test_a_restart_takes_up_what_was_leased(tmp_path: Path) -> None:
     finish(store)
     assert values(store) == [0, 2, 4]
     store.close()
+
+
+def test_answers_go_on_with_their_own_job_whoever_takes_its_id(store: JobStore) -> None:
+    num = 64 * 20  # more parts than are read at once
+    add(store, num)
+    finish(store)
+    reading = store.answers("a")
+    next(reading)
+    store.delete("a", owner="ben")  # it is not his
+    assert store.job("a") is not None
+    assert store.cancel("a", NOW, owner="ben") is None
+    assert list(store.answers("a", owner="ben")) == []
+    store.delete("a")
+    add(store, num)
+    finish(store)
+    assert len(list(reading)) < num - 1
