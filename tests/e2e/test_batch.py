@@ -66,7 +66,7 @@ def numbers(tmp_path):
 def command(*arguments, model=_MODEL):
     """Return the command line of a run."""
     own = ["--readers", "1", "--replicas", "1", *(["--model", model] if model else [])]
-    return [sys.executable, "-m", "inferpool", "batch", *map(str, arguments), *own]
+    return [sys.executable, "-m", "inferpool", "batch", *own, *map(str, arguments)]
 
 
 def batch(*arguments, model=_MODEL, cwd=ROOT, env=None):
@@ -241,14 +241,7 @@ def test_a_service_is_asked_by_its_url(photos, tmp_path):
         done = batch(photos, "--output", output, "--url", service.url, model="another")
         assert done.returncode == 1, done.stderr
         assert "no model is called" in done.stderr
-        asked = command(photos, "--output", output, "--resume", model=None)[:-2]
-        done = subprocess.run(
-            [*asked, "--url", service.url],
-            capture_output=True,
-            text=True,
-            timeout=_TIMEOUT_S,
-            cwd=ROOT,
-        )
+        done = batch(photos, "--output", output, "--resume", "--url", service.url, model=None)
     assert done.returncode == 4, done.stderr
     assert "93 of 93 done, 3 failed" in done.stderr
     with output.open(newline="") as file:
@@ -257,13 +250,14 @@ def test_a_service_is_asked_by_its_url(photos, tmp_path):
 
 def test_killed_workers_and_readers_and_an_input_that_kills_lose_no_answer(numbers, tmp_path):
     output = tmp_path / "out.jsonl"
-    process = begin(*numbers, "--output", output, model=None)
+    process = begin(*numbers, "--output", output, "--replicas", 2, model=None)
     wait_for_lines(process, output, 20)
     for reader in readers_of(process):
         reader.kill()
     wait_for_lines(process, output, 40)
-    pid = lines(output)[-1]["prediction"]["pid"]
-    os.kill(pid, signal.SIGKILL)
+    pids = {each["prediction"]["pid"] for each in lines(output)}
+    assert len(pids) == 2, "both replicas compute"
+    os.kill(pids.pop(), signal.SIGKILL)
     _, errors = process.communicate(timeout=_TIMEOUT_S)
     assert process.returncode == 4, errors
     answers = lines(output)
