@@ -398,6 +398,7 @@ class Catalog:
             max_batch_size=None if model.max_batch_size == "auto" else model.max_batch_size,
             batch_wait_ms=model.batch_wait_ms,
             objective=objective,
+            job_share=settings.job_share,
         )
 
 

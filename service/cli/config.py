@@ -38,7 +38,8 @@ _GROUPS: Mapping[str, str] = {
         "per_key_share quarantine_s max_instances_per_request max_image_pixels show_errors"
     ),
     "Time": "default_timeout_s max_timeout_s drain_timeout_s shutdown_delay_s keep_alive_s",
-    "Jobs": "job_store job_retention_s max_jobs max_job_bytes webhook_hosts webhook_secret_file",
+    "Jobs": "job_store job_retention_s job_share max_jobs max_job_bytes webhook_hosts "
+    "webhook_secret_file",
     "Logs": "log_format log_level color",
     "Traces": (
         "trace_endpoint trace_sample_ratio trace_parent_based trace_service_name trace_resource "

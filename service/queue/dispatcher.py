@@ -17,7 +17,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from math import inf
 from typing import TYPE_CHECKING
 
 from inferpool.models.speed.names import ANY_SIZE
@@ -29,7 +28,7 @@ from inferpool.service.errors import (
     WorkerCrashedError,
 )
 from inferpool.service.queue.admission import Admission
-from inferpool.service.queue.batch_sizing import SPARE, SizeLimit, fitting
+from inferpool.service.queue.batch_sizing import SizeLimit
 from inferpool.service.queue.batcher import Batcher
 from inferpool.service.queue.instance import (
     BACKGROUND,
@@ -43,9 +42,12 @@ from inferpool.service.queue.instance import (
 )
 from inferpool.service.queue.ledger import Ledger
 from inferpool.service.queue.quarantine import MAX_CRASHES, Quarantine, Suspects
+from inferpool.service.queue.scheduling.background import Background, is_background
 from inferpool.service.queue.scheduling.entrance import Entrance
+from inferpool.service.queue.scheduling.filling import BatchFiller
+from inferpool.service.queue.scheduling.lanes import Lane, Lanes
 from inferpool.service.queue.scheduling.objective import Objective
-from inferpool.service.queue.scheduling.scheduler import BatchScheduler, Lane, Lanes
+from inferpool.service.queue.scheduling.scheduler import BatchScheduler
 from inferpool.service.telemetry.metrics import ModelMetrics
 from inferpool.workers.arena import Arena
 from inferpool.workers.errors import WorkerLostError
@@ -56,9 +58,6 @@ if TYPE_CHECKING:
     from inferpool.models.spec import TensorSpec
 
 logger = logging.getLogger(__name__)
-
-_NEAR_BATCHES = 100.0
-"""A deadline further off than so many recent batches needs no closer look."""
 
 
 class Dispatcher:
@@ -78,6 +77,7 @@ class Dispatcher:
         max_batch_size: int | None,
         batch_wait_ms: float = 0.0,
         objective: Objective | None = None,
+        job_share: float = 0.0,
     ) -> None:
         self.name = name
         self.inputs: Sequence[TensorSpec] = ()
@@ -93,18 +93,21 @@ class Dispatcher:
         self._limit = SizeLimit(max_batch_size)
         self._objective = objective
         self._queue: Batcher[Instance] = Batcher()
-        self._background: Batcher[Instance] = Batcher()
+        work = Background(job_share)
+        self._background = work.queue
         self._lanes = Lanes()
         self._entrance = Entrance(admission, self._queue, self._lanes, arena)
         self._ledger = Ledger(metrics, self._on_deadline, self._unsettled)
+        self._filler = BatchFiller(self._queue, work, self._limit, admission.rate, self._objective)
         self.scheduler = BatchScheduler(
             self._queue,
-            self._background,
+            work,
             self._lanes,
             self._limit,
             batch_wait_ms / 1000,
             self._send,
             self._send_last,
+            self._send_background,
         )
 
     @property
@@ -296,27 +299,16 @@ class Dispatcher:
             instance.owner.free(instance.ref.offset)
 
     def _send(self, lane: Lane, most: int, now: float) -> None:
-        if not self._queue.num_waiting:
-            self._give(lane, self._background.next_batch(most), now)
-            return
-        most = min(most, self._queue.num_waiting, self._limit.now)
-        if self._queue.soonest() - now < _NEAR_BATCHES * self._admission.rate.batch_s:
-            begin, curve = lane.begins_at(now), lane.next_curve
-            self._queue.put_last(begin + curve.time_s(1))
-            most = fitting(self._queue, most, begin, curve)
-        self._give(lane, self._queue.next_batch(most), now)
+        self._give(lane, self._filler.fill(lane, most, now), now)
 
     def _send_last(self, lane: Lane, most: int, now: float) -> bool:
-        end = lane.begins_at(now) + lane.next_curve.time_s(most) * SPARE
-        objective_s = self._objective.held_s if self._objective else inf
-
-        def fits(instance: Instance) -> bool:
-            return end <= min(instance.ref.deadline, instance.arrived + objective_s)
-
-        batch = self._queue.last_batch(most, fits)
+        batch = self._filler.fill_from_end(lane, most, now)
         if batch:
             self._give(lane, batch, now)
         return bool(batch)
+
+    def _send_background(self, lane: Lane, now: float) -> None:
+        self._give(lane, self._filler.fill_from_background(lane, now), now)
 
     def _give(self, lane: Lane, batch: list[Instance], now: float) -> None:
         try:
@@ -389,7 +381,7 @@ class Dispatcher:
         if lane.batches:
             lane.begin(now, was_idle=False)
         if self._objective:
-            if batch[0].ref.priority < BACKGROUND:
+            if not is_background(batch):
                 self._objective.note(batch, now)
             self._plan(self._objective, now)
         self._suspects.note_answers(batch, done.outcomes)

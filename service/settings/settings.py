@@ -154,6 +154,9 @@ class Settings(SettingsTable):
     file of settings, or for each model and port. Passwords come from PGPASSWORD or ~/.pgpass."""
     job_retention_s: float = Field(86400.0, gt=0, allow_inf_nan=False)
     """A job and its results are deleted so long after its end."""
+    job_share: float = Field(0.0, ge=0, le=0.5)
+    """The part of a model's time that its jobs get even if other calls wait. With 0 they get what
+    others leave: workers that are idle, and room in batches."""
     max_jobs: int = Field(10_000, ge=1)
     """Jobs that each of `predict_keys`, or all calls without keys, may have in the store."""
     max_job_bytes: int = Field(16 << 30, ge=1024)

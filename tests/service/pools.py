@@ -34,6 +34,7 @@ def make_dispatcher(
     quarantine_s: float = 60.0,
     batch_wait_ms: float = 0.0,
     key_share: float = 1.0,
+    job_share: float = 0.0,
 ) -> Dispatcher:
     metrics = metrics or ModelMetrics("m")
     admission = Admission(
@@ -50,6 +51,7 @@ def make_dispatcher(
         metrics=metrics,
         max_batch_size=max_batch_size,
         batch_wait_ms=batch_wait_ms,
+        job_share=job_share,
     )
 
 

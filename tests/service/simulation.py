@@ -164,6 +164,7 @@ def simulate_mix(
     max_queue_length: int = 1024,
     max_batch_size: int = 8,
     key_share: float = 1.0,
+    job_share: float = 0.0,
     objective_s: float = 0.0,
     worker_type: type[SimulatedWorker] = SimulatedWorker,
     lost_at: float | None = None,
@@ -224,6 +225,7 @@ def simulate_mix(
             metrics=metrics,
             max_batch_size=max_batch_size,
             objective=objective,
+            job_share=job_share,
         )
         workers = [worker_type(each, slot, noise) for slot, each in enumerate(costs)]
         for worker in workers:

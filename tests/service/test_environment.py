@@ -62,6 +62,7 @@ HOST = {
     "state_file": "/var/lib/inferpool/state.json",
     "job_store": "postgresql://inferpool@database/jobs",
     "job_retention_s": 3600.0,
+    "job_share": 0.25,
     "max_jobs": 15,
     "max_job_bytes": 1 << 30,
     "webhook_hosts": ["hooks.example", "*.example"],

@@ -4,7 +4,7 @@ from inferpool.service.errors import OverloadedError, TooLargeError, Unavailable
 from inferpool.service.queue.admission import Admission
 from inferpool.service.queue.batcher import Batcher
 from inferpool.service.queue.instance import Instance
-from inferpool.service.queue.scheduling.scheduler import Lanes
+from inferpool.service.queue.scheduling.lanes import Lanes
 from inferpool.workers.arena import Arena
 from inferpool.workers.messages import ItemRef
 

@@ -10,7 +10,7 @@ from inferpool.service.queue.admission import Admission
 from inferpool.service.queue.batch_sizing import CostCurve
 from inferpool.service.queue.batcher import Position
 from inferpool.service.queue.instance import Instance
-from inferpool.service.queue.scheduling.scheduler import Lane
+from inferpool.service.queue.scheduling.lanes import Lane
 from inferpool.service.telemetry.metrics import RejectReason
 
 logger = logging.getLogger(__name__)

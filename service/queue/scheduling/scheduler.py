@@ -3,6 +3,7 @@
 - An idle worker gets what there is, at once. Several idle workers share it, unless one alone would
   be done so soon that a second batch costs more than it gains.
 - A busy worker gets its next batch when that is full, or just before it finishes the current one.
+- Work in the background goes to workers that nobody else has a use for; see `background.py`.
 - A replica more than twice as slow as the fastest (a CPU beside a GPU) takes only instances from
   the end of the queue that it can finish before the fast ones would. So it delays no instance, and
   still helps as much as it can under load.
@@ -10,14 +11,15 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 from typing import Protocol
 
-from inferpool.service.queue.batch_sizing import BatchCosts, CostCurve, SizeLimit
+from inferpool.service.queue.batch_sizing import SizeLimit
 from inferpool.service.queue.batcher import Batcher
 from inferpool.service.queue.instance import Instance
-from inferpool.workers.host.engine import WorkerHandle
+from inferpool.service.queue.scheduling.background import Background
+from inferpool.service.queue.scheduling.lanes import Lane, Lanes
 from inferpool.workers.messages import BatchDone
 
 EARLY_S = 0.001
@@ -32,196 +34,6 @@ _SHARING_PAYS_S = 0.0005
 while each batch costs the front end 80 µs and a worker 45 µs whatever its size."""
 _OVERLAP_PAYS_S = 0.002
 """A worker with a shorter batch is back before a timer could be of use."""
-
-_COMPARED_AT = 4
-"""The batch size at which workers are compared."""
-_LAGS_FROM, _LAGS_UNTIL = 2.0, 1.5
-"""A worker lags from and until it takes so many times as long as the fastest. Workers on the same
-kind of device vary by less."""
-_LEAST_S = 0.002
-"""Workers that take less than this for such a batch are all fast enough."""
-_COMPARED_AFTER = 16
-"""Batches between comparisons, after as many batches of each worker."""
-_LATE, _LATE_S = 0.5, 0.01
-"""How much longer than expected a batch may take, as a share and in seconds, before nobody counts
-on its worker any more."""
-
-
-class Lane:
-    """The batches that one worker holds, and when it should be free."""
-
-    __slots__ = (
-        "_was_idle", "batches", "busy_since", "costs", "ends_at", "idle_since", "is_lagging",
-        "worker",
-    )  # fmt: skip
-
-    def __init__(self, worker: WorkerHandle, costs: BatchCosts) -> None:
-        self.worker = worker
-        self.costs = costs
-        self.batches: list[list[Instance]] = []
-        """The batches that the worker holds, oldest first."""
-        self.busy_since = 0.0
-        """When the worker began its oldest batch. For a pipeline, which works on several, it is the
-        time of the last answer, so the curves learn how far apart answers come."""
-        self.ends_at = 0.0
-        """When the worker should answer that batch."""
-        self.idle_since = 0.0
-        """When the worker last became idle; 0 if it has not, or nobody takes turns with it."""
-        self.is_lagging = False
-        """The worker is clearly slower than another."""
-        self._was_idle = True
-        """The worker was idle when it was sent its oldest batch."""
-
-    @property
-    def has_credit(self) -> bool:
-        """The worker may be sent a batch now. Nothing is sent behind a solo instance."""
-        batches = self.batches
-        return not batches or (len(batches) < self.worker.credit and not batches[-1][0].is_solo)
-
-    @property
-    def next_curve(self) -> CostCurve:
-        """The costs of the next batch that it is sent, counted from `begins_at`."""
-        return self.costs.curve(is_idle=not self.batches)
-
-    @property
-    def late_at(self) -> float:
-        """The time after which nobody counts on its oldest batch any more."""
-        if not self.batches:
-            return inf
-        return self.ends_at + max(_LATE_S, _LATE * (self.ends_at - self.busy_since))
-
-    def begins_at(self, now: float) -> float:
-        """Estimate when it would begin with a batch that is sent now."""
-        if not self.batches:
-            return now
-        curve = self.costs.curve(is_idle=False)
-        rest_s = sum(curve.time_s(len(batch)) for batch in self.batches[1:])
-        return max(now, self.ends_at) + rest_s
-
-    def begin(self, now: float, *, was_idle: bool) -> None:
-        """Note that it begins with its oldest batch now."""
-        self.busy_since = now
-        self._was_idle = was_idle
-        self.ends_at = now + self.costs.time_s(len(self.batches[0]), is_idle=was_idle)
-
-    def learn(self, size: int, now: float) -> None:
-        """Learn from its oldest batch, which had this size and was answered now."""
-        self.costs.note(size, now - self.busy_since, was_idle=self._was_idle)
-
-
-class Lanes:
-    """The lanes of all workers of one model."""
-
-    def __init__(self) -> None:
-        self.open: list[Lane] = []
-        """Lanes of the workers that take batches."""
-        self.leading: list[Lane] = []
-        """The fast ones among them: all, if they are about equally fast."""
-        self.lagging: list[Lane] = []
-        """The others, the fastest first."""
-        self.num_sent = 0
-        """Instances that workers hold, settled or not."""
-        self._free_at = 0.0
-        """The cached result of `free_in`; 0 after any change of workers or batches."""
-        self._num_learned = 0
-        self._costs: dict[int, BatchCosts] = {}
-        """Costs by slot, since the next incarnation of a worker is as fast as the one before."""
-        self._leaving: list[Lane] = []
-        """Lanes of workers that take no more batches, and still hold some."""
-
-    def attach(self, worker: WorkerHandle) -> None:
-        """Add a worker that takes batches."""
-        costs = self._costs.setdefault(worker.id.slot, BatchCosts())
-        self.open.append(Lane(worker, costs))
-        self._compare()
-
-    def detach(self, worker: WorkerHandle) -> None:
-        """Send a worker nothing more. It keeps what it holds until it returns it or is lost."""
-        for lane in self.open:
-            if lane.worker is worker:
-                self.open.remove(lane)
-                self._compare()
-                if lane.batches:
-                    self._leaving.append(lane)
-                return
-
-    def give(self, lane: Lane, batch: list[Instance]) -> None:
-        """Note that a worker holds one more batch."""
-        self.num_sent += len(batch)
-        self._free_at = 0.0
-        lane.batches.append(batch)
-
-    def take(self, lane: Lane, batch: list[Instance]) -> None:
-        """Note that a worker has returned a batch, or is lost with it."""
-        self.num_sent -= len(batch)
-        self._free_at = 0.0
-        lane.batches.remove(batch)
-        if not lane.batches and lane in self._leaving:
-            self._leaving.remove(lane)
-
-    def learn(self, lane: Lane, size: int, now: float) -> None:
-        """Learn from the oldest batch of a worker, which had this size and was answered now."""
-        are_several = len(self.open) > 1
-        is_first = are_several and not lane.costs.curve(is_idle=False).is_known
-        lane.learn(size, now)
-        self._num_learned += 1
-        if are_several and (
-            is_first
-            or self._num_learned <= _COMPARED_AFTER * len(self.open)
-            or not self._num_learned % _COMPARED_AFTER
-        ):
-            self._compare()
-
-    def free_in(self, now: float) -> float:
-        """Estimate how soon the leading workers can begin with what waits, in seconds.
-
-        It is 0 if one of them is idle, since that one begins at once, and else their average.
-        """
-        if not self._free_at and self.leading:
-            self._free_at = now
-            if all(lane.batches for lane in self.leading):
-                begins_at = [lane.begins_at(now) for lane in self.leading]
-                self._free_at = sum(begins_at) / len(begins_at)
-        return max(0.0, self._free_at - now)
-
-    def answered_by(self, num: int, most: int, now: float) -> float:
-        """Estimate when the leading workers will have answered `num` more instances.
-
-        It is infinite if none of them is on time.
-        """
-        size = max(1, min(num, most))
-        beginnings = sorted(
-            (lane.begins_at(now), lane.costs.time_s(size, is_idle=False) / size)
-            for lane in self.leading
-            if now < lane.late_at
-        )
-        at, left, per_s = now, float(num), 0.0
-        for begin, item_s in beginnings:
-            done = per_s * (begin - at)
-            if done >= left:
-                break
-            at, left = begin, left - done
-            per_s += 1 / max(item_s, 1e-9)
-        return at + left / per_s if per_s else inf
-
-    def _compare(self) -> None:
-        """Divide the workers into leading and lagging ones."""
-        self._free_at = 0.0
-        times_s = {id(lane): lane.costs.time_s(_COMPARED_AT, is_idle=False) for lane in self.open}
-        known_s = [time_s for time_s in times_s.values() if time_s]
-        fastest_s = max(_LEAST_S / _LAGS_FROM, min(known_s, default=0.0))
-        for lane in self.open:
-            bound = _LAGS_UNTIL if lane.is_lagging else _LAGS_FROM
-            lane.is_lagging = times_s[id(lane)] > bound * fastest_s
-        self.leading = [lane for lane in self.open if not lane.is_lagging]
-        self.lagging = [lane for lane in self.open if lane.is_lagging]
-        self.lagging.sort(key=lambda lane: times_s[id(lane)])
-
-    def held(self) -> Iterator[Instance]:
-        """Yield all instances that workers hold."""
-        for lane in (*self.open, *self._leaving):
-            for batch in lane.batches:
-                yield from batch
 
 
 class TurnTaker(Protocol):
@@ -247,12 +59,13 @@ class BatchScheduler:
     def __init__(
         self,
         queue: Batcher[Instance],
-        background: Batcher[Instance],
+        background: Background,
         lanes: Lanes,
         limit: SizeLimit,
         batch_wait_s: float,
         send: Callable[[Lane, int, float], None],
         send_last: Callable[[Lane, int, float], bool],
+        send_background: Callable[[Lane, float], None],
     ) -> None:
         """Start with nothing due.
 
@@ -266,6 +79,7 @@ class BatchScheduler:
                 instances and the time.
             send_last: Sends a worker a batch from the end of the queue, of instances that have the
                 time for it; returns whether there were any.
+            send_background: Sends a worker a batch of the background.
         """
         self.prepare_s = 0.0
         """The time that it took to prepare the last batch."""
@@ -273,11 +87,12 @@ class BatchScheduler:
         self.turns: TurnTaker | None = None
         """Says when batches may be sent, while other models contend for a device."""
         self._queue = queue
-        self._background = background
+        self.background = background
         self._limit = limit
         self._batch_wait_s = batch_wait_s
         self._send = send
         self._send_last = send_last
+        self._send_background = send_background
         self._loop = asyncio.get_running_loop()
         self.is_due = False
         """It runs in the next turn of the loop."""
@@ -303,7 +118,12 @@ class BatchScheduler:
     @property
     def num_waiting(self) -> int:
         """Instances that wait, those in the background too."""
-        return self._queue.num_waiting + self._background.num_waiting
+        return self._queue.num_waiting + self.background.queue.num_waiting
+
+    @property
+    def is_in_background(self) -> bool:
+        """Nothing waits but work in the background."""
+        return not self._queue.num_waiting
 
     def send_next(
         self, leading: Sequence[Lane], lagging: Sequence[Lane], most: int | None = None
@@ -322,28 +142,43 @@ class BatchScheduler:
         now = time.monotonic()
         idle = [lane for lane in leading if not lane.batches]
         if not self._queue.num_waiting:
-            return self._give_background(idle or [lane for lane in lagging if not lane.batches])
+            return self._give_background(
+                idle or [lane for lane in lagging if not lane.batches], leading, now
+            )
         if idle:
             if self._waits_for_more(now):
                 return False
-            self._give_idle(idle[:most], now)
+            if self.background.is_due(idle[0]):
+                self._send_background(idle[0], now)
+            else:
+                self._give_idle(idle[:most], now)
             return True
         if lagging and self._give_rest(lagging, now):
             return True
         lane = self._next_busy(leading, now)
         if lane is None:
             return False
-        self._send(lane, self._limit.now, now)
+        if self.background.is_due(lane):
+            self._send_background(lane, now)
+        else:
+            self._send(lane, self._limit.now, now)
         return True
 
-    def _give_background(self, idle: Sequence[Lane]) -> bool:
-        """Give an idle worker a batch of the background.
+    def _give_background(self, idle: Sequence[Lane], leading: Sequence[Lane], now: float) -> bool:
+        """Give a batch of the background to an idle worker, or to one that is about to be idle.
 
-        A worker holds one of these at most, so that nobody else waits longer than it takes.
+        The latter has to prepare it, which takes it as long as its present batch still does. So
+        whoever comes next waits no longer than for a batch that an idle worker has just got.
         """
         if idle:
-            self._send(idle[0], self._limit.now, time.monotonic())
-        return bool(idle)
+            self._send_background(idle[0], now)
+            return True
+        lanes = [lane for lane in leading if len(lane.batches) == 1 and lane.has_credit]
+        lane = min(lanes, key=lambda lane: lane.ends_at, default=None)
+        if lane is None or not self._is_almost_free(lane, now):
+            return False
+        self._send_background(lane, now)
+        return True
 
     def _give_idle(self, idle: Sequence[Lane], now: float) -> None:
         """Divide what waits evenly among idle workers, or give it all to one that is soon done."""
@@ -412,13 +247,16 @@ class BatchScheduler:
         lane = min(lanes, key=lambda lane: (len(lane.batches), lane.ends_at))
         if self._queue.num_waiting >= self._limit.now:
             return lane
-        if len(lane.batches) > 1 or lane.ends_at - lane.busy_since < _OVERLAP_PAYS_S:
-            return None
+        return lane if len(lane.batches) == 1 and self._is_almost_free(lane, now) else None
+
+    def _is_almost_free(self, lane: Lane, now: float) -> bool:
+        """Return whether it is time to send a worker the next batch; if not, set a timer."""
+        if lane.ends_at - lane.busy_since < _OVERLAP_PAYS_S:
+            return False
         left_s = lane.ends_at - now - self.prepare_s - EARLY_S
-        if left_s <= 0:
-            return lane
-        self.wake_in(left_s)
-        return None
+        if left_s > 0:
+            self.wake_in(left_s)
+        return left_s <= 0
 
     def wake_in(self, delay_s: float) -> None:
         """Look again after this long, or sooner."""

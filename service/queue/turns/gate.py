@@ -16,7 +16,9 @@ from math import inf
 
 from inferpool.models.spec import Placement
 from inferpool.service.queue.instance import Instance
-from inferpool.service.queue.scheduling.scheduler import EARLY_S, BatchScheduler, Lane
+from inferpool.service.queue.scheduling.background import is_background
+from inferpool.service.queue.scheduling.lanes import Lane
+from inferpool.service.queue.scheduling.scheduler import EARLY_S, BatchScheduler
 from inferpool.service.queue.turns.accounts import SharedDevice, Turn
 from inferpool.workers.messages import BatchDone
 
@@ -117,6 +119,11 @@ class DeviceGate:
     def note_sent(self, lane: Lane, batch: list[Instance], turn: Turn) -> None:
         """Note a turn whose batch the worker may begin later."""
         self._ahead.append((lane, batch, turn))
+
+    def note_others(self, took_s: float, now: float) -> None:
+        """Let work in the background know that others had a turn while it waited."""
+        for claim in self._waiting:
+            claim.note_others(took_s, now)
 
     def _withdraw(self, claim: "Claim") -> None:
         if claim in self._waiting:
@@ -244,6 +251,8 @@ class GateMember:
         has_place = any(other.is_counted and other.ends_at > by for other in others)
         turn.is_counted = not has_place and has_room(claim.widths, now, by)
         claim.begin(turn)
+        if not is_background(batch):
+            self._gate.note_others(expected_s, now)
         self._held[id(batch)] = (claim, turn, waited_s)
         if not is_first:
             self._gate.note_sent(lane, batch, turn)
@@ -327,14 +336,17 @@ class Claim:
         """One of its workers is idle."""
         return any(not lane.batches for lane in self.lanes)
 
-    def rank(self) -> tuple[float, int]:
+    def rank(self) -> tuple[bool, float, int]:
         """Return its place in line; the lowest goes first.
 
-        Of several devices, the one counts where its model has had the least, compared with others.
-        Otherwise it might wait forever for one device while nobody is served on another, which it
-        keeps from others because it is first there.
+        Work in the background comes after all other work, of whatever model. Of several devices,
+        the one counts where its model has had the least, compared with others. Otherwise it might
+        wait forever for one device while nobody is served on another, which it keeps from others
+        because it is first there.
         """
-        return min(device.lag_s(account) for device, account in self._accounts), self.number
+        lag_s = min(device.lag_s(account) for device, account in self._accounts)
+        is_patient = self._scheduler.is_in_background and not self._scheduler.background.is_owed
+        return is_patient, lag_s, self.number
 
     def wait(self, now: float, number: int) -> None:
         """Begin to wait."""
@@ -346,6 +358,11 @@ class Claim:
         """Leave the line."""
         for _, account in self._accounts:
             account.num_waiting -= 1
+
+    def note_others(self, took_s: float, now: float) -> None:
+        """Note a turn of others, if only work in the background waits here."""
+        if self._scheduler.is_in_background:
+            self._scheduler.background.note_others(took_s, now)
 
     def begin(self, turn: Turn) -> None:
         """Take a turn."""

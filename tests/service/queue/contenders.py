@@ -31,8 +31,11 @@ class Contender:
         share: float = 1.0,
         placements: Sequence[Placement] = (CORE, CORE),
         credit: int = 2,
+        priority: int = 5,
+        job_share: float = 0.0,
     ) -> None:
-        self.dispatcher = make_dispatcher(arena, max_queue_length=10_000)
+        self.dispatcher = make_dispatcher(arena, max_queue_length=10_000, job_share=job_share)
+        self.priority = priority
         self.item_s = item_s
         self.latencies_s: list[float] = []
         self.num_failed = 0
@@ -65,7 +68,7 @@ class Contender:
         assert all(0 not in worker.computed for worker in self.workers), "a batch was empty"
 
     def submit(self, timeout_s: float = 1000.0) -> Instance:
-        instance = self.dispatcher.submit(ref_to(b"x", timeout_s), [b"x"])
+        instance = self.dispatcher.submit(ref_to(b"x", timeout_s, self.priority), [b"x"])
         instance.add_done_callback(self._note)
         return instance
 

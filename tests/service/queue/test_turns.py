@@ -8,6 +8,7 @@ import pytest
 
 from inferpool.models.spec import Placement
 from inferpool.service.errors import UnavailableError
+from inferpool.service.queue.instance import BACKGROUND
 from inferpool.service.queue.turns.gate import DeviceGate
 from inferpool.workers.arena import Arena
 from tests.fakes import FakeWorker
@@ -87,6 +88,32 @@ async def test_a_flood_hardly_delays_a_quiet_model(model, placements, flood_item
     # It gets what the other leaves.
     used_s = len(placements) * 10.0
     assert flooded.busy_s >= 0.9 * (used_s - quiet.busy_s)
+
+
+@pytest.mark.parametrize("flood_item_s", [0.002, 0.01, 0.1])
+@pytest.mark.parametrize("placements", [(CORE, CORE), (GPU,)])
+async def test_calls_wait_for_one_batch_of_the_jobs_of_another_model(
+    model, placements, flood_item_s
+):
+    rate = 0.4 * len(placements) / 0.01
+    quiet = model(model="quiet", placements=placements)
+    jobs = model(flood_item_s, model="jobs", placements=placements, priority=BACKGROUND)
+    await quiet.ask_at_random(rate, 10.0)
+    alone_s = quiet.p99_s
+    quiet.latencies_s.clear()
+    jobs.flood()
+    await quiet.ask_at_random(rate, 10.0)
+    await end(jobs)
+    assert quiet.p99_s <= 1.2 * alone_s + 4 * flood_item_s * 1.1
+    assert jobs.busy_s >= 0.8 * (len(placements) * 10.0 - quiet.busy_s)
+
+
+@pytest.mark.parametrize(("job_share", "least", "most"), [(0.0, 0.0, 0.02), (0.3, 0.25, 0.4)])
+async def test_jobs_have_their_share_while_another_model_is_flooded(model, job_share, least, most):
+    flooded = model(model="flooded")
+    jobs = model(model="jobs", priority=BACKGROUND, job_share=job_share)
+    await compete(flooded, jobs, seconds=20.0)
+    assert least <= jobs.busy_s / (flooded.busy_s + jobs.busy_s) <= most
 
 
 async def test_a_model_has_all_while_the_other_is_idle(model):

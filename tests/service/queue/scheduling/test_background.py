@@ -1,13 +1,19 @@
 """Work in the background takes what is idle, and others wait for one of its batches at most."""
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import pytest
 
 from inferpool.service.errors import OverloadedError, UnavailableError
-from inferpool.service.queue.instance import BACKGROUND
+from inferpool.service.queue.batch_sizing import CostCurve
+from inferpool.service.queue.instance import BACKGROUND, Instance
+from inferpool.service.queue.scheduling.background import Background
 from inferpool.workers.arena import Arena
 from inferpool.workers.messages import ItemRef
 from tests.fakes import FakeWorker, ref_to
 from tests.service.pools import make_dispatcher, until
+from tests.service.simulation import Stream, simulate_mix
 
 
 def background(payload: bytes = b"jjj") -> tuple[ItemRef, list[bytes]]:
@@ -41,14 +47,11 @@ async def test_others_go_first(arena: Arena) -> None:
     sizes = [[item.num_bytes for item in items] for items, _ in worker.batches]
     assert sizes[0] == [1] * 4
     worker.answer()
-    await until(lambda: all(f.done() for f in others[:4]))
-    while not others[4].done():
-        await until(lambda: worker.batches)
-        assert [item.num_bytes for item in worker.batches[0][0]] == [1]
-        worker.answer()
-        await until(lambda: others[4].done())
-    await until(lambda: worker.batches)
-    assert [item.num_bytes for item in worker.batches[0][0]] == [3] * 4
+    await until(lambda: all(f.done() for f in others[:4]) and worker.batches)
+    assert [item.num_bytes for item in worker.batches[0][0]] == [1, 3, 3, 3]  # there is room
+    worker.answer()
+    await until(lambda: others[4].done() and worker.batches)
+    assert [item.num_bytes for item in worker.batches[0][0]] == [3] * 3
 
 
 async def test_what_a_lost_worker_had_is_computed_again(arena: Arena) -> None:
@@ -89,3 +92,129 @@ async def test_nothing_is_taken_while_draining(arena: Arena) -> None:
     await dispatcher.drain(0)
     with pytest.raises(UnavailableError):
         dispatcher.submit(*background())
+
+
+async def test_what_must_be_alone_goes_along_with_nobody(arena: Arena) -> None:
+    dispatcher, worker = make_dispatcher(arena), FakeWorker()
+    dispatcher.attach(worker)
+    first = dispatcher.submit(*background(b"0"))
+    await until(lambda: worker.batches)
+    worker.die()  # so it is suspected, and computed alone
+    await until(lambda: dispatcher.num_background)
+    successor = FakeWorker()
+    other = dispatcher.submit(ref_to(b"x"), [b"x"])
+    dispatcher.attach(successor)
+    await until(lambda: successor.batches)
+    assert successor.sizes == [1]
+    successor.answer()
+    await until(lambda: other.done() and successor.batches)
+    assert successor.sizes == [1]
+    successor.answer()
+    await until(lambda: first.done())
+
+
+def curve(*times_s: float) -> CostCurve:
+    """Return the curve of a worker that takes so long for 1, 2, ... instances."""
+    found = CostCurve()
+    for _ in range(40):
+        for size, time_s in enumerate(times_s, 1):
+            found.note(size, time_s)
+    return found
+
+
+def waiting(num: int = 20) -> Background:
+    found = Background()
+    for _ in range(num):
+        found.queue.push(QueuedInstance(), 0.0)  # type: ignore[arg-type]  # as far as it is queued
+    return found
+
+
+class QueuedInstance:
+    """An instance as far as the queue looks at one."""
+
+    def __init__(self) -> None:
+        self.ref = ref_to(b"x", priority=BACKGROUND)
+        self.is_solo = False
+
+
+LINEAR = [0.005 + 0.02 * size for size in range(1, 9)]
+FLAT = [0.05] * 8
+
+
+def test_batches_are_as_large_as_they_may_be_while_nobody_else_calls() -> None:
+    assert waiting().size(curve(*LINEAR), 8, now=100.0) == 8
+
+
+@pytest.mark.parametrize(("times_s", "size"), [(LINEAR, 2), (FLAT, 8)])
+def test_batches_are_no_larger_than_pays_while_others_call(
+    times_s: Sequence[float], size: int
+) -> None:
+    work = waiting()
+    work.note_others(0.01, now=99.0)
+    assert work.size(curve(*times_s), 8, now=100.0) == size
+
+
+@pytest.mark.parametrize(
+    ("times_s", "num", "companions"), [(LINEAR, 1, 0), (LINEAR, 4, 0), (FLAT, 3, 5), (FLAT, 8, 0)]
+)
+def test_batches_of_others_are_filled_where_that_uses_the_device_better(
+    times_s: Sequence[float], num: int, companions: int
+) -> None:
+    assert waiting().companions(curve(*times_s), num, 8) == companions
+    assert waiting(0).companions(curve(*times_s), num, 8) == 0
+
+
+class IdleTaker(Stream):
+    """Work in the background that never ends, and what of it was answered in the window."""
+
+    num_done = 0
+    until: float | None = None
+
+    def note(self, instance: Instance, *, counts: bool) -> None:
+        now = instance.dispatcher.loop.time()
+        self.until = now + SECONDS if self.until is None else self.until
+        self.num_done += now < self.until
+
+
+SECONDS = 20.0
+LOAD = 0.4
+KINDS = {
+    "of a CPU": (lambda num: 0.005 + 0.02 * num, 8),
+    "of a CPU, with costs of each batch": (lambda num: 0.02 + 0.02 * num, 8),
+    "that takes the same for each batch": (lambda num: 0.05, 8),
+    "of a GPU": (lambda num: 0.008 + 0.0005 * num, 64),
+    "of a fast GPU": (lambda num: 0.002 + 0.0005 * num, 64),
+}
+
+
+def shared(cost: Callable[[int], float], most: int, **changes: Any) -> tuple[Stream, IdleTaker]:
+    """Let calls and work in the background share two workers; return both."""
+    capacity = 2 * most / cost(most)
+    calls = Stream(changes.pop("load", LOAD) * capacity)
+    jobs = IdleTaker(1.3 * capacity, timeout_s=1e6, priority=BACKGROUND)
+    streams = [calls, jobs] if changes.pop("with_jobs", True) else [calls]
+    simulate_mix(
+        streams, cost, SECONDS, noise=0.1, max_batch_size=most, max_queue_length=10**6, **changes
+    )
+    return calls, jobs
+
+
+@pytest.mark.parametrize(("cost", "most"), KINDS.values(), ids=KINDS.keys())
+def test_it_takes_what_is_idle_and_costs_others_no_more_than_one_batch(
+    cost: Callable[[int], float], most: int
+) -> None:
+    alone, _ = shared(cost, most, with_jobs=False)
+    calls, jobs = shared(cost, most)
+    assert calls.num_answered == calls.num_asked
+    assert calls.p99_ms <= 1.2 * alone.p99_ms + 1000 * cost(most)
+    idle_per_s = (1 - LOAD) * 2 * most / cost(most)
+    assert jobs.num_done / SECONDS >= 0.75 * idle_per_s
+
+
+@pytest.mark.parametrize(("job_share", "least", "most"), [(0.0, 0.0, 0.15), (0.5, 0.4, 0.65)])
+def test_it_has_its_share_while_others_could_use_everything(
+    job_share: float, least: float, most: float
+) -> None:
+    cost, size = KINDS["of a CPU"]
+    _, jobs = shared(cost, size, load=1.5, job_share=job_share)
+    assert least <= jobs.num_done / SECONDS / (2 * size / cost(size)) <= most

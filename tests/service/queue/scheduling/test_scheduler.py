@@ -1,6 +1,6 @@
 from types import SimpleNamespace
 
-from inferpool.service.queue.scheduling.scheduler import Lane, Lanes
+from inferpool.service.queue.scheduling.lanes import Lane, Lanes
 
 
 def attach(lanes: Lanes, slot: int) -> Lane:
