@@ -42,6 +42,10 @@ _POLL_S = 2.0
 _MOST_URL = 2000
 _GONE = 410
 """The receiver wants no more of this (Standard Webhooks, "Considerations")."""
+_TRANSLATED = ipaddress.IPv6Network("64:ff9b::/96")
+"""IPv6 addresses of IPv4 ones, for networks that translate (RFC 6052)."""
+_COMPATIBLE = ipaddress.IPv6Network("::/96")
+"""The same, out of use (RFC 4291, 2.5.5.1)."""
 _SECRET_PREFIX = "whsec_"
 _LEAST_SECRET = 24
 """Bytes that the specification asks for at least."""
@@ -179,7 +183,7 @@ class Webhooks:
         found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         for _, _, _, _, address in found:
             ip = ipaddress.ip_address(str(address[0]).partition("%")[0])
-            if self._is_named(host) or (ip.is_global and not ip.is_multicast):
+            if self._is_named(host) or is_public(ip):
                 return str(ip)
         raise OSError(f"{host} has private addresses only; name it in webhook_hosts to allow that")
 
@@ -192,6 +196,16 @@ class Webhooks:
             each == "*" or (each.startswith("*.") and name.endswith(each[1:]))
             for each in self._hosts
         )
+
+
+def is_public(ip: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    """Return whether an address is public, and so is the one that it leads to, if it has one."""
+    if isinstance(ip, ipaddress.IPv6Address):
+        low = ipaddress.IPv4Address(int(ip) & 0xFFFF_FFFF)
+        leads_to = ip.ipv4_mapped or ip.sixtofour or (low if ip in _TRANSLATED else None)
+        if leads_to is not None:
+            return is_public(leads_to)
+    return ip.is_global and not ip.is_multicast and ip not in _COMPATIBLE
 
 
 def event_of(job: Job) -> bytes:

@@ -5,6 +5,7 @@ import base64
 import contextlib
 import hashlib
 import hmac
+import ipaddress
 import json
 from collections.abc import AsyncIterator, Sequence
 
@@ -13,7 +14,7 @@ import pytest
 from inferpool.service.errors import ServiceError
 from inferpool.service.jobs import webhooks
 from inferpool.service.jobs.records import DueWebhook, Job
-from inferpool.service.jobs.webhooks import Webhooks, read_secret
+from inferpool.service.jobs.webhooks import Webhooks, is_public, read_secret
 
 SECRET = b"s" * 24
 
@@ -178,6 +179,34 @@ async def test_a_private_address_must_be_named() -> None:
 def test_other_urls_are_refused(url: str, message: str) -> None:
     with pytest.raises(ServiceError, match=message):
         Webhooks(["a.example", "*.c.example"], SECRET).check(url)
+
+
+@pytest.mark.parametrize(
+    ("address", "is_allowed"),
+    [
+        ("8.8.8.8", True),
+        ("2606:4700::1111", True),
+        ("::ffff:8.8.8.8", True),
+        ("64:ff9b::808:808", True),
+        ("2002:808:808::", True),
+        ("127.0.0.1", False),
+        ("10.0.0.1", False),
+        ("169.254.169.254", False),
+        ("100.64.0.1", False),
+        ("224.0.0.1", False),
+        ("::1", False),
+        ("::", False),
+        ("::127.0.0.1", False),
+        ("fd00::1", False),
+        ("ff0e::1", False),
+        ("::ffff:127.0.0.1", False),
+        ("64:ff9b::7f00:1", False),
+        ("64:ff9b::a9fe:a9fe", False),
+        ("2002:7f00:1::", False),
+    ],
+)
+def test_private_addresses_are_known_in_all_forms(address: str, is_allowed: bool) -> None:
+    assert is_public(ipaddress.ip_address(address)) is is_allowed
 
 
 def test_allowed_urls_are_taken() -> None:
