@@ -40,7 +40,12 @@ def add_flags(parser: ArgumentParser) -> None:
         help="write answers in the order of the inputs, or as they come (default: kept)",
     )
     add("--max-errors", type=int, metavar="N", help="stop if more inputs fail (default: never)")
-    add("--readers", type=int, metavar="N", help="processes that read ahead; 0 for none")
+    add(
+        "--readers",
+        type=int,
+        metavar="N",
+        help="processes that read ahead; 0 for none (default: one for each core, at most 4)",
+    )
     add(
         "--parameter",
         action="append",

@@ -46,6 +46,8 @@ def run(args: Namespace) -> int:
         SettingsError: The settings cannot be used.
     """
     _check(args)
+    warnings.filterwarnings("ignore", module="PIL")  # about damaged pictures, amid the bar
+    warnings.filterwarnings("ignore", message="This DataLoader")  # about many readers
     loaded = None if args.url is not None else _load(args)
     parameters = _parameters(args.parameter)
     is_stream = args.output == "-"
