@@ -311,7 +311,11 @@ def _sqlite(file: Path) -> Engine:
             "synchronous=FULL",
             "foreign_keys=ON",
         ):
-            connection.execute(f"PRAGMA {pragma}")
+            try:
+                connection.execute(f"PRAGMA {pragma}")
+            except Exception:
+                connection.close()  # the pool does not know it yet
+                raise
 
     @event.listens_for(engine, "begin")
     def begin(connection: Connection) -> None:
