@@ -44,10 +44,9 @@ from inferpool.service.queue.ledger import Ledger
 from inferpool.service.queue.quarantine import MAX_CRASHES, Quarantine, Suspects
 from inferpool.service.queue.scheduling.background import Background, is_background
 from inferpool.service.queue.scheduling.entrance import Entrance
-from inferpool.service.queue.scheduling.filling import BatchFiller
 from inferpool.service.queue.scheduling.lanes import Lane, Lanes
 from inferpool.service.queue.scheduling.objective import Objective
-from inferpool.service.queue.scheduling.scheduler import BatchScheduler
+from inferpool.service.queue.scheduling.scheduler import BatchFiller, BatchScheduler
 from inferpool.service.telemetry.metrics import ModelMetrics
 from inferpool.workers.arena import Arena
 from inferpool.workers.errors import WorkerLostError
@@ -98,16 +97,15 @@ class Dispatcher:
         self._lanes = Lanes()
         self._entrance = Entrance(admission, self._queue, self._lanes, arena)
         self._ledger = Ledger(metrics, self._on_deadline, self._unsettled)
-        self._filler = BatchFiller(self._queue, work, self._limit, admission.rate, self._objective)
+        filler = BatchFiller(self._queue, work, self._limit, admission.rate, self._objective)
         self.scheduler = BatchScheduler(
             self._queue,
             work,
             self._lanes,
             self._limit,
             batch_wait_ms / 1000,
-            self._send,
-            self._send_last,
-            self._send_background,
+            filler,
+            self._give,
         )
 
     @property
@@ -297,18 +295,6 @@ class Dispatcher:
         if instance.state == QUEUED:
             self._queue_of(instance.ref).remove(instance)
             instance.owner.free(instance.ref.offset)
-
-    def _send(self, lane: Lane, most: int, now: float) -> None:
-        self._give(lane, self._filler.fill(lane, most, now), now)
-
-    def _send_last(self, lane: Lane, most: int, now: float) -> bool:
-        batch = self._filler.fill_from_end(lane, most, now)
-        if batch:
-            self._give(lane, batch, now)
-        return bool(batch)
-
-    def _send_background(self, lane: Lane, now: float) -> None:
-        self._give(lane, self._filler.fill_from_background(lane, now), now)
 
     def _give(self, lane: Lane, batch: list[Instance], now: float) -> None:
         try:

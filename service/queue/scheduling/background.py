@@ -24,7 +24,7 @@ was 0.6 to 0.8 times what it was without, times 1.2, plus one full batch (0.4 to
 _LATELY_S = 2.0
 """If no other call came for so long, a batch is as large as it may be."""
 _MOST_OWED_S = 1.0
-"""What it may be owed beyond one batch."""
+"""The most seconds that others can owe it beyond one batch."""
 
 
 class Background:
@@ -36,13 +36,13 @@ class Background:
         self._owed = share / (1 - share)
         """Seconds that it is owed for each one that others get while it waits."""
         self._owed_s = self._batch_s = 0.0
-        """What it is owed, and what its last batch took."""
-        self._others_at = -inf
+        """The seconds that others owe it, and those that its last batch took."""
+        self.others_at = -inf
         """When others were last sent a batch."""
 
     def size(self, curve: CostCurve, most: int, now: float) -> int:
         """Return the size of its next batch."""
-        if now > self._others_at + _LATELY_S or not curve.is_known:
+        if now > self.others_at + _LATELY_S or not curve.is_known:
             return most
         size = _frugal(curve, most)
         return max(size, curve.size_within(self._owed_s, most)) if self.is_owed else size
@@ -73,10 +73,9 @@ class Background:
         self._batch_s = took_s
         self._owed_s = max(0.0, self._owed_s - took_s)
 
-    def note_others(self, took_s: float, now: float) -> None:
-        """Note a batch of others, by the time that it should take."""
-        self._others_at = now
-        if self._owed and self.queue.num_waiting:
+    def note_others(self, took_s: float) -> None:
+        """Note a batch of others while it waits, by the time that it should take."""
+        if self._owed:
             self._owed_s = min(self._owed_s + self._owed * took_s, self._batch_s + _MOST_OWED_S)
 
 

@@ -15,11 +15,13 @@ from collections.abc import Callable, Sequence
 from math import inf
 from typing import Protocol
 
-from inferpool.service.queue.batch_sizing import SizeLimit
+from inferpool.service.queue.admission import RateMeter
+from inferpool.service.queue.batch_sizing import SPARE, SizeLimit, fitting
 from inferpool.service.queue.batcher import Batcher
 from inferpool.service.queue.instance import Instance
 from inferpool.service.queue.scheduling.background import Background
 from inferpool.service.queue.scheduling.lanes import Lane, Lanes
+from inferpool.service.queue.scheduling.objective import Objective
 from inferpool.workers.messages import BatchDone
 
 EARLY_S = 0.001
@@ -34,6 +36,8 @@ _SHARING_PAYS_S = 0.0005
 while each batch costs the front end 80 µs and a worker 45 µs whatever its size."""
 _OVERLAP_PAYS_S = 0.002
 """A worker with a shorter batch is back before a timer could be of use."""
+_NEAR_BATCHES = 100.0
+"""A deadline further off than so many recent batches needs no closer look."""
 
 
 class TurnTaker(Protocol):
@@ -63,9 +67,8 @@ class BatchScheduler:
         lanes: Lanes,
         limit: SizeLimit,
         batch_wait_s: float,
-        send: Callable[[Lane, int, float], None],
-        send_last: Callable[[Lane, int, float], bool],
-        send_background: Callable[[Lane, float], None],
+        filler: "BatchFiller",
+        give: Callable[[Lane, list[Instance], float], None],
     ) -> None:
         """Start with nothing due.
 
@@ -75,11 +78,8 @@ class BatchScheduler:
             lanes: The workers.
             limit: How large batches may be.
             batch_wait_s: How long an idle worker waits for a batch to fill.
-            send: Sends a worker a batch from the front of the queue; takes the lane, the most
-                instances and the time.
-            send_last: Sends a worker a batch from the end of the queue, of instances that have the
-                time for it; returns whether there were any.
-            send_background: Sends a worker a batch of the background.
+            filler: Takes batches out of the queues.
+            give: Sends a worker a batch, at a time.
         """
         self.prepare_s = 0.0
         """The time that it took to prepare the last batch."""
@@ -90,9 +90,8 @@ class BatchScheduler:
         self.background = background
         self._limit = limit
         self._batch_wait_s = batch_wait_s
-        self._send = send
-        self._send_last = send_last
-        self._send_background = send_background
+        self._filler = filler
+        self._give = give
         self._loop = asyncio.get_running_loop()
         self.is_due = False
         """It runs in the next turn of the loop."""
@@ -148,7 +147,7 @@ class BatchScheduler:
         if idle:
             if self._waits_for_more(now):
                 return False
-            if self.background.is_due(idle[0]):
+            if self.background.queue.num_waiting and self.background.is_due(idle[0]):
                 self._send_background(idle[0], now)
             else:
                 self._give_idle(idle[:most], now)
@@ -158,7 +157,7 @@ class BatchScheduler:
         lane = self._next_busy(leading, now)
         if lane is None:
             return False
-        if self.background.is_due(lane):
+        if self.background.queue.num_waiting and self.background.is_due(lane):
             self._send_background(lane, now)
         else:
             self._send(lane, self._limit.now, now)
@@ -226,6 +225,18 @@ class BatchScheduler:
             self.wake_in(late_at - now)  # it should come back before
         return False
 
+    def _send(self, lane: Lane, most: int, now: float) -> None:
+        self._give(lane, self._filler.fill(lane, most, now), now)
+
+    def _send_last(self, lane: Lane, most: int, now: float) -> bool:
+        batch = self._filler.fill_from_end(lane, most, now)
+        if batch:
+            self._give(lane, batch, now)
+        return bool(batch)
+
+    def _send_background(self, lane: Lane, now: float) -> None:
+        self._give(lane, self._filler.fill_from_background(lane, now), now)
+
     def _waits_for_more(self, now: float) -> bool:
         """Return whether `batch_wait_ms` still holds the next batch back, and set a timer if so."""
         if not self._batch_wait_s or self._queue.num_waiting >= self._limit.now:
@@ -271,3 +282,64 @@ class BatchScheduler:
     def _on_timer(self) -> None:
         self._timer = None
         self._pump()
+
+
+class BatchFiller:
+    """Takes the instances of the next batch out of the queues of one model."""
+
+    def __init__(
+        self,
+        queue: Batcher[Instance],
+        background: Background,
+        limit: SizeLimit,
+        rate: RateMeter,
+        objective: Objective | None,
+    ) -> None:
+        """Take what it fills from, and what it goes by."""
+        self._queue = queue
+        self._background = background
+        self._limit = limit
+        self._rate = rate
+        self._objective = objective
+
+    def fill(self, lane: Lane, most: int, now: float) -> list[Instance]:
+        """Take instances from the front of the queue, as many as can be in time together."""
+        queue = self._queue
+        most = min(most, queue.num_waiting, self._limit.now)
+        if queue.soonest() - now < _NEAR_BATCHES * self._rate.batch_s:
+            begin, curve = lane.begins_at(now), lane.next_curve
+            queue.put_last(begin + curve.time_s(1))
+            most = fitting(queue, most, begin, curve)
+        batch = queue.next_batch(most)
+        self._background.others_at = now
+        if self._background.queue.num_waiting:
+            self._add_companions(batch, lane, now)
+        return batch
+
+    def _add_companions(self, batch: list[Instance], lane: Lane, now: float) -> None:
+        """Fill the rest of a batch with work in the background, if all can be in time."""
+        background, curve = self._background, lane.next_curve
+        background.note_others(curve.time_s(len(batch)))
+        num = background.companions(curve, len(batch), self._limit.now)
+        if num and not batch[0].is_solo:
+            end = lane.begins_at(now) + curve.time_s(len(batch) + num) * SPARE
+            if end <= min(instance.ref.deadline for instance in batch):
+                batch += background.queue.next_batch(num)
+
+    def fill_from_end(self, lane: Lane, most: int, now: float) -> list[Instance]:
+        """Take instances from the end of the queue that have the time for this worker."""
+        end = lane.begins_at(now) + lane.next_curve.time_s(most) * SPARE
+        objective_s = self._objective.held_s if self._objective else inf
+
+        def fits(instance: Instance) -> bool:
+            return end <= min(instance.ref.deadline, instance.arrived + objective_s)
+
+        return self._queue.last_batch(most, fits)
+
+    def fill_from_background(self, lane: Lane, now: float) -> list[Instance]:
+        """Take instances of the background alone."""
+        curve = lane.next_curve
+        size = self._background.size(curve, self._limit.now, now)
+        batch = self._background.queue.next_batch(size)
+        self._background.note(curve.time_s(len(batch)))
+        return batch

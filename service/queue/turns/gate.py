@@ -362,7 +362,8 @@ class Claim:
     def note_others(self, took_s: float, now: float) -> None:
         """Note a turn of others, if only work in the background waits here."""
         if self._scheduler.is_in_background:
-            self._scheduler.background.note_others(took_s, now)
+            self._scheduler.background.others_at = now
+            self._scheduler.background.note_others(took_s)
 
     def begin(self, turn: Turn) -> None:
         """Take a turn."""

@@ -150,7 +150,8 @@ def test_batches_are_no_larger_than_pays_while_others_call(
     times_s: Sequence[float], size: int
 ) -> None:
     work = waiting()
-    work.note_others(0.01, now=99.0)
+    work.note_others(0.01)
+    work.others_at = 99.0
     assert work.size(curve(*times_s), 8, now=100.0) == size
 
 
