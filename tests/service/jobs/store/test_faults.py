@@ -2,10 +2,10 @@
 
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import pytest
 
@@ -25,6 +25,8 @@ from tests.service.jobs.stores import (
     take,
     values,
 )
+
+T = TypeVar("T")
 
 LARGE = 200_000
 """Bytes of an instance whose part is kept in a file, if the store has a folder."""
@@ -314,3 +316,44 @@ def test_services_do_not_wait_for_each_other_in_a_circle(place: str) -> None:
     assert not errors
     for store in stores:
         store.close()
+
+
+@pytest.mark.parametrize("place", ["postgresql"], indirect=True)
+def test_a_database_that_drops_its_connections_costs_nothing(place: str) -> None:
+    import psycopg
+
+    num_refused = 0
+
+    def insist(call: Callable[[], T]) -> T:
+        nonlocal num_refused
+        while True:
+            try:
+                return call()
+            except UnavailableError:
+                num_refused += 1
+
+    def drop_all() -> None:
+        drop = (
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid != pg_backend_pid()"
+        )
+        with psycopg.connect(place, autocommit=True) as connection:
+            while not is_over.wait(0.05):
+                connection.execute(f"{drop} AND backend_type = 'client backend'")
+
+    store, is_over = JobStore.open(place, LIMITS), threading.Event()
+    dropping = threading.Thread(target=drop_all)
+    dropping.start()
+    try:
+        for number in range(8):
+            insist(lambda id=f"{number}": add(store, 100, id=id, num_bytes=10_000))  # type: ignore[misc]  # bound now
+        while not all(job.is_over for job in insist(lambda: store.jobs(limit=50))):
+            for part in insist(lambda: take(store, 3, lease_s=0.3)):
+                insist(lambda part=part: store.leases.commit_part(part, compute(part), NOW))  # type: ignore[misc]  # bound now
+    finally:
+        is_over.set()
+        dropping.join()
+    assert num_refused
+    assert len(store.jobs(limit=50)) == 8
+    for number in range(8):
+        assert values(store, f"{number}") == [2 * index for index in range(100)]
+    store.close()
