@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from inferpool.service.queue import dispatcher
+from inferpool.service.queue.scheduling import scheduler
 from tests.service.simulation import SimulatedPipeline, simulate
 
 
@@ -27,7 +27,7 @@ def some_are_urgent(chance: random.Random) -> float:
 def test_deadlines_are_met_that_batches_of_fixed_size_miss(monkeypatch, rate: int):
     aware = simulate(slow, rate, timeouts_s=some_are_urgent)
     with monkeypatch.context() as patch:
-        patch.setattr(dispatcher, "fitting", lambda queue, most, begin, curve: most)
+        patch.setattr(scheduler, "fitting", lambda queue, most, begin, curve: most)
         fixed = simulate(slow, rate, timeouts_s=some_are_urgent)
     assert fixed.num_missed >= 5
     assert aware.num_missed <= fixed.num_missed / 5
@@ -38,7 +38,7 @@ def test_deadlines_are_met_that_batches_of_fixed_size_miss(monkeypatch, rate: in
 def test_without_near_deadlines_nothing_changes(monkeypatch):
     aware = simulate(slow, 160)
     with monkeypatch.context() as patch:
-        patch.setattr(dispatcher, "fitting", lambda queue, most, begin, curve: most)
+        patch.setattr(scheduler, "fitting", lambda queue, most, begin, curve: most)
         fixed = simulate(slow, 160)
     assert aware.sizes == fixed.sizes
     assert aware.p99_ms == fixed.p99_ms
