@@ -92,7 +92,7 @@ def read_ahead(
         }
     most_bytes = _room_for_chunk((num_ahead + room) // chunk + 2)
     readable = _Readable(source, max_pixels=max_pixels, most_bytes=most_bytes)
-    careful = _Readable(source, max_pixels=None, most_bytes=0)
+    careful = _Readable(source, max_pixels=None)
     at = 0
     while at < len(indices):
         try:
@@ -105,7 +105,7 @@ def read_ahead(
                 **several,  # type: ignore[arg-type]  # mypy takes them for one type
             ):
                 at += len(packed.inputs)
-                yield packed.unpacked()
+                yield packed.unpacked(careful)
         except (RuntimeError, OSError, EOFError) as error:  # what a lost process makes torch raise
             if not num_readers:
                 raise
@@ -113,7 +113,7 @@ def read_ahead(
         for first in range(at, min(at + num_ahead, len(indices)), chunk):
             suspects = indices[first : first + chunk]
             at += len(suspects)
-            yield careful.__getitems__(suspects).unpacked()
+            yield [careful.given(index)[0] for index in suspects]
 
 
 def end_readers() -> None:
@@ -125,57 +125,66 @@ def end_readers() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PackedChunk:
-    inputs: Sequence[BatchInput]
+    inputs: Sequence[DecodedInput | int]
+    """Inputs without their payloads; the index of one that had no room in shared memory."""
     places: Sequence[tuple[int, int] | None]
-    """The beginning and the end of the payload of each; None if it has its data."""
-    headers: Sequence[TensorHeader | None]
+    """The beginning and the end of the payload of each; None if it has none."""
     memory: Tensor
 
-    def unpacked(self) -> list[DecodedInput]:
-        each = zip(self.inputs, self.places, self.headers, strict=True)
-        return [
-            DecodedInput(
-                input=input,
-                payload=None if place is None else self.memory[place[0] : place[1]],
-                header=header,
-            )
-            for input, place, header in each
-        ]
+    def unpacked(self, reader: "_Readable") -> list[DecodedInput]:
+        """Return the inputs; `reader` reads what had no room.
+
+        Its bytes could be in the message. But a reader that is killed halfway through a long one
+        would leave its end open for ever.
+        """
+        found = []
+        for given, place in zip(self.inputs, self.places, strict=True):
+            if isinstance(given, int):
+                found.append(reader.given(given)[0])
+            elif place is None:
+                found.append(given)
+            else:
+                found.append(replace(given, payload=self.memory[place[0] : place[1]]))
+        return found
 
 
 class _Readable(Dataset[BatchInput]):
-    def __init__(self, source: BatchSource, *, max_pixels: int | None, most_bytes: int) -> None:
+    def __init__(
+        self, source: BatchSource, *, max_pixels: int | None, most_bytes: int = _CHUNK_BYTES
+    ) -> None:
         self._source = source
         self._max_pixels = max_pixels
         self._most_bytes = most_bytes
 
     def __getitems__(self, indices: Sequence[int]) -> _PackedChunk:
         """Read and decode a chunk; an input that cannot be has an error."""
-        inputs: list[BatchInput] = []
-        headers: list[TensorHeader | None] = []
+        inputs: list[DecodedInput | int] = []
         places: list[tuple[int, int] | None] = []
         pieces: list[NDArray[np.uint8]] = []
         end = 0
         for index in indices:
-            given, pixels = self._given(index, self._most_bytes - end)
+            room = self._most_bytes - end
+            given, pixels = self.given(index, room)
             data = np.frombuffer(given.input.data, np.uint8) if pixels is None else pixels
-            if pixels is None and not _LEAST_SHARED_BYTES <= data.size <= self._most_bytes - end:
+            if pixels is None and data.size < _LEAST_SHARED_BYTES:
                 places.append(None)
-                inputs.append(given.input)
+                inputs.append(given)
+            elif data.size > room:
+                places.append(None)
+                inputs.append(index)
             else:
                 places.append((end, end + data.size))
                 pieces.append(data)
                 end += data.size
-                inputs.append(replace(given.input, data=b""))
-            headers.append(given.header)
+                inputs.append(replace(given, input=replace(given.input, data=b"")))
         memory = torch.empty(end, dtype=torch.uint8)
         if get_worker_info() is not None:
             memory.share_memory_()
         if pieces:
             np.concatenate(pieces, out=memory.numpy())
-        return _PackedChunk(inputs=inputs, headers=headers, places=places, memory=memory)
+        return _PackedChunk(inputs=inputs, places=places, memory=memory)
 
-    def _given(self, index: int, room: int) -> tuple[DecodedInput, NDArray[np.uint8] | None]:
+    def given(self, index: int, room: int = 0) -> tuple[DecodedInput, NDArray[np.uint8] | None]:
         """Read an input; return the pixels of a picture apart, if there is room for them."""
         found = self._source.read(index)
         try:

@@ -93,8 +93,10 @@ def test_pictures_that_have_no_room_in_shared_memory_are_left_to_the_workers(mon
     pixels, left = read(Listed("image", [png.getvalue()] * 2), max_pixels=10**8)
     assert (pixels.header is None, left.header) == (False, None)
     assert bytes(left.data) == png.getvalue()
-    (sent,) = read(Listed("image", [large]))
-    assert (bytes(sent.data), sent.payload) == (large, None)
+    for num_readers in (0, 1):
+        small, alone = read(Listed("image", [b"x" * 90_000, large]), num_readers)
+        assert (bytes(small.data), small.payload is None) == (b"x" * 90_000, False)
+        assert (bytes(alone.data), alone.payload) == (large, None)
 
 
 @pytest.mark.parametrize(
