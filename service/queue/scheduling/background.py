@@ -15,12 +15,15 @@ from inferpool.service.queue.scheduling.lanes import Lane
 
 _NEARLY = 1.1
 """In a frugal batch, an instance may take so many times as long as in the best one."""
-_WASTES = 0.8
-"""A batch is filled up if it serves less than this part of what a frugal one would in its time.
+_ENOUGH = 0.9
+"""Batches of others are filled up while it gets less than this part of the time that is idle: of
+that of its own batches, and of what the others lose by not being frugal.
 
-Both were chosen by simulation: of six kinds of models at 40 % of their capacity, work in the
-background took 81 to 92 % of what was idle (without either: 4 to 93 %), and the p99 of other calls
-was 0.6 to 0.8 times what it was without, times 1.2, plus one full batch (0.4 to 1.15 times)."""
+Both were chosen by simulation: of six kinds of models at 40 % of their capacity, it took 82 to 98 %
+of what was idle (without either: 4 to 93 %), and the p99 of other calls was 0.5 to 0.85 times what
+it was without, times 1.2, plus one full batch (without either: 0.4 to 1.15 times)."""
+_REMEMBERED_S = 2.0
+"""What was so long ago counts half."""
 _LATELY_S = 2.0
 """If no other call came for so long, a batch is as large as it may be."""
 _MOST_OWED_S = 1.0
@@ -37,6 +40,8 @@ class Background:
         """Seconds that it is owed for each one that others get while it waits."""
         self._owed_s = self._batch_s = 0.0
         """The seconds that others owe it, and those that its last batch took."""
+        self._own_s = self._wasted_s = 0.0
+        """The time of its own batches lately, and what others would have saved by frugal ones."""
         self.others_at = -inf
         """When others were last sent a batch."""
 
@@ -48,13 +53,20 @@ class Background:
         return max(size, curve.size_within(self._owed_s, most)) if self.is_owed else size
 
     def companions(self, curve: CostCurve, num: int, most: int) -> int:
-        """Return how many may go along with a batch of others."""
+        """Return how many may go along with a batch of others.
+
+        As long as workers are idle often enough, there are none, since they delay the others.
+        """
         oldest = self.queue.oldest()
         if oldest is None or oldest.is_solo or not curve.is_known:
             return 0
         size = _frugal(curve, most)
-        used_s = num * curve.time_s(size) / size
-        return max(0, size - num) if used_s < _WASTES * curve.time_s(num) else 0
+        wasted_s = curve.time_s(num) - num * curve.time_s(size) / size
+        if num >= size or self._own_s >= _ENOUGH * (self._own_s + self._wasted_s + wasted_s):
+            self._wasted_s += max(0.0, wasted_s)
+            self._forget()
+            return 0
+        return size - num
 
     @property
     def is_owed(self) -> bool:
@@ -71,7 +83,13 @@ class Background:
     def note(self, took_s: float) -> None:
         """Note a batch of its own, by the time that it should take."""
         self._batch_s = took_s
+        self._own_s += took_s
+        self._forget()
         self._owed_s = max(0.0, self._owed_s - took_s)
+
+    def _forget(self) -> None:
+        if self._own_s + self._wasted_s > _REMEMBERED_S:
+            self._own_s, self._wasted_s = self._own_s / 2, self._wasted_s / 2
 
     def note_others(self, took_s: float) -> None:
         """Note a batch of others while it waits, by the time that it should take."""

@@ -156,13 +156,24 @@ def test_batches_are_no_larger_than_pays_while_others_call(
 
 
 @pytest.mark.parametrize(
-    ("times_s", "num", "companions"), [(LINEAR, 1, 0), (LINEAR, 4, 0), (FLAT, 3, 5), (FLAT, 8, 0)]
+    ("times_s", "num", "companions"), [(LINEAR, 1, 1), (LINEAR, 4, 0), (FLAT, 3, 5), (FLAT, 8, 0)]
 )
-def test_batches_of_others_are_filled_where_that_uses_the_device_better(
+def test_batches_of_others_are_filled_while_it_gets_too_little(
     times_s: Sequence[float], num: int, companions: int
 ) -> None:
     assert waiting().companions(curve(*times_s), num, 8) == companions
     assert waiting(0).companions(curve(*times_s), num, 8) == 0
+
+
+def test_batches_of_others_are_left_alone_while_it_gets_enough() -> None:
+    work, cost = waiting(), curve(*FLAT)
+    work.note(1.0)
+    num_alone = 0
+    while not work.companions(cost, 3, 8):  # each of them wastes 31 ms
+        num_alone += 1
+    assert num_alone == 3
+    work.note(1.0)
+    assert not work.companions(cost, 3, 8)
 
 
 class IdleTaker(Stream):
@@ -209,7 +220,7 @@ def test_it_takes_what_is_idle_and_costs_others_no_more_than_one_batch(
     assert calls.num_answered == calls.num_asked
     assert calls.p99_ms <= 1.2 * alone.p99_ms + 1000 * cost(most)
     idle_per_s = (1 - LOAD) * 2 * most / cost(most)
-    assert jobs.num_done / SECONDS >= 0.75 * idle_per_s
+    assert jobs.num_done / SECONDS >= 0.8 * idle_per_s
 
 
 @pytest.mark.parametrize(("job_share", "least", "most"), [(0.0, 0.0, 0.15), (0.5, 0.4, 0.65)])
