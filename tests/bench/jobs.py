@@ -34,7 +34,8 @@ OPTIONS = {
     "secs": 15,
     "serve-args": "",
     "source": ("efficientnet_lite0", "sleep: a model that only waits"),
-    "forward-ms": (50.0, "of a batch of sleep"),
+    "batch-ms": (5.0, "that sleep takes for each batch"),
+    "item-ms": (20.0, "and for each instance of it"),
     "load": (0.4, "of the capacity, of interactive calls"),
     "job-share": (0.0, "of the workers' time that jobs get in any case"),
     "job-store": ("", "a URL of PostgreSQL; default: a folder"),
@@ -43,6 +44,7 @@ _SETTLE_S = 1.0
 """Begin of each phase, which is not counted."""
 _NUM_CLIENTS = 32
 """Clients of a closed loop; more than fill two batches of each worker find nothing more."""
+_TRICKLE_PER_S = 1.0
 _MOST_JOB = 20_000
 _JSON = "application/json"
 _COLUMNS = (
@@ -104,10 +106,11 @@ def _measure(bench: Benchmark, round_: int) -> Iterator[Cell]:
 
 def _command(bench: Benchmark, store: str) -> ServerCommand:
     args = bench.args
-    lines = [f'job_store = "{store}"', f"job_share = {args.job_share}", "[models.m]"]
+    lines = [f'job_store = "{store}"', f"job_share = {args.job_share}"]
+    lines += ["speed_search = false", "[models.m]"]  # it would take what is idle, too
     if args.source == "sleep":
-        lines.append('source = "tests.fault_model:FaultModel"')
-        lines.append(f"options = {{ forward_s = {args.forward_ms / 1e3} }}")
+        times = f"batch_s = {args.batch_ms / 1e3}, item_s = {args.item_ms / 1e3}"
+        lines += ['source = "tests.bench.stand_in:Sleeper"', f"options = {{ {times} }}"]
     else:
         lines.append(f'source = "{args.source}"')
     config = OUT / "jobs.toml"
@@ -170,11 +173,14 @@ def _beside(
 def _jobs_alone(
     bench: Benchmark, server: BenchServer, submit: Callable[[], str]
 ) -> dict[str, float]:
-    """Measure what a job gets alone, and how long its batches take."""
+    """Measure what a job gets nearly alone, and how long its batches take then.
+
+    A call now and then keeps them as small as they are beside other calls.
+    """
     job = submit()
     _await_jobs(server)
     before, began = _read(server), time.monotonic()
-    time.sleep(bench.args.secs / 3)
+    _load(bench, _TRICKLE_PER_S)
     took_s, after = time.monotonic() - began, _read(server)
     _end(server, job)
     num_batches = max(1.0, after["batches"] - before["batches"])
