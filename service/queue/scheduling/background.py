@@ -23,7 +23,7 @@ Both were chosen by simulation: of six kinds of models at 40 % of their capacity
 of what was idle (without either: 4 to 93 %), and the p99 of other calls was 0.5 to 0.85 times what
 it was without, times 1.2, plus one full batch (without either: 0.4 to 1.15 times)."""
 _REMEMBERED_S = 2.0
-"""What was so long ago counts half."""
+"""Seconds of both after which what came before counts half."""
 _LATELY_S = 2.0
 """If no other call came for so long, a batch is as large as it may be."""
 _MOST_OWED_S = 1.0
