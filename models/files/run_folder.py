@@ -1,0 +1,198 @@
+"""The folder of a training run: its files, and the card that says what they are. No torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from inferpool.models.errors import SourceError
+from inferpool.models.files.reading import read_file
+
+CARD_FILE = "card.json"
+FORMAT = "inferpool-run"
+VERSION = 1
+
+
+class TransformCard(msgspec.Struct, frozen=True, kw_only=True):
+    """The way from a picture to a network's input; `ImageTransform` applies it."""
+
+    resize: int
+    """Short edge after resizing, in pixels."""
+    crop: int
+    """Both edges after cropping the middle, in pixels."""
+    interpolation: Literal["bilinear", "bicubic", "nearest", "lanczos"] = "bilinear"
+    mean: tuple[float, float, float]
+    """Means of red, green and blue, each between 0 and 1."""
+    std: tuple[float, float, float]
+
+
+class DataCard(msgspec.Struct, frozen=True, kw_only=True):
+    """The images that a run was trained and judged on."""
+
+    source: str
+    """The folder, table or dataset class, as the command named it."""
+    num_training: int
+    num_validation: int
+    num_skipped: int = 0
+    """Images that could not be read."""
+    per_class: Mapping[str, int]
+    """Number of images of each label, those of the validation included."""
+
+
+class ScoreCard(msgspec.Struct, frozen=True, kw_only=True):
+    """The figures of a run on its validation images, computed as `speed = "exact"` serves them."""
+
+    accuracy: float
+    low: float
+    """Lower end of the 95 % confidence interval of the accuracy (Wilson, 1927)."""
+    high: float
+    num_right: int
+    num_images: int
+    loss: float
+    epochs: int
+    best_epoch: int
+    """Epoch whose weights are kept, counted from 1."""
+    seconds: float
+    """Time of the training, without pauses between restarts."""
+    images_per_s: float
+    """Images trained on each second, over all ranks."""
+
+
+class Card(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run's folder holds, and where it came from: `card.json`."""
+
+    format: Literal["inferpool-run"] = "inferpool-run"
+    version: int = VERSION
+    model: str
+    """Source of the network: `torchvision:NAME`, `efficientnet_lite0` or `package.module:Class`."""
+    options: Mapping[str, object]
+    """Keyword arguments of its builder, besides the number of classes."""
+    transform: TransformCard
+    data: DataCard
+    scores: ScoreCard
+    versions: Mapping[str, str]
+    """Versions of inferpool, Python, torch, torchvision and Pillow."""
+    command: str
+    began: str
+    """The moment of the start, in UTC (RFC 3339)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """The files of a run."""
+
+    path: Path
+
+    @property
+    def card(self) -> Path:
+        """The card; it is written last, so a folder that has it can be served."""
+        return self.path / CARD_FILE
+
+    @property
+    def weights(self) -> Path:
+        """Weights of the best epoch, as safetensors."""
+        return self.path / "model.safetensors"
+
+    @property
+    def labels(self) -> Path:
+        """Names of the classes, one a line, by index."""
+        return self.path / "labels.txt"
+
+    @property
+    def settings(self) -> Path:
+        """All settings of the run, as a file for `inferpool train --config`."""
+        return self.path / "train.toml"
+
+    @property
+    def recipe(self) -> Path:
+        """The `Recipe` that the ranks read, as JSON."""
+        return self.path / "recipe.json"
+
+    @property
+    def training(self) -> Path:
+        """Paths and labels of the images that are trained on, as CSV."""
+        return self.path / "training.csv"
+
+    @property
+    def validation(self) -> Path:
+        """Paths and labels of the images that are held out, as CSV; absolute paths."""
+        return self.path / "validation.csv"
+
+    @property
+    def predictions(self) -> Path:
+        """Answers for the held-out images, as CSV: path, label, predicted, score."""
+        return self.path / "predictions.csv"
+
+    @property
+    def skipped(self) -> Path:
+        """Images that could not be read, with the reasons, as CSV: path, reason."""
+        return self.path / "skipped.csv"
+
+    @property
+    def metrics(self) -> Path:
+        """What happened in the run, as lines of JSON; see `models.training.events`."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        """The folder of TensorBoard's event files."""
+        return self.path / "tensorboard"
+
+    @property
+    def report(self) -> Path:
+        """The report, as a page."""
+        return self.path / "report.html"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def lock(self) -> Path:
+        """The file that a process which writes to the folder has locked."""
+        return self.path / "lock"
+
+
+def is_run(path: Path) -> bool:
+    """Return whether a path is the folder of a run that has ended well."""
+    return (path / CARD_FILE).is_file()
+
+
+def read_card(folder: Path) -> Card:
+    """Read the card of a run.
+
+    Raises:
+        SourceError: The folder has none, or it cannot be read.
+    """
+    path = folder / CARD_FILE
+    try:
+        card = msgspec.json.decode(read_file(path), type=Card)
+    except FileNotFoundError:
+        raise SourceError(
+            f"{folder} is no folder of a finished training run: it has no {CARD_FILE}"
+        ) from None
+    except OSError as error:
+        raise SourceError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise SourceError(f"{path} is no card of a training run: {error}") from error
+    if card.version > VERSION:
+        raise SourceError(
+            f"{path} has version {card.version}, but this inferpool reads versions up to {VERSION}"
+        )
+    return card
+
+
+def read_labels(folder: Path) -> list[str]:
+    """Read the names of a run's classes, by index.
+
+    Raises:
+        SourceError: They cannot be read.
+    """
+    path = RunFolder(folder).labels
+    try:
+        return path.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SourceError(f"the labels in {path} cannot be read: {error}") from error

@@ -1,0 +1,1 @@
+"""The command `inferpool train`: settings, what they become for these images, and the report."""

@@ -1,0 +1,1 @@
+"""Runs the ranks of a training run under torchrun's elastic agent."""
