@@ -1,0 +1,119 @@
+"""Finds classes of users by `package.module:Class`, and calls them. Worker processes only."""
+
+import importlib
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from operator import attrgetter
+from pathlib import Path
+from types import ModuleType
+from typing import TypeVar
+
+from inferpool.models.errors import ModelError, SourceError
+from inferpool.models.sources import importing
+
+_Built = TypeVar("_Built")
+
+
+def find_class(module_name: str, class_name: str) -> type:
+    """Import a class of the user's, as `python -m` would find its module.
+
+    Raises:
+        SourceError: There is no such module or class, or its import fails.
+    """
+    source = f"{module_name}:{class_name}"
+    found = _attribute(_import(module_name, class_name), class_name)
+    if not isinstance(found, type):
+        raise SourceError(
+            f"{source} is no class: it must be a subclass of inferpool.Model or torch.nn.Module"
+        )
+    return found
+
+
+def construct(factory: Callable[..., _Built], options: Mapping[str, object], source: str) -> _Built:
+    """Call a class with options.
+
+    Raises:
+        SourceError: It does not take them, or it fails; the message has its line.
+        ModelError: Raised by the class.
+    """
+    check_options(factory, options, source)
+    try:
+        return factory(**options)
+    except ModelError:
+        raise
+    except Exception as error:  # a user's constructor may raise anything
+        raise SourceError(f"{source} cannot be constructed: {_last_line(error)}") from error
+
+
+def check_options(
+    factory: Callable[..., object], options: Mapping[str, object], source: str
+) -> None:
+    """Check that a class takes some options.
+
+    Raises:
+        SourceError: It does not; the message says what it takes.
+    """
+    try:
+        inspect.signature(factory).bind(**options)
+    except TypeError as error:
+        taken = [
+            p.name
+            for p in inspect.signature(factory).parameters.values()
+            if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name != "weights"
+        ]
+        knows = f"it takes {', '.join(taken)}" if taken else "it takes none"
+        raise SourceError(f"{source} does not take these options: {error}; {knows}") from None
+
+
+def _import(name: str, wanted: str) -> ModuleType:
+    folder = os.getcwd()
+    if folder not in sys.path:  # as `python -m` does
+        sys.path.insert(0, folder)
+    importlib.invalidate_caches()
+    try:
+        return importing.import_for_model(name, wanted)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise SourceError(f"module {name!r} fails on import: {_last_line(error)}") from error
+        if name.endswith(".py"):
+            module = name.removesuffix(".py").replace("/", ".")
+            raise SourceError(f"a module is named without .py: {module}:CLASS") from error
+        raise SourceError(
+            f"there is no module {error.name!r}: it must be installed, or lie under {folder}"
+            f"{_near_modules(error.name, folder)}"
+        ) from error
+    except (Exception, SystemExit) as error:  # a user's module may do anything
+        raise SourceError(f"module {name!r} fails on import: {_last_line(error)}") from error
+
+
+def _near_modules(name: str, folder: str) -> str:
+    names = [path.stem for path in Path(folder).iterdir() if path.suffix == ".py" or path.is_dir()]
+    near = get_close_matches(name, names)
+    return f", which has {', '.join(near)}" if near else ""
+
+
+def _attribute(module: ModuleType, name: str) -> object:
+    try:
+        found: object = attrgetter(name)(module)
+    except AttributeError:
+        classes = [n for n, value in vars(module).items() if isinstance(value, type)]
+        own = [n for n in classes if getattr(module, n).__module__ == module.__name__]
+        near = get_close_matches(name, classes) or own
+        hint = f": it has {', '.join(near)}" if near else ", nor any class"
+        raise SourceError(f"module {module.__name__!r} has no {name!r}{hint}") from None
+    return found
+
+
+def _last_line(error: BaseException) -> str:
+    """Return the error's last line, and the line of the user's code that raised it."""
+    text = traceback.format_exception_only(error)[-1].strip()
+    if isinstance(error, SyntaxError) and error.filename and os.path.isfile(error.filename):
+        return f"{text} ({error.filename}:{error.lineno})"  # no frame runs what cannot be parsed
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = (__file__, importing.__file__)
+    own = [f for f in frames if f.filename not in ours and "importlib" not in f.filename]
+    return f"{text} ({own[-1].filename}:{own[-1].lineno})" if own else text
