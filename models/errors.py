@@ -4,6 +4,7 @@
     +-- SourceError
     +-- CheckpointError
     +-- BadReturnError
+    +-- DataError
     InputError
     RankError
     OutOfStepError
@@ -26,6 +27,10 @@ class CheckpointError(ModelError):
 
 class BadReturnError(ModelError):
     """A method of the model returned the wrong thing; the message says which, and where."""
+
+
+class DataError(ModelError):
+    """The images of a training run cannot be used; the message says which, and what to do."""
 
 
 class RankError(Exception):
