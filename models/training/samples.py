@@ -287,10 +287,10 @@ def _of_folder(folder: Path) -> list[tuple[str, str]]:
             f"{folder} has the folders {_list(names)}, which are no labels: train on one of them, "
             "and name another as --val"
         )
-    found = []
+    found: list[tuple[str, str]] = []
     for each in folders:
         if reason := _unfit(each.name):
-            raise DataError(f"{each} cannot be a label: {reason}")
+            raise DataError(f"{folder}: the subfolder {each.name!r} cannot be a label: {reason}")
         paths = sorted(_images_below(each.absolute()))
         if not paths:
             raise DataError(f"{each} has no images, so {each.name!r} cannot be a label")
@@ -393,9 +393,9 @@ def _are_gray(modes: Mapping[str, str]) -> bool:
                 red, green, blue = image.convert("RGB").split()
         except Exception:  # damaged; whoever trains on it will say so
             continue
-        tints = (ImageChops.difference(red, each).getextrema() for each in (green, blue))
-        if any(tint[1] > _MOST_TINT for tint in tints):
-            return False
+        for each in (green, blue):
+            if any(ImageChops.difference(red, each).histogram()[_MOST_TINT + 1 :]):
+                return False
     return True
 
 
