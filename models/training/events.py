@@ -17,7 +17,7 @@ class TrainEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
     """The moment, in seconds since 1970."""
 
 
-class Started(TrainEvent, tag="started"):
+class Started(TrainEvent, frozen=True, kw_only=True, tag="started"):
     """The ranks are ready. After a restart or with --resume the step is not 0."""
 
     num_steps: int
@@ -31,7 +31,7 @@ class Started(TrainEvent, tag="started"):
     num_validation: int
 
 
-class Stepped(TrainEvent, tag="stepped"):
+class Stepped(TrainEvent, frozen=True, kw_only=True, tag="stepped"):
     """A step of the optimizer is done; only some steps are told, about two a second."""
 
     epoch: int
@@ -43,7 +43,7 @@ class Stepped(TrainEvent, tag="stepped"):
     """Over all ranks, since the last such event."""
 
 
-class Validated(TrainEvent, tag="validated"):
+class Validated(TrainEvent, frozen=True, kw_only=True, tag="validated"):
     """An epoch is over, and the network was tried on the held-out images."""
 
     epoch: int
@@ -57,27 +57,27 @@ class Validated(TrainEvent, tag="validated"):
     """Time of the epoch, with its validation."""
 
 
-class Saved(TrainEvent, tag="saved"):
+class Saved(TrainEvent, frozen=True, kw_only=True, tag="saved"):
     """A checkpoint is on the disk."""
 
     num_bytes: int
     seconds: float
 
 
-class Skipped(TrainEvent, tag="skipped"):
+class Skipped(TrainEvent, frozen=True, kw_only=True, tag="skipped"):
     """An image cannot be read: another one took its place, or none in the validation."""
 
     path: str
     reason: str
 
 
-class Noted(TrainEvent, tag="noted"):
+class Noted(TrainEvent, frozen=True, kw_only=True, tag="noted"):
     """Something that the user should know, such as a batch that was halved."""
 
     text: str
 
 
-class Ended(TrainEvent, tag="ended"):
+class Ended(TrainEvent, frozen=True, kw_only=True, tag="ended"):
     """The ranks are done. Without this line they were killed."""
 
     status: Literal["done", "stopped", "failed"]
