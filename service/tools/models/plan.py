@@ -1,46 +1,14 @@
 """The flags of `inferpool models`. The parser of the command imports this, so it imports little."""
 
-import ast
 from argparse import ArgumentParser, _ActionsContainer, _SubParsersAction
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from importlib.util import find_spec
-from itertools import pairwise
-from pathlib import Path
+from collections.abc import Iterator
 
 from inferpool.service.settings.address import add_access_flags, add_url_flag
+from inferpool.service.settings.fields import FieldText, fields_of
 
 KEY_VARIABLE = "INFERPOOL_ADMIN_KEYS"
 _REQUESTS = "inferpool.service.catalog.requests"
 _SWAP = "SwapOptions"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SwapFlag:
-    """A field of `SwapOptions`, as its source tells of it."""
-
-    name: str
-    default: object
-    choices: Sequence[str] | None
-    text: str
-
-    def add_to(self, parser: _ActionsContainer) -> None:
-        """Add its flag to a parser, or to a group of its flags."""
-        flag, text = f"--{self.name.replace('_', '-')}", self.text.replace("%", "%%")
-        if self.default is False:
-            parser.add_argument(flag, action="store_true", default=None, help=text)
-            return
-        if self.default is not None:
-            text = f"{text} (default: {self.default})"
-        is_number = isinstance(self.default, int | float)
-        metavar = None if self.choices else "X" if is_number else "PATH"
-        parser.add_argument(
-            flag,
-            type=type(self.default) if is_number else str,
-            choices=self.choices,
-            metavar=metavar,
-            help=text,
-        )
 
 
 def add_flags(parser: ArgumentParser) -> None:
@@ -67,11 +35,11 @@ def add_flags(parser: ArgumentParser) -> None:
             help="any other setting of a model, such as replicas=2; may be repeated. Paths are "
             "those of the host and the folder that the service runs in",
         )
-        ephemeral.add_to(settings)
-    ephemeral.add_to(removed)
+        _add_flag(ephemeral, settings)
+    _add_flag(ephemeral, removed)
     judged = swapped.add_argument_group("how it is judged")
     for flag in judging:
-        flag.add_to(judged)
+        _add_flag(flag, judged)
     for each in (added, removed, swapped, back):
         each.epilog = (
             "Ctrl-C leaves it going on. Exit status: 0 once it is done, 1 if it failed or was "
@@ -79,40 +47,24 @@ def add_flags(parser: ArgumentParser) -> None:
         )
 
 
-def swap_flags() -> Iterator[SwapFlag]:
-    """Yield the fields of `SwapOptions`, with their docstrings.
-
-    They are read from the source: its import takes as long as the rest of a start.
-    """
-    spec = find_spec(_REQUESTS)
-    assert spec is not None
-    assert spec.origin is not None
-    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
-    choices: dict[str, Sequence[str]] = {}
-    for node in tree.body:
-        match node:
-            case ast.Assign(
-                targets=[ast.Name(id=name)],
-                value=ast.Subscript(value=ast.Name(id="Literal"), slice=values),
-            ):
-                choices[name] = ast.literal_eval(values)
-            case ast.ClassDef(name=name, body=body) if name == _SWAP:
-                yield from _flags_in(body, choices)
+def swap_flags() -> Iterator[FieldText]:
+    """Yield the fields of `SwapOptions`, with their docstrings."""
+    return fields_of(_REQUESTS, _SWAP)
 
 
-def _flags_in(body: Sequence[ast.stmt], choices: dict[str, Sequence[str]]) -> Iterator[SwapFlag]:
-    for field, after in pairwise(body):
-        match field, after:
-            case (
-                ast.AnnAssign(target=ast.Name(id=name), annotation=kind, value=ast.expr() as value),
-                ast.Expr(value=ast.Constant(value=str(text))),
-            ):
-                yield SwapFlag(
-                    name=name,
-                    default=ast.literal_eval(value),
-                    choices=choices.get(ast.unparse(kind)),
-                    text=" ".join(text.split()),
-                )
+def _add_flag(field: FieldText, parser: _ActionsContainer) -> None:
+    """Add the flag of a field to a parser, or to a group of its flags."""
+    if field.default is False:
+        parser.add_argument(field.flag, action="store_true", default=None, help=field.help)
+        return
+    is_number = isinstance(field.default, int | float)
+    parser.add_argument(
+        field.flag,
+        type=type(field.default) if is_number else str,
+        choices=field.choices,
+        metavar=None if field.choices else "X" if is_number else "PATH",
+        help=field.help,
+    )
 
 
 def _add(adding: "_SubParsersAction[ArgumentParser]", what: str, text: str) -> ArgumentParser:
