@@ -1,5 +1,6 @@
 """The folder of a training run: its files, and the card that says what they are. No torch."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,6 +78,10 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     command: str
     began: str
     """The moment of the start, in UTC (RFC 3339)."""
+
+
+class _Versioned(msgspec.Struct):
+    version: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +163,16 @@ class RunFolder:
 
 def is_run(path: Path) -> bool:
     """Return whether a path is the folder of a run that has ended well."""
-    return (path / CARD_FILE).is_file()
+    return os.path.isfile(path / CARD_FILE)  # never raises, whatever text the path is
+
+
+def why_no_run(folder: Path) -> str:
+    """Return why a path is not the folder of a run that has ended well, and what to do."""
+    if os.path.isfile(RunFolder(folder).recipe):
+        return f"the run in {folder} has not ended: `inferpool train --resume` goes on with it"
+    if os.path.isdir(folder):
+        return f"{folder} is no folder of a finished training run: it has no {CARD_FILE}"
+    return f"there is no folder {folder} (looked for from {Path.cwd()})"
 
 
 def read_card(folder: Path) -> Card:
@@ -169,20 +183,19 @@ def read_card(folder: Path) -> Card:
     """
     path = folder / CARD_FILE
     try:
-        card = msgspec.json.decode(read_file(path), type=Card)
-    except FileNotFoundError:
-        raise SourceError(
-            f"{folder} is no folder of a finished training run: it has no {CARD_FILE}"
-        ) from None
+        content = read_file(path)
+        version = msgspec.json.decode(content, type=_Versioned).version
+        if version > VERSION:
+            raise SourceError(
+                f"{path} has version {version}, but this inferpool reads versions up to {VERSION}"
+            )
+        return msgspec.json.decode(content, type=Card)
+    except (FileNotFoundError, NotADirectoryError):
+        raise SourceError(why_no_run(folder)) from None
     except OSError as error:
         raise SourceError(f"{path} cannot be read: {error.strerror or error}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise SourceError(f"{path} is no card of a training run: {error}") from error
-    if card.version > VERSION:
-        raise SourceError(
-            f"{path} has version {card.version}, but this inferpool reads versions up to {VERSION}"
-        )
-    return card
 
 
 def read_labels(folder: Path) -> list[str]:

@@ -24,6 +24,13 @@ def add_flags(parser: ArgumentParser) -> None:
     )
     back = _add(adding, "rollback", "let the version that served before serve again")
     for each in (added, swapped):
+        each.add_argument(
+            "run_folder",
+            metavar="RUN",
+            nargs="?",
+            help="the folder of a finished training run, which is the source; another version must "
+            "label at least as many of its held-out images right as the one of now",
+        )
         settings = each.add_argument_group("settings of the model")
         settings.add_argument("--source", metavar="SOURCE", help="where its network comes from")
         settings.add_argument("--weights", metavar="WHICH", help="a name, a file, or none")

@@ -7,12 +7,14 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Self
 
 from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 from rich.text import Text
 
+from inferpool.models.files.run_folder import is_run, why_no_run
 from inferpool.service.catalog.requests import SwapOptions, read_add
 from inferpool.service.errors import InvalidInputError
 from inferpool.service.settings.address import key_of, url_of
@@ -201,7 +203,8 @@ def body_of(args: Namespace) -> Mapping[str, object]:
     given = vars(args)
     options = {name: given[name] for name in SwapOptions.model_fields if name in given}
     options = {name: value for name, value in options.items() if value is not None}
-    body = {name: given[name] for name in ("source", "weights") if given[name] is not None}
+    body = _run_settings(args)
+    body |= {name: given[name] for name in ("source", "weights") if given[name] is not None}
     body |= dict(_setting(text) for text in args.set)
     try:
         SwapOptions.model_validate(options)
@@ -214,6 +217,28 @@ def body_of(args: Namespace) -> Mapping[str, object]:
     except InvalidInputError as error:
         raise FlagError(error.message) from error
     return {**({"name": args.name} if args.what == "add" else {}), **body, **options}
+
+
+def _run_settings(args: Namespace) -> dict[str, object]:
+    """Return what the folder of a training run stands for; its images judge it, but for others."""
+    folder = args.run_folder
+    if folder is None:
+        return {}
+    if args.source is not None:
+        raise FlagError(f"--source: {folder} is the source already; give one of them")
+    path = os.path.abspath(folder)
+    if os.path.isdir(path):
+        if not is_run(Path(path)):
+            raise FlagError(f"RUN: {why_no_run(Path(folder))}")
+    elif not os.path.isabs(folder):  # an absolute path may be one of the service's host
+        raise FlagError(f"RUN: there is no folder {folder!r} here; --source takes other sources")
+    if args.what == "add":
+        return {"source": path}
+    # What was for the source of before would not fit this one.
+    settings: dict[str, object] = {"source": path, "weights": "DEFAULT", "options": {}}
+    if args.policy == "force":
+        return settings
+    return {**settings, "validation": path}
 
 
 def _setting(text: str) -> tuple[str, object]:
