@@ -21,6 +21,17 @@ def printable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
+def on_one_line(text: str) -> str:
+    """Return the text with what is not printable escaped, such as line breaks.
+
+    Names of files may have line breaks, and what terminals take for orders.
+    """
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape", "replace").decode()
+        for each in text
+    )
+
+
 def text_of(error: BaseException, most: int = MAX_MESSAGE_CHARS) -> str:
     """Return an exception's text, cut to a number of characters."""
     try:

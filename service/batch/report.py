@@ -2,12 +2,13 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from inferpool.models.texts import on_one_line
 from inferpool.service.batch.inputs import BatchAnswer
 
 _MAX_LISTED = 1000
@@ -127,14 +128,14 @@ class BatchReport:
         for number, label in zip(numbers, names, strict=True):
             row = [confusions[label, found] for found in names]
             others = sum(num for (each, _), num in confusions.items() if each == label) - sum(row)
-            rows.append([number, _printable(label), *(str(num or ".") for num in (*row, others))])
+            rows.append([number, on_one_line(label), *(str(num or ".") for num in (*row, others))])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         for number, label, *cells in rows:  # by hand: a table of rich leaves out what has no room
             shown = [f"{cell:>{width}}" for cell, width in zip(cells, widths[2:], strict=True)]
             self._say("  ".join([f"{number:>{widths[0]}}", f"{label:{widths[1]}}", *shown]))
 
     def _say(self, text: str) -> None:
-        self._console.print(_printable(text))
+        self._console.print(on_one_line(text))
 
 
 def _labels_of(prediction: object) -> list[tuple[str, str]]:
@@ -146,14 +147,3 @@ def _labels_of(prediction: object) -> list[tuple[str, str]]:
         for each in prediction
         if isinstance(each, dict) and isinstance(each.get("label"), str)
     ]
-
-
-def _printable(text: str) -> str:
-    """Return a text on one line. Names may have line breaks, and what terminals take for orders."""
-    return "".join(_shown(text))
-
-
-def _shown(text: str) -> Iterator[str]:
-    for character in text:
-        is_plain = character.isprintable()
-        yield character if is_plain else character.encode("unicode_escape", "replace").decode()
