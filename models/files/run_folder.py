@@ -156,6 +156,16 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
+    def nan(self) -> Path:
+        """The folder of the batches at which the loss became NaN."""
+        return self.path / "nan"
+
+    @property
+    def failed(self) -> Path:
+        """The reason for which the ranks gave up, in one sentence, while the command goes on."""
+        return self.path / "failed"
+
+    @property
     def lock(self) -> Path:
         """The file that a process which writes to the folder has locked."""
         return self.path / "lock"
@@ -166,9 +176,14 @@ def is_run(path: Path) -> bool:
     return os.path.isfile(path / CARD_FILE)  # never raises, whatever text the path is
 
 
+def has_begun(path: Path) -> bool:
+    """Return whether a path is the folder of a run, which may not have ended."""
+    return os.path.isfile(RunFolder(path).recipe)
+
+
 def why_no_run(folder: Path) -> str:
     """Return why a path is not the folder of a run that has ended well, and what to do."""
-    if os.path.isfile(RunFolder(folder).recipe):
+    if has_begun(folder):
         return f"the run in {folder} has not ended: `inferpool train --resume` goes on with it"
     if os.path.isdir(folder):
         return f"{folder} is no folder of a finished training run: it has no {CARD_FILE}"

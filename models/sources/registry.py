@@ -12,13 +12,15 @@ from torch import nn
 from inferpool.models.base import Model
 from inferpool.models.border import checked
 from inferpool.models.errors import SourceError
+from inferpool.models.files.run_folder import is_run, why_no_run
 from inferpool.models.sources.classes import check_options, construct, find_class
 from inferpool.models.sources.modules import ModuleModel, specs_of
 
 _BUILT_IN = ("efficientnet_lite0", "minilm_l6", "echo")
 _FORMS = (
     "efficientnet_lite0, minilm_l6, echo, torchvision:NAME, encoder:FOLDER, package.module:Class, "
-    "or a file: .pt2 (torch.export), .pt, .ts or .torchscript (TorchScript)"
+    "the folder of a training run, or a file: .pt2 (torch.export), .pt, .ts or .torchscript "
+    "(TorchScript)"
 )
 _WRAPPER_OPTIONS = ("inputs", "outputs", "finite_outputs")
 """Options of `ModuleModel`; the others go to the user's network."""
@@ -32,7 +34,7 @@ def build(source: str, weights: str | None, options: Mapping[str, object]) -> Mo
     Args:
         source: `efficientnet_lite0`, `minilm_l6`, `echo`, `torchvision:NAME`, `encoder:FOLDER`,
             `package.module:Class` (a `Model`, or an `nn.Module` whose forward takes and returns
-            tensors), or an archive's path.
+            tensors), the folder of a training run, or an archive's path.
         weights: "DEFAULT" for the source's own, a named weight of torchvision, a checkpoint's path,
             or None for random weights.
         options: Keyword arguments of the class. For networks and TorchScript, `inputs` and
@@ -46,6 +48,8 @@ def build(source: str, weights: str | None, options: Mapping[str, object]) -> Mo
     suffix = Path(source).suffix
     if source in _BUILT_IN:
         return _built_in(source, weights, options)
+    if is_run(Path(source)):
+        return _trained(source, weights, options)
     if suffix == ".pt2" or suffix in _SCRIPT_SUFFIXES:
         return _archive(Path(source), weights, options)
     if suffix in _WEIGHT_SUFFIXES:
@@ -64,6 +68,8 @@ def build(source: str, weights: str | None, options: Mapping[str, object]) -> Mo
         return construct(partial(SentenceEncoder, Path(name), weights=weights), options, source)
     if colon and prefix and name:
         return _users(prefix, name, weights, options)
+    if "/" in source:
+        raise SourceError(why_no_run(Path(source)))
     near = get_close_matches(source, _BUILT_IN, 1)
     hint = f"did you mean {near[0]}?" if near else f"a source is {_FORMS}"
     raise SourceError(f"there is no source {source!r}: {hint}")
@@ -83,6 +89,12 @@ def _built_in(source: str, weights: str | None, options: Mapping[str, object]) -
     from inferpool.models.vision.efficientnet import EfficientNetLite0
 
     return construct(partial(EfficientNetLite0, weights=weights), options, source)
+
+
+def _trained(source: str, weights: str | None, options: Mapping[str, object]) -> Model:
+    from inferpool.models.sources.trained import TrainedClassifier
+
+    return construct(partial(TrainedClassifier, Path(source), weights=weights), options, source)
 
 
 def _archive(path: Path, weights: str | None, options: Mapping[str, object]) -> Model:

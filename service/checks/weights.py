@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+from inferpool.models.files.run_folder import RunFolder
 from inferpool.service.checks.facts import Facts
 from inferpool.service.checks.findings import Finding, error, in_words, ok
 from inferpool.service.settings.model import ModelSettings
 from inferpool.service.settings.settings import Settings
+from inferpool.service.settings.sources import is_run_source
 
 MODEL_SUFFIXES = (".pt2", ".pt", ".ts", ".torchscript")
 _WEIGHT_SUFFIXES = (".pth", ".pt", ".safetensors")
@@ -34,6 +36,8 @@ def weights_file(model: ModelSettings) -> Path | None:
         spec = find_spec(package)
         found = sorted(Path(spec.origin).parent.rglob(pattern)) if spec and spec.origin else []
         return found[0] if found else None
+    if is_run_source(model.source):
+        return RunFolder(Path(model.source)).weights
     if model.source.startswith(_ENCODER):
         folder = Path(model.source.removeprefix(_ENCODER))
         files = (folder / name for name in ("model.safetensors", "pytorch_model.bin"))

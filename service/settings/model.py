@@ -46,8 +46,8 @@ class ModelSettings(SettingsTable):
 
     source: str
     """`efficientnet_lite0`, `minilm_l6`, `echo`, `torchvision:NAME`, `encoder:FOLDER`,
-    `package.module:Class`, or the path of a .pt2 file (torch.export) or of a .pt, .ts or
-    .torchscript file (TorchScript).
+    `package.module:Class`, the folder of a training run, or the path of a .pt2 file (torch.export)
+    or of a .pt, .ts or .torchscript file (TorchScript).
 
     A model whose name is that of a built-in source needs none."""
     weights: str = Field("DEFAULT", min_length=1)

@@ -15,14 +15,20 @@ from collections.abc import Iterator, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+from inferpool.models.errors import SourceError
+from inferpool.models.files.run_folder import has_begun, is_run, read_card, why_no_run
+
 DEFAULT_SOURCE = "efficientnet_lite0"
 BUILT_IN_SOURCES = (DEFAULT_SOURCE, "minilm_l6", "echo")
 """Sources that need neither a file nor a package of the user's."""
 MODEL_FILE_SUFFIXES = (".pt2", ".pt", ".ts", ".torchscript")
 _WEIGHT_FILE_SUFFIXES = (".pth", ".safetensors")
+_FILE_SUFFIXES = (*MODEL_FILE_SUFFIXES, *_WEIGHT_FILE_SUFFIXES, ".toml", ".py")
+"""Names that end so are files, and no folders of runs."""
 _SOURCE_FORMS = (
     f"{', '.join(BUILT_IN_SOURCES)}, torchvision:NAME, encoder:FOLDER, package.module:Class, "
-    f"or a {', '.join(MODEL_FILE_SUFFIXES[:-1])} or {MODEL_FILE_SUFFIXES[-1]} file"
+    f"the folder of a training run, or a {', '.join(MODEL_FILE_SUFFIXES[:-1])} or "
+    f"{MODEL_FILE_SUFFIXES[-1]} file"
 )
 _TORCHVISION_NAME = re.compile(
     r"alexnet|googlenet|inception_v3|(wide_)?resnet\d+(_2)?|resnext\d+_\d+x\d+d|vgg\d+(_bn)?"
@@ -54,7 +60,14 @@ def is_source(text: str) -> bool:
     if text in BUILT_IN_SOURCES or text.endswith(MODEL_FILE_SUFFIXES):
         return True
     kind, colon, name = text.partition(":")
-    return bool(kind and colon and name)
+    return bool(kind and colon and name) or is_run_source(text)
+
+
+def is_run_source(text: str) -> bool:
+    """Return whether a source is the folder of a training run: it is there, or has a slash."""
+    if is_run(Path(text)):
+        return text not in BUILT_IN_SOURCES
+    return "/" in text and ":" not in text and not text.endswith(_FILE_SUFFIXES)
 
 
 def slug(source: str) -> str:
@@ -73,6 +86,8 @@ def source_hint(text: str, candidates: Sequence[str]) -> str:
         )
     if text.endswith(".toml"):
         return f"this is a file of settings: use --config {text}"
+    if has_begun(Path(text)):
+        return why_no_run(Path(text))
     if _TORCHVISION_NAME.fullmatch(text.lower()):
         near = did_you_mean(text, candidates).removeprefix("did you mean ")
         return f"did you mean torchvision:{text.lower()}{' or ' + near.rstrip() if near else '?'}"
@@ -98,7 +113,7 @@ def modules_to_preload(sources: Sequence[str], folder: Path) -> list[str]:
     places = [str(folder), *sys.path]
     found: dict[str, None] = {}
     for source in sources:
-        name, colon, _ = source.partition(":")
+        name, colon, _ = _network_of(source, folder).partition(":")
         if name in _KNOWN:
             found[name] = None
         elif colon:
@@ -107,6 +122,16 @@ def modules_to_preload(sources: Sequence[str], folder: Path) -> list[str]:
                 return []
             found.update(dict.fromkeys(imported))
     return [each for each in found if _is_installed(each.partition(":")[0], places)]
+
+
+def _network_of(source: str, folder: Path) -> str:
+    """Return the source of the network of a training run; any other source as it is."""
+    if not is_run_source(source):
+        return source
+    try:
+        return read_card(folder / source).model
+    except SourceError:
+        return ""  # the worker will report it
 
 
 def _is_installed(module: str, places: Sequence[str]) -> bool:

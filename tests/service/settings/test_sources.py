@@ -2,14 +2,17 @@ from pathlib import Path
 
 import pytest
 
+from inferpool.models.errors import ModelError
 from inferpool.models.sources import registry
 from inferpool.service.settings.sources import (
     BUILT_IN_SOURCES,
+    is_run_source,
     is_source,
     modules_to_preload,
     slug,
     source_hint,
 )
+from tests.run_folders import TINY, write_run
 
 
 def test_the_settings_and_the_registry_agree_on_what_a_source_is():
@@ -32,6 +35,9 @@ def test_the_settings_and_the_registry_agree_on_what_a_source_is():
         ("mod:_Private", "private"),
         ("mod:___", "model"),
         ("mod:" + "x" * 100, "x" * 64),
+        ("runs/Digits 2/", "digits-2"),
+        ("/runs/12:30", "30"),
+        ("./", "model"),
     ],
 )
 def test_the_name_of_a_source_is_fit_for_a_url(source, name):
@@ -44,6 +50,49 @@ def test_every_classifier_of_torchvision_is_known_by_its_name():
     for name in torchvision.models.list_models(module=torchvision.models):
         assert source_hint(name, []) == f"did you mean torchvision:{name}?"
     assert "did you mean" not in source_hint("my_net", [])
+
+
+def test_a_folder_is_a_source_if_it_has_a_slash_or_is_a_finished_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert not is_source("run")
+    write_run(tmp_path / "run", model=TINY)
+    write_run(tmp_path / "12:30", model=TINY)
+    assert is_source("run")
+    assert is_run_source("run/")
+    assert is_run_source("12:30")
+    assert is_run_source("not/there")
+    for text in ("torchvision:resnet18", "encoder:./run", "./net.pt2", "a/net.pth", "x/y.toml"):
+        assert not is_run_source(text)
+    assert not is_source("x" * 5000)
+    assert not is_source("a/net.pth")
+    assert "folder of a training run" in source_hint("photos", [])
+    (tmp_path / "run" / "card.json").unlink()
+    assert not is_source("run")
+    assert source_hint("run", []) == (
+        "the run in run has not ended: `inferpool train --resume` goes on with it"
+    )
+    assert "run has not ended" in str(registry_error("run/"))
+
+
+def registry_error(source: str) -> ModelError:
+    with pytest.raises(ModelError) as error:
+        registry.build(source, "DEFAULT", {})
+    return error.value
+
+
+def test_what_the_network_of_a_run_imports_is_imported_early(tmp_path, installed):
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken/card.json").write_text("{")
+    write_run(tmp_path / "run")
+    write(tmp_path, net="import timm")
+    write_run(tmp_path / "own", model="net:Net", weights={})
+    for sources, found in (
+        (["./run/"], ["torchvision"]),
+        ([str(tmp_path / "run")], ["torchvision"]),
+        (["./own"], ["timm"]),
+        (["./broken", "not/there"], []),
+    ):
+        assert modules_to_preload(sources, tmp_path) == found
 
 
 def write(folder: Path, **files: str) -> None:
