@@ -45,7 +45,8 @@ class SwapOptions(SettingsTable):
     """How long the former version stays loaded, if memory suffices. If errors or latency of the new
     one pass the bounds within that time, the former one serves again."""
     validation: str | None = None
-    """A folder with one subfolder of images for each label, or a file with lines like
+    """A folder with one subfolder of images for each label, the folder of a training run for those
+    that it has held out, a .csv file with the columns path and label, or a file with lines like
     `{"instance": ..., "label": ...}`. All labels are the `label` of an answer, or all are its
     `index`. The version serves if it labels at least as many right as the one of now; agreement
     and deviation are not looked at then."""

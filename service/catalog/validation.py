@@ -1,6 +1,7 @@
 """Counts how many labelled inputs two versions label right.
 
-They are a folder with one subfolder for each label, or a file with a JSON object in each line:
+They are the images that a training run has held out, a folder with one subfolder for each label, a
+CSV file with the columns path and label, or a file with a JSON object in each line:
 {"instance": ..., "label": ...}.
 """
 
@@ -8,12 +9,16 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from inferpool.models.errors import DataError
+from inferpool.models.files.image_table import rows_of
 from inferpool.models.files.reading import read_file
+from inferpool.models.files.run_folder import RunFolder, has_begun, is_run, why_no_run
 from inferpool.service.api.codecs.body import BodyContext, Limits
 from inferpool.service.api.codecs.requests import decode
 from inferpool.service.catalog.comparison import NO_ROOM, Comparison, asked, label_of
@@ -41,6 +46,7 @@ _TYPES: Mapping[str, bytes] = {
     ".tif": b"image/tiff",
     ".tiff": b"image/tiff",
 }
+_UNKNOWN_TYPE = b"application/octet-stream"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,20 +74,30 @@ def read_cases(validation: str) -> list[LabelledInput]:
     """
     path = Path(validation)
     try:
-        if path.is_dir():
-            cases = [*_of_folder(path)]
+        if is_run(path):
+            found = _of_run(RunFolder(path))
+        elif has_begun(path):
+            raise InvalidInputError(f"validation: {why_no_run(path)}")
+        elif path.is_dir():
+            found = _of_folder(path)
         elif path.is_file():
-            cases = [*_of_file(path)]
+            found = _of_table(path) if path.suffix.lower() == ".csv" else _of_file(path)
         else:
             raise InvalidInputError(f"validation: there is no file or folder {validation!r}")
+        cases = [*islice(found, _MOST_CASES + 1)]
+    except DataError as error:
+        raise InvalidInputError(f"validation: {error}") from error
     except OSError as error:
         reason = error.strerror or str(error)
         raise InvalidInputError(f"validation: {validation!r} cannot be read: {reason}") from error
     if not cases:
         raise InvalidInputError(
-            f"validation: {validation!r} has no labelled inputs; give a folder with one subfolder "
-            'of images for each label, or a file with lines like {"instance": ..., "label": ...}'
+            f"validation: {validation!r} has no labelled inputs; give the folder of a training "
+            "run, a folder with one subfolder of images for each label, a .csv file with the "
+            'columns path and label, or a file with lines like {"instance": ..., "label": ...}'
         )
+    if len(cases) > _MOST_CASES:
+        raise InvalidInputError(f"validation: {validation!r} has over {_MOST_CASES} inputs")
     return cases
 
 
@@ -125,15 +141,33 @@ async def validate(
     )
 
 
+def _of_run(run: RunFolder) -> Iterator[LabelledInput]:
+    """Yield the images that the run was judged on: those it held out and could read."""
+    if not run.validation.is_file():
+        raise InvalidInputError(
+            f"validation: the run in {run.path} keeps no table of held-out images; give other "
+            "labelled inputs"
+        )
+    unreadable = set()
+    if run.skipped.is_file():
+        unreadable = {path for _, (path, _) in rows_of(run.skipped, ("path", "reason"))}
+    for _, (name, label) in rows_of(run.validation):
+        if name not in unreadable:
+            path = Path(name)
+            yield LabelledInput(where=str(path), label=label, path=path)
+
+
+def _of_table(table: Path) -> Iterator[LabelledInput]:
+    for _, (name, label) in rows_of(table):
+        path = table.absolute().parent / name.lstrip()
+        yield LabelledInput(where=str(path), label=label.strip(), path=path)
+
+
 def _of_folder(folder: Path) -> Iterator[LabelledInput]:
-    num = 0
     for label in sorted(each for each in folder.iterdir() if each.is_dir()):
         for path in sorted(label.iterdir()):
             if path.suffix.lower() not in _TYPES or path.name.startswith("."):
                 continue
-            num += 1
-            if num > _MOST_CASES:
-                raise InvalidInputError(f"validation: {str(folder)!r} has over {_MOST_CASES} files")
             yield LabelledInput(where=str(path), label=label.name, path=path)
 
 
@@ -156,7 +190,8 @@ def sample_of(case: LabelledInput, pool: "Pool") -> SwapInput:
     head = BodyContext({}, b"", pool.inputs, Limits())
     try:
         if case.path is not None:
-            content_type, body = _TYPES[case.path.suffix.lower()], read_file(case.path)
+            content_type = _TYPES.get(case.path.suffix.lower(), _UNKNOWN_TYPE)
+            body = read_file(case.path)
         else:
             assert case.instance is not None, "an input has a path or an instance"
             content_type = b"application/json"

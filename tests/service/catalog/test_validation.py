@@ -4,9 +4,11 @@ import asyncio
 import json
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from inferpool.models.files.run_folder import RunFolder
 from inferpool.service.api.routes.models import SwapFigures
 from inferpool.service.catalog.comparison import Comparison
 from inferpool.service.catalog.validation import read_cases, validate
@@ -14,6 +16,7 @@ from inferpool.service.errors import InvalidInputError, OverloadedError, Version
 from inferpool.workers.arena import Arena
 from inferpool.workers.errors import WorkerStartError
 from inferpool.workers.messages import ItemRef, Outcome
+from tests.run_folders import TINY, write_colours, write_run
 from tests.service.catalog.test_judging import Acts, Stage, lines_of, ready
 
 pytestmark = pytest.mark.usefixtures("virtual_time")
@@ -92,6 +95,36 @@ async def test_a_shadow_of_a_validated_version_lasts_and_keeps_its_accuracy(stag
     figures = found["figures"]
     assert (figures.num_validated, figures.accuracy, figures.accuracy_before) == (20, 1.0, 0.0)
     assert figures.num_inputs > 50
+
+
+def found_in(validation: Path) -> list[tuple[str, Path | None]]:
+    return [(case.label, case.path) for case in read_cases(str(validation))]
+
+
+def test_a_run_is_judged_by_what_it_held_out_and_could_read(tmp_path):
+    held_out = write_colours(tmp_path / "images", num=2)
+    run = write_run(tmp_path / "run", model=TINY, validation=held_out)
+    assert found_in(run) == [(label, path) for path, label in held_out]
+    RunFolder(run).skipped.write_text(f"path,reason\n{held_out[1][0]},it is broken\n")
+    assert found_in(run) == [(label, path) for path, label in held_out if path != held_out[1][0]]
+    RunFolder(run).validation.unlink()
+    with pytest.raises(InvalidInputError, match="run keeps no table of held-out images"):
+        read_cases(str(run))
+    RunFolder(run).card.unlink()
+    with pytest.raises(InvalidInputError, match="run has not ended"):
+        read_cases(str(run))
+
+
+def test_a_table_has_paths_from_its_own_folder(tmp_path):
+    table = tmp_path / "some.csv"
+    table.write_text("label,path\ncat, a.png\n dog,/b.bin\n")
+    assert found_in(table) == [("cat", tmp_path / "a.png"), ("dog", Path("/b.bin"))]
+    table.write_text("label,file\ncat,a.png\n")
+    with pytest.raises(InvalidInputError, match=r"must name the columns path and label; it lacks"):
+        read_cases(str(table))
+    table.write_text("path,label\na.png\n")
+    with pytest.raises(InvalidInputError, match="line 2: it lacks a column"):
+        read_cases(str(table))
 
 
 async def test_a_pipe_among_the_images_is_named_and_not_waited_for(stage, tmp_path):
