@@ -13,7 +13,12 @@ from typing import Protocol
 
 from inferpool.service.catalog.requests import read_model
 from inferpool.service.errors import ConflictError, ServiceError, UnknownModelError
-from inferpool.service.watched.versions import FoundVersion, find_versions, read_version
+from inferpool.service.watched.versions import (
+    FoundVersion,
+    find_versions,
+    read_version,
+    validation_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +102,8 @@ class ModelFolder:
             model = read_model(settings)
             if is_served:
                 how = {"policy": self._policy, "ephemeral": True}
+                if validation := await asyncio.to_thread(validation_of, model.source):
+                    how["validation"] = validation
                 # All of them: what is no longer in the file is as by default.
                 self._target.begin_swap(name, model.model_dump() | how)
             else:

@@ -7,7 +7,10 @@ from errno import EFBIG
 from pathlib import Path
 from typing import Any
 
+from inferpool.models.errors import DataError
+from inferpool.models.files.image_table import rows_of
 from inferpool.models.files.reading import read_file
+from inferpool.models.files.run_folder import RunFolder, has_begun, is_run, why_no_run
 from inferpool.service.settings.model import MODEL_NAME
 from inferpool.service.settings.sources import MODEL_FILE_SUFFIXES
 
@@ -33,7 +36,8 @@ def read_version(folder: Path) -> dict[str, Any]:
     """Return the settings of the model in the folder of a version.
 
     They are those in `model.toml` of the model's folder, then of the version's own. The files say
-    the rest: one file of torch's is the source, or the weights if the source is given.
+    the rest: the folder of a training run is the source; one file of torch's is the source, or the
+    weights if the source is given.
 
     Raises:
         ValueError: It cannot be told what to serve; says why.
@@ -52,6 +56,10 @@ def read_version(folder: Path) -> dict[str, Any]:
             raise ValueError(f"{file}: {error}") from error
     if "source" not in settings and (folder / "config.json").is_file():
         settings["source"] = f"encoder:{folder}"
+    if "source" not in settings and (is_run(folder) or has_begun(folder)):
+        if not is_run(folder):
+            raise ValueError(why_no_run(folder))
+        return settings | {"source": _text_of(folder)}
     key = "weights" if "source" in settings else "source"
     if key in settings or str(settings.get("source")).startswith("encoder:"):
         return settings
@@ -66,6 +74,21 @@ def read_version(folder: Path) -> dict[str, Any]:
             f"in {SETTINGS_FILE}"
         )
     return settings
+
+
+def validation_of(source: str) -> str | None:
+    """Return what a version may be judged by: the run that it comes from, if its images are there.
+
+    Blocks.
+    """
+    run = RunFolder(Path(source))
+    if not is_run(run.path) or not run.validation.is_file():
+        return None
+    try:
+        first = next((path for _, (path, _) in rows_of(run.validation)), None)
+    except DataError:
+        return None
+    return source if first is not None and os.path.isfile(first) else None
 
 
 def find_versions(folder: Path) -> dict[str, FoundVersion | OSError]:

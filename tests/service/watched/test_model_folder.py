@@ -17,6 +17,7 @@ from inferpool.service.settings.names import SettingsError
 from inferpool.service.watched.model_folder import ModelFolder
 from inferpool.service.watched.versions import read_version
 from tests.e2e.running import running
+from tests.run_folders import TINY, write_colours, write_run
 
 
 class FakeTarget:
@@ -253,6 +254,23 @@ async def test_a_pipe_in_the_place_of_settings_is_not_waited_for(
     assert "it is no regular file" in caplog.text
 
 
+async def test_a_trained_version_is_judged_by_its_own_images_if_they_are_there(
+    folder, target, tmp_path
+):
+    held_out = write_colours(tmp_path / "kept.out", num=1)
+    write_run(tmp_path / "a/1", model=TINY, validation=held_out)
+    await look_twice(folder)
+    run = write_run(tmp_path / "a/2", model=TINY, validation=held_out)
+    await look_twice(folder)
+    for path, _ in held_out:
+        path.unlink()
+    write_run(tmp_path / "a/3", model=TINY, validation=held_out)
+    await look_twice(folder)
+    _, second, third = target.take_all()
+    assert (second[2]["source"], second[2]["validation"]) == (str(run), str(run))
+    assert "validation" not in third[2]
+
+
 async def test_models_of_the_settings_are_left_alone(folder, target, tmp_path, caplog):
     put(tmp_path, "fixed/1/model.pt2")
     for _ in range(4):
@@ -275,6 +293,11 @@ def test_settings_of_a_version_come_from_its_files(tmp_path):
     three = put(tmp_path, "c/1/config.json").parent
     put(tmp_path, "c/1/model.safetensors")
     assert read_version(three) == {"source": f"encoder:{three}"}
+    four = write_run(tmp_path / "d/1", model=TINY)
+    assert read_version(four) == {"source": str(four)}
+    (four / "card.json").unlink()
+    with pytest.raises(ValueError, match="d/1 has not ended"):
+        read_version(four)
     put(tmp_path, "a/1/other.pt2")
     with pytest.raises(ValueError, match=r"there are: net\.pt2, other\.pt2"):
         read_version(one)
