@@ -33,6 +33,7 @@ p{margin:.3rem 0}.faint{color:var(--faint)}.bad{color:#cf222e;font-weight:600}
 .scroll{overflow-x:auto}table{border-collapse:collapse;font-variant-numeric:tabular-nums}
 td,th{padding:.25rem .8rem .25rem 0;border-bottom:1px solid var(--line);text-align:right;
 white-space:nowrap}
+summary{cursor:pointer;margin:2rem 0 .5rem}summary h2{display:inline}
 td.text,th.text{text-align:left}th{color:var(--faint);font-weight:500}
 """
 
@@ -50,6 +51,8 @@ class ReportTable:
     caption: str = ""
     texts: Sequence[int] = (0,)
     """Numbers of the columns that hold words, and so begin at the left."""
+    is_folded: bool = False
+    """Whether a page shows the rows only once one opens them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +72,15 @@ class Chart:
     layout: Mapping[str, object]
 
 
-Part = ReportTable | Note | Chart
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Markup:
+    """HTML, which only a page shows, as it is: whoever makes it escapes what it quotes."""
+
+    html: str
+    css: str = ""
+
+
+Part = ReportTable | Note | Chart | Markup
 
 
 def line_chart(
@@ -158,14 +169,16 @@ def write_page(path: Path, title: str, subtitle: str, parts: Iterable[Part]) -> 
         from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]  # it has none
 
         script = f"<script>{get_plotlyjs()}</script>"
+    css = "".join({part.css: None for part in shown if isinstance(part, Markup)})
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{_CSS}</style>{script}</head><body>"
+        f"<title>{escape(title)}</title><style>{_CSS}{css}</style>{script}</head><body>"
         f'<h1>{escape(title)}</h1><p class="faint">{escape(subtitle)}</p>\n{body}\n'
         "</body></html>\n",
         encoding="utf-8",
+        errors="backslashreplace",  # names of files may be no UTF-8
     )
 
 
@@ -181,16 +194,20 @@ def _html(part: Part) -> str:
                     figure, config=options, include_plotlyjs=False, full_html=False, validate=False
                 )
             )
+        case Markup():
+            return part.html
         case Note():
             tag = "pre" if part.tone == "code" else "p"
             return f'<{tag} class="{part.tone}">{escape(part.text)}</{tag}>'
         case ReportTable():
             rows = "".join(_html_row(row, part.texts, "td") for row in part.rows)
             caption = f'<p class="faint">{escape(part.caption)}</p>' if part.caption else ""
-            return (
-                f'<h2>{escape(part.title)}</h2><div class="scroll"><table>'
-                f"{_html_row(part.columns, part.texts, 'th')}{rows}</table></div>{caption}"
-            )
+            heads = _html_row(part.columns, part.texts, "th") if any(part.columns) else ""
+            title = f"<h2>{escape(part.title)}</h2>" if part.title else ""
+            table = f'<div class="scroll"><table>{heads}{rows}</table></div>{caption}'
+            if part.is_folded:
+                return f"<details><summary>{title}</summary>{table}</details>"
+            return title + table
 
 
 def _html_row(cells: Sequence[str], texts: Sequence[int], tag: str) -> str:
