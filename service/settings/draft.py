@@ -159,7 +159,7 @@ class Draft:
         if len(parts) == 4 and field == "options" and parts[3]:
             if self._name_model(name, variable):
                 key = ("models", name, field, self._option_called(name, parts[3]))
-                self._set(key, _toml_value(text), origin)
+                self._set(key, toml_value(text), origin)
         elif field == "options":
             example = "__".join([PREFIX + "MODELS", parts[1].upper(), "OPTIONS__KEY"])
             self._problems.append(f"{variable}: give each option by its own variable, {example}")
@@ -394,7 +394,7 @@ def from_text(field: FieldInfo, text: str) -> object:
         return text
 
 
-def _toml_value(text: str) -> object:
+def toml_value(text: str) -> object:
     """Parse a text as a TOML value (3, 0.5, true, [1, 2]), or return it as it is."""
     try:
         table = tomllib.loads(f"value = {text}")

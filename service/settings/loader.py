@@ -92,7 +92,7 @@ def load(flags: Mapping[str, str], environ: Mapping[str, str], cwd: Path) -> Loa
         StateFileError: The file of changes made at run time cannot be used.
     """
     file, origin = _find_file(flags, environ, cwd)
-    table = _read_file(file, cwd, origin) if file else {}
+    table = read_table(file, cwd, origin) if file else {}
     draft = Draft()
     if file:
         draft.add_table(table, f"file {file}")
@@ -138,7 +138,7 @@ def load_arguments(
     draft = Draft()
     if file is not None:
         path = Path(file)
-        draft.add_table(_read_file(path, cwd, "config"), f"file {path}")
+        draft.add_table(read_table(path, cwd, "config"), f"file {path}")
     draft.add_environment({k: v for k, v in environ.items() if not k.startswith(PREFIX)})
     if model is not None:
         draft.choose(model)
@@ -268,7 +268,17 @@ def _own_job_store(
     return str(cwd / home / "inferpool" / "jobs" / f"{name}-{digest}")
 
 
-def _read_file(file: Path, cwd: Path, origin: str) -> dict[str, object]:
+def read_table(file: Path, cwd: Path, origin: str) -> dict[str, object]:
+    """Read a TOML file.
+
+    Args:
+        file: Path of the file.
+        cwd: The folder that the path is relative to.
+        origin: The flag or variable that names the file; empty if nobody does.
+
+    Raises:
+        SettingsError: It cannot be read.
+    """
     try:
         content = read_file(cwd / file, wait_s=PIPE_WAIT_S if origin else 0.0)
         return tomllib.loads(content.decode())
