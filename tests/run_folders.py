@@ -32,10 +32,10 @@ class ColourNet(nn.Module):
 
 
 def colour_weights(num_wrong: int = 0) -> dict[str, Tensor]:
-    """Return weights that tell red, green and blue apart, but for the last so many of them."""
-    weight = torch.eye(3) * 4
-    weight[3 - num_wrong :] = 0
-    return {"last.weight": weight, "last.bias": torch.zeros(3)}
+    """Return weights that tell red, green and blue apart, but never say the last so many."""
+    bias = torch.zeros(3)
+    bias[3 - num_wrong :] = -100
+    return {"last.weight": torch.eye(3) * 4, "last.bias": bias}
 
 
 def write_colours(folder: Path, num: int = 8) -> list[tuple[Path, str]]:

@@ -94,7 +94,7 @@ def _built_in(source: str, weights: str | None, options: Mapping[str, object]) -
 def _trained(source: str, weights: str | None, options: Mapping[str, object]) -> Model:
     from inferpool.models.sources.trained import TrainedClassifier
 
-    return construct(partial(TrainedClassifier, Path(source), weights=weights), options, source)
+    return construct(lambda: TrainedClassifier(Path(source), weights=weights), options, source)
 
 
 def _archive(path: Path, weights: str | None, options: Mapping[str, object]) -> Model:

@@ -36,6 +36,7 @@ class TrainedClassifier(Classifier):
     Args:
         folder: The folder; the run has ended.
         weights: "DEFAULT" for the run's, a checkpoint's path, or None for random weights.
+        card: The card, if the folder has none yet.
 
     Raises:
         SourceError: The folder is no finished run, or its card or its labels cannot be read.

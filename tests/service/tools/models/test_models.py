@@ -16,6 +16,7 @@ from inferpool.service.tools.models.operator import AdminConnection
 from inferpool.service.tools.models.plan import swap_flags
 from tests.e2e.running import ROOT, Running, running
 from tests.pty_screen import on_terminal
+from tests.run_folders import TINY, write_run
 
 KEY = "a-key-for-administration"
 SOURCE = "tests.service.tools.models.scaled_model:ScaledModel"
@@ -147,6 +148,10 @@ def test_a_terminal_shows_how_it_goes_on_and_ctrl_c_leaves_it_going_on(service: 
         (["list", "--ca-file", "nowhere"], "nowhere"),
         (["lost"], "invalid choice"),
         ([], "WHAT"),
+        (["swap", "cats", "nowhere"], "RUN: there is no folder 'nowhere' here; --source takes"),
+        (["add", "cats", "echo"], "RUN: there is no folder 'echo' here; --source takes"),
+        (["swap", "cats", "tests"], "RUN: tests is no folder of a finished training run"),
+        (["swap", "cats", "tests", "--source", "echo"], "--source: tests is the source already"),
     ],
 )
 def test_wrong_arguments_are_named_and_exit_2(arguments, message, capsys):
@@ -301,6 +306,28 @@ def test_flags_become_the_call_that_they_mean(monkeypatch, capsys, arguments, re
     answers = [httpx.Response(200, json=model("done"))]
     assert follow(monkeypatch, capsys, answers, *arguments, asked=asked)[0] == 0
     assert asked == [request_line]
+
+
+def test_a_run_is_its_source_and_what_it_is_judged_by(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    run_folder = str(write_run(tmp_path / "run", model=TINY))
+    answers = [httpx.Response(200, json=model("done"))]
+
+    def body_of(*arguments: str) -> dict[str, object]:
+        asked: list[str] = []
+        assert follow(monkeypatch, capsys, answers, *arguments, asked=asked)[0] == 0
+        return dict(json.loads(asked[0].split(" ", 2)[2]))
+
+    changed = {"source": run_folder, "weights": "DEFAULT", "options": {}}
+    assert body_of("swap", "cats", "run/") == changed | {"validation": run_folder}
+    assert body_of("swap", "cats", "run", "--validation", "/other") == changed | {
+        "validation": "/other"
+    }
+    assert body_of("swap", "cats", "run", "--policy", "force", "--weights", "none") == {
+        **changed, "weights": "none", "policy": "force"
+    }  # fmt: skip
+    assert body_of("swap", "cats", "/elsewhere/run/")["source"] == "/elsewhere/run"
+    assert body_of("add", "dogs", "run") == {"name": "dogs", "source": run_folder}
 
 
 def test_missing_service_is_an_error_with_advice(capsys):
