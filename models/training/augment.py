@@ -8,7 +8,6 @@ from torchvision.transforms import InterpolationMode, v2  # type: ignore[import-
 
 from inferpool.models.files.run_folder import TransformCard
 from inferpool.models.training.recipe import Augmentation
-from inferpool.models.vision.transforms import ImageTransform
 
 _LEAST_AREA = 0.35
 """Least share of a photograph that a random crop keeps. torchvision's recipe for ImageNet has 0.08,
@@ -18,17 +17,6 @@ _TURN_DEGREES, _SHIFT, _SCALE = 10, 0.1, (0.9, 1.1)
 
 TrainingTransform = Callable[[Image.Image], Tensor]
 """Turns an RGB image into uint8 [C, crop, crop]. It draws from torch's generator."""
-
-
-def served_transform(card: TransformCard) -> ImageTransform:
-    """Return the transform of the served network."""
-    return ImageTransform(
-        resize=card.resize,
-        crop=card.crop,
-        interpolation=Image.Resampling[card.interpolation.upper()],
-        mean=card.mean,
-        std=card.std,
-    )
 
 
 def training_transform(

@@ -69,8 +69,16 @@ class ImageFiles:
         Raises:
             InputError: It cannot be read.
         """
+        return decode_image(self.bytes_of(index))
+
+    def bytes_of(self, index: int) -> bytes:
+        """Return an encoded image.
+
+        Raises:
+            InputError: The file cannot be read.
+        """
         try:
-            return decode_image(Path(self.name_of(index)).read_bytes())
+            return Path(self.name_of(index)).read_bytes()
         except OSError as error:
             raise InputError(f"it cannot be read: {error.strerror or error}") from error
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel
 
-from inferpool.models.training.augment import served_transform
+from inferpool.models.accelerator.device import is_accelerator
+from inferpool.models.sources.trained import transform_of
 from inferpool.models.training.images import TrainingBatch
 from inferpool.models.training.recipe import Recipe
 from inferpool.models.vision.transforms import Normalize
@@ -66,7 +67,7 @@ class Learner:
         self._device = next(network.parameters()).device
         self._dtype = next(network.parameters()).dtype
         self._layout = torch.channels_last if recipe.channels_last else torch.contiguous_format
-        self._normalize = Normalize(served_transform(recipe.transform)).to(self._device)
+        self._normalize = Normalize(transform_of(recipe.transform)).to(self._device)
         weights = recipe.class_weights
         self._loss = nn.CrossEntropyLoss(
             weight=None
@@ -77,7 +78,7 @@ class Learner:
         self._optimizer = torch.optim.AdamW(
             [*_groups(network, recipe.weight_decay)],
             lr=recipe.learning_rate,
-            fused=self._device.type in ("cpu", "cuda"),
+            fused=None if is_accelerator(self._device) else True,  # it is not the default on CPUs
         )
         self._schedule = LambdaLR(self._optimizer, _rates(num_steps, recipe.warmup))
         self._average = None
@@ -235,11 +236,12 @@ def _averaging(decay: float) -> Callable[[Any, Any, Tensor | int], None]:
         count = int(num)
         by = 1 - min(decay, (1 + count) / (10 + count))
         floats = [a.is_floating_point() for a in averages]
-        torch._foreach_lerp_(
-            [a for a, is_float in zip(averages, floats, strict=True) if is_float],
-            [v for v, is_float in zip(values, floats, strict=True) if is_float],
-            by,
-        )
+        if any(floats):
+            torch._foreach_lerp_(
+                [a for a, is_float in zip(averages, floats, strict=True) if is_float],
+                [v for v, is_float in zip(values, floats, strict=True) if is_float],
+                by,
+            )
         for a, v, is_float in zip(averages, values, floats, strict=True):
             if not is_float:
                 a.copy_(v)

@@ -26,6 +26,10 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     """Keyword arguments of the network's builder, besides the number of classes."""
     labels: Sequence[str]
     transform: TransformCard
+    data: str = ""
+    """The images, as the command named them, for the card."""
+    command: str = ""
+    """The command line, for the card."""
     dataset: str = ""
     """`package.module:Class` of the user's dataset; empty if the images are files."""
     dataset_options: Mapping[str, object] = {}

@@ -1,0 +1,68 @@
+"""Opens the images of a run: files, or a dataset class of the user's."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from inferpool.models.errors import DataError
+from inferpool.models.sources.classes import construct, find_class
+from inferpool.models.training.images import ImageFiles, ImageSource, UserImages
+from inferpool.models.training.recipe import Recipe
+from inferpool.models.training.samples import LabelledImages
+
+_ITEM = "item "
+"""What stands before the number of an item, in the place of a path."""
+
+
+def images_of(recipe: Recipe, samples: LabelledImages) -> ImageSource:
+    """Return what reads the images of a list.
+
+    Raises:
+        SourceError: The user's dataset cannot be opened.
+    """
+    if not recipe.dataset:
+        return ImageFiles(samples.paths, samples.targets)
+    dataset = open_dataset(recipe.dataset, recipe.dataset_options)
+    numbers = [int(path.removeprefix(_ITEM)) for path in samples.paths]
+    return UserImages(dataset, numbers, samples.targets)
+
+
+def open_dataset(source: str, options: Mapping[str, object]) -> Any:
+    """Make an object of a user's dataset class.
+
+    Raises:
+        SourceError: There is no such class, or it cannot be constructed.
+        DataError: It has no length or no items.
+    """
+    module, _, name = source.partition(":")
+    dataset: Any = construct(find_class(module, name), options, source)
+    for needed in ("__len__", "__getitem__"):
+        if not hasattr(dataset, needed):
+            raise DataError(f"{source} must define {needed}, as datasets of torch do")
+    return dataset
+
+
+def labelled(dataset: Any, source: str) -> LabelledImages:
+    """List the items of a dataset.
+
+    Its `classes` name the classes, and its `targets` are the class of each item, as in torchvision;
+    without `targets`, each item is read for its class.
+
+    Raises:
+        DataError: It does not say which classes there are, or an item has none of them.
+    """
+    classes: Sequence[object] | None = getattr(dataset, "classes", None)
+    if classes is None:
+        raise DataError(f"{source} must have `classes`, a list of the names of its classes")
+    labels = [str(label) for label in classes]
+    known = getattr(dataset, "targets", None)
+    targets = [int(each) for each in (known if known is not None else _read_targets(dataset))]
+    if len(targets) != len(dataset):
+        raise DataError(f"{source} has {len(dataset)} items, but {len(targets)} targets")
+    for index, target in enumerate(targets):
+        if not 0 <= target < len(labels):
+            raise DataError(f"{source}[{index}] has class {target}, but there are {len(labels)}")
+    return LabelledImages([f"{_ITEM}{i}" for i in range(len(targets))], targets, labels)
+
+
+def _read_targets(dataset: Any) -> list[int]:
+    return [int(dataset[index][1]) for index in range(len(dataset))]

@@ -1,0 +1,92 @@
+"""Writes the curves of a training run for TensorBoard. Rank 0 alone.
+
+It needs tensorboardX, of the extra `train`. Its `SummaryWriter` is not used: it hands events to a
+thread through a queue that blocks for ever once a full disk has ended the thread.
+"""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from inferpool.models.training.events import Stepped, Validated
+
+if TYPE_CHECKING:
+    from tensorboardX.event_file_writer import EventsWriter
+
+_FLUSH_S = 10.0
+"""Seconds between two times that the file is brought to the disk."""
+
+
+class Board:
+    """An event file of TensorBoard; see `open_board`."""
+
+    def __init__(self, writer: "EventsWriter") -> None:
+        self._writer = writer
+        self._flushed_at = 0.0
+
+    def add(self, event: Stepped | Validated) -> None:
+        """Add the figures of an event.
+
+        Raises:
+            OSError: They cannot be written, for instance since the disk is full.
+        """
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=tag, simple_value=y) for tag, y in _figures(event).items()]
+        self._writer.write_event(
+            Event(wall_time=event.at, step=event.step, summary=Summary(value=values))
+        )
+        if event.at - self._flushed_at >= _FLUSH_S or isinstance(event, Validated):
+            self._writer.flush()
+            self._flushed_at = event.at
+
+    def close(self) -> None:
+        """Write what is left.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        self._writer.close()
+
+
+def open_board(folder: Path, *, purge_step: int) -> Board | None:
+    """Begin an event file beside those of earlier starts of the run.
+
+    Args:
+        folder: The folder of event files; it is made if need be.
+        purge_step: TensorBoard leaves out this step and later ones in the earlier files.
+
+    Returns:
+        None if tensorboardX is not installed.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    try:
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+    except ImportError:
+        return None
+    folder.mkdir(parents=True, exist_ok=True)
+    # The name has the second and the host; the process tells restarts within a second apart.
+    writer = EventsWriter(str(folder.absolute() / "events"), f".{os.getpid()}")
+    start = SessionLog(status=SessionLog.START)
+    writer.write_event(Event(step=purge_step, session_log=start))
+    writer.flush()
+    return Board(writer)
+
+
+def _figures(event: Stepped | Validated) -> dict[str, float]:
+    """Return figures by TensorBoard's tags, which stand together if they begin alike."""
+    if isinstance(event, Stepped):
+        return {
+            "loss/training": event.loss,
+            "learning_rate": event.learning_rate,
+            "images_per_s": event.images_per_s,
+        }
+    return {
+        "loss/training_epoch": event.train_loss,
+        "loss/held_out": event.loss,
+        "accuracy/held_out": event.accuracy,
+    }

@@ -1,0 +1,95 @@
+"""Starts the ranks of this host under torchrun's elastic agent, and starts them again."""
+
+import logging
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.launcher.api import LaunchConfig, launch_agent
+
+from inferpool.models.files.run_folder import RunFolder
+from inferpool.workers.training.stopping import GRACE_S
+
+_MODULE = "inferpool.workers.training.rank"
+_LOGGER = "torch.distributed.elastic"
+_LONGER_S = 10
+
+
+class RanksLostError(Exception):
+    """Ranks died more often than they may be started again, or never met. One sentence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """Where ranks run, and how often they are started again."""
+
+    num_ranks: int
+    """Ranks of this host."""
+    min_nodes: int = 1
+    max_nodes: int = 1
+    rendezvous: str = ""
+    """HOST:PORT at which hosts meet; that host opens the port. Empty for this host alone."""
+    run_id: str
+    """What hosts of one run have in common."""
+    max_restarts: int
+    """How often all ranks may be started again, after one of them died."""
+
+
+def run_ranks(folder: Path, launch: Launch) -> int:
+    """Run the ranks until they end; return the signal that ended them early, or 0.
+
+    A rank that dies ends the others, and all start again from the newest checkpoint. The main
+    thread must call it, since it handles signals: with the first one the ranks save a checkpoint.
+
+    Raises:
+        RanksLostError: They died too often.
+    """
+    RunFolder(folder).failed.unlink(missing_ok=True)
+    is_alone = not launch.rendezvous
+    config = LaunchConfig(
+        min_nodes=launch.min_nodes,
+        max_nodes=launch.max_nodes,
+        nproc_per_node=launch.num_ranks,
+        run_id=launch.run_id,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0" if is_alone else launch.rendezvous,
+        local_addr="localhost" if is_alone else None,
+        max_restarts=launch.max_restarts,
+        monitor_interval=0.1,
+        logs_specs=DefaultLogsSpecs(),
+        shutdown_timeout=int(GRACE_S) + _LONGER_S,
+    )
+    logging.getLogger(_LOGGER).setLevel(logging.CRITICAL)  # the ranks say what they do themselves
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun warns without it; ranks set their own
+    before = {
+        each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    }
+    try:
+        launch_agent(config, sys.executable, ["-m", _MODULE, str(folder)])
+    except SignalException as stopped:
+        return int(stopped.sigval)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        raise RanksLostError(
+            f"rank {rank} died ({_ending(failure.exitcode)}) after {launch.max_restarts} restarts; "
+            "--resume goes on from the last checkpoint"
+        ) from error
+    except (RendezvousError, TimeoutError) as error:
+        raise RanksLostError(
+            f"the hosts did not meet at {launch.rendezvous or 'this host'}: {error}"
+        ) from error
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    return 0
+
+
+def _ending(exit_code: int) -> str:
+    if exit_code < 0:
+        return f"by {signal.Signals(-exit_code).name}"
+    return f"with exit status {exit_code}"

@@ -1,0 +1,319 @@
+"""One rank of a training run: `torchrun -m inferpool.workers.training.rank RUN`.
+
+`inferpool train` starts the ranks so. They read the recipe and the lists of images in the run's
+folder, go on from its newest checkpoint if there is one, and leave a network that can be served.
+A rank that cannot go on leaves the reason there and ends well, so that nobody starts it again.
+"""
+
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Mapping
+from multiprocessing import resource_tracker
+from multiprocessing.forkserver import ensure_running, set_forkserver_preload
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import distributed, nn
+from torch.utils.data import DataLoader, Subset
+
+from inferpool.models.accelerator.device import is_accelerator, name_of, select
+from inferpool.models.errors import ModelError
+from inferpool.models.files.checkpoint import load_weights
+from inferpool.models.files.run_folder import RunFolder
+from inferpool.models.sources.networks import build_classifier, head_of
+from inferpool.models.sources.trained import transform_of
+from inferpool.models.training.augment import training_transform
+from inferpool.models.training.datasets import images_of
+from inferpool.models.training.events import Noted, Started
+from inferpool.models.training.images import (
+    EpochBatches,
+    HeldOutImages,
+    TrainingImages,
+    collate,
+)
+from inferpool.models.training.learner import Learner
+from inferpool.models.training.recipe import Recipe
+from inferpool.models.training.samples import read_samples
+from inferpool.workers.guard import die_with_front_end, die_with_parent, give_way_for_memory
+from inferpool.workers.inside.allocator import keep_large_buffers
+from inferpool.workers.training.checkpoints import (
+    Checkpoints,
+    NoSpaceError,
+    decoded,
+    room_error,
+    save_weights,
+    write_whole,
+)
+from inferpool.workers.training.course import Course, HeldOut, TrainingError
+from inferpool.workers.training.final import HandOver
+from inferpool.workers.training.fitting import most_images
+from inferpool.workers.training.group import RankGroup, RankPlace
+from inferpool.workers.training.metrics import MetricsFile, now
+from inferpool.workers.training.stopping import StopWatch
+
+_LOST = 1
+"""Exit status of a rank that has lost another one: all start again."""
+_LOSSES = ("gloo", "NCCL", "Connection", "DataLoader worker", "Broken pipe")
+"""Words in errors that say that another process is lost."""
+_PREFETCHED = 4
+_LEAST_IMAGES = 2
+"""Images of a pass: batch norms need more than one."""
+
+
+def main(argv: list[str]) -> int:
+    """Train as the recipe in a folder says; return the exit status."""
+    folder = RunFolder(Path(argv[0]))
+    die_with_parent(os.getppid())
+    give_way_for_memory()
+    resource_tracker.ensure_running()  # it unblocks the signals that the next line blocks
+    stop = StopWatch()
+    stop.start()
+    if folder.failed.exists():  # another rank has said why nobody can go on
+        return 0
+    try:
+        _run(folder, stop)
+    except (TrainingError, ModelError, NoSpaceError) as error:
+        _give_up(folder, str(error))
+    except Exception as error:  # a user's network or dataset may raise anything
+        traceback.print_exc()
+        if isinstance(error, distributed.DistError | EOFError) or any(
+            word in str(error) for word in _LOSSES
+        ):
+            return _LOST
+        _give_up(folder, f"{type(error).__name__}: {error}")
+    finally:
+        stop.end()
+    return 0
+
+
+def _run(folder: RunFolder, stop: StopWatch) -> None:
+    recipe = msgspec.json.decode(folder.recipe.read_bytes(), type=Recipe)
+    place = RankPlace.from_environment()
+    if recipe.is_idle and hasattr(os, "SCHED_IDLE"):
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    torch.set_num_threads(recipe.threads)
+    keep_large_buffers()
+    device = torch.device(recipe.device)
+    if recipe.devices:
+        device = torch.device(recipe.device, recipe.devices[place.local_rank])
+        select(device)
+    group = RankGroup(place, device)
+    course = _prepared(recipe, folder, group, device, stop)
+    try:
+        if course.run():
+            _hand_over(course)
+    finally:
+        if course.metrics is not None:
+            course.metrics.close()
+    group.leave()
+
+
+def _prepared(
+    recipe: Recipe, folder: RunFolder, group: RankGroup, device: torch.device, stop: StopWatch
+) -> Course:
+    place = group.place
+    torch.manual_seed(recipe.seed)  # all ranks build the same network
+    network, head = _network(recipe, device)
+    torch.manual_seed(recipe.seed + 1 + place.rank)
+    training, held_out = (
+        images_of(recipe, read_samples(path, recipe.labels))
+        for path in (folder.training, folder.validation)
+    )
+    checkpoints = Checkpoints(folder.checkpoints)
+    if group.is_first:
+        folder.checkpoints.mkdir(exist_ok=True)
+        if reason := room_error(folder.path, network, has_average=bool(recipe.ema_decay)):
+            raise TrainingError(reason)
+    accumulate, note = _accumulated(recipe, network, group, device)
+    batches = EpochBatches(
+        len(training.targets),
+        batch_size=recipe.batch_size,
+        accumulate=accumulate,
+        rank=place.rank,
+        num_ranks=place.num_ranks,
+        seed=recipe.seed,
+    )
+    learner = Learner(
+        network,
+        head,
+        recipe,
+        num_steps=batches.num_steps * recipe.epochs,
+        accumulate=accumulate,
+        wrap=group.wrap,
+    )
+    several = _reading(recipe, device)
+    dataset = TrainingImages(
+        training,
+        training_transform(recipe.transform, recipe.augment, flip=recipe.flip),
+        seed=recipe.seed,
+    )
+    mine = range(place.rank, len(held_out.targets), place.num_ranks)
+    trial = HeldOutImages(held_out, transform_of(recipe.transform))
+    pixels = recipe.batch_size // (place.num_ranks * accumulate)
+    checkpoint = _checkpoint(checkpoints, group)
+    course = Course(
+        recipe=recipe,
+        folder=folder,
+        group=group,
+        device=device,
+        learner=learner,
+        source=training,
+        checkpoints=checkpoints,
+        batches=batches,
+        training=DataLoader(dataset, batch_sampler=batches, collate_fn=collate, **several),
+        held_out=HeldOut(
+            DataLoader(Subset(trial, mine), batch_size=2 * pixels, collate_fn=collate, **several),
+            held_out,
+            num_bytes=len(mine) * 3 * recipe.transform.crop**2,
+        ),
+        held_out_source=held_out,
+        stop=stop,
+        metrics=None,
+    )
+    if checkpoint is not None:
+        course.restore(checkpoint)
+    _announce(course, note, len(training.targets), len(held_out.targets))
+    return course
+
+
+def _network(recipe: Recipe, device: torch.device) -> tuple[nn.Module, nn.Module]:
+    num_classes = len(recipe.labels)
+    weights = None if recipe.weights == "none" else recipe.weights
+    network = build_classifier(
+        recipe.model, weights, num_classes=num_classes, options=recipe.options
+    )
+    if recipe.channels_last:
+        network = network.to(memory_format=torch.channels_last)
+    network = network.to(device)
+    if recipe.sync_batchnorm:
+        network = nn.SyncBatchNorm.convert_sync_batchnorm(network)
+    return network, head_of(network, num_classes)
+
+
+def _accumulated(
+    recipe: Recipe, network: nn.Module, group: RankGroup, device: torch.device
+) -> tuple[int, str]:
+    """Return how many passes make a step, and what to say if they are more than was asked for.
+
+    Raises:
+        TrainingError: Not even two images fit into the memory.
+    """
+    edge, place = recipe.transform.crop, group.place
+    fits = group.least(most_images(network, edge, device, place.num_local))
+    accumulate = recipe.accumulate
+    while (images := recipe.batch_size // (place.num_ranks * accumulate)) > fits:
+        if images <= _LEAST_IMAGES or images % 2:
+            raise TrainingError(
+                f"the memory of {name_of(device)} has room for {fits} images of {edge} x {edge} at "
+                f"once, and {recipe.model} is to train on {images}: give a smaller --batch-size or "
+                "--image-size"
+            )
+        accumulate *= 2
+    if accumulate == recipe.accumulate:
+        return accumulate, ""
+    return accumulate, (
+        f"the memory of {name_of(device)} has room for {fits} images at once: each step takes "
+        f"{accumulate} passes of {images} images, which give the same gradients"
+    )
+
+
+def _checkpoint(checkpoints: Checkpoints, group: RankGroup) -> dict[str, Any] | None:
+    """Return the newest checkpoint of all ranks, which may be on another host."""
+    steps = group.gather(checkpoints.newest_step)
+    newest = max(int(str(step)) for step in steps)
+    if not newest:
+        return None
+    source = steps.index(newest)
+    data = checkpoints.read() if steps[group.place.rank] == newest else None
+    if any(step != newest for step in steps):
+        data = group.broadcast(data if group.place.rank == source else None, source)
+    assert data is not None, "a rank has it, or was sent it"
+    return decoded(data)
+
+
+def _reading(recipe: Recipe, device: torch.device) -> Mapping[str, Any]:
+    """Return how a `DataLoader` reads images."""
+    if not recipe.num_workers:
+        return {"pin_memory": is_accelerator(device)}
+    # Both keep the signals blocked that this process has blocked, so that it can end its step.
+    set_forkserver_preload(["torch", "inferpool.models.training.images"])
+    ensure_running()
+    return {
+        "pin_memory": is_accelerator(device),
+        "num_workers": recipe.num_workers,
+        "multiprocessing_context": "forkserver",
+        "persistent_workers": True,
+        "prefetch_factor": _PREFETCHED,
+        "worker_init_fn": _begin_reader,
+    }
+
+
+def _begin_reader(number: int) -> None:
+    die_with_front_end()
+    give_way_for_memory()
+
+
+def _announce(course: Course, note: str, num_training: int, num_validation: int) -> None:
+    """Begin the metrics, and say who trains on what."""
+    group, recipe, step = course.group, course.recipe, course.state.step
+    devices = [str(name) for name in group.gather(name_of(course.device))]
+    if group.is_first:
+        course.metrics = MetricsFile(course.folder.metrics, after_step=step)
+    course.tell(
+        Started(
+            step=step,
+            at=now(),
+            num_steps=course.batches.num_steps * recipe.epochs,
+            num_epochs=recipe.epochs,
+            num_ranks=group.place.num_ranks,
+            devices=devices,
+            batch_size=recipe.batch_size,
+            num_training=num_training,
+            num_validation=num_validation,
+        )
+    )
+    if note:
+        course.tell(Noted(step=step, at=now(), text=note))
+
+
+def _hand_over(course: Course) -> None:
+    """Keep the best weights, judge them as they will be served, and write the card."""
+    group, folder, recipe, state = course.group, course.folder, course.recipe, course.state
+    if group.is_first:
+        network, _ = _network(msgspec.structs.replace(recipe, weights="none"), torch.device("cpu"))
+        load_weights(network, course.checkpoints.best(state.best_epoch))
+        save_weights(folder.weights, network)
+        write_whole(folder.labels, "".join(f"{label}\n" for label in recipe.labels).encode())
+    group.wait()
+    seconds = course.seconds
+    hand_over = HandOver(recipe, folder, group, course.device)
+    gathered = group.gather(hand_over.judge(course.held_out_source))
+    if group.is_first:
+        answers = sorted(answer for found in gathered for answer in found)  # type: ignore[attr-defined]
+        num_images = state.step * recipe.batch_size
+        hand_over.write(
+            answers,
+            course.source,
+            course.held_out_source,
+            faults=state.faults,
+            best_epoch=state.best_epoch,
+            seconds=seconds,
+            images_per_s=num_images / max(seconds, 1e-9),
+            began=state.began_at,
+        )
+        course.checkpoints.remove()
+    group.wait()
+
+
+def _give_up(folder: RunFolder, reason: str) -> None:
+    """Leave the reason; the first rank's counts."""
+    with contextlib.suppress(FileExistsError), folder.failed.open("x", encoding="utf-8") as file:
+        file.write(" ".join(reason.split()))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
