@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import median
 
 from inferpool.models.errors import DataError
+from inferpool.models.files.image_table import COLUMNS, rows_of
 
 IMAGE_SUFFIXES = frozenset(
     (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"),
@@ -19,7 +20,6 @@ _PARTS = frozenset(
     ("train", "training", "val", "valid", "validation", "test", "testing"),
 )
 """Names of folders that hold a part of the images, with a folder for each label inside."""
-_COLUMNS = ("path", "label")
 _NAMED = 8
 """The most names that a message lists."""
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
@@ -57,7 +57,7 @@ class LabelledImages:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageFacts:
-    """What a sample of the images shows, for a choice of settings."""
+    """Facts about images, from a sample of them, for a choice of settings."""
 
     num_sampled: int
     num_unreadable: int
@@ -69,7 +69,7 @@ class ImageFacts:
     aspect: float = 1.0
     """Median of the longer edge divided by the shorter one."""
     is_gray: bool = False
-    """Whether no image of the sample has a colour."""
+    """True if no image of the sample has a colour."""
 
 
 def find_parts(source: Path, val: str, seed: int) -> tuple[LabelledImages, LabelledImages]:
@@ -226,7 +226,7 @@ def write_samples(path: Path, images: LabelledImages) -> None:
     try:
         with draft.open("w", encoding="utf-8", errors="surrogateescape", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(_COLUMNS)
+            writer.writerow(COLUMNS)
             pairs = zip(images.paths, images.targets, strict=True)
             writer.writerows((each, images.labels[target]) for each, target in pairs)
             file.flush()
@@ -244,7 +244,7 @@ def read_samples(path: Path, labels: Sequence[str]) -> LabelledImages:
     """
     index_of = {label: index for index, label in enumerate(labels)}
     paths, targets = [], []
-    for line, name, label in _rows(path):
+    for line, (name, label) in rows_of(path):
         if label not in index_of:
             raise DataError(f"{path}, line {line}: there is no label {label!r}")
         paths.append(name)
@@ -316,7 +316,7 @@ def _of_table(table: Path) -> list[tuple[str, str]]:
     folder = str(table.absolute().parent)
     lines: dict[str, int] = {}
     found = []
-    for line, name, label in _rows(table):
+    for line, (name, label) in rows_of(table):
         where = f"{table}, line {line}"
         name, label = name.lstrip(), label.strip()
         if reason := _unfit(label):
@@ -331,35 +331,6 @@ def _of_table(table: Path) -> list[tuple[str, str]]:
     if not found:
         raise DataError(f"{table} names no images: there is no line after that of the columns")
     return found
-
-
-def _rows(table: Path) -> Iterator[tuple[int, str, str]]:
-    """Yield the line, the path and the label of each row.
-
-    Raises:
-        DataError: The table cannot be read, or lacks a column.
-    """
-    try:
-        with table.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-            reader = csv.reader(file, strict=True)
-            header = [each.strip() for each in next(reader, [])]
-            missing = [each for each in _COLUMNS if each not in header]
-            if missing:
-                raise DataError(
-                    f"{table}: its first line must name the columns path and label; it lacks "
-                    f"{' and '.join(missing)}"
-                )
-            path, label = (header.index(each) for each in _COLUMNS)
-            for row in reader:
-                if not row:
-                    continue
-                if len(row) <= max(path, label):
-                    raise DataError(f"{table}, line {reader.line_num}: it lacks a column")
-                yield reader.line_num, row[path], row[label]
-    except csv.Error as error:
-        raise DataError(f"{table}, line {reader.line_num}: {error}") from error
-    except OSError as error:
-        raise DataError(f"{table} cannot be read: {error.strerror or error}") from error
 
 
 def _unfit(label: str) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from inferpool.models.training.samples import ImageFacts
 
 USUAL_EDGE = 224
-"""What most networks were trained with, in pixels."""
+"""The edge that most networks were trained with, in pixels."""
 _EDGES = (32, 48, 64, 96, 128, 160, 192, 224)
 _STEP = 32
 """Most networks halve their input five times."""

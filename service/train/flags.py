@@ -22,7 +22,7 @@ _METAVARS = {
     "X": ("float", "Number"),
     "HOW": ("Literal", "Augmentation", "Precision"),
 }
-"""What stands for a value in the help, by words in the annotation of its field."""
+"""Names of values in the help, by words in the annotation of their field."""
 
 
 def add_flags(parser: ArgumentParser) -> None:

@@ -31,7 +31,7 @@ _LONG = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a training run will do."""
+    """All that is decided before a training run begins."""
 
     recipe: Recipe
     settings: TrainSettings
@@ -39,7 +39,7 @@ class Plan:
     num_ranks: int
     """Ranks of this host."""
     sentences: Sequence[str]
-    """What the user should know before it begins, in the order to be shown."""
+    """Lines for the user, in the order to be shown."""
 
 
 def plan(
@@ -122,8 +122,8 @@ def plan(
         *_on_machine(settings, machine, recipe, host),
     ]
     if chosen:
-        named = ", ".join(f"{name} {_told(value)}" for name, value in chosen.items())
-        sentences.append(f"chosen by itself, and changed by flags of these names: {named}")
+        named = " ".join(_flag(name, value) for name, value in chosen.items())
+        sentences.append(f"chosen by itself: {named}")
     return Plan(
         recipe=recipe,
         settings=settings.model_copy(update=chosen),
@@ -237,7 +237,9 @@ def _chosen(settings: TrainSettings, recipe: Recipe) -> dict[str, object]:
     return {name: value for name, value in values.items() if getattr(settings, name) == "auto"}
 
 
-def _told(value: object) -> str:
+def _flag(name: str, value: object) -> str:
+    """Return a setting as a flag."""
+    flag = name.replace("_", "-")
     if isinstance(value, bool):
-        return "on" if value else "off"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+        return f"--{flag}" if value else f"--no-{flag}"
+    return f"--{flag} {value:g}" if isinstance(value, float) else f"--{flag} {value}"

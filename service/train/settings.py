@@ -100,7 +100,7 @@ class TrainSettings(SettingsTable):
     seed: int = Field(0, ge=0, lt=2**63)
     """Seed of all that is random."""
     devices: str = "auto"
-    """Where to train: auto (every GPU, else the CPU), cpu, cuda, or GPUs such as cuda:0,1."""
+    """Devices to train on: auto (every GPU, else the CPU), cpu, cuda, or GPUs such as cuda:0,1."""
     processes: Auto | PositiveInt = "auto"
     """Processes of this host. auto: one for each GPU; 1 on the CPU."""
     threads: Auto | PositiveInt = "auto"
@@ -184,7 +184,7 @@ class TrainSettings(SettingsTable):
 
     @property
     def has_weights(self) -> bool:
-        """Whether the network begins with weights: those of a class of the user's are unknown."""
+        """True if the network begins with weights: those of a class of the user's are unknown."""
         kind, _, name = self.model.partition(":")
         is_users = bool(name) and kind != "torchvision"
         return self.weights.lower() != "none" and not (is_users and self.weights == "DEFAULT")

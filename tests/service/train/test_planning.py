@@ -87,8 +87,11 @@ class TestDefaults:
             "1 process on the CPU with 2 threads, on cores that nobody else wants, in fp32",
             made.sentences[-1],
         ]
-        assert "epochs 28, head_only_epochs 0, batch_size 32" in made.sentences[-1]
-        assert "flip off" in made.sentences[-1]
+        assert (
+            "chosen by itself: --epochs 28 --head-only-epochs 0 --batch-size 32"
+            in made.sentences[-1]
+        )
+        assert "--no-flip" in made.sentences[-1]
 
     def test_photographs_are_prepared_as_the_weights_were(self):
         made = planned(300, PHOTOS, LARGE)
