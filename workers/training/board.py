@@ -5,13 +5,15 @@ thread through a queue that blocks for ever once a full disk has ended the threa
 """
 
 import os
+import socket
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from inferpool.models.training.events import Stepped, Validated
 
 if TYPE_CHECKING:
-    from tensorboardX.event_file_writer import EventsWriter
+    from tensorboardX import RecordWriter
 
 _FLUSH_S = 10.0
 """Seconds between two times that the file is brought to the disk."""
@@ -20,7 +22,7 @@ _FLUSH_S = 10.0
 class Board:
     """An event file of TensorBoard; see `open_board`."""
 
-    def __init__(self, writer: "EventsWriter") -> None:
+    def __init__(self, writer: "RecordWriter") -> None:
         self._writer = writer
         self._flushed_at = 0.0
 
@@ -34,9 +36,8 @@ class Board:
         from tensorboardX.proto.summary_pb2 import Summary
 
         values = [Summary.Value(tag=tag, simple_value=y) for tag, y in _figures(event).items()]
-        self._writer.write_event(
-            Event(wall_time=event.at, step=event.step, summary=Summary(value=values))
-        )
+        record = Event(wall_time=event.at, step=event.step, summary=Summary(value=values))
+        self._writer.write(record.SerializeToString())
         if event.at - self._flushed_at >= _FLUSH_S or isinstance(event, Validated):
             self._writer.flush()
             self._flushed_at = event.at
@@ -47,7 +48,10 @@ class Board:
         Raises:
             OSError: It cannot be written.
         """
-        self._writer.close()
+        try:
+            self._writer.flush()
+        finally:
+            self._writer.close()
 
 
 def open_board(folder: Path, *, purge_step: int) -> Board | None:
@@ -64,15 +68,21 @@ def open_board(folder: Path, *, purge_step: int) -> Board | None:
         OSError: The file cannot be written.
     """
     try:
-        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX import RecordWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog
     except ImportError:
         return None
     folder.mkdir(parents=True, exist_ok=True)
-    # The name has the second and the host; the process tells restarts within a second apart.
-    writer = EventsWriter(str(folder.absolute() / "events"), f".{os.getpid()}")
+    now = time.time()
+    # The process tells starts within one second apart.
+    name = f"events.out.tfevents.{int(now):010}.{socket.gethostname()}.{os.getpid()}"
+    writer = RecordWriter(str(folder.absolute() / name))
     start = SessionLog(status=SessionLog.START)
-    writer.write_event(Event(step=purge_step, session_log=start))
+    for record in (
+        Event(wall_time=now, file_version="brain.Event:2"),  # what each file begins with
+        Event(wall_time=now, step=purge_step, session_log=start),
+    ):
+        writer.write(record.SerializeToString())
     writer.flush()
     return Board(writer)
 
