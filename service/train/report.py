@@ -219,9 +219,8 @@ def _thinned(points: Sequence[Point]) -> list[Point]:
     """Return means of neighbours, so that there are not too many points."""
     width = -(-len(points) // _MAX_POINTS) or 1
     groups = [points[first : first + width] for first in range(0, len(points), width)]
-    return [
-        (group[-1][0], sum(y for _, y in group) / len(group)) for group in groups
-    ]  # a point stands where its group ends, as an event does
+    # A point stands where its group ends, as an event does.
+    return [(group[-1][0], sum(y for _, y in group) / len(group)) for group in groups]
 
 
 def _confusion_parts(confusions: Mapping[Pair, int], labels: Sequence[str]) -> Iterator[Part]:
@@ -329,8 +328,9 @@ def _figure(answer: _Answer) -> str:
     label, predicted, path, name = (escape(on_one_line(text)) for text in texts)
     return (
         f'<figure title="{path}"><img{" class=small" if is_small else ""} alt="{name}" '
-        f'src="data:image/{kind.lower()};base64,{data}"><div><span class="bad">{predicted}</span> '
-        f'{answer.score:.3f}</div><div>is {label}</div><div class="faint">{name}</div></figure>'
+        f'src="data:image/{kind.lower()};base64,{data}"><div>{answer.score:.3f} '
+        f'<span class="bad">{predicted}</span></div><div>is {label}</div>'
+        f'<div class="faint">{name}</div></figure>'
     )
 
 
