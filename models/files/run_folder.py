@@ -166,6 +166,15 @@ class RunFolder:
         return self.path / "failed"
 
     @property
+    def files(self) -> list[Path]:
+        """All that a run may leave, besides the lock."""
+        return [
+            *(self.card, self.weights, self.labels, self.settings, self.recipe, self.training),
+            *(self.validation, self.predictions, self.skipped, self.metrics, self.tensorboard),
+            *(self.report, self.checkpoints, self.nan, self.failed),
+        ]
+
+    @property
     def lock(self) -> Path:
         """The file that a process which writes to the folder has locked."""
         return self.path / "lock"

@@ -1,16 +1,23 @@
 """Opens the images of a run: files, or a dataset class of the user's."""
 
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
-from inferpool.models.errors import DataError
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from inferpool.models.errors import DataError, InputError
 from inferpool.models.sources.classes import construct, find_class
 from inferpool.models.training.images import ImageFiles, ImageSource, UserImages
 from inferpool.models.training.recipe import Recipe
-from inferpool.models.training.samples import LabelledImages
+from inferpool.models.training.samples import ImageFacts, LabelledImages
 
 _ITEM = "item "
 """What stands before the number of an item, in the place of a path."""
+_MOST_SEEN = 200
 
 
 def images_of(recipe: Recipe, samples: LabelledImages) -> ImageSource:
@@ -62,6 +69,37 @@ def labelled(dataset: Any, source: str) -> LabelledImages:
         if not 0 <= target < len(labels):
             raise DataError(f"{source}[{index}] has class {target}, but there are {len(labels)}")
     return LabelledImages([f"{_ITEM}{i}" for i in range(len(targets))], targets, labels)
+
+
+def facts_of(dataset: Any) -> ImageFacts | None:
+    """Look at some items of a dataset; None if none of them is an image."""
+    num = min(_MOST_SEEN, len(dataset))
+    images = []
+    for index in range(num):
+        try:
+            item = dataset[index * len(dataset) // num]
+        except (OSError, InputError):
+            continue
+        image = item[0] if isinstance(item, tuple | list) else item
+        if isinstance(image, Tensor) and image.dtype == torch.uint8:
+            image = Image.fromarray(np.ascontiguousarray(image.permute(1, 2, 0).numpy()))
+        if isinstance(image, Image.Image):
+            images.append(image)
+    if not images:
+        return None
+    edges = [sorted(image.size) for image in images]
+    return ImageFacts(
+        num_sampled=num,
+        num_unreadable=num - len(images),
+        short_edge=int(median(short for short, _ in edges)),
+        aspect=median(long / max(1, short) for short, long in edges),
+        is_gray=all(_is_gray(image) for image in images),
+    )
+
+
+def _is_gray(image: Image.Image) -> bool:
+    red, green, blue = np.moveaxis(np.asarray(image.convert("RGB")), 2, 0)
+    return bool((red == green).all() and (green == blue).all())
 
 
 def _read_targets(dataset: Any) -> list[int]:

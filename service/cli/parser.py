@@ -24,6 +24,8 @@ examples:
   inferpool serve exported.pt2 --replicas 2    a torch.export archive, in two processes
   inferpool predict photo.jpg                  ask a running service
   inferpool jobs submit inputs.jsonl --wait    hand many inputs to it as a job
+  inferpool train photos/ --output run/        make a classifier from a folder of images
+  inferpool serve run/                         and serve it
   inferpool top                                watch a service live
   inferpool models swap cats --weights new.pth another version, if it is good enough
   inferpool doctor                             find problems here, and what to do

@@ -76,6 +76,15 @@ VERBS: Mapping[str, Verb] = {
         flags="inferpool.service.cli.job_flags:add_flags",
         code="inferpool.service.cli.jobs:run",
     ),
+    "train": Verb(
+        summary="make a classifier from a folder of images",
+        description="Train an image classifier on a folder of images, on all GPUs or idle cores, "
+        "and leave a folder that `inferpool serve` serves. Exit status: 0 if it was trained, 1 if "
+        "the training failed, 2 for wrong arguments or images, 130 after Ctrl-C, 143 after "
+        "SIGTERM. After any of them --resume goes on from the last checkpoint.",
+        flags="inferpool.service.train.flags:add_flags",
+        code="inferpool.service.cli.train:run",
+    ),
     "top": Verb(
         summary="watch a service live",
         description="Show throughput, latency, queue and workers of a service, second by second. "

@@ -22,6 +22,7 @@ _NOT_BY_CODE = {
     "predict": (*_TORCH, *_SERVER, *_SETTINGS, *_TOOLS.values(), "numpy", "inferpool.workers"),
     "batch": (*_TORCH, *_SERVER, *_SETTINGS, *_CLIENTS, *_TOOLS.values(), "numpy"),
     "jobs": (*_TORCH, *_SERVER, *_SETTINGS, *_TOOLS.values(), "numpy", "inferpool.workers"),
+    "train": (*_TORCH, *_SERVER, *_CLIENTS, "sqlalchemy"),
     "top": (*_TORCH, *_SERVER, *_SETTINGS, "numpy", "inferpool.workers", _CLIENT),
     "models": (*_TORCH, *_SERVER, "numpy", _CLIENT, _TOOLS["top"], _TOOLS["tune"]),
     "config": (*_TORCH, *_SERVER, *_CLIENTS, *_TOOLS.values(), "numpy", "asyncio", "rich"),

@@ -1,0 +1,353 @@
+"""Trains as the settings say, from the images to a folder that can be served.
+
+It runs in the command's process: it looks at the images, plans, starts the ranks, and writes the
+report. The ranks, in processes of their own, do the rest.
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from io import StringIO
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from inferpool.models.errors import DataError, ModelError
+from inferpool.models.files.run_folder import RunFolder, read_card
+from inferpool.models.training.events import Ended, read_events
+from inferpool.models.training.recipe import Recipe
+from inferpool.models.training.samples import (
+    ImageFacts,
+    LabelledImages,
+    find_parts,
+    read_samples,
+    share_of,
+    split,
+    survey,
+    write_samples,
+)
+from inferpool.service.settings.names import FlagError
+from inferpool.service.train.planning import Plan, plan
+from inferpool.service.train.progress import TrainProgress
+from inferpool.service.train.settings import TrainSettings, write_settings
+from inferpool.workers.host.devices import Host, find_host
+from inferpool.workers.host.nvml import read_nvml
+
+_MAY_CHANGE = frozenset(
+    ("devices", "device", "threads", "num_workers", "is_idle", "checkpoint_minutes", "command")
+)
+"""Fields of a recipe that a run may go on with others of: they change no weights."""
+_BUSY = 0.1
+"""Share of a GPU's memory in use from which on it counts as somebody else's."""
+_BF16_SINCE = (8, 0)
+"""Compute capability of the first NVIDIA GPUs with bf16: CUDA C++ Programming Guide, table of
+arithmetic instructions."""
+
+How = Literal["new", "resume", "overwrite"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainOutcome:
+    """The end of a run."""
+
+    status: Literal["done", "stopped", "failed"]
+    reason: str = ""
+    """One sentence, if it failed."""
+    signum: int = 0
+    """The signal that stopped it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunImages:
+    """The images of a run."""
+
+    training: LabelledImages
+    held_out: LabelledImages
+    facts: ImageFacts | None
+
+
+def train(
+    settings: TrainSettings, *, how: How, images_are_named: bool, command: str, is_quiet: bool
+) -> TrainOutcome:
+    """Train, and leave a folder that can be served.
+
+    Args:
+        settings: What to do.
+        how: Whether the folder begins anew.
+        images_are_named: Whether a run that is resumed was given the images again.
+        command: The command line, for the card.
+        is_quiet: Whether to show nothing.
+
+    Raises:
+        FlagError: The settings do not fit the images, the network, the host or the folder.
+    """
+    folder = RunFolder(Path(settings.output).absolute())
+    with _locked(folder, how):
+        if how == "overwrite":
+            _clear(folder)
+        try:
+            images = _images(settings, folder, how=how, images_are_named=images_are_named)
+            planned = _planned(settings, images)
+        except ModelError as error:
+            raise FlagError(str(error)) from error
+        recipe = msgspec.structs.replace(planned.recipe, command=command)
+        if how == "resume":
+            _check_same(folder, recipe)
+        _write(folder, planned, images, recipe)
+        if not is_quiet:
+            sys.stderr.writelines(f"{sentence}\n" for sentence in planned.sentences)
+        return _run(folder, settings, planned, is_quiet=is_quiet)
+
+
+def _run(
+    folder: RunFolder, settings: TrainSettings, planned: Plan, *, is_quiet: bool
+) -> TrainOutcome:
+    from inferpool.workers.training.launch import Launch, RanksLostError, run_ranks
+
+    least, most = settings.num_nodes
+    launch: Launch = Launch(
+        num_ranks=planned.num_ranks,
+        min_nodes=least,
+        max_nodes=most,
+        rendezvous=settings.rdzv,
+        run_id=settings.rdzv_id,
+        max_restarts=settings.max_restarts,
+    )
+    progress = TrainProgress(sys.stderr, folder.metrics, is_quiet=is_quiet)
+    progress.start()
+    signum, lost = 0, ""
+    try:
+        signum = run_ranks(folder.path, launch)
+    except RanksLostError as error:
+        lost = str(error)
+    finally:
+        progress.stop()
+    outcome = _outcome(folder, signum, lost)
+    _tell_end(folder, outcome)
+    if outcome.status == "done":
+        _report(folder, planned, is_quiet=is_quiet)
+    return outcome
+
+
+def _outcome(folder: RunFolder, signum: int, lost: str) -> TrainOutcome:
+    if folder.failed.exists():
+        reason = folder.failed.read_text("utf-8")
+        folder.failed.unlink()
+        return TrainOutcome(status="failed", reason=reason)
+    if lost:
+        return TrainOutcome(status="failed", reason=lost)
+    if folder.card.exists() or (not folder.metrics.exists() and not signum):
+        return TrainOutcome(status="done")  # without metrics the first rank was on another host
+    return TrainOutcome(status="stopped", signum=signum)
+
+
+def _report(folder: RunFolder, planned: Plan, *, is_quiet: bool) -> None:
+    from inferpool.service.train.report import summary, write_report
+
+    if not folder.card.exists():
+        return
+    card = read_card(folder.path)
+    text = StringIO()
+    write_settings(planned.settings, text)
+    write_report(folder, card, settings=text.getvalue())
+    if not is_quiet:
+        sys.stdout.writelines(f"{line}\n" for line in summary(folder, card))
+
+
+def _tell_end(folder: RunFolder, outcome: TrainOutcome) -> None:
+    """Add the last line to the metrics."""
+    if not folder.metrics.exists():
+        return
+    with folder.metrics.open("rb") as lines:
+        step = max((event.step for event in read_events(lines)), default=0)
+    event = Ended(step=step, at=round(time.time(), 3), status=outcome.status, reason=outcome.reason)
+    with folder.metrics.open("ab") as file:
+        file.write(msgspec.json.encode(event) + b"\n")
+
+
+@contextlib.contextmanager
+def _locked(folder: RunFolder, how: How) -> Iterator[None]:
+    """Keep other processes from writing to the folder of the run.
+
+    Raises:
+        FlagError: One does, or the folder cannot be used.
+    """
+    where = f"--output: {folder.path}"
+    try:
+        if how == "resume" and not folder.recipe.exists():
+            raise FlagError(f"--resume: there is no run to go on with in {folder.path}")
+        folder.path.mkdir(parents=True, exist_ok=True)
+        is_foreign = not folder.recipe.exists() and any(
+            each.name != folder.lock.name for each in folder.path.iterdir()
+        )
+        if is_foreign:
+            raise FlagError(f"{where} has other files; name a new folder")
+        with folder.lock.open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise FlagError(f"{where}: another process trains there") from None
+            if how == "new" and folder.recipe.exists():
+                raise FlagError(
+                    f"{where} holds a run: --resume goes on with it, --overwrite begins anew"
+                )
+            if how == "resume" and folder.card.exists():
+                raise FlagError(
+                    f"the run in {folder.path} has ended: `inferpool serve {folder.path}` serves "
+                    "it, and --overwrite begins anew"
+                )
+            yield
+    except OSError as error:
+        raise FlagError(f"{where}: {error.strerror or error}") from error
+
+
+def _clear(folder: RunFolder) -> None:
+    """Remove what an earlier run left, and nothing else."""
+    for path in folder.files:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _images(
+    settings: TrainSettings, folder: RunFolder, *, how: How, images_are_named: bool
+) -> RunImages:
+    """Find the images, or read which ones a run has begun with.
+
+    Raises:
+        DataError: They cannot be used.
+    """
+    if how != "resume":
+        return _found(settings)
+    before = msgspec.json.decode(folder.recipe.read_bytes(), type=Recipe)
+    if not images_are_named:
+        training, held_out = (
+            read_samples(path, before.labels) for path in (folder.training, folder.validation)
+        )
+        return RunImages(training, held_out, None if settings.dataset else survey(training))
+    images = _found(settings)
+    if list(images.training.labels) != list(before.labels):
+        raise DataError(
+            f"the checkpoint in {folder.path} is for the labels {', '.join(before.labels)}, but "
+            f"{settings.data} has {', '.join(images.training.labels)}"
+        )
+    return images
+
+
+def _found(settings: TrainSettings) -> RunImages:
+    if not settings.dataset:
+        training, held_out = find_parts(Path(settings.data), settings.val, settings.seed)
+        return RunImages(training, held_out, survey(training))
+    from inferpool.models.training.datasets import facts_of, labelled, open_dataset
+
+    dataset = open_dataset(settings.dataset, settings.dataset_options)
+    images = labelled(dataset, settings.dataset)
+    if share_of(settings.val) is None:
+        raise DataError("--val: of a --dataset, give the share to hold out, such as 0.2")
+    training, held_out = split(images, float(settings.val), settings.seed)
+    return RunImages(training, held_out, facts_of(dataset))
+
+
+def _planned(settings: TrainSettings, images: RunImages) -> Plan:
+    """Look at the network and the host, and decide what to do.
+
+    Raises:
+        ModelError: The network cannot be built, or has no weights.
+        FlagError: The settings do not fit the images, the network or the host.
+    """
+    from inferpool.models.sources.networks import (
+        build_classifier,
+        can_compute,
+        head_of,
+        native_transform,
+    )
+
+    num_classes = len(images.training.labels)
+    weights = None if settings.weights.lower() == "none" else settings.weights
+    # With its weights, which may be downloaded: else each rank would, and find each fault again.
+    network = build_classifier(
+        settings.model, weights, num_classes=num_classes, options=settings.options
+    )
+    head_of(network, num_classes)
+    return plan(
+        settings,
+        images.training,
+        images.held_out,
+        images.facts,
+        native=native_transform(settings.model, weights),
+        fits=cache(lambda edge: can_compute(network, edge, num_classes)),
+        host=_host(settings),
+        has_bf16=_bf16_of(),
+    )
+
+
+def _host(settings: TrainSettings) -> Host:
+    """Return the devices of this host; by default without GPUs that others use."""
+    host = find_host(
+        os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("CUDA_DEVICE_ORDER", "")
+    )
+    if settings.devices != "auto" or not host.gpus:
+        return host
+    import pynvml
+
+    busy = {
+        gpu.uuid
+        for gpu in read_nvml(pynvml).gpus
+        if gpu.total_bytes and (gpu.used_bytes or 0) > _BUSY * gpu.total_bytes
+    }
+    free = tuple(gpu for gpu in host.gpus if gpu.uuid not in busy)
+    if not free:
+        raise FlagError("--devices: other processes use all GPUs; name those to train on, or cpu")
+    return replace(host, gpus=free)
+
+
+def _bf16_of() -> Callable[[str], bool]:
+    """Return what tells whether all devices of a kind compute in bf16."""
+
+    def has_bf16(kind: str) -> bool:
+        if kind == "cpu":
+            return True
+        import pynvml
+
+        capabilities = [gpu.capability for gpu in read_nvml(pynvml).gpus]
+        return bool(capabilities) and all(each and each >= _BF16_SINCE for each in capabilities)
+
+    return has_bf16
+
+
+def _check_same(folder: RunFolder, recipe: Recipe) -> None:
+    """Refuse to go on with a run in another way.
+
+    Raises:
+        FlagError: A setting that decides the weights has changed; names it.
+    """
+    before = msgspec.json.decode(folder.recipe.read_bytes(), type=Recipe)
+    changed = [
+        name
+        for name in Recipe.__struct_fields__
+        if name not in _MAY_CHANGE and getattr(before, name) != getattr(recipe, name)
+    ]
+    if changed:
+        told = "; ".join(
+            f"{name} was {getattr(before, name)!r} and is {getattr(recipe, name)!r}"
+            for name in changed
+        )
+        raise FlagError(f"--resume goes on as the run began, but {told}")
+
+
+def _write(folder: RunFolder, planned: Plan, images: RunImages, recipe: Recipe) -> None:
+    write_samples(folder.training, images.training)
+    write_samples(folder.validation, images.held_out)
+    with folder.settings.open("w", encoding="utf-8") as file:
+        write_settings(planned.settings, file)
+    new = folder.recipe.with_suffix(".new")
+    new.write_bytes(msgspec.json.format(msgspec.json.encode(recipe), indent=2))
+    os.replace(new, folder.recipe)
