@@ -40,8 +40,9 @@ from inferpool.service.train.settings import TrainSettings, write_settings
 from inferpool.workers.host.devices import Host, find_host
 from inferpool.workers.host.nvml import read_nvml
 
-_MAY_CHANGE = frozenset(
-    ("devices", "device", "threads", "num_workers", "is_idle", "checkpoint_minutes", "command")
+_MAY_CHANGE = (
+    *("data", "device", "devices", "threads", "num_workers", "is_idle"),
+    *("checkpoint_minutes", "command"),
 )
 """Fields of a recipe that a run may go on with others of: they change no weights."""
 _BUSY = 0.1
@@ -239,6 +240,12 @@ def _images(
             f"the checkpoint in {folder.path} is for the labels {', '.join(before.labels)}, but "
             f"{settings.data} has {', '.join(images.training.labels)}"
         )
+    for path, now in ((folder.training, images.training), (folder.validation, images.held_out)):
+        if list(read_samples(path, before.labels).paths) != list(now.paths):
+            raise DataError(
+                f"{settings.data} has other images than when the run began; leave it out, and "
+                "--resume goes on with those of then"
+            )
     return images
 
 

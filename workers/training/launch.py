@@ -16,7 +16,8 @@ from inferpool.models.files.run_folder import RunFolder
 from inferpool.workers.training.stopping import GRACE_S
 
 _MODULE = "inferpool.workers.training.rank"
-_LOGGER = "torch.distributed.elastic"
+_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher")
+"""Loggers of torchrun, which stay silent: the progress says when ranks start again."""
 _LONGER_S = 10
 
 
@@ -64,7 +65,9 @@ def run_ranks(folder: Path, launch: Launch) -> int:
         logs_specs=DefaultLogsSpecs(),
         shutdown_timeout=int(GRACE_S) + _LONGER_S,
     )
-    logging.getLogger(_LOGGER).setLevel(logging.CRITICAL)  # the ranks say what they do themselves
+    for name in [*logging.root.manager.loggerDict]:
+        if name.startswith(_LOGGERS):  # each has a level of its own
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun warns without it; ranks set their own
     before = {
         each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

@@ -237,13 +237,16 @@ def _checkpoint(checkpoints: Checkpoints, group: RankGroup) -> dict[str, Any] | 
 
 def _reading(recipe: Recipe, device: torch.device) -> Mapping[str, Any]:
     """Return how a `DataLoader` reads images."""
+    # It draws a number whenever it begins: from its own generator, or a run that goes on in the
+    # middle of an epoch would have drawn more of them.
+    common = {"pin_memory": is_accelerator(device), "generator": torch.Generator()}
     if not recipe.num_workers:
-        return {"pin_memory": is_accelerator(device)}
+        return common
     # Both keep the signals blocked that this process has blocked, so that it can end its step.
     set_forkserver_preload(["torch", "inferpool.models.training.images"])
     ensure_running()
     return {
-        "pin_memory": is_accelerator(device),
+        **common,
         "num_workers": recipe.num_workers,
         "multiprocessing_context": "forkserver",
         "persistent_workers": True,
