@@ -193,7 +193,10 @@ def has_begun(path: Path) -> bool:
 def why_no_run(folder: Path) -> str:
     """Return why a path is not the folder of a run that has ended well, and what to do."""
     if has_begun(folder):
-        return f"the run in {folder} has not ended: `inferpool train --resume` goes on with it"
+        return (
+            f"the run in {folder} has not ended: `inferpool train --output {folder} --resume` goes "
+            "on with it"
+        )
     if os.path.isdir(folder):
         return f"{folder} is no folder of a finished training run: it has no {CARD_FILE}"
     return f"there is no folder {folder} (looked for from {Path.cwd()})"

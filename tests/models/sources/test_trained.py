@@ -136,7 +136,7 @@ def edited(run: Path, **changes: object) -> None:
         (lambda run: run.card.write_text("{"), r"card\.json is no card of a training run"),
         (
             lambda run: run.card.unlink(),
-            r"the run in .*run has not ended: `inferpool train --resume` goes on with it",
+            r"the run in .*run has not ended: `inferpool train --output .*run --resume` goes on",
         ),
         (
             lambda run: (run.card.unlink(), run.recipe.unlink()),

@@ -69,7 +69,7 @@ def test_a_folder_is_a_source_if_it_has_a_slash_or_is_a_finished_run(tmp_path, m
     (tmp_path / "run" / "card.json").unlink()
     assert not is_source("run")
     assert source_hint("run", []) == (
-        "the run in run has not ended: `inferpool train --resume` goes on with it"
+        "the run in run has not ended: `inferpool train --output run --resume` goes on with it"
     )
     assert "run has not ended" in str(registry_error("run/"))
 
