@@ -24,6 +24,11 @@ from inferpool.models.vision.transforms import Normalize
 _MOST_NORM = 5.0
 """Longest gradient; a longer one is scaled down, so that one odd batch does not throw the weights
 about. A well-behaved training stays below it after its first steps."""
+_NORM_STEPS = 100
+"""Time constants of batch norms' averages that a run should have, or these remember the beginning.
+torchvision's MobileNetV3 has one of 100 steps, and guessed at random after 264."""
+_NORM_MOMENTUM = 0.1
+"""torch's own, which is the most that the shortest runs get."""
 _BATCH_NORMS = nn.modules.batchnorm._BatchNorm
 
 Wrap = Callable[[nn.Module], nn.Module]
@@ -86,6 +91,10 @@ class Learner:
             self._average = AveragedModel(
                 network, multi_avg_fn=_averaging(recipe.ema_decay), use_buffers=True
             )
+        for module in network.modules():
+            if isinstance(module, _BATCH_NORMS) and module.momentum is not None:
+                least = min(_NORM_MOMENTUM, _NORM_STEPS / num_steps)
+                module.momentum = max(module.momentum, least)
         self._trained: nn.Module = network
         self._is_head_only: bool | None = None
 

@@ -21,7 +21,7 @@ import msgspec
 
 from inferpool.models.errors import DataError, ModelError
 from inferpool.models.files.run_folder import RunFolder, read_card
-from inferpool.models.training.events import Ended, read_events
+from inferpool.models.training.events import AnyEvent, Ended, Noted, Started, read_events
 from inferpool.models.training.recipe import Recipe
 from inferpool.models.training.samples import (
     ImageFacts,
@@ -125,13 +125,13 @@ def _run(
     progress.start()
     signum, lost = 0, ""
     try:
-        signum = run_ranks(folder.path, launch)
+        signum = run_ranks(folder.path, launch, lambda text: _append(folder, Noted, text=text))
     except RanksLostError as error:
         lost = str(error)
     finally:
         progress.stop()
     outcome = _outcome(folder, signum, lost)
-    _tell_end(folder, outcome)
+    _append(folder, Ended, status=outcome.status, reason=outcome.reason)
     if outcome.status == "done":
         _report(folder, planned, is_quiet=is_quiet)
     return outcome
@@ -144,8 +144,9 @@ def _outcome(folder: RunFolder, signum: int, lost: str) -> TrainOutcome:
         return TrainOutcome(status="failed", reason=reason)
     if lost:
         return TrainOutcome(status="failed", reason=lost)
-    if folder.card.exists() or (not folder.metrics.exists() and not signum):
-        return TrainOutcome(status="done")  # without metrics the first rank was on another host
+    has_first_rank = any(isinstance(event, Started) for event in _events(folder))
+    if folder.card.exists() or not (has_first_rank or signum):
+        return TrainOutcome(status="done")
     return TrainOutcome(status="stopped", signum=signum)
 
 
@@ -162,13 +163,17 @@ def _report(folder: RunFolder, planned: Plan, *, is_quiet: bool) -> None:
         sys.stdout.writelines(f"{line}\n" for line in summary(folder, card))
 
 
-def _tell_end(folder: RunFolder, outcome: TrainOutcome) -> None:
-    """Add the last line to the metrics."""
+def _events(folder: RunFolder) -> list[AnyEvent]:
     if not folder.metrics.exists():
-        return
+        return []
     with folder.metrics.open("rb") as lines:
-        step = max((event.step for event in read_events(lines)), default=0)
-    event = Ended(step=step, at=round(time.time(), 3), status=outcome.status, reason=outcome.reason)
+        return list(read_events(lines))
+
+
+def _append(folder: RunFolder, kind: Callable[..., AnyEvent], **facts: object) -> None:
+    """Add a line to the metrics, with the step of the last one."""
+    step = max((event.step for event in _events(folder)), default=0)
+    event = kind(step=step, at=round(time.time(), 3), **facts)
     with folder.metrics.open("ab") as file:
         file.write(msgspec.json.encode(event) + b"\n")
 

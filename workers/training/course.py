@@ -99,6 +99,7 @@ class Course:
             TrainingError: The loss is NaN.
         """
         while self.state.epoch < self.recipe.epochs:
+            self.stop.beat()
             began = time.monotonic()
             if not self._run_epoch():
                 return False
@@ -173,6 +174,7 @@ class Course:
         told = time.monotonic()
         num_told = 0
         for passes in self._steps():
+            self.stop.beat()
             self.losses.append(self._step(passes))
             state.step += 1
             state.epoch_step += 1

@@ -4,6 +4,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from inferpool.workers.training.stopping import GRACE_S
 _MODULE = "inferpool.workers.training.rank"
 _LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher")
 """Loggers of torchrun, which stay silent: the progress says when ranks start again."""
+_DEATHS = "torch.distributed.elastic.multiprocessing.api"
+"""The logger that tells of ranks that have died, with their exit status first."""
 _LONGER_S = 10
 
 
@@ -41,11 +44,16 @@ class Launch:
     """How often all ranks may be started again, after one of them died."""
 
 
-def run_ranks(folder: Path, launch: Launch) -> int:
+def run_ranks(folder: Path, launch: Launch, on_death: Callable[[str], None]) -> int:
     """Run the ranks until they end; return the signal that ended them early, or 0.
 
     A rank that dies ends the others, and all start again from the newest checkpoint. The main
     thread must call it, since it handles signals: with the first one the ranks save a checkpoint.
+
+    Args:
+        folder: The run, with its recipe and its lists of images.
+        launch: Where ranks run.
+        on_death: Called with one sentence when a rank of this host has died.
 
     Raises:
         RanksLostError: They died too often.
@@ -68,6 +76,10 @@ def run_ranks(folder: Path, launch: Launch) -> int:
     for name in [*logging.root.manager.loggerDict]:
         if name.startswith(_LOGGERS):  # each has a level of its own
             logging.getLogger(name).setLevel(logging.CRITICAL)
+    deaths = logging.getLogger(_DEATHS)
+    deaths.setLevel(logging.ERROR)
+    deaths.propagate = False
+    deaths.handlers = [_DeathHandler(on_death)]
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun warns without it; ranks set their own
     before = {
         each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -90,6 +102,20 @@ def run_ranks(folder: Path, launch: Launch) -> int:
         for each, handler in before.items():
             signal.signal(each, handler)
     return 0
+
+
+class _DeathHandler(logging.Handler):
+    """Turns torchrun's record of a dead rank into a sentence."""
+
+    def __init__(self, on_death: Callable[[str], None]) -> None:
+        super().__init__(logging.ERROR)
+        self._on_death = on_death
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Tell of a dead rank."""
+        match record.args:
+            case (int(exit_code), int(rank), *_):
+                self._on_death(f"process {rank} of this host died ({_ending(exit_code)})")
 
 
 def _ending(exit_code: int) -> str:

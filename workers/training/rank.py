@@ -57,7 +57,7 @@ from inferpool.workers.training.stopping import StopWatch
 
 _LOST = 1
 """Exit status of a rank that has lost another one: all start again."""
-_LOSSES = ("gloo", "NCCL", "Connection", "DataLoader worker", "Broken pipe")
+_LOSSES = ("gloo", "Gloo", "NCCL", "Connection", "DataLoader worker", "Broken pipe")
 """Words in errors that say that another process is lost."""
 _PREFETCHED = 4
 _LEAST_IMAGES = 2
@@ -79,11 +79,11 @@ def main(argv: list[str]) -> int:
     except (TrainingError, ModelError, NoSpaceError) as error:
         _give_up(folder, str(error))
     except Exception as error:  # a user's network or dataset may raise anything
-        traceback.print_exc()
         if isinstance(error, distributed.DistError | EOFError) or any(
             word in str(error) for word in _LOSSES
         ):
             return _LOST
+        traceback.print_exc()
         _give_up(folder, f"{type(error).__name__}: {error}")
     finally:
         stop.end()
@@ -105,6 +105,7 @@ def _run(folder: RunFolder, stop: StopWatch) -> None:
     course = _prepared(recipe, folder, group, device, stop)
     try:
         if course.run():
+            stop.pause()
             _hand_over(course)
     finally:
         if course.metrics is not None:
@@ -203,6 +204,12 @@ def _accumulated(
         TrainingError: Not even two images fit into the memory.
     """
     edge, place = recipe.transform.crop, group.place
+    if recipe.batch_size % (place.num_ranks * recipe.accumulate):
+        raise TrainingError(
+            f"a batch of {recipe.batch_size} images cannot be divided evenly among "
+            f"{place.num_ranks} processes with {recipe.accumulate} passes each: name "
+            "another number of processes"
+        )
     fits = group.least(most_images(network, edge, device, place.num_local))
     accumulate = recipe.accumulate
     while (images := recipe.batch_size // (place.num_ranks * accumulate)) > fits:
