@@ -4,7 +4,7 @@ Each part takes the settings where they say something, and refuses what cannot b
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -37,10 +37,10 @@ class TrainMachine:
 
 
 def machine_for(
-    settings: TrainSettings, host: Host, has_bf16: Callable[[str], bool]
+    settings: TrainSettings, host: Host, has_bf16: Callable[[str], bool], busy: Collection[str]
 ) -> TrainMachine:
     """Choose the devices of this host, and how many ranks it has."""
-    indices = _indices(settings.devices, host)
+    indices = _indices(settings.devices, host, busy)
     kind = host.accelerator.kind if indices else CPU
     if indices:
         num_ranks = given(settings.processes, len(indices))
@@ -68,7 +68,7 @@ def machine_for(
     )
 
 
-def _indices(devices: str, host: Host) -> list[int]:
+def _indices(devices: str, host: Host, busy: Collection[str]) -> list[int]:
     """Return the places of the chosen GPUs among those of the host; none for the CPU.
 
     They are the indices that torch gives them, since it counts what a process may see.
@@ -78,7 +78,12 @@ def _indices(devices: str, host: Host) -> list[int]:
     if names == (CPU,) or (names == ("auto",) and not gpus):
         return []
     if names == ("auto",):
-        return [*range(len(gpus))]
+        free = [place for place, gpu in enumerate(gpus) if gpu.uuid not in busy]
+        if not free:
+            raise FlagError(
+                "--devices: other processes use all GPUs; name those to train on, or cpu"
+            )
+        return free
     found: list[int] = []
     for name in names:
         kind, colon, number = name.partition(":")

@@ -3,7 +3,7 @@
 It runs in the command's process, before anything is computed. No torch.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from inferpool.models.files.run_folder import TransformCard
@@ -52,6 +52,7 @@ def plan(
     fits: Callable[[int], bool],
     host: Host,
     has_bf16: Callable[[str], bool],
+    busy: Collection[str] = (),
 ) -> Plan:
     """Decide all numbers of a training run.
 
@@ -64,12 +65,13 @@ def plan(
         fits: Returns whether the network takes images with this edge, in pixels.
         host: The devices of this host.
         has_bf16: Returns whether a kind of device, such as "cpu", computes in bf16.
+        busy: UUIDs of GPUs that others use, which are taken only if they are named.
 
     Raises:
         FlagError: The settings do not fit the images, the network or this host.
     """
     _check_images(training, validation, facts)
-    machine = machine_for(settings, host, has_bf16)
+    machine = machine_for(settings, host, has_bf16, busy)
     shown = view_for(settings, training, facts, native, fits)
     lengths = lengths_for(settings, training, machine)
     on_cpu = machine.device == CPU

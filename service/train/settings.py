@@ -24,6 +24,8 @@ from inferpool.workers.host.devices import parse_devices
 YAML_SUFFIXES = (".yaml", ".yml")
 _TABLES = ("options", "dataset_options")
 """Fields whose values the user names."""
+_NO_PATHS = ("default", "none")
+"""Values of `weights`, whatever files there are."""
 _NODES = re.compile(r"([1-9]\d*)(?::([1-9]\d*))?")
 _RENDEZVOUS = re.compile(r"\[?[^\s/]+\]?:\d{1,5}")
 _CLASS = re.compile(r"[\w.]+:\w+")
@@ -235,12 +237,13 @@ def load_settings(args: Namespace) -> TrainSettings:
         problems.extend(_contradictions(settings))
     if settings is None or problems:
         raise SettingsError(problems)
-    return settings
+    # As an absolute path, which a run that is resumed finds unchanged.
+    return settings.model_copy(update={"weights": _absolute(settings.weights)})
 
 
 def write_settings(settings: TrainSettings, stream: TextIO) -> None:
     """Write a file for `--config`, which can be used from any folder."""
-    paths = {each: _absolute(getattr(settings, each)) for each in ("data", "output", "weights")}
+    paths = {each: _absolute(getattr(settings, each)) for each in ("data", "output")}
     if share_of(settings.val) is None:
         paths["val"] = _absolute(settings.val)
     rows: list[tuple[Key, object, str]] = [
@@ -256,7 +259,8 @@ def write_settings(settings: TrainSettings, stream: TextIO) -> None:
 
 def _absolute(path: str) -> str:
     """Return the absolute path of what is there, and any other text as it is."""
-    return os.path.abspath(path) if path and os.path.exists(path) else path
+    is_path = path and path.lower() not in _NO_PATHS and os.path.exists(path)
+    return os.path.abspath(path) if is_path else path
 
 
 def _table_of(args: Namespace) -> tuple[Mapping[str, object], str]:

@@ -43,6 +43,7 @@ def planned(
     fits: Callable[[int], bool] = lambda edge: True,
     host: Host = TWO_CORES,
     has_bf16: bool = False,
+    busy: tuple[str, ...] = (),
     **settings: object,
 ) -> Plan:
     return plan(
@@ -54,6 +55,7 @@ def planned(
         fits=fits,
         host=host,
         has_bf16=lambda kind: has_bf16,
+        busy=busy,
     )
 
 
@@ -181,6 +183,11 @@ class TestDevices:
         assert planned(host=host, devices="cuda").recipe.devices == [0, 1]
         assert planned(host=host, devices="cuda:3,2", processes=1).recipe.devices == [1]
         assert "no cuda:0 on this host, only cuda:2" in problem(host=host, devices="cuda:0")
+
+    def test_gpus_that_others_use_are_left_out_unless_they_are_named(self):
+        assert planned(host=gpus(3), busy=("GPU-0",)).recipe.devices == [1, 2]
+        assert planned(host=gpus(3), busy=("GPU-0",), devices="cuda:0").recipe.devices == [0]
+        assert "other processes use all GPUs" in problem(host=gpus(1), busy=("GPU-0",))
 
     def test_the_cpu_can_be_chosen_beside_gpus(self):
         assert planned(host=gpus(2), devices="cpu").recipe.device == "cpu"

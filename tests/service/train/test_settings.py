@@ -90,6 +90,15 @@ def test_settings_are_read_as_they_were_written(tmp_path, monkeypatch):
     assert again == settings.model_copy(update={"data": photos, "val": photos})
 
 
+def test_a_file_of_weights_is_the_same_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine.pth", "none"):
+        (tmp_path / name).touch()
+    assert loaded("a", "--weights", "mine.pth").weights == str(tmp_path / "mine.pth")
+    assert loaded("a", "--weights", "none").weights == "none"
+    assert loaded("a", "--weights", "IMAGENET1K_V1").weights == "IMAGENET1K_V1"
+
+
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
