@@ -72,3 +72,5 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     """Threads of torch in each rank."""
     is_idle: bool
     """Whether ranks run only on cores that nobody else wants (SCHED_IDLE of Linux)."""
+    tensorboard: bool = True
+    """Whether to write event files for TensorBoard, if tensorboardX is installed."""

@@ -42,7 +42,7 @@ from inferpool.workers.host.nvml import read_nvml
 
 _MAY_CHANGE = (
     *("data", "device", "devices", "threads", "num_workers", "is_idle"),
-    *("checkpoint_minutes", "command"),
+    *("checkpoint_minutes", "command", "tensorboard"),
 )
 """Fields of a recipe that a run may go on with others of: they change no weights."""
 _BUSY = 0.1
@@ -98,7 +98,9 @@ def train(
             planned = _planned(settings, images)
         except ModelError as error:
             raise FlagError(str(error)) from error
-        recipe = msgspec.structs.replace(planned.recipe, command=command)
+        recipe = msgspec.structs.replace(
+            planned.recipe, command=command, tensorboard=settings.tensorboard
+        )
         if how == "resume":
             _check_same(folder, recipe)
         _write(folder, planned, images, recipe)

@@ -1,23 +1,28 @@
 """Writes what happens in a run as lines of JSON. Rank 0 does it."""
 
+import contextlib
 import os
 import time
 from pathlib import Path
 
 import msgspec
 
-from inferpool.models.training.events import AnyEvent, read_events
+from inferpool.models.training.events import AnyEvent, Stepped, Validated, read_events
+from inferpool.workers.training.board import Board
 
 
 class MetricsFile:
     """The lines of a run, which goes on after a step. What came after that step is left out.
 
+    A full disk loses lines, and never ends the training.
+
     Args:
         path: The file.
         after_step: Step of the checkpoint that the run goes on from; 0 for a new run.
+        board: Gets the curves too, if there is one.
     """
 
-    def __init__(self, path: Path, *, after_step: int) -> None:
+    def __init__(self, path: Path, *, after_step: int, board: Board | None = None) -> None:
         kept: list[bytes] = []
         if after_step and path.is_file():
             with path.open("rb") as lines:
@@ -27,14 +32,22 @@ class MetricsFile:
         new.write_bytes(b"".join(kept))
         os.replace(new, path)
         self._file = path.open("ab", buffering=0)
+        self._board = board
 
     def write(self, event: AnyEvent) -> None:
         """Add a line."""
-        self._file.write(msgspec.json.encode(event) + b"\n")
+        with contextlib.suppress(OSError):
+            self._file.write(msgspec.json.encode(event) + b"\n")
+        if self._board is not None and isinstance(event, Stepped | Validated):
+            with contextlib.suppress(OSError):
+                self._board.add(event)
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the files."""
         self._file.close()
+        if self._board is not None:
+            with contextlib.suppress(OSError):
+                self._board.close()
 
 
 def now() -> float:

@@ -40,6 +40,7 @@ from inferpool.models.training.recipe import Recipe
 from inferpool.models.training.samples import read_samples
 from inferpool.workers.guard import die_with_front_end, die_with_parent, give_way_for_memory
 from inferpool.workers.inside.allocator import keep_large_buffers
+from inferpool.workers.training.board import open_board
 from inferpool.workers.training.checkpoints import (
     Checkpoints,
     NoSpaceError,
@@ -272,7 +273,10 @@ def _announce(course: Course, note: str, num_training: int, num_validation: int)
     group, recipe, step = course.group, course.recipe, course.state.step
     devices = [str(name) for name in group.gather(name_of(course.device))]
     if group.is_first:
-        course.metrics = MetricsFile(course.folder.metrics, after_step=step)
+        board = None
+        if recipe.tensorboard:
+            board = open_board(course.folder.tensorboard, purge_step=step + 1)
+        course.metrics = MetricsFile(course.folder.metrics, after_step=step, board=board)
     course.tell(
         Started(
             step=step,
