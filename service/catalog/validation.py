@@ -152,9 +152,14 @@ def _of_run(run: RunFolder) -> Iterator[LabelledInput]:
     if run.skipped.is_file():
         unreadable = {path for _, (path, _) in rows_of(run.skipped, ("path", "reason"))}
     for _, (name, label) in rows_of(run.validation):
+        path = Path(name)
+        if not path.is_absolute():  # it is the number of an item
+            raise InvalidInputError(
+                f"validation: the run in {run.path} held out items of a dataset, not files; give "
+                "other labelled inputs"
+            )
         if name not in unreadable:
-            path = Path(name)
-            yield LabelledInput(where=str(path), label=label, path=path)
+            yield LabelledInput(where=name, label=label, path=path)
 
 
 def _of_table(table: Path) -> Iterator[LabelledInput]:

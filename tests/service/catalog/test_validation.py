@@ -107,6 +107,9 @@ def test_a_run_is_judged_by_what_it_held_out_and_could_read(tmp_path):
     assert found_in(run) == [(label, path) for path, label in held_out]
     RunFolder(run).skipped.write_text(f"path,reason\n{held_out[1][0]},it is broken\n")
     assert found_in(run) == [(label, path) for path, label in held_out if path != held_out[1][0]]
+    RunFolder(run).validation.write_text("path,label\nitem 3,red\n")
+    with pytest.raises(InvalidInputError, match="run held out items of a dataset, not files"):
+        read_cases(str(run))
     RunFolder(run).validation.unlink()
     with pytest.raises(InvalidInputError, match="run keeps no table of held-out images"):
         read_cases(str(run))
