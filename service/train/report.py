@@ -170,7 +170,10 @@ def _run_table(card: Card, history: Sequence[AnyEvent]) -> Part:
             f"{transform.crop} x {transform.crop} pixels, from the middle of images resized to a "
             f"short edge of {transform.resize} ({transform.interpolation})",
         ),
-        ("epochs", f"{scores.epochs:,}; the weights are those of epoch {scores.best_epoch:,}"),
+        (
+            "epochs",
+            f"{scores.epochs:,}; the weights are those of epoch {scores.best_epoch:,}, the best on these held-out images",
+        ),
         ("held-out loss", f"{scores.loss:.4g}"),
         ("time", f"{_duration(scores.seconds)}, {scores.images_per_s:,.0f} images/s"),
     ]
