@@ -58,7 +58,7 @@ class TrainProgress:
         """The moment of the last event that was shown or was there at the start."""
         self._started: Started | None = None
         self._has_started = False
-        """Whether ranks have started since `start`."""
+        """True once ranks have started since `start`."""
         self._best = 0.0
         self._skipped: set[str] = set()
 
@@ -173,7 +173,7 @@ class MetricsTail:
         self._last = b""
         """The line that ends at the position; another one there tells that the file is another."""
         self.is_new = False
-        """Whether the last `read` began at the start of the file."""
+        """True if the last `read` began at the start of the file."""
 
     def read(self) -> list[AnyEvent]:
         """Return the events of the lines that are new, without one that is half written."""

@@ -172,7 +172,8 @@ def _run_table(card: Card, history: Sequence[AnyEvent]) -> Part:
         ),
         (
             "epochs",
-            f"{scores.epochs:,}; the weights are those of epoch {scores.best_epoch:,}, the best on these held-out images",
+            f"{scores.epochs:,}; the weights are those of epoch {scores.best_epoch:,}, the best on "
+            "the held-out images",
         ),
         ("held-out loss", f"{scores.loss:.4g}"),
         ("time", f"{_duration(scores.seconds)}, {scores.images_per_s:,.0f} images/s"),

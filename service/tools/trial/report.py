@@ -52,7 +52,7 @@ class ReportTable:
     texts: Sequence[int] = (0,)
     """Numbers of the columns that hold words, and so begin at the left."""
     is_folded: bool = False
-    """Whether a page shows the rows only once one opens them."""
+    """True if a page shows the rows only once one opens them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from inferpool.models.training.events import (
 from inferpool.service.train.progress import MetricsTail, TrainProgress
 
 
-class Metrics:
+class WrittenMetrics:
     """Writes events as rank 0 does."""
 
     def __init__(self, path):
@@ -77,7 +77,7 @@ def line_of(event) -> bytes:
 
 @pytest.fixture
 def metrics(tmp_path):
-    return Metrics(tmp_path / "metrics.jsonl")
+    return WrittenMetrics(tmp_path / "metrics.jsonl")
 
 
 @pytest.fixture
