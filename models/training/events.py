@@ -77,7 +77,7 @@ class Noted(TrainEvent, frozen=True, kw_only=True, tag="noted"):
     text: str
 
 
-class Ended(TrainEvent, frozen=True, kw_only=True, tag="ended"):
+class RunEnded(TrainEvent, frozen=True, kw_only=True, tag="ended"):
     """The ranks are done. Without this line they were killed."""
 
     status: Literal["done", "stopped", "failed"]
@@ -86,7 +86,7 @@ class Ended(TrainEvent, frozen=True, kw_only=True, tag="ended"):
     """One sentence, if it failed."""
 
 
-AnyEvent = Started | Stepped | Validated | Saved | Skipped | Noted | Ended
+AnyEvent = Started | Stepped | Validated | Saved | Skipped | Noted | RunEnded
 
 _decoder = msgspec.json.Decoder(AnyEvent)
 

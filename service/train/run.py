@@ -10,9 +10,9 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
 from io import StringIO
 from pathlib import Path
 from typing import Literal
@@ -21,7 +21,7 @@ import msgspec
 
 from inferpool.models.errors import DataError, ModelError
 from inferpool.models.files.run_folder import RunFolder, read_card
-from inferpool.models.training.events import AnyEvent, Ended, Noted, Started, read_events
+from inferpool.models.training.events import AnyEvent, RunEnded, Noted, Started, read_events
 from inferpool.models.training.recipe import Recipe
 from inferpool.models.training.samples import (
     ImageFacts,
@@ -38,7 +38,7 @@ from inferpool.service.train.planning import Plan, plan
 from inferpool.service.train.progress import TrainProgress
 from inferpool.service.train.settings import TrainSettings, write_settings
 from inferpool.workers.host.devices import Host, find_host
-from inferpool.workers.host.nvml import read_nvml
+from inferpool.workers.host.nvml import GpuState, read_nvml
 
 _MAY_CHANGE = (
     *("data", "device", "devices", "threads", "num_workers", "is_idle"),
@@ -112,10 +112,10 @@ def train(
 def _run(
     folder: RunFolder, settings: TrainSettings, planned: Plan, *, is_quiet: bool
 ) -> TrainOutcome:
-    from inferpool.workers.training.launch import Launch, RanksLostError, run_ranks
+    from inferpool.workers.training.launch import RankLaunch, RanksLostError, run_ranks
 
     least, most = settings.num_nodes
-    launch: Launch = Launch(
+    launch: RankLaunch = RankLaunch(
         num_ranks=planned.num_ranks,
         min_nodes=least,
         max_nodes=most,
@@ -133,7 +133,7 @@ def _run(
     finally:
         progress.stop()
     outcome = _outcome(folder, signum, lost)
-    _append(folder, Ended, status=outcome.status, reason=outcome.reason)
+    _append(folder, RunEnded, status=outcome.status, reason=outcome.reason)
     if outcome.status == "done":
         _report(folder, planned, is_quiet=is_quiet)
     return outcome
@@ -291,6 +291,10 @@ def _planned(settings: TrainSettings, images: RunImages) -> Plan:
         settings.model, weights, num_classes=num_classes, options=settings.options
     )
     head_of(network, num_classes)
+    host = find_host(
+        os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("CUDA_DEVICE_ORDER", "")
+    )
+    os.environ |= host.accelerator.environment  # for the ranks, which count GPUs in that order
     return plan(
         settings,
         images.training,
@@ -298,43 +302,31 @@ def _planned(settings: TrainSettings, images: RunImages) -> Plan:
         images.facts,
         native=native_transform(settings.model, weights),
         fits=cache(lambda edge: can_compute(network, edge, num_classes)),
-        host=_host(settings),
-        has_bf16=_bf16_of(),
+        host=host,
+        has_bf16=partial(_has_bf16, host),
+        busy=_busy(host),
     )
 
 
-def _host(settings: TrainSettings) -> Host:
-    """Return the devices of this host; by default without GPUs that others use."""
-    host = find_host(
-        os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("CUDA_DEVICE_ORDER", "")
-    )
-    if settings.devices != "auto" or not host.gpus:
-        return host
-    import pynvml
-
-    busy = {
+def _busy(host: Host) -> set[str]:
+    """Return the UUIDs of GPUs whose memory somebody uses, a service for instance."""
+    return {
         gpu.uuid
-        for gpu in read_nvml(pynvml).gpus
+        for gpu in _gpus(host)
         if gpu.total_bytes and (gpu.used_bytes or 0) > _BUSY * gpu.total_bytes
     }
-    free = tuple(gpu for gpu in host.gpus if gpu.uuid not in busy)
-    if not free:
-        raise FlagError("--devices: other processes use all GPUs; name those to train on, or cpu")
-    return replace(host, gpus=free)
 
 
-def _bf16_of() -> Callable[[str], bool]:
-    """Return what tells whether all devices of a kind compute in bf16."""
+def _has_bf16(host: Host, kind: str) -> bool:
+    """Return whether all devices of a kind compute in bf16."""
+    if kind == "cpu":
+        return True
+    capabilities = [gpu.capability for gpu in _gpus(host)]
+    return bool(capabilities) and all(each and each >= _BF16_SINCE for each in capabilities)
 
-    def has_bf16(kind: str) -> bool:
-        if kind == "cpu":
-            return True
-        import pynvml
 
-        capabilities = [gpu.capability for gpu in read_nvml(pynvml).gpus]
-        return bool(capabilities) and all(each and each >= _BF16_SINCE for each in capabilities)
-
-    return has_bf16
+def _gpus(host: Host) -> Sequence[GpuState]:
+    return read_nvml(host.accelerator.library).gpus if host.gpus else ()
 
 
 def _check_same(folder: RunFolder, recipe: Recipe) -> None:

@@ -47,7 +47,7 @@ class TrainingError(Exception):
 
 
 class RunState(msgspec.Struct, kw_only=True):
-    """Where a run is, besides the weights."""
+    """The point that a run has reached, besides the weights."""
 
     step: int = 0
     epoch: int = 0

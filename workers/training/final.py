@@ -33,7 +33,7 @@ Answer = tuple[int, int, float, float]
 """An image's number, the predicted class, its score, and the score of the right class."""
 
 
-class HandOver:
+class FinalTrial:
     """The end of a run: its best weights, judged, with a card that says what they are."""
 
     def __init__(

@@ -10,6 +10,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from inferpool.models.accelerator.device import is_accelerator
+from inferpool.models.accelerator.kinds import accelerator_of
 
 _TIMEOUT = timedelta(minutes=10)
 """Longest wait for another rank in a collective. A rank that dies ends the wait at once."""
@@ -45,8 +46,9 @@ class RankGroup:
         if place.num_ranks > 1:
             backend = "cpu:gloo"  # figures travel between hosts' memories
             if is_accelerator(device):
-                kind = device.type
-                backend += f",{kind}:{distributed.get_default_backend_for_device(kind)}"
+                kind = accelerator_of(device.type)
+                assert kind is not None, "the device is one of a known kind"
+                backend += f",{kind.kind}:{kind.collectives}"
             distributed.init_process_group(backend, timeout=_TIMEOUT)
 
     @property

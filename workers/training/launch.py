@@ -29,7 +29,7 @@ class RanksLostError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
+class RankLaunch:
     """Where ranks run, and how often they are started again."""
 
     num_ranks: int
@@ -44,7 +44,7 @@ class Launch:
     """How often all ranks may be started again, after one of them died."""
 
 
-def run_ranks(folder: Path, launch: Launch, on_death: Callable[[str], None]) -> int:
+def run_ranks(folder: Path, launch: RankLaunch, on_death: Callable[[str], None]) -> int:
     """Run the ranks until they end; return the signal that ended them early, or 0.
 
     A rank that dies ends the others, and all start again from the newest checkpoint. The main
@@ -80,6 +80,9 @@ def run_ranks(folder: Path, launch: Launch, on_death: Callable[[str], None]) -> 
     deaths.setLevel(logging.ERROR)
     deaths.propagate = False
     deaths.handlers = [_DeathHandler(on_death)]
+    # Else all starts share one store, and ranks look for each other where they were before.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # ranks warn of those that are gone
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun warns without it; ranks set their own
     before = {
         each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

@@ -50,11 +50,11 @@ from inferpool.workers.training.checkpoints import (
     write_whole,
 )
 from inferpool.workers.training.course import Course, HeldOut, TrainingError
-from inferpool.workers.training.final import HandOver
+from inferpool.workers.training.final import FinalTrial
 from inferpool.workers.training.fitting import most_images
 from inferpool.workers.training.group import RankGroup, RankPlace
 from inferpool.workers.training.metrics import MetricsFile, now
-from inferpool.workers.training.stopping import StopWatch
+from inferpool.workers.training.stopping import StopWatch, without_signals
 
 _LOST = 1
 """Exit status of a rank that has lost another one: all start again."""
@@ -70,9 +70,7 @@ def main(argv: list[str]) -> int:
     folder = RunFolder(Path(argv[0]))
     die_with_parent(os.getppid())
     give_way_for_memory()
-    resource_tracker.ensure_running()  # it unblocks the signals that the next line blocks
     stop = StopWatch()
-    stop.start()
     if folder.failed.exists():  # another rank has said why nobody can go on
         return 0
     try:
@@ -105,6 +103,7 @@ def _run(folder: RunFolder, stop: StopWatch) -> None:
     group = RankGroup(place, device)
     course = _prepared(recipe, folder, group, device, stop)
     try:
+        stop.begin()
         if course.run():
             stop.pause()
             _hand_over(course)
@@ -250,9 +249,10 @@ def _reading(recipe: Recipe, device: torch.device) -> Mapping[str, Any]:
     common = {"pin_memory": is_accelerator(device), "generator": torch.Generator()}
     if not recipe.num_workers:
         return common
-    # Both keep the signals blocked that this process has blocked, so that it can end its step.
     set_forkserver_preload(["torch", "inferpool.models.training.images"])
-    ensure_running()
+    resource_tracker.ensure_running()  # else the forkserver starts it, and it unblocks signals
+    with without_signals():  # torchrun's agent sends them to the readers, too
+        ensure_running()
     return {
         **common,
         "num_workers": recipe.num_workers,
@@ -304,12 +304,12 @@ def _hand_over(course: Course) -> None:
         write_whole(folder.labels, "".join(f"{label}\n" for label in recipe.labels).encode())
     group.wait()
     seconds = course.seconds
-    hand_over = HandOver(recipe, folder, group, course.device)
-    gathered = group.gather(hand_over.judge(course.held_out_source))
+    final = FinalTrial(recipe, folder, group, course.device)
+    gathered = group.gather(final.judge(course.held_out_source))
     if group.is_first:
         answers = sorted(answer for found in gathered for answer in found)  # type: ignore[attr-defined]
         num_images = state.step * recipe.batch_size
-        hand_over.write(
+        final.write(
             answers,
             course.source,
             course.held_out_source,

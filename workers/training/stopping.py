@@ -1,9 +1,11 @@
 """Ends a rank when it is told to: after its step if it can, and in any case in time."""
 
+import contextlib
 import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 GRACE_S = 60.0
@@ -16,10 +18,10 @@ _STUCK = 143
 
 
 class StopWatch:
-    """Waits for a signal in a thread, since a rank may be deep in a collective when it comes.
+    """Lets a rank end its step when it is told to, and save a checkpoint.
 
-    Before the first step there is nothing to save, so the rank ends at once. Readers of images do
-    not get the signals, since this process blocks them before it starts any.
+    Before `begin`, and after `pause`, there is nothing to save: then a signal ends the process at
+    once, even one that waits for another rank in C++ and holds the GIL.
     """
 
     def __init__(self) -> None:
@@ -27,11 +29,18 @@ class StopWatch:
         self._is_over = threading.Event()
         self._beat_at: float | None = None
         self._longest_s = 0.0
+        for signum in _SIGNALS:
+            signal.signal(signum, signal.SIG_DFL)
 
-    def start(self) -> None:
-        """Block the signals in all threads to come, and wait for one."""
-        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-        threading.Thread(target=self._wait, name="stop-watch", daemon=True).start()
+    def begin(self) -> None:
+        """Take signals from now on. The main thread calls it."""
+        read, write = os.pipe()
+        os.set_blocking(write, False)
+        # A thread learns of the signal, since the main one may be deep in a collective.
+        threading.Thread(target=self._wait, args=(read,), name="stop-watch", daemon=True).start()
+        signal.set_wakeup_fd(write)
+        for signum in _SIGNALS:
+            signal.signal(signum, lambda *_: self._is_told.set())
 
     @property
     def is_told(self) -> bool:
@@ -46,8 +55,9 @@ class StopWatch:
         self._beat_at = now
 
     def pause(self) -> None:
-        """Say that the rank takes no steps: then it ends at once when it is told to."""
-        self._beat_at = None
+        """Say that the rank takes no more steps. The main thread calls it."""
+        for signum in _SIGNALS:
+            signal.signal(signum, signal.SIG_DFL)
         if self.is_told:
             os._exit(_STUCK)
 
@@ -55,9 +65,19 @@ class StopWatch:
         """Say that the rank ends by itself."""
         self._is_over.set()
 
-    def _wait(self) -> None:
-        signal.sigwait(_SIGNALS)
+    def _wait(self, pipe: int) -> None:
+        os.read(pipe, 1)
         self._is_told.set()
         grace_s = min(GRACE_S - _LEAST_S, max(_LEAST_S, _STEPS * self._longest_s))
-        if self._beat_at is None or not self._is_over.wait(grace_s):
+        if not self._is_over.wait(grace_s):
             os._exit(_STUCK)
+
+
+@contextlib.contextmanager
+def without_signals() -> Iterator[None]:
+    """Let processes that the block starts never get the signals: they end with this process."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
