@@ -14,6 +14,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
 from inferpool.models.files.run_folder import RunFolder
+from inferpool.workers.inside.threads import spin_briefly
 from inferpool.workers.training.stopping import GRACE_S
 
 _MODULE = "inferpool.workers.training.rank"
@@ -30,7 +31,7 @@ class RanksLostError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLaunch:
-    """Where ranks run, and how often they are started again."""
+    """The places of ranks, and how often they are started again."""
 
     num_ranks: int
     """Ranks of this host."""
@@ -83,6 +84,7 @@ def run_ranks(folder: Path, launch: RankLaunch, on_death: Callable[[str], None])
     # Else all starts share one store, and ranks look for each other where they were before.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # ranks warn of those that are gone
+    spin_briefly()
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun warns without it; ranks set their own
     before = {
         each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
