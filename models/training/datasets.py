@@ -16,7 +16,7 @@ from inferpool.models.training.recipe import Recipe
 from inferpool.models.training.samples import ImageFacts, LabelledImages
 
 _ITEM = "item "
-"""What stands before the number of an item, in the place of a path."""
+"""Text before the number of an item, in the place of a path."""
 _MOST_SEEN = 200
 
 

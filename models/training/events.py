@@ -1,4 +1,4 @@
-"""What happens in a training run, as lines of JSON: `metrics.jsonl`. No torch.
+"""Events of a training run, as lines of JSON: `metrics.jsonl`. No torch.
 
 Rank 0 appends the lines. The progress bar, the report and other programs read them.
 """

@@ -53,11 +53,11 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     """Weight of each class in the loss; None for equal ones."""
     augment: Augmentation
     flip: bool
-    """Whether images are mirrored left to right at random."""
+    """True if images are mirrored left to right at random."""
     freeze_norm: bool = False
-    """Whether the statistics of batch norms stay as they were loaded."""
+    """True if the statistics of batch norms stay as they were loaded."""
     sync_batchnorm: bool = False
-    """Whether batch norms use the statistics of all ranks; on GPUs only."""
+    """True if batch norms use the statistics of all ranks; on GPUs only."""
     precision: Precision
     channels_last: bool
     seed: int
@@ -71,6 +71,6 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     threads: int
     """Threads of torch in each rank."""
     is_idle: bool
-    """Whether ranks run only on cores that nobody else wants (SCHED_IDLE of Linux)."""
+    """True if ranks run only on cores that nobody else wants (SCHED_IDLE of Linux)."""
     tensorboard: bool = True
-    """Whether to write event files for TensorBoard, if tensorboardX is installed."""
+    """True to write event files for TensorBoard, if tensorboardX is installed."""

@@ -40,7 +40,7 @@ class RankLaunch:
     rendezvous: str = ""
     """HOST:PORT at which hosts meet; that host opens the port. Empty for this host alone."""
     run_id: str
-    """What hosts of one run have in common."""
+    """A name that the hosts of one run have in common."""
     max_restarts: int
     """How often all ranks may be started again, after one of them died."""
 
