@@ -21,7 +21,7 @@ import msgspec
 
 from inferpool.models.errors import DataError, ModelError
 from inferpool.models.files.run_folder import RunFolder, read_card
-from inferpool.models.training.events import AnyEvent, RunEnded, Noted, Started, read_events
+from inferpool.models.training.events import AnyEvent, Noted, RunEnded, Started, read_events
 from inferpool.models.training.recipe import Recipe
 from inferpool.models.training.samples import (
     ImageFacts,
