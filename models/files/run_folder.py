@@ -62,7 +62,7 @@ class ScoreCard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Card(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run's folder holds, and where it came from: `card.json`."""
+    """Contents and origin of a run's folder: `card.json`."""
 
     format: Literal["inferpool-run"] = "inferpool-run"
     version: int = VERSION
@@ -137,7 +137,7 @@ class RunFolder:
 
     @property
     def metrics(self) -> Path:
-        """What happened in the run, as lines of JSON; see `models.training.events`."""
+        """The events of the run, as lines of JSON; see `models.training.events`."""
         return self.path / "metrics.jsonl"
 
     @property
