@@ -224,7 +224,7 @@ def _accumulated(
         return accumulate, ""
     return accumulate, (
         f"the memory of {name_of(device)} has room for {fits} images at once: each step takes "
-        f"{accumulate} passes of {images} images, which give the same gradients"
+        f"{accumulate} passes of {images} images"
     )
 
 
