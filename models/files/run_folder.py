@@ -166,12 +166,17 @@ class RunFolder:
         return self.path / "failed"
 
     @property
+    def stopped(self) -> Path:
+        """A mark that the ranks were told to stop, while the command goes on."""
+        return self.path / "stopped"
+
+    @property
     def files(self) -> list[Path]:
         """All that a run may leave, besides the lock."""
         return [
             *(self.card, self.weights, self.labels, self.settings, self.recipe, self.training),
             *(self.validation, self.predictions, self.skipped, self.metrics, self.tensorboard),
-            *(self.report, self.checkpoints, self.nan, self.failed),
+            *(self.report, self.checkpoints, self.nan, self.failed, self.stopped),
         ]
 
     @property

@@ -162,8 +162,19 @@ def _torchvision(name: str, options: Mapping[str, object]) -> Callable[[int], nn
 def _published(name: str, weights: str, options: Mapping[str, object]) -> nn.Module:
     from inferpool.models.vision.zoo import TorchvisionClassifier
 
-    fixed: dict[str, Any] = {"aux_logits": False} if name in _INCEPTIONS else {}
-    return TorchvisionClassifier(name, weights=weights, **{**fixed, **options}).build_network()
+    chosen: dict[str, Any] = dict(options)
+    network = TorchvisionClassifier(name, weights=weights, **chosen).build_network()
+    return _without_second_heads(network) if name in _INCEPTIONS else network
+
+
+def _without_second_heads(network: Any) -> nn.Module:
+    """Remove the second heads, which serve only the training of very deep networks."""
+    network.aux_logits = False
+    for name in ("AuxLogits", "aux1", "aux2"):
+        if hasattr(network, name):
+            setattr(network, name, None)
+    assert isinstance(network, nn.Module)
+    return network
 
 
 def _users(

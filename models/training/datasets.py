@@ -13,7 +13,7 @@ from inferpool.models.errors import DataError, InputError
 from inferpool.models.sources.classes import construct, find_class
 from inferpool.models.training.images import ImageFiles, ImageSource, UserImages
 from inferpool.models.training.recipe import Recipe
-from inferpool.models.training.samples import ImageFacts, LabelledImages
+from inferpool.models.training.samples import ImageFacts, LabelledImages, unfit_label
 
 _ITEM = "item "
 """Text before the number of an item, in the place of a path."""
@@ -61,6 +61,10 @@ def labelled(dataset: Any, source: str) -> LabelledImages:
     if classes is None:
         raise DataError(f"{source} must have `classes`, a list of the names of its classes")
     labels = [str(label) for label in classes]
+    if odd := [label for label in labels if unfit_label(label) or labels.count(label) > 1]:
+        raise DataError(f"{source}: {odd[0]!r} cannot be a label: it is {_why(odd[0])}")
+    if not len(dataset):
+        raise DataError(f"{source} has no items")
     known = getattr(dataset, "targets", None)
     targets = [int(each) for each in (known if known is not None else _read_targets(dataset))]
     if len(targets) != len(dataset):
@@ -100,6 +104,10 @@ def facts_of(dataset: Any) -> ImageFacts | None:
 def _is_gray(image: Image.Image) -> bool:
     red, green, blue = np.moveaxis(np.asarray(image.convert("RGB")), 2, 0)
     return bool((red == green).all() and (green == blue).all())
+
+
+def _why(label: str) -> str:
+    return unfit_label(label).removeprefix("it is ") or "there twice"
 
 
 def _read_targets(dataset: Any) -> list[int]:

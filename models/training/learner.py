@@ -79,6 +79,7 @@ class Learner:
             if weights is None
             else torch.tensor(weights, dtype=self._dtype, device=self._device),
             label_smoothing=recipe.label_smoothing,
+            reduction="sum",  # weights of classes are not to depend on which images are together
         )
         self._optimizer = torch.optim.AdamW(
             [*_groups(network, recipe.weight_decay)],
@@ -199,7 +200,7 @@ class Learner:
             logits_BK = self._trained(x_BCHW)
         if is_mixed:
             logits_BK = logits_BK.float()
-        loss: Tensor = self._loss(logits_BK, targets)
+        loss: Tensor = self._loss(logits_BK, targets) / len(targets)
         return loss
 
     def _input(self, batch: TrainingBatch) -> Tensor:

@@ -289,7 +289,7 @@ def _of_folder(folder: Path) -> list[tuple[str, str]]:
         )
     found: list[tuple[str, str]] = []
     for each in folders:
-        if reason := _unfit(each.name):
+        if reason := unfit_label(each.name):
             raise DataError(f"{folder}: the subfolder {each.name!r} cannot be a label: {reason}")
         paths = sorted(_images_below(each.absolute()))
         if not paths:
@@ -319,7 +319,7 @@ def _of_table(table: Path) -> list[tuple[str, str]]:
     for line, (name, label) in rows_of(table):
         where = f"{table}, line {line}"
         name, label = name.lstrip(), label.strip()
-        if reason := _unfit(label):
+        if reason := unfit_label(label):
             raise DataError(f"{where}: {label!r} cannot be a label: {reason}")
         path = os.path.normpath(os.path.join(folder, name))
         if not name or not os.path.isfile(path):
@@ -333,7 +333,7 @@ def _of_table(table: Path) -> list[tuple[str, str]]:
     return found
 
 
-def _unfit(label: str) -> str:
+def unfit_label(label: str) -> str:
     """Return why a text cannot be a label; empty if it can."""
     if not label.strip():
         return "it is empty"

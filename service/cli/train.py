@@ -4,7 +4,9 @@ import shlex
 import sys
 from argparse import Namespace
 
+from inferpool.models.texts import printable
 from inferpool.service.cli.main import INTERRUPTED
+from inferpool.service.settings.names import FlagError
 from inferpool.service.signals import SHELL_OFFSET
 from inferpool.service.train.run import How, train
 from inferpool.service.train.settings import load_settings
@@ -20,11 +22,13 @@ def run(args: Namespace) -> int:
         SettingsError: The settings cannot be used.
     """
     how: How = "resume" if args.resume else "overwrite" if args.overwrite else "new"
+    if args.resume and args.val is not None and args.data is None:
+        raise FlagError("--val: a run that goes on keeps its images; leave it out")
     outcome = train(
         load_settings(args),
         how=how,
         images_are_named=args.data is not None,
-        command=shlex.join(["inferpool", *sys.argv[1:]]),
+        command=printable(shlex.join(["inferpool", *sys.argv[1:]])),
         is_quiet=args.quiet,
     )
     if outcome.status == "done":

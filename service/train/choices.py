@@ -98,7 +98,7 @@ def batch_for(num_images: int, multiple: int) -> int:
     """Return the images of a step: a multiple of what ranks and passes divide evenly."""
     size = next(size for least, size in _BATCHES if num_images >= least)
     size = min(size, num_images)
-    return max(multiple, size // multiple * multiple)
+    return max(2 * multiple, size // multiple * multiple)  # batch norms need two images a pass
 
 
 def rate_for(batch_size: int, *, has_weights: bool) -> float:

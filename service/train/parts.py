@@ -212,10 +212,10 @@ def _batch(settings: TrainSettings, num_images: int, num_ranks: int, accumulate:
             if settings.batch_size != "auto"
             else f"there are {count(num_images, 'image')} to train on, fewer than {shares} need"
         )
-    if size < multiple:
+    if size < 2 * multiple:
         raise FlagError(
-            f"--batch-size: {count(size, 'image')} a step are too few for {shares}; take "
-            f"{multiple} or more"
+            f"--batch-size: {count(size, 'image')} a step are too few for {shares}, which take two "
+            f"images at least; take {2 * multiple} or more"
         )
     if size % multiple:
         lower = size // multiple * multiple

@@ -21,7 +21,8 @@ import msgspec
 
 from inferpool.models.errors import DataError, ModelError
 from inferpool.models.files.run_folder import RunFolder, read_card
-from inferpool.models.training.events import AnyEvent, Noted, RunEnded, Started, read_events
+from inferpool.models.texts import described, printable
+from inferpool.models.training.events import AnyEvent, Noted, RunEnded, read_events
 from inferpool.models.training.recipe import Recipe
 from inferpool.models.training.samples import (
     ImageFacts,
@@ -89,10 +90,11 @@ def train(
     Raises:
         FlagError: The settings do not fit the images, the network, the host or the folder.
     """
+    _check_texts(settings)
     folder = RunFolder(Path(settings.output).absolute())
+    if how == "overwrite" and Path(settings.weights).absolute().is_relative_to(folder.path):
+        raise FlagError(f"--weights: {settings.weights} lies in the run that --overwrite removes")
     with _locked(folder, how):
-        if how == "overwrite":
-            _clear(folder)
         try:
             images = _images(settings, folder, how=how, images_are_named=images_are_named)
             planned = _planned(settings, images)
@@ -103,7 +105,12 @@ def train(
         )
         if how == "resume":
             _check_same(folder, recipe)
-        _write(folder, planned, images, recipe)
+        try:
+            if how != "resume":
+                _clear(folder)
+            _write(folder, planned, images, recipe)
+        except OSError as error:
+            raise FlagError(f"--output: {folder.path}: {error.strerror or error}") from error
         if not is_quiet:
             sys.stderr.writelines(f"{sentence}\n" for sentence in planned.sentences)
         return _run(folder, settings, planned, is_quiet=is_quiet)
@@ -141,15 +148,15 @@ def _run(
 
 def _outcome(folder: RunFolder, signum: int, lost: str) -> TrainOutcome:
     if folder.failed.exists():
-        reason = folder.failed.read_text("utf-8")
+        reason = folder.failed.read_text("utf-8") or "the disk is full"
         folder.failed.unlink()
         return TrainOutcome(status="failed", reason=reason)
     if lost:
         return TrainOutcome(status="failed", reason=lost)
-    has_first_rank = any(isinstance(event, Started) for event in _events(folder))
-    if folder.card.exists() or not (has_first_rank or signum):
-        return TrainOutcome(status="done")
-    return TrainOutcome(status="stopped", signum=signum)
+    if folder.stopped.exists() or signum:
+        folder.stopped.unlink(missing_ok=True)
+        return TrainOutcome(status="stopped", signum=signum)
+    return TrainOutcome(status="done")
 
 
 def _report(folder: RunFolder, planned: Plan, *, is_quiet: bool) -> None:
@@ -160,7 +167,10 @@ def _report(folder: RunFolder, planned: Plan, *, is_quiet: bool) -> None:
     card = read_card(folder.path)
     text = StringIO()
     write_settings(planned.settings, text)
-    write_report(folder, card, settings=text.getvalue())
+    try:
+        write_report(folder, card, settings=text.getvalue())
+    except OSError as error:
+        sys.stderr.write(f"the report cannot be written: {error.strerror or error}\n")
     if not is_quiet:
         sys.stdout.writelines(f"{line}\n" for line in summary(folder, card))
 
@@ -176,8 +186,21 @@ def _append(folder: RunFolder, kind: Callable[..., AnyEvent], **facts: object) -
     """Add a line to the metrics, with the step of the last one."""
     step = max((event.step for event in _events(folder)), default=0)
     event = kind(step=step, at=round(time.time(), 3), **facts)
-    with folder.metrics.open("ab") as file:
+    with contextlib.suppress(OSError), folder.metrics.open("ab") as file:
         file.write(msgspec.json.encode(event) + b"\n")
+
+
+def _check_texts(settings: TrainSettings) -> None:
+    """Refuse paths that a file of settings and a card cannot hold.
+
+    Raises:
+        FlagError: One is not UTF-8.
+    """
+    for name in ("data", "val", "output", "weights", "model", "dataset"):
+        value = getattr(settings, name)
+        if printable(value) != value:
+            flag = "DATA" if name == "data" else f"--{name}"
+            raise FlagError(f"{flag}: {printable(value)} is not UTF-8; rename it")
 
 
 @contextlib.contextmanager
@@ -188,39 +211,38 @@ def _locked(folder: RunFolder, how: How) -> Iterator[None]:
         FlagError: One does, or the folder cannot be used.
     """
     where = f"--output: {folder.path}"
+    if how == "resume" and not folder.recipe.exists():
+        raise FlagError(f"--resume: there is no run to go on with in {folder.path}")
     try:
-        if how == "resume" and not folder.recipe.exists():
-            raise FlagError(f"--resume: there is no run to go on with in {folder.path}")
         folder.path.mkdir(parents=True, exist_ok=True)
-        is_foreign = not folder.recipe.exists() and any(
-            each.name != folder.lock.name for each in folder.path.iterdir()
-        )
-        if is_foreign:
+        # A run that was never begun leaves its lock.
+        if not folder.lock.exists() and any(folder.path.iterdir()):
             raise FlagError(f"{where} has other files; name a new folder")
-        with folder.lock.open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise FlagError(f"{where}: another process trains there") from None
-            if how == "new" and folder.recipe.exists():
-                raise FlagError(
-                    f"{where} holds a run: --resume goes on with it, --overwrite begins anew"
-                )
-            if how == "resume" and folder.card.exists():
-                raise FlagError(
-                    f"the run in {folder.path} has ended: `inferpool serve {folder.path}` serves "
-                    "it, and --overwrite begins anew"
-                )
-            yield
+        file = folder.lock.open("w")
     except OSError as error:
         raise FlagError(f"{where}: {error.strerror or error}") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise FlagError(f"{where}: another process trains there") from None
+        if how == "new" and folder.recipe.exists():
+            raise FlagError(
+                f"{where} holds a run: --resume goes on with it, --overwrite begins anew"
+            )
+        if how == "resume" and folder.card.exists():
+            raise FlagError(
+                f"the run in {folder.path} has ended: `inferpool serve {folder.path}` serves "
+                "it, and --overwrite begins anew"
+            )
+        yield
 
 
 def _clear(folder: RunFolder) -> None:
     """Remove what an earlier run left, and nothing else."""
     for path in folder.files:
         if path.is_dir():
-            shutil.rmtree(path)
+            shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
 
@@ -262,12 +284,17 @@ def _found(settings: TrainSettings) -> RunImages:
         return RunImages(training, held_out, survey(training))
     from inferpool.models.training.datasets import facts_of, labelled, open_dataset
 
-    dataset = open_dataset(settings.dataset, settings.dataset_options)
-    images = labelled(dataset, settings.dataset)
+    try:
+        dataset = open_dataset(settings.dataset, settings.dataset_options)
+        images, facts = labelled(dataset, settings.dataset), facts_of(dataset)
+    except ModelError:
+        raise
+    except Exception as error:  # a user's dataset may raise anything
+        raise DataError(f"{settings.dataset} fails: {described(error)}") from error
     if share_of(settings.val) is None:
         raise DataError("--val: of a --dataset, give the share to hold out, such as 0.2")
     training, held_out = split(images, float(settings.val), settings.seed)
-    return RunImages(training, held_out, facts_of(dataset))
+    return RunImages(training, held_out, facts)
 
 
 def _planned(settings: TrainSettings, images: RunImages) -> Plan:

@@ -24,11 +24,17 @@ class NoSpaceError(Exception):
 
 
 class Checkpoints:
-    """The checkpoints of a run, of which the newest is kept, and the weights of its best epoch."""
+    """The checkpoints of a run, of which the newest is kept, and the weights of its best epoch.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: The folder of them.
+        writer: Number of the rank that writes; hosts may share the folder.
+    """
+
+    def __init__(self, folder: Path, *, writer: int = 0) -> None:
         self._folder = folder
-        self._saved_best = 0
+        self._writer = writer
+        self.saved_best = 0
         """Best epoch that the newest checkpoint names."""
 
     @property
@@ -45,11 +51,11 @@ class Checkpoints:
         path = self._path(step)
         data = io.BytesIO()
         torch.save(state, data)
-        write_whole(path, data.getbuffer())
+        write_whole(path, data.getbuffer(), writer=self._writer)
         for old in [each for each in self._steps() if each != path]:
             old.unlink(missing_ok=True)
         self._keep_best(best_epoch)
-        self._saved_best = best_epoch
+        self.saved_best = best_epoch
         return path.stat().st_size
 
     def read(self) -> bytes | None:
@@ -67,8 +73,13 @@ class Checkpoints:
         Raises:
             NoSpaceError: There is no room.
         """
-        save_weights(self.best(epoch), network)
-        self._keep_best(epoch, self._saved_best)
+        save_weights(self.best(epoch), network, writer=self._writer)
+        self._keep_best(epoch, self.saved_best)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that they take on the disk."""
+        return sum(path.stat().st_size for path in self._folder.glob("*.*"))
 
     def remove(self) -> None:
         """Remove all of them, since the run has ended."""
@@ -103,7 +114,7 @@ def decoded(data: bytes) -> dict[str, Any]:
     return state
 
 
-def save_weights(path: Path, network: nn.Module) -> None:
+def save_weights(path: Path, network: nn.Module, *, writer: int = 0) -> None:
     """Write a network's weights as safetensors, whole or not at all.
 
     Raises:
@@ -113,7 +124,7 @@ def save_weights(path: Path, network: nn.Module) -> None:
     for name, tensor in network.state_dict().items():
         # Weights that share memory are written for each name, as safetensors asks for.
         tensors[name] = tensor.detach().to("cpu").contiguous().clone()
-    new = path.with_suffix(".new")
+    new = path.with_suffix(f".{writer}.new")
     try:
         save_file(tensors, new)
         _sync(new)
@@ -126,13 +137,13 @@ def save_weights(path: Path, network: nn.Module) -> None:
         raise NoSpaceError(f"{path} cannot be written: {error}") from error
 
 
-def write_whole(path: Path, data: bytes | memoryview) -> None:
+def write_whole(path: Path, data: bytes | memoryview, *, writer: int = 0) -> None:
     """Write a file whole or not at all, and have it on the disk.
 
     Raises:
         NoSpaceError: There is no room.
     """
-    new = path.with_suffix(".new")
+    new = path.with_suffix(f".{writer}.new")
     try:
         with new.open("wb") as file:
             file.write(data)
@@ -147,12 +158,19 @@ def write_whole(path: Path, data: bytes | memoryview) -> None:
         raise NoSpaceError(f"{path} cannot be written: {error.strerror}") from error
 
 
-def room_error(folder: Path, network: nn.Module, *, has_average: bool) -> str:
-    """Return one sentence if a run's files will not fit on the disk; empty if they will."""
+def room_error(folder: Path, network: nn.Module, *, has_average: bool, used: int = 0) -> str:
+    """Return one sentence if a run's files will not fit on the disk; empty if they will.
+
+    Args:
+        folder: The folder of the run.
+        network: Its network.
+        has_average: Whether checkpoints hold averages of the weights.
+        used: Bytes of its files that are there already.
+    """
     num_bytes = sum(each.nbytes for each in network.state_dict().values())
     # Two checkpoints lie there at once, each with the weights, two moments of Adam and the average;
     # and the weights of two best epochs, and those that are served.
-    need = num_bytes * (2 * (3 + has_average) + 3) + _SPARE_BYTES
+    need = num_bytes * (2 * (3 + has_average) + 3) + _SPARE_BYTES - used
     free = shutil.disk_usage(folder).free
     if free >= need:
         return ""

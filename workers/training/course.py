@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from inferpool.models.accelerator.device import is_accelerator, module_of
 from inferpool.models.files.run_folder import RunFolder
+from inferpool.models.texts import printable
 from inferpool.models.training.events import (
     AnyEvent,
     Noted,
@@ -101,9 +102,8 @@ class Course:
         while self.state.epoch < self.recipe.epochs:
             self.stop.beat()
             began = time.monotonic()
-            if not self._run_epoch():
+            if not self._run_epoch() or not self._judge(began):
                 return False
-            self._judge(began)
             self.state.epoch += 1
             self.state.epoch_step = 0
             self.losses.clear()
@@ -129,6 +129,7 @@ class Course:
         """Go on from a checkpoint."""
         self.learner.load(checkpoint["learner"])
         self.state = msgspec.convert(checkpoint["state"], RunState)
+        self.checkpoints.saved_best = self.state.best_epoch
         ranks = checkpoint["ranks"]
         place = self.group.place
         if len(ranks) == place.num_ranks:  # others have their own random numbers
@@ -146,7 +147,7 @@ class Course:
             mine["device_random"] = module_of(self.device).get_rng_state(self.device)
         ranks = self.group.gather(mine)
         self._gather_faults()
-        if self.group.is_first:
+        if self.group.keeps_files:
             self.state.seconds, self._began = self.seconds, time.monotonic()
             checkpoint = {
                 "learner": self.learner.state(),
@@ -233,10 +234,19 @@ class Course:
             )
         )
 
-    def _judge(self, began: float) -> None:
-        """Try the network on the held-out images, and keep it if it is the best so far."""
+    def _judge(self, began: float) -> bool:
+        """Try the network on the held-out images, and keep it if it is the best so far.
+
+        Returns:
+            False after a stop: then a run that goes on begins with this trial.
+        """
         state = self.state
-        loss, num_right, num, faults = self.held_out.judge(self.learner)
+        self.group.share_buffers(self.learner.judged)
+        loss, num_right, num, faults = self.held_out.judge(self.learner, self.stop)
+        (is_told,) = self.group.any(self.stop.is_told)
+        if is_told:
+            self.save()
+            return False
         loss_sum, right_sum, num_sum, train_sum, train_num = self.group.sums(
             loss, num_right, num, sum(self.losses), len(self.losses)
         )
@@ -248,7 +258,7 @@ class Course:
         if is_best:
             state.best_accuracy, state.best_loss = accuracy, loss
             state.best_epoch = state.epoch + 1
-            if self.group.is_first:
+            if self.group.keeps_files:
                 try:
                     self.checkpoints.save_best(state.best_epoch, self.learner.judged)
                 except NoSpaceError as error:
@@ -265,6 +275,7 @@ class Course:
                 seconds=round(time.monotonic() - began, 3),
             )
         )
+        return True
 
     def _gather_faults(self, held_out: dict[str, str] | None = None) -> None:
         """Tell of the images that cannot be read, each once."""
@@ -275,7 +286,8 @@ class Course:
             for path, reason in found.items():
                 if path not in self.state.faults:
                     self.state.faults[path] = reason
-                    event = Skipped(step=self.state.step, at=now(), path=path, reason=reason)
+                    told = {"path": printable(path), "reason": printable(reason)}
+                    event = Skipped(step=self.state.step, at=now(), **told)
                     self.tell(event)
 
     def _note(self, text: str) -> None:
@@ -303,11 +315,17 @@ class HeldOut:
         self._keeps = num_bytes <= _MOST_KEPT_BYTES
         self._kept: list[TrainingBatch] = []
 
-    def judge(self, learner: Learner) -> tuple[float, int, int, dict[str, str]]:
-        """Return the summed loss, the numbers of right and of all images, and unreadable ones."""
+    def judge(self, learner: Learner, stop: StopWatch) -> tuple[float, int, int, dict[str, str]]:
+        """Return the summed loss, the numbers of right and of all images, and unreadable ones.
+
+        It ends early once the rank is told to stop.
+        """
         loss, num_right, num = 0.0, 0, 0
         faults: dict[str, str] = {}
         for batch in self._kept or self._loader:
+            stop.beat()
+            if stop.is_told:
+                break
             if self._keeps and len(self._kept) < len(self._loader):
                 self._kept.append(batch)
             batch_loss, batch_right = learner.judge(batch)

@@ -63,6 +63,22 @@ class RankGroup:
         ids = [self._device.index] if is_accelerator(self._device) else None
         return DistributedDataParallel(network, device_ids=ids, gradient_as_bucket_view=True)
 
+    @property
+    def keeps_files(self) -> bool:
+        """True for one rank of each host: checkpoints are on all hosts, since any may be lost."""
+        return self.place.local_rank == 0
+
+    @property
+    def has_several_hosts(self) -> bool:
+        """True if not all ranks are on this host."""
+        return self.place.num_local < self.place.num_ranks
+
+    def share_buffers(self, network: nn.Module) -> None:
+        """Give all ranks the buffers of the first one: statistics of norms differ by rank."""
+        if self.place.num_ranks > 1:
+            for buffer in network.buffers():
+                distributed.broadcast(buffer, 0)
+
     def any(self, *claims: bool) -> list[bool]:
         """Return for each claim whether it is true for any rank."""
         return [bool(value) for value in self._reduced(claims, distributed.ReduceOp.MAX)]

@@ -59,7 +59,8 @@ def run_ranks(folder: Path, launch: RankLaunch, on_death: Callable[[str], None])
     Raises:
         RanksLostError: They died too often.
     """
-    RunFolder(folder).failed.unlink(missing_ok=True)
+    for mark in (RunFolder(folder).failed, RunFolder(folder).stopped):
+        mark.unlink(missing_ok=True)
     is_alone = not launch.rendezvous
     config = LaunchConfig(
         min_nodes=launch.min_nodes,

@@ -6,6 +6,7 @@ A rank that cannot go on leaves the reason there and ends well, so that nobody s
 """
 
 import contextlib
+import hashlib
 import os
 import sys
 import traceback
@@ -71,12 +72,18 @@ def main(argv: list[str]) -> int:
     die_with_parent(os.getppid())
     give_way_for_memory()
     stop = StopWatch()
-    if folder.failed.exists():  # another rank has said why nobody can go on
-        return 0
+    place = RankPlace.from_environment()
+    has_several_hosts = place.num_local < place.num_ranks
+    if folder.failed.exists() and not has_several_hosts:
+        return 0  # another rank has said why nobody can go on
     try:
-        _run(folder, stop)
+        _run(folder, place, stop)
+    except _AllKnowError as error:
+        _give_up(folder, str(error))
+        return 0
     except (TrainingError, ModelError, NoSpaceError) as error:
         _give_up(folder, str(error))
+        return _LOST if has_several_hosts else 0  # once more, so that all hosts learn why
     except Exception as error:  # a user's network or dataset may raise anything
         if isinstance(error, distributed.DistError | EOFError) or any(
             word in str(error) for word in _LOSSES
@@ -84,14 +91,18 @@ def main(argv: list[str]) -> int:
             return _LOST
         traceback.print_exc()
         _give_up(folder, f"{type(error).__name__}: {error}")
+        return _LOST if has_several_hosts else 0
     finally:
         stop.end()
     return 0
 
 
-def _run(folder: RunFolder, stop: StopWatch) -> None:
+class _AllKnowError(Exception):
+    """The ranks of all hosts know why nobody can go on."""
+
+
+def _run(folder: RunFolder, place: RankPlace, stop: StopWatch) -> None:
     recipe = msgspec.json.decode(folder.recipe.read_bytes(), type=Recipe)
-    place = RankPlace.from_environment()
     if recipe.is_idle and hasattr(os, "SCHED_IDLE"):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     torch.set_num_threads(recipe.threads)
@@ -101,16 +112,46 @@ def _run(folder: RunFolder, stop: StopWatch) -> None:
         device = torch.device(recipe.device, recipe.devices[place.local_rank])
         select(device)
     group = RankGroup(place, device)
+    if group.has_several_hosts:
+        _agree(recipe, folder, group)
     course = _prepared(recipe, folder, group, device, stop)
     try:
         stop.begin()
         if course.run():
             stop.pause()
             _hand_over(course)
+        elif group.keeps_files:
+            folder.stopped.touch()
     finally:
         if course.metrics is not None:
             course.metrics.close()
     group.leave()
+
+
+def _agree(recipe: Recipe, folder: RunFolder, group: RankGroup) -> None:
+    """Check that all hosts train the same, and that none of them has given up.
+
+    Raises:
+        _AllKnowError: One has given up.
+        TrainingError: They do not train the same.
+    """
+    reason = folder.failed.read_text("utf-8") if folder.failed.exists() else ""
+    if reasons := [str(each) for each in group.gather(reason) if each]:
+        raise _AllKnowError(reasons[0])
+    same = msgspec.structs.replace(recipe, **dict.fromkeys(("data", "command", "device"), ""))
+    same = msgspec.structs.replace(
+        same, devices=(), threads=0, num_workers=0, is_idle=False, checkpoint_minutes=0.0
+    )
+    digest = hashlib.sha256(msgspec.json.encode(same))
+    for path in (folder.training, folder.validation):
+        images = read_samples(path, recipe.labels)
+        for name, target in zip(images.paths, images.targets, strict=True):
+            digest.update(f"{os.path.basename(name)}\0{target}\0".encode(errors="replace"))
+    if len({*map(str, group.gather(digest.hexdigest()))}) > 1:
+        raise TrainingError(
+            "the hosts do not train the same: give all of them the same images and settings, and "
+            "as many processes; --batch-size must be given if their numbers of GPUs differ"
+        )
 
 
 def _prepared(
@@ -124,10 +165,16 @@ def _prepared(
         images_of(recipe, read_samples(path, recipe.labels))
         for path in (folder.training, folder.validation)
     )
-    checkpoints = Checkpoints(folder.checkpoints)
-    if group.is_first:
+    checkpoints = Checkpoints(folder.checkpoints, writer=place.rank)
+    if group.keeps_files:
         folder.checkpoints.mkdir(exist_ok=True)
-        if reason := room_error(folder.path, network, has_average=bool(recipe.ema_decay)):
+        reason = room_error(
+            folder.path,
+            network,
+            has_average=bool(recipe.ema_decay),
+            used=checkpoints.num_bytes,
+        )
+        if reason:
             raise TrainingError(reason)
     accumulate, note = _accumulated(recipe, network, group, device)
     batches = EpochBatches(
@@ -177,6 +224,7 @@ def _prepared(
     )
     if checkpoint is not None:
         course.restore(checkpoint)
+        _share_best(course)
     _announce(course, note, len(training.targets), len(held_out.targets))
     return course
 
@@ -240,6 +288,21 @@ def _checkpoint(checkpoints: Checkpoints, group: RankGroup) -> dict[str, Any] | 
         data = group.broadcast(data if group.place.rank == source else None, source)
     assert data is not None, "a rank has it, or was sent it"
     return decoded(data)
+
+
+def _share_best(course: Course) -> None:
+    """Give the best weights to hosts that have joined since, any of which may be the first."""
+    path = course.checkpoints.best(course.state.best_epoch)
+    if not course.state.best_epoch:
+        return
+    has = [bool(each) for each in course.group.gather(path.exists())]
+    if all(has) or not any(has):
+        return
+    source = has.index(True)
+    is_source = course.group.place.rank == source
+    data = course.group.broadcast(path.read_bytes() if is_source else None, source)
+    if course.group.keeps_files and not path.exists():
+        write_whole(path, data, writer=course.group.place.rank)
 
 
 def _reading(recipe: Recipe, device: torch.device) -> Mapping[str, Any]:
@@ -325,7 +388,10 @@ def _hand_over(course: Course) -> None:
 
 def _give_up(folder: RunFolder, reason: str) -> None:
     """Leave the reason; the first rank's counts."""
-    with contextlib.suppress(FileExistsError), folder.failed.open("x", encoding="utf-8") as file:
+    with (
+        contextlib.suppress(OSError),  # it is there already, or the disk is full
+        folder.failed.open("x", encoding="utf-8", errors="backslashreplace") as file,
+    ):
         file.write(" ".join(reason.split()))
 
 

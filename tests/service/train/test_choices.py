@@ -69,7 +69,7 @@ def test_a_batch_grows_with_the_images_and_divides_evenly():
     sizes = {num: batch_for(num, 1) for num in (5, 100, 1437, 5000, 10**6)}
     assert sizes == {5: 5, 100: 16, 1437: 32, 5000: 64, 10**6: 256}
     assert batch_for(1437, 3) == 30
-    assert batch_for(5, 8) == 8
+    assert batch_for(5, 8) == 16
 
 
 def test_the_rate_grows_with_the_root_of_the_batch_up_to_a_bound():
