@@ -16,6 +16,7 @@ import torch
 
 from inferpool.models.files.run_folder import RunFolder, read_card
 from tests.e2e.running import ROOT
+from tests.ports import free_port
 from tests.training_network import TINY, write_digits
 
 _TIMEOUT_S = 150.0
@@ -207,3 +208,50 @@ def test_only_one_process_trains_in_a_folder(digits, tmp_path):
         process.wait()
     _, alive = psutil.wait_procs(ranks, timeout=20)
     assert not alive, "no rank outlives the command"
+
+
+@pytest.mark.slow
+def test_two_hosts_train_one_network_and_refuse_to_train_two(digits, tmp_path):
+    def hosts(port, *odd):
+        several = ["--nodes", 2, "--rdzv", f"127.0.0.1:{port}", "--quiet"]
+        return [
+            subprocess.Popen(
+                command(*small(digits, tmp_path / f"{port}-{name}"), *several, *words),
+                cwd=ROOT,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for name, words in (("a", ()), ("b", odd))
+        ]
+
+    def ends(processes):
+        return [
+            (process.communicate(timeout=_TIMEOUT_S)[1], process.returncode)
+            for process in processes
+        ]
+
+    port = free_port()
+    assert [status for _, status in ends(hosts(port))] == [0, 0]
+    one, two = (RunFolder(tmp_path / f"{port}-{name}") for name in "ab")
+    assert one.weights.read_bytes() == two.weights.read_bytes()
+    assert predictions(one.path) == predictions(two.path)
+    for error, status in ends(hosts(free_port(), "--seed", 3)):
+        assert status == 1
+        assert "the hosts do not train the same" in error
+
+
+def test_a_wrong_command_leaves_the_run_that_it_would_have_replaced(digits, tmp_path):
+    run = tmp_path / "run"
+    train(*small(digits, run, epochs=1), "--quiet")
+    before = {path: path.read_bytes() for path in run.iterdir() if path.is_file()}
+    for words in (
+        [tmp_path / "nothing", "--output", run, "--overwrite"],
+        [digits, "--output", run, "--overwrite", "--model", "torchvision:resnet81"],
+        [digits, "--output", run, "--overwrite", "--devices", "cuda:77"],
+        [digits, "--output", run, "--overwrite", "--weights", run, "--model", TINY],
+        [digits, "--output", run],
+        [digits, "--output", digits],
+    ):
+        done = train(*words, check=2)
+        assert len(done.stderr.splitlines()) <= 2, done.stderr
+    assert {path: path.read_bytes() for path in run.iterdir() if path.is_file()} == before

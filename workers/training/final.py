@@ -93,8 +93,10 @@ class FinalTrial:
                 for i, found, score, _ in answers
             ),
         )
-        write_whole(self._folder.predictions, table)
-        write_whole(self._folder.skipped, _csv(("path", "reason"), sorted(faults.items())))
+        writer = self._group.place.rank
+        write_whole(self._folder.predictions, table, writer=writer)
+        skipped = _csv(("path", "reason"), sorted(faults.items()))
+        write_whole(self._folder.skipped, skipped, writer=writer)
         num_right = sum(found == targets[i] for i, found, _, _ in answers)
         low, high = wilson(num_right, len(answers))
         losses = [-math.log(max(right, _LEAST_SCORE)) for *_, right in answers]
@@ -121,7 +123,8 @@ class FinalTrial:
             ),
             began=began,
         )
-        write_whole(self._folder.card, msgspec.json.format(msgspec.json.encode(card), indent=2))
+        encoded = msgspec.json.format(msgspec.json.encode(card), indent=2)
+        write_whole(self._folder.card, encoded, writer=writer)
         return card
 
     def _card(self, data: DataCard, scores: ScoreCard, *, began: str = "") -> Card:

@@ -360,26 +360,26 @@ def _announce(course: Course, note: str, num_training: int, num_validation: int)
 def _hand_over(course: Course) -> None:
     """Keep the best weights, judge them as they will be served, and write the card."""
     group, folder, recipe, state = course.group, course.folder, course.recipe, course.state
-    if group.is_first:
+    writer = group.place.rank
+    if group.keeps_files:  # each host has all of it, since any of them may be asked to serve it
         network, _ = _network(msgspec.structs.replace(recipe, weights="none"), torch.device("cpu"))
         load_weights(network, course.checkpoints.best(state.best_epoch))
-        save_weights(folder.weights, network)
-        write_whole(folder.labels, "".join(f"{label}\n" for label in recipe.labels).encode())
+        save_weights(folder.weights, network, writer=writer)
+        labels = "".join(f"{label}\n" for label in recipe.labels)
+        write_whole(folder.labels, labels.encode(), writer=writer)
     group.wait()
     seconds = course.seconds
     final = FinalTrial(recipe, folder, group, course.device)
     gathered = group.gather(final.judge(course.held_out_source))
-    if group.is_first:
-        answers = sorted(answer for found in gathered for answer in found)  # type: ignore[attr-defined]
-        num_images = state.step * recipe.batch_size
+    if group.keeps_files:
         final.write(
-            answers,
+            sorted(answer for found in gathered for answer in found),  # type: ignore[attr-defined]
             course.source,
             course.held_out_source,
             faults=state.faults,
             best_epoch=state.best_epoch,
             seconds=seconds,
-            images_per_s=num_images / max(seconds, 1e-9),
+            images_per_s=state.step * recipe.batch_size / max(seconds, 1e-9),
             began=state.began_at,
         )
         course.checkpoints.remove()
