@@ -62,6 +62,8 @@ def run_ranks(folder: Path, launch: RankLaunch, on_death: Callable[[str], None])
     for mark in (RunFolder(folder).failed, RunFolder(folder).stopped):
         mark.unlink(missing_ok=True)
     is_alone = not launch.rendezvous
+    # The time that ranks have to save a checkpoint. torch 2.11 does not read it, and gives 30 s.
+    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(int(GRACE_S) + _LONGER_S)
     config = LaunchConfig(
         min_nodes=launch.min_nodes,
         max_nodes=launch.max_nodes,
@@ -73,7 +75,6 @@ def run_ranks(folder: Path, launch: RankLaunch, on_death: Callable[[str], None])
         max_restarts=launch.max_restarts,
         monitor_interval=0.1,
         logs_specs=DefaultLogsSpecs(),
-        shutdown_timeout=int(GRACE_S) + _LONGER_S,
     )
     for name in [*logging.root.manager.loggerDict]:
         if name.startswith(_LOGGERS):  # each has a level of its own
