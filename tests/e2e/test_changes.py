@@ -76,7 +76,7 @@ def test_a_validation_that_cannot_be_used_is_named_in_one_sentence_and_changes_n
     (unknown / "1.jpg").write_bytes(sample_jpegs()[0])
     for path, said in (
         (str(tmp_path / "nowhere"), "there is no file or folder"),
-        (str(tmp_path / "empty"), "has no labelled inputs; give a folder with"),
+        (str(tmp_path / "empty"), "has no labelled inputs; give the folder of"),
         (str(tmp_path / "unknown"), "neither it nor the version of now labels any of the 1 inputs"),
     ):
         status, answer = swap(photographs, validation=path)

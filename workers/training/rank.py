@@ -22,6 +22,7 @@ from torch import distributed, nn
 from torch.utils.data import DataLoader, Subset
 
 from inferpool.models.accelerator.device import is_accelerator, name_of, select
+from inferpool.models.accelerator.failures import is_lost_device
 from inferpool.models.errors import ModelError
 from inferpool.models.files.checkpoint import load_weights
 from inferpool.models.files.run_folder import RunFolder
@@ -85,9 +86,8 @@ def main(argv: list[str]) -> int:
         _give_up(folder, str(error))
         return _LOST if has_several_hosts else 0  # once more, so that all hosts learn why
     except Exception as error:  # a user's network or dataset may raise anything
-        if isinstance(error, distributed.DistError | EOFError) or any(
-            word in str(error) for word in _LOSSES
-        ):
+        is_other = isinstance(error, distributed.DistError | EOFError) or is_lost_device(error)
+        if is_other or any(word in str(error) for word in _LOSSES):
             return _LOST
         traceback.print_exc()
         _give_up(folder, f"{type(error).__name__}: {error}")
@@ -138,7 +138,7 @@ def _agree(recipe: Recipe, folder: RunFolder, group: RankGroup) -> None:
     reason = folder.failed.read_text("utf-8") if folder.failed.exists() else ""
     if reasons := [str(each) for each in group.gather(reason) if each]:
         raise _AllKnowError(reasons[0])
-    same = msgspec.structs.replace(recipe, **dict.fromkeys(("data", "command", "device"), ""))
+    same = msgspec.structs.replace(recipe, **dict.fromkeys(("data", "command", "device", "weights"), ""))
     same = msgspec.structs.replace(
         same, devices=(), threads=0, num_workers=0, is_idle=False, checkpoint_minutes=0.0
     )
