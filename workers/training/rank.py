@@ -138,10 +138,8 @@ def _agree(recipe: Recipe, folder: RunFolder, group: RankGroup) -> None:
     reason = folder.failed.read_text("utf-8") if folder.failed.exists() else ""
     if reasons := [str(each) for each in group.gather(reason) if each]:
         raise _AllKnowError(reasons[0])
-    same = msgspec.structs.replace(recipe, **dict.fromkeys(("data", "command", "device", "weights"), ""))
-    same = msgspec.structs.replace(
-        same, devices=(), threads=0, num_workers=0, is_idle=False, checkpoint_minutes=0.0
-    )
+    own = {**dict.fromkeys(("data", "command", "device", "weights"), ""), "devices": ()}
+    same = msgspec.structs.replace(recipe, **own, threads=0, num_workers=0, is_idle=False)
     digest = hashlib.sha256(msgspec.json.encode(same))
     for path in (folder.training, folder.validation):
         images = read_samples(path, recipe.labels)
