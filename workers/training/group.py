@@ -26,6 +26,11 @@ class RankPlace:
     """Its number on this host."""
     num_local: int
 
+    @property
+    def has_several_hosts(self) -> bool:
+        """True if not all ranks are on this host."""
+        return self.num_local < self.num_ranks
+
     @classmethod
     def from_environment(cls) -> "RankPlace":
         """Read the variables that torchrun sets."""
@@ -67,11 +72,6 @@ class RankGroup:
     def keeps_files(self) -> bool:
         """True for one rank of each host: checkpoints are on all hosts, since any may be lost."""
         return self.place.local_rank == 0
-
-    @property
-    def has_several_hosts(self) -> bool:
-        """True if not all ranks are on this host."""
-        return self.place.num_local < self.place.num_ranks
 
     def share_buffers(self, network: nn.Module) -> None:
         """Give all ranks the buffers of the first one: statistics of norms differ by rank."""

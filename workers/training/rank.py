@@ -74,8 +74,7 @@ def main(argv: list[str]) -> int:
     give_way_for_memory()
     stop = StopWatch()
     place = RankPlace.from_environment()
-    has_several_hosts = place.num_local < place.num_ranks
-    if folder.failed.exists() and not has_several_hosts:
+    if folder.failed.exists() and not place.has_several_hosts:
         return 0  # another rank has said why nobody can go on
     try:
         _run(folder, place, stop)
@@ -84,14 +83,14 @@ def main(argv: list[str]) -> int:
         return 0
     except (TrainingError, ModelError, NoSpaceError) as error:
         _give_up(folder, str(error))
-        return _LOST if has_several_hosts else 0  # once more, so that all hosts learn why
+        return _LOST if place.has_several_hosts else 0  # once more, so that all hosts learn why
     except Exception as error:  # a user's network or dataset may raise anything
         is_other = isinstance(error, distributed.DistError | EOFError) or is_lost_device(error)
         if is_other or any(word in str(error) for word in _LOSSES):
             return _LOST
         traceback.print_exc()
         _give_up(folder, f"{type(error).__name__}: {error}")
-        return _LOST if has_several_hosts else 0
+        return _LOST if place.has_several_hosts else 0
     finally:
         stop.end()
     return 0
@@ -112,7 +111,7 @@ def _run(folder: RunFolder, place: RankPlace, stop: StopWatch) -> None:
         device = torch.device(recipe.device, recipe.devices[place.local_rank])
         select(device)
     group = RankGroup(place, device)
-    if group.has_several_hosts:
+    if place.has_several_hosts:
         _agree(recipe, folder, group)
     course = _prepared(recipe, folder, group, device, stop)
     try:
