@@ -284,7 +284,7 @@ def test_batch_is_stacked_into_pinned_memory_that_is_used_again():
     assert stacked.is_pinned()
     for n in range(50):
         assert answers(computer, prepared(computer, numbers(n, n + 1))) == [2 * n, 2 * n + 2]
-    assert len(addresses) < 20  # a batch may be collected late
+    assert len(addresses) <= 3
 
 
 def test_numbers_of_several_dtypes_are_stacked_as_on_the_host():
