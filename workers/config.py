@@ -34,6 +34,8 @@ class WorkerConfig:
 
     model: ModelConfig
     placement: Placement
+    host: str = ""
+    """Name of the host of the cluster that runs it; "" is the host of the front end."""
     credit: int = 2
     """Batches that it may hold at once, and one more if it gets decoders; it computes
     `Placement.num_at_once` of them."""

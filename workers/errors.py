@@ -3,7 +3,7 @@
 WorkerError
 +-- WorkerStartError           an incarnation never became ready; `permanent` if none ever will
 |   +-- FilesChangedError      its model files differ from those of the other workers
-+-- WorkerLostError            an incarnation ended while it held a batch
++-- WorkerLostError            an incarnation, or its whole host, ended while it held a batch
 """
 
 
@@ -33,12 +33,17 @@ class FilesChangedError(WorkerStartError):
 
 
 class WorkerLostError(WorkerError):
-    """A worker has exited, which is confirmed, and a batch that it held has no answer.
+    """A worker has certainly ended, and a batch that it held has no answer.
+
+    The end of a local worker is certain once its exit is confirmed, and that of a worker on another
+    host once the connection is closed or its lease has run out.
 
     Attributes:
         started: True if it had begun the batch, which may have caused the end.
+        with_host: True if its whole host was lost, which no input is blamed for.
     """
 
-    def __init__(self, reason: str, *, started: bool) -> None:
+    def __init__(self, reason: str, *, started: bool, with_host: bool = False) -> None:
         super().__init__(reason)
         self.started = started
+        self.with_host = with_host

@@ -100,9 +100,12 @@ class Vitals:
     """Processes that prepare instances for it."""
 
 
-Cause = Literal["asked", "canary", "device", "exit", "files", "hang", "memory", "signal", "start"]
+Cause = Literal[
+    "asked", "canary", "device", "exit", "files", "hang", "host", "memory", "signal", "start"
+]
 """Kind of end: asked to leave, failed canaries, lost the device's context, exited, model files
-changed on disk, hung, killed for memory, killed by another signal, never started."""
+changed on disk, hung, lost with its host, killed for memory, killed by another signal, never
+started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,8 @@ class LastEnding:
     """How the last life of a worker ended."""
 
     cause: str
-    """`asked`, `canary`, `device`, `exit`, `files`, `hang`, `memory`, `signal` or `start`."""
+    """`asked`, `canary`, `device`, `exit`, `files`, `hang`, `host`, `memory`, `signal` or
+    `start`."""
     reason: str
     age_s: float
 
