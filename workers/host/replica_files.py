@@ -1,6 +1,7 @@
 """Keeps all replicas of a model on the same files, although the files may change on disk.
 
-Runs in the front end: `ReplicaFiles` in its event loop, and the reading of files in threads.
+Runs in the front end: `ReplicaFiles` in its event loop, and the reading of files in threads. The
+files of workers on other hosts cannot be read here: their agents send digests with the marks.
 """
 
 import asyncio
@@ -10,6 +11,8 @@ import threading
 from asyncio import Task
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
+
+import msgspec
 
 from inferpool.models.files.opened import FileMark, mark_of
 from inferpool.workers.errors import FilesChangedError, WorkerStartError
@@ -59,8 +62,17 @@ class ReplicaFiles(Generic[L]):
         if changed and present is self._present:
             raise _outdated(id, changed)
 
-    async def judge(self, worker: L, *, renews: bool) -> "ModelFiles | None":
+    async def judge(
+        self, worker: L, is_any_serving: Callable[[], bool], *, renews: bool
+    ) -> "ModelFiles | None":
         """Check that a new worker has loaded the files of the others, unless it `renews`.
+
+        One on another host may also have other files if no worker has those of before any more.
+
+        Args:
+            worker: The new worker.
+            is_any_serving: Returns True if a worker has the files of before.
+            renews: It may differ.
 
         Returns:
             Its files, for `adopt`, if it is the first that has loaded them.
@@ -72,7 +84,8 @@ class ReplicaFiles(Generic[L]):
         id, marks = worker.id, self._files_of(worker)
         if not marks:
             return None
-        torn = set(await asyncio.to_thread(_changed_since, marks))
+        here = [mark for mark in marks if not mark.digest]
+        torn = set(await asyncio.to_thread(_changed_since, here))
         before = self._num_torn.pop(id.worker, {})
         if torn:
             num_torn = self._num_torn[id.worker] = {path: before.get(path, 0) + 1 for path in torn}
@@ -92,6 +105,10 @@ class ReplicaFiles(Generic[L]):
                 return None
             if renews:
                 break
+            if any(mark.digest for mark in marks if mark.path in differing):
+                if not is_any_serving():
+                    break
+                raise _unlike(id, differing)
             raise _outdated(id, differing)
         return ModelFiles(marks)
 
@@ -159,13 +176,15 @@ class ModelFiles:
     def remember(self) -> None:
         """Hash each file, so that a file of which only the date changes counts as unchanged."""
         for mark in list(self._marks.values()):
+            if mark.digest:
+                continue
             with self._lock:
                 if mark.path not in self._digests and (digest := self._digest(mark)):
                     self._digests[mark.path] = digest
 
     def changed(self) -> list[str]:
-        """Return the files that have changed on disk, or are gone."""
-        now = {path: mark_of(path) for path in self._marks}
+        """Return the files of this host that have changed on disk, or are gone."""
+        now = {path: mark_of(path) for path, mark in self._marks.items() if not mark.digest}
         return [path for path, mark in now.items() if not self._is_same(path, mark)]
 
     def differing(self, marks: Sequence[FileMark]) -> list[str]:
@@ -176,6 +195,8 @@ class ModelFiles:
     def _is_same(self, path: str, mark: FileMark | None) -> bool:
         if mark is None or mark == self._marks[path]:
             return mark is not None
+        if mark.digest or self._marks[path].digest:
+            return mark.digest == self._marks[path].digest
         if mark.num_bytes != self._marks[path].num_bytes:
             return False
         with self._lock:
@@ -186,16 +207,42 @@ class ModelFiles:
             return True
 
     def _digest(self, mark: FileMark) -> bytes | None:
-        """Hash a file; return None if it has changed meanwhile."""
-        digest = hashlib.sha256()
-        try:
-            with open(mark.path, "rb") as file:
-                while (piece := file.read(_PIECE_BYTES)) and not self._is_closed:
-                    digest.update(piece)
-        except OSError:
-            return None
-        is_same = mark_of(mark.path) == mark and not self._is_closed
-        return digest.digest() if is_same else None
+        return _digest_of(mark, lambda: self._is_closed)
+
+
+def with_digests(
+    marks: Sequence[FileMark], known: dict[FileMark, bytes] | None = None
+) -> list[FileMark]:
+    """Return marks of files of this host with their digests, for another host. Reads the files.
+
+    A file that has changed since it was opened gets no digest. `ReplicaFiles` then takes it for one
+    that changed while it was loaded.
+
+    Args:
+        marks: The files that a worker has opened.
+        known: Digests of files that were read before. Gets those that are read now.
+    """
+    known = {} if known is None else known
+    told = []
+    for mark in marks:
+        digest = known.get(mark) if mark_of(mark.path) == mark else None
+        if digest is None and (digest := _digest_of(mark)) is not None:
+            known[mark] = digest
+        told.append(msgspec.structs.replace(mark, digest=digest or b""))
+    return told
+
+
+def _digest_of(mark: FileMark, is_cancelled: Callable[[], bool] = lambda: False) -> bytes | None:
+    """Hash a file; return None if it has changed meanwhile, or if that is cancelled."""
+    digest = hashlib.sha256()
+    try:
+        with open(mark.path, "rb") as file:
+            while (piece := file.read(_PIECE_BYTES)) and not is_cancelled():
+                digest.update(piece)
+    except OSError:
+        return None
+    is_same = mark_of(mark.path) == mark and not is_cancelled()
+    return digest.digest() if is_same else None
 
 
 def _changed_since(marks: Sequence[FileMark]) -> list[str]:
@@ -208,6 +255,14 @@ def _outdated(id: WorkerId, changed: Sequence[str]) -> FilesChangedError:
         f"{_listed(changed)} changed on disk after {id.model} was loaded, and replicas are not to "
         f"differ: restart all workers of {id.model} to serve what is there now "
         f"(POST /admin/models/{id.model}/restart), or put back what was there"
+    )
+
+
+def _unlike(id: WorkerId, differing: Sequence[str]) -> FilesChangedError:
+    return FilesChangedError(
+        f"{_listed(differing)} differ from what other workers of {id.model} have loaded, and "
+        "replicas are not to differ: give all hosts the same files, then restart all workers "
+        f"(POST /admin/models/{id.model}/restart)"
     )
 
 

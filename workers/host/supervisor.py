@@ -386,10 +386,11 @@ class Supervisor(Generic[C, L]):
             await self._files.check(id, renews=renews)  # changed files explain the failure better
             raise
         try:
-            return handle, await self._files.judge(handle, renews=renews)
+            files = await self._files.judge(handle, self._is_present_served, renews=renews)
         except (WorkerStartError, asyncio.CancelledError):
             await handle.stop(0)
             raise
+        return handle, files
 
     def _adopt(self, slot: Slot[C, L], files: ModelFiles | None) -> None:
         """Make the files of this incarnation those of all later ones, if it loaded new files."""

@@ -1,10 +1,19 @@
 import os
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
 from inferpool.models.files.opened import FileMark, mark_of
-from inferpool.workers.host.replica_files import ModelFiles, _changed_since, _listed
+from inferpool.workers.errors import FilesChangedError, WorkerStartError
+from inferpool.workers.host.engine import Ending, WorkerId
+from inferpool.workers.host.replica_files import (
+    ModelFiles,
+    ReplicaFiles,
+    _changed_since,
+    _listed,
+    with_digests,
+)
 
 
 def mark(path: Path) -> FileMark:
@@ -66,3 +75,59 @@ def test_a_change_during_the_load_is_seen(path: Path):
 def test_many_files_are_listed_in_a_few_words():
     assert _listed(["a", "b"]) == "a, b"
     assert _listed(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more"
+
+
+def far(digest: bytes) -> FileMark:
+    """Return the mark of a file that is not on this host."""
+    return FileMark("/far/weights", 7, 1, 2, digest)
+
+
+def test_files_of_other_hosts_are_compared_by_their_digests_alone():
+    files = ModelFiles([far(b"a")])
+    files.remember()
+    assert files.changed() == []  # nobody looks for it on this host
+    assert files.differing([FileMark("/far/weights", 7, 3, 4, b"a")]) == []
+    assert files.differing([far(b"b")]) == ["/far/weights"]
+
+
+def test_only_a_file_that_is_as_it_was_opened_gets_a_digest(path: Path):
+    opened, known = mark(path), dict[FileMark, bytes]()
+    (told,) = with_digests([opened], known)
+    assert told.digest == sha256(b"weights").digest()
+    known[opened] = b"read before"
+    assert with_digests([opened], known)[0].digest == b"read before"
+    path.write_bytes(b"more weights")
+    assert with_digests([opened], known) == [opened]
+
+
+class FarWorker:
+    id = WorkerId(model="m", slot=0)
+    has_worked = False
+
+    def __init__(self, *files: FileMark) -> None:
+        self.files = files
+
+    async def wait(self) -> Ending:
+        raise NotImplementedError
+
+    async def stop(self, grace_s: float) -> None:
+        raise NotImplementedError
+
+
+async def test_a_host_with_other_files_is_refused_while_workers_serve_with_the_first_ones():
+    files = ReplicaFiles[FarWorker](lambda worker: worker.files)
+    first = await files.judge(FarWorker(far(b"a")), lambda: False, renews=False)
+    assert first is not None
+    files.adopt(first)
+    assert await files.judge(FarWorker(far(b"a")), lambda: True, renews=False) is None
+    with pytest.raises(FilesChangedError, match="/far/weights differ from"):
+        await files.judge(FarWorker(far(b"b")), lambda: True, renews=False)
+    assert await files.judge(FarWorker(far(b"b")), lambda: True, renews=True)
+    assert await files.judge(FarWorker(far(b"b")), lambda: False, renews=False)
+    await files.close()
+
+
+async def test_a_file_without_a_digest_changed_while_a_far_worker_loaded_it():
+    files = ReplicaFiles[FarWorker](lambda worker: worker.files)
+    with pytest.raises(WorkerStartError, match="changed on disk while"):
+        await files.judge(FarWorker(far(b"")), lambda: False, renews=False)
