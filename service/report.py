@@ -25,7 +25,7 @@ from inferpool.service.queue.pool import Pool
 from inferpool.service.speed import SearchProgress, SpeedSearch
 from inferpool.workers.host.engine import DecoderVitals, ForkserverVitals, RankVitals
 from inferpool.workers.host.gpu_watch import GpuVitals
-from inferpool.workers.host.supervisor import WorkerSlot
+from inferpool.workers.host.slots import WorkerSlot
 
 
 def report_of(

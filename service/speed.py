@@ -20,7 +20,7 @@ from inferpool.service.queue.pool import Pool
 from inferpool.service.settings.settings import Settings
 from inferpool.workers.beside.searching import SearchFailedError
 from inferpool.workers.config import WorkerConfig
-from inferpool.workers.host.supervisor import WorkerSlot
+from inferpool.workers.host.slots import WorkerSlot
 from inferpool.workers.memory import available_bytes
 
 logger = logging.getLogger(__name__)

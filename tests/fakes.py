@@ -64,6 +64,13 @@ class FakeWorker:
         was_at_work = started and bool(batches)
         self._gone.set_result(Ending(cause="signal", reason="SIGKILL", was_at_work=was_at_work))
 
+    def lose_host(self) -> None:
+        """Lose everything that it holds, since its host is lost."""
+        batches, self.batches = self.batches, []
+        for _, future in batches:
+            future.set_exception(WorkerLostError("silence", started=False, with_host=True))
+        self._gone.set_result(Ending(cause="host", reason="silence"))
+
     is_stalled = False
 
     async def wait(self) -> Ending:

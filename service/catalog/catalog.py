@@ -18,8 +18,9 @@ from inferpool.service.catalog.plans import placement_text, plan_all, plan_model
 from inferpool.service.errors import NotSavedError, OverloadedError
 from inferpool.service.queue.admission import Admission
 from inferpool.service.queue.dispatcher import Dispatcher
+from inferpool.service.queue.gauges import read_model_gauges
 from inferpool.service.queue.instance import Buffer, CanaryShare
-from inferpool.service.queue.pool import Announcer, Pool, read_model_gauges
+from inferpool.service.queue.pool import Announcer, Pool
 from inferpool.service.queue.quarantine import Quarantine
 from inferpool.service.queue.scheduling.objective import Objective, ObjectiveAdmission
 from inferpool.service.queue.turns.gate import DeviceGate
@@ -360,6 +361,7 @@ class Catalog:
         metrics = ModelMetrics(name)
         pool = Pool(
             name=name,
+            source=model.source,
             version=number,
             configs=configs,
             engine=self._engine,

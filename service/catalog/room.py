@@ -26,7 +26,7 @@ from inferpool.workers.config import WorkerConfig
 from inferpool.workers.host.device_memory import HOST
 from inferpool.workers.host.devices import DeviceError
 from inferpool.workers.host.engine import WorkerHandle
-from inferpool.workers.host.supervisor import WorkerSlot
+from inferpool.workers.host.slots import WorkerSlot
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,8 @@ from inferpool.workers.host.engine import WorkerId
 from inferpool.workers.host.error_guard import ErrorGuard
 from inferpool.workers.host.observed import OomKills
 from inferpool.workers.host.restart_policy import RestartPolicy
-from inferpool.workers.host.supervisor import Slot, Supervisor
+from inferpool.workers.host.slots import Slot
+from inferpool.workers.host.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
 

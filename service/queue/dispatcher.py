@@ -58,6 +58,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MAX_HOSTS_LOST = 5
+"""Hosts that may be lost with one instance before it is given up."""
+
 
 class Dispatcher:
     """Admits the instances of one model, batches them, sends them, and settles each exactly once.
@@ -401,7 +404,10 @@ class Dispatcher:
     ) -> None:
         """Queue again what a lost worker held, except what is settled or guilty of its death."""
         # Settled instances are judged too: their payloads are still in their slots.
-        if error.started and self._suspects.blame(batch, now):
+        if error.with_host:
+            for instance in batch:
+                instance.num_hosts_lost += 1
+        elif error.started and self._suspects.blame(batch, now):
             self._refuse_quarantined()
         self._lanes.take(lane, batch)
         self._lanes.detach(lane.worker)
@@ -419,6 +425,10 @@ class Dispatcher:
                         f"(the last: {error})"
                     ),
                 )
+            elif instance.num_hosts_lost >= MAX_HOSTS_LOST:
+                instance.owner.free(instance.ref.offset)
+                text = f"{MAX_HOSTS_LOST} hosts were lost while they held it (the last: {error})"
+                self._ledger.fail(instance, WorkerCrashedError(text))
             elif refusal := self._suspects.refusal(instance):
                 instance.owner.free(instance.ref.offset)
                 self._ledger.fail(instance, refusal)

@@ -69,8 +69,8 @@ class Instance(asyncio.Future[Result]):
     """One instance, and the future of its result. Cancelling it takes it out of the queue."""
 
     __slots__ = (
-        "arrived", "bucket", "dispatcher", "is_solo", "num_crashes", "owner", "ref", "state",
-        "tick",
+        "arrived", "bucket", "dispatcher", "is_solo", "num_crashes", "num_hosts_lost", "owner",
+        "ref", "state", "tick",
     )  # fmt: skip
 
     def __init__(
@@ -85,6 +85,8 @@ class Instance(asyncio.Future[Result]):
         self.state = QUEUED
         self.num_crashes = 0
         """Workers that died with it. All that died with a whole batch count as one."""
+        self.num_hosts_lost = 0
+        """Hosts that were lost with it, which it is not blamed for."""
         self.is_solo = False
         """The instance must be computed in a batch of its own."""
         self.bucket: Bucket

@@ -4,11 +4,12 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from math import ceil
-from typing import TYPE_CHECKING, Protocol, get_args
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -17,14 +18,16 @@ from inferpool.models.split.report import SplitReport
 from inferpool.service.errors import GivenUpError, ServiceError, UnavailableError
 from inferpool.service.queue.dispatcher import Dispatcher
 from inferpool.service.queue.instance import Buffer, CanaryShare, Instance, InstanceSteps, SlotOwner
+from inferpool.service.queue.numbers import SlotNumbers
 from inferpool.service.queue.replacer import Replacer
 from inferpool.service.queue.turns.gate import DeviceGate, GateMember
-from inferpool.service.telemetry.metrics import ModelMetrics, Reading
+from inferpool.service.telemetry.metrics import ModelMetrics
 from inferpool.workers.config import WorkerConfig
 from inferpool.workers.host.engine import Cause, Engine, RankVitals, WorkerHandle, WorkerId
 from inferpool.workers.host.replica_files import ReplicaFiles
 from inferpool.workers.host.restart_policy import RestartPolicy
-from inferpool.workers.host.supervisor import State, WorkerSlot, WorkerSupervisor
+from inferpool.workers.host.slots import WorkerSlot
+from inferpool.workers.host.supervisor import WorkerSupervisor
 from inferpool.workers.messages import UNREADABLE, ItemRef
 
 if TYPE_CHECKING:
@@ -75,6 +78,7 @@ class Pool:
         self,
         *,
         name: str,
+        source: str,
         configs: Sequence[WorkerConfig],
         engine: Engine,
         dispatcher: Dispatcher,
@@ -90,7 +94,8 @@ class Pool:
 
         Args:
             name: The name of the model.
-            configs: The configuration of each worker.
+            source: The source of the model, as the settings name it.
+            configs: The configuration of each worker. In a cluster, more may come and go.
             engine: Starts workers.
             dispatcher: Gives them work.
             policy: Says how often they are restarted.
@@ -102,6 +107,8 @@ class Pool:
             share: The model's weight there.
         """
         self.name = name
+        self.source = source
+        """The source of the model, as the settings name it."""
         self.version = version
         self.is_serving = True
         """Calls that name no version come here; if not, each call looks where it belongs."""
@@ -119,6 +126,7 @@ class Pool:
         self.endings: deque[EndedIncarnation] = deque(maxlen=_NUM_ENDINGS)
         """The latest endings of workers, the newest last."""
         self._configs = configs
+        self._numbers = SlotNumbers()
         self._gate = gate
         self._share = share
         self._turns: GateMember | None = None
@@ -139,11 +147,6 @@ class Pool:
         )
         self._supervisor = WorkerSupervisor(engine.start, self, policy, files)
         self.replacer = Replacer(name, self._supervisor, self._note_successor)
-
-    @property
-    def source(self) -> str:
-        """The source of the model, as the settings name it."""
-        return self._configs[0].model.source
 
     @property
     def slots(self) -> Sequence[WorkerSlot]:
@@ -186,19 +189,11 @@ class Pool:
             return "stalled: no worker shows a sign of life"
         if self._trial is not None:
             return "calls wait until it is known to be good enough"
+        if not self.slots:
+            return "no host is connected that can run it"
         slot = min(self.slots, key=lambda slot: slot.state in ("failed", "stopped"))
         about = slot.stage if slot.state == "starting" else slot.reason
         return f"{slot.state}: {about}" if about else slot.state
-
-    def read_gauges(self) -> Iterator[Reading]:
-        """Yield the gauges of the workers for `/metrics`."""
-        for slot in self.slots:
-            labels = (self.name, slot.id.number)
-            device = str(slot.config.placement)
-            yield Reading(name="worker_up", value=slot.state == "ready", labels=(*labels, device))
-            yield Reading(name="worker_incarnation", value=slot.id.incarnation, labels=labels)
-            if slot.handle:
-                yield from _worker_gauges(labels, slot.handle)
 
     def start(self, *, paused: bool = False) -> None:
         """Begin to start the workers; if `paused`, each at its `resume`."""
@@ -210,7 +205,30 @@ class Pool:
                 share=self._share,
                 placements=placements,
             )
-        self._supervisor.start(self.name, self._configs, self.version, paused=paused)
+        self._add(self._configs, paused=paused)
+
+    def extend(self, configs: Sequence[WorkerConfig]) -> Sequence[WorkerSlot]:
+        """Begin to start workers on a host that has joined, unless all others are paused.
+
+        Returns:
+            The workers.
+        """
+        before = len(self.slots)
+        self._add(configs, paused=bool(before) and all(slot.is_paused for slot in self.slots))
+        self._on_change()
+        return self.slots[before:]
+
+    def withdraw(self, host: str, reason: str) -> None:
+        """Forget the workers of a host that was lost; `reason` is for people."""
+        gone = [slot for slot in self.slots if slot.config.host == host]
+        for slot in gone:
+            self._supervisor.remove(slot, reason)
+        self._numbers.leave(host)
+        self._announcer.left([slot.id.worker for slot in gone])
+        self._expect()
+        if self.is_lost:
+            self.dispatcher.abandon(self._nobody)
+        self._on_change()
 
     async def pause(self, slot: WorkerSlot, grace_s: float, reason: str) -> None:
         """Let a worker finish what it holds and leave, until `resume`; `reason` is for people."""
@@ -322,6 +340,12 @@ class Pool:
             self.dispatcher.abandon(self._nobody)
         self._on_change()
 
+    def _add(self, configs: Sequence[WorkerConfig], *, paused: bool) -> None:
+        for host, grouped in groupby(configs, lambda config: config.host):
+            own = list(grouped)
+            numbers = self._numbers.take(host, len(own))
+            self._supervisor.start(self.name, own, self.version, numbers=numbers, paused=paused)
+
     def _forget_found_out(self) -> None:
         """Forget what was measured: other files may make another network."""
         for slot in self.slots:
@@ -374,59 +398,14 @@ class Pool:
         """Make the error that says why no worker is ready, and when one may be."""
         if self.is_lost and self._trial is None:  # or the former version comes back
             return GivenUpError(f"no worker of {self.name} can be started ({self.reason})")
+        if not self.slots:
+            return UnavailableError(self.reason, retry_after_s=1)
         now = asyncio.get_running_loop().time()
         pauses_s = [max(0.0, slot.due - now) for slot in self.slots if slot.state != "failed"]
         return UnavailableError(
             f"no worker is ready ({self.reason})",
             retry_after_s=max(1, ceil(min(pauses_s, default=0.0) + self._load_s)),
         )
-
-
-def read_model_gauges(serving: Pool, pools: Sequence[Pool]) -> Iterator[Reading]:
-    """Yield the gauges of a model: of the version that serves, and of all that are loaded."""
-    label, dispatcher = serving.name, serving.dispatcher
-    for name, value in (
-        ("model_version", serving.version),
-        ("model_ready", serving.is_ready),
-        ("max_queue_length", dispatcher.max_queue_length),
-        ("max_batch_size", dispatcher.max_batch_size),
-        ("queue_depth", sum(pool.dispatcher.num_queued for pool in pools)),
-        ("background_depth", sum(pool.dispatcher.num_background for pool in pools)),
-        ("queue_bytes", sum(pool.dispatcher.queued_bytes for pool in pools)),
-        ("quarantined_inputs", sum(pool.dispatcher.num_quarantined for pool in pools)),
-    ):
-        yield Reading(name=name, value=value, labels=(label,))
-    states = Counter(slot.state for pool in pools for slot in pool.slots)
-    for state in get_args(State):
-        yield Reading(name="workers", value=states[state], labels=(label, state))
-    for pool in pools:
-        yield from pool.read_gauges()
-
-
-def _worker_gauges(labels: tuple[str, str], worker: WorkerHandle) -> Iterator[Reading]:
-    vitals = worker.vitals()
-    speed = worker.ready.speed
-    for name, value in (
-        ("stalled", worker.is_stalled),
-        ("resident_memory_bytes", vitals.rss_bytes),
-        ("beat_age_seconds", vitals.last_beat_age_s),
-        ("answer_age_seconds", vitals.last_answer_age_s),
-        ("batch_age_seconds", vitals.batch_age_s),
-    ):
-        yield Reading(name=f"worker_{name}", value=value, labels=labels)
-    for name, value in (("gain", speed.gain), ("deviation", speed.deviation)):
-        yield Reading(name=f"worker_speed_{name}", value=value, labels=(*labels, speed.preset))
-    yield from _rank_gauges(labels, vitals.ranks)
-
-
-def _rank_gauges(labels: tuple[str, str], ranks: Sequence[RankVitals]) -> Iterator[Reading]:
-    for rank in ranks:
-        named = (*labels, str(rank.rank))
-        yield Reading(name="worker_rank_resident_memory_bytes", value=rank.rss_bytes, labels=named)
-        if rank.part is not None:
-            yield Reading(
-                name="worker_rank_parameter_bytes", value=rank.part.num_bytes, labels=named
-            )
 
 
 def _part_text(rank: RankVitals) -> str:

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -11,7 +11,8 @@ from inferpool.service.errors import RestartFailedError
 from inferpool.workers.config import WorkerConfig
 from inferpool.workers.errors import WorkerStartError
 from inferpool.workers.host.engine import WorkerHandle, WorkerId
-from inferpool.workers.host.supervisor import WorkerSlot, WorkerSupervisor
+from inferpool.workers.host.slots import WorkerSlot
+from inferpool.workers.host.supervisor import WorkerSupervisor
 from inferpool.workers.memory import available_bytes
 
 logger = logging.getLogger(__name__)
@@ -84,11 +85,13 @@ class Replacer:
         # Each loads the files as they are at that time. If they have changed since the first was
         # replaced, it is replaced again.
         renews = len(slots) == len(self._supervisor.slots)
-        waiting, replaced = list(slots), set[int]()
+        waiting, replaced = list(slots), set[WorkerSlot]()
         for _ in range(_NUM_TRIES):
             errors: dict[str, str] = {}
             for slot in waiting:
                 error = await self._replace(slot, grace_s, old_first=old_first, renews=renews)
+                if slot not in self._supervisor.slots:
+                    continue  # its host was lost, and it with it
                 if error:
                     errors[slot.id.worker] = error
                     if not replaced:
@@ -96,10 +99,11 @@ class Replacer:
                     if old_first:
                         break  # or all would leave for a model that cannot be loaded
                 else:
-                    replaced.add(slot.id.slot)
-            current = replaced - {slot.id.slot for slot in self._supervisor.outdated()}
-            waiting = [slot for slot in slots if slot.id.slot not in current]
+                    replaced.add(slot)
+            waiting = self._still_to_replace(slots, replaced, renews=renews)
             if not waiting:
+                if not replaced:
+                    raise RestartFailedError("the hosts of all workers were lost meanwhile")
                 return
         for slot in self._supervisor.choose_files():
             logger.warning("%s leaves, since it serves other files than the rest", slot.id)
@@ -113,6 +117,21 @@ class Replacer:
         if errors:
             raise RestartFailedError("; ".join(errors.values()))
 
+    def _still_to_replace(
+        self, slots: Sequence[WorkerSlot], replaced: Container[WorkerSlot], *, renews: bool
+    ) -> list[WorkerSlot]:
+        """Return the workers that have not been replaced, or were with files of before.
+
+        If all are replaced, so are those that joined meanwhile with the files of before.
+        """
+        outdated = set(self._supervisor.outdated())
+        return [
+            slot
+            for slot in self._supervisor.slots
+            if (slot in slots and (slot not in replaced or slot in outdated))
+            or (renews and slot in outdated)
+        ]
+
     async def _replace(
         self, slot: WorkerSlot, grace_s: float, *, old_first: bool, renews: bool
     ) -> str:
@@ -120,7 +139,8 @@ class Replacer:
         config = replace(slot.config, chosen=None)  # the best preset may be another now
         if slot.handle is not None and not old_first:
             try:
-                if shortage := _shortage(slot.handle):
+                # Of the memory of another host nothing is known here: its agent finds out.
+                if not slot.config.host and (shortage := _shortage(slot.handle)):
                     raise WorkerStartError(shortage, permanent=False)
                 await self._succeed(slot, config, grace_s, renews=renews)
             except WorkerStartError as error:

@@ -74,6 +74,7 @@ def make_pool(
     metrics = ModelMetrics(name)
     return Pool(
         name=name,
+        source="echo",
         configs=configs,
         engine=engine,
         dispatcher=make_dispatcher(arena, metrics, max_queue_length=10, max_batch_size=1),

@@ -14,7 +14,7 @@ from inferpool.service.speed import SpeedCache, SpeedSearch
 from inferpool.workers.beside.searching import SearchFailedError
 from inferpool.workers.config import WorkerConfig
 from inferpool.workers.host.engine import WorkerId
-from inferpool.workers.host.supervisor import WorkerSlot
+from inferpool.workers.host.slots import WorkerSlot
 from tests.fakes import FakeWorker
 from tests.service.pools import CONFIG, until
 

@@ -10,87 +10,23 @@ import re
 from asyncio import Task
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Generic
 
 from inferpool.workers.config import WorkerConfig
 from inferpool.workers.errors import FilesChangedError, WorkerStartError
-from inferpool.workers.host.engine import Cause, Incarnation, WorkerHandle, WorkerId
+from inferpool.workers.host.engine import WorkerHandle, WorkerId
 from inferpool.workers.host.replica_files import ModelFiles, ReplicaFiles
 from inferpool.workers.host.restart_policy import RestartPolicy
+from inferpool.workers.host.slots import C, L, Slot, Watcher
 from inferpool.workers.log_lines import log_line
 from inferpool.workers.messages import LogLine
 
 logger = logging.getLogger(__name__)
 
-State = Literal["starting", "ready", "backoff", "failed", "stopped"]
-
 _STABLE_S = 60.0
 """An incarnation that was ready for this long counts as healthy, even if it had no work."""
 _NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+")
 """Parts in which two tracebacks of the same error differ: addresses, bytes, seconds."""
-
-
-C = TypeVar("C")
-"""Configuration of a process: a `WorkerConfig`, or that of a front process."""
-L = TypeVar("L", bound=Incarnation)
-
-
-@dataclass(slots=True, kw_only=True)
-class Slot(Generic[C, L]):
-    """State of one process over all its incarnations. Only its own task writes to it."""
-
-    config: C
-    id: WorkerId
-    state: State = "starting"
-    stage: str = "waiting to start"
-    """Description of the present step of the start, for people."""
-    reason: str = ""
-    """Why the last incarnation ended or did not start, for people."""
-    cause: Cause = "start"
-    ended_at: float | None = None
-    """Time at which it ended, on the event loop's clock; None before the first end."""
-    num_restarts: int = 0
-    handle: L | None = None
-    files: ModelFiles | None = None
-    """Files that the incarnation has loaded; None if they are unknown."""
-    num_failures: int = 0
-    """Incarnations in a row that did not start, or ended before they had done any work."""
-    num_deaths_at_work: int = 0
-    """Incarnations in a row that died while they computed and had not answered anything."""
-    was_ever_ready: bool = False
-    due: float = 0.0
-    """Time of the next start, on the event loop's clock."""
-    is_asked_to_leave: bool = False
-    """True while a healthy incarnation is being replaced."""
-    is_paused: bool = False
-    """No incarnation is started until `Supervisor.resume`."""
-    may_renew: bool = False
-    """The next incarnation may load other files than the other workers have."""
-    is_asked_to_start: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set to end the pause before the next start."""
-    raised: str = ""
-    """Traceback of the last start without its numbers, if the model raised an error."""
-    told_with: str = ""
-    """Incarnation under which that traceback was logged; it may be another worker's."""
-    settled: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once the newest incarnation is ready or has failed to start."""
-
-
-class Watcher(Protocol[C, L]):
-    """Listener to a supervisor."""
-
-    def on_progress(self, slot: Slot[C, L]) -> None:
-        """Handle a new step of a start, `slot.stage`."""
-
-    def on_ready(self, slot: Slot[C, L]) -> None:
-        """Handle a process that became ready: `slot.handle` takes work."""
-
-    def on_gone(self, handle: L) -> None:
-        """Handle an incarnation that takes no more work."""
-
-    def on_down(self, slot: Slot[C, L]) -> None:
-        """Handle an end or a failed start; `slot.state` and `slot.reason` say what follows."""
 
 
 class Supervisor(Generic[C, L]):
@@ -116,8 +52,10 @@ class Supervisor(Generic[C, L]):
         self._start = start
         self._watcher = watcher
         self._policy = policy
-        self._tasks: dict[int, Task[None]] = {}
-        """The tasks that keep processes running, by slot."""
+        self._former: dict[int, WorkerId] = {}
+        """The last incarnations of slots that were removed, by number."""
+        self._ending: set[Task[None]] = set()
+        """Tasks of slots that were removed."""
         self._leaving: dict[L, Task[None]] = {}
         """Incarnations that are finishing while their successors serve, and who sees to it."""
         self._starts_more = True
@@ -125,15 +63,56 @@ class Supervisor(Generic[C, L]):
         self._files = files or ReplicaFiles[L](lambda _: ())
 
     def start(
-        self, model: str, configs: Sequence[C], version: int = 1, *, paused: bool = False
+        self,
+        model: str,
+        configs: Sequence[C],
+        version: int = 1,
+        *,
+        numbers: Sequence[int] | None = None,
+        paused: bool = False,
     ) -> None:
-        """Keep one process per config running: from now on, or each from its `resume` on."""
-        for number, config in enumerate(configs):
+        """Keep one process more per config running: from now on, or each from its `resume` on.
+
+        Args:
+            model: Name of the model.
+            configs: Their configurations.
+            version: Version of the model.
+            numbers: Numbers of the slots, which no present slot has; by default from 0 on.
+            paused: Start none before its `resume`.
+        """
+        for number, config in zip(numbers or range(len(configs)), configs, strict=True):
             id = WorkerId(model=model, slot=number, version=version)
+            if number in self._former:
+                id = self._former.pop(number).next_life()
             slot = Slot[C, L](config=config, id=id, state="stopped", is_paused=True)
             self.slots.append(slot)
             if not paused:
                 self.resume(slot)
+
+    def remove(self, slot: Slot[C, L], reason: str) -> None:
+        """Forget a process that was lost with its host, and start it no more.
+
+        Whoever replaces it just now is told that it is not ready.
+        """
+        if slot not in self.slots:
+            return
+        self.slots.remove(slot)
+        self._former[slot.id.slot] = slot.id
+        was_up = slot.state in ("starting", "ready")
+        handle, slot.handle = slot.handle, None
+        slot.is_paused, slot.is_asked_to_leave = True, False
+        slot.state, slot.stage, slot.cause, slot.reason = "stopped", "", "host", reason
+        slot.ended_at = asyncio.get_running_loop().time()
+        slot.settled.set()
+        if slot.task is not None:
+            slot.task.cancel()
+            self._ending.add(slot.task)
+            slot.task.add_done_callback(self._ending.discard)
+        if handle is not None:
+            self._watcher.on_gone(handle)
+            self._let_go(handle, 0.0)
+        if was_up:  # else its end is known
+            self._watcher.on_down(slot)
 
     def start_no_more(self) -> None:
         """Start no process any more, and cancel all starts and pauses; ready ones go on."""
@@ -142,8 +121,8 @@ class Supervisor(Generic[C, L]):
         self._starts_more = False
         for slot in self.slots:
             slot.is_paused = True
-            if slot.handle is None and slot.id.slot in self._tasks:
-                self._tasks[slot.id.slot].cancel()
+            if slot.handle is None and slot.task is not None:
+                slot.task.cancel()
 
     async def stop(self, grace_s: float) -> None:
         """Stop all processes, and wait for their exits."""
@@ -151,14 +130,16 @@ class Supervisor(Generic[C, L]):
         self.start_no_more()
         handles = [slot.handle for slot in self.slots if slot.handle]
         await asyncio.gather(*(handle.stop(grace_s) for handle in (*handles, *self._leaving)))
-        await asyncio.gather(*self._tasks.values(), *self._leaving.values(), return_exceptions=True)
+        tasks = [slot.task for slot in self.slots if slot.task]
+        tasks += [*self._ending, *self._leaving.values()]
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._files.close()
 
     async def pause(self, slot: Slot[C, L], grace_s: float) -> None:
         """Let a process finish what it holds, and start none in its place until `resume`."""
         slot.is_paused = True
-        task = self._tasks.get(slot.id.slot)
-        if task is None:
+        task = slot.task
+        if task is None or slot not in self.slots:
             return
         if slot.handle is not None:
             slot.is_asked_to_leave = True
@@ -172,13 +153,12 @@ class Supervisor(Generic[C, L]):
 
     def resume(self, slot: Slot[C, L]) -> None:
         """Start a process again that was paused or given up."""
-        if not self._starts_more:
+        if not self._starts_more or slot not in self.slots:
             return
-        if slot.id.slot in self._tasks:
+        if slot.task is not None:
             slot.id = slot.id.next_life()
         slot.is_paused, slot.num_failures, slot.state = False, 0, "starting"
-        task = asyncio.create_task(self._keep(slot), name=f"keep {slot.id}")
-        self._tasks[slot.id.slot] = task
+        slot.task = asyncio.create_task(self._keep(slot), name=f"keep {slot.id}")
 
     async def replace(self, slot: Slot[C, L], grace_s: float, *, renews: bool = False) -> bool:
         """Stop a worker once it has finished its batches, then wait for its successor.
@@ -194,6 +174,8 @@ class Supervisor(Generic[C, L]):
         Returns:
             True if the successor is ready.
         """
+        if slot not in self.slots:
+            return False
         slot.settled.clear()
         slot.may_renew = renews
         handle = slot.handle
@@ -253,10 +235,14 @@ class Supervisor(Generic[C, L]):
         slot.num_restarts += 1
         self._watcher.on_ready(slot)
         self._watcher.on_gone(predecessor)
-        leaving = asyncio.create_task(predecessor.stop(grace_s), name=f"stop {predecessor.id}")
-        self._leaving[predecessor] = leaving
-        leaving.add_done_callback(lambda _: self._leaving.pop(predecessor))
-        await asyncio.shield(leaving)
+        await asyncio.shield(self._let_go(predecessor, grace_s))
+
+    def _let_go(self, handle: L, grace_s: float) -> Task[None]:
+        """Begin to stop an incarnation that is no slot's any more."""
+        leaving = asyncio.create_task(handle.stop(grace_s), name=f"stop {handle.id}")
+        self._leaving[handle] = leaving
+        leaving.add_done_callback(lambda _: self._leaving.pop(handle))
+        return leaving
 
     def outdated(self) -> list[Slot[C, L]]:
         """Return the workers that have loaded other files than later incarnations will load."""
@@ -433,7 +419,6 @@ class Supervisor(Generic[C, L]):
         return self._policy.pause_s(num_in_row)
 
 
-WorkerSlot = Slot[WorkerConfig, WorkerHandle]
 WorkerSupervisor = Supervisor[WorkerConfig, WorkerHandle]
 
 

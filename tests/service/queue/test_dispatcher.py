@@ -17,6 +17,7 @@ from inferpool.service.errors import (
     UnavailableError,
     WorkerCrashedError,
 )
+from inferpool.service.queue.dispatcher import MAX_HOSTS_LOST
 from inferpool.service.queue.instance import Instance, Result
 from inferpool.service.queue.ledger import TICK_S
 from inferpool.service.telemetry.metrics import ModelMetrics
@@ -576,4 +577,22 @@ async def test_if_every_input_kills_none_is_blamed_until_one_succeeds(bench, cap
     b.dispatcher.detach(worker)
     await b.replace_until_done(b.submit(payload=b"poison"))
     assert b.dispatcher.num_quarantined == 1
+    b.check_books()
+
+
+async def test_an_instance_is_not_blamed_for_lost_hosts_and_given_up_after_many(bench):
+    b = bench()
+    worker = b.worker(credit=1)
+    together = await b.send(2)
+    for number in range(1, MAX_HOSTS_LOST + 1):
+        assert worker.sizes == [2]  # it is not suspected, so not computed alone
+        assert [each.num_crashes for each in together] == [0, 0]
+        worker.lose_host()
+        worker = b.worker(credit=1)
+        await turn()
+        assert b.metrics.retried == 2 * min(number, MAX_HOSTS_LOST - 1)
+    for instance in together:
+        with pytest.raises(WorkerCrashedError, match=r"5 hosts were lost .*silence"):
+            await instance
+    assert b.metrics.faults == 0  # which are the model's own
     b.check_books()

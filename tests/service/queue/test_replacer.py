@@ -1,5 +1,6 @@
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -205,4 +206,39 @@ async def test_stop_while_a_successors_files_are_read_leaves_none(engine: FileEn
         await restart
     assert [worker.is_gone for worker in engine.started] == [False, False, True]
     assert (pool.replacer.restart.state, pool.is_ready) == ("failed", True)
+    await pool.stop(0)
+
+
+async def test_a_restart_goes_on_while_hosts_leave_and_join(engine: FileEngine, arena: Arena):
+    pool = await three_ready(engine, arena)
+    engine.path.write_text("newer")
+    lost = pool.slots[1]
+
+    def on_start(engine: FileEngine, id: WorkerId) -> None:
+        if id.slot == 1:
+            engine.on_start = lambda *_: None
+            engine.started[1].lose_host()
+            pool._supervisor.remove(lost, "silence")
+            joined = replace(lost.config, host="b")
+            pool.extend([joined])
+
+    engine.on_start = on_start
+    await asyncio.wait_for(pool.replacer.replace(pool.slots, 1), 10)
+    assert pool.replacer.restart.state == "done"
+    await until(lambda: len(serving(pool)) == 3)
+    assert serving(pool)[:2] == ["m/0#1", "m/2#1"]
+    assert not pool._supervisor.outdated()
+    await pool.stop(0)
+
+
+async def test_a_restart_of_a_worker_whose_host_is_lost_fails(engine: FileEngine, arena: Arena):
+    pool = await three_ready(engine, arena)
+
+    def on_start(engine: FileEngine, id: WorkerId) -> None:
+        pool._supervisor.remove(pool.slots[id.slot], "silence")
+
+    engine.on_start = on_start
+    with pytest.raises(RestartFailedError, match="hosts of all workers were lost"):
+        await asyncio.wait_for(pool.replacer.replace(pool.slots[:1], 1), 10)
+    assert serving(pool) == ["m/1#0", "m/2#0"]
     await pool.stop(0)

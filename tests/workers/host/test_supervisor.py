@@ -2,6 +2,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,8 +13,9 @@ from inferpool.workers.errors import WorkerStartError
 from inferpool.workers.host.engine import WorkerHandle
 from inferpool.workers.host.replica_files import ModelFiles, ReplicaFiles
 from inferpool.workers.host.restart_policy import RestartPolicy
-from inferpool.workers.host.supervisor import WorkerSlot, WorkerSupervisor
-from tests.fakes import FakeEngine
+from inferpool.workers.host.slots import WorkerSlot
+from inferpool.workers.host.supervisor import WorkerSupervisor
+from tests.fakes import FakeEngine, FakeWorker
 from tests.workers.contract import config_of
 
 
@@ -461,3 +463,52 @@ async def test_workers_with_other_files_do_not_keep_the_present_ones_in_force(pa
         engine.started[0].die()
         await watcher.until("ready", 3)
         assert supervisor.outdated() == [supervisor.slots[1]]
+
+
+async def test_a_worker_that_was_lost_with_its_host_is_forgotten_until_the_host_is_back():
+    engine = FakeEngine()
+    async with supervised(engine, num_workers=2) as (supervisor, watcher):
+        await watcher.until("ready", 2)
+        first, second = supervisor.slots
+        engine.started[0].die()
+        supervisor.remove(first, "the host is gone")
+        supervisor.remove(first, "told twice")
+        assert supervisor.slots == [second]
+        assert (first.state, first.cause, first.reason) == ("stopped", "host", "the host is gone")
+        assert watcher.events[-2:] == [("gone", "m/0#0"), ("down stopped", "m/0#0")]
+        supervisor.resume(first)  # by somebody who does not know yet
+        await asyncio.wait_for(supervisor.pause(first, 1), 5)
+        supervisor.start("m", [first.config] * 2, numbers=[0, 2])
+        await watcher.until("ready", 4)
+        assert [str(slot.id) for slot in supervisor.slots] == ["m/1#0", "m/0#1", "m/2#0"]
+
+
+async def test_a_restart_ends_when_the_host_of_the_worker_is_lost(long_pauses: None):
+    engine = FakeEngine()
+    async with supervised(engine, num_workers=2) as (supervisor, watcher):
+        await watcher.until("ready", 2)
+        lost, starting = supervisor.slots
+        engine.failures = [unlucky()]
+        engine.started[1].die()
+        await watcher.until("down backoff")
+        held_up, goes_on, start = asyncio.Event(), asyncio.Event(), engine.start
+
+        async def slow_start(*arguments: Any) -> FakeWorker:
+            held_up.set()
+            await goes_on.wait()
+            return await start(*arguments)
+
+        engine.start = slow_start  # type: ignore[method-assign]
+        restarts = [
+            asyncio.create_task(supervisor.replace(lost, 1)),
+            asyncio.create_task(supervisor.succeed(lost, lost.config, 1)),
+            asyncio.create_task(supervisor.replace(starting, 1)),
+        ]
+        await asyncio.wait_for(held_up.wait(), 5)
+        for slot in (lost, starting):
+            supervisor.remove(slot, "the host is gone")
+        goes_on.set()
+        results = await asyncio.wait_for(asyncio.gather(*restarts, return_exceptions=True), 5)
+        assert [results[0], results[2]] == [False, False]
+        assert isinstance(results[1], WorkerStartError)
+        assert not await supervisor.replace(lost, 1)

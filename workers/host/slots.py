@@ -1,0 +1,79 @@
+"""State of the processes that a supervisor keeps running, in the main process's event loop."""
+
+import asyncio
+from asyncio import Task
+from dataclasses import dataclass, field
+from typing import Generic, Literal, Protocol, TypeVar
+
+from inferpool.workers.config import WorkerConfig
+from inferpool.workers.host.engine import Cause, Incarnation, WorkerHandle, WorkerId
+from inferpool.workers.host.replica_files import ModelFiles
+
+State = Literal["starting", "ready", "backoff", "failed", "stopped"]
+
+
+C = TypeVar("C")
+"""Configuration of a process: a `WorkerConfig`, or that of a front process."""
+L = TypeVar("L", bound=Incarnation)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Slot(Generic[C, L]):
+    """State of one process over all its incarnations. Only its own task writes to it."""
+
+    config: C
+    id: WorkerId
+    state: State = "starting"
+    stage: str = "waiting to start"
+    """Description of the present step of the start, for people."""
+    reason: str = ""
+    """Why the last incarnation ended or did not start, for people."""
+    cause: Cause = "start"
+    ended_at: float | None = None
+    """Time at which it ended, on the event loop's clock; None before the first end."""
+    num_restarts: int = 0
+    task: Task[None] | None = None
+    """Keeps the process running; None before the first start."""
+    handle: L | None = None
+    files: ModelFiles | None = None
+    """Files that the incarnation has loaded; None if they are unknown."""
+    num_failures: int = 0
+    """Incarnations in a row that did not start, or ended before they had done any work."""
+    num_deaths_at_work: int = 0
+    """Incarnations in a row that died while they computed and had not answered anything."""
+    was_ever_ready: bool = False
+    due: float = 0.0
+    """Time of the next start, on the event loop's clock."""
+    is_asked_to_leave: bool = False
+    """True while a healthy incarnation is being replaced."""
+    is_paused: bool = False
+    """No incarnation is started until `Supervisor.resume`."""
+    may_renew: bool = False
+    """The next incarnation may load other files than the other workers have."""
+    is_asked_to_start: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set to end the pause before the next start."""
+    raised: str = ""
+    """Traceback of the last start without its numbers, if the model raised an error."""
+    told_with: str = ""
+    """Incarnation under which that traceback was logged; it may be another worker's."""
+    settled: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once the newest incarnation is ready or has failed to start."""
+
+
+class Watcher(Protocol[C, L]):
+    """Listener to a supervisor."""
+
+    def on_progress(self, slot: Slot[C, L]) -> None:
+        """Handle a new step of a start, `slot.stage`."""
+
+    def on_ready(self, slot: Slot[C, L]) -> None:
+        """Handle a process that became ready: `slot.handle` takes work."""
+
+    def on_gone(self, handle: L) -> None:
+        """Handle an incarnation that takes no more work."""
+
+    def on_down(self, slot: Slot[C, L]) -> None:
+        """Handle an end or a failed start; `slot.state` and `slot.reason` say what follows."""
+
+
+WorkerSlot = Slot[WorkerConfig, WorkerHandle]
