@@ -1,0 +1,125 @@
+"""A front end's engine and agents of several hosts, all in the process of a test."""
+
+import asyncio
+import contextlib
+import socket
+import ssl
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+
+from inferpool.workers.arena import Arena
+from inferpool.workers.config import WorkerConfig
+from inferpool.workers.host.devices import Host
+from inferpool.workers.host.engine import WorkerHandle, WorkerId
+from inferpool.workers.host.local import LocalEngine
+from inferpool.workers.remote.agent import Agent, make_instance
+from inferpool.workers.remote.host import RemoteHost
+from inferpool.workers.remote.hosted import HostedWorkers, HostEngine
+from inferpool.workers.remote.hosts import RemoteHosts
+from inferpool.workers.remote.wire import HostFacts
+from tests.workers.contract import until
+
+KEY = b"a key of 16 bytes or more"
+
+
+class Watcher:
+    """Notes which hosts came and went."""
+
+    def __init__(self) -> None:
+        self.joined: list[RemoteHost] = []
+        self.lost: list[tuple[str, str]] = []
+
+    def on_joined(self, host: RemoteHost) -> None:
+        self.joined.append(host)
+
+    def on_lost(self, host: RemoteHost, reason: str) -> None:
+        self.lost.append((host.name, reason))
+
+
+def facts_of(name: str, **changes: str) -> HostFacts:
+    facts = {"version": "1", "torch": "2", "python": "3", "instance": make_instance(), **changes}
+    return HostFacts(name=name, pid=1, devices=Host(cpus=(0,), num_cores=1), **facts)
+
+
+def open_front(
+    arena: Arena,
+    *,
+    port: int = 0,
+    tls: ssl.SSLContext | None = None,
+    keys: Sequence[bytes] = (KEY,),
+) -> tuple[RemoteHosts, Watcher]:
+    listener = socket.create_server(("127.0.0.1", port))
+    watcher = Watcher()
+    hosts = RemoteHosts(arena, listener, keys, tls, "1", watcher)
+    hosts.open()
+    return hosts, watcher
+
+
+def make_agent(
+    address: tuple[str, int] | Sequence[tuple[str, int]],
+    name: str = "h",
+    *,
+    arena: Arena | None = None,
+    tls: ssl.SSLContext | None = None,
+    key: bytes = KEY,
+    engine: HostEngine | None = None,
+    facts: HostFacts | None = None,
+    once: bool = False,
+) -> Agent:
+    arena = arena or Arena(4 << 20)
+    return Agent(
+        addresses=[address] if isinstance(address[0], str) else address,  # type: ignore[list-item]
+        keys=[key],
+        tls=tls,
+        insecure=False,
+        facts=facts or facts_of(name),
+        arena=arena,
+        workers=HostedWorkers(engine or LocalEngine(arena), None),
+        grace_s=5.0,
+        once=once,
+    )
+
+
+@contextlib.asynccontextmanager
+async def running(*agents: Agent) -> AsyncIterator[None]:
+    """Let agents run meanwhile."""
+    tasks = [asyncio.create_task(agent.run()) for agent in agents]
+    try:
+        yield
+    finally:
+        for agent in agents:
+            agent.stop()
+        await asyncio.wait_for(asyncio.gather(*tasks), 30)
+
+
+@contextlib.asynccontextmanager
+async def connected(
+    arena: Arena, *names: str, tls: tuple[ssl.SSLContext, ssl.SSLContext] | None = None
+) -> AsyncIterator[tuple[RemoteHosts, Watcher]]:
+    """Run a front end with agents that have joined, "h" if none is named."""
+    server, client = tls or (None, None)
+    hosts, watcher = open_front(arena, tls=server)
+    names = names or ("h",)
+    agents = [make_agent(hosts.address, name, tls=client) for name in names]
+    async with running(*agents):
+        await until(lambda: set(hosts.hosts) == set(names))
+        try:
+            yield hosts, watcher
+        finally:
+            for agent in agents:
+                agent.stop()
+            await until(lambda: not hosts.hosts)
+            await hosts.close()
+
+
+class OnHost:
+    """An engine that starts all workers on one host."""
+
+    def __init__(self, hosts: RemoteHosts, name: str = "h") -> None:
+        self.hosts = hosts
+        self.name = name
+
+    async def start(
+        self, id: WorkerId, config: WorkerConfig, on_progress: Callable[[str], None]
+    ) -> WorkerHandle:
+        return await self.hosts.start(id, replace(config, host=self.name), on_progress)

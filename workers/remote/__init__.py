@@ -1,0 +1,1 @@
+"""Workers on other hosts: the front end's side, and the agent that runs them there."""

@@ -1,0 +1,298 @@
+"""The front end's view of one connection to the agent of a host."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from asyncio import Future, Task
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Protocol
+
+from inferpool.workers.config import WorkerConfig
+from inferpool.workers.errors import WorkerStartError
+from inferpool.workers.host.engine import WorkerId
+from inferpool.workers.messages import ItemRef
+from inferpool.workers.remote.lease import BEAT_S, LEASE_S, Lease
+from inferpool.workers.remote.link import HostLink, LinkListener
+from inferpool.workers.remote.wire import (
+    BatchAnswer,
+    BatchLost,
+    Beat,
+    HostFacts,
+    HostVitals,
+    Measure,
+    Measured,
+    NotStarted,
+    Progress,
+    Pulse,
+    Refusal,
+    RunBatch,
+    Started,
+    StartWorker,
+    StopWorker,
+    ToFrontEnd,
+    Views,
+    WorkerEnded,
+    found,
+)
+from inferpool.workers.remote.worker import RemoteWorker
+
+logger = logging.getLogger(__name__)
+
+_SILENT_S = 3 * BEAT_S
+"""Seconds without a sign of life after which nobody counts on a host, while its lease runs on."""
+_AVERAGED = 0.2
+"""Weight of the latest round trip in the average."""
+_MEASURE_S = 60.0
+
+
+class HostLossListener(Protocol):
+    """Listener to the end of a connection."""
+
+    def on_lost(self, host: "RemoteHost", reason: str) -> None:
+        """Handle the loss of a host, after all its workers were told."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Start:
+    """A worker that is being started."""
+
+    id: WorkerId
+    future: Future[RemoteWorker]
+    on_progress: Callable[[str], None]
+
+
+class RemoteHost(LinkListener[ToFrontEnd]):
+    """One host, from the time at which its agent has joined until the connection ends."""
+
+    def __init__(
+        self,
+        link: HostLink[ToFrontEnd],
+        facts: HostFacts,
+        address: str,
+        epoch: int,
+        arena: memoryview,
+        listener: HostLossListener,
+    ) -> None:
+        """Take over a connection.
+
+        Args:
+            link: The connection; messages must come here from now on.
+            facts: What the agent has said of the host.
+            address: Address and port of the agent.
+            epoch: Number of the connection.
+            arena: Memory of the front end's arena, with the payloads.
+            listener: Told once the host is lost.
+        """
+        self.facts = facts
+        self.address = address
+        self.epoch = epoch
+        self.joined_at = time.time()
+        self.round_trip_s = 0.0
+        """Average time of a beat to the agent and back."""
+        self.clock_offset_s = 0.0
+        """How far the clock of the host is ahead of ours."""
+        self.vitals = HostVitals()
+        self.is_lost = False
+        self._link = link
+        self._arena = arena
+        self._listener = listener
+        self._loop = asyncio.get_running_loop()
+        self._lease = Lease(time.monotonic())
+        self._numbers = count(1)
+        self._starting: dict[int, _Start] = {}
+        self._workers: dict[int, RemoteWorker] = {}
+        self._measuring: dict[int, Future[None]] = {}
+        self._watching: Task[None] = self._loop.create_task(
+            self._watch(), name=f"watch {self.name}"
+        )
+
+    @property
+    def name(self) -> str:
+        """Name of the host."""
+        return self.facts.name
+
+    @property
+    def last_beat_age_s(self) -> float:
+        """Seconds since the last sign of life."""
+        return self._lease.age_s(time.monotonic())
+
+    @property
+    def is_silent(self) -> bool:
+        """True if no sign of life has come for longer than usual, or the host is lost."""
+        return self.is_lost or self.last_beat_age_s > _SILENT_S
+
+    async def start(
+        self, id: WorkerId, config: WorkerConfig, on_progress: Callable[[str], None]
+    ) -> RemoteWorker:
+        """Start a worker there; see `Engine.start`.
+
+        Raises:
+            WorkerStartError: It did not become ready, or the host was lost meanwhile.
+        """
+        if self.is_lost:
+            raise WorkerStartError(f"{self.name} is not connected", permanent=False)
+        number = next(self._numbers)
+        start = _Start(id=id, future=self._loop.create_future(), on_progress=on_progress)
+        try:
+            self._link.send(StartWorker(number, id, config))
+        except (TypeError, ValueError) as error:
+            text = f"its options cannot be sent to another host: {error}"
+            raise WorkerStartError(text, permanent=True) from error
+        self._starting[number] = start
+        try:
+            return await start.future
+        except asyncio.CancelledError:
+            self._starting.pop(number, None)
+            self._link.send(StopWorker(number, 0.0))
+            raise
+
+    def order(self, message: RunBatch | StopWorker, items: Sequence[ItemRef] = ()) -> None:
+        """Send a message, with the payloads of some instances."""
+        arena = self._arena
+        body = [arena[each.offset : each.offset + each.num_bytes] for each in items]
+        self._link.send(message, body)
+
+    async def measure(self, num_bytes: int) -> tuple[float, float]:
+        """Measure the connection.
+
+        Args:
+            num_bytes: Bytes to send each way.
+
+        Returns:
+            Bytes per second to the host, and from it.
+
+        Raises:
+            ConnectionError: The host was lost meanwhile.
+            TimeoutError: It took too long.
+        """
+        payload = [memoryview(bytes(num_bytes))]
+        to_s = await self._timed(0, payload)
+        from_s = await self._timed(num_bytes, ())
+        return num_bytes / to_s, num_bytes / from_s
+
+    def refuse(self, reason: str) -> None:
+        """End the connection, and tell the agent why."""
+        with contextlib.suppress(Exception):
+            self._link.send(Refusal(reason))
+        self._link.close(reason)
+
+    def close(self, reason: str) -> None:
+        """End the connection."""
+        self._link.close(reason)
+
+    # Messages
+
+    def room_for(self, message: ToFrontEnd, num_bytes: int) -> Views:
+        """See `LinkListener`."""
+        if not isinstance(message, BatchAnswer | Measured):
+            raise ValueError(f"{type(message).__name__} with a body")
+        return [memoryview(bytearray(num_bytes))]
+
+    def on_message(self, message: ToFrontEnd, body: Views) -> None:
+        """See `LinkListener`."""
+        if self.is_lost:
+            return
+        now = time.monotonic()
+        self._lease.renew(now)
+        match message:
+            case BatchAnswer():
+                done = found(message.done, body[0]) if body else message.done
+                self._worker(message.number).on_answer(done)
+            case Pulse():
+                self._on_pulse(message, now)
+            case BatchLost():
+                self._worker(message.number).on_lost(message)
+            case Progress():
+                if (start := self._starting.get(message.number)) is not None:
+                    start.on_progress(message.stage)
+            case Started():
+                self._on_started(message)
+            case NotStarted():
+                self._on_not_started(message)
+            case WorkerEnded():
+                # It has answered for all batches that it had received by then. Those that were
+                # still on their way come back too, so it stays known while the connection lasts.
+                if (worker := self._workers.get(message.number)) is not None:
+                    worker.on_ended(message.ending)
+            case Measured():
+                if (measuring := self._measuring.get(message.id)) and not measuring.done():
+                    measuring.set_result(None)
+            case Refusal():
+                self._link.close(message.reason)
+            case _:
+                raise ValueError(f"{type(message).__name__}, which no agent sends")
+
+    def on_closed(self, reason: str) -> None:
+        """See `LinkListener`."""
+        if self.is_lost:
+            return
+        self.is_lost = True
+        self._watching.cancel()
+        text = f"{self.name} was lost: {reason}"
+        for worker in self._workers.values():
+            worker.on_host_lost(text)
+        for start in self._starting.values():
+            if not start.future.done():
+                start.future.set_exception(WorkerStartError(text, permanent=False))
+        for measuring in self._measuring.values():
+            if not measuring.done():
+                measuring.set_exception(ConnectionError(text))
+        self._listener.on_lost(self, reason)
+
+    def _worker(self, number: int) -> RemoteWorker:
+        worker = self._workers.get(number)
+        if worker is None:
+            raise ValueError(f"worker {number}, which was not started")
+        return worker
+
+    def _on_started(self, message: Started) -> None:
+        start = self._starting.pop(message.number, None)
+        if start is None or start.future.done():
+            return  # it was given up, and the agent will hear of that
+        worker = RemoteWorker(start.id, message, self)
+        self._workers[message.number] = worker
+        start.future.set_result(worker)
+
+    def _on_not_started(self, message: NotStarted) -> None:
+        start = self._starting.pop(message.number, None)
+        if start is not None and not start.future.done():
+            start.future.set_exception(
+                WorkerStartError(
+                    message.message, permanent=message.permanent, traceback=message.traceback
+                )
+            )
+
+    def _on_pulse(self, pulse: Pulse, now: float) -> None:
+        round_trip_s = now - pulse.sent_at
+        weight = _AVERAGED if self.round_trip_s else 1.0
+        self.round_trip_s += weight * (round_trip_s - self.round_trip_s)
+        self.vitals = pulse.vitals
+        self.clock_offset_s = pulse.vitals.wall_time + round_trip_s / 2 - time.time()
+        for each in pulse.workers:
+            if (worker := self._workers.get(each.number)) is not None:
+                worker.on_pulse(each, now)
+
+    async def _watch(self) -> None:
+        """Send beats, and end the connection when the lease has run out."""
+        while True:
+            now = time.monotonic()
+            if self._lease.is_out(now, BEAT_S):
+                self._link.close(f"no sign of life for {LEASE_S:g} s")
+                return
+            self._link.send(Beat(now))
+            await asyncio.sleep(BEAT_S)
+
+    async def _timed(self, num_bytes: int, body: Views) -> float:
+        id = next(self._numbers)
+        future = self._measuring[id] = self._loop.create_future()
+        began = time.monotonic()
+        try:
+            self._link.send(Measure(id, num_bytes), body)
+            async with asyncio.timeout(_MEASURE_S):
+                await future
+        finally:
+            del self._measuring[id]
+        return max(time.monotonic() - began - self.round_trip_s, 1e-6)

@@ -1,0 +1,196 @@
+"""The workers that an agent runs, from one connection to the next.
+
+When a connection ends they stay loaded for a while. If the front end is back and asks for a worker
+with the same configuration, it gets one of them instead of a new one that must load its model.
+"""
+
+import asyncio
+import logging
+from asyncio import Task
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from inferpool.models.files.opened import FileMark, mark_of
+from inferpool.models.spec import Placement
+from inferpool.workers.config import WorkerConfig
+from inferpool.workers.host.engine import ForkserverVitals, WorkerHandle, WorkerId
+from inferpool.workers.host.replica_files import with_digests
+
+logger = logging.getLogger(__name__)
+
+KEPT_S = 30.0
+"""Seconds after joining during which the front end may ask for a worker that is loaded already."""
+_BURST_S = 1.0
+"""Seconds within which a front end asks for all that it wants at first."""
+_STOP_S = 5.0
+
+
+class HostEngine(Protocol):
+    """The engine of this host, as its agent sees it."""
+
+    async def start(
+        self, id: WorkerId, config: WorkerConfig, on_progress: Callable[[str], None]
+    ) -> WorkerHandle:
+        """See `Engine.start`."""
+
+    def forkserver_vitals(self) -> ForkserverVitals | None:
+        """Return the state of the process that forks workers."""
+
+    async def close(self) -> None:
+        """Remove everything it made. Starts are over."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class HostedWorker:
+    """A worker of this host: it loads its model, or has loaded it."""
+
+    key: WorkerConfig
+    """The part of its configuration that another one must share to get it."""
+    on_progress: Callable[[str], None] = lambda _: None
+    stage: str = "waiting to start"
+    loading: Task[WorkerHandle] = field(init=False)
+    is_claimed: bool = True
+    """A connection uses it."""
+
+    @property
+    def handle(self) -> WorkerHandle | None:
+        """The worker, once it is ready."""
+        loading = self.loading
+        is_ready = loading.done() and not loading.cancelled() and loading.exception() is None
+        return loading.result() if is_ready else None
+
+    def tell(self, stage: str) -> None:
+        """Pass on the present step of its start."""
+        self.stage = stage
+        self.on_progress(stage)
+
+    async def stop(self, grace_s: float) -> None:
+        """Stop it, or give up its start."""
+        if not self.loading.done():
+            self.loading.cancel()
+            await asyncio.wait([self.loading])
+        elif (handle := self.handle) is not None:
+            await handle.stop(grace_s)
+
+
+class HostedWorkers:
+    """All workers of this host. Used in the agent's event loop."""
+
+    def __init__(self, engine: HostEngine, cache_dir: str | None) -> None:
+        """Start nothing yet.
+
+        Args:
+            engine: Starts them.
+            cache_dir: Folder for verdicts on speed presets; None for none.
+        """
+        self._engine = engine
+        self._cache_dir = cache_dir
+        self._workers: list[HostedWorker] = []
+        self._watching: set[Task[None]] = set()
+        self._joined_at = 0.0
+        self._digests: dict[FileMark, bytes] = {}
+
+    @property
+    def forkserver(self) -> ForkserverVitals | None:
+        """State of the forkserver."""
+        return self._engine.forkserver_vitals()
+
+    def begin(self) -> None:
+        """Note that a front end has been joined, which may claim what is loaded."""
+        loop = asyncio.get_running_loop()
+        self._joined_at = loop.time()
+        loop.call_later(KEPT_S, self._stop_unclaimed, self._joined_at)
+
+    async def claim(
+        self, id: WorkerId, config: WorkerConfig, on_progress: Callable[[str], None]
+    ) -> HostedWorker:
+        """Return a worker that is loaded or being loaded already, or begin to load one.
+
+        Unclaimed workers on the same devices are stopped before a new one is loaded.
+        """
+        key = replace(config, chosen=None, known_split=None, host="", cache_dir=None)
+        if (worker := await self._loaded(key)) is not None:
+            logger.info("%s: a worker that is loaded already is used again", id)
+        else:
+            await self._make_room(config.placement)
+            worker = HostedWorker(key=key)
+            config = replace(config, host="", cache_dir=self._cache_dir)
+            start = self._engine.start(id, config, worker.tell)
+            worker.loading = asyncio.create_task(start, name=f"start {id}")
+            self._workers.append(worker)
+            watching = asyncio.create_task(self._forget_at_end(worker))
+            self._watching.add(watching)
+            watching.add_done_callback(self._watching.discard)
+        worker.on_progress = on_progress
+        if not worker.loading.done():
+            on_progress(worker.stage)
+        return worker
+
+    async def files_of(self, handle: WorkerHandle) -> list[FileMark]:
+        """Return the files that a worker has loaded, with their digests."""
+        return await asyncio.to_thread(with_digests, handle.ready.files, self._digests)
+
+    def release(self) -> None:
+        """Let all workers go that a connection has claimed. They stay for the next one."""
+        for worker in self._workers:
+            worker.is_claimed = False
+            worker.on_progress = lambda _: None
+
+    async def stop(self, grace_s: float) -> None:
+        """Stop all workers, and release what the engine holds."""
+        await asyncio.gather(*(worker.stop(grace_s) for worker in list(self._workers)))
+        for task in self._watching:
+            task.cancel()
+        await asyncio.gather(*self._watching, return_exceptions=True)
+        await self._engine.close()
+
+    async def _loaded(self, key: WorkerConfig) -> HostedWorker | None:
+        """Claim a worker with that configuration whose files are on disk as it has loaded them."""
+        for worker in list(self._unclaimed()):
+            if worker.key == key:
+                worker.is_claimed = True  # now, since others may look for one meanwhile
+                files = worker.handle.ready.files if worker.handle else []
+                if await asyncio.to_thread(_are_unchanged, files) and worker in self._workers:
+                    return worker
+                worker.is_claimed = False
+        return None
+
+    async def _make_room(self, placement: Placement) -> None:
+        """Stop the unclaimed workers on the devices of a placement."""
+        if not any(self._sharing(placement)):
+            return
+        loop = asyncio.get_running_loop()
+        await asyncio.sleep(max(0.0, self._joined_at + _BURST_S - loop.time()))
+        in_the_way = list(self._sharing(placement))
+        await asyncio.gather(*(worker.stop(_STOP_S) for worker in in_the_way))
+
+    def _sharing(self, placement: Placement) -> Iterator[HostedWorker]:
+        names = set(placement.names)
+        for worker in self._unclaimed():
+            if names & set(worker.key.placement.names):
+                yield worker
+
+    def _unclaimed(self) -> Iterator[HostedWorker]:
+        return (worker for worker in self._workers if not worker.is_claimed)
+
+    def _stop_unclaimed(self, joined_at: float) -> None:
+        if joined_at != self._joined_at:
+            return  # another connection has begun since
+        for worker in list(self._unclaimed()):
+            logger.info("a worker that nobody has asked for is stopped")
+            stopping = asyncio.create_task(worker.stop(_STOP_S))
+            self._watching.add(stopping)
+            stopping.add_done_callback(self._watching.discard)
+
+    async def _forget_at_end(self, worker: HostedWorker) -> None:
+        try:
+            await asyncio.wait([worker.loading])
+            if (handle := worker.handle) is not None:
+                await handle.wait()
+        finally:
+            self._workers.remove(worker)
+
+
+def _are_unchanged(files: Sequence[FileMark]) -> bool:
+    return all(mark_of(file.path) == file for file in files)

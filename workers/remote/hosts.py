@@ -1,0 +1,250 @@
+"""The engine for several hosts: agents dial in, and each worker runs on the host of its config.
+
+Runs in the front end's event loop. It listens on the cluster port, and knows a host from the moment
+at which its agent has joined until the connection ends.
+"""
+
+import asyncio
+import logging
+import socket
+import ssl
+import time
+from asyncio import Task
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Protocol
+
+from inferpool.workers.arena import Arena
+from inferpool.workers.config import WorkerConfig
+from inferpool.workers.errors import WorkerStartError
+from inferpool.workers.host.engine import WorkerId
+from inferpool.workers.messages import MAX_FRAME_BYTES
+from inferpool.workers.remote.host import RemoteHost
+from inferpool.workers.remote.joining import RefusedError, challenge, secured
+from inferpool.workers.remote.link import HostLink, Mailbox
+from inferpool.workers.remote.wire import Hello, Refusal, ToFrontEnd, Welcome
+from inferpool.workers.remote.worker import RemoteWorker
+
+logger = logging.getLogger(__name__)
+
+_MOST_JOINING = 64
+"""Connections that have not proved themselves yet; more are closed at once."""
+
+
+class HostWatcher(Protocol):
+    """Listener to hosts that come and go."""
+
+    def on_joined(self, host: RemoteHost) -> None:
+        """Handle a host that takes workers now."""
+
+    def on_lost(self, host: RemoteHost, reason: str) -> None:
+        """Handle the loss of a host, after all its workers were told."""
+
+
+class RemoteHosts:
+    """The hosts whose agents are connected, as one engine."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        listener: socket.socket,
+        keys: Sequence[bytes],
+        tls: ssl.SSLContext | None,
+        version: str,
+        watcher: HostWatcher,
+    ) -> None:
+        """Accept nothing yet.
+
+        Args:
+            arena: Holds the payloads.
+            listener: A socket that listens on the cluster port.
+            keys: Keys of which an agent must know one.
+            tls: Context of a server; None for connections in clear text.
+            version: Version of this program, which agents must have too.
+            watcher: Told of hosts that come and go.
+        """
+        self.hosts: dict[str, RemoteHost] = {}
+        """Connected hosts by name."""
+        self.standby_reason = ""
+        """Why no agent may join now; empty if they may."""
+        self.term = time.time_ns()
+        """Number of this front end's time of service: a later one is larger."""
+        self._arena = memoryview(arena.memory.map)
+        self._listener = listener
+        self._keys = keys
+        self._tls = tls
+        self._version = version
+        self._watcher = watcher
+        self._epochs = count(1)
+        self._joining: set[Task[None]] = set()
+        self._observers: set[RemoteHost] = set()
+        """Connections of standby front ends."""
+        self._told_refusals: dict[str, str] = {}
+        """The last refusal by address, so that each is logged once."""
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Address and port of the cluster port."""
+        host, port = self._listener.getsockname()[:2]
+        return host, port
+
+    def open(self) -> None:
+        """Begin to accept agents."""
+        self._listener.setblocking(False)
+        asyncio.get_running_loop().add_reader(self._listener.fileno(), self._accept)
+
+    async def start(
+        self, id: WorkerId, config: WorkerConfig, on_progress: Callable[[str], None]
+    ) -> RemoteWorker:
+        """See `Engine.start`.
+
+        Raises:
+            WorkerStartError: It did not become ready, or its host is not connected.
+        """
+        host = self.hosts.get(config.host)
+        if host is None:
+            raise WorkerStartError(f"{config.host or 'no host'} is not connected", permanent=False)
+        return await host.start(id, config, on_progress)
+
+    def forkserver_vitals(self) -> None:
+        """Return None: nothing is forked on this host."""
+
+    async def close(self) -> None:
+        """Accept no more agents, and end all connections. Agents keep their models for a while."""
+        asyncio.get_running_loop().remove_reader(self._listener.fileno())
+        self._listener.close()
+        for task in self._joining:
+            task.cancel()
+        await asyncio.gather(*self._joining, return_exceptions=True)
+        for host in (*self.hosts.values(), *self._observers):
+            host.close("the front end has stopped")
+        await asyncio.sleep(0)  # the links tell of their ends
+
+    def on_lost(self, host: RemoteHost, reason: str) -> None:
+        """Forget a host whose connection has ended."""
+        if host in self._observers:
+            self._observers.remove(host)
+            logger.warning("standby %s at %s has gone: %s", host.name, host.address, reason)
+            return
+        if self.hosts.get(host.name) is host:
+            del self.hosts[host.name]
+        logger.warning("host %s at %s is lost: %s", host.name, host.address, reason)
+        self._watcher.on_lost(host, reason)
+
+    def _accept(self) -> None:
+        try:
+            sock, address = self._listener.accept()
+        except OSError:  # it has gone already, or there are too few descriptors
+            return
+        if len(self._joining) >= _MOST_JOINING:
+            sock.close()
+            return
+        sock.setblocking(False)
+        shown = f"{address[0]}:{address[1]}" if isinstance(address, tuple) else "local"
+        task = asyncio.create_task(self._receive(sock, shown), name=f"join {shown}")
+        self._joining.add(task)
+        task.add_done_callback(self._joining.discard)
+
+    async def _receive(self, sock: socket.socket, address: str) -> None:
+        """Let one agent join, or refuse it."""
+        link = None
+        mailbox: Mailbox[ToFrontEnd] = Mailbox()
+        try:
+            sock = await secured(sock, self._tls, None)
+            link = HostLink(sock, ToFrontEnd, mailbox, max_body_bytes=MAX_FRAME_BYTES)
+            hello, proof = await challenge(link, mailbox, self._keys)
+            await self._check(hello)
+        except RefusedError as error:
+            assert link is not None
+            self._refuse(link, address, str(error))
+            return
+        except (OSError, TimeoutError) as error:
+            self._note_refusal(address, f"it did not join: {error or 'it took too long'}")
+            if link is None:
+                sock.close()
+            else:
+                link.close()
+            return
+        except BaseException:
+            if link is not None:
+                link.close()
+            raise
+        self._told_refusals.pop(address.rpartition(":")[0], None)
+        self._take(link, mailbox, hello, proof, address)
+
+    async def _check(self, hello: Hello) -> None:
+        """Check that an agent may join now; end an earlier connection of the same agent.
+
+        Raises:
+            RefusedError: It may not.
+        """
+        facts = hello.facts
+        if facts.version != self._version:
+            raise RefusedError(
+                f"{facts.name} has inferpool {facts.version}, and the front end {self._version}: "
+                "install the same version on all hosts"
+            )
+        if hello.term > self.term:
+            raise RefusedError("another front end has taken over from this one")
+        if hello.role == "standby":
+            return
+        if self.standby_reason:
+            raise RefusedError(self.standby_reason)
+        while (earlier := self.hosts.get(facts.name)) is not None:
+            if earlier.facts.instance != facts.instance:
+                raise RefusedError(
+                    f"another agent is connected as {facts.name} from {earlier.address}: give each "
+                    "host a name of its own (--name)"
+                )
+            earlier.close("its agent has joined anew")
+            await asyncio.sleep(0)  # its link tells of its end in the next step of the loop
+
+    def _take(
+        self,
+        link: HostLink[ToFrontEnd],
+        mailbox: Mailbox[ToFrontEnd],
+        hello: Hello,
+        proof: bytes,
+        address: str,
+    ) -> None:
+        epoch = next(self._epochs)
+        link.send(Welcome(proof, self.term, epoch))
+        host = RemoteHost(link, hello.facts, address, epoch, self._arena, self)
+        link.listener = host
+        if hello.role == "standby":
+            self._observers.add(host)
+            logger.info("standby %s has connected from %s", host.name, address)
+        else:
+            self._warn_of_differences(host)
+            self.hosts[host.name] = host
+            devices = ", ".join(hello.facts.devices.describe())
+            logger.info("host %s has joined from %s: %s", host.name, address, devices)
+            self._watcher.on_joined(host)
+        mailbox.hand_over(host)
+
+    def _warn_of_differences(self, host: RemoteHost) -> None:
+        """Log other versions of torch or Python, with which the same model may answer otherwise."""
+        ours = (host.facts.torch, host.facts.python)
+        for other in self.hosts.values():
+            theirs = (other.facts.torch, other.facts.python)
+            if theirs != ours:
+                text = (
+                    "host %s has torch %s and Python %s, and %s has %s and %s: answers may differ"
+                )
+                logger.warning(text, host.name, *ours, other.name, *theirs)
+                return
+
+    def _refuse(self, link: HostLink[ToFrontEnd], address: str, reason: str) -> None:
+        self._note_refusal(address, reason)
+        link.send(Refusal(reason))
+        link.close(reason)
+
+    def _note_refusal(self, address: str, reason: str) -> None:
+        """Log a refusal, once for each host and reason."""
+        host = address.rpartition(":")[0]
+        if self._told_refusals.get(host) == reason:
+            return
+        if len(self._told_refusals) >= _MOST_JOINING:
+            self._told_refusals.clear()
+        self._told_refusals[host] = reason
+        logger.warning("an agent at %s was refused: %s", address, reason)

@@ -1,0 +1,198 @@
+"""How an agent and a front end make each other's acquaintance.
+
+Each proves to the other that it knows the shared key, without sending it: an HMAC (RFC 2104, with
+SHA-256) over both sides' random numbers. The agent must be sure of the front end too, since it
+loads the code that the front end names. Then they compare versions.
+"""
+
+import asyncio
+import hmac
+import secrets
+import socket
+import ssl
+from collections.abc import Sequence
+from dataclasses import dataclass
+from ipaddress import ip_address
+
+from inferpool.workers.remote.link import HostLink, Mailbox
+from inferpool.workers.remote.wire import (
+    MAX_HEAD_BYTES,
+    MAX_STRANGER_BYTES,
+    PROTOCOL,
+    Challenge,
+    Hello,
+    HostFacts,
+    Refusal,
+    Role,
+    ToAgent,
+    ToFrontEnd,
+    Welcome,
+)
+
+JOIN_S = 5.0
+"""Seconds that the other side may take for the TLS handshake, and again for the proof."""
+MIN_KEY_BYTES = 16
+_NONCE_BYTES = 32
+
+
+class RefusedError(Exception):
+    """One side does not work with the other; the message says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """A connection whose sides know each other."""
+
+    term: int
+    """Term of the front end."""
+    epoch: int
+
+
+def is_private(address: str) -> bool:
+    """Return whether an IP address is one of this host or of a private network (RFC 6890)."""
+    ip = ip_address(address.partition("%")[0])
+    return ip.is_loopback or (ip.is_private and not ip.is_unspecified)
+
+
+async def secured(
+    sock: socket.socket, tls: ssl.SSLContext | None, server_name: str | None
+) -> socket.socket:
+    """Make the TLS handshake over a connected socket, if there is a context.
+
+    Args:
+        sock: A socket that does not block.
+        tls: The context; None leaves the socket as it is.
+        server_name: Name of the server in its certificate; None for the server's side.
+
+    Raises:
+        OSError: The other side does not take part, or its certificate is not good.
+        TimeoutError: It took too long.
+    """
+    if tls is None:
+        return sock
+    is_server = server_name is None
+    wrapped = tls.wrap_socket(
+        sock,
+        server_side=is_server,
+        do_handshake_on_connect=False,
+        server_hostname=server_name,
+    )
+    try:
+        async with asyncio.timeout(JOIN_S):
+            while True:
+                try:
+                    wrapped.do_handshake()
+                except ssl.SSLWantReadError:
+                    await _until(wrapped, writable=False)
+                except ssl.SSLWantWriteError:
+                    await _until(wrapped, writable=True)
+                else:
+                    return wrapped
+    except BaseException:
+        wrapped.close()
+        raise
+
+
+async def challenge(
+    link: HostLink[ToFrontEnd], mailbox: Mailbox[ToFrontEnd], keys: Sequence[bytes]
+) -> tuple[Hello, bytes]:
+    """Ask whoever has connected to prove itself, as a front end.
+
+    Returns:
+        Its greeting, and the proof that the front end knows the key too.
+
+    Raises:
+        RefusedError: It did not prove itself, or has another version of the protocol.
+        ConnectionError: It has gone.
+        TimeoutError: It took too long.
+    """
+    link.max_head_bytes = MAX_STRANGER_BYTES
+    nonce = secrets.token_bytes(_NONCE_BYTES)
+    link.send(Challenge(nonce))
+    async with asyncio.timeout(JOIN_S):
+        hello = await mailbox.get()
+    if isinstance(hello, Refusal):
+        raise ConnectionError(hello.reason)
+    if not isinstance(hello, Hello):
+        raise RefusedError("it did not say who it is")
+    # Each key is tried, so that the time does not tell which one is right.
+    right = [key for key in keys if hmac.compare_digest(_of_agent(key, nonce, hello), hello.proof)]
+    if not right:
+        raise RefusedError("it does not know the key of this front end (cluster_keys)")
+    if hello.protocol != PROTOCOL:
+        raise RefusedError(f"it speaks protocol {hello.protocol}, and the front end {PROTOCOL}")
+    link.max_head_bytes = MAX_HEAD_BYTES
+    return hello, _of_front_end(right[0], nonce, hello.nonce)
+
+
+async def join(
+    link: HostLink[ToAgent],
+    mailbox: Mailbox[ToAgent],
+    key: bytes,
+    facts: HostFacts,
+    *,
+    role: Role,
+    term: int,
+) -> Joined:
+    """Answer the challenge of a front end, and challenge it, as an agent.
+
+    Args:
+        link: The connection.
+        mailbox: Its listener.
+        key: The shared key.
+        facts: What to tell of this host.
+        role: What the connection is for.
+        term: Largest term of a front end that this process has worked for.
+
+    Raises:
+        RefusedError: One of the two does not accept the other.
+        ConnectionError: The front end has gone.
+        TimeoutError: It took too long.
+    """
+    link.max_head_bytes = MAX_STRANGER_BYTES
+    async with asyncio.timeout(JOIN_S):
+        first = await mailbox.get()
+        if isinstance(first, Refusal):
+            raise RefusedError(first.reason)
+        if not isinstance(first, Challenge):
+            raise RefusedError("that is not the cluster port of a front end")
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        hello = Hello(PROTOCOL, role, nonce, b"", term, facts)
+        proof = _of_agent(key, first.nonce, hello)
+        link.send(Hello(PROTOCOL, role, nonce, proof, term, facts))
+        answer = await mailbox.get()
+    if isinstance(answer, Refusal):
+        raise RefusedError(answer.reason)
+    if not isinstance(answer, Welcome):
+        raise RefusedError("that is not the cluster port of a front end")
+    if not hmac.compare_digest(_of_front_end(key, first.nonce, nonce), answer.proof):
+        raise RefusedError("the front end does not know the key (INFERPOOL_CLUSTER_KEYS)")
+    if answer.term < term:
+        raise RefusedError("another front end has taken over from it")
+    link.max_head_bytes = MAX_HEAD_BYTES
+    return Joined(term=answer.term, epoch=answer.epoch)
+
+
+def _of_agent(key: bytes, nonce: bytes, hello: Hello) -> bytes:
+    return hmac.digest(key, b"agent" + nonce + hello.nonce, "sha256")
+
+
+def _of_front_end(key: bytes, nonce: bytes, its_nonce: bytes) -> bytes:
+    return hmac.digest(key, b"front end" + its_nonce + nonce, "sha256")
+
+
+async def _until(sock: socket.socket, *, writable: bool) -> None:
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[None] = loop.create_future()
+    add = loop.add_writer if writable else loop.add_reader
+    remove = loop.remove_writer if writable else loop.remove_reader
+
+    def on_ready() -> None:
+        if not future.done():
+            future.set_result(None)
+
+    add(sock.fileno(), on_ready)
+    try:
+        await future
+    finally:
+        remove(sock.fileno())

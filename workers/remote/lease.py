@@ -1,0 +1,37 @@
+"""Says whether the other side of a connection still counts as alive. The caller has the clock."""
+
+BEAT_S = 0.5
+"""Seconds between signs of life."""
+LEASE_S = 3.0
+"""Seconds without any sign of life after which the other side counts as lost."""
+_PAUSE_S = 0.5
+"""Delay of a look from which on this process itself must have paused."""
+
+
+class Lease:
+    """The time that the other side has left, which each message from it renews."""
+
+    def __init__(self, now: float, lease_s: float = LEASE_S) -> None:
+        self._lease_s = lease_s
+        self._heard_at = self._look_due = now
+
+    def renew(self, now: float) -> None:
+        """Note a message from the other side."""
+        self._heard_at = now
+
+    def age_s(self, now: float) -> float:
+        """Return the seconds since the last sign of life."""
+        return max(0.0, now - self._heard_at)
+
+    def is_out(self, now: float, next_look_s: float) -> bool:
+        """Return whether the other side counts as lost. A pause of our own is not held against it.
+
+        Args:
+            now: Monotonic seconds.
+            next_look_s: Seconds until this is called again.
+        """
+        late_s = now - self._look_due
+        if late_s > _PAUSE_S:
+            self._heard_at = min(now, self._heard_at + late_s)
+        self._look_due = now + next_look_s
+        return self.age_s(now) > self._lease_s

@@ -1,0 +1,342 @@
+"""The agent's side of one connection to a front end: does what it is told, and answers."""
+
+import asyncio
+import logging
+import time
+from asyncio import Future, Task
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from inferpool.workers.arena import Arena
+from inferpool.workers.errors import WorkerLostError, WorkerStartError
+from inferpool.workers.host.gpu_watch import GpuVitals
+from inferpool.workers.messages import BatchDone, ItemError
+from inferpool.workers.remote.hosted import HostedWorker, HostedWorkers
+from inferpool.workers.remote.lease import BEAT_S, LEASE_S, Lease
+from inferpool.workers.remote.link import HostLink, LinkListener
+from inferpool.workers.remote.wire import (
+    BatchAnswer,
+    BatchLost,
+    Beat,
+    HostVitals,
+    Measure,
+    Measured,
+    NotStarted,
+    Progress,
+    Pulse,
+    Refusal,
+    RunBatch,
+    Started,
+    StartWorker,
+    StopWorker,
+    ToAgent,
+    Views,
+    WorkerEnded,
+    WorkerPulse,
+    placed,
+)
+
+if TYPE_CHECKING:
+    from inferpool.workers.host.engine import WorkerHandle
+
+logger = logging.getLogger(__name__)
+
+_MOST_MEASURED_BYTES = 64 << 20
+
+
+@dataclass(slots=True)
+class _Batch:
+    """A batch that has come, and where its payloads lie."""
+
+    order: RunBatch
+    ahead_s: float
+    """How far the clock of this host is ahead of the front end's."""
+    offsets: list[int]
+    """Slots in the arena, one for each instance; empty while it waits for room."""
+    payload: memoryview | None = None
+    """The payloads, if there was no room in the arena."""
+
+
+class AgentSession(LinkListener[ToAgent]):
+    """One connection, from the welcome to its end. Used in the agent's event loop."""
+
+    def __init__(
+        self,
+        link: HostLink[ToAgent],
+        arena: Arena,
+        workers: HostedWorkers,
+        gpus: Callable[[], Sequence[GpuVitals]],
+    ) -> None:
+        """Take over a connection.
+
+        Args:
+            link: The connection; messages must come here from now on.
+            arena: Gets the payloads.
+            workers: The workers of this host.
+            gpus: Returns the state of its GPUs.
+        """
+        self.is_leaving = False
+        """No batch and no start is taken any more."""
+        self._link = link
+        self._arena = arena
+        self._memory = memoryview(arena.memory.map)
+        self._workers = workers
+        self._gpus = gpus
+        self._loop = asyncio.get_running_loop()
+        self._lease = Lease(time.monotonic())
+        self._over: Future[str] = self._loop.create_future()
+        self._hosted: dict[int, HostedWorker] = {}
+        self._running: dict[int, WorkerHandle] = {}
+        self._tasks: dict[int, Task[None]] = {}
+        """What sees to each worker from its start to its end, by number."""
+        self._stopping: set[Task[None]] = set()
+        self._held: dict[Future[BatchDone], WorkerHandle] = {}
+        """Batches that workers compute."""
+        self._arriving: _Batch | None = None
+        self._waiting: deque[_Batch] = deque()
+        """Batches that wait for room in the arena."""
+        self._watching = self._loop.create_task(self._watch())
+
+    async def until_over(self) -> str:
+        """Wait for the end of the connection; return the reason."""
+        return await asyncio.shield(self._over)
+
+    async def wind_up(self) -> None:
+        """Let workers finish what they hold after the end, and end those that take too long.
+
+        A lease later the front end has given their batches to others.
+        """
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), *self._stopping, return_exceptions=True)
+        if self._held:
+            await asyncio.wait(list(self._held), timeout=LEASE_S)
+        late = set(self._held.values())
+        if late:
+            logger.warning("%d workers were still at work after the lease: ending them", len(late))
+            await asyncio.gather(*(worker.stop(0) for worker in late))
+        self._workers.release()
+
+    async def leave(self, grace_s: float, reason: str) -> None:
+        """Take no more work, finish what is held, and end the connection."""
+        self.is_leaving = True
+        await asyncio.gather(*(each.stop(grace_s) for each in list(self._hosted.values())))
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        self._link.send(Refusal(reason))
+        self._link.close(reason)
+
+    # Messages
+
+    def room_for(self, message: ToAgent, num_bytes: int) -> Views:
+        """See `LinkListener`. The payloads of a batch go into slots of the arena."""
+        if isinstance(message, Measure):
+            return [memoryview(bytearray(min(num_bytes, _MOST_MEASURED_BYTES)))]
+        if not isinstance(message, RunBatch):
+            raise ValueError(f"{type(message).__name__} with a body")
+        self._arriving = batch = self._receive(message)
+        if batch.payload is not None:
+            return [batch.payload]
+        places = zip(batch.offsets, message.items, strict=True)
+        return [self._memory[offset : offset + item.num_bytes] for offset, item in places]
+
+    def on_message(self, message: ToAgent, body: Views) -> None:
+        """See `LinkListener`."""
+        self._lease.renew(time.monotonic())
+        match message:
+            case RunBatch():
+                batch, self._arriving = self._arriving or self._receive(message), None
+                self._run(batch)
+            case Beat():
+                self._link.send(self._pulse(message))
+            case StartWorker():
+                self._start(message)
+            case StopWorker():
+                self._stop(message)
+            case Measure():
+                num_bytes = min(message.num_bytes, _MOST_MEASURED_BYTES)
+                self._link.send(Measured(message.id), [memoryview(bytes(num_bytes))])
+            case Refusal():
+                self._link.close(message.reason)
+            case _:
+                raise ValueError(f"{type(message).__name__}, which no front end sends now")
+
+    def on_closed(self, reason: str) -> None:
+        """See `LinkListener`."""
+        self._watching.cancel()
+        if self._arriving is not None:
+            self._free(self._arriving)
+        self._waiting.clear()
+        if not self._over.done():
+            self._over.set_result(reason)
+
+    async def _watch(self) -> None:
+        while True:
+            if self._lease.is_out(time.monotonic(), BEAT_S):
+                self._link.close(f"no sign of life from the front end for {LEASE_S:g} s")
+                return
+            await asyncio.sleep(BEAT_S)
+
+    def _pulse(self, beat: Beat) -> Pulse:
+        vitals = HostVitals(
+            forkserver=self._workers.forkserver,
+            arena_bytes=self._arena.num_bytes,
+            arena_used_bytes=self._arena.used_bytes,
+            wall_time=time.time(),
+            gpus=list(self._gpus()),
+        )
+        workers = [
+            WorkerPulse(number, worker.is_stalled, worker.vitals())
+            for number, worker in self._running.items()
+        ]
+        return Pulse(beat.sent_at, vitals, workers)
+
+    # Workers
+
+    def _start(self, order: StartWorker) -> None:
+        if self.is_leaving:
+            self._link.send(NotStarted(order.number, "the host is leaving", permanent=False))
+            return
+        task = asyncio.create_task(self._see_to(order), name=f"see to {order.id}")
+        self._tasks[order.number] = task
+
+    def _stop(self, order: StopWorker) -> None:
+        hosted = self._hosted.get(order.number)
+        if hosted is None:  # it is not even begun, or has ended
+            if (task := self._tasks.get(order.number)) is not None:
+                task.cancel()
+            return
+        stopping = asyncio.create_task(hosted.stop(order.grace_s))
+        self._stopping.add(stopping)
+        stopping.add_done_callback(self._stopping.discard)
+
+    async def _see_to(self, order: StartWorker) -> None:
+        """Start a worker, and tell of its start and its end."""
+        number = order.number
+
+        def on_progress(stage: str) -> None:
+            self._link.send(Progress(number, stage))
+
+        try:
+            hosted = await self._workers.claim(order.id, order.config, on_progress)
+            self._hosted[number] = hosted
+            try:
+                worker = await asyncio.shield(hosted.loading)
+            except asyncio.CancelledError:
+                if not hosted.loading.cancelled():
+                    raise  # the connection has ended: the start goes on
+                raise WorkerStartError("the start was given up", permanent=False) from None
+            files = await self._workers.files_of(worker)
+        except WorkerStartError as error:
+            self._forget(number)
+            self._link.send(
+                NotStarted(number, str(error), error.permanent, traceback=error.traceback)
+            )
+            return
+        except Exception as error:  # the front end must hear of it
+            logger.exception("%s could not be started", order.id)
+            self._forget(number)
+            self._link.send(
+                NotStarted(number, f"a mistake of the agent: {error!r}", permanent=False)
+            )
+            return
+        ready = msgspec.structs.replace(worker.ready, files=files)
+        self._running[number] = worker
+        self._link.send(Started(number, worker.credit, ready))
+        ending = await worker.wait()
+        self._forget(number)
+        self._link.send(WorkerEnded(number, ending))
+
+    def _forget(self, number: int) -> None:
+        for table in (self._hosted, self._running, self._tasks):
+            table.pop(number, None)
+
+    # Batches
+
+    def _receive(self, order: RunBatch) -> _Batch:
+        """Find room for the payloads of a batch."""
+        batch = _Batch(order, time.monotonic() - order.sent_at, [])
+        if not self._find_room(batch):
+            batch.payload = memoryview(bytearray(sum(item.num_bytes for item in order.items)))
+        return batch
+
+    def _find_room(self, batch: _Batch) -> bool:
+        for item in batch.order.items:
+            offset = self._arena.put((), item.num_bytes)
+            if offset is None:
+                self._free(batch)
+                return False
+            batch.offsets.append(offset)
+        return True
+
+    def _free(self, batch: _Batch) -> None:
+        for offset in batch.offsets:
+            self._arena.free(offset)
+        batch.offsets.clear()
+
+    def _run(self, batch: _Batch) -> None:
+        """Give a batch to its worker, once there is room for it."""
+        order = batch.order
+        if batch.payload is not None:
+            if not all(self._arena.can_hold(item.num_bytes) for item in order.items):
+                self._refuse(batch, "the arena of its host is too small for it (arena_bytes)")
+                return
+            if not self._find_room(batch):
+                self._waiting.append(batch)  # until others have come back
+                return
+            self._move_in(batch)
+        worker = self._running.get(order.number)
+        if worker is None or self.is_leaving:
+            self._free(batch)
+            reason = "its host is leaving" if self.is_leaving else "the worker had ended"
+            self._link.send(BatchLost(order.number, order.id, reason, started=False))
+            return
+        for item, offset in zip(order.items, batch.offsets, strict=True):
+            item.offset = offset
+            item.deadline += batch.ahead_s
+        try:
+            future = worker.run(order.items)
+        except (
+            Exception
+        ) as error:  # anything that encoding may raise, which the sender had done too
+            self._refuse(batch, f"it cannot be given to a worker: {error}")
+            return
+        self._held[future] = worker
+        future.add_done_callback(partial(self._on_done, batch))
+
+    def _move_in(self, batch: _Batch) -> None:
+        """Copy payloads that had to wait outside into the arena."""
+        assert batch.payload is not None
+        position = 0
+        for item, offset in zip(batch.order.items, batch.offsets, strict=True):
+            end = position + item.num_bytes
+            self._memory[offset : offset + item.num_bytes] = batch.payload[position:end]
+            position = end
+        batch.payload = None
+
+    def _refuse(self, batch: _Batch, reason: str) -> None:
+        self._free(batch)
+        order = batch.order
+        outcomes = [ItemError("exhausted", reason) for _ in order.items]
+        done = BatchDone(order.id, [*outcomes], 0.0, 0.0)
+        self._link.send(BatchAnswer(order.number, done))
+
+    def _on_done(self, batch: _Batch, future: "Future[BatchDone]") -> None:
+        """Send the outcomes of a batch, and use its slots again."""
+        order = batch.order
+        del self._held[future]
+        self._free(batch)
+        error = future.exception()
+        if error is None:
+            done, body = placed(future.result(), order.id, batch.ahead_s)
+            self._link.send(BatchAnswer(order.number, done), body)
+        else:
+            started = isinstance(error, WorkerLostError) and error.started
+            self._link.send(BatchLost(order.number, order.id, str(error), started=started))
+        waiting, self._waiting = self._waiting, deque()
+        for each in waiting:
+            self._run(each)
