@@ -100,6 +100,15 @@ VERBS: Mapping[str, Verb] = {
         flags="inferpool.service.tools.models.plan:add_flags",
         code="inferpool.service.tools.models.run:run",
     ),
+    "place": Verb(
+        summary="have Ray place, start and restart agents on the hosts of a cluster",
+        description="Keep an agent on each host of a Ray cluster, or on as many as a front end's "
+        "load needs, until SIGTERM, SIGHUP or Ctrl-C; the agents go on. Exit status: 0 after a "
+        "signal, or once --stop is done, 1 if it cannot work with this cluster, 2 for wrong "
+        "arguments.",
+        flags="inferpool.service.tools.place.plan:add_flags",
+        code="inferpool.service.tools.place.run:run",
+    ),
     "config": Verb(
         summary="print every setting in force, and who set it",
         description="Print the settings that `inferpool serve` would have with the same arguments.",

@@ -14,7 +14,7 @@ _CLIENT = "inferpool.service.client"
 _CLIENTS = ("httpx", _CLIENT)
 _TOOLS = {
     name: f"inferpool.service.tools.{name}"
-    for name in ("chaos", "doctor", "models", "top", "trial", "tune")
+    for name in ("chaos", "doctor", "models", "place", "top", "trial", "tune")
 }
 _FLAGS = (_TOOLS["trial"], f"{_TOOLS['trial']}.flags")
 _NOT_BY_CODE = {
@@ -25,6 +25,7 @@ _NOT_BY_CODE = {
     "train": (*_TORCH, *_SERVER, *_CLIENTS, "sqlalchemy"),
     "top": (*_TORCH, *_SERVER, *_SETTINGS, "numpy", "inferpool.workers", _CLIENT),
     "models": (*_TORCH, *_SERVER, "numpy", _CLIENT, _TOOLS["top"], _TOOLS["tune"]),
+    "place": (*_TORCH, *_SERVER, "numpy", _CLIENT, _TOOLS["top"], _TOOLS["tune"], "ray"),
     "config": (*_TORCH, *_SERVER, *_CLIENTS, *_TOOLS.values(), "numpy", "asyncio", "rich"),
     "doctor": (*_TORCH, *_SERVER, *_CLIENTS, _TOOLS["chaos"], _TOOLS["tune"], _TOOLS["top"]),
     "tune": (*_TORCH, *_SERVER, _TOOLS["chaos"], _TOOLS["doctor"], _TOOLS["top"]),

@@ -1,0 +1,351 @@
+"""Compares the agents that there should be with what Ray has, and has Ray change it.
+
+One `step` each second, in the process of `inferpool place` that speaks to Ray. All that it must
+know after a restart it reads from Ray: agents go on while nobody places them.
+"""
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+from inferpool.service.tools.place.keeper import digest
+
+logger = logging.getLogger(__name__)
+
+_PLACING_S = 60.0
+"""An actor that has not started by then is placed anew."""
+_STEADY_S = 60.0
+"""An agent that has run for so long begins with the shortest pause when it ends."""
+_MAX_PAUSE_S = 60.0
+_ASK_S = 30.0
+"""Between requests for hosts: a GCS that has started again may not know of the last one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostNode:
+    """A living node of the cluster that an agent can run on."""
+
+    id: str
+    hostname: str
+    num_gpus: int
+    is_draining: bool = False
+    """It will be gone soon, or Ray has been asked to empty it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeeperState:
+    """What an actor tells of its agent."""
+
+    pid: int | None = None
+    """None if no agent runs."""
+    exit_status: int | None = None
+    is_stopping: bool = False
+    problem: str = ""
+    order: str = ""
+    """Digest of the order that it was started with; empty before the first."""
+    niceness: int = 0
+    python: str = ""
+
+
+class Gone(Enum):
+    """Why an actor tells nothing."""
+
+    SILENT = "silent"
+    """It has not started yet, or does not answer now."""
+    DEAD = "dead"
+
+
+class Cluster(Protocol):
+    """What the placer asks of Ray. Every call returns within seconds."""
+
+    def nodes(self) -> Sequence[HostNode]:
+        """Return the living nodes that are large enough for an agent."""
+
+    def keepers(self) -> Sequence[str]:
+        """Return the ids of the nodes for which there is an actor, dead nodes too."""
+
+    def place(self, node: HostNode) -> None:
+        """Reserve the node's GPUs, and begin to start an actor there."""
+
+    def look(self, ids: Sequence[str]) -> Mapping[str, KeeperState | Gone]:
+        """Return what the actors of these nodes tell."""
+
+    def start(self, id: str, order: bytes) -> None:
+        """Have an actor start its agent."""
+
+    def stop(self, id: str) -> None:
+        """Have an actor tell its agent to drain and end."""
+
+    def remove(self, id: str) -> None:
+        """End the actor of a node, whose agent ends with it, and free the GPUs."""
+
+    def ask_for(self, num_hosts: int) -> None:
+        """Tell the cluster's autoscaler how many hosts there should be."""
+
+
+class Phase(Enum):
+    """State of the agent of a node."""
+
+    PLACING = "placing"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    PAUSING = "pausing"
+
+
+@dataclass(slots=True)
+class _Seat:
+    """A node that has an agent, or will have one."""
+
+    node: HostNode
+    order: bytes
+    phase: Phase
+    since: float
+    number: int
+    """Seats are numbered in the order in which they were taken."""
+    num_failures: int = 0
+    until: float = 0.0
+    """End of the pause."""
+    has_actor: bool = True
+    is_leaving: bool = False
+    told: set[str] = field(default_factory=set)
+    """Warnings that were written once."""
+
+
+class Placer:
+    """Keeps an agent on each of the wanted number of hosts."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        arguments: Sequence[str],
+        environ: Mapping[str, str],
+        *,
+        min_hosts: int,
+        stop_s: float,
+    ) -> None:
+        """Start with no knowledge of the cluster.
+
+        Args:
+            cluster: What is asked of Ray.
+            arguments: Those of the command `inferpool`, without `--name NAME`.
+            environ: Variables that agents get in addition to those of their host.
+            min_hosts: Hosts to ask the autoscaler for where every host gets an agent.
+            stop_s: How long an agent may drain before it is killed.
+        """
+        self._cluster = cluster
+        self._arguments = arguments
+        self._environ = dict(environ)
+        self._min_hosts = min_hosts
+        self._stop_s = stop_s
+        self._nodes: dict[str, HostNode] = {}
+        self._seats: dict[str, _Seat] = {}
+        self._num_taken = 0
+        self._asked: tuple[float, int] | None = None
+
+    @property
+    def num_running(self) -> int:
+        """Agents that run, and shall go on."""
+        return sum(seat.phase is Phase.RUNNING for seat in self._seats.values())
+
+    @property
+    def num_seats(self) -> int:
+        """Nodes that have an actor, or will have one."""
+        return len(self._seats)
+
+    def survey(self, now: float) -> None:
+        """Look at the nodes, and find the agents of an earlier run."""
+        self._nodes = {node.id: node for node in self._cluster.nodes()}
+        self._leave_lost_nodes()
+        self._adopt(now)
+
+    def step(self, now: float, wanted: int | None) -> None:
+        """Bring the agents nearer to what there should be.
+
+        Args:
+            now: The time, from any clock that does not jump.
+            wanted: Agents that there should be; None for one on each host.
+        """
+        self.survey(now)
+        states = self._cluster.look([id for id, seat in self._seats.items() if seat.has_actor])
+        for id, state in states.items():
+            self._judge(now, self._seats[id], state)
+        self._end_pauses(now)
+        self._fit(now, wanted)
+        self._ask(now, self._min_hosts if wanted is None else wanted)
+
+    def _ask(self, now: float, num_hosts: int) -> None:
+        if self._asked is None or self._asked[1] != num_hosts or now - self._asked[0] > _ASK_S:
+            self._cluster.ask_for(num_hosts)
+            self._asked = now, num_hosts
+
+    def _leave_lost_nodes(self) -> None:
+        for id, seat in list(self._seats.items()):
+            if id in self._nodes:
+                seat.node = self._nodes[id]
+            else:
+                logger.warning("the node %s of %s is gone", id, seat.node.hostname)
+                self._remove(seat)
+
+    def _adopt(self, now: float) -> None:
+        """Take over the actors of an earlier run, and remove those of nodes that are gone."""
+        for id in self._cluster.keepers():
+            if id in self._seats:
+                continue
+            if id in self._nodes:
+                self._take(now, self._nodes[id], Phase.RUNNING)
+            else:
+                self._cluster.remove(id)
+
+    def _take(self, now: float, node: HostNode, phase: Phase) -> _Seat:
+        self._num_taken += 1
+        order = self._order_for(node)
+        seat = _Seat(node=node, order=order, phase=phase, since=now, number=self._num_taken)
+        self._seats[node.id] = seat
+        return seat
+
+    def _judge(self, now: float, seat: _Seat, state: KeeperState | Gone) -> None:
+        """Act on what an actor tells of its agent."""
+        if seat.phase is Phase.STOPPING and now - seat.since > self._stop_s:
+            logger.warning("the agent on %s does not end: it is killed", seat.node.hostname)
+            self._remove(seat)
+        elif state is Gone.SILENT:
+            if seat.phase is Phase.PLACING and now - seat.since > _PLACING_S:
+                self._cluster.remove(seat.node.id)
+                seat.has_actor = False
+                self._fail(now, seat, f"Ray has not started its actor in {_PLACING_S:.0f} s")
+        elif state is Gone.DEAD:
+            seat.has_actor = False
+            if seat.phase is Phase.STOPPING:
+                self._remove(seat)
+            else:
+                self._fail(now, seat, "its actor has ended")
+        else:
+            assert isinstance(state, KeeperState)
+            self._judge_agent(now, seat, state)
+
+    def _judge_agent(self, now: float, seat: _Seat, state: KeeperState) -> None:
+        if state.niceness > 0:
+            self._warn_once(
+                seat,
+                f"agents on {seat.node.hostname} run with niceness {state.niceness}, so whatever "
+                "else runs there goes first: set RAY_worker_niceness=0 where its raylet starts",
+            )
+        if state.pid is not None:
+            if state.is_stopping and seat.phase is not Phase.STOPPING:
+                seat.phase, seat.since, seat.is_leaving = Phase.STOPPING, now, False
+            elif seat.phase is Phase.PLACING:
+                seat.phase, seat.since = Phase.RUNNING, now
+            if seat.phase is Phase.RUNNING:
+                self._go_on(now, seat, state)
+        elif seat.phase is Phase.STOPPING:
+            logger.info("the agent on %s has ended", seat.node.hostname)
+            if seat.is_leaving or seat.node.is_draining:
+                self._remove(seat)
+            else:
+                self._start(now, seat)
+        elif seat.phase is Phase.PLACING or not state.order:
+            self._start(now, seat)
+        elif seat.phase is Phase.RUNNING:
+            self._fail(now, seat, state.problem or _ending(state.exit_status))
+
+    def _go_on(self, now: float, seat: _Seat, state: KeeperState) -> None:
+        """Let an agent that runs go on, unless its node goes or its order has changed."""
+        if now - seat.since > _STEADY_S:
+            seat.num_failures = 0
+        if seat.node.is_draining:
+            self._stop(now, seat, "its node is being drained", is_leaving=True)
+        elif state.order != digest(seat.order) and not self._is_any(Phase.STOPPING):
+            self._stop(now, seat, "it was started with other flags or keys", is_leaving=False)
+
+    def _start(self, now: float, seat: _Seat) -> None:
+        if seat.node.is_draining:
+            self._remove(seat)
+            return
+        logger.info("starting the agent on %s", seat.node.hostname)
+        self._cluster.start(seat.node.id, seat.order)
+        seat.phase, seat.since = Phase.RUNNING, now
+
+    def _stop(self, now: float, seat: _Seat, why: str, *, is_leaving: bool) -> None:
+        logger.info("stopping the agent on %s: %s", seat.node.hostname, why)
+        self._cluster.stop(seat.node.id)
+        seat.phase, seat.since, seat.is_leaving = Phase.STOPPING, now, is_leaving
+
+    def _fail(self, now: float, seat: _Seat, why: str) -> None:
+        """Start there again after a pause that doubles; the GPUs stay reserved."""
+        pause_s = min(2.0**seat.num_failures, _MAX_PAUSE_S)
+        seat.num_failures = min(seat.num_failures + 1, 10)
+        logger.warning(
+            "no agent runs on %s (%s): starting one in %.0f s", seat.node.hostname, why, pause_s
+        )
+        seat.phase, seat.until = Phase.PAUSING, now + pause_s
+
+    def _end_pauses(self, now: float) -> None:
+        for seat in list(self._seats.values()):
+            if seat.phase is Phase.PAUSING and seat.node.is_draining:
+                self._remove(seat)
+            elif seat.phase is Phase.PAUSING and now >= seat.until:
+                if seat.has_actor:  # its next look finds no agent, and starts one
+                    seat.phase, seat.since = Phase.PLACING, now
+                else:
+                    self._place(now, seat)
+
+    def _fit(self, now: float, wanted: int | None) -> None:
+        """Place agents on free nodes, or stop those that are too many."""
+        free = [
+            node
+            for id, node in sorted(self._nodes.items())
+            if id not in self._seats and not node.is_draining
+        ]
+        staying = [
+            seat
+            for seat in self._seats.values()
+            if not (seat.phase is Phase.STOPPING and (seat.is_leaving or seat.node.is_draining))
+        ]
+        num_more = len(free) if wanted is None else wanted - len(staying)
+        for node in free[: max(num_more, 0)]:
+            self._place(now, self._take(now, node, Phase.PLACING))
+        if num_more < 0:
+            # First those that do nothing yet, then those that came last.
+            order = sorted(staying, key=lambda seat: (seat.phase is Phase.RUNNING, -seat.number))
+            for seat in order[:-num_more]:
+                self._give_back(now, seat)
+
+    def _give_back(self, now: float, seat: _Seat) -> None:
+        if seat.phase is Phase.RUNNING:
+            self._stop(now, seat, "fewer hosts are wanted", is_leaving=True)
+        elif seat.phase is Phase.STOPPING:
+            seat.is_leaving = True
+        else:
+            self._remove(seat)
+
+    def _place(self, now: float, seat: _Seat) -> None:
+        seat.phase, seat.since, seat.has_actor = Phase.PLACING, now, True
+        self._cluster.place(seat.node)
+
+    def _remove(self, seat: _Seat) -> None:
+        self._cluster.remove(seat.node.id)
+        del self._seats[seat.node.id]
+
+    def _order_for(self, node: HostNode) -> bytes:
+        """Return the order for the agent of a node, whose name no other one has."""
+        namesakes = [each for each in self._nodes.values() if each.hostname == node.hostname]
+        name = node.hostname if len(namesakes) == 1 else f"{node.hostname}-{node.id[:8]}"
+        arguments = [*self._arguments[:1], "--name", name, *self._arguments[1:]]
+        return json.dumps({"arguments": arguments, "environ": self._environ}).encode()
+
+    def _is_any(self, phase: Phase) -> bool:
+        return any(seat.phase is phase for seat in self._seats.values())
+
+    def _warn_once(self, seat: _Seat, text: str) -> None:
+        if text not in seat.told:
+            seat.told.add(text)
+            logger.warning("%s", text)
+
+
+def _ending(status: int | None) -> str:
+    if status is None:
+        return "it has not started"
+    return f"it was ended by signal {-status}" if status < 0 else f"it ended with status {status}"

@@ -1,0 +1,164 @@
+"""The flags of `inferpool place`. The parser of the command imports this, so it imports little."""
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from inferpool.service.settings.address import key_of, url_of
+from inferpool.service.settings.names import FlagError
+
+METRICS_KEY_VARIABLE = "INFERPOOL_METRICS_KEYS"
+CLUSTER_KEYS_VARIABLE = "INFERPOOL_CLUSTER_KEYS"
+_NO_LIMIT = 1_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacePlan:
+    """What `inferpool place` was told."""
+
+    address: str
+    """Ray's."""
+    namespace: str
+    arguments: Sequence[str]
+    """What each agent is started with: arguments of the command `inferpool`."""
+    environ: Mapping[str, str]
+    """Variables of the agents alone: the cluster's keys."""
+    front_end: str
+    """URL of the front end whose load decides; empty if nothing is to be decided."""
+    metrics_key: str
+    verify: bool | str
+    """Whether certificates are checked, or the file of those that are trusted."""
+    objective_s: float
+    min_hosts: int
+    max_hosts: int
+    cpus_per_host: int
+    gpus_per_host: int
+    drain_s: float
+    is_end: bool
+    """End all agents."""
+
+    @property
+    def has_limit(self) -> bool:
+        """Whether `--max-hosts` was said."""
+        return self.max_hosts < _NO_LIMIT
+
+
+def add_flags(parser: ArgumentParser) -> None:
+    """Add the flags of `place`."""
+    parser.add_argument(
+        "agent_flags",
+        nargs="*",
+        metavar="-- AGENT_FLAGS",
+        help="what else each agent is started with: see `inferpool agent --help`",
+    )
+    parser.add_argument(
+        "--join",
+        metavar="HOST:PORT",
+        help="address of the front end's cluster port, as the hosts reach it; several with commas",
+    )
+    parser.add_argument(
+        "--stop",
+        action="store_true",
+        help="let all agents drain and end, free what Ray has reserved for them, and leave",
+    )
+    ray = parser.add_argument_group("the Ray cluster")
+    ray.add_argument(
+        "--address",
+        default="auto",
+        metavar="HOST:PORT",
+        help="where Ray's head listens (default: auto, the cluster that this host is a node of)",
+    )
+    ray.add_argument(
+        "--namespace",
+        default="inferpool",
+        help="Ray's namespace of the actors; each service needs its own (default: inferpool)",
+    )
+    ray.add_argument(
+        "--gpus-per-host",
+        type=int,
+        default=1,
+        metavar="N",
+        help="GPUs that a node must have to get an agent, which takes all of them, and that an "
+        "autoscaler is asked for (default: 1; 0 for hosts without GPUs)",
+    )
+    ray.add_argument(
+        "--cpus-per-host",
+        type=int,
+        default=1,
+        metavar="N",
+        help="CPUs that Ray reserves on each host, and an autoscaler is asked for (default: 1)",
+    )
+    ray.add_argument(
+        "--drain-timeout-s",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="how long an agent may drain before it is killed (default: 60)",
+    )
+    many = parser.add_argument_group("how many hosts")
+    many.add_argument(
+        "--min-hosts", type=int, default=1, metavar="N", help="the fewest (default: 1)"
+    )
+    many.add_argument(
+        "--max-hosts",
+        type=int,
+        metavar="N",
+        help="the most (default: all that the cluster has; needed with --front-end)",
+    )
+    many.add_argument(
+        "--front-end",
+        metavar="URL",
+        help="address of the front end: as many hosts as its load needs. The key for its metrics "
+        f"is the first of the variable {METRICS_KEY_VARIABLE}",
+    )
+    many.add_argument(
+        "--objective-p99-ms",
+        type=float,
+        default=0.0,
+        metavar="MS",
+        help="ask for more hosts, too, when the 99th percentile of the latency is longer",
+    )
+    many.add_argument(
+        "--ca-file", type=Path, metavar="PATH", help="trust the certificates in this PEM file"
+    )
+    many.add_argument("--insecure", action="store_true", help="trust any certificate")
+
+
+def plan_of(args: Namespace, environ: Mapping[str, str]) -> PlacePlan:
+    """Return what the flags and variables say.
+
+    Raises:
+        FlagError: They make no sense.
+    """
+    if args.join is None and not args.stop:
+        raise FlagError("--join: where do the agents find the front end? Name HOST:PORT")
+    for flag in ("min_hosts", "max_hosts", "cpus_per_host"):
+        if (value := getattr(args, flag)) is not None and value < 1:
+            raise FlagError(f"--{flag.replace('_', '-')}: {value} is less than 1")
+    if args.gpus_per_host < 0:
+        raise FlagError(f"--gpus-per-host: {args.gpus_per_host} is less than 0")
+    if not args.drain_timeout_s >= 0 or not args.objective_p99_ms >= 0:
+        raise FlagError("--drain-timeout-s and --objective-p99-ms must be 0 or more")
+    if args.front_end and args.max_hosts is None:
+        raise FlagError("--front-end needs --max-hosts: how many hosts may it ask for?")
+    most = _NO_LIMIT if args.max_hosts is None else args.max_hosts
+    if args.min_hosts > most:
+        raise FlagError(f"--min-hosts: {args.min_hosts} is more than --max-hosts, {most}")
+    keys = environ.get(CLUSTER_KEYS_VARIABLE)
+    return PlacePlan(
+        address=args.address,
+        namespace=args.namespace,
+        arguments=["agent", "--join", args.join or "", *args.agent_flags],
+        environ={CLUSTER_KEYS_VARIABLE: keys} if keys else {},
+        front_end=url_of(args.front_end) if args.front_end else "",
+        metrics_key=key_of(None, environ, METRICS_KEY_VARIABLE) if args.front_end else "",
+        verify=False if args.insecure else str(args.ca_file or "") or True,
+        objective_s=args.objective_p99_ms / 1000,
+        min_hosts=args.min_hosts,
+        max_hosts=most,
+        cpus_per_host=args.cpus_per_host,
+        gpus_per_host=args.gpus_per_host,
+        drain_s=args.drain_timeout_s,
+        is_end=args.stop,
+    )
