@@ -1,4 +1,7 @@
-"""The faults: what is done to which worker, decoder or forkserver, and when. A seed decides it."""
+"""The faults: what is done to which worker, decoder, forkserver or host, and when.
+
+A seed decides it.
+"""
 
 import asyncio
 import contextlib
@@ -14,6 +17,7 @@ from typing import Literal
 
 import psutil
 
+from inferpool.service.tools.chaos.hosts import HostFaults
 from inferpool.service.tools.chaos.load import PATIENCE_S, ChaosTally
 from inferpool.service.tools.chaos.plan import Fault
 from inferpool.service.tools.chaos.questions import Question, is_refusal, problem_code
@@ -71,6 +75,7 @@ class Faults:
     timeout_s: float
     keeps_quarantine: bool
     swaps: Swaps
+    hosts: HostFaults
     counts: Counter[Fault] = field(default_factory=Counter)
     poisonings: Poisonings = field(default_factory=Poisonings)
     _rng: random.Random = field(init=False)
@@ -102,6 +107,8 @@ class Faults:
                     if swap is not None and not swap.done():
                         continue
                     swap = asyncio.create_task(self.swaps.swap())
+                elif fault == "host":
+                    await self.hosts.strike()
                 elif fault != "poison":
                     await self._strike(fault)
                     # What had to wait puts all else off, so that nothing comes in a burst.
@@ -113,6 +120,7 @@ class Faults:
                 self.counts[fault] += 1
         finally:
             self._kill_stopped_decoders()
+            await self.hosts.settle()
             for task in (poisoning, swap):
                 if task is not None:
                     await task
@@ -183,6 +191,7 @@ class Faults:
             incarnation=decoder.pid,
             processes=processes,
             began=began,
+            host=worker.host,
         )
         self.watch.add(recovery)
         return True
@@ -203,8 +212,12 @@ class Faults:
             health = await self.watch.look()
         except (OSError, NoAnswerError):
             return []
-        struck = {each.worker for each in self.watch.pending}
-        return [w for w in health.workers if w.state == "ready" and w.pids and w.name not in struck]
+        struck = {each.worker for each in self.watch.pending}  # names of hosts among them
+        return [
+            worker
+            for worker in health.workers
+            if worker.state == "ready" and worker.pids and not struck & {worker.name, worker.host}
+        ]
 
     def _strike_one_of(self, well: Sequence[WorkerState], kind: Literal["kill", "stop"]) -> bool:
         worker = self._rng.choice(well)
@@ -224,6 +237,7 @@ class Faults:
             rank=rank,
             processes=processes,
             began=began,
+            host=worker.host,
         )
         self.watch.add(recovery)
         return True

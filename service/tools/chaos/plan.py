@@ -11,12 +11,13 @@ from typing import Literal, get_args
 
 from inferpool.service.tools.trial.flags import count, folder, non_negative
 
-Fault = Literal["kill", "stop", "poison", "forkserver", "decoder", "swap"]
-
+Fault = Literal["kill", "stop", "poison", "forkserver", "decoder", "swap", "host"]
 
 SCARCE: tuple[Fault, ...] = ("stop", "poison", "forkserver", "swap")
 """The run goes on until there was one of each of these, unless its interval is 0."""
-_OWN_FLAGS = ("requests", "kills", "seconds", "clients", "seed", "inputs", "tolerance")
+HOST_STRIKES = 3
+"""And until so many hosts were struck, each in another way."""
+_OWN_FLAGS = ("requests", "kills", "seconds", "clients", "seed", "inputs", "tolerance", "hosts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,8 @@ class ChaosPlan:
     inputs: Path | None = None
     tolerance: float = 1e-3
     is_json: bool = False
+    hosts: int = 0
+    """Agents that run the workers, each as a host of its own; 0 for workers of the front end."""
 
     @property
     def planned_kills(self) -> int:
@@ -51,7 +54,8 @@ class ChaosPlan:
         kills = f" and {self.kills} kill{'s' * (self.kills > 1)}" if self.every_s["kill"] else ""
         others: list[str] = [kind for kind in SCARCE if self.every_s[kind]]
         rest = f", and one {' and one '.join(others)}" if others else ""
-        return f"until there are at least {self.requests:,} requests{kills}{rest}"
+        hosts = f", and {HOST_STRIKES} hosts struck" if self.every_s["host"] else ""
+        return f"until there are at least {self.requests:,} requests{kills}{rest}{hosts}"
 
 
 def add_flags(parser: ArgumentParser) -> None:
@@ -92,6 +96,14 @@ def add_flags(parser: ArgumentParser) -> None:
         help="by how much of itself a float may differ, since batches of different sizes are "
         "rounded differently (default: 0.001)",
     )
+    load.add_argument(
+        "--hosts",
+        type=count,
+        default=0,
+        metavar="N",
+        help="run the workers on N hosts: agents on this machine, which join the front end "
+        "(default: none)",
+    )
     faults = parser.add_argument_group("faults, each at random times; 0 for never")
     for kind, default, what in (
         ("kill", 2.0, "SIGKILL a worker"),
@@ -103,6 +115,11 @@ def add_flags(parser: ArgumentParser) -> None:
             "swap",
             0.0,
             "swap a model to an equal version, which needs memory for both,",
+        ),
+        (
+            "host",
+            5.0,
+            "with --hosts: SIGKILL an agent, SIGSTOP it and its workers, or SIGTERM it, in turn,",
         ),
     ):
         faults.add_argument(
@@ -126,8 +143,11 @@ def add_flags(parser: ArgumentParser) -> None:
 
 def plan_of(args: Namespace) -> ChaosPlan:
     """Return the plan that the flags make."""
+    every_s = {fault: getattr(args, f"{fault}_every") for fault in get_args(Fault)}
+    # The front end of several hosts forks no workers, and has no host to lose if it is alone.
+    every_s["forkserver" if args.hosts else "host"] = 0.0
     return ChaosPlan(
-        every_s={fault: getattr(args, f"{fault}_every") for fault in get_args(Fault)},
+        every_s=every_s,
         is_json=args.json,
         **{name: getattr(args, name) for name in _OWN_FLAGS},
     )

@@ -19,12 +19,19 @@ from inferpool.service.tools.trial.tally import LatencyHistogram
 _MIB = 2**20
 _COUNTS = ("right", "wrong", "lost", "duplicated", "expired", "late")
 _PLAIN = (
-    "workers", "clients", "seed", "is_complete", "is_interrupted", "planned_kills", "exit_code",
-    "left_over",
+    "workers", "hosts", "clients", "seed", "is_complete", "is_interrupted", "planned_kills",
+    "exit_code", "left_over",
 )  # fmt: skip
 _SIGNALS: Mapping[Kind, str] = {
     "kill": "SIGKILL", "stop": "SIGSTOP", "forkserver": "forkserver", "decoder": "decoder",
+    "host kill": "host SIGKILL", "host stop": "host SIGSTOP", "host end": "host SIGTERM",
 }  # fmt: skip
+_BACK: Mapping[Kind, str] = {
+    "host kill": "  back after its start",
+    "host stop": "  back after SIGCONT",
+    "host end": "  back after its start",
+}
+"""How long a host takes is counted from the moment when it may come back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +62,10 @@ class ChaosReport:
     left_over: int
     notes: Sequence[str] = ()
     plan: str = ""
+    hosts: int = 0
+    """Agents that ran the workers; 0 if the front end did."""
+    agent_complaints: Sequence[str] = ()
+    """What was wrong with the ends of agents that were told to end."""
 
     @property
     def attempts(self) -> int:
@@ -79,6 +90,7 @@ class ChaosReport:
         if not self.is_complete and not self.is_interrupted:
             found.append("the run ended before its time")
         found += self.swaps.failed
+        found += self.agent_complaints
         found += self._of_ledger()
         found += self._of_holdings()
         if self.exit_code != 0 and self.is_complete:
@@ -136,7 +148,8 @@ class ChaosReport:
 
     def _rows(self) -> Iterator[tuple[str, str]]:
         chaos, quiet = self.chaos, self.quiet
-        yield "service", f"{', '.join(self.models)}; {self.workers} workers"
+        on_hosts = f" on {self.hosts} hosts" if self.hosts else ""
+        yield "service", f"{', '.join(self.models)}; {self.workers} workers{on_hosts}"
         yield "machine", ", ".join(str(value) for value in machine().values())
         yield "versions", f"inferpool {version_of()}, torch {version_of('torch')}"
         yield "seed", str(self.seed)
@@ -157,13 +170,14 @@ class ChaosReport:
         yield "expired, late", f"{chaos.expired + quiet.expired:,}, {chaos.late + quiet.late:,}"
         kills = self.faults.get("kill", 0)
         planned = f" of {self.planned_kills} planned" if kills < self.planned_kills else ""
-        decoders = self.faults.get("decoder")
+        decoders, hosts = self.faults.get("decoder"), self.faults.get("host")
         yield (
             "faults",
             f"{kills} SIGKILLs{planned}, {self.faults.get('stop', 0)} SIGSTOPs, "
             f"{self.poisonings.num_sent} poisoned inputs, "
             f"{self.faults.get('forkserver', 0)} signals to the forkserver"
-            + (f", {decoders} to decoders" if decoders is not None else ""),
+            + (f", {decoders} to decoders" if decoders is not None else "")
+            + (f", {hosts} hosts" if hosts is not None else ""),
         )
         if (swaps := self.swaps).num_begun:
             yield "swaps", f"{swaps.num_done} done, {len(swaps.refused)} refused"
@@ -172,7 +186,7 @@ class ChaosReport:
             yield f"  {_SIGNALS[kind]}", text
         for kind, (noticed, recovered) in self._recovery().items():
             yield f"{_SIGNALS[kind]} noticed", f"{_spread_text(noticed)}  (median / p99 / worst)"
-            yield "  full capacity", _spread_text(recovered)
+            yield _BACK.get(kind, "  full capacity"), _spread_text(recovered)
         yield "latency before", f"{_spread_text(quiet.latency)}  (median / p99 / worst)"
         yield "latency during", _spread_text(chaos.latency)
         if self.ledger is not None:
@@ -217,7 +231,7 @@ class ChaosReport:
             if those := [each for each in self.recoveries if each.kind == kind]:
                 found[kind] = (
                     _times((each.began, each.noticed) for each in those),
-                    _times((each.began, each.recovered) for each in those),
+                    _times((each.freed or each.began, each.recovered) for each in those),
                 )
         return found
 
@@ -263,7 +277,7 @@ class ChaosReport:
             yield f"{left_behind} processes outlived the worker that they were of"
         unrecovered = sum(each.recovered is None for each in self.recoveries)
         if unrecovered and not self.is_interrupted:
-            yield f"{unrecovered} workers did not come back"
+            yield f"{unrecovered} workers or hosts did not come back"
 
 
 def spread_ms(times: LatencyHistogram) -> dict[str, float] | None:

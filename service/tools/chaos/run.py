@@ -15,8 +15,9 @@ import uvloop
 
 from inferpool.service.settings.loader import LoadedSettings
 from inferpool.service.tools.chaos.faults import Faults
+from inferpool.service.tools.chaos.hosts import HostFaults
 from inferpool.service.tools.chaos.load import ChaosTally, NumberedLoad
-from inferpool.service.tools.chaos.plan import SCARCE, ChaosPlan, Fault
+from inferpool.service.tools.chaos.plan import HOST_STRIKES, SCARCE, ChaosPlan, Fault
 from inferpool.service.tools.chaos.questions import (
     EchoQuestion,
     Question,
@@ -34,6 +35,7 @@ from inferpool.service.tools.chaos.subject import rows_for
 from inferpool.service.tools.chaos.swaps import Swaps
 from inferpool.service.tools.chaos.watch import Watch
 from inferpool.service.tools.trial import inputs
+from inferpool.service.tools.trial.agents import TrialAgents
 from inferpool.service.tools.trial.connection import (
     NoAnswerError,
     TrialError,
@@ -65,9 +67,12 @@ def run(loaded: LoadedSettings, plan: ChaosPlan) -> int:
     try:
         rows = rows_for(loaded, can_be_poisoned=plan.every_s["poison"] > 0)
         key = secrets.token_urlsafe(24)
-        with TrialService(rows, admin_key=key) as subject:
+        with (
+            TrialAgents(plan.hosts) as agents,
+            TrialService([*rows, *agents.rows], admin_key=key) as subject,
+        ):
             swaps = Swaps(address=subject.address, models=list(loaded.settings.models), key=key)
-            report = uvloop.run(_ChaosRun(subject, loaded, plan, swaps).run())
+            report = uvloop.run(_ChaosRun(subject, agents, loaded, plan, swaps).run())
     except KeyboardInterrupt:
         sys.stderr.write("inferpool chaos: ended at once, without a report\n")
         return EXIT_INTERRUPTED
@@ -92,9 +97,15 @@ class _Knowledge:
 
 class _ChaosRun:
     def __init__(
-        self, subject: TrialService, loaded: LoadedSettings, plan: ChaosPlan, swaps: Swaps
+        self,
+        subject: TrialService,
+        agents: TrialAgents,
+        loaded: LoadedSettings,
+        plan: ChaosPlan,
+        swaps: Swaps,
     ) -> None:
         self._subject = subject
+        self._agents = agents
         self._swaps = swaps
         self._settings = loaded.settings
         self._plan = plan
@@ -105,6 +116,7 @@ class _ChaosRun:
         with Screen(sys.stderr) as screen:
             screen.begin("starting the service")
             await self._subject.until_ready(_MAX_START_S)
+            await self._agents.until_ready(self._subject, _MAX_START_S)
             watch = Watch(self._subject.address)
             health = await watch.look()
             screen.begin("learning the right answers")
@@ -128,6 +140,7 @@ class _ChaosRun:
             after = await self._settled_holdings(before) if self._subject.is_running else None
             last = await self._ledger()
             exit_code, left_over = await self._subject.stop()
+            complaints, left_of_agents = await self._agents.stop()
         return ChaosReport(
             models=[f"{name} ({m.source})" for name, m in self._settings.models.items()],
             workers=len(health.workers),
@@ -149,8 +162,10 @@ class _ChaosRun:
             before=before,
             after=after,
             exit_code=exit_code,
-            left_over=left_over,
+            left_over=left_over + left_of_agents,
             notes=knowledge.notes,
+            hosts=self._plan.hosts,
+            agent_complaints=[*faults.hosts.failed, *complaints],
         )
 
     async def _learn(self, health: ServiceHealth) -> _Knowledge:
@@ -230,6 +245,7 @@ class _ChaosRun:
             # Each version has a quarantine of its own.
             keeps_quarantine=self._settings.quarantine_s > 0 and not every_s["swap"],
             swaps=self._swaps,
+            hosts=HostFaults(watch=watch, agents=self._agents.agents, seed=self._plan.seed),
         )
 
     async def _disturb(
@@ -238,7 +254,8 @@ class _ChaosRun:
         """Load under faults; return for how long, and whether that was to the end."""
         plan = self._plan
         began = time.monotonic()
-        enough: dict[Fault, int] = {"kill": plan.kills, **dict.fromkeys(SCARCE, 1)}
+        enough: dict[Fault, int] = {"kill": plan.kills, "host": HOST_STRIKES}
+        enough |= dict.fromkeys(SCARCE, 1)
 
         def share(tally: ChaosTally) -> float:
             if plan.seconds is not None:
@@ -257,7 +274,8 @@ class _ChaosRun:
                     f"{faults.counts['kill']} kills, {faults.counts['stop']} stops, "
                     f"{faults.counts['poison']} poisons, "
                     f"{faults.counts['forkserver']} forkservers, "
-                    f"{faults.counts['decoder']} decoders, {self._swaps.num_done} swaps"
+                    f"{faults.counts['decoder']} decoders, {faults.counts['host']} hosts, "
+                    f"{self._swaps.num_done} swaps"
                 )
                 screen.show(share(tally), figures)
                 await asyncio.sleep(_TICK_S)
@@ -288,7 +306,8 @@ class _ChaosRun:
         until = time.monotonic() + _SAME_S
         last: Holdings | None = None
         while True:
-            now = holdings_of(self._subject.pid, self._subject.family())
+            family = [*self._subject.family(), *self._agents.family()]
+            now = holdings_of(self._subject.pid, family)
             is_settled = (
                 last is not None
                 and now.descriptors == last.descriptors

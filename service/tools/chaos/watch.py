@@ -1,4 +1,4 @@
-"""Watches /health to learn how long workers take to come back after a fault."""
+"""Watches /health to learn how long workers and hosts take to come back after a fault."""
 
 import asyncio
 import time
@@ -22,7 +22,8 @@ from inferpool.service.tools.trial.health import (
 )
 from inferpool.service.tools.trial.processes import is_alive
 
-Kind = Literal["kill", "stop", "forkserver", "decoder"]
+HostKind = Literal["host kill", "host stop", "host end"]
+Kind = Literal["kill", "stop", "forkserver", "decoder"] | HostKind
 FORKSERVER = "forkserver"
 """Name of the forkserver; those of workers have a slash."""
 
@@ -38,7 +39,7 @@ def decoder_name(worker: WorkerState, decoder: DecoderState) -> str:
 
 
 class Recovery(msgspec.Struct, kw_only=True):
-    """A fault of a worker, a decoder or the forkserver, and the moments of its recovery.
+    """A fault of a worker, a decoder, the forkserver or a host, and the moments of its recovery.
 
     Times are on CLOCK_MONOTONIC.
     """
@@ -46,7 +47,8 @@ class Recovery(msgspec.Struct, kw_only=True):
     kind: Kind
     worker: str
     incarnation: int
-    """It is another one in the successor; for a decoder it is the process id."""
+    """It is another one in the successor. For a decoder it is the process id; for a host it is the
+    number of its connection."""
     rank: int | None = None
     processes: Sequence[psutil.Process] = ()
     num_left_behind: int = 0
@@ -54,8 +56,18 @@ class Recovery(msgspec.Struct, kw_only=True):
     began: float
     noticed: float | None = None
     """Moment when the service no longer counted on the worker."""
+    freed: float | None = None
+    """Moment when a host was let go on, or its agent was started anew."""
     recovered: float | None = None
-    """Moment when its successor was ready, and every worker that was not struck as well."""
+    """Moment when its successor was ready, and every worker that was not struck as well. For a host
+    it is when all its own workers were ready."""
+    host: str = ""
+    """Host of the worker, of several; or the host that was struck."""
+
+    @property
+    def is_of_host(self) -> bool:
+        """A whole host was struck."""
+        return self.kind.startswith("host ")
 
 
 class _Sight(NamedTuple):
@@ -63,6 +75,7 @@ class _Sight(NamedTuple):
 
     state: str
     incarnation: int
+    host: str = ""
 
 
 _NOT_THERE = _Sight("absent", -1)
@@ -91,7 +104,11 @@ class Watch:
             return await read_health(self._connection)
 
     def add(self, recovery: Recovery) -> None:
-        """Watch how a worker that was struck comes back."""
+        """Watch how what was struck comes back. Workers of a struck host are lost in any case."""
+        if recovery.is_of_host:
+            host = recovery.host
+            known = self.recoveries
+            known[:] = [each for each in known if each.recovered or each.host != host]
         self.recoveries.append(recovery)
         self._is_wanted.set()
 
@@ -131,7 +148,10 @@ class Watch:
             self._connection.close()
 
     def _compare(self, pending: Sequence[Recovery], health: ServiceHealth, now: float) -> None:
-        workers = {each.name: _Sight(each.state, each.incarnation) for each in health.workers}
+        self._compare_hosts(pending, health, now)
+        pending = [each for each in pending if not each.is_of_host]
+        struck = {each.host for each in self.pending if each.is_of_host}
+        workers = {w.name: _Sight(w.state, w.incarnation, w.host) for w in health.workers}
         if (forkserver := health.forkserver) is not None:
             workers[FORKSERVER] = _Sight(forkserver.state, forkserver.incarnation)
         living = {
@@ -151,10 +171,31 @@ class Watch:
             if each.noticed is None and is_gone:
                 each.noticed = now
         hidden = {each.worker for each in pending if each.noticed is None}
-        absent = {name for name, worker in workers.items() if worker.state != "ready"}
+        absent = {
+            name
+            for name, worker in workers.items()
+            if worker.state != "ready" and worker.host not in struck
+        }
         for each in pending:
             others = {other.worker for other in pending if other is not each}
             is_back = each.noticed is not None and each.worker not in absent | hidden
             if is_back and not absent - others:
+                each.recovered = now
+                each.num_left_behind = sum(map(is_alive, each.processes))
+
+    def _compare_hosts(
+        self, pending: Sequence[Recovery], health: ServiceHealth, now: float
+    ) -> None:
+        hosts = {host.name: host for host in health.hosts}
+        for each in pending:
+            if not each.is_of_host:
+                continue
+            host = hosts.get(each.host)
+            is_same = host is not None and host.is_connected and host.epoch == each.incarnation
+            if is_same:
+                continue
+            if each.noticed is None:
+                each.noticed = now
+            if each.freed is not None and host is not None and health.is_host_full(host):
                 each.recovered = now
                 each.num_left_behind = sum(map(is_alive, each.processes))

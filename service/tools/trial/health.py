@@ -7,6 +7,7 @@ from inferpool.service.tools.trial.connection import TrialConnection
 
 _TIMEOUT_S = 10.0
 _NO_WORKER = "failed"
+_LOST = "lost"
 
 
 class Rank(msgspec.Struct):
@@ -42,6 +43,8 @@ class WorkerState(msgspec.Struct):
     num_batches: int = 0
     rss_bytes: int | None = None
     restarts: int = 0
+    host: str = ""
+    """The host that it runs on, of several."""
 
     @property
     def pids(self) -> dict[int | None, int]:
@@ -116,6 +119,20 @@ class ForkserverState(msgspec.Struct):
     incarnation: int
 
 
+class KnownHost(msgspec.Struct):
+    """A host whose agent is connected, or was."""
+
+    name: str
+    state: str = ""
+    epoch: int = 0
+    """Number of the connection: another one after each time that it was lost."""
+
+    @property
+    def is_connected(self) -> bool:
+        """It may get work."""
+        return self.state != _LOST
+
+
 class ServiceHealth(msgspec.Struct):
     """The whole service."""
 
@@ -125,6 +142,8 @@ class ServiceHealth(msgspec.Struct):
     """The processes that take calls, if there are several."""
     gpus: list[DeviceState] = []
     forkserver: ForkserverState | None = None
+    hosts: list[KnownHost] = []
+    """The hosts, if there are several."""
 
     @property
     def workers(self) -> list[WorkerState]:
@@ -135,6 +154,11 @@ class ServiceHealth(msgspec.Struct):
     def is_full(self) -> bool:
         """Every worker is ready."""
         return all(worker.state == "ready" for worker in self.workers)
+
+    def is_host_full(self, host: KnownHost) -> bool:
+        """Return whether a host is connected, has workers, and all of them are ready."""
+        states = {worker.state for worker in self.workers if worker.host == host.name}
+        return host.is_connected and states == {"ready"}
 
     @property
     def are_decoders_warm(self) -> bool:

@@ -36,7 +36,7 @@ _LEFT_OUT = (
     "port",
     "log_format",
     "job_store",
-    *(name for name in Settings.model_fields if name.startswith("trace_")),
+    *(name for name in Settings.model_fields if name.startswith(("trace_", "cluster_", "standby"))),
 )
 
 
@@ -48,7 +48,7 @@ class TrialService:
 
         With a key it has the paths of administrators.
         """
-        self.address: Address = (HOST, _free_port())
+        self.address: Address = (HOST, free_port())
         own: list[Row] = [
             (("host",), HOST, "trial"),
             (("port",), self.address[1], "trial"),
@@ -75,7 +75,7 @@ class TrialService:
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 command,
-                env=_environment(os.environ),
+                env=clean_environment(os.environ),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -178,7 +178,7 @@ def rows_of(loaded: LoadedSettings) -> list[Row]:
     return [row for row in loaded.rows() if row[0][0] not in _LEFT_OUT]
 
 
-def _environment(environ: Mapping[str, str]) -> dict[str, str]:
+def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return this process's environment without settings: those that matter are in the file."""
     left_out = (PREFIX, _TELEMETRY)
     kept = {name: value for name, value in environ.items() if not name.startswith(left_out)}
@@ -188,7 +188,8 @@ def _environment(environ: Mapping[str, str]) -> dict[str, str]:
     return kept
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port of this host that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         port: int = probe.getsockname()[1]

@@ -10,6 +10,7 @@ from itertools import islice
 from typing import get_args
 
 from inferpool.service.tools.chaos.faults import Faults, schedule
+from inferpool.service.tools.chaos.hosts import HostFaults
 from inferpool.service.tools.chaos.load import ChaosTally
 from inferpool.service.tools.chaos.plan import Fault
 from inferpool.service.tools.chaos.swaps import Swaps
@@ -53,11 +54,12 @@ class SeenWatch(Watch):
         self._compare(self.pending, await self.look(), 5.0)
 
 
-def faults_on(watch: Watch, **every_s: float) -> Faults:
+def faults_on(watch: Watch, seed: int = 1, **every_s: float) -> Faults:
     return Faults(
-        address=("127.0.0.1", 1), watch=watch, tally=ChaosTally(), questions=[], seed=1,
+        address=("127.0.0.1", 1), watch=watch, tally=ChaosTally(), questions=[], seed=seed,
         every_s=dict.fromkeys(get_args(Fault), 0.0) | every_s,
         timeout_s=1, keeps_quarantine=True, swaps=NO_SWAPS,
+        hosts=HostFaults(watch=watch, agents=[], seed=1),
     )  # fmt: skip
 
 
@@ -121,11 +123,7 @@ def test_any_rank_of_a_split_worker_is_struck_and_all_of_them_are_watched():
     struck: Counter[int | None] = Counter()
     for seed in range(12):
         watch = Watch(("127.0.0.1", 1))
-        faults = Faults(
-            address=("127.0.0.1", 1), watch=watch, tally=ChaosTally(), questions=[], seed=seed,
-            every_s={"kill": 0, "stop": 1, "poison": 0, "forkserver": 0, "decoder": 0, "swap": 0},
-            timeout_s=1, keeps_quarantine=True, swaps=NO_SWAPS,
-        )  # fmt: skip
+        faults = faults_on(watch, seed, stop=1)
         assert faults._strike_one_of([worker], "stop")
         (recovery,) = watch.recoveries
         struck[recovery.rank] += 1

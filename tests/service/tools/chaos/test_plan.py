@@ -40,3 +40,11 @@ def test_flags_make_a_plan_that_says_that_its_numbers_are_the_least():
     never = [f"--{fault}-every=0" for fault in ("kill", "stop", "poison", "forkserver")]
     assert plan(*never).text == "until there are at least 10,000 requests"
     assert plan("--seconds", "3").text == "for 3 s"
+
+
+def test_hosts_are_struck_only_where_there_are_some_and_their_front_end_forks_nothing():
+    assert plan().every_s["host"] == 0.0
+    made = plan("--hosts", "3")
+    assert (made.hosts, made.every_s["host"], made.every_s["forkserver"]) == (3, 5.0, 0.0)
+    assert made.text.endswith(" and 10 kills, and one stop and one poison, and 3 hosts struck")
+    assert plan("--hosts", "3", "--host-every", "0").every_s["host"] == 0.0

@@ -120,7 +120,7 @@ def test_what_swaps_compare_is_counted_by_the_service_alone_and_a_swap_without_a
         ),
         (
             {"recoveries": [Recovery(kind="stop", worker="a/0", incarnation=1, began=1)]},
-            "1 workers did not come back",
+            "1 workers or hosts did not come back",
         ),
     ],
 )
@@ -186,3 +186,24 @@ def test_spread_is_in_milliseconds():
     assert found["p99"] == pytest.approx(198, rel=0.01)
     assert found["worst"] == 200.0
     assert spread_ms(LatencyHistogram()) is None
+
+
+def test_hosts_have_their_times_by_what_was_done_to_them_and_come_back_from_their_start_on():
+    stopped = Recovery(
+        kind="host stop", worker="a", host="a", incarnation=1,
+        began=1.0, noticed=4.5, freed=6.0, recovered=6.25,
+    )  # fmt: skip
+    shown = report(hosts=3, recoveries=[stopped], faults={"kill": 1, "poison": 1, "host": 1})
+    assert shown.as_dict()["hosts"] == 3
+    times = shown.as_dict()["recovery_ms"]["host stop"]  # type: ignore[index]
+    assert (times["noticed"]["worst"], times["recovered"]["worst"]) == (3500.0, 250.0)
+    text = io.StringIO()
+    shown.write(text)
+    assert "2 workers on 3 hosts" in text.getvalue()
+    assert "host SIGSTOP noticed" in text.getvalue()
+    assert "3,500.0" in text.getvalue()
+    assert ", 1 hosts\n" in text.getvalue()
+    assert "back after SIGCONT" in text.getvalue()
+    assert report(agent_complaints=["the agent a exited with 1"]).problems() == [
+        "the agent a exited with 1"
+    ]

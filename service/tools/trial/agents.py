@@ -1,0 +1,221 @@
+"""The hosts of a service on trial: agents on this machine, each with processes of its own."""
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+from inferpool.service.tools.trial.bound import bound_command
+from inferpool.service.tools.trial.connection import NoAnswerError, TrialError
+from inferpool.service.tools.trial.processes import Family, LogReader
+from inferpool.service.tools.trial.service import HOST, TrialService, clean_environment, free_port
+
+if TYPE_CHECKING:
+    from inferpool.service.settings.loader import Row
+
+_POLL_S = 0.05
+_STOP_S = 60.0
+"""How long an agent may take to end its workers."""
+_LINGER_S = 2.0
+_MAX_SWEEPS = 20
+
+
+class TrialAgent:
+    """The agent of one host, and all processes under it. It may be started again and again."""
+
+    def __init__(self, name: str, arguments: Sequence[str], log: Path) -> None:
+        """Take the arguments of `inferpool agent`, and the file that gets what it logs."""
+        self.name = name
+        self._arguments = arguments
+        self._log = log
+        self._process: subprocess.Popen[bytes] | None = None
+        self._family: Family | None = None
+
+    @property
+    def pid(self) -> int:
+        """Process id of the agent."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        """The agent has been started and has not ended."""
+        return self._process is not None and self._process.poll() is None
+
+    def start(self) -> None:
+        """Start it, or start it anew after its end."""
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                bound_command(["agent", "--name", self.name, *self._arguments]),
+                env=clean_environment(os.environ),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._family = Family(self._process)
+
+    def family(self) -> list[psutil.Process]:
+        """Return its processes that are alive, of all that were seen now or at an earlier call."""
+        return [] if self._family is None else self._family.alive()
+
+    def kill(self) -> None:
+        """Kill the agent alone: its workers must end by themselves."""
+        assert self._process is not None
+        self._process.kill()
+
+    def pause(self) -> None:
+        """Stop the agent, and then all processes under it, as if the host stood still."""
+        stopped: set[int] = set()
+        for _ in range(_MAX_SWEEPS):  # what is forked meanwhile is found by the next one
+            found = [each for each in self._from_agent_on() if each.pid not in stopped]
+            if not found:
+                return
+            for process in found:
+                stopped.add(process.pid)
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let all of them go on."""
+        for process in self._from_agent_on():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGCONT)
+
+    def end(self) -> None:
+        """Tell it to finish what it holds, and to end."""
+        assert self._process is not None
+        self._process.terminate()
+
+    async def ended(self) -> int:
+        """Wait for its end, and return its exit code.
+
+        Raises:
+            TrialError: It does not end.
+        """
+        assert self._process is not None
+        try:
+            return await asyncio.to_thread(self._process.wait, _STOP_S)
+        except subprocess.TimeoutExpired:
+            text = f"the agent {self.name} did not end in {_STOP_S:g} s{self.log_tail()}"
+            raise TrialError(text) from None
+
+    def destroy(self) -> None:
+        """Kill all its processes."""
+        if self._process is not None and self._family is not None:
+            self._family.kill()
+            self._process.wait()
+
+    def log_tail(self) -> str:
+        """Return the last lines of its log, to go behind a message."""
+        said = LogReader()
+        with contextlib.suppress(OSError):
+            for line in self._log.read_bytes().splitlines():
+                said.take(line)
+        return said.tail()
+
+    def _from_agent_on(self) -> list[psutil.Process]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            agent = psutil.Process(self.pid)
+            return [agent, *agent.children(recursive=True)]
+        return []
+
+
+class TrialAgents:
+    """The agents of a trial. A context manager: it starts all, and leaving it kills all."""
+
+    def __init__(self, num_hosts: int) -> None:
+        """Make up a key, which agents and front end share, and choose the port where they meet."""
+        self._folder = tempfile.TemporaryDirectory(prefix="inferpool-agents-")
+        folder = Path(self._folder.name)
+        key = folder / "key"
+        key.touch(mode=0o600)
+        key.write_text(secrets.token_urlsafe(24), encoding="utf-8")
+        port = free_port()
+        arguments = ["--join", f"{HOST}:{port}", "--key-file", str(key), "--log-format", "json"]
+        self.agents = [
+            TrialAgent(name, arguments, folder / f"{name}.log")
+            for name in (f"host-{number}" for number in range(num_hosts))
+        ]
+        self.rows: list[Row] = [
+            (("cluster_port",), port, "trial"),
+            (("cluster_host",), HOST, "trial"),
+            (("cluster_keys_file",), str(key), "trial"),
+        ]
+        """Settings of the front end; none without hosts."""
+        if not num_hosts:
+            self.rows = []
+
+    def __enter__(self) -> "TrialAgents":
+        """Start all. They dial until the front end is there."""
+        for agent in self.agents:
+            agent.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Kill what is left of them."""
+        for agent in self.agents:
+            agent.destroy()
+        self._folder.cleanup()
+
+    def family(self) -> list[psutil.Process]:
+        """Return all processes that are alive."""
+        return [process for agent in self.agents for process in agent.family()]
+
+    async def until_ready(self, service: TrialService, timeout_s: float) -> None:
+        """Wait until each host has joined, and all its workers are ready.
+
+        Raises:
+            TrialError: They are not in time, or an agent or a worker has failed.
+        """
+        if not self.agents:
+            return
+        until = time.monotonic() + timeout_s
+        names = {agent.name for agent in self.agents}
+        while True:
+            for agent in self.agents:
+                if not agent.is_running:
+                    raise TrialError(f"the agent {agent.name} ended{agent.log_tail()}")
+            with contextlib.suppress(OSError, NoAnswerError):
+                health = await service.health()
+                if health.failure:
+                    raise TrialError(f"a worker failed: {health.failure}{service.log_tail()}")
+                if health.is_full and {worker.host for worker in health.workers} == names:
+                    return
+            if time.monotonic() > until:
+                tail = self.agents[0].log_tail() + service.log_tail()
+                raise TrialError(f"the hosts are not ready in {timeout_s:g} s{tail}")
+            await asyncio.sleep(_POLL_S)
+
+    async def stop(self) -> tuple[list[str], int]:
+        """Tell all to end, and wait until they have.
+
+        Returns:
+            What was wrong with their ends; and how many of their processes were still there a
+            moment later.
+        """
+        self.family()
+        for agent in self.agents:
+            agent.end()
+        complaints = []
+        for agent in self.agents:
+            try:
+                code = await agent.ended()
+            except TrialError as error:
+                complaints.append(str(error))
+                continue
+            if code != 0:
+                complaints.append(f"the agent {agent.name} exited with {code}")
+        until = time.monotonic() + _LINGER_S
+        while (alive := self.family()) and time.monotonic() < until:  # noqa: ASYNC110  # nobody tells
+            await asyncio.sleep(_POLL_S)
+        return complaints, len(alive)
