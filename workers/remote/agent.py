@@ -7,26 +7,15 @@ a front end may be, and begins with the one that it has worked for last.
 import asyncio
 import logging
 import random
-import secrets
-import socket
-import ssl
 from collections.abc import Callable, Sequence
 
 from inferpool.workers.arena import Arena
 from inferpool.workers.host.gpu_watch import GpuVitals
-from inferpool.workers.messages import MAX_FRAME_BYTES
 from inferpool.workers.remote.hosted import HostedWorkers
-from inferpool.workers.remote.joining import (
-    JOIN_S,
-    Joined,
-    RefusedError,
-    is_private,
-    join,
-    secured,
-)
+from inferpool.workers.remote.joining import Address, Dialer, Joined, RefusedError
 from inferpool.workers.remote.link import HostLink, Mailbox
 from inferpool.workers.remote.session import AgentSession
-from inferpool.workers.remote.wire import HostFacts, ToAgent
+from inferpool.workers.remote.wire import ToAgent
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +23,6 @@ _FIRST_PAUSE_S = 0.1
 _MOST_PAUSE_S = 2.0
 _REFUSED_PAUSE_S = 5.0
 """Seconds before an agent that was refused tries again: somebody must mend something first."""
-
-Address = tuple[str, int]
 
 
 class Agent:
@@ -45,10 +32,7 @@ class Agent:
         self,
         *,
         addresses: Sequence[Address],
-        keys: Sequence[bytes],
-        tls: ssl.SSLContext | None,
-        insecure: bool,
-        facts: HostFacts,
+        dialer: Dialer,
         arena: Arena,
         workers: HostedWorkers,
         gpus: Callable[[], Sequence[GpuVitals]] = tuple,
@@ -59,10 +43,7 @@ class Agent:
 
         Args:
             addresses: Names or addresses of front ends, and their cluster ports.
-            keys: Keys shared with the front ends; the first one is used.
-            tls: Context with this host's certificate; None for connections in clear text.
-            insecure: Also send in clear text to addresses that are not private.
-            facts: What front ends are told of this host.
+            dialer: Joins front ends for this host.
             arena: Gets the payloads.
             workers: The workers of this host.
             gpus: Returns the state of its GPUs.
@@ -72,10 +53,7 @@ class Agent:
         self.term = 0
         """Largest term of the front ends that it has worked for."""
         self._addresses = list(addresses)
-        self._key = keys[0]
-        self._tls = tls
-        self._insecure = insecure
-        self._facts = facts
+        self._dialer = dialer
         self._arena = arena
         self._workers = workers
         self._gpus = gpus
@@ -113,10 +91,12 @@ class Agent:
             num_refused = 0
             for address in list(self._addresses):
                 try:
-                    link, mailbox, joined = await self._join(address)
+                    link, mailbox, joined = await self._dialer.join(
+                        address, role="agent", term=self.term
+                    )
                 except RefusedError as error:
                     num_refused += 1
-                    self._tell(address, logging.ERROR, f"refused: {error}")
+                    self._tell(address, logging.WARNING, f"refused: {error}")
                 except (OSError, TimeoutError) as error:
                     text = f"cannot be joined: {_explained(error)}"
                     self._tell(address, logging.WARNING, text)
@@ -136,45 +116,6 @@ class Agent:
                 await asyncio.sleep(wait_s * random.uniform(0.8, 1.2))
                 pause_s = min(2 * pause_s, _MOST_PAUSE_S)
 
-    async def _join(self, address: Address) -> tuple[HostLink[ToAgent], Mailbox[ToAgent], Joined]:
-        """Dial a front end.
-
-        Raises:
-            RefusedError: One side does not work with the other.
-            OSError: The front end cannot be reached.
-            TimeoutError: It does not answer.
-        """
-        sock = await self._dial(address)
-        sock = await secured(sock, self._tls, address[0])
-        mailbox: Mailbox[ToAgent] = Mailbox()
-        link = HostLink(sock, ToAgent, mailbox, max_body_bytes=MAX_FRAME_BYTES)
-        try:
-            joined = await join(link, mailbox, self._key, self._facts, role="agent", term=self.term)
-        except BaseException:
-            link.close()
-            raise
-        return link, mailbox, joined
-
-    async def _dial(self, address: Address) -> socket.socket:
-        loop = asyncio.get_running_loop()
-        host, port = address
-        async with asyncio.timeout(JOIN_S):
-            found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            family, kind, protocol, _, where = found[0]
-            if self._tls is None and not self._insecure and not is_private(str(where[0])):
-                raise RefusedError(
-                    f"{where[0]} is not a private address: use TLS (--certificate), or say "
-                    "--insecure"
-                )
-            sock = socket.socket(family, kind, protocol)
-            sock.setblocking(False)
-            try:
-                await loop.sock_connect(sock, where)
-            except BaseException:
-                sock.close()
-                raise
-        return sock
-
     async def _serve(
         self,
         address: Address,
@@ -185,7 +126,7 @@ class Agent:
         """Do what a front end asks for, until the connection ends."""
         self.term = joined.term
         self._told.clear()
-        logger.info("joined the front end at %s:%d as %s", *address, self._facts.name)
+        logger.info("joined the front end at %s:%d as %s", *address, self._dialer.facts.name)
         self._workers.begin()
         session = AgentSession(link, self._arena, self._workers, self._gpus)
         self._session = link.listener = session
@@ -203,11 +144,6 @@ class Agent:
         if self._told.get(address) != text:
             self._told[address] = text
             logger.log(level, "%s:%d %s", *address, text)
-
-
-def make_instance() -> str:
-    """Return a random id for `HostFacts.instance`."""
-    return secrets.token_hex(8)
 
 
 def _explained(error: Exception) -> str:

@@ -48,8 +48,12 @@ _AVERAGED = 0.2
 _MEASURE_S = 60.0
 
 
-class HostLossListener(Protocol):
-    """Listener to the end of a connection."""
+class HostOwner(Protocol):
+    """The front end, as a connection sees it."""
+
+    term: int
+    standby_reason: str
+    """Why no agent may join now; empty if they may."""
 
     def on_lost(self, host: "RemoteHost", reason: str) -> None:
         """Handle the loss of a host, after all its workers were told."""
@@ -74,7 +78,7 @@ class RemoteHost(LinkListener[ToFrontEnd]):
         address: str,
         epoch: int,
         arena: memoryview,
-        listener: HostLossListener,
+        owner: HostOwner,
     ) -> None:
         """Take over a connection.
 
@@ -84,7 +88,7 @@ class RemoteHost(LinkListener[ToFrontEnd]):
             address: Address and port of the agent.
             epoch: Number of the connection.
             arena: Memory of the front end's arena, with the payloads.
-            listener: Told once the host is lost.
+            owner: Told once the host is lost.
         """
         self.facts = facts
         self.address = address
@@ -98,7 +102,7 @@ class RemoteHost(LinkListener[ToFrontEnd]):
         self.is_lost = False
         self._link = link
         self._arena = arena
-        self._listener = listener
+        self._owner = owner
         self._loop = asyncio.get_running_loop()
         self._lease = Lease(time.monotonic())
         self._numbers = count(1)
@@ -240,7 +244,7 @@ class RemoteHost(LinkListener[ToFrontEnd]):
         for measuring in self._measuring.values():
             if not measuring.done():
                 measuring.set_exception(ConnectionError(text))
-        self._listener.on_lost(self, reason)
+        self._owner.on_lost(self, reason)
 
     def _worker(self, number: int) -> RemoteWorker:
         worker = self._workers.get(number)
@@ -282,7 +286,8 @@ class RemoteHost(LinkListener[ToFrontEnd]):
             if self._lease.is_out(now, BEAT_S):
                 self._link.close(f"no sign of life for {LEASE_S:g} s")
                 return
-            self._link.send(Beat(now))
+            is_standing_by = bool(self._owner.standby_reason)
+            self._link.send(Beat(now, self._owner.term, is_standing_by))
             await asyncio.sleep(BEAT_S)
 
     async def _timed(self, num_bytes: int, body: Views) -> float:

@@ -20,7 +20,7 @@ from inferpool.workers.errors import WorkerStartError
 from inferpool.workers.host.engine import WorkerId
 from inferpool.workers.messages import MAX_FRAME_BYTES
 from inferpool.workers.remote.host import RemoteHost
-from inferpool.workers.remote.joining import RefusedError, challenge, secured
+from inferpool.workers.remote.joining import Address, RefusedError, challenge, secured
 from inferpool.workers.remote.link import HostLink, Mailbox
 from inferpool.workers.remote.wire import Hello, Refusal, ToFrontEnd, Welcome
 from inferpool.workers.remote.worker import RemoteWorker
@@ -69,6 +69,8 @@ class RemoteHosts:
         """Why no agent may join now; empty if they may."""
         self.term = time.time_ns()
         """Number of this front end's time of service: a later one is larger."""
+        self.address: Address = listener.getsockname()[:2]
+        """Address of the cluster port."""
         self._arena = memoryview(arena.memory.map)
         self._listener = listener
         self._keys = keys
@@ -81,12 +83,6 @@ class RemoteHosts:
         """Connections of standby front ends."""
         self._told_refusals: dict[str, str] = {}
         """The last refusal by address, so that each is logged once."""
-
-    @property
-    def address(self) -> tuple[str, int]:
-        """Address and port of the cluster port."""
-        host, port = self._listener.getsockname()[:2]
-        return host, port
 
     def open(self) -> None:
         """Begin to accept agents."""
@@ -108,6 +104,17 @@ class RemoteHosts:
 
     def forkserver_vitals(self) -> None:
         """Return None: nothing is forked on this host."""
+
+    def stand_by(self, reason: str) -> None:
+        """Let no agent join until `take_over`, and end all connections of agents."""
+        self.standby_reason = reason
+        for host in list(self.hosts.values()):
+            host.refuse(reason)
+
+    def take_over(self) -> None:
+        """Let agents join. They follow no front end of an earlier term any more."""
+        self.term = time.time_ns()
+        self.standby_reason = ""
 
     async def close(self) -> None:
         """Accept no more agents, and end all connections. Agents keep their models for a while."""
@@ -208,7 +215,7 @@ class RemoteHosts:
         address: str,
     ) -> None:
         epoch = next(self._epochs)
-        link.send(Welcome(proof, self.term, epoch))
+        link.send(Welcome(proof, self.term, epoch, bool(self.standby_reason)))
         host = RemoteHost(link, hello.facts, address, epoch, self._arena, self)
         link.listener = host
         if hello.role == "standby":
@@ -247,4 +254,5 @@ class RemoteHosts:
         if len(self._told_refusals) >= _MOST_JOINING:
             self._told_refusals.clear()
         self._told_refusals[host] = reason
-        logger.warning("an agent at %s was refused: %s", address, reason)
+        level = logging.INFO if reason == self.standby_reason else logging.WARNING
+        logger.log(level, "an agent at %s was refused: %s", address, reason)

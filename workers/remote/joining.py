@@ -14,6 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
 
+import msgspec
+
+from inferpool.workers.messages import MAX_FRAME_BYTES
 from inferpool.workers.remote.link import HostLink, Mailbox
 from inferpool.workers.remote.wire import (
     MAX_HEAD_BYTES,
@@ -35,6 +38,10 @@ MIN_KEY_BYTES = 16
 _NONCE_BYTES = 32
 
 
+Address = tuple[str, int]
+"""Name or address of a host, and a port."""
+
+
 class RefusedError(Exception):
     """One side does not work with the other; the message says why."""
 
@@ -46,12 +53,110 @@ class Joined:
     term: int
     """Term of the front end."""
     epoch: int
+    is_standing_by: bool
+    """True if the front end takes no agents now."""
+
+
+def make_instance() -> str:
+    """Return a random id for `HostFacts.instance`."""
+    return secrets.token_hex(8)
 
 
 def is_private(address: str) -> bool:
     """Return whether an IP address is one of this host or of a private network (RFC 6890)."""
     ip = ip_address(address.partition("%")[0])
     return ip.is_loopback or (ip.is_private and not ip.is_unspecified)
+
+
+class Dialer:
+    """Joins front ends, for an agent or for a standby."""
+
+    def __init__(
+        self, key: bytes, tls: ssl.SSLContext | None, facts: HostFacts, *, insecure: bool = False
+    ) -> None:
+        """Store the arguments.
+
+        Args:
+            key: The shared key.
+            tls: Context with this host's certificate; None for connections in clear text.
+            facts: What front ends are told of this host.
+            insecure: Also send in clear text to addresses that are not private.
+        """
+        self.facts = facts
+        self._key = key
+        self._tls = tls
+        self._insecure = insecure
+
+    async def join(
+        self, address: Address, *, role: Role, term: int
+    ) -> tuple[HostLink[ToAgent], Mailbox[ToAgent], Joined]:
+        """Dial a front end, prove that we know the key, and have it prove the same.
+
+        Args:
+            address: Its name or address, and its cluster port.
+            role: What the connection is for.
+            term: Largest term of a front end that this process has worked for.
+
+        Raises:
+            RefusedError: One of the two does not accept the other.
+            OSError: The front end cannot be reached, or has gone.
+            TimeoutError: It does not answer.
+        """
+        sock = await secured(await self._dial(address), self._tls, address[0])
+        mailbox: Mailbox[ToAgent] = Mailbox()
+        link = HostLink(sock, ToAgent, mailbox, max_body_bytes=MAX_FRAME_BYTES)
+        link.max_head_bytes = MAX_STRANGER_BYTES
+        try:
+            async with asyncio.timeout(JOIN_S):
+                joined = await self._prove(link, mailbox, role, term)
+        except BaseException:
+            link.close()
+            raise
+        link.max_head_bytes = MAX_HEAD_BYTES
+        return link, mailbox, joined
+
+    async def _dial(self, address: Address) -> socket.socket:
+        loop = asyncio.get_running_loop()
+        host, port = address
+        async with asyncio.timeout(JOIN_S):
+            found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            family, kind, protocol, _, where = found[0]
+            if self._tls is None and not self._insecure and not is_private(str(where[0])):
+                raise RefusedError(
+                    f"{where[0]} is not a private address: use TLS (--certificate), or say "
+                    "--insecure"
+                )
+            sock = socket.socket(family, kind, protocol)
+            sock.setblocking(False)
+            try:
+                await loop.sock_connect(sock, where)
+            except BaseException:
+                sock.close()
+                raise
+        return sock
+
+    async def _prove(
+        self, link: HostLink[ToAgent], mailbox: Mailbox[ToAgent], role: Role, term: int
+    ) -> Joined:
+        first = await mailbox.get()
+        if isinstance(first, Refusal):
+            raise RefusedError(first.reason)
+        if not isinstance(first, Challenge):
+            raise RefusedError("that is not the cluster port of a front end")
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        hello = Hello(PROTOCOL, role, nonce, b"", term, self.facts)
+        proof = _of_agent(self._key, first.nonce, hello)
+        link.send(msgspec.structs.replace(hello, proof=proof))
+        answer = await mailbox.get()
+        if isinstance(answer, Refusal):
+            raise RefusedError(answer.reason)
+        if not isinstance(answer, Welcome):
+            raise RefusedError("that is not the cluster port of a front end")
+        if not hmac.compare_digest(_of_front_end(self._key, first.nonce, nonce), answer.proof):
+            raise RefusedError("the front end does not know the key (INFERPOOL_CLUSTER_KEYS)")
+        if role == "agent" and answer.term < term:
+            raise RefusedError("another front end has taken over from it")
+        return Joined(term=answer.term, epoch=answer.epoch, is_standing_by=answer.is_standing_by)
 
 
 async def secured(
@@ -123,54 +228,6 @@ async def challenge(
         raise RefusedError(f"it speaks protocol {hello.protocol}, and the front end {PROTOCOL}")
     link.max_head_bytes = MAX_HEAD_BYTES
     return hello, _of_front_end(right[0], nonce, hello.nonce)
-
-
-async def join(
-    link: HostLink[ToAgent],
-    mailbox: Mailbox[ToAgent],
-    key: bytes,
-    facts: HostFacts,
-    *,
-    role: Role,
-    term: int,
-) -> Joined:
-    """Answer the challenge of a front end, and challenge it, as an agent.
-
-    Args:
-        link: The connection.
-        mailbox: Its listener.
-        key: The shared key.
-        facts: What to tell of this host.
-        role: What the connection is for.
-        term: Largest term of a front end that this process has worked for.
-
-    Raises:
-        RefusedError: One of the two does not accept the other.
-        ConnectionError: The front end has gone.
-        TimeoutError: It took too long.
-    """
-    link.max_head_bytes = MAX_STRANGER_BYTES
-    async with asyncio.timeout(JOIN_S):
-        first = await mailbox.get()
-        if isinstance(first, Refusal):
-            raise RefusedError(first.reason)
-        if not isinstance(first, Challenge):
-            raise RefusedError("that is not the cluster port of a front end")
-        nonce = secrets.token_bytes(_NONCE_BYTES)
-        hello = Hello(PROTOCOL, role, nonce, b"", term, facts)
-        proof = _of_agent(key, first.nonce, hello)
-        link.send(Hello(PROTOCOL, role, nonce, proof, term, facts))
-        answer = await mailbox.get()
-    if isinstance(answer, Refusal):
-        raise RefusedError(answer.reason)
-    if not isinstance(answer, Welcome):
-        raise RefusedError("that is not the cluster port of a front end")
-    if not hmac.compare_digest(_of_front_end(key, first.nonce, nonce), answer.proof):
-        raise RefusedError("the front end does not know the key (INFERPOOL_CLUSTER_KEYS)")
-    if answer.term < term:
-        raise RefusedError("another front end has taken over from it")
-    link.max_head_bytes = MAX_HEAD_BYTES
-    return Joined(term=answer.term, epoch=answer.epoch)
 
 
 def _of_agent(key: bytes, nonce: bytes, hello: Hello) -> bytes:

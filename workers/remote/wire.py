@@ -85,6 +85,8 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
     """Number of the front end's time of service: a later one is larger."""
     epoch: int
     """Number of this connection among those of the front end."""
+    is_standing_by: bool = False
+    """See `Beat`."""
 
 
 class Refusal(msgspec.Struct, frozen=True, array_like=True, tag="refusal"):
@@ -98,6 +100,9 @@ class Beat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
 
     sent_at: float
     """Time of the front end's monotonic clock, for the pulse."""
+    term: int = 0
+    is_standing_by: bool = False
+    """True if the front end takes no agents now, since another one serves."""
 
 
 class WorkerPulse(msgspec.Struct, frozen=True, array_like=True):

@@ -12,10 +12,11 @@ from inferpool.workers.config import WorkerConfig
 from inferpool.workers.host.devices import Host
 from inferpool.workers.host.engine import WorkerHandle, WorkerId
 from inferpool.workers.host.local import LocalEngine
-from inferpool.workers.remote.agent import Agent, make_instance
+from inferpool.workers.remote.agent import Agent
 from inferpool.workers.remote.host import RemoteHost
 from inferpool.workers.remote.hosted import HostedWorkers, HostEngine
 from inferpool.workers.remote.hosts import RemoteHosts
+from inferpool.workers.remote.joining import Dialer, make_instance
 from inferpool.workers.remote.wire import HostFacts
 from tests.workers.contract import until
 
@@ -69,10 +70,7 @@ def make_agent(
     arena = arena or Arena(4 << 20)
     return Agent(
         addresses=[address] if isinstance(address[0], str) else address,  # type: ignore[list-item]
-        keys=[key],
-        tls=tls,
-        insecure=False,
-        facts=facts or facts_of(name),
+        dialer=Dialer(key, tls, facts or facts_of(name)),
         arena=arena,
         workers=HostedWorkers(engine or LocalEngine(arena), None),
         grace_s=5.0,

@@ -1,0 +1,109 @@
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+
+import inferpool.workers.remote.standby
+from inferpool.workers.arena import Arena
+from inferpool.workers.host.engine import WorkerId
+from inferpool.workers.remote.joining import Dialer
+from inferpool.workers.remote.standby import Standby
+from tests.workers.contract import answers, config_of, pid_of, until
+from tests.workers.remote.cluster import KEY, OnHost, facts_of, make_agent, open_front, running
+
+Address = tuple[str, int]
+
+
+class FrontEnd:
+    """The hosts of a front end, which may watch another one."""
+
+    def __init__(self, arena: Arena, port: int = 0) -> None:
+        self.hosts, _ = open_front(arena, port=port)
+        self.standby: Standby | None = None
+
+    def watch(self, other: Address) -> None:
+        self.standby = Standby(self.hosts, other, Dialer(KEY, None, facts_of("standby")))
+        self.standby.start()
+
+    async def end(self) -> None:
+        if self.standby is not None:
+            await self.standby.stop()
+        await self.hosts.close()
+
+
+@contextlib.asynccontextmanager
+async def ending(*fronts: FrontEnd) -> AsyncIterator[None]:
+    try:
+        yield
+    finally:
+        for front in fronts:
+            await front.end()
+
+
+async def test_standby_takes_over_with_loaded_workers_and_the_first_one_then_stands_by(
+    arena: Arena, put, no_process_left: None
+):
+    first, second = FrontEnd(arena), FrontEnd(arena)
+    second.watch(first.hosts.address)
+    agent = make_agent([second.hosts.address, first.hosts.address])
+    async with ending(second), running(agent):
+        await until(lambda: "h" in first.hosts.hosts)
+        assert not second.hosts.hosts
+        worker = await OnHost(first.hosts).start(WorkerId(model="m", slot=0), config_of(), print)
+        await first.end()
+        await until(lambda: "h" in second.hosts.hosts)
+        assert agent.term == second.hosts.term > first.hosts.term
+        same = await OnHost(second.hosts).start(WorkerId(model="m", slot=0), config_of(), print)
+        assert pid_of(same) == pid_of(worker)
+        assert answers(await same.run([put({"n": 4})])) == [8]
+
+        again = FrontEnd(arena, first.hosts.address[1])
+        again.watch(second.hosts.address)
+        async with ending(again):
+            await until(lambda: again.standby and again.standby._watching)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(until(lambda: not again.hosts.standby_reason), 0.5)
+            assert "h" in second.hosts.hosts
+        await same.stop(5)
+
+
+async def test_of_two_that_stand_by_for_each_other_the_earlier_one_serves(arena: Arena):
+    first, second = FrontEnd(arena), FrontEnd(arena)
+    first.watch(second.hosts.address)
+    second.watch(first.hosts.address)
+    async with ending(first, second):
+        await until(lambda: not first.hosts.standby_reason)
+        assert second.hosts.standby_reason
+
+
+async def test_standby_serves_if_the_other_front_end_never_answers(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(inferpool.workers.remote.standby, "_NEVER_SEEN_S", 0.3)
+    gone = FrontEnd(arena)
+    await gone.end()
+    second = FrontEnd(arena)
+    second.watch(gone.hosts.address)
+    async with ending(second):
+        await until(lambda: not second.hosts.standby_reason)
+
+
+async def test_front_end_whose_hosts_follow_another_one_gets_none_of_them_back(arena: Arena):
+    first, second = FrontEnd(arena), FrontEnd(arena)
+    second.hosts.take_over()
+    agent = make_agent([first.hosts.address, second.hosts.address])
+    agent.term = second.hosts.term
+    async with ending(first, second), running(agent):
+        await until(lambda: "h" in second.hosts.hosts)
+        assert not first.hosts.hosts
+
+
+async def test_front_end_stands_by_once_it_hears_of_a_later_term(arena: Arena):
+    first, second = FrontEnd(arena), FrontEnd(arena)
+    first.watch(second.hosts.address)
+    async with ending(first, second):
+        await asyncio.sleep(0)
+        first.hosts.take_over()
+        second.hosts.take_over()
+        await until(lambda: first.hosts.standby_reason)
