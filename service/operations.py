@@ -2,9 +2,10 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from inferpool.service.api.errors import NotFoundError
+from inferpool.service.api.routes.admin import HostSpeed
 from inferpool.service.catalog.claims import Claims
 from inferpool.service.errors import (
     ConflictError,
@@ -31,6 +32,7 @@ class Operations:
         grace_s: float,
         drain: Callable[[bool], bool],
         settings_json: Callable[[], str],
+        measure_host: Callable[[str], Awaitable[HostSpeed]],
     ) -> None:
         """Prepare to act on pools.
 
@@ -40,8 +42,10 @@ class Operations:
             grace_s: How long a worker may take to finish what it holds.
             drain: Turns readiness red or green; returns False during a shutdown.
             settings_json: Returns the settings in force.
+            measure_host: Measures the connection to a host.
         """
         self.settings_json = settings_json
+        self._measure_host = measure_host
         self._pools = pools
         self._claims = claims
         self._grace_s = grace_s
@@ -84,6 +88,10 @@ class Operations:
             raise UnavailableError("the service is shutting down", retry_after_s=1)
         task.result()
         return True
+
+    async def measure_host(self, name: str) -> HostSpeed:
+        """See `AdminTarget`."""
+        return await self._measure_host(name)
 
     def end(self) -> None:
         """Start no further restart, and end the running ones; their old workers serve on."""

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from inferpool.service.api.routes.health import (
     DecoderHealth,
@@ -10,9 +10,11 @@ from inferpool.service.api.routes.health import (
     FrontHealth,
     GpuHealth,
     HealthReport,
+    HostHealth,
     HostStatus,
     InputDescription,
     LastEnding,
+    LostHostHealth,
     ModelHealth,
     RankHealth,
     RestartHealth,
@@ -28,6 +30,19 @@ from inferpool.workers.host.gpu_watch import GpuVitals
 from inferpool.workers.host.slots import WorkerSlot
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterReport:
+    """The part of the report about hosts."""
+
+    address: str | None = None
+    """Where agents join; None if all workers run on this host."""
+    hosts: Sequence[HostHealth] = ()
+    lost: Sequence[LostHostHealth] = ()
+
+
+NO_CLUSTER = ClusterReport()
+
+
 def report_of(
     models: Sequence[tuple[ModelInfo, Sequence[Pool]]],
     fronts: Sequence[FrontHealth],
@@ -36,6 +51,7 @@ def report_of(
     forkserver: ForkserverVitals | None,
     *,
     is_draining: bool,
+    cluster: ClusterReport = NO_CLUSTER,
 ) -> HealthReport:
     """Return the state of everything now, given the loaded versions of each model."""
     told = [_model_health(info, pools, speed_search.progress(info.name)) for info, pools in models]
@@ -47,8 +63,11 @@ def report_of(
         draining=is_draining,
         models=told,
         fronts=fronts,
-        gpus=[_gpu_health(gpu) for gpu in gpus],
-        forkserver=_forkserver_health(forkserver) if forkserver else None,
+        gpus=[gpu_health(gpu) for gpu in gpus],
+        forkserver=forkserver_health(forkserver) if forkserver else None,
+        cluster_address=cluster.address,
+        hosts=cluster.hosts,
+        lost_hosts=cluster.lost,
     )
 
 
@@ -114,6 +133,7 @@ def _worker_health(slot: WorkerSlot) -> WorkerHealth:
     split = slot.handle.ready.split if slot.handle else None
     return WorkerHealth(
         name=slot.id.worker,
+        host=slot.config.host,
         state="stalled" if slot.handle and slot.handle.is_stalled else slot.state,
         device=str(slot.config.placement),
         incarnation=slot.id.incarnation,
@@ -137,7 +157,8 @@ def _worker_health(slot: WorkerSlot) -> WorkerHealth:
     )
 
 
-def _forkserver_health(vitals: ForkserverVitals) -> ForkserverHealth:
+def forkserver_health(vitals: ForkserverVitals) -> ForkserverHealth:
+    """Return what is shown of a forkserver."""
     return ForkserverHealth(
         state="ready" if vitals.is_ready else "starting",
         pid=vitals.pid,
@@ -145,7 +166,8 @@ def _forkserver_health(vitals: ForkserverVitals) -> ForkserverHealth:
     )
 
 
-def _gpu_health(gpu: GpuVitals) -> GpuHealth:
+def gpu_health(gpu: GpuVitals) -> GpuHealth:
+    """Return what is shown of a GPU."""
     return GpuHealth(
         index=gpu.index,
         uuid=gpu.uuid,

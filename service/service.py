@@ -13,6 +13,7 @@ from inferpool.service.catalog.catalog import Catalog
 from inferpool.service.catalog.changes import Changes
 from inferpool.service.catalog.room import Room
 from inferpool.service.checks.memory import needs_of_worker
+from inferpool.service.cluster.shown import ShownHosts
 from inferpool.service.errors import StartError
 from inferpool.service.fronts.only_front import OnlyFront
 from inferpool.service.jobs.jobs import Jobs
@@ -36,6 +37,7 @@ from inferpool.workers.host.devices import Host
 from inferpool.workers.host.engine import Engine, ForkserverVitals
 from inferpool.workers.host.gpu_watch import GpuWatch
 from inferpool.workers.host.local import LocalEngine
+from inferpool.workers.host.slots import WorkerSlot
 from inferpool.workers.memory import SharedMemoryError
 
 if TYPE_CHECKING:
@@ -107,12 +109,15 @@ class Service:
             self.arena = Arena(settings.arena_bytes)
         except SharedMemoryError as error:
             raise StartError(f"{error} (arena_bytes)") from error
+        self.hosts = ShownHosts()
+        """What is shown of the hosts of a cluster."""
         self.operations = Operations(
             self.pools,
             self.catalog.claims,
             grace_s=settings.drain_timeout_s,
             drain=self.set_draining,
             settings_json=lambda: json_of(loaded.rows()),
+            measure_host=self.hosts.measure,
         )
         memory = DeviceMemory(host.gpus, host.accelerator.library)
         self._speed_search = SpeedSearch(search, grace_s=settings.drain_timeout_s)
@@ -263,7 +268,11 @@ class Service:
             self._speed_search,
             self._engine.forkserver_vitals() if self._engine else None,
             is_draining=self.is_draining,
+            cluster=self.hosts.report(self._slots()),
         )
+
+    def _slots(self) -> list[WorkerSlot]:
+        return [slot for pool in self.catalog.pools.values() for slot in pool.slots]
 
     def _loaded(self, name: str) -> list[Pool]:
         return [version.pool for version in self.catalog.versions(name)]
@@ -299,6 +308,7 @@ class Service:
         yield from self.fronts.read_gauges()
         yield from gpu_gauges(self._gpu_watch.vitals())
         yield from self.catalog.read_gauges()
+        yield from self.hosts.read_gauges(self._slots())
 
 
 def _webhook_secret(settings: Settings) -> bytes:

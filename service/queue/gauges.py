@@ -34,8 +34,9 @@ def read_model_gauges(serving: Pool, pools: Sequence[Pool]) -> Iterator[Reading]
 def _pool_gauges(pool: Pool) -> Iterator[Reading]:
     for slot in pool.slots:
         labels = (pool.name, slot.id.number)
-        device = str(slot.config.placement)
-        yield Reading(name="worker_up", value=slot.state == "ready", labels=(*labels, device))
+        placed = (str(slot.config.placement), slot.config.host)
+        place = placed if slot.config.host else placed[:1]
+        yield Reading(name="worker_up", value=slot.state == "ready", labels=(*labels, *place))
         yield Reading(name="worker_incarnation", value=slot.id.incarnation, labels=labels)
         if slot.handle:
             yield from _worker_gauges(labels, slot.handle)

@@ -133,6 +133,8 @@ class Attempt(msgspec.Struct, array_like=True):
     """When the worker was found to be lost; 0.0 if it was not."""
     reason: str = ""
     """Why the worker was lost."""
+    host: str = ""
+    """The host that ran the worker; empty for the front end's."""
 
 
 class InstanceSteps(msgspec.Struct, array_like=True):

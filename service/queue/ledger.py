@@ -244,7 +244,8 @@ class TracedInstances(dict[Instance, InstanceSteps]):
         """Note that a batch goes to a worker."""
         id, device = worker.id, worker.ready.device
         for steps in self._of(batch):
-            steps.tries.append(Attempt(id.worker, id.incarnation, device, len(batch), now))
+            attempt = Attempt(id.worker, id.incarnation, device, len(batch), now, host=id.host)
+            steps.tries.append(attempt)
 
     def lose(self, batch: Sequence[Instance], reason: str, now: float) -> None:
         """Note that the worker of a batch is lost."""

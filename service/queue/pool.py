@@ -232,7 +232,7 @@ class Pool:
 
     async def pause(self, slot: WorkerSlot, grace_s: float, reason: str) -> None:
         """Let a worker finish what it holds and leave, until `resume`; `reason` is for people."""
-        logger.info("%s leaves: %s", slot.id, reason)
+        logger.info("%s leaves: %s", slot.id, reason, extra=slot.id.log_fields)
         await self._supervisor.pause(slot, grace_s)
         slot.reason = reason
         self._expect()
@@ -344,7 +344,9 @@ class Pool:
         for host, grouped in groupby(configs, lambda config: config.host):
             own = list(grouped)
             numbers = self._numbers.take(host, len(own))
-            self._supervisor.start(self.name, own, self.version, numbers=numbers, paused=paused)
+            self._supervisor.start(
+                self.name, own, self.version, numbers=numbers, host=host, paused=paused
+            )
 
     def _forget_found_out(self) -> None:
         """Forget what was measured: other files may make another network."""
@@ -364,7 +366,7 @@ class Pool:
         level = logging.DEBUG if told in self._told_speeds else logging.INFO
         self._told_speeds.add(told)
         logger.log(level, "%s speed: %s", self.name, speed.text())
-        logger.debug("%s tried: %s", slot.id, speed.note)
+        logger.debug("%s tried: %s", slot.id, speed.note, extra=slot.id.log_fields)
 
     def _tell_split(self, slot: WorkerSlot, split: SplitReport) -> None:
         """Log which rank holds which part, once per model as long as that stays the same."""

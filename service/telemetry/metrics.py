@@ -134,12 +134,14 @@ class Reading:
     """A key of `GAUGES` or `COUNTERS`."""
     value: float
     labels: tuple[str, ...] = ()
-    """Values for its labels, in the order given there."""
+    """Values for its labels, in the order given there; the last ones may be missing."""
 
 
 GaugeSource = Callable[[], Iterable[Reading]]
 
 _WORKER = ("model", "worker")
+_GPU = ("gpu", "uuid", "host")
+_HOST = ("host",)
 GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "queue_depth": ("Instances that wait for a worker.", ("model",)),
     "background_depth": ("Instances of jobs that wait until a worker is idle.", ("model",)),
@@ -155,16 +157,13 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "arena_used_bytes": ("Shared memory taken by payloads, rounding included.", ()),
     "arena_bytes": ("Shared memory reserved for payloads.", ()),
     "workers": ("Workers by state.", ("model", "state")),
-    "worker_up": ("Whether this worker takes batches.", ("model", "worker", "device")),
+    "worker_up": ("Whether this worker takes batches.", ("model", "worker", "device", "host")),
     "worker_stalled": (
         "Whether it is ready, but neither busy nor showing a sign of life.",
         _WORKER,
     ),
     "worker_incarnation": ("Lives of the worker before this one.", _WORKER),
-    "worker_resident_memory_bytes": (
-        "Memory of the worker's process, or of all its ranks.",
-        _WORKER,
-    ),
+    "worker_resident_memory_bytes": ("Memory of its process, or of all its ranks.", _WORKER),
     "worker_rank_resident_memory_bytes": (
         "Memory of one process of a worker whose model is split.",
         ("model", "worker", "rank"),
@@ -178,10 +177,7 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
         "Seconds since the worker last answered a batch or a check.",
         _WORKER,
     ),
-    "worker_batch_age_seconds": (
-        "Seconds the worker has spent on its batch; 0 without one.",
-        _WORKER,
-    ),
+    "worker_batch_age_seconds": ("Seconds it has spent on its batch; 0 without one.", _WORKER),
     "worker_speed_gain": (
         "How many times as fast as exact the worker's speed preset was when it was measured.",
         ("model", "worker", "preset"),
@@ -199,13 +195,21 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "max_unfinished_bytes": ("Bytes that those may take; beyond it the slowest are refused.", ()),
     "unread_bytes": ("Bytes of answers that clients have not read.", ()),
     "max_unread_bytes": ("Bytes that those may take; beyond it the slowest readers go.", ()),
-    "gpu_up": ("Whether the driver answers for this GPU.", ("gpu", "uuid")),
-    "gpu_memory_bytes": ("Memory of the GPU.", ("gpu", "uuid")),
-    "gpu_memory_used_bytes": ("Memory of the GPU in use by any process.", ("gpu", "uuid")),
-    "gpu_utilization_ratio": ("Share of time in which the GPU was busy.", ("gpu", "uuid")),
-    "gpu_temperature_celsius": ("Temperature of the GPU.", ("gpu", "uuid")),
-    "gpu_power_watts": ("Power that the GPU draws.", ("gpu", "uuid")),
-    "gpu_last_xid": ("The last critical error that the driver reported.", ("gpu", "uuid")),
+    "gpu_up": ("Whether the driver answers for this GPU.", _GPU),
+    "gpu_memory_bytes": ("Memory of the GPU.", _GPU),
+    "gpu_memory_used_bytes": ("Memory of the GPU in use by any process.", _GPU),
+    "gpu_utilization_ratio": ("Share of time in which the GPU was busy.", _GPU),
+    "gpu_temperature_celsius": ("Temperature of the GPU.", _GPU),
+    "gpu_power_watts": ("Power that the GPU draws.", _GPU),
+    "gpu_last_xid": ("The last critical error that the driver reported.", _GPU),
+    "hosts": ("Hosts whose agents are connected.", ()),
+    "host_up": ("Whether the agent of this host is connected; 0 for ten minutes after.", _HOST),
+    "host_workers_ready": ("Workers of this host that take batches.", _HOST),
+    "host_round_trip_seconds": ("Seconds of a beat to the host and back, on average.", _HOST),
+    "host_beat_age_seconds": ("Seconds since the host's last sign of life.", _HOST),
+    "host_clock_offset_seconds": ("How far the host's clock is ahead of the front end's.", _HOST),
+    "host_arena_bytes": ("Shared memory reserved for payloads on the host.", _HOST),
+    "host_arena_used_bytes": ("Shared memory taken by payloads on the host.", _HOST),
     "front_up": ("Whether this front takes connections.", ("front",)),
     "front_connections": ("Open HTTP connections of this front.", ("front",)),
 }
@@ -217,7 +221,8 @@ COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
         "Calls that tell of the end of a job: told, failed and tried again later, or given up.",
         ("outcome",),
     ),
-    "gpu_xid_errors": ("Critical errors that the driver reported.", ("gpu", "uuid")),
+    "gpu_xid_errors": ("Critical errors that the driver reported.", _GPU),
+    "hosts_lost": ("Connections of hosts that ended: the agent left, or was lost.", ("reason",)),
     "unfinished_refused": ("Requests refused because too many were on their way.", ()),
     "readers_cut": ("Connections closed because too many answers were not read.", ()),
     "front_restarts": ("Fronts that ended and were started again.", ("front",)),
@@ -367,10 +372,10 @@ def recorder(metrics: Callable[[str], ModelMetrics]) -> Callable[[str, int, floa
     return on_done
 
 
-def gpu_gauges(gpus: Iterable[GpuVitals]) -> Iterator[Reading]:
-    """Yield what is known of each GPU."""
+def gpu_gauges(gpus: Iterable[GpuVitals], *host: str) -> Iterator[Reading]:
+    """Yield what is known of each GPU of this host, or of another one if that is named."""
     for gpu in gpus:
-        labels = (str(gpu.index), gpu.uuid)
+        labels = (str(gpu.index), gpu.uuid, *host)
         for name, value in (
             ("up", gpu.is_up),
             ("memory_bytes", gpu.memory_bytes),

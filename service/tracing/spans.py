@@ -194,13 +194,16 @@ def _fail_if(span: Span, steps: InstanceSteps, codes: tuple[str, ...]) -> None:
 
 
 def _about(each: Attempt, number: int) -> dict[str, str | int]:
-    return {
+    about: dict[str, str | int] = {
         "inferpool.try": number,
         "inferpool.worker": each.worker,
         "inferpool.incarnation": each.incarnation,
         "inferpool.device": each.device,
         "inferpool.batch_size": each.batch_size,
     }
+    if each.host:
+        about["inferpool.host"] = each.host
+    return about
 
 
 def _outcome_attributes(steps: InstanceSteps) -> dict[str, str]:

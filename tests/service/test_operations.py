@@ -6,6 +6,7 @@ import pytest
 import inferpool.service.operations
 from inferpool.service.api.errors import NotFoundError
 from inferpool.service.catalog.claims import Claims
+from inferpool.service.cluster.shown import ShownHosts
 from inferpool.service.errors import (
     ConflictError,
     RestartFailedError,
@@ -40,6 +41,7 @@ def operations(pool: HeldPool, *, is_stopping: bool = False) -> Operations:
         grace_s=1,
         drain=lambda is_draining: is_draining or not is_stopping,
         settings_json=lambda: "{}",
+        measure_host=ShownHosts().measure,
     )
 
 

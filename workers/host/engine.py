@@ -20,6 +20,8 @@ class WorkerId:
     incarnation: int = 0
     version: int = 1
     """The version of the model that it serves."""
+    host: str = ""
+    """Name of the host that runs it; empty for the host of the front end."""
 
     @property
     def number(self) -> str:
@@ -30,6 +32,11 @@ class WorkerId:
     def worker(self) -> str:
         """Name of the worker over all its incarnations: model/number."""
         return f"{self.model}/{self.number}"
+
+    @property
+    def log_fields(self) -> dict[str, str]:
+        """Fields of log lines about it, besides its name."""
+        return {"host": self.host} if self.host else {}
 
     def next_life(self) -> "WorkerId":
         """Return the identity of the next incarnation."""

@@ -10,6 +10,7 @@ import re
 from asyncio import Task
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Generic
 
 from inferpool.workers.config import WorkerConfig
@@ -69,6 +70,7 @@ class Supervisor(Generic[C, L]):
         version: int = 1,
         *,
         numbers: Sequence[int] | None = None,
+        host: str = "",
         paused: bool = False,
     ) -> None:
         """Keep one process more per config running: from now on, or each from its `resume` on.
@@ -78,12 +80,13 @@ class Supervisor(Generic[C, L]):
             configs: Their configurations.
             version: Version of the model.
             numbers: Numbers of the slots, which no present slot has; by default from 0 on.
+            host: Name of the host that runs them; empty for this one.
             paused: Start none before its `resume`.
         """
         for number, config in zip(numbers or range(len(configs)), configs, strict=True):
-            id = WorkerId(model=model, slot=number, version=version)
+            id = WorkerId(model=model, slot=number, version=version, host=host)
             if number in self._former:
-                id = self._former.pop(number).next_life()
+                id = replace(self._former.pop(number).next_life(), host=host)
             slot = Slot[C, L](config=config, id=id, state="stopped", is_paused=True)
             self.slots.append(slot)
             if not paused:
@@ -225,7 +228,8 @@ class Supervisor(Generic[C, L]):
         except WorkerStartError as error:
             self._tell_raised(slot, id, error)
             again = _as_told(slot, id)
-            logger.warning("%s did not start%s, and %s stays: %s", id, again, slot.id, error)
+            text = "%s did not start%s, and %s stays: %s"
+            logger.warning(text, id, again, slot.id, error, extra=id.log_fields)
             raise
         if slot.handle is not predecessor or slot.is_asked_to_leave or not self._starts_more:
             await successor.stop(0)
@@ -282,7 +286,8 @@ class Supervisor(Generic[C, L]):
                 slot.is_asked_to_start.clear()
                 slot.id = slot.id.next_life()
         except Exception:
-            logger.critical("%s is no longer supervised", slot.id, exc_info=True)
+            text = "%s is no longer supervised"
+            logger.critical(text, slot.id, exc_info=True, extra=slot.id.log_fields)
             slot.state, slot.reason = "failed", "a mistake of the service; its log has more"
             self._watcher.on_down(slot)
         finally:
@@ -323,7 +328,8 @@ class Supervisor(Generic[C, L]):
         try:
             while (ending := await handle.wait()) and slot.handle is not handle:
                 assert slot.handle is not None, "only this task leaves a slot empty"
-                logger.info("%s ended, as it was asked to: %s took over", handle.id, slot.id)
+                text = "%s ended, as it was asked to: %s took over"
+                logger.info(text, handle.id, slot.id, extra=slot.id.log_fields)
                 slot.cause, slot.reason = "asked", "its successor took over"
                 slot.ended_at = began = asyncio.get_running_loop().time()
                 handle = slot.handle
@@ -335,10 +341,10 @@ class Supervisor(Generic[C, L]):
         if slot.is_asked_to_leave:
             slot.is_asked_to_leave = False
             slot.cause, slot.num_failures = "asked", 0
-            logger.info("%s ended, as it was asked to", slot.id)
+            logger.info("%s ended, as it was asked to", slot.id, extra=slot.id.log_fields)
             return False
         if not self._is_stopping:
-            logger.warning("%s ended: %s", slot.id, slot.reason)
+            logger.warning("%s ended: %s", slot.id, slot.reason, extra=slot.id.log_fields)
         was_stable = slot.ended_at - began > _STABLE_S
         if handle.has_worked or was_stable:
             slot.num_failures = slot.num_deaths_at_work = 0
@@ -395,7 +401,7 @@ class Supervisor(Generic[C, L]):
         if raised and slot.told_with == str(id):
             text = f"{id} cannot load its model"
             line = LogLine(logging.ERROR, __name__, text, traceback=error.traceback)
-            log_line(line, {"worker": str(id)})
+            log_line(line, {"worker": str(id), **id.log_fields})
 
     def _judge(self, slot: Slot[C, L], *, is_permanent: bool) -> float | None:
         """Return the seconds to wait before the next start; None gives the worker up.
@@ -412,7 +418,8 @@ class Supervisor(Generic[C, L]):
             return None  # the watcher logs the reason
         if slot.cause in ("start", "files"):
             again = _as_told(slot, slot.id)
-            logger.error("%s did not start%s: %s", slot.id, again, slot.reason)
+            text = "%s did not start%s: %s"
+            logger.error(text, slot.id, again, slot.reason, extra=slot.id.log_fields)
         slot.state = "backoff"
         # The first two deaths at work may be one bad input and its retry: they cause no pause.
         num_in_row = max(slot.num_failures, slot.num_deaths_at_work - 1)

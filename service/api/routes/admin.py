@@ -39,6 +39,11 @@ _BUSY: _Responses = {409: {"description": "Workers of the model are being restar
 _RESTARTING: _Responses = {
     202: {"description": "It takes longer than 30 s and goes on; /health shows how."},
 }
+_NO_HOST: _Responses = {404: {"description": "No such host is connected."}}
+_MEASURING: _Responses = {
+    409: {"description": "The connection is being measured already."},
+    503: {"description": "The host was lost meanwhile."},
+}
 OldFirst = Annotated[
     bool,
     Query(
@@ -69,6 +74,20 @@ class Logging:
     level: LogLevel
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostSpeed:
+    """What the connection to a host of the cluster carried, next to all else that used it."""
+
+    host: str
+    to_bytes_per_s: int
+    """From the front end to the host."""
+    from_bytes_per_s: int
+    round_trip_s: float
+    """A beat to the host and back, on average."""
+    num_bytes: int
+    """Bytes that were sent each way."""
+
+
 class AdminTarget(Protocol):
     """Does what the operator asks for."""
 
@@ -96,6 +115,15 @@ class AdminTarget(Protocol):
         Raises:
             RestartFailedError: A worker could not be replaced.
             UnavailableError: The service was told to stop.
+        """
+
+    async def measure_host(self, name: str) -> HostSpeed:
+        """Measure the connection to a host of the cluster.
+
+        Raises:
+            NotFoundError: No such host is connected.
+            ConflictError: It is being measured.
+            UnavailableError: The host was lost meanwhile.
         """
 
     def settings_json(self) -> str:
@@ -151,6 +179,16 @@ def admin_router(target: AdminTarget) -> APIRouter:
     ) -> Restarting:
         """The successor is ready before the old worker leaves; if it fails, the old one stays."""
         return await restarted(request, response, model, number, old_first)
+
+    @router.post(
+        "/hosts/{host}/measure",
+        summary="Measure the connection between the front end and a host",
+        responses=_NO_HOST | _MEASURING,
+    )
+    async def measure_host(request: Request, host: str) -> HostSpeed:
+        """Some MiB go to its agent and back, beside the batches, which wait a little longer."""
+        record(request, f"measure {host[:80]}")
+        return await target.measure_host(host)
 
     @router.get(
         "/settings",

@@ -109,6 +109,8 @@ class WorkerHealth:
     """Its progress while it loads, or why it is not there."""
     last_ending: LastEnding | None = None
     """None in its first life."""
+    host: str = ""
+    """The host that runs it; empty for the one that answers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,6 +222,57 @@ class GpuHealth:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HostHealth:
+    """One host of the cluster, whose agent is connected."""
+
+    name: str
+    address: str
+    """Where its agent dials from."""
+    state: str
+    """`connected`, or `silent`: without a sign of life for longer than usual."""
+    devices: Sequence[str]
+    """In words, one by one."""
+    epoch: int
+    """Counts the connections to this front end, from 1."""
+    workers: int
+    """Those of all models that are to run there."""
+    workers_ready: int
+    version: str
+    """Of inferpool."""
+    torch: str
+    python: str
+    pid: int
+    """The agent's."""
+    connected_s: float
+    """How long this connection has lasted."""
+    last_beat_age_s: float
+    """Seconds since the last sign of life."""
+    round_trip_s: float | None = None
+    """A beat to the agent and back, on average; null until the first one is back."""
+    clock_offset_s: float | None = None
+    """How far its clock is ahead of this host's."""
+    arena_bytes: int = 0
+    """Shared memory reserved for payloads there."""
+    arena_used_bytes: int = 0
+    forkserver: ForkserverHealth | None = None
+    gpus: Sequence[GpuHealth] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LostHostHealth:
+    """A host that was lost in the last ten minutes, and is not connected again."""
+
+    name: str
+    address: str
+    state: str
+    """`lost`, or `left`: its agent was told to stop."""
+    epoch: int
+    reason: str
+    age_s: float
+    """Seconds since then."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HealthReport:
     """The whole service."""
 
@@ -233,6 +286,12 @@ class HealthReport:
     """Empty on a host without GPUs, and for a moment after the start."""
     forkserver: ForkserverHealth | None = None
     """Null if workers are started without one, and for a moment after the start."""
+    cluster_address: str | None = None
+    """Where agents join; null if all workers run on this host."""
+    hosts: Sequence[HostHealth] = ()
+    """The hosts of the cluster, by name."""
+    lost_hosts: Sequence[LostHostHealth] = ()
+    """Hosts that were lost in the last ten minutes, the latest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from inferpool.service.catalog.changes import Changes
+from inferpool.service.cluster.shown import ShownHosts
 from inferpool.service.errors import ConflictError, UnavailableError
 from inferpool.service.operations import Operations
 from inferpool.service.report import report_of
@@ -33,6 +34,7 @@ class Changing:
             grace_s=1,
             drain=lambda is_draining: True,
             settings_json=lambda: "{}",
+            measure_host=ShownHosts().measure,
         )
 
     async def ready(self) -> "Changing":

@@ -1,0 +1,1 @@
+"""The hosts of a cluster, as the front end uses and shows them."""
