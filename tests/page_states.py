@@ -24,7 +24,9 @@ from inferpool.service.api.routes.health import (
     FrontHealth,
     GpuHealth,
     HealthReport,
+    HostHealth,
     InputDescription,
+    LostHostHealth,
     ModelHealth,
     RankHealth,
     WorkerHealth,
@@ -324,6 +326,50 @@ def with_jobs(before: State) -> tuple[State, Sequence[JobInfo]]:
     return replace(before, jobs=stored), latest
 
 
+def with_hosts(before: State, *, is_alone: bool = False) -> State:
+    """Return a state of a cluster: of two hosts and a lost one, or of the lost one alone."""
+    hosts = [
+        HostHealth(
+            name=f"gpu-{number}",
+            address=f"10.0.0.{number}:41234",
+            state="silent" if number else "connected",
+            devices=["NVIDIA H100", "32 CPU cores"],
+            epoch=1 + number,
+            workers=1,
+            workers_ready=1 - number,
+            version="0.1.0",
+            torch="2.9.0",
+            python="3.12.4",
+            pid=300,
+            connected_s=4000.0,
+            last_beat_age_s=0.2 + 2 * number,
+            round_trip_s=0.0004,
+            clock_offset_s=0.001 - 3 * number,
+            arena_bytes=256 << 20,
+            arena_used_bytes=31 << 20,
+            gpus=[gpu(0)],
+        )
+        for number in range(0 if is_alone else 2)
+    ]
+    lost = LostHostHealth(
+        name="gpu-9", address="10.0.0.9:41234", state="lost", epoch=7,
+        reason="no sign of life for 3 s", age_s=42.0,
+    )  # fmt: skip
+    model, *others = before.health.models
+    workers = [
+        replace(each, host=host.name) for each, host in zip(model.workers, hosts, strict=False)
+    ]
+    health = replace(
+        before.health,
+        models=[replace(model, workers=workers, ready=not is_alone), *others],
+        gpus=[],
+        cluster_address="0.0.0.0:7000",
+        hosts=hosts,
+        lost_hosts=[lost],
+    )
+    return replace(before, health=health)
+
+
 def without_models(before: State) -> State:
     """Return the next event of a service whose models were removed."""
     health = replace(before.health, status="unavailable", ready=False, models=[])
@@ -381,6 +427,8 @@ def scenarios() -> dict[str, Scenario]:
         "quarantine": Scenario(events=[state(samples=load, quarantined=3, endings=[killed])]),
         "changing": Scenario(events=[changing()]),
         "jobs": Scenario(events=[stored], jobs=latest),
+        "hosts": Scenario(events=[with_hosts(state(samples=load))]),
+        "no hosts": Scenario(events=[with_hosts(state(status="unavailable"), is_alone=True)]),
         "nothing": Scenario(events=[without_models(state())]),
         "locked": Scenario(
             events=[], status=401, problem={"code": "unauthorized", "detail": "this needs a key"}

@@ -3,6 +3,7 @@
 import { redrawCharts, showCharts, startCharts } from "./charts.js";
 import { $, h, keep, setText } from "./dom.js";
 import { Feed } from "./feed.js";
+import { showHosts } from "./hosts.js";
 import { showJobs } from "./jobs.js";
 import { forgetKey, hasKey, setKey } from "./keys.js";
 import { showFigures, showModel, showService, showSituation } from "./overview.js";
@@ -59,6 +60,7 @@ function render() {
   if (!names.includes(chosen)) chosen = names.includes(state.default_model) ? state.default_model : names[0] ?? "";
   showService(state);
   showGpus(state.health.gpus);
+  showHosts(state.health);
   showJobs(state.jobs);
   showSituation(situationOf(state, history));
   showChoice(names);

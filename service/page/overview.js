@@ -27,6 +27,7 @@ export function showService(state) {
     ["Connections", number(host.connections)],
     ["Shared memory", `${bytes(host.arena_used_bytes)} of ${bytes(host.arena_bytes)}`],
     ["Front ends", `${fronts} of ${health.fronts.length} up`],
+    ["Hosts", health.cluster_address === null ? "" : number(health.hosts.length)],
     ["Default model", state.default_model],
   ]);
 }
@@ -71,16 +72,19 @@ export function showFigures(name, state, history) {
       now && now.queue_depth >= 0.8 * now.queue_limit ? "warn" : null),
     figure("Batch size", sizes ? number(batched / sizes) : "–", "", sizes ? "mean of instances" : "no batches yet"),
     figure("Refused", number(refused), "/s", refused ? mainReason(recent) : "nothing", refused ? "warn" : null),
-    figure("Workers", `${ready}`, `of ${workers.length}`, workersNote(ready, workers),
+    figure("Workers", `${ready}`, `of ${workers.length}`, workersNote(ready, workers, state.health),
       workersLevel(ready, workers)),
   ];
   keep($("figures"), figures, (item) => item.label, makeFigure);
 }
 
-function workersNote(ready, workers) {
-  if (!workers.length) return "no version serves";
+function workersNote(ready, workers, health) {
+  if (!workers.length) return isWithoutHosts(health) ? "no host is connected" : "no version serves";
   return ready === workers.length ? "all ready" : "not all ready";
 }
+
+/** Whether this is a cluster that no host has joined. */
+export const isWithoutHosts = (health) => health.cluster_address !== null && !health.hosts.length;
 
 function workersLevel(ready, workers) {
   if (ready === workers.length || workers.every((worker) => worker.state === "starting")) return null;

@@ -1,6 +1,7 @@
 // Sums up the service's state: one badge, and a notice if something is wrong.
 
 import { number, plural, sum } from "./format.js";
+import { isWithoutHosts } from "./overview.js";
 
 const NEAR_FULL = 0.8; // of the queue
 const RECENT = 5; // samples in which something was refused
@@ -31,6 +32,13 @@ export function situationOf(state, history) {
     return {
       level: "warn", badge: "No models", title: "No models are served.",
       text: "Requests get 404 until one is added.",
+    };
+  }
+  if (isWithoutHosts(health)) {
+    return {
+      level: "bad", badge: "No hosts", title: "No host is connected.",
+      text: `Requests are turned away until an agent joins at ${health.cluster_address}.`,
+      list: reasonsOfHosts(health.lost_hosts),
     };
   }
   const lost = health.models.filter((model) => model.workers.length
@@ -69,6 +77,15 @@ export function situationOf(state, history) {
       list: reasonsOf(down),
     };
   }
+  const gone = health.lost_hosts.filter((host) => host.state === "lost");
+  if (gone.length) {
+    return {
+      level: "good", badge: "Ready", noticeLevel: "warn",
+      title: `${plural(gone.length, "host")} lost in the last ten minutes.`,
+      text: "The others do its work.",
+      list: reasonsOfHosts(gone),
+    };
+  }
   const quarantined = sum(Object.values(models).map((model) => model.quarantined));
   if (quarantined) {
     return {
@@ -100,6 +117,8 @@ function overloadOf(models, history) {
   }
   return null;
 }
+
+const reasonsOfHosts = (hosts) => hosts.slice(0, 6).map((host) => `${host.name}: ${host.reason}`);
 
 /** A line for each reason, with the workers that it keeps away. */
 function reasonsOf(workers) {

@@ -6,7 +6,7 @@ import { age, bytes, number, plural, timeOfDay } from "./format.js";
 const LEVELS = { ready: "good", starting: "idle", stalled: "warn", backoff: "warn", failed: "bad", stopped: "idle" };
 const CAUSES = {
   asked: "Replaced", canary: "Failed its check", device: "Device fault", exit: "Exited",
-  files: "Files changed", hang: "Hung", memory: "Out of memory",
+  files: "Files changed", hang: "Hung", host: "Host lost", memory: "Out of memory",
   signal: "Killed", start: "Did not start",
 };
 
@@ -29,7 +29,8 @@ function shownOf(worker) {
     device: rank.device_name ? `${rank.device} ${rank.device_name}` : rank.device,
     holds: [bytes(rank.rss_bytes), rank.part].filter(Boolean).join(" · "),
   }));
-  const { name, state, device, placement } = worker;
+  const { name, state, placement } = worker;
+  const device = worker.host ? `${worker.host} ${worker.device}` : worker.device;
   const reason = state === "ready" ? "" : worker.reason;
   return { name, state, device, placement, reason, facts: facts.filter(Boolean), ranks };
 }
@@ -57,10 +58,10 @@ export function showRestarts(endings) {
 
 export function showGpus(gpus) {
   $("gpus-part").hidden = !gpus.length;
-  keep($("gpus"), gpus.map(gpuShownOf), (gpu) => gpu.uuid, makeGpu);
+  keep($("gpus"), gpus.map((gpu) => gpuShownOf(gpu)), (gpu) => gpu.uuid, makeGpu);
 }
 
-function gpuShownOf({ index, uuid, name, up, memory_bytes: all, memory_used_bytes: used, utilization, ...rest }) {
+export function gpuShownOf({ index, uuid, name, up, memory_bytes: all, memory_used_bytes: used, utilization, ...rest }) {
   const facts = [
     utilization === null ? null : `${Math.round(utilization * 100)} % busy`,
     used === null ? bytes(all) : `${bytes(used)} of ${bytes(all)}`,
@@ -74,7 +75,7 @@ function gpuShownOf({ index, uuid, name, up, memory_bytes: all, memory_used_byte
   };
 }
 
-function makeGpu({ title, name, level, badge, facts, reason }) {
+export function makeGpu({ title, name, level, badge, facts, reason }) {
   return h("li", { class: "worker", "data-level": level },
     h("header", {}, h("b", {}, title), h("span", { class: "quiet" }, name), h("span", { class: "badge", "data-level": level }, badge)),
     reason ? h("p", { class: "reason" }, reason) : null,

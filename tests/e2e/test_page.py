@@ -35,7 +35,7 @@ BADGES = dict.fromkeys(("busy", "split", "empty", "quarantine"), "Ready") | {
     name: name.capitalize()
     for name in ("starting", "degraded", "unavailable", "failed", "overloaded", "draining")
 }
-BADGES |= {"changing": "Ready", "nothing": "No models"}
+BADGES |= {"changing": "Ready", "nothing": "No models", "hosts": "Ready", "no hosts": "No hosts"}
 """The word that the page shows for each state."""
 
 
@@ -205,7 +205,7 @@ def test_every_state_has_its_word(browser, service):
         assert page.evaluate(judge, events) == BADGES
 
 
-@pytest.mark.parametrize("name", ["busy", "failed", "disconnected", "changing", "jobs"])
+@pytest.mark.parametrize("name", ["busy", "failed", "disconnected", "changing", "jobs", "hosts"])
 def test_a_phone_shows_all_of_it_without_scrolling_sideways(browser, service, name):
     script = scenarios()[name].script()
     with opened(browser, service.url, script, width=360) as page:
@@ -244,6 +244,22 @@ def test_versions_are_shown_with_their_figures_and_the_change_that_goes_on(brows
         page.select_option("#model", "new")  # which loads for the first time
         page.wait_for_selector("#figures :text('no version serves')")
         assert page.inner_text("#change") == "add"
+
+
+def test_hosts_are_shown_with_their_workers_and_gpus_and_those_that_were_lost(browser, service):
+    with opened(browser, service.url, scenarios()["hosts"].script()) as page:
+        page.wait_for_selector("#hosts .worker")
+        assert "1 of 2 silent" in page.inner_text("#hosts-count")
+        near, far, lost = (each.inner_text() for each in page.query_selector_all("#hosts > li"))
+        assert all(text in near for text in ("gpu-0", "round trip 0.40 ms", "1 of 1 worker"))
+        assert all(text in near for text in ("31.0 MiB of 256 MiB shared", "GPU 0", "70 % busy"))
+        assert "Its clock is 3.0 s behind." in far
+        assert "no sign of life for 3 s" in lost
+        assert "gpu-0 cuda:0" in page.inner_text("#workers")
+        assert "gpu-9: no sign of life" in page.inner_text("#notice")
+    with opened(browser, service.url, scenarios()["no hosts"].script()) as page:
+        page.wait_for_selector("text=none has joined at 0.0.0.0:7000")
+        assert "no host is connected" in page.inner_text("#figures")
 
 
 def test_jobs_are_shown_as_they_go_on_and_can_be_cancelled_and_saved(browser, service):
