@@ -43,6 +43,7 @@ def check_keys(facts: Facts, settings: Settings) -> Iterator[Finding]:
         "predict_keys": settings.predict_keys,
         "metrics_keys": settings.metrics_keys,
         "admin_keys": settings.admin_keys,
+        "cluster_keys": settings.cluster_keys,
     }
     for (name, keys), (other_name, others) in combinations(keys_of.items(), 2):
         if shared := sorted(keys.digests & others.digests):

@@ -32,6 +32,10 @@ _GROUPS: Mapping[str, str] = {
         "predict_keys predict_keys_file metrics_keys metrics_keys_file admin_keys admin_keys_file "
         "tls_certificate tls_key page docs cors_origins"
     ),
+    "Cluster": (
+        "cluster_port cluster_host cluster_keys cluster_keys_file cluster_certificate cluster_key "
+        "cluster_authority cluster_insecure standby_of"
+    ),
     "Limits": (
         "max_connections head_timeout_s body_gap_s write_timeout_s max_body_bytes "
         "max_unfinished_bytes max_unread_bytes max_json_bytes arena_bytes max_queue_length "

@@ -32,6 +32,15 @@ _SETTINGS_FLAGS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "tls-certificate": ("PATH", "serve HTTPS with this PEM file"),
         "tls-key": ("PATH", "its private key, if it is in another file"),
     },
+    "cluster": {
+        "cluster-port": ("N", "TCP port that agents join at: all models are computed there"),
+        "cluster-host": ("ADDRESS", "address that agents join at (default: 127.0.0.1)"),
+        "cluster-keys-file": ("PATH", "keys of which an agent must know one, one per line"),
+        "cluster-certificate": ("PATH", "show agents this PEM file, and ask for theirs"),
+        "cluster-key": ("PATH", "its private key, if it is in another file"),
+        "cluster-authority": ("PATH", "who has signed the certificates of agents"),
+        "standby-of": ("HOST:PORT", "take over from this front end when it is lost"),
+    },
     "models": {
         "replicas": ("N", 'copies of each model, or "auto"'),
         "devices": ("WHERE", '"auto", "cpu", "cuda", or GPUs such as "cuda:0,1"'),

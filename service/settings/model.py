@@ -57,7 +57,7 @@ class ModelSettings(SettingsTable):
     replicas: Auto | PositiveInt = "auto"
     """The number of loaded copies. `auto`: one per GPU; without a GPU, one per group of CPU cores,
     which all models share. A split model has one, or as many as `devices_per_replica` allows on the
-    GPUs."""
+    GPUs. In a cluster it is the number on each host."""
     devices: str = "auto"
     """Devices of the replicas: `auto` (every GPU, else the CPU), `cpu`, `cuda`, GPUs such as
     `cuda:0,1`, UUIDs of GPUs or of MIG slices, or several of these separated by commas."""
@@ -71,7 +71,8 @@ class ModelSettings(SettingsTable):
     """The model's weight where several models are busy on one device: with `2.0` it gets twice the
     time of one with `1.0`, which is what a model without a share counts as. While the others are
     idle, it gets all. Without a GPU, models have cores of their own and share nothing, unless a
-    share is set for one of them: then each has replicas on all cores, which takes more memory."""
+    share is set for one of them: then each has replicas on all cores, which takes more memory. Not
+    for clusters."""
     gpu_memory_fraction: Auto | Annotated[float, Field(gt=0, le=1)] = "auto"
     """The most of its GPU's memory that each process may allocate. `auto`: an equal share if
     several processes use a GPU, less what CUDA itself takes."""

@@ -14,7 +14,7 @@ PREFIX = "INFERPOOL_"
 """The prefix of our variables in the environment."""
 CONFIG_VARIABLE = f"{PREFIX}CONFIG"
 
-KEY_SETTINGS = ("predict_keys", "metrics_keys", "admin_keys")
+KEY_SETTINGS = ("predict_keys", "metrics_keys", "admin_keys", "cluster_keys")
 """Settings that hold secrets. Only the environment and files of their own give them."""
 
 FLAGS: Mapping[str, str] = {
@@ -24,7 +24,9 @@ FLAGS: Mapping[str, str] = {
         *("admin_keys_file", "cors_origins", "tls_certificate", "tls_key", "log_format"),
         *("log_level", "replicas", "devices", "placement", "devices_per_replica"),
         *("gpu_memory_fraction", "weights", "max_batch_size", "objective_p99_ms", "speed"),
-        *("decode", "decoders", "watch", "job_store"),
+        *("decode", "decoders", "watch", "job_store", "cluster_host", "cluster_port"),
+        *("cluster_keys_file", "cluster_certificate", "cluster_key", "cluster_authority"),
+        "standby_of",
     )
 }
 """The settings that have a flag. Flags for models apply to each model served."""

@@ -184,6 +184,29 @@ class Settings(SettingsTable):
     cuda_mps_pipe_directory: str = Field(DEFAULT_FOLDER, min_length=1)
     """The folder where CUDA finds the Multi-Process Service, if it runs; from
     CUDA_MPS_PIPE_DIRECTORY."""
+    cluster_keys: Keys = Keys()
+    """Keys of which an agent must know one to join. Only the environment (INFERPOOL_CLUSTER_KEYS)
+    and the file below give them."""
+    cluster_keys_file: str | None = None
+    """A file of such keys."""
+    cluster_authority: str | None = None
+    """A PEM file with the authority that has signed the certificates of agents."""
+    cluster_certificate: str | None = None
+    """A PEM file with the certificate to show agents, which must show one too: TLS on both
+    sides."""
+    cluster_key: str | None = None
+    """A PEM file with the certificate's private key; by default the key is in the same file."""
+    cluster_insecure: bool = False
+    """Let agents join without TLS over an address that is not private. Inputs and answers then
+    cross the network as they are."""
+    cluster_host: str = Field("127.0.0.1", min_length=1)
+    """The address that agents join at."""
+    cluster_port: int | None = Field(None, ge=0, le=65535)
+    """The TCP port that agents join at (`inferpool agent --join`); 0 lets the system choose one.
+    With it all models are computed on the hosts of agents, and none on this one. By default there
+    is no cluster."""
+    standby_of: str | None = None
+    """The other front end's cluster address (`HOST:PORT`), if this one is to take over from it."""
     models: Mapping[str, ModelSettings]
     """The models to serve, by name."""
 
@@ -241,6 +264,37 @@ class Settings(SettingsTable):
         if tls_key is not None and info.data.get("tls_certificate") is None:
             raise ValueError("is a key without a certificate; set tls_certificate too")
         return tls_key
+
+    @field_validator("cluster_key", "cluster_certificate")
+    @classmethod
+    def _check_cluster_tls(cls, path: str | None, info: ValidationInfo) -> str | None:
+        needed = {"cluster_certificate": "cluster_authority", "cluster_key": "cluster_certificate"}
+        other = needed[info.field_name or ""]
+        if path is not None and info.data.get(other) is None:
+            raise ValueError(f"is of no use alone; set {other} too")
+        return path
+
+    @field_validator("cluster_port")
+    @classmethod
+    def _check_cluster(cls, port: int | None, info: ValidationInfo) -> int | None:
+        if port is not None and not info.data.get("cluster_keys"):
+            raise ValueError(
+                "needs a key that agents must know; put one of at least 16 characters into "
+                "INFERPOOL_CLUSTER_KEYS, or into a file named by cluster_keys_file"
+            )
+        return port
+
+    @field_validator("standby_of")
+    @classmethod
+    def _check_standby(cls, address: str | None, info: ValidationInfo) -> str | None:
+        if address is None:
+            return None
+        host, colon, port = address.rpartition(":")
+        if not (host and colon and port.isdecimal() and 0 < int(port) < 65536):
+            raise ValueError("is not an address; write HOST:PORT of the other's cluster port")
+        if info.data.get("cluster_port") is None:
+            raise ValueError("is for a cluster; set cluster_port too")
+        return address
 
     @property
     def key_share(self) -> float:

@@ -73,6 +73,15 @@ HOST = {
     "cuda_visible_devices": "1",
     "cuda_device_order": "PCI_BUS_ID",
     "cuda_mps_pipe_directory": "/run/mps",
+    "cluster_keys": KEY,
+    "cluster_keys_file": "keys",
+    "cluster_authority": "ca.pem",
+    "cluster_certificate": "agents.pem",
+    "cluster_key": "agents-key.pem",
+    "cluster_insecure": True,
+    "cluster_host": "0.0.0.0",
+    "cluster_port": 9002,
+    "standby_of": "10.0.0.2:9002",
 }
 MODEL = {
     "source": "package.module:Net",
@@ -132,7 +141,7 @@ def test_every_setting_can_be_set_by_the_environment_alone(tmp_path: Path):
         **HOST,
         **{f"models.net.{name}": value for name, value in MODEL.items()},
         **{f"models.net.options.{name}": value for name, value in OPTIONS.items()},
-        **dict.fromkeys(("predict_keys", "metrics_keys", "admin_keys"), "2 hidden"),
+        **dict.fromkeys(("predict_keys", "metrics_keys", "admin_keys", "cluster_keys"), "2 hidden"),
     }
     for name, value in expected.items():
         if name != "trace_headers":  # a secret
