@@ -19,7 +19,7 @@ from inferpool.service.tools.top.state import (
     StateSeen,
     View,
 )
-from inferpool.service.tools.top.table import bars, duration, rate, span, worker_lines
+from inferpool.service.tools.top.table import bars, duration, host_lines, rate, span, worker_lines
 from inferpool.service.tools.trial.health import DeviceState, ModelState
 
 HOST_STYLES = {"ready": "green", "starting": "cyan", "unavailable": "bold red", "lost": "bold red"}
@@ -28,6 +28,8 @@ _NOTICE = "yellow"
 _LABEL_WIDTH = 11
 _NARROW = 56
 """Width below which less important parts are left out."""
+_TALL = 20
+"""Height from which on parts are set apart."""
 _MAX_CHART = 60
 _BATCHES_OF = 10
 """Seconds whose batch sizes are summed up: one second may have few batches."""
@@ -65,6 +67,8 @@ def page_lines(view: View, width: int, *, is_plain: bool) -> list[Text]:
     scene, on = view.scene, ScreenSize(width=width, height=1_000_000, is_plain=is_plain)
     assert scene.state is not None
     lines = _head(view.url, scene.state, on)
+    if hosts := host_lines(scene.state.health, width, on.height):
+        lines += [Text(""), *hosts]
     for model in scene.models:
         lines += [Text(""), *_model(scene, model, on, on.height)]
     return [_fitted(line, width) for line in lines]
@@ -75,13 +79,15 @@ def _body(view: View, on: ScreenSize, room: int) -> list[Text]:
     if scene.state is None:
         return [Text(view.trouble or f"Connecting to {view.url}", style="dim")]
     lines = _head(view.url, scene.state, on, is_lost=bool(view.trouble))
+    hosts = host_lines(scene.state.health, on.width, max(1, on.height // 5))
+    lines += [*([Text("")] if hosts and on.height >= _TALL else []), *hosts]
     models = scene.models
     if not models:
         return [*lines, Text(""), Text("No models are served.", style="dim")]
     chosen = min(view.chosen, len(models) - 1)
     if len(models) > 1:
         lines.append(_tabs(models, chosen))
-    if on.height >= 20:
+    if on.height >= _TALL:
         lines.append(Text(""))
     return lines + _model(scene, models[chosen], on, room - len(lines))
 

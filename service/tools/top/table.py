@@ -1,4 +1,4 @@
-"""The table of a model's workers, and numbers and bars for people.
+"""The tables of a model's workers and of the hosts, and numbers and bars for people.
 
 A narrow terminal gets fewer columns.
 """
@@ -13,7 +13,7 @@ from rich.text import Text
 
 from inferpool.service.checks.findings import in_words
 from inferpool.service.telemetry.logs import escape
-from inferpool.service.tools.trial.health import ModelState, WorkerState
+from inferpool.service.tools.trial.health import KnownHost, ModelState, ServiceHealth, WorkerState
 
 STATE_STYLES = {
     "ready": "green",
@@ -22,9 +22,15 @@ STATE_STYLES = {
     "stalled": "magenta",
     "failed": "bold red",
     "stopped": "dim",
+    "connected": "green",
+    "silent": "magenta",
+    "lost": "bold red",
+    "left": "dim",
 }
-_DROPPED_FIRST = ("speed", "batches", "device", "memory")
-"""Columns to leave out on a narrow terminal, in this order."""
+_DROPPED_FIRST = ("speed", "batches", "device", "host", "memory")
+"""Columns of workers to leave out on a narrow terminal, in this order."""
+_DROPPED_OF_HOSTS = ("address", "version", "clock", "devices", "beat", "round trip")
+"""Columns of hosts to leave out then."""
 _GAP = "  "
 _REASON_WIDTH = 24
 """Width that the reason of a worker that is not ready gets before other columns."""
@@ -34,7 +40,7 @@ _PLAIN_BARS = "_.-=+*%#"
 
 
 @dataclass(frozen=True)
-class _WorkerColumn:
+class _TableColumn:
     title: str
     cells: list[str]
     is_right: bool = False
@@ -55,45 +61,101 @@ def worker_lines(
     if num_lines < len(workers) + 1:
         workers = sorted(workers, key=lambda worker: worker.state == "ready")
     wanted = _REASON_WIDTH if any(worker.reason for worker in workers) else 0
-    columns = _columns(workers, batches_per_s)
-    for title in _DROPPED_FIRST:
-        if _width(columns) + wanted > width:
-            columns = [column for column in columns if column.title != title]
+    columns = _fitting(_columns(workers, batches_per_s), _DROPPED_FIRST, width - wanted)
     has_last = width - _width(columns) >= _DOING_WIDTH
-    head = _GAP.join(column.cell(column.title) for column in columns)
-    lines = [Text(head + (f"{_GAP}doing" if has_last else ""), style="dim")]
-    for number, worker in enumerate(workers):
+    lines = _rows(columns, [worker.state for worker in workers])
+    if has_last:
+        lines[0].append("doing")
+        for line, worker in zip(lines[1:], workers, strict=True):
+            line.append(_doing(worker, batches_per_s), style="" if worker.reason else "dim")
+    return _cut(lines, num_lines, "workers")
+
+
+def host_lines(health: ServiceHealth, width: int, num_lines: int) -> list[Text]:
+    """Return a heading and one line per host, those in trouble first; nothing for no cluster."""
+    if health.cluster_address is None:
+        return []
+    if not health.hosts and not health.lost_hosts:
+        return [Text(f"no host has joined at {escape(health.cluster_address)}", style="yellow")]
+    hosts = sorted(health.hosts, key=lambda host: host.state == "connected")
+    columns = _fitting(_host_columns(hosts), _DROPPED_OF_HOSTS, width)
+    lines = _rows(columns, [host.state for host in hosts])
+    for lost in health.lost_hosts:
+        style = STATE_STYLES.get(lost.state, "")
+        text = f"{escape(lost.name)} {escape(lost.state)} {span(lost.age_s)} ago: "
+        lines.insert(1, Text.assemble((text, style), escape(lost.reason)))
+    return _cut(lines, num_lines, "hosts")
+
+
+def _host_columns(hosts: Sequence[KnownHost]) -> list[_TableColumn]:
+    ready = [f"{each.workers_ready} of {each.workers}" for each in hosts]
+    trips = [_milliseconds(each.round_trip_s) for each in hosts]
+    clocks = [_milliseconds(each.clock_offset_s) for each in hosts]
+    return [
+        _TableColumn("host", [escape(each.name) for each in hosts]),
+        _TableColumn("state", [escape(each.state) for each in hosts]),
+        _TableColumn("workers", ready, is_right=True),
+        _TableColumn("round trip", trips, is_right=True),
+        _TableColumn("beat", [f"{each.last_beat_age_s:.1f} s" for each in hosts], is_right=True),
+        _TableColumn("clock", clocks, is_right=True),
+        _TableColumn("version", [escape(each.version) for each in hosts]),
+        _TableColumn("address", [escape(each.address) for each in hosts]),
+        _TableColumn("devices", [escape(", ".join(each.devices)) for each in hosts]),
+    ]
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else duration(seconds * 1000)
+
+
+def _fitting(
+    columns: list[_TableColumn], dropped_first: Sequence[str], width: int
+) -> list[_TableColumn]:
+    for title in dropped_first:
+        if _width(columns) > width:
+            columns = [column for column in columns if column.title != title]
+    return columns
+
+
+def _rows(columns: list[_TableColumn], states: Sequence[str]) -> list[Text]:
+    """Return a heading, and a line for each state."""
+    lines = [Text("".join(column.cell(column.title) + _GAP for column in columns), style="dim")]
+    for number, state in enumerate(states):
         line = Text()
         for column in columns:
-            style = STATE_STYLES.get(worker.state, "") if column.title == "state" else ""
+            style = STATE_STYLES.get(state, "") if column.title == "state" else ""
             line.append(column.cell(column.cells[number]), style=style)
             line.append(_GAP)
-        if has_last:
-            line.append(_doing(worker, batches_per_s), style="" if worker.reason else "dim")
         lines.append(line)
-    if len(lines) > num_lines:
-        num_hidden = len(lines) - num_lines + 1
-        lines[num_lines - 1 :] = [Text(f"... and {num_hidden} more workers", style="dim")]
     return lines
 
 
-def _columns(workers: list[WorkerState], batches_per_s: Mapping[str, float]) -> list[_WorkerColumn]:
+def _cut(lines: list[Text], num_lines: int, what: str) -> list[Text]:
+    if len(lines) > num_lines:
+        num_hidden = len(lines) - num_lines + 1
+        lines[num_lines - 1 :] = [Text(f"... and {num_hidden} more {what}", style="dim")]
+    return lines
+
+
+def _columns(workers: list[WorkerState], batches_per_s: Mapping[str, float]) -> list[_TableColumn]:
     memory = [in_words(each.rss_bytes) if each.rss_bytes is not None else "-" for each in workers]
     batches = [
         rate(batches_per_s[each.name]) if each.name in batches_per_s else "-" for each in workers
     ]
+    hosts = [escape(each.host) for each in workers]
     return [
-        _WorkerColumn("worker", [escape(each.name.partition("/")[2]) for each in workers]),
-        _WorkerColumn("state", [escape(each.state) for each in workers]),
-        _WorkerColumn("device", [escape(each.device) for each in workers]),
-        _WorkerColumn("memory", memory, is_right=True),
-        _WorkerColumn("batches", batches, is_right=True),
-        _WorkerColumn("speed", [escape(each.speed or "-") for each in workers]),
-        _WorkerColumn("restarts", [f"{each.restarts:,}" for each in workers], is_right=True),
+        _TableColumn("worker", [escape(each.name.partition("/")[2]) for each in workers]),
+        _TableColumn("state", [escape(each.state) for each in workers]),
+        *([_TableColumn("host", hosts)] if any(hosts) else []),
+        _TableColumn("device", [escape(each.device) for each in workers]),
+        _TableColumn("memory", memory, is_right=True),
+        _TableColumn("batches", batches, is_right=True),
+        _TableColumn("speed", [escape(each.speed or "-") for each in workers]),
+        _TableColumn("restarts", [f"{each.restarts:,}" for each in workers], is_right=True),
     ]
 
 
-def _width(columns: list[_WorkerColumn]) -> int:
+def _width(columns: list[_TableColumn]) -> int:
     return sum(column.width + len(_GAP) for column in columns)
 
 

@@ -126,11 +126,31 @@ class KnownHost(msgspec.Struct):
     state: str = ""
     epoch: int = 0
     """Number of the connection: another one after each time that it was lost."""
+    address: str = ""
+    devices: list[str] = []
+    version: str = ""
+    torch: str = ""
+    python: str = ""
+    workers: int = 0
+    workers_ready: int = 0
+    last_beat_age_s: float = 0.0
+    round_trip_s: float | None = None
+    clock_offset_s: float | None = None
+    gpus: list[DeviceState] = []
 
     @property
     def is_connected(self) -> bool:
         """It may get work."""
         return self.state != _LOST
+
+
+class LostHost(msgspec.Struct):
+    """A host that was lost a short time ago."""
+
+    name: str
+    state: str = ""
+    reason: str = ""
+    age_s: float = 0.0
 
 
 class ServiceHealth(msgspec.Struct):
@@ -142,8 +162,11 @@ class ServiceHealth(msgspec.Struct):
     """The processes that take calls, if there are several."""
     gpus: list[DeviceState] = []
     forkserver: ForkserverState | None = None
+    cluster_address: str | None = None
+    """Where agents join; None if all workers run on the service's own host."""
     hosts: list[KnownHost] = []
     """The hosts, if there are several."""
+    lost_hosts: list[LostHost] = []
 
     @property
     def workers(self) -> list[WorkerState]:

@@ -26,6 +26,22 @@ def worker(number: int = 0, state: str = "ready", **changes: Any) -> dict[str, A
     }
 
 
+def host(name: str, state: str = "connected", **changes: Any) -> dict[str, Any]:
+    return {
+        "name": name,
+        "state": state,
+        "address": "10.0.0.7:41234",
+        "devices": ["NVIDIA H100", "32 CPU cores"],
+        "version": "1.2.3",
+        "workers": 2,
+        "workers_ready": 2,
+        "last_beat_age_s": 0.2,
+        "round_trip_s": 0.0004,
+        "clock_offset_s": -0.012,
+        **changes,
+    }
+
+
 def sample(**changes: Any) -> dict[str, Any]:
     return {
         "instances_per_s": {"accepted": 1234.5, "succeeded": 1234.5},
@@ -54,6 +70,7 @@ def state(
     history: list[dict[str, Any]] | None = None,
     gpus: tuple[dict[str, Any], ...] = (),
     jobs: dict[str, Any] | None = None,
+    cluster: dict[str, Any] | None = None,
     **changes: Any,
 ) -> bytes:
     """Return the data of one event: a model "resnet", and others like it."""
@@ -76,6 +93,8 @@ def state(
         "host": {"connections": 12, "arena_bytes": 256 << 20, "arena_used_bytes": 8 << 20},
         "models": {name: sample(**changes) for name in names},
     }
+    if cluster is not None:
+        event["health"].update(cluster)  # type: ignore[attr-defined]  # it is a dict
     if jobs is not None:
         event["jobs"] = jobs
     if history is not None:

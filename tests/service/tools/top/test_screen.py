@@ -6,7 +6,7 @@ from rich.cells import cell_len
 
 from inferpool.service.tools.top.screen import ScreenSize, page_lines, screen_lines
 from inferpool.service.tools.top.state import View, read_state
-from tests.service.tools.top.states import NOW, sample, state, worker
+from tests.service.tools.top.states import NOW, host, sample, state, worker
 
 ENDING = {
     "worker": "resnet/0",
@@ -62,11 +62,45 @@ def test_jobs_take_one_line_where_there_are_any():
         assert "jobs" not in drawn(view_of(state(jobs=jobs)))
 
 
+LOST = {"name": "gpu-9", "state": "lost", "reason": "no sign of life for 3 s", "age_s": 61}
+
+
+def test_hosts_have_a_table_with_those_in_trouble_first():
+    cluster = {
+        "cluster_address": "0.0.0.0:7000",
+        "hosts": [host("gpu-0"), host("gpu-1", "silent", workers_ready=0)],
+        "lost_hosts": [LOST],
+    }
+    view = view_of(state([worker(host="gpu-0")], cluster=cluster))
+    text = drawn(view, width=160, height=40)
+    for piece in (
+        "gpu-9 lost 1 min ago: no sign of life for 3 s",
+        "gpu-0  connected   2 of 2      0.4 ms  0.2 s  -12.0 ms  1.2.3    10.0.0.7:41234",
+        "NVIDIA H100, 32 CPU cores",
+        "0       ready  gpu-0  cuda:0",
+    ):
+        assert piece in text
+    assert text.index("gpu-9") < text.index("gpu-1") < text.index("gpu-0")
+    narrow = drawn(view, width=60)
+    assert "gpu-1" in narrow
+    assert "10.0.0.7" not in narrow
+    assert "more hosts" in drawn(view, height=10)
+    assert "gpu-1" in "\n".join(line.plain for line in page_lines(view, 100, is_plain=True))
+
+
+def test_a_cluster_without_hosts_says_where_they_join():
+    cluster = {"cluster_address": "0.0.0.0:7000"}
+    assert "no host has joined at 0.0.0.0:7000" in drawn(view_of(state([], cluster=cluster)))
+
+
 ODD = {
     "nothing yet": (),
     "no models": (state().replace(b'"models": [{', b'"models": [], "x": [{'),),
     "no answers": (
         state(latency_ms=None, queue_ms=None, inference_ms=None, batch_sizes={}, queue_limit=0),
+    ),
+    "many hosts": (
+        state(cluster={"cluster_address": "h", "hosts": [host(str(n)) for n in range(50)]}),
     ),
     "loading": (
         state(
