@@ -23,7 +23,7 @@ _SHARED = {
 _NAMES = (
     *("peers", "sweep", "model", "presets", "front", "entries"),
     *("outputs", "trace", "start", "overload", "split", "soak"),
-    *("decoders", "shares", "swap", "batch", "jobs"),
+    *("decoders", "shares", "swap", "batch", "jobs", "hosts"),
 )
 _BENCHMARKS = {name: import_module(f"tests.bench.{name}") for name in _NAMES}
 """Modules with HELP, OPTIONS and `run`, and with `report` where there are cells to show. OPTIONS
