@@ -26,7 +26,7 @@ class LoadError(Exception):
 
 
 @dataclass(slots=True, kw_only=True)
-class FrontCounts:
+class LoadCounts:
     """Sums that a front end has counted since its start, and what it holds now."""
 
     accepted: float = 0.0
@@ -39,7 +39,7 @@ class FrontCounts:
     """Answered calls of each model by the upper edge of the bucket, cumulative."""
     num_hosts: int = 0
 
-    def since(self, before: "FrontCounts", seconds: float, objective_s: float) -> Demand | None:
+    def since(self, before: "LoadCounts", seconds: float, objective_s: float) -> Demand | None:
         """Return the load since an earlier reading; None if the front end has started in between.
 
         Args:
@@ -79,7 +79,7 @@ class FrontLoad:
             timeout=_TIMEOUT_S,
             trust_env=False,  # a proxy is for the world outside
         )
-        self._before: tuple[float, FrontCounts] | None = None
+        self._before: tuple[float, LoadCounts] | None = None
 
     def read(self, now: float) -> Demand | None:
         """Return the load since the last call; None for the first, and after a new start.
@@ -111,13 +111,13 @@ class FrontLoad:
         return answer
 
 
-def counts_in(text: str) -> FrontCounts:
+def counts_in(text: str) -> LoadCounts:
     """Return what a page of metrics says.
 
     Raises:
         LoadError: The text is no page of metrics.
     """
-    counts = FrontCounts()
+    counts = LoadCounts()
     depth: dict[str, float] = {}
     most: dict[str, float] = {}
     spent: dict[str, float] = defaultdict(float)

@@ -58,7 +58,7 @@ class Gone(Enum):
     DEAD = "dead"
 
 
-class Cluster(Protocol):
+class RaySide(Protocol):
     """What the placer asks of Ray. Every call returns within seconds."""
 
     def nodes(self) -> Sequence[HostNode]:
@@ -100,6 +100,8 @@ class _Seat:
     """A node that has an agent, or will have one."""
 
     node: HostNode
+    name: str
+    """The name of its host."""
     order: bytes
     phase: Phase
     since: float
@@ -119,7 +121,7 @@ class Placer:
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: RaySide,
         arguments: Sequence[str],
         environ: Mapping[str, str],
         *,
@@ -186,7 +188,7 @@ class Placer:
             if id in self._nodes:
                 seat.node = self._nodes[id]
             else:
-                logger.warning("the node %s of %s is gone", id, seat.node.hostname)
+                logger.warning("the node %s of %s is gone", id, seat.name)
                 self._remove(seat)
 
     def _adopt(self, now: float) -> None:
@@ -201,15 +203,22 @@ class Placer:
 
     def _take(self, now: float, node: HostNode, phase: Phase) -> _Seat:
         self._num_taken += 1
-        order = self._order_for(node)
-        seat = _Seat(node=node, order=order, phase=phase, since=now, number=self._num_taken)
+        name = self._name_of(node)
+        seat = _Seat(
+            node=node,
+            name=name,
+            order=self._order_for(name),
+            phase=phase,
+            since=now,
+            number=self._num_taken,
+        )
         self._seats[node.id] = seat
         return seat
 
     def _judge(self, now: float, seat: _Seat, state: KeeperState | Gone) -> None:
         """Act on what an actor tells of its agent."""
         if seat.phase is Phase.STOPPING and now - seat.since > self._stop_s:
-            logger.warning("the agent on %s does not end: it is killed", seat.node.hostname)
+            logger.warning("the agent on %s does not end: it is killed", seat.name)
             self._remove(seat)
         elif state is Gone.SILENT:
             if seat.phase is Phase.PLACING and now - seat.since > _PLACING_S:
@@ -230,7 +239,7 @@ class Placer:
         if state.niceness > 0:
             self._warn_once(
                 seat,
-                f"agents on {seat.node.hostname} run with niceness {state.niceness}, so whatever "
+                f"agents on {seat.name} run with niceness {state.niceness}, so whatever "
                 "else runs there goes first: set RAY_worker_niceness=0 where its raylet starts",
             )
         if state.pid is not None:
@@ -241,7 +250,7 @@ class Placer:
             if seat.phase is Phase.RUNNING:
                 self._go_on(now, seat, state)
         elif seat.phase is Phase.STOPPING:
-            logger.info("the agent on %s has ended", seat.node.hostname)
+            logger.info("the agent on %s has ended", seat.name)
             if seat.is_leaving or seat.node.is_draining:
                 self._remove(seat)
             else:
@@ -249,7 +258,7 @@ class Placer:
         elif seat.phase is Phase.PLACING or not state.order:
             self._start(now, seat)
         elif seat.phase is Phase.RUNNING:
-            self._fail(now, seat, state.problem or _ending(state.exit_status))
+            self._fail(now, seat, state.problem or _ending_of(state.exit_status))
 
     def _go_on(self, now: float, seat: _Seat, state: KeeperState) -> None:
         """Let an agent that runs go on, unless its node goes or its order has changed."""
@@ -264,12 +273,12 @@ class Placer:
         if seat.node.is_draining:
             self._remove(seat)
             return
-        logger.info("starting the agent on %s", seat.node.hostname)
+        logger.info("starting the agent on %s", seat.name)
         self._cluster.start(seat.node.id, seat.order)
         seat.phase, seat.since = Phase.RUNNING, now
 
     def _stop(self, now: float, seat: _Seat, why: str, *, is_leaving: bool) -> None:
-        logger.info("stopping the agent on %s: %s", seat.node.hostname, why)
+        logger.info("stopping the agent on %s: %s", seat.name, why)
         self._cluster.stop(seat.node.id)
         seat.phase, seat.since, seat.is_leaving = Phase.STOPPING, now, is_leaving
 
@@ -278,7 +287,7 @@ class Placer:
         pause_s = min(2.0**seat.num_failures, _MAX_PAUSE_S)
         seat.num_failures = min(seat.num_failures + 1, 10)
         logger.warning(
-            "no agent runs on %s (%s): starting one in %.0f s", seat.node.hostname, why, pause_s
+            "no agent runs on %s (%s): starting one in %.0f s", seat.name, why, pause_s
         )
         seat.phase, seat.until = Phase.PAUSING, now + pause_s
 
@@ -329,10 +338,13 @@ class Placer:
         self._cluster.remove(seat.node.id)
         del self._seats[seat.node.id]
 
-    def _order_for(self, node: HostNode) -> bytes:
-        """Return the order for the agent of a node, whose name no other one has."""
+    def _name_of(self, node: HostNode) -> str:
+        """Return a name that no other host has."""
         namesakes = [each for each in self._nodes.values() if each.hostname == node.hostname]
-        name = node.hostname if len(namesakes) == 1 else f"{node.hostname}-{node.id[:8]}"
+        return node.hostname if len(namesakes) == 1 else f"{node.hostname}-{node.id[:8]}"
+
+    def _order_for(self, name: str) -> bytes:
+        """Return the order for the agent of a host."""
         arguments = [*self._arguments[:1], "--name", name, *self._arguments[1:]]
         return json.dumps({"arguments": arguments, "environ": self._environ}).encode()
 
@@ -345,7 +357,7 @@ class Placer:
             logger.warning("%s", text)
 
 
-def _ending(status: int | None) -> str:
+def _ending_of(status: int | None) -> str:
     if status is None:
         return "it has not started"
     return f"it was ended by signal {-status}" if status < 0 else f"it ended with status {status}"

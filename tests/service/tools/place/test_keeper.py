@@ -1,0 +1,89 @@
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from inferpool.service.tools.place.keeper import Keeper, digest
+from tests.e2e.running import until
+
+
+def order(*arguments: str, **environ: str) -> bytes:
+    return json.dumps({"arguments": arguments, "environ": environ}).encode()
+
+
+RUNS_ON = order("serve", "echo", "--port", "0")
+
+
+@pytest.fixture
+def keeper():
+    one = Keeper()
+    yield one
+    pid = looked(one)["pid"]
+    if pid is not None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            psutil.Process(int(pid)).kill()
+        until(lambda: looked(one)["pid"] is None)
+
+
+def looked(keeper: Keeper) -> dict[str, object]:
+    told = json.loads(keeper.look())
+    assert isinstance(told, dict)
+    return told
+
+
+def test_a_keeper_tells_how_its_agent_ended(keeper: Keeper):
+    assert looked(keeper)["order"] == ""
+    keeper.start(order("version", "--nonsense"))
+    until(lambda: looked(keeper)["exit_status"] is not None)
+    told = looked(keeper)
+    assert (told["exit_status"], told["pid"]) == (2, None)
+    assert told["order"] == digest(order("version", "--nonsense"))
+
+
+def test_an_agent_that_runs_is_not_started_twice_and_ends_by_sigterm(keeper: Keeper):
+    keeper.start(RUNS_ON)
+    pid = looked(keeper)["pid"]
+    keeper.start(order("version"))
+    assert looked(keeper)["pid"] == pid
+    keeper.stop()
+    assert looked(keeper)["is_stopping"] is True
+    until(lambda: looked(keeper)["pid"] is None)
+
+
+def test_an_agent_gets_its_variables_and_none_that_ray_adds(keeper: Keeper, monkeypatch):
+    for name, value in {"OMP_NUM_THREADS": "1", "RAY_JOB_ID": "7", "KEPT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    keeper.start(
+        order("serve", "echo", "--port", "0", INFERPOOL_CLUSTER_KEYS="a-key-of-the-cluster")
+    )
+    environ = psutil.Process(int(str(looked(keeper)["pid"]))).environ()
+    assert environ["INFERPOOL_CLUSTER_KEYS"] == "a-key-of-the-cluster"
+    assert environ["KEPT"] == "1"
+    assert not {"OMP_NUM_THREADS", "RAY_JOB_ID"} & environ.keys()
+
+
+def test_an_agent_ends_with_its_keeper():
+    code = (
+        "import json, time\n"
+        "from inferpool.service.tools.place.keeper import Keeper\n"
+        "one = Keeper()\n"
+        f"one.start({RUNS_ON!r})\n"
+        "print(json.loads(one.look())['pid'], json.loads(one.look())['niceness'], flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    command = ["nice", "-n", "3", sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pid, niceness = map(int, process.stdout.readline().split())
+        assert niceness == (0 if os.geteuid() == 0 else 3)
+        process.send_signal(signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while psutil.pid_exists(pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not psutil.pid_exists(pid)
