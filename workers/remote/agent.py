@@ -129,8 +129,8 @@ class Agent:
         logger.info("joined the front end at %s:%d as %s", *address, self._dialer.facts.name)
         self._workers.begin()
         session = AgentSession(link, self._arena, self._workers, self._gpus)
-        self._session = link.listener = session
-        mailbox.hand_over(session)
+        self._session = session
+        mailbox.hand_over(link, session)
         try:
             reason = await session.until_over()
             if not session.is_leaving:

@@ -217,7 +217,6 @@ class RemoteHosts:
         epoch = next(self._epochs)
         link.send(Welcome(proof, self.term, epoch, bool(self.standby_reason)))
         host = RemoteHost(link, hello.facts, address, epoch, self._arena, self)
-        link.listener = host
         if hello.role == "standby":
             self._observers.add(host)
             logger.info("standby %s has connected from %s", host.name, address)
@@ -227,7 +226,7 @@ class RemoteHosts:
             devices = ", ".join(hello.facts.devices.describe())
             logger.info("host %s has joined from %s: %s", host.name, address, devices)
             self._watcher.on_joined(host)
-        mailbox.hand_over(host)
+        mailbox.hand_over(link, host)
 
     def _warn_of_differences(self, host: RemoteHost) -> None:
         """Log other versions of torch or Python, with which the same model may answer otherwise."""

@@ -7,8 +7,10 @@ itself, since with asyncio's transports each byte is copied three times more.
 
 import asyncio
 import contextlib
+import logging
 import socket
 import ssl
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
@@ -18,15 +20,23 @@ import msgspec
 from inferpool.workers.messages import UNREADABLE
 from inferpool.workers.remote.wire import LENGTHS, MAX_HEAD_BYTES, Message, Views, frame_start
 
+logger = logging.getLogger(__name__)
+
 _STAGING_BYTES = 1 << 18
 """Size of the buffer for heads and small bodies: one read takes many small messages."""
-_MOST_READ_BYTES = 4 << 20
-"""Bytes read in a row before other work gets its turn."""
+_MOST_AT_ONCE = 4 << 20
+"""Bytes read or sent in a row before other work gets its turn."""
+_PIECE_BYTES = 1 << 20
+"""Bytes of a piece that TLS sends at once: OpenSSL does not stop within a piece."""
 _MOST_VIEWS = 512
 """Pieces sent by one system call; Linux allows 1024 (IOV_MAX)."""
 _JOINED_BYTES = 1 << 14
 """Pieces up to this size are joined for TLS: a record has this size at most (RFC 8446, 5.1)."""
 _TCP_CORK = getattr(socket, "TCP_CORK", None)
+_TLS_RECORD = 0x1603
+"""First bytes of a TLS handshake, which no frame begins with."""
+
+_CLOSED = "the other side closed the connection"
 
 M = TypeVar("M", bound=Message)
 M_in = TypeVar("M_in", bound=Message, contravariant=True)
@@ -60,9 +70,9 @@ class LinkListener(Protocol[M_in]):
 class Mailbox(Generic[M]):
     """Listener that keeps messages without a body, while two sides make their acquaintance."""
 
-    _MOST = 64
-
-    def __init__(self) -> None:
+    def __init__(self, most: int = 64) -> None:
+        """Keep so many messages at most."""
+        self._most = most
         self._messages: deque[M] = deque()
         self._came = asyncio.Event()
         self._closed_reason = ""
@@ -73,7 +83,7 @@ class Mailbox(Generic[M]):
 
     def on_message(self, message: M, body: Views) -> None:
         """Keep a message."""
-        if len(self._messages) == self._MOST:
+        if len(self._messages) == self._most:
             raise ValueError("too many messages at once")
         self._messages.append(message)
         self._came.set()
@@ -96,10 +106,12 @@ class Mailbox(Generic[M]):
             await self._came.wait()
         return self._messages.popleft()
 
-    def hand_over(self, listener: LinkListener[M]) -> None:
-        """Give what has come to the listener that follows."""
-        while self._messages:
-            listener.on_message(self._messages.popleft(), ())
+    def hand_over(self, link: "HostLink[M]", listener: LinkListener[M]) -> None:
+        """Give what has come, and what will come, to the listener that follows."""
+        link.listener = listener
+        with link.closing_at_errors():
+            while self._messages and not link.is_closed:
+                listener.on_message(self._messages.popleft(), ())
         if self._closed_reason:
             listener.on_closed(self._closed_reason)
 
@@ -122,6 +134,8 @@ class HostLink(Generic[M]):
         self.max_head_bytes = MAX_HEAD_BYTES
         self.num_unsent_bytes = 0
         """Bytes that wait for the other side to read."""
+        self.heard_at = time.monotonic()
+        """Time at which the other side's last bytes came, be it within a message."""
         self._sock = sock
         self._fd = sock.fileno()
         self._is_tls = isinstance(sock, ssl.SSLSocket)
@@ -184,6 +198,17 @@ class HostLink(Generic[M]):
         self._sock.close()
         self._loop.call_soon(self._tell_closed, reason)
 
+    @contextlib.contextmanager
+    def closing_at_errors(self) -> Iterator[None]:
+        """Close the link if what has come makes no sense, or if its listener makes a mistake."""
+        try:
+            yield
+        except (LinkError, ValueError, *UNREADABLE) as error:
+            self.close(f"it sent what makes no sense: {error}")
+        except Exception as error:  # the rest of what has come must not wait for ever
+            logger.exception("a message of a host could not be handled")
+            self.close(f"a message could not be handled: {error!r}")
+
     def _tell_closed(self, reason: str) -> None:
         self.listener.on_closed(reason)
 
@@ -191,31 +216,31 @@ class HostLink(Generic[M]):
 
     def _flush(self) -> None:
         try:
-            self._write_all()
+            self._write_some()
         except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
-            if not self._is_waiting_for_room:
-                self._is_waiting_for_room = True
-                self._loop.add_writer(self._fd, self._flush)
-            return
+            pass
         except OSError as error:
             self.close(_explained(error))
             return
-        if self._is_waiting_for_room:
-            self._is_waiting_for_room = False
+        is_waiting = bool(self._unsent)
+        if is_waiting and not self._is_waiting_for_room:
+            self._loop.add_writer(self._fd, self._flush)
+        elif self._is_waiting_for_room and not is_waiting:
             self._loop.remove_writer(self._fd)
+        self._is_waiting_for_room = is_waiting
 
-    def _write_all(self) -> None:
-        unsent = self._unsent
+    def _write_some(self) -> None:
+        unsent, until = self._unsent, self.num_unsent_bytes - _MOST_AT_ONCE
         if not self._is_tls:
-            while unsent:
+            while unsent and self.num_unsent_bytes > until:
                 pieces = [unsent[index] for index in range(min(len(unsent), _MOST_VIEWS))]
                 self._note_sent(self._sock.sendmsg(pieces))
             return
         is_long = self.num_unsent_bytes > 2 * _JOINED_BYTES
         with self._full_segments() if is_long else contextlib.nullcontext():
-            while unsent:
+            while unsent and self.num_unsent_bytes > until:
                 self._join_small()
-                self._note_sent(self._sock.send(unsent[0]))
+                self._note_sent(self._sock.send(unsent[0][:_PIECE_BYTES]))
 
     def _note_sent(self, num_bytes: int) -> None:
         unsent = self._unsent
@@ -254,36 +279,29 @@ class HostLink(Generic[M]):
     # Receiving
 
     def _on_readable(self) -> None:
-        try:
-            until = self._num_read_bytes + _MOST_READ_BYTES
+        with self.closing_at_errors():
+            until = self._num_read_bytes + _MOST_AT_ONCE
             while not self._is_closed and self._num_read_bytes < until:
                 if not self._read_once():
                     return
-        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
-            return
-        except (OSError, EOFError) as error:
-            self.close(_explained(error))
-            return
-        except (LinkError, ValueError, *UNREADABLE) as error:
-            self.close(f"it sent what makes no sense: {error}")
-            return
         if self._is_tls and not self._is_closed:
             self._loop.call_soon(self._on_readable)  # OpenSSL may hold data that nobody announces
 
     def _read_once(self) -> bool:
         """Read once, and handle what is complete then; return whether there may be more."""
         is_body = bool(self._missing)
-        if is_body:
-            into = self._missing[0]
-        else:
-            if self._start == self._end:
-                self._start = self._end = 0
-            elif self._end == self._staging.nbytes:
-                self._make_room()
-            into = self._staging[self._end :]
-        num_bytes = self._sock.recv_into(into)
+        into = self._missing[0] if is_body else self._room()
+        try:
+            num_bytes = self._sock.recv_into(into)
+        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            return False
+        except OSError as error:
+            self.close(_explained(error))
+            return False
         if not num_bytes:
-            raise EOFError
+            self.close(_CLOSED)
+            return False
+        self.heard_at = time.monotonic()
         self._num_read_bytes += num_bytes
         if is_body:
             self._note_read(num_bytes)
@@ -291,6 +309,16 @@ class HostLink(Generic[M]):
             self._end += num_bytes
             self._parse()
         return self._is_tls or num_bytes == into.nbytes  # a TLS read ends with each record
+
+    def _room(self) -> memoryview:
+        """Return the free end of the staging buffer."""
+        if self._start == self._end:
+            if self._staging.nbytes > _STAGING_BYTES:  # it was for a long head
+                self._staging = memoryview(bytearray(_STAGING_BYTES))
+            self._start = self._end = 0
+        elif self._end == self._staging.nbytes:
+            self._make_room()
+        return self._staging[self._end :]
 
     def _note_read(self, num_bytes: int) -> None:
         """Note that the next part of the body has come."""
@@ -313,6 +341,8 @@ class HostLink(Generic[M]):
         while not self._is_closed and self._end - self._start >= LENGTHS.size:
             head_bytes, body_bytes = LENGTHS.unpack_from(self._staging, self._start)
             if head_bytes > self.max_head_bytes or body_bytes > self._max_body_bytes:
+                if head_bytes >> 16 == _TLS_RECORD:
+                    raise LinkError("it speaks TLS, and this side does not")
                 raise LinkError(f"a message of {head_bytes} and {body_bytes} bytes")
             head_start = self._start + LENGTHS.size
             if head_start + head_bytes > self._end:
@@ -355,14 +385,12 @@ class HostLink(Generic[M]):
         message, body = self._message, self._body
         assert message is not None
         self._message, self._body = None, ()
-        if self._start == self._end and self._staging.nbytes > _STAGING_BYTES:
-            self._staging, self._start, self._end = memoryview(bytearray(_STAGING_BYTES)), 0, 0
         self.listener.on_message(message, body)
 
 
-def _explained(error: Exception) -> str:
-    if isinstance(error, EOFError | ssl.SSLEOFError | ssl.SSLZeroReturnError):
-        return "the other side closed the connection"
-    if isinstance(error, OSError) and error.strerror:
+def _explained(error: OSError) -> str:
+    if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
+        return _CLOSED
+    if error.strerror:
         return f"the connection broke: {error.strerror}"
     return f"the connection broke: {error}"

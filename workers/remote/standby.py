@@ -92,8 +92,7 @@ class Standby:
                 self._told = ""
                 logger.info("connected to the front end at %s:%d", *self._other)
                 observed = _Observed(link)
-                link.listener = observed
-                mailbox.hand_over(observed)
+                mailbox.hand_over(link, observed)
                 self._judge(joined.term, is_standing_by=joined.is_standing_by)
                 await self._observe(observed)
                 seen_at, patience_s = time.monotonic(), _GONE_S
