@@ -2,16 +2,24 @@
 
 Run as `python -I -S alive.py [live|ready]`: that takes milliseconds, since engines run it often.
 The variable INFERPOOL_PORT has the port.
+
+An agent answers no calls. `alive.py joined PORT` looks whether it is connected to the cluster port
+of a front end, and `alive.py agent PORT` whether it has noticed each end of such a connection.
 """
 
 import os
 import socket
 import sys
 
+_CONNECTED, _CLOSED_BY_OTHER = 1, 8
+"""States of connections in /proc/net/tcp: ESTABLISHED and CLOSE_WAIT of Linux."""
+
 
 def main() -> int:
     """Ask, print the status line or the error, and return the exit status."""
     what = sys.argv[1] if len(sys.argv) > 1 else "live"
+    if what in ("joined", "agent"):
+        return _look_at_agent(what, int(sys.argv[2]))
     port = int(os.environ.get("INFERPOOL_PORT", "8000"))
     try:
         with socket.create_connection(("127.0.0.1", port), timeout=3) as connection:
@@ -26,6 +34,37 @@ def main() -> int:
     status_line = answer.partition(b"\r\n")[0].decode("latin-1")
     sys.stdout.write(f"{status_line}\n")
     return 0 if status_line.split()[1:2] == ["200"] else 1
+
+
+def _look_at_agent(what: str, port: int) -> int:
+    """Look at the connections of this container, of which the agent has the only one to the port.
+
+    Whoever has been hung up on closes its end at once, unless it hangs.
+    """
+    states = _states_to(port)
+    if what == "joined":
+        is_well = _CONNECTED in states
+        sys.stdout.write("joined\n" if is_well else f"not connected to a port {port}\n")
+    else:
+        is_well = _CLOSED_BY_OTHER not in states
+        sys.stdout.write("alive\n" if is_well else "it does not notice that it was hung up on\n")
+    return 0 if is_well else 1
+
+
+def _states_to(port: int) -> "set[int]":
+    """Return the states of all connections to a port, on whatever host."""
+    states = set()
+    for name in ("/proc/net/tcp", "/proc/net/tcp6"):
+        try:
+            with open(name) as file:
+                lines = file.readlines()[1:]
+        except OSError:  # without IPv6 the second one is not there
+            continue
+        for line in lines:
+            _, _, remote, state = line.split()[:4]
+            if int(remote.rpartition(":")[2], 16) == port:
+                states.add(int(state, 16))
+    return states
 
 
 def _encrypted(connection: socket.socket) -> socket.socket:

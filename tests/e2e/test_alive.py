@@ -66,3 +66,20 @@ def test_it_fails_if_nobody_listens():
     done = ask(INFERPOOL_PORT=str(free_port()))
     assert done.returncode == 1
     assert "refused" in done.stdout
+
+
+def test_an_agent_has_joined_while_it_is_connected_and_hangs_if_it_misses_the_end():
+    with socket.create_server(("127.0.0.1", 0)) as front_end:
+        port = front_end.getsockname()[1]
+
+        def statuses() -> list[int]:
+            return [ask(what, str(port)).returncode for what in ("joined", "agent")]
+
+        assert statuses() == [1, 0]
+        with socket.create_connection(("127.0.0.1", port)) as agent:
+            connection, _ = front_end.accept()
+            assert statuses() == [0, 0]
+            connection.close()
+            assert agent.recv(1) == b""
+            assert statuses() == [1, 1]
+        assert statuses() == [1, 0]
