@@ -1,6 +1,7 @@
 """Makes the report of `/health` from the pools."""
 
 import asyncio
+import platform
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -25,6 +26,7 @@ from inferpool.service.api.routes.health import (
 from inferpool.service.api.routes.models import ModelInfo
 from inferpool.service.queue.pool import Pool
 from inferpool.service.speed import SearchProgress, SpeedSearch
+from inferpool.service.telemetry.versions import version_of
 from inferpool.workers.host.engine import DecoderVitals, ForkserverVitals, RankVitals
 from inferpool.workers.host.gpu_watch import GpuVitals
 from inferpool.workers.host.slots import WorkerSlot
@@ -41,6 +43,7 @@ class ClusterReport:
 
 
 NO_CLUSTER = ClusterReport()
+_VERSIONS = {name: version_of(name) for name in ("inferpool", "torch")}
 
 
 def report_of(
@@ -65,6 +68,9 @@ def report_of(
         fronts=fronts,
         gpus=[gpu_health(gpu) for gpu in gpus],
         forkserver=forkserver_health(forkserver) if forkserver else None,
+        version=_VERSIONS["inferpool"],
+        torch=_VERSIONS["torch"],
+        python=platform.python_version(),
         cluster_address=cluster.address,
         hosts=cluster.hosts,
         lost_hosts=cluster.lost,

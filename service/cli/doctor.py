@@ -1,12 +1,13 @@
-"""The verb `doctor`: finds problems of this machine and these settings."""
+"""The verb `doctor`: finds problems of this machine and these settings, or of a running cluster."""
 
 import os
 import sys
 from argparse import Namespace
 from pathlib import Path
 
-from inferpool.service.checks.findings import grouped
-from inferpool.service.cli.flags import settings_in
+from inferpool.service.checks.findings import Finding, grouped
+from inferpool.service.cli.flags import ADMIN_KEY_VARIABLE, settings_in
+from inferpool.service.settings.address import key_of, url_of
 from inferpool.service.settings.loader import load, secret_variables
 from inferpool.service.tools.doctor import report
 from inferpool.service.tools.doctor.diagnosis import diagnose
@@ -18,11 +19,19 @@ FOUND_ERRORS = 1
 
 
 def run(args: Namespace) -> int:
-    """Check this machine, and print the findings; return the exit status.
+    """Check this machine or a cluster, and print the findings; return the exit status.
 
     Raises:
+        FlagError: The flags make no sense.
         SettingsError: The settings cannot be used.
     """
+    findings = _of_cluster(args) if args.cluster is not None else _of_machine(args)
+    write = report.write_json if args.format == "json" else report.write_table
+    write(findings, sys.stdout)
+    return FOUND_ERRORS if any(finding.level == "error" for finding in findings) else 0
+
+
+def _of_machine(args: Namespace) -> list[Finding]:
     loaded = load(settings_in(args), os.environ, Path.cwd())
     for name in secret_variables(os.environ):  # as `serve` does
         del os.environ[name]
@@ -35,7 +44,21 @@ def run(args: Namespace) -> int:
             race = PlacementRace(loaded, screen)
         host = find_host(settings.cuda_visible_devices, settings.cuda_device_order)
         found = diagnose(settings, host, loaded.origins, race)
-        findings = grouped(found, settings.models)
-    write = report.write_json if args.format == "json" else report.write_table
-    write(findings, sys.stdout)
-    return FOUND_ERRORS if any(finding.level == "error" for finding in findings) else 0
+        return grouped(found, settings.models)
+
+
+def _of_cluster(args: Namespace) -> list[Finding]:
+    from inferpool.service.tools.doctor import cluster  # imports the clients
+    from inferpool.service.tools.trial.load import tls_context
+
+    connection = cluster.ClusterConnection(
+        url_of(args.cluster),
+        tls_context(False if args.insecure else str(args.ca_file) if args.ca_file else True),
+        key=key_of(None, os.environ, cluster.HEALTH_KEY_VARIABLE),
+        admin_key=key_of(args.key_file, os.environ, ADMIN_KEY_VARIABLE),
+    )
+    try:
+        with Screen(sys.stderr, "looking at this cluster"):
+            return list(cluster.check_cluster(connection))
+    finally:
+        connection.close()

@@ -13,6 +13,7 @@ from inferpool.service.settings.names import FlagError
 ALL_SETTINGS = ("all",)
 """Value of `--describe` without a name; nobody can type it."""
 PREDICT_KEY_VARIABLE = "INFERPOOL_PREDICT_KEYS"
+ADMIN_KEY_VARIABLE = "INFERPOOL_ADMIN_KEYS"
 
 
 _SETTINGS_FLAGS: Mapping[str, Mapping[str, tuple[str, str]]] = {
@@ -114,8 +115,15 @@ def add_doctor_flags(parser: ArgumentParser) -> None:
         help="load each model; measure its memory, its start, a prediction, and the speed of each "
         "placement that fits",
     )
+    parser.add_argument(
+        "--cluster",
+        metavar="URL",
+        help="check the running cluster of this front end instead: its ports, versions, clocks and "
+        "connections",
+    )
     parser.add_argument("--format", choices=("table", "json"), default="table", help=SUPPRESS)
     _add_json_flag(parser)
+    add_access_flags(parser, "administration", ADMIN_KEY_VARIABLE)
 
 
 def add_predict_flags(parser: ArgumentParser) -> None:

@@ -286,6 +286,10 @@ class HealthReport:
     """Empty on a host without GPUs, and for a moment after the start."""
     forkserver: ForkserverHealth | None = None
     """Null if workers are started without one, and for a moment after the start."""
+    version: str = ""
+    """Of inferpool."""
+    torch: str = ""
+    python: str = ""
     cluster_address: str | None = None
     """Where agents join; null if all workers run on this host."""
     hosts: Sequence[HostHealth] = ()

@@ -162,6 +162,9 @@ class ServiceHealth(msgspec.Struct):
     """The processes that take calls, if there are several."""
     gpus: list[DeviceState] = []
     forkserver: ForkserverState | None = None
+    version: str = ""
+    torch: str = ""
+    python: str = ""
     cluster_address: str | None = None
     """Where agents join; None if all workers run on the service's own host."""
     hosts: list[KnownHost] = []

@@ -3,14 +3,17 @@
 import httpx
 
 
-def why_unreached(error: httpx.TransportError, url: str, *, place: str, command: str) -> str:
+def why_unreached(
+    error: httpx.TransportError, url: str, *, place: str, command: str, flag: str = "--url"
+) -> str:
     """Return a text for a person about a call that got no answer.
 
     Args:
         error: The error of the call.
         url: Address of the service.
         place: The address without its password.
-        command: The command that names another address by `--url`.
+        command: The command.
+        flag: Its flag that names another address.
     """
     text = str(error) or type(error).__name__
     if isinstance(error, httpx.TimeoutException):
@@ -28,7 +31,7 @@ def why_unreached(error: httpx.TransportError, url: str, *, place: str, command:
     if isinstance(error, httpx.ConnectError):
         return (
             f"no service answers at {place} ({text}). Start one with `inferpool serve`, or name "
-            f"another: `{command} --url http://HOST:PORT`"
+            f"another: `{command} {flag} http://HOST:PORT`"
         )
     return f"the connection to {place} was lost ({text})"
 
