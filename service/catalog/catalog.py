@@ -14,8 +14,8 @@ from itertools import count
 
 from inferpool.service.api.predict import path_of
 from inferpool.service.catalog.claims import Claims
-from inferpool.service.catalog.plans import placement_text, plan_all, plan_model, with_model
-from inferpool.service.errors import NotSavedError, OverloadedError
+from inferpool.service.catalog.plans import HostPlans, place_text, planned, with_model
+from inferpool.service.errors import NotSavedError, OverloadedError, UnavailableError
 from inferpool.service.queue.admission import Admission
 from inferpool.service.queue.dispatcher import Dispatcher
 from inferpool.service.queue.gauges import read_model_gauges
@@ -30,8 +30,8 @@ from inferpool.service.settings.state import StateFile
 from inferpool.service.telemetry.metrics import Metrics, ModelMetrics, Reading
 from inferpool.workers.arena import Arena
 from inferpool.workers.config import WorkerConfig
-from inferpool.workers.host.devices import Host
-from inferpool.workers.host.engine import Engine, WorkerId
+from inferpool.workers.host.devices import DeviceError, Host
+from inferpool.workers.host.engine import Engine
 from inferpool.workers.host.restart_policy import RestartPolicy
 from inferpool.workers.messages import ItemRef
 
@@ -63,7 +63,7 @@ class Catalog:
     def __init__(
         self,
         settings: Settings,
-        host: Host,
+        host: Host | None,
         metrics: Metrics,
         announcer: Announcer,
         *,
@@ -76,7 +76,9 @@ class Catalog:
 
         Args:
             settings: The settings at the start.
-            host: The devices of this host.
+            host: The devices of this host; None: all workers run on hosts that join, as agents of
+                a cluster. Models that share a device there do not take turns at it, since the gate
+                of turns knows only devices of its own host.
             metrics: Gets counters for each version.
             announcer: Tells people what the workers do.
             cache_dir: The folder of verdicts on speed; None for none.
@@ -89,7 +91,7 @@ class Catalog:
         """
         self.settings = settings
         """The settings, with the models as they are served now."""
-        self._gate = DeviceGate(host.num_cores)
+        self._gate = None if host is None else DeviceGate(host.num_cores)
         self.claims = Claims()
         """The models that are being changed or restarted."""
         self.serving: dict[str, Pool] = {}
@@ -102,10 +104,9 @@ class Catalog:
         self._newest: dict[str, int] = {}
         self._numbers = count()
         self._state = state
-        self._host = host
+        self._hosts = HostPlans(host, cache_dir)
         self._metrics = metrics
         self._announcer = announcer
-        self._cache_dir = cache_dir
         self._tell = on_change
         self._waiting: list[asyncio.Future[None]] = []
         self._leaving: dict[ModelVersion, asyncio.Task[None]] = {}
@@ -114,7 +115,7 @@ class Catalog:
         """Waits until all fronts know what was changed."""
         self._engine: Engine | None = None
         self._arena: Arena | None = None
-        self.plans: Mapping[str, Sequence[WorkerConfig]] = plan_all(settings, host, cache_dir)
+        self.plans: Mapping[str, Sequence[WorkerConfig]] = self._hosts.plan_all(settings)
         """The configurations of the workers at the start."""
 
     def start(self, engine: Engine, arena: Arena) -> None:
@@ -130,10 +131,40 @@ class Catalog:
     def planned(self) -> list[tuple[str, str]]:
         """Each worker at the start and its placement, for people."""
         plans = [
-            _planned(name, self._state.number_of(name), configs)
+            planned(name, self._state.number_of(name), configs)
             for name, configs in self.plans.items()
         ]
         return [worker for plan in plans for worker in plan]
+
+    def check_hosts(self) -> None:
+        """Check that there is a host that workers can be started on.
+
+        Raises:
+            UnavailableError: No host of the cluster is connected.
+        """
+        if not self._hosts.has_hosts:
+            raise UnavailableError("no host is connected; start an agent there", retry_after_s=1)
+
+    def add_host(self, name: str, host: Host) -> None:
+        """Begin to start workers of all loaded versions on a host of the cluster that has joined.
+
+        A model that cannot be served there is logged, and left out on that host.
+        """
+        self._hosts.join(name, host)
+        for version in [each for versions in self._versions.values() for each in versions.values()]:
+            settings = with_model(self.settings, version.name, version.settings)
+            try:
+                configs = self._hosts.plan_on(name, version.name, settings)
+            except DeviceError:
+                continue
+            slots = version.pool.extend(configs)
+            self._announcer.planned([(slot.id.worker, place_text(slot.config)) for slot in slots])
+
+    def remove_host(self, name: str, reason: str) -> None:
+        """Forget the workers on a host of the cluster that was lost; `reason` is for people."""
+        self._hosts.leave(name)
+        for pool in list(self.pools.values()):
+            pool.withdraw(name, reason)
 
     def versions(self, name: str) -> Sequence[ModelVersion]:
         """Return the loaded versions of a model, the oldest first."""
@@ -164,14 +195,15 @@ class Catalog:
         await future
 
     def plan(self, name: str, model: ModelSettings) -> Sequence[WorkerConfig]:
-        """Return the configurations of the workers of another version.
+        """Return the configurations of the workers of another version, on all hosts.
 
         Raises:
             DeviceError: A requested device is missing.
+            UnavailableError: No host of the cluster is connected.
         """
+        self.check_hosts()
         settings = with_model(self.settings, name, model)
-        is_successor = name in self.serving
-        return plan_model(name, settings, self._host, self._cache_dir, is_successor=is_successor)
+        return self._hosts.plan(name, settings, is_successor=name in self.serving)
 
     def load(
         self,
@@ -187,10 +219,11 @@ class Catalog:
 
         Raises:
             DeviceError: A requested device is missing.
+            UnavailableError: No host of the cluster is connected.
         """
         configs = configs or self.plan(name, model)
         version = self._make(name, model, configs, self.newest(name) + 1)
-        self._announcer.planned(_planned(name, version.number, configs))
+        self._announcer.planned(planned(name, version.number, configs))
         version.pool.start(paused=paused)
         return version
 
@@ -402,10 +435,3 @@ class Catalog:
             objective=objective,
             job_share=settings.job_share,
         )
-
-
-def _planned(name: str, version: int, configs: Sequence[WorkerConfig]) -> Sequence[tuple[str, str]]:
-    """Return each worker of a version and its placement, for people."""
-    ids = [WorkerId(model=name, slot=slot, version=version) for slot in range(len(configs))]
-    texts = [placement_text(config.placement) for config in configs]
-    return [(id.worker, text) for id, text in zip(ids, texts, strict=True)]

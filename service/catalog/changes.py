@@ -10,11 +10,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from inferpool.service.api.routes.models import (
-    ChangeKind,
-    ModelInfo,
-    SwapFigures,
-)
+from inferpool.service.api.routes.models import ChangeKind, ModelInfo, SwapFigures
 from inferpool.service.catalog.catalog import Catalog, ModelVersion
 from inferpool.service.catalog.judging import Judge
 from inferpool.service.catalog.records import Change, Record, VersionHistory, why_of
@@ -94,6 +90,7 @@ class Changes:
 
     def begin_add(self, settings: Mapping[str, object]) -> str:
         """See `ModelsTarget`."""
+        self._catalog.check_hosts()
         name, model, is_ephemeral = read_add(settings)
         if name in self._catalog.serving:
             raise ConflictError(f"there is a model {name!r}; swap it, or remove it first")
@@ -108,6 +105,7 @@ class Changes:
     def begin_swap(self, name: str, request: Mapping[str, object]) -> None:
         """See `ModelsTarget`."""
         self._check_known(name)
+        self._catalog.check_hosts()
         model, options = read_swap(request, self._catalog.version(name).settings)
         self._begin(name, "swap", partial(self._swap, name, model, options, ""))
 
@@ -377,6 +375,8 @@ class Changes:
                     raise VersionRefusedError(f"{slot.id.worker} did not come up: {slot.reason}")
             change.what = f"{kind}: version {version.number} {pool.reason or 'starting'}"
             await self._catalog.until_changed()
+        if not pool.slots:
+            raise VersionRefusedError("all hosts that were to run it were lost")
         change.what = kind
 
     def _serve(self, version: ModelVersion) -> None:

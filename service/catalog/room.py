@@ -94,14 +94,29 @@ class Room:
         self._estimate = estimate
         self._free = free
         self._used_by = used_by
+        self.is_known = True
+        """The figures are known; if not, everything fits."""
         self._shares: list[MemoryShare] = []
         self._returned = asyncio.Condition()
+
+    @classmethod
+    def of_other_hosts(cls) -> "Room":
+        """Return the room on hosts of a cluster, whose memory is not known here.
+
+        A version is loaded beside the one that serves as if both fitted. If a worker does not come
+        up because they do not, the version is refused, and the one that serves goes on. Whoever
+        asks for `old_first` has the former version leave before, on all hosts at once.
+        """
+        room = cls(lambda model, placement: {}, dict, lambda worker: {})
+        room.is_known = False
+        return room
 
     async def plan(self, catalog: Catalog, name: str, model: ModelSettings) -> PlannedWorkers:
         """Plan the workers of a version. Those of the one that serves show what one takes.
 
         Raises:
             InvalidInputError: A requested device is missing.
+            UnavailableError: No host of the cluster is connected.
         """
         try:
             configs = catalog.plan(name, model)
@@ -168,7 +183,7 @@ class Room:
         """Return whether a version fits in only if one that is kept leaves."""
         try:
             plan = await self.plan(catalog, name, model)
-        except InvalidInputError:
+        except (InvalidInputError, UnavailableError):
             return False  # it is refused in any case
         needed, left = total_of(plan.needs), await self.left_beside(None)
         theirs = await self.used_by(kept.pool)
@@ -218,7 +233,8 @@ class Succession:
     def text(self) -> str:
         """How it is loaded, for people; empty if both fit into memory."""
         if self.has_gap:
-            return f"version {self._old.number} leaves first, since memory is too short for both"
+            why = ", since memory is too short for both" if self._room.is_known else ""
+            return f"version {self._old.number} leaves first{why}"
         return "worker by worker, since memory is too short for both" if self.is_tight else ""
 
     async def plan(self, share: MemoryShare) -> None:
@@ -231,6 +247,10 @@ class Succession:
             VersionRefusedError: There can be no room; has the figures.
         """
         self._needs = share.needs
+        if not self._room.is_known:
+            needs_both = self._options.policy in ("shadow", "canary")
+            self.is_tight = self.has_gap = self._options.old_first and not needs_both
+            return
         self.is_tight = share.num < len(share.needs)
         if not self.is_tight:
             return
@@ -305,7 +325,9 @@ class Succession:
             new.pool.dispatcher.abandon(_refused)
         is_canary = self._options.policy == "canary"  # it has clients' calls
         await self._catalog.unload(new, self._grace_s if is_canary else 0.0)
-        for slot in self._gave_up:
+        # Those on hosts that have joined meanwhile were never started.
+        joined = [each for each in self._old.pool.slots if each.is_paused and each.config.host]
+        for slot in dict.fromkeys((*self._gave_up, *joined)):
             self._old.pool.resume(slot)
         while any(slot.state == "starting" for slot in self._gave_up):
             await self._catalog.until_changed()
@@ -315,19 +337,23 @@ class Succession:
         share.returning = self._returning
         await share.look()  # a worker may have died meanwhile
         self.is_tight = self.is_tight or share.num < len(share.needs)
-        if not share.num:
+        if not share.num or (self.has_gap and not self._room.is_known):
             await self._make_way(share)
         begun, self._num_begun = self._num_begun, self._num_begun + share.num
-        for slot in self._new.pool.slots[begun : self._num_begun]:
+        slots = self._new.pool.slots[begun : self._num_begun]
+        if self._num_begun == len(self._needs):  # all, also on hosts that have joined meanwhile
+            slots = [slot for slot in self._new.pool.slots if slot.is_paused]
+        for slot in slots:
             self._new.pool.resume(slot)
         await self._until_loaded()
 
     async def _make_way(self, share: MemoryShare) -> None:
         """Let workers of the former version leave, until one of the new version fits."""
         assert self._new is not None, "it has begun"
+        new = self._next
+        why = "it makes room for " + (new.id.worker if new else f"version {self._new.number}")
         for slot in self._leaving() if self.has_gap else self._spare():
             self._gave_up.append(slot)
-            why = f"it makes room for {self._new.pool.slots[self._num_begun].id.worker}"
             await self._old.pool.pause(slot, self._grace_s, why)
             await share.look()
             if share.num and not self.has_gap:
@@ -340,7 +366,13 @@ class Succession:
     async def _returning(self) -> list[Memory]:
         used = await self._room.used_by(self._old.pool)
         slots = [slot for slot in self._old.pool.slots if not slot.is_paused]
-        return [*self._needs[:1]] * sum(not used[slot.id.slot] for slot in slots)
+        return [*self._needs[:1]] * sum(not used.get(slot.id.slot) for slot in slots)
+
+    @property
+    def _next(self) -> WorkerSlot | None:
+        """The next worker of the new version; None if it has lost its host, or there is none."""
+        slots = self._new.pool.slots if self._new is not None else ()
+        return slots[self._num_begun] if self._num_begun < len(slots) else None
 
     def _spare(self) -> list[WorkerSlot]:
         """Return the workers of the former version without which it still answers, if it does."""
@@ -349,8 +381,7 @@ class Succession:
 
     def _leaving(self) -> list[WorkerSlot]:
         """Return the workers of the former version, those first that had better leave first."""
-        new, begun = self._new, self._num_begun
-        devices = set(new.pool.slots[begun].config.placement.visible) if new is not None else set()
+        devices = set(self._next.config.placement.visible) if self._next is not None else set()
         return sorted(
             (slot for slot in self._old.pool.slots if not slot.is_paused),
             key=lambda slot: (

@@ -12,7 +12,12 @@ from pathlib import Path
 from typing import Protocol
 
 from inferpool.service.catalog.requests import read_model
-from inferpool.service.errors import ConflictError, ServiceError, UnknownModelError
+from inferpool.service.errors import (
+    ConflictError,
+    ServiceError,
+    UnavailableError,
+    UnknownModelError,
+)
 from inferpool.service.watched.versions import (
     FoundVersion,
     find_versions,
@@ -109,8 +114,8 @@ class ModelFolder:
             else:
                 self._target.begin_add({"name": name, "ephemeral": True, **settings})
                 self._ours.add(name)
-        except ConflictError:
-            return  # it is being changed; the next look tries again
+        except (ConflictError, UnavailableError):
+            return  # it is being changed, or no host has joined yet; the next look tries again
         except (ServiceError, ValueError, OSError) as error:
             self._tell(name, f"{version.folder} cannot be served: {_text(error)}")
         else:
