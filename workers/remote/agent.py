@@ -7,6 +7,7 @@ a front end may be, and begins with the one that it has worked for last.
 import asyncio
 import logging
 import random
+import ssl
 from collections.abc import Callable, Sequence
 
 from inferpool.workers.arena import Arena
@@ -60,6 +61,7 @@ class Agent:
         self._grace_s = grace_s
         self._once = once
         self._stopped = asyncio.Event()
+        self._hurried = asyncio.Event()
         self._session: AgentSession | None = None
         self._told: dict[Address, str] = {}
         """What was logged of each address, so that it is logged once."""
@@ -71,7 +73,7 @@ class Agent:
         try:
             await asyncio.wait([stopped, working], return_when=asyncio.FIRST_COMPLETED)
             if not working.done() and self._session is not None:
-                await self._session.leave(self._grace_s, "its agent was told to stop")
+                await self._leave(self._session)
             working.cancel()
             await asyncio.wait([working])
             return working.result() if not working.cancelled() else 0
@@ -83,10 +85,21 @@ class Agent:
         """Let workers finish what they hold, and end; or end at once."""
         if at_once:
             self._grace_s = 0.0
+            self._hurried.set()
         self._stopped.set()
 
+    async def _leave(self, session: AgentSession) -> None:
+        """Leave the front end, until this is told to end at once."""
+        reason = "its agent was told to stop"
+        leaving = asyncio.ensure_future(session.leave(self._grace_s, reason))
+        hurried = asyncio.ensure_future(self._hurried.wait())
+        await asyncio.wait([leaving, hurried], return_when=asyncio.FIRST_COMPLETED)
+        for each in (leaving, hurried):
+            each.cancel()
+        await asyncio.gather(leaving, hurried, return_exceptions=True)
+
     async def _work(self) -> int:
-        pause_s = _FIRST_PAUSE_S
+        loop, pause_s = asyncio.get_running_loop(), _FIRST_PAUSE_S
         while True:
             num_refused = 0
             for address in list(self._addresses):
@@ -97,24 +110,25 @@ class Agent:
                 except RefusedError as error:
                     num_refused += 1
                     self._tell(address, logging.WARNING, f"refused: {error}")
-                except (OSError, TimeoutError) as error:
+                except (OSError, TimeoutError, UnicodeError) as error:
                     text = f"cannot be joined: {_explained(error)}"
                     self._tell(address, logging.WARNING, text)
                 else:
                     self._addresses.remove(address)
                     self._addresses.insert(0, address)
+                    began = loop.time()
                     await self._serve(address, link, mailbox, joined)
-                    pause_s, num_refused = _FIRST_PAUSE_S, 0
-                    if self._once:
+                    if self._once or self._stopped.is_set():
                         return 0
+                    if loop.time() - began > _MOST_PAUSE_S:
+                        pause_s = _FIRST_PAUSE_S
                     break
-            else:
-                if self._once and num_refused == len(self._addresses):
-                    return 1
-                is_refused = num_refused == len(self._addresses)
-                wait_s = _REFUSED_PAUSE_S if is_refused else pause_s
-                await asyncio.sleep(wait_s * random.uniform(0.8, 1.2))
-                pause_s = min(2 * pause_s, _MOST_PAUSE_S)
+            is_refused = num_refused == len(self._addresses)
+            if self._once and is_refused:
+                return 1
+            wait_s = _REFUSED_PAUSE_S if is_refused else pause_s
+            await asyncio.sleep(wait_s * random.uniform(0.8, 1.2))
+            pause_s = min(2 * pause_s, _MOST_PAUSE_S)
 
     async def _serve(
         self,
@@ -148,5 +162,7 @@ class Agent:
 
 def _explained(error: Exception) -> str:
     if isinstance(error, TimeoutError) and not str(error):
-        return "it does not answer"
+        return "it does not answer (if it expects TLS: --certificate, --key and --authority)"
+    if isinstance(error, ssl.SSLError) and error.reason == "WRONG_VERSION_NUMBER":
+        return "it does not speak TLS: leave out --certificate, or set its cluster_certificate"
     return getattr(error, "strerror", None) or str(error)

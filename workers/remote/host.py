@@ -17,6 +17,7 @@ from inferpool.workers.messages import ItemRef
 from inferpool.workers.remote.lease import BEAT_S, LEASE_S, Lease
 from inferpool.workers.remote.link import HostLink, LinkListener
 from inferpool.workers.remote.wire import (
+    MAX_MEASURED_BYTES,
     BatchAnswer,
     BatchLost,
     Beat,
@@ -121,6 +122,7 @@ class RemoteHost(LinkListener[ToFrontEnd]):
     @property
     def last_beat_age_s(self) -> float:
         """Seconds since the last sign of life."""
+        self._lease.renew(self._link.heard_at)
         return self._lease.age_s(time.monotonic())
 
     @property
@@ -142,7 +144,7 @@ class RemoteHost(LinkListener[ToFrontEnd]):
         start = _Start(id=id, future=self._loop.create_future(), on_progress=on_progress)
         try:
             self._link.send(StartWorker(number, id, config))
-        except (TypeError, ValueError) as error:
+        except Exception as error:  # anything that encoding may raise
             text = f"its options cannot be sent to another host: {error}"
             raise WorkerStartError(text, permanent=True) from error
         self._starting[number] = start
@@ -163,15 +165,16 @@ class RemoteHost(LinkListener[ToFrontEnd]):
         """Measure the connection.
 
         Args:
-            num_bytes: Bytes to send each way.
+            num_bytes: Bytes to send each way, 64 MiB at most.
 
         Returns:
             Bytes per second to the host, and from it.
 
         Raises:
-            ConnectionError: The host was lost meanwhile.
+            ConnectionError: The host is lost.
             TimeoutError: It took too long.
         """
+        num_bytes = min(num_bytes, MAX_MEASURED_BYTES)
         payload = [memoryview(bytes(num_bytes))]
         to_s = await self._timed(0, payload)
         from_s = await self._timed(num_bytes, ())
@@ -199,28 +202,28 @@ class RemoteHost(LinkListener[ToFrontEnd]):
         """See `LinkListener`."""
         if self.is_lost:
             return
-        now = time.monotonic()
-        self._lease.renew(now)
         match message:
             case BatchAnswer():
-                done = found(message.done, body[0]) if body else message.done
-                self._worker(message.number).on_answer(done)
+                worker = self._worker(message.number)
+                worker.on_answer(found(message.done, body[0] if body else memoryview(b"")))
+                self._forget_if_settled(message.number)
             case Pulse():
-                self._on_pulse(message, now)
+                self._on_pulse(message, time.monotonic())
             case BatchLost():
                 self._worker(message.number).on_lost(message)
+                self._forget_if_settled(message.number)
             case Progress():
-                if (start := self._starting.get(message.number)) is not None:
-                    start.on_progress(message.stage)
+                self._on_progress(message)
             case Started():
                 self._on_started(message)
             case NotStarted():
                 self._on_not_started(message)
             case WorkerEnded():
                 # It has answered for all batches that it had received by then. Those that were
-                # still on their way come back too, so it stays known while the connection lasts.
-                if (worker := self._workers.get(message.number)) is not None:
-                    worker.on_ended(message.ending)
+                # still on their way come back too, so it stays known until then.
+                if message.number in self._workers:
+                    self._workers[message.number].on_ended(message.ending)
+                    self._forget_if_settled(message.number)
             case Measured():
                 if (measuring := self._measuring.get(message.id)) and not measuring.done():
                     measuring.set_result(None)
@@ -252,6 +255,17 @@ class RemoteHost(LinkListener[ToFrontEnd]):
             raise ValueError(f"worker {number}, which was not started")
         return worker
 
+    def _forget_if_settled(self, number: int) -> None:
+        if self._workers[number].is_settled:
+            del self._workers[number]
+
+    def _on_progress(self, message: Progress) -> None:
+        if (start := self._starting.get(message.number)) is not None:
+            try:
+                start.on_progress(message.stage)
+            except Exception:  # it must not end the connection of all workers
+                logger.exception("the progress of %s could not be noted", start.id)
+
     def _on_started(self, message: Started) -> None:
         start = self._starting.pop(message.number, None)
         if start is None or start.future.done():
@@ -270,11 +284,12 @@ class RemoteHost(LinkListener[ToFrontEnd]):
             )
 
     def _on_pulse(self, pulse: Pulse, now: float) -> None:
-        round_trip_s = now - pulse.sent_at
-        weight = _AVERAGED if self.round_trip_s else 1.0
-        self.round_trip_s += weight * (round_trip_s - self.round_trip_s)
+        if pulse.sent_at:
+            round_trip_s = max(0.0, now - pulse.sent_at)
+            weight = _AVERAGED if self.round_trip_s else 1.0
+            self.round_trip_s += weight * (round_trip_s - self.round_trip_s)
+            self.clock_offset_s = pulse.vitals.wall_time + round_trip_s / 2 - time.time()
         self.vitals = pulse.vitals
-        self.clock_offset_s = pulse.vitals.wall_time + round_trip_s / 2 - time.time()
         for each in pulse.workers:
             if (worker := self._workers.get(each.number)) is not None:
                 worker.on_pulse(each, now)
@@ -283,6 +298,7 @@ class RemoteHost(LinkListener[ToFrontEnd]):
         """Send beats, and end the connection when the lease has run out."""
         while True:
             now = time.monotonic()
+            self._lease.renew(self._link.heard_at)
             if self._lease.is_out(now, BEAT_S):
                 self._link.close(f"no sign of life for {LEASE_S:g} s")
                 return
@@ -291,6 +307,8 @@ class RemoteHost(LinkListener[ToFrontEnd]):
             await asyncio.sleep(BEAT_S)
 
     async def _timed(self, num_bytes: int, body: Views) -> float:
+        if self.is_lost:
+            raise ConnectionError(f"{self.name} is not connected")
         id = next(self._numbers)
         future = self._measuring[id] = self._loop.create_future()
         began = time.monotonic()

@@ -19,6 +19,7 @@ from inferpool.workers.host.replica_files import with_digests
 
 logger = logging.getLogger(__name__)
 
+_MOST_DIGESTS = 10_000
 KEPT_S = 30.0
 """Seconds after joining during which the front end may ask for a worker that is loaded already."""
 _BURST_S = 1.0
@@ -52,6 +53,8 @@ class HostedWorker:
     loading: Task[WorkerHandle] = field(init=False)
     is_claimed: bool = True
     """A connection uses it."""
+    is_ending: bool = False
+    """It is told to stop, and nobody gets it any more."""
 
     @property
     def handle(self) -> WorkerHandle | None:
@@ -67,10 +70,11 @@ class HostedWorker:
 
     async def stop(self, grace_s: float) -> None:
         """Stop it, or give up its start."""
+        self.is_ending = True
         if not self.loading.done():
             self.loading.cancel()
             await asyncio.wait([self.loading])
-        elif (handle := self.handle) is not None:
+        if (handle := self.handle) is not None:
             await handle.stop(grace_s)
 
 
@@ -129,6 +133,8 @@ class HostedWorkers:
 
     async def files_of(self, handle: WorkerHandle) -> list[FileMark]:
         """Return the files that a worker has loaded, with their digests."""
+        if len(self._digests) > _MOST_DIGESTS:
+            self._digests.clear()  # the files change, again and again
         return await asyncio.to_thread(with_digests, handle.ready.files, self._digests)
 
     def release(self) -> None:
@@ -148,12 +154,22 @@ class HostedWorkers:
     async def _loaded(self, key: WorkerConfig) -> HostedWorker | None:
         """Claim a worker with that configuration whose files are on disk as it has loaded them."""
         for worker in list(self._unclaimed()):
-            if worker.key == key:
-                worker.is_claimed = True  # now, since others may look for one meanwhile
+            if worker.key != key or worker.is_claimed or worker.is_ending:
+                continue
+            if worker.loading.done() and worker.handle is None:
+                continue  # its start has failed
+            worker.is_claimed = is_theirs = True  # now, since others may look for one meanwhile
+            try:
                 files = worker.handle.ready.files if worker.handle else []
-                if await asyncio.to_thread(_are_unchanged, files) and worker in self._workers:
-                    return worker
-                worker.is_claimed = False
+                is_theirs = await asyncio.to_thread(_are_unchanged, files)
+                is_theirs = is_theirs and worker in self._workers and not worker.is_ending
+            except asyncio.CancelledError:
+                is_theirs = False
+                raise
+            finally:
+                worker.is_claimed = is_theirs
+            if is_theirs:
+                return worker
         return None
 
     async def _make_room(self, placement: Placement) -> None:

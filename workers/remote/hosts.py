@@ -6,11 +6,13 @@ at which its agent has joined until the connection ends.
 
 import asyncio
 import logging
+import re
 import socket
 import ssl
 import time
 from asyncio import Task
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count
 from typing import Protocol
 
@@ -18,17 +20,19 @@ from inferpool.workers.arena import Arena
 from inferpool.workers.config import WorkerConfig
 from inferpool.workers.errors import WorkerStartError
 from inferpool.workers.host.engine import WorkerId
-from inferpool.workers.messages import MAX_FRAME_BYTES
 from inferpool.workers.remote.host import RemoteHost
 from inferpool.workers.remote.joining import Address, RefusedError, challenge, secured
 from inferpool.workers.remote.link import HostLink, Mailbox
-from inferpool.workers.remote.wire import Hello, Refusal, ToFrontEnd, Welcome
+from inferpool.workers.remote.wire import MAX_BODY_BYTES, Hello, Refusal, ToFrontEnd, Welcome
 from inferpool.workers.remote.worker import RemoteWorker
 
 logger = logging.getLogger(__name__)
 
 _MOST_JOINING = 64
 """Connections that have not proved themselves yet; more are closed at once."""
+_REST_S = 0.5
+"""Seconds without accepting once there are too few descriptors."""
+_NAME = re.compile(r"[\w.-]{1,253}")
 
 
 class HostWatcher(Protocol):
@@ -81,6 +85,7 @@ class RemoteHosts:
         self._joining: set[Task[None]] = set()
         self._observers: set[RemoteHost] = set()
         """Connections of standby front ends."""
+        self._resting: asyncio.TimerHandle | None = None
         self._told_refusals: dict[str, str] = {}
         """The last refusal by address, so that each is logged once."""
 
@@ -118,6 +123,8 @@ class RemoteHosts:
 
     async def close(self) -> None:
         """Accept no more agents, and end all connections. Agents keep their models for a while."""
+        if self._resting is not None:
+            self._resting.cancel()
         asyncio.get_running_loop().remove_reader(self._listener.fileno())
         self._listener.close()
         for task in self._joining:
@@ -136,12 +143,21 @@ class RemoteHosts:
         if self.hosts.get(host.name) is host:
             del self.hosts[host.name]
         logger.warning("host %s at %s is lost: %s", host.name, host.address, reason)
-        self._watcher.on_lost(host, reason)
+        try:
+            self._watcher.on_lost(host, reason)
+        except Exception:  # other hosts must not suffer from it
+            logger.exception("the loss of host %s could not be handled", host.name)
 
     def _accept(self) -> None:
         try:
             sock, address = self._listener.accept()
-        except OSError:  # it has gone already, or there are too few descriptors
+        except (BlockingIOError, InterruptedError, ConnectionError):  # it has gone already
+            return
+        except OSError as error:  # too few descriptors: it would be announced again at once
+            logger.error("no agent can be accepted now: %s", error.strerror)
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(self._listener.fileno())
+            self._resting = loop.call_later(_REST_S, self.open)
             return
         if len(self._joining) >= _MOST_JOINING:
             sock.close()
@@ -150,7 +166,14 @@ class RemoteHosts:
         shown = f"{address[0]}:{address[1]}" if isinstance(address, tuple) else "local"
         task = asyncio.create_task(self._receive(sock, shown), name=f"join {shown}")
         self._joining.add(task)
-        task.add_done_callback(self._joining.discard)
+        task.add_done_callback(partial(self._on_received, sock))
+
+    def _on_received(self, sock: socket.socket, task: "Task[None]") -> None:
+        self._joining.discard(task)
+        if task.cancelled():
+            sock.close()
+        elif error := task.exception():
+            logger.error("an agent could not join", exc_info=error)
 
     async def _receive(self, sock: socket.socket, address: str) -> None:
         """Let one agent join, or refuse it."""
@@ -158,7 +181,7 @@ class RemoteHosts:
         mailbox: Mailbox[ToFrontEnd] = Mailbox()
         try:
             sock = await secured(sock, self._tls, None)
-            link = HostLink(sock, ToFrontEnd, mailbox, max_body_bytes=MAX_FRAME_BYTES)
+            link = HostLink(sock, ToFrontEnd, mailbox, max_body_bytes=MAX_BODY_BYTES)
             hello, proof = await challenge(link, mailbox, self._keys)
             await self._check(hello)
         except RefusedError as error:
@@ -166,7 +189,7 @@ class RemoteHosts:
             self._refuse(link, address, str(error))
             return
         except (OSError, TimeoutError) as error:
-            self._note_refusal(address, f"it did not join: {error or 'it took too long'}")
+            self._note_refusal(address, f"it did not join: {str(error) or 'it took too long'}")
             if link is None:
                 sock.close()
             else:
@@ -195,8 +218,8 @@ class RemoteHosts:
             raise RefusedError("another front end has taken over from this one")
         if hello.role == "standby":
             return
-        if self.standby_reason:
-            raise RefusedError(self.standby_reason)
+        if not _NAME.fullmatch(facts.name):
+            raise RefusedError("its name is not one of letters, digits, '.', '-' and '_' (--name)")
         while (earlier := self.hosts.get(facts.name)) is not None:
             if earlier.facts.instance != facts.instance:
                 raise RefusedError(
@@ -205,6 +228,8 @@ class RemoteHosts:
                 )
             earlier.close("its agent has joined anew")
             await asyncio.sleep(0)  # its link tells of its end in the next step of the loop
+        if self.standby_reason:
+            raise RefusedError(self.standby_reason)
 
     def _take(
         self,
@@ -225,7 +250,11 @@ class RemoteHosts:
             self.hosts[host.name] = host
             devices = ", ".join(hello.facts.devices.describe())
             logger.info("host %s has joined from %s: %s", host.name, address, devices)
-            self._watcher.on_joined(host)
+            try:
+                self._watcher.on_joined(host)
+            except Exception as error:  # it would be connected, and have no work
+                logger.exception("host %s could not be taken on", host.name)
+                host.refuse(f"the front end has made a mistake: {error!r}")
         mailbox.hand_over(link, host)
 
     def _warn_of_differences(self, host: RemoteHost) -> None:

@@ -16,9 +16,9 @@ from ipaddress import ip_address
 
 import msgspec
 
-from inferpool.workers.messages import MAX_FRAME_BYTES
 from inferpool.workers.remote.link import HostLink, Mailbox
 from inferpool.workers.remote.wire import (
+    MAX_BODY_BYTES,
     MAX_HEAD_BYTES,
     MAX_STRANGER_BYTES,
     PROTOCOL,
@@ -36,6 +36,8 @@ JOIN_S = 5.0
 """Seconds that the other side may take for the TLS handshake, and again for the proof."""
 MIN_KEY_BYTES = 16
 _NONCE_BYTES = 32
+_MOST_AT_FIRST = 4096
+"""Messages that may come with the welcome: a front end starts all workers of the host at once."""
 
 
 Address = tuple[str, int]
@@ -103,16 +105,14 @@ class Dialer:
             TimeoutError: It does not answer.
         """
         sock = await secured(await self._dial(address), self._tls, address[0])
-        mailbox: Mailbox[ToAgent] = Mailbox()
-        link = HostLink(sock, ToAgent, mailbox, max_body_bytes=MAX_FRAME_BYTES)
-        link.max_head_bytes = MAX_STRANGER_BYTES
+        mailbox: Mailbox[ToAgent] = Mailbox(_MOST_AT_FIRST)
+        link = HostLink(sock, ToAgent, mailbox, max_body_bytes=MAX_BODY_BYTES)
         try:
             async with asyncio.timeout(JOIN_S):
                 joined = await self._prove(link, mailbox, role, term)
         except BaseException:
             link.close()
             raise
-        link.max_head_bytes = MAX_HEAD_BYTES
         return link, mailbox, joined
 
     async def _dial(self, address: Address) -> socket.socket:
@@ -120,20 +120,26 @@ class Dialer:
         host, port = address
         async with asyncio.timeout(JOIN_S):
             found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            family, kind, protocol, _, where = found[0]
-            if self._tls is None and not self._insecure and not is_private(str(where[0])):
-                raise RefusedError(
-                    f"{where[0]} is not a private address: use TLS (--certificate), or say "
-                    "--insecure"
-                )
-            sock = socket.socket(family, kind, protocol)
-            sock.setblocking(False)
-            try:
-                await loop.sock_connect(sock, where)
-            except BaseException:
-                sock.close()
-                raise
-        return sock
+            failure = OSError(f"{host} has no address")
+            for family, kind, protocol, _, where in found:
+                if self._tls is None and not self._insecure and not is_private(str(where[0])):
+                    raise RefusedError(
+                        f"{where[0]} is not a private address: use TLS (--certificate), or say "
+                        "--insecure"
+                    )
+                sock = socket.socket(family, kind, protocol)
+                sock.setblocking(False)
+                try:
+                    await loop.sock_connect(sock, where)
+                except OSError as error:  # a name may have addresses at which nobody listens
+                    sock.close()
+                    failure = error
+                except BaseException:
+                    sock.close()
+                    raise
+                else:
+                    return sock
+        raise failure
 
     async def _prove(
         self, link: HostLink[ToAgent], mailbox: Mailbox[ToAgent], role: Role, term: int

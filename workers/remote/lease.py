@@ -16,8 +16,8 @@ class Lease:
         self._heard_at = self._look_due = now
 
     def renew(self, now: float) -> None:
-        """Note a message from the other side."""
-        self._heard_at = now
+        """Note a sign of life from the other side, at that time."""
+        self._heard_at = max(self._heard_at, now)
 
     def age_s(self, now: float) -> float:
         """Return the seconds since the last sign of life."""

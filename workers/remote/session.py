@@ -20,9 +20,11 @@ from inferpool.workers.remote.hosted import HostedWorker, HostedWorkers
 from inferpool.workers.remote.lease import BEAT_S, LEASE_S, Lease
 from inferpool.workers.remote.link import HostLink, LinkListener
 from inferpool.workers.remote.wire import (
+    MAX_MEASURED_BYTES,
     BatchAnswer,
     BatchLost,
     Beat,
+    FrameTooLargeError,
     HostVitals,
     Measure,
     Measured,
@@ -46,7 +48,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MOST_MEASURED_BYTES = 64 << 20
+_LATE_BEATS = 1.5
+_FLUSH_S = LEASE_S
+"""Seconds that the front end may take for the last answers, before the connection is closed."""
 
 
 @dataclass(slots=True)
@@ -97,6 +101,8 @@ class AgentSession(LinkListener[ToAgent]):
         self._stopping: set[Task[None]] = set()
         self._held: dict[Future[BatchDone], WorkerHandle] = {}
         """Batches that workers compute."""
+        self._told_at = time.monotonic()
+        """Time of the last pulse."""
         self._arriving: _Batch | None = None
         self._waiting: deque[_Batch] = deque()
         """Batches that wait for room in the arena."""
@@ -111,9 +117,10 @@ class AgentSession(LinkListener[ToAgent]):
 
         A lease later the front end has given their batches to others.
         """
-        for task in self._tasks.values():
+        tasks = list(self._tasks.values())
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks.values(), *self._stopping, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._held:
             await asyncio.wait(list(self._held), timeout=LEASE_S)
         late = set(self._held.values())
@@ -125,9 +132,15 @@ class AgentSession(LinkListener[ToAgent]):
     async def leave(self, grace_s: float, reason: str) -> None:
         """Take no more work, finish what is held, and end the connection."""
         self.is_leaving = True
+        tasks = dict(self._tasks)
+        for number, task in tasks.items():
+            if number not in self._hosted:
+                task.cancel()  # it has not begun to start
         await asyncio.gather(*(each.stop(grace_s) for each in list(self._hosted.values())))
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
         self._link.send(Refusal(reason))
+        # The front end closes it once it has read all answers: data that crosses a close is lost.
+        await asyncio.wait([self._over], timeout=_FLUSH_S)
         self._link.close(reason)
 
     # Messages
@@ -135,7 +148,7 @@ class AgentSession(LinkListener[ToAgent]):
     def room_for(self, message: ToAgent, num_bytes: int) -> Views:
         """See `LinkListener`. The payloads of a batch go into slots of the arena."""
         if isinstance(message, Measure):
-            return [memoryview(bytearray(min(num_bytes, _MOST_MEASURED_BYTES)))]
+            return [memoryview(bytearray(min(num_bytes, MAX_MEASURED_BYTES)))]
         if not isinstance(message, RunBatch):
             raise ValueError(f"{type(message).__name__} with a body")
         self._arriving = batch = self._receive(message)
@@ -146,19 +159,19 @@ class AgentSession(LinkListener[ToAgent]):
 
     def on_message(self, message: ToAgent, body: Views) -> None:
         """See `LinkListener`."""
-        self._lease.renew(time.monotonic())
         match message:
             case RunBatch():
                 batch, self._arriving = self._arriving or self._receive(message), None
-                self._run(batch)
+                self._waiting.append(batch)
+                self._run_waiting()
             case Beat():
-                self._link.send(self._pulse(message))
+                self._tell(message.sent_at)
             case StartWorker():
                 self._start(message)
             case StopWorker():
                 self._stop(message)
             case Measure():
-                num_bytes = min(message.num_bytes, _MOST_MEASURED_BYTES)
+                num_bytes = min(message.num_bytes, MAX_MEASURED_BYTES)
                 self._link.send(Measured(message.id), [memoryview(bytes(num_bytes))])
             case Refusal():
                 self._link.close(message.reason)
@@ -170,18 +183,26 @@ class AgentSession(LinkListener[ToAgent]):
         self._watching.cancel()
         if self._arriving is not None:
             self._free(self._arriving)
+            self._arriving = None
         self._waiting.clear()
         if not self._over.done():
             self._over.set_result(reason)
 
     async def _watch(self) -> None:
+        """End the connection when the lease has run out; give signs of life while beats tarry."""
         while True:
-            if self._lease.is_out(time.monotonic(), BEAT_S):
+            now = time.monotonic()
+            self._lease.renew(self._link.heard_at)
+            if self._lease.is_out(now, BEAT_S):
                 self._link.close(f"no sign of life from the front end for {LEASE_S:g} s")
                 return
+            if now - self._told_at > _LATE_BEATS * BEAT_S:  # payloads are on the way before them
+                self._tell(0.0)
             await asyncio.sleep(BEAT_S)
 
-    def _pulse(self, beat: Beat) -> Pulse:
+    def _tell(self, sent_at: float) -> None:
+        """Tell the front end of the state of this host."""
+        self._told_at = time.monotonic()
         vitals = HostVitals(
             forkserver=self._workers.forkserver,
             arena_bytes=self._arena.num_bytes,
@@ -193,7 +214,7 @@ class AgentSession(LinkListener[ToAgent]):
             WorkerPulse(number, worker.is_stalled, worker.vitals())
             for number, worker in self._running.items()
         ]
-        return Pulse(beat.sent_at, vitals, workers)
+        self._link.send(Pulse(sent_at, vitals, workers))
 
     # Workers
 
@@ -203,6 +224,7 @@ class AgentSession(LinkListener[ToAgent]):
             return
         task = asyncio.create_task(self._see_to(order), name=f"see to {order.id}")
         self._tasks[order.number] = task
+        task.add_done_callback(lambda _: self._forget(order.number))
 
     def _stop(self, order: StopWorker) -> None:
         hosted = self._hosted.get(order.number)
@@ -231,22 +253,20 @@ class AgentSession(LinkListener[ToAgent]):
                     raise  # the connection has ended: the start goes on
                 raise WorkerStartError("the start was given up", permanent=False) from None
             files = await self._workers.files_of(worker)
+            ready = msgspec.structs.replace(worker.ready, files=files)
+            self._link.send(Started(number, worker.credit, ready))
         except WorkerStartError as error:
-            self._forget(number)
             self._link.send(
                 NotStarted(number, str(error), error.permanent, traceback=error.traceback)
             )
             return
         except Exception as error:  # the front end must hear of it
             logger.exception("%s could not be started", order.id)
-            self._forget(number)
             self._link.send(
                 NotStarted(number, f"a mistake of the agent: {error!r}", permanent=False)
             )
             return
-        ready = msgspec.structs.replace(worker.ready, files=files)
         self._running[number] = worker
-        self._link.send(Started(number, worker.credit, ready))
         ending = await worker.wait()
         self._forget(number)
         self._link.send(WorkerEnded(number, ending))
@@ -258,9 +278,9 @@ class AgentSession(LinkListener[ToAgent]):
     # Batches
 
     def _receive(self, order: RunBatch) -> _Batch:
-        """Find room for the payloads of a batch."""
+        """Find room for the payloads of a batch. It waits its turn if others wait for room."""
         batch = _Batch(order, time.monotonic() - order.sent_at, [])
-        if not self._find_room(batch):
+        if self._waiting or not self._find_room(batch):
             batch.payload = memoryview(bytearray(sum(item.num_bytes for item in order.items)))
         return batch
 
@@ -278,16 +298,23 @@ class AgentSession(LinkListener[ToAgent]):
             self._arena.free(offset)
         batch.offsets.clear()
 
+    def _run_waiting(self) -> None:
+        """Give batches to their workers in the order of their arrival, as far as there is room."""
+        while self._waiting:
+            batch = self._waiting[0]
+            if batch.payload is not None and not self._find_room(batch):
+                if self._held:
+                    return  # until that has come back
+                self._waiting.popleft()
+                self._refuse(batch, "the arena of its host is too small for it (arena_bytes)")
+            else:
+                self._waiting.popleft()
+                self._run(batch)
+
     def _run(self, batch: _Batch) -> None:
-        """Give a batch to its worker, once there is room for it."""
+        """Give a batch to its worker; there is room for it."""
         order = batch.order
         if batch.payload is not None:
-            if not all(self._arena.can_hold(item.num_bytes) for item in order.items):
-                self._refuse(batch, "the arena of its host is too small for it (arena_bytes)")
-                return
-            if not self._find_room(batch):
-                self._waiting.append(batch)  # until others have come back
-                return
             self._move_in(batch)
         worker = self._running.get(order.number)
         if worker is None or self.is_leaving:
@@ -333,10 +360,11 @@ class AgentSession(LinkListener[ToAgent]):
         error = future.exception()
         if error is None:
             done, body = placed(future.result(), order.id, batch.ahead_s)
-            self._link.send(BatchAnswer(order.number, done), body)
+            try:
+                self._link.send(BatchAnswer(order.number, done), body)
+            except FrameTooLargeError as too_large:
+                self._refuse(batch, f"the outputs of its batch are too large: {too_large}")
         else:
             started = isinstance(error, WorkerLostError) and error.started
             self._link.send(BatchLost(order.number, order.id, str(error), started=started))
-        waiting, self._waiting = self._waiting, deque()
-        for each in waiting:
-            self._run(each)
+        self._run_waiting()

@@ -16,7 +16,15 @@ from inferpool.workers.config import WorkerConfig
 from inferpool.workers.host.devices import Host
 from inferpool.workers.host.engine import Ending, ForkserverVitals, Vitals, WorkerId
 from inferpool.workers.host.gpu_watch import GpuVitals
-from inferpool.workers.messages import BatchDone, ItemRef, Outcome, Ready, Stored, TensorBlob
+from inferpool.workers.messages import (
+    MAX_FRAME_BYTES,
+    BatchDone,
+    ItemRef,
+    Outcome,
+    Ready,
+    Stored,
+    TensorBlob,
+)
 
 PROTOCOL = 1
 """Number of this set of messages. Both sides must have the same."""
@@ -25,6 +33,10 @@ MAX_HEAD_BYTES = 64 << 20
 """Largest head. A batch takes some 100 bytes an instance, and its parameters."""
 MAX_STRANGER_BYTES = 1 << 18
 """Largest head of an agent that has not proved that it knows the key."""
+MAX_BODY_BYTES = MAX_FRAME_BYTES
+"""Largest body."""
+MAX_MEASURED_BYTES = 64 << 20
+"""Largest body of `Measure` and of its answer."""
 _MIN_PLACED_BYTES = 1 << 12
 """Size from which an output goes into the body, where it need not be copied."""
 
@@ -117,7 +129,7 @@ class Pulse(msgspec.Struct, frozen=True, array_like=True, tag="pulse"):
     """Agent to front end: the answer to a beat."""
 
     sent_at: float
-    """Copied from the beat."""
+    """Copied from the beat; 0.0 if none has come for a while, since payloads are on the way."""
     vitals: HostVitals
     workers: list[WorkerPulse]
 
@@ -236,12 +248,14 @@ def frame_start(message: Message, num_body_bytes: int) -> bytes:
     """Return all of a frame but its body.
 
     Raises:
-        FrameTooLargeError: Its head is larger than the other side takes.
+        FrameTooLargeError: Its head or its body is larger than the other side takes.
         Exception: The message cannot be encoded.
     """
     head = _encode(message)
     if len(head) > MAX_HEAD_BYTES:
         raise FrameTooLargeError(f"a message of {len(head)} bytes; {MAX_HEAD_BYTES} are allowed")
+    if num_body_bytes > MAX_BODY_BYTES:
+        raise FrameTooLargeError(f"a body of {num_body_bytes} bytes; {MAX_BODY_BYTES} are allowed")
     return LENGTHS.pack(len(head), num_body_bytes) + head
 
 
@@ -290,8 +304,6 @@ def found(done: BatchDone, body: memoryview) -> BatchDone:
     Raises:
         ValueError: A place is outside of the body.
     """
-    if not body.nbytes:
-        return done
     outcomes: list[Outcome] = [
         [_found(blob, body) for blob in outcome] if isinstance(outcome, list) else outcome
         for outcome in done.outcomes

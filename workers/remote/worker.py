@@ -44,7 +44,8 @@ class RemoteWorker:
         self._link = link
         self._loop = asyncio.get_running_loop()
         self._ids = count(1)
-        self._held: dict[int, Future[BatchDone]] = {}
+        self._held: dict[int, tuple[Future[BatchDone], int]] = {}
+        """Batches by number, each with its number of instances."""
         self._gone: Future[Ending] = self._loop.create_future()
         self._ending_reason = ""
         self._is_lost_with_host = False
@@ -78,8 +79,13 @@ class RemoteWorker:
             return future
         id = next(self._ids)
         self._link.order(RunBatch(self._number, id, time.monotonic(), items), items)
-        self._held[id] = future
+        self._held[id] = future, len(items)
         return future
+
+    @property
+    def is_settled(self) -> bool:
+        """True once it has ended and holds nothing, so that nothing more can come from it."""
+        return self._gone.done() and not self._held
 
     async def wait(self) -> Ending:
         """See `Incarnation.wait`."""
@@ -120,11 +126,14 @@ class RemoteWorker:
         """Settle a batch.
 
         Raises:
-            ValueError: It holds no such batch.
+            ValueError: It holds no such batch, or the batch has another size.
         """
-        future = self._held.pop(done.id, None)
+        future, num_items = self._held.get(done.id, (None, 0))
         if future is None:
             raise ValueError(f"an answer to batch {done.id}, which {self.id} does not hold")
+        if len(done.outcomes) != num_items:
+            raise ValueError(f"{len(done.outcomes)} outcomes for {num_items} instances")
+        del self._held[done.id]
         self._answered_at = time.monotonic()
         self._num_batches += 1
         self.has_worked = True
@@ -135,7 +144,7 @@ class RemoteWorker:
     def on_lost(self, lost: BatchLost) -> None:
         """Fail a batch that the worker has not answered, and never will."""
         self._ending_reason = self._ending_reason or lost.reason
-        future = self._held.pop(lost.id, None)
+        future, _ = self._held.pop(lost.id, (None, 0))
         if future is not None and not future.done():
             future.set_exception(WorkerLostError(lost.reason, started=lost.started))
 
@@ -149,7 +158,7 @@ class RemoteWorker:
         """Fail all batches: its connection has ended, so no answer can come."""
         self._ending_reason, self._is_lost_with_host = reason, True
         held, self._held = self._held, {}
-        for future in held.values():
+        for future, _ in held.values():
             if not future.done():
                 future.set_exception(self._lost(started=False))
         if not self._gone.done():
