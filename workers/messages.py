@@ -181,6 +181,8 @@ class RankReady(msgspec.Struct, frozen=True, array_like=True, tag="rank ready"):
     """Kind of device, like `Ready.device`."""
     part: RankPart
     """Part of the model that it holds."""
+    files: list[FileMark] = []
+    """Files that it has loaded."""
 
 
 class StartFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):

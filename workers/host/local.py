@@ -24,6 +24,7 @@ from inferpool.workers.config import WorkerConfig
 from inferpool.workers.errors import WorkerStartError
 from inferpool.workers.host import forkserver
 from inferpool.workers.host.engine import ForkserverVitals, WorkerId
+from inferpool.workers.host.following_worker import FollowingWorker
 from inferpool.workers.host.forked import ForkedProcess
 from inferpool.workers.host.forkserver import (
     Forkserver,
@@ -126,8 +127,10 @@ class LocalEngine:
 
     async def start(
         self, id: WorkerId, config: WorkerConfig, on_progress: Callable[[str], None]
-    ) -> LocalWorker:
+    ) -> LocalWorker | FollowingWorker:
         """Start a worker, and return once it has loaded its model and answered a canary.
+
+        If it is spread over several hosts, and its lead is on another one, there is no canary here.
 
         Raises:
             WorkerStartError: It ended, failed or took too long before that.
@@ -150,7 +153,7 @@ class LocalEngine:
 
     async def _start_once(
         self, id: WorkerId, config: WorkerConfig, on_progress: Callable[[str], None], until: float
-    ) -> LocalWorker:
+    ) -> LocalWorker | FollowingWorker:
         """Try to start a worker until that time of the event loop's clock.
 
         Raises:
@@ -166,9 +169,8 @@ class LocalEngine:
             except TimeoutError:
                 raise _not_loaded(config) from None
         try:
-            _require_descriptors(config.placement.num_ranks)
-            worker = LocalWorker(id, config, on_progress, self._oom_kills)
-            worker.on_loaded = partial(self._start_decoders, worker)
+            _require_descriptors(config.here.num_ranks)
+            worker = self._make(id, config, on_progress)
         except SharedMemoryError as error:
             raise WorkerStartError(str(error), permanent=False) from error
         except OSError as error:
@@ -209,7 +211,16 @@ class LocalEngine:
         if not launch.cancelled():
             launch.exception()  # mark it as retrieved: the start may have been given up
 
-    async def _launch(self, worker: LocalWorker, config: WorkerConfig) -> None:
+    def _make(
+        self, id: WorkerId, config: WorkerConfig, on_progress: Callable[[str], None]
+    ) -> LocalWorker | FollowingWorker:
+        if config.first_rank:
+            return FollowingWorker(id, config, on_progress, self._oom_kills)
+        worker = LocalWorker(id, config, on_progress, self._oom_kills)
+        worker.on_loaded = partial(self._start_decoders, worker)
+        return worker
+
+    async def _launch(self, worker: LocalWorker | FollowingWorker, config: WorkerConfig) -> None:
         """Start all processes of a worker; on an error, leave nothing of it behind."""
         processes: list[BaseProcess] = []
         try:
@@ -246,22 +257,23 @@ class LocalEngine:
         return process
 
     def _process_of(
-        self, rank: RankProcess, worker: LocalWorker, config: WorkerConfig
+        self, rank: RankProcess, worker: LocalWorker | FollowingWorker, config: WorkerConfig
     ) -> BaseProcess:
         from inferpool.workers.inside import entry
 
         ends = worker.wiring.ends_of(rank.number)
-        shared = (worker.outputs.memory, ends, rank.stacks)
         row = rank.heartbeat.memory
+        make = SpawnProcess if self._forkserver is None else ForkedProcess
+        if rank.number or isinstance(worker, FollowingWorker):
+            args = (config, rank.outbox, row, ends, rank.stacks)
+            return make(target=entry.follow, name=rank.name, args=args)
+        shared = (worker.outputs.memory, ends, rank.stacks)
         # They need a forkserver: a worker watches them by descriptors, which older systems lack.
         door = worker.decoders.door if self._forkserver else None
-        make = SpawnProcess if self._forkserver is None else ForkedProcess
         return make(
-            target=entry.follow if rank.number else entry.run,
+            target=entry.run,
             name=rank.name,
-            args=(config, rank.outbox, row, ends, rank.stacks)
-            if rank.number
-            else (config, worker.inbox, rank.outbox, self._arena.memory, row, *shared, door),
+            args=(config, worker.inbox, rank.outbox, self._arena.memory, row, *shared, door),
         )
 
     async def _start_process(self, process: BaseProcess) -> None:
@@ -282,7 +294,11 @@ def _not_loaded(config: WorkerConfig) -> WorkerStartError:
 
 
 async def _give_up(
-    worker: LocalWorker, launch: Task[None], reason: str, *, with_stacks: bool = False
+    worker: LocalWorker | FollowingWorker,
+    launch: Task[None],
+    reason: str,
+    *,
+    with_stacks: bool = False,
 ) -> None:
     """End a worker that is being started.
 
@@ -290,7 +306,7 @@ async def _give_up(
     """
     worker.is_given_up = True
     await asyncio.wait([launch], timeout=EXIT_WAIT_S)
-    if worker.lead.is_attached:
+    if worker.ranks[0].is_attached:
         await worker.kill(reason, with_stacks=with_stacks)
 
 

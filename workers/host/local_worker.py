@@ -1,7 +1,8 @@
 """The front end's view of one incarnation of a worker on this host.
 
 A worker is one process, or a group with one process for each device of a split replica. The lead
-(rank 0) owns the inbox and answers the batches; if one process of a group ends, all are ended.
+(rank 0) owns the inbox and answers the batches; if one process of a group ends, all are ended. Of a
+group that is spread over several hosts this is the part with the lead.
 Nothing here blocks the event loop: reads and writes return at once, and the end of file of a
 process's outbox, or its sentinel, tells of its death.
 """
@@ -39,7 +40,7 @@ from inferpool.workers.messages import (
     StartProgress,
 )
 from inferpool.workers.outputs import OutputRegion
-from inferpool.workers.wiring import Wiring
+from inferpool.workers.wiring import wiring_of
 
 logger = logging.getLogger(__name__)
 
@@ -77,18 +78,19 @@ class LocalWorker:
         """
         self.id = id
         self.credit = config.credit
-        num_ranks = config.placement.num_ranks
+        self._is_alone = config.placement.num_ranks == 1
         self.inbox = PrivateQueue()
         self.outputs = OutputRegion()
         self.ranks = [
-            RankProcess(id, rank, oom_kills, is_alone=num_ranks == 1) for rank in range(num_ranks)
+            RankProcess(id, rank, oom_kills, is_alone=self._is_alone)
+            for rank in range(config.here.num_ranks)
         ]
         self.lead = self.ranks[0]
-        self.wiring = Wiring(num_ranks)
+        self.wiring = wiring_of(config)
         self.decoders = DecoderHost(id, config, oom_kills, self._settle)
         self.on_loaded: Callable[[Ready], None] = lambda _: None
         """Called once it is loaded; it starts the decoders."""
-        self._device_names = config.placement.names
+        self._device_names = config.here.names
         self._patience_s = min(PATIENCE_S, batch_timeout_s(config.batch_timeout_s, None))
         self.carrier = Carrier(
             self.lead.heartbeat,
@@ -211,7 +213,7 @@ class LocalWorker:
             num_batches=0 if is_gone else self.lead.heartbeat.num_batches,
             last_answer_age_s=now - proven_at if proven_at else 0.0,
             batch_age_s=0.0 if is_gone else self.carrier.held.oldest_age_s(now),
-            ranks=ranks if len(ranks) > 1 else (),
+            ranks=() if self._is_alone else ranks,
             decoders=decoders,
         )
 
@@ -278,7 +280,7 @@ class LocalWorker:
         self._settle()
 
     def _prove_if_ready(self) -> None:
-        """Send the first canary once all ranks have loaded."""
+        """Send the first canary once all ranks have loaded; those on other hosts have, with us."""
         ready = self._ready
         if ready is None or len(self._followers) < len(self.ranks) - 1:
             return
@@ -286,7 +288,7 @@ class LocalWorker:
 
     def _with_rank(self, rank: RankProcess, text: str) -> str:
         """Return a text about a process, with its rank if there are several."""
-        return f"rank {rank.number}: {text}" if len(self.ranks) > 1 else text
+        return text if self._is_alone else f"rank {rank.number}: {text}"
 
     def _judge_canary(self) -> None:
         failure = self.carrier.canary.failure

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from inferpool.workers.config import WorkerConfig
 from inferpool.workers.guard import die_with_front_end
 from inferpool.workers.inside.stacks import record
-from inferpool.workers.wiring import RankEnds
+from inferpool.workers.wiring import DistantEnds, RankEnds
 
 if TYPE_CHECKING:
     from inferpool.workers.inside.worker_queue import WorkerQueue
@@ -20,7 +20,7 @@ def run(
     arena: mmap,
     row: mmap,
     region: mmap,
-    ends: RankEnds | None,
+    ends: RankEnds | DistantEnds | None,
     stacks: int,
     door: socket.socket | None = None,
 ) -> None:
@@ -33,7 +33,11 @@ def run(
 
 
 def follow(
-    config: WorkerConfig, outbox: "WorkerQueue", row: mmap, ends: RankEnds, stacks: int
+    config: WorkerConfig,
+    outbox: "WorkerQueue",
+    row: mmap,
+    ends: RankEnds | DistantEnds,
+    stacks: int,
 ) -> None:
     """Run a follower of a group; see `workers.inside.follower.main`."""
     die_with_front_end()

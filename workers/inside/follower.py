@@ -13,6 +13,7 @@ import torch
 
 from inferpool.models.accelerator.device import name_of
 from inferpool.models.base import load_model
+from inferpool.models.files.opened import OpenedFiles
 from inferpool.models.split.network import serve
 from inferpool.models.texts import described
 from inferpool.workers.config import WorkerConfig
@@ -28,12 +29,14 @@ from inferpool.workers.inside.own_process import (
 )
 from inferpool.workers.inside.worker_queue import WorkerQueue
 from inferpool.workers.messages import Leaving, RankReady
-from inferpool.workers.wiring import RankEnds
+from inferpool.workers.wiring import DistantEnds, RankEnds
 
 logger = logging.getLogger(__name__)
 
 
-def main(config: WorkerConfig, outbox: WorkerQueue, row: mmap, ends: RankEnds) -> None:
+def main(
+    config: WorkerConfig, outbox: WorkerQueue, row: mmap, ends: RankEnds | DistantEnds
+) -> None:
     """Run one rank of an incarnation, from its first instruction to its exit.
 
     Args:
@@ -45,14 +48,15 @@ def main(config: WorkerConfig, outbox: WorkerQueue, row: mmap, ends: RankEnds) -
     heartbeat = Heartbeat(row)
     set_up(heartbeat, outbox)
     with reporting_failures(outbox):
-        pin(config.placement.for_rank(ends.rank))
-        group = Group(ends, config.placement)
-        model = build_model(config, group)
-        load_model(model, config.placement)
+        pin(config.placement_of(ends.rank))
+        group = Group(ends, config.placement, config.part)
+        opened = OpenedFiles(config.model.source)
+        with opened.noting():
+            model = build_model(config, group)
+            load_model(model, config.placement)
         network = model.split_network
         assert network is not None
-        device = config.placement.devices[ends.rank]
-        ready = RankReady(name_of(device), network.part)
+        ready = RankReady(name_of(str(group.device)), network.part, opened.marks())
     give_back()
     gc.freeze()  # loaded objects stay, so later collections can skip them
     heartbeat.beat()

@@ -1,8 +1,8 @@
 """Connects a rank of a split replica to the others. Worker processes only.
 
-Messages go through private pipes; the tensors follow through `torch.distributed` (NCCL or gloo),
-once both sides know their shapes. A rank that loses another one only waits: the front end sees each
-death at once and ends the whole group.
+Messages go through private pipes, or through connections to other hosts; the tensors follow through
+`torch.distributed` (NCCL or gloo), once both sides know their shapes. A rank that loses another one
+only waits: the front end sees each death at once and ends the whole group.
 """
 
 import contextlib
@@ -28,8 +28,10 @@ from inferpool.models.accelerator.order import OwnStream
 from inferpool.models.errors import OutOfStepError
 from inferpool.models.spec import Placement, Split
 from inferpool.models.split.turnstile import BatchClock
+from inferpool.workers.config import HostPart
+from inferpool.workers.inside.meeting import meet
 from inferpool.workers.memory import available_bytes
-from inferpool.workers.wiring import RankEnds
+from inferpool.workers.wiring import DistantEnds, RankEnds
 
 logger = logging.getLogger(__name__)
 
@@ -48,12 +50,15 @@ _FAREWELL = b""
 class Group:
     """Implementation of `models.split.ranks.Ranks` for this process."""
 
-    def __init__(self, ends: RankEnds, placement: Placement) -> None:
+    def __init__(
+        self, ends: RankEnds | DistantEnds, placement: Placement, part: HostPart | None = None
+    ) -> None:
         """Connect to the other ranks; this may initialise CUDA.
 
         Args:
-            ends: Connections to them.
+            ends: Connections to them, or the way to them.
             placement: Placement of the replica; each rank has pinned itself to its own part.
+            part: Ranks of this host, if the replica is spread over several.
 
         Raises:
             RuntimeError: The ranks cannot reach each other.
@@ -61,12 +66,15 @@ class Group:
         assert placement.split is not None, "only a split replica has several ranks"
         self.rank, self.size = ends.rank, ends.num_ranks
         self.split: Split = placement.split
-        self.device = torch.device(placement.devices[self.rank])
+        devices = placement.devices if part is None else part.placement.devices
+        device = devices[self.rank - (0 if part is None else part.first)]
+        self.device = torch.device(device)
         self.giving_way: Callable[[], AbstractContextManager[BatchClock]] = _alone
         """See `Ranks`. A loop that computes several batches at once replaces it."""
-        self._ends = ends
+        interface = _LOOPBACK if part is None else part.interface
+        self._ends, store = _met(ends, interface)
         self._under_way: SimpleQueue[tuple[dist.Work | None, Tensor]] = SimpleQueue()
-        self._num_sharing = placement.devices.count(placement.devices[self.rank])
+        self._num_sharing = devices.count(device)
         backend = backend_for(placement.devices)
         is_apart = is_accelerator(self.device)
         self._is_staged = is_apart and backend == _ON_HOST
@@ -74,9 +82,8 @@ class Group:
         # A transfer waits for the other rank, and what a stream is told later waits for it. So no
         # transfer goes to a stream that computes, and no two kinds of transfer to the same one.
         self._sending, self._receiving, self._keeping = (OwnStream(self.device) for _ in range(3))
-        # All ranks are on this host, whose name may not resolve to an address.
-        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = _LOOPBACK
-        store = torch.distributed.FileStore(str(ends.meeting), self.size)  # type: ignore[attr-defined]  # its module does not export it
+        # The name of the host may not resolve to an address.
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
         try:
             dist.init_process_group(
                 backend,
@@ -87,10 +94,7 @@ class Group:
                 device_id=None if backend == _ON_HOST else self.device,
             )
         except RuntimeError as error:
-            raise RuntimeError(
-                f"the ranks of a replica cannot meet over the loopback interface {_LOOPBACK!r}: "
-                f"{error}; is it up (ip link set lo up)?"
-            ) from error
+            raise _apart(interface, error) from error
         num_ways = 1 + max(way_from(rank, self.split, self.size) for rank in range(self.size))
         self._ways = [
             None if backend == _ON_HOST else self._way_of_its_own() for _ in range(num_ways)
@@ -203,6 +207,28 @@ class Group:
         logger.log(level, "rank %d cannot be reached: %s", rank, error)
         time.sleep(_KILLED_WITHIN_S)
         os._exit(1)
+
+
+def _met(ends: RankEnds | DistantEnds, interface: str) -> tuple[RankEnds, dist.Store]:
+    """Return the connections to the other ranks, and the store in which the ranks meet.
+
+    Raises:
+        RuntimeError: Ranks on other hosts cannot be reached.
+    """
+    if isinstance(ends, RankEnds):
+        return ends, dist.FileStore(str(ends.meeting), ends.num_ranks)  # type: ignore[attr-defined]  # its module does not export it
+    try:
+        return meet(ends)
+    except (OSError, RuntimeError) as error:
+        raise _apart(interface, error) from error
+
+
+def _apart(interface: str, error: Exception) -> RuntimeError:
+    """Return the error of ranks that do not come together."""
+    where, hint = f"the interface {interface!r}", "can the hosts reach each other (--interface)?"
+    if interface == _LOOPBACK:
+        where, hint = f"the loopback interface {interface!r}", "is it up (ip link set lo up)?"
+    return RuntimeError(f"the ranks of a replica cannot meet over {where}: {error}; {hint}")
 
 
 def _alone() -> AbstractContextManager[BatchClock]:

@@ -53,7 +53,7 @@ from inferpool.workers.inside.worker_queue import WorkerQueue
 from inferpool.workers.memory import has_room_beside
 from inferpool.workers.messages import BatchDone, ItemRef, Ready, StartProgress, Stored
 from inferpool.workers.outputs import OutputStore
-from inferpool.workers.wiring import RankEnds
+from inferpool.workers.wiring import DistantEnds, RankEnds
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ def main(
     arena: mmap,
     row: mmap,
     region: mmap,
-    ends: RankEnds | None,
+    ends: RankEnds | DistantEnds | None,
     door: socket.socket | None,
 ) -> None:
     """Run one incarnation, from its first instruction to its exit.
@@ -89,8 +89,8 @@ def main(
     inbox.receive_only()
     set_up(heartbeat, outbox)
     with reporting_failures(outbox):
-        pin(config.placement.for_rank(0))
-        group = Group(ends, config.placement) if ends else None
+        pin(config.placement_of(0))
+        group = Group(ends, config.placement, config.part) if ends else None
         computer, ready = load(
             config,
             group,
