@@ -6,19 +6,28 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
+import msgspec
+
+from inferpool.models.speed.names import SpeedReport
 from inferpool.workers.arena import Arena
 from inferpool.workers.config import WorkerConfig
 from inferpool.workers.host.devices import Host
 from inferpool.workers.host.engine import WorkerHandle, WorkerId
 from inferpool.workers.host.local import LocalEngine
+from inferpool.workers.messages import Ready
 from inferpool.workers.remote.agent import Agent
 from inferpool.workers.remote.host import RemoteHost
 from inferpool.workers.remote.hosted import HostedWorkers, HostEngine
 from inferpool.workers.remote.hosts import RemoteHosts
 from inferpool.workers.remote.joining import Dialer, make_instance
 from inferpool.workers.remote.wire import HostFacts
+from tests.fakes import FakeWorker
 from tests.workers.contract import until
+
+if TYPE_CHECKING:
+    from inferpool.workers.errors import WorkerStartError
 
 KEY = b"a key of 16 bytes or more"
 
@@ -108,6 +117,64 @@ async def connected(
                 agent.stop()
             await until(lambda: not hosts.hosts)
             await hosts.close()
+
+
+def ready_of(**changes: object) -> Ready:
+    return msgspec.structs.replace(
+        Ready(1, [], [], "cpu", 0.0, None, True, SpeedReport()), **changes
+    )
+
+
+class LoadedWorker(FakeWorker):
+    """A worker of a host that answers when the test says so, or once it is told to stop."""
+
+    has_patience = True
+    """It finishes what it holds before it stops, if it is given the time."""
+
+    async def stop(self, grace_s: float) -> None:
+        if grace_s > 0 and self.has_patience:
+            while self.batches:
+                self.answer()
+        if not self.is_gone:
+            self.die(started=False)
+
+
+class LoadingEngine:
+    """An engine of a host whose workers load until the test says so."""
+
+    def __init__(self, *, loads: bool = True) -> None:
+        self.may_load = asyncio.Event()
+        if loads:
+            self.may_load.set()
+        self.ready = ready_of()
+        self.failures: list[WorkerStartError] = []
+        self.started: list[LoadedWorker] = []
+        self.configs: list[WorkerConfig] = []
+        self.num_given_up = 0
+        self.is_closed = False
+
+    async def start(
+        self, id: WorkerId, config: WorkerConfig, on_progress: Callable[[str], None]
+    ) -> LoadedWorker:
+        self.configs.append(config)
+        on_progress("loading")
+        if self.failures:
+            raise self.failures.pop(0)
+        try:
+            await self.may_load.wait()
+        except asyncio.CancelledError:
+            self.num_given_up += 1
+            raise
+        worker = LoadedWorker(id)
+        worker.ready = self.ready
+        self.started.append(worker)
+        return worker
+
+    def forkserver_vitals(self) -> None:
+        return None
+
+    async def close(self) -> None:
+        self.is_closed = True
 
 
 class OnHost:
