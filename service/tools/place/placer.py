@@ -286,9 +286,7 @@ class Placer:
         """Start there again after a pause that doubles; the GPUs stay reserved."""
         pause_s = min(2.0**seat.num_failures, _MAX_PAUSE_S)
         seat.num_failures = min(seat.num_failures + 1, 10)
-        logger.warning(
-            "no agent runs on %s (%s): starting one in %.0f s", seat.name, why, pause_s
-        )
+        logger.warning("no agent runs on %s (%s): starting one in %.0f s", seat.name, why, pause_s)
         seat.phase, seat.until = Phase.PAUSING, now + pause_s
 
     def _end_pauses(self, now: float) -> None:
