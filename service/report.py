@@ -38,6 +38,8 @@ class ClusterReport:
 
     address: str | None = None
     """Where agents join; None if all workers run on this host."""
+    standby: str = ""
+    """Why none may join now; empty if they may."""
     hosts: Sequence[HostHealth] = ()
     lost: Sequence[LostHostHealth] = ()
 
@@ -72,6 +74,7 @@ def report_of(
         torch=_VERSIONS["torch"],
         python=platform.python_version(),
         cluster_address=cluster.address,
+        standby=cluster.standby,
         hosts=cluster.hosts,
         lost_hosts=cluster.lost,
     )

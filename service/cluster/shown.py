@@ -5,7 +5,7 @@ Used in the front end's event loop.
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -55,13 +55,11 @@ class ConnectedHost(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Loss:
     host: ConnectedHost
+    state: str
+    """`lost`, or `left` if that was intended."""
     reason: str
     at: float
     """Monotonic seconds."""
-
-    @property
-    def state(self) -> str:
-        return "left" if self.reason == _LEFT else "lost"
 
 
 class ShownHosts:
@@ -70,6 +68,8 @@ class ShownHosts:
     def __init__(self) -> None:
         self.address: str | None = None
         """Where agents join; None if this is no cluster."""
+        self.standby: Callable[[], str] = str
+        """Returns why no agent may join now, since another front end serves; empty if they may."""
         self._connected: dict[str, ConnectedHost] = {}
         self._losses: dict[str, _Loss] = {}
         """Hosts that are not connected any more, the latest last."""
@@ -89,7 +89,8 @@ class ShownHosts:
         if self._connected.get(name) is not host:
             return
         del self._connected[name]
-        loss = _Loss(host=host, reason=reason, at=time.monotonic())
+        state = "left" if reason in (_LEFT, self.standby()) else "lost"
+        loss = _Loss(host=host, state=state, reason=reason, at=time.monotonic())
         self._losses.pop(name, None)
         self._losses[name] = loss
         self._num_lost[loss.state] += 1
@@ -105,6 +106,7 @@ class ShownHosts:
         hosts = sorted(self._connected.items())
         return ClusterReport(
             address=self.address,
+            standby=self.standby(),
             hosts=[
                 _health(host, [s for s in slots if s.config.host == name]) for name, host in hosts
             ],
@@ -115,6 +117,7 @@ class ShownHosts:
         """Yield the gauges of all hosts; none if this is no cluster."""
         if self.address is None:
             return
+        yield Reading(name="standby", value=bool(self.standby()))
         yield Reading(name="hosts", value=len(self._connected))
         for reason in ("left", "lost"):
             yield Reading(name="hosts_lost", value=self._num_lost[reason], labels=(reason,))

@@ -6,11 +6,11 @@ import { gpuShownOf, makeGpu } from "./workers.js";
 
 const FAR_OFF_S = 0.5; // of a clock, from which on it is worth a word
 
-export function showHosts({ cluster_address: address, hosts, lost_hosts: lost }) {
+export function showHosts({ cluster_address: address, standby, hosts, lost_hosts: lost }) {
   $("hosts-part").hidden = address === null;
   const silent = hosts.filter((host) => host.state !== "connected").length;
   const count = silent ? `${silent} of ${hosts.length} silent` : `${hosts.length} connected`;
-  setText($("hosts-count"), hosts.length ? count : `none has joined at ${address}`);
+  setText($("hosts-count"), hosts.length ? count : standby || `none has joined at ${address}`);
   keep($("hosts"), [...hosts.map(shownOf), ...lost.map(lostShownOf)], (host) => host.name, makeHost);
 }
 

@@ -34,6 +34,9 @@ export function situationOf(state, history) {
       text: "Requests get 404 until one is added.",
     };
   }
+  if (health.standby) {
+    return { level: "idle", badge: "Standby", title: "Another front end serves.", text: `This one is ${health.standby}.` };
+  }
   if (isWithoutHosts(health)) {
     return {
       level: "bad", badge: "No hosts", title: "No host is connected.",

@@ -202,6 +202,7 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "gpu_temperature_celsius": ("Temperature of the GPU.", _GPU),
     "gpu_power_watts": ("Power that the GPU draws.", _GPU),
     "gpu_last_xid": ("The last critical error that the driver reported.", _GPU),
+    "standby": ("Whether another front end serves, and this one would take over.", ()),
     "hosts": ("Hosts whose agents are connected.", ()),
     "host_up": ("Whether the agent of this host is connected; 0 for ten minutes after.", _HOST),
     "host_workers_ready": ("Workers of this host that take batches.", _HOST),

@@ -28,7 +28,7 @@ FOLDER = ROOT / "docker" / "prometheus"
 KEY = "a-key-for-metrics-0123456789"
 BOARD = json.loads((ROOT / "docker/grafana/dashboards/inferpool.json").read_text())
 VARIABLES = {"$__rate_interval": "5s", "$__range": "30s", "$instance": ".+", "$model": ".+"}
-ELSEWHERE = re.compile("_gpu_|_rank_|_traces_|_hosts?_|_hosts{|ALERTS")
+ELSEWHERE = re.compile("_gpu_|_rank_|_traces_|_hosts?_|_hosts{|_standby{|ALERTS")
 """Queries about GPUs, split models, traces, hosts and alerts: the service here has none of them."""
 PROMETHEUS_FIELDS = {"step", "titleFormat", "textFormat", "tagKeys", "useValueForTime"}
 """Fields of an annotation which Grafana's schema leaves to the data source."""

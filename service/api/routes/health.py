@@ -265,7 +265,7 @@ class LostHostHealth:
     name: str
     address: str
     state: str
-    """`lost`, or `left`: its agent was told to stop."""
+    """`lost`, or `left`: its agent was told to stop, or another front end has taken over."""
     epoch: int
     reason: str
     age_s: float
@@ -292,6 +292,8 @@ class HealthReport:
     python: str = ""
     cluster_address: str | None = None
     """Where agents join; null if all workers run on this host."""
+    standby: str = ""
+    """Why no agent may join now: another front end serves. Empty if they may."""
     hosts: Sequence[HostHealth] = ()
     """The hosts of the cluster, by name."""
     lost_hosts: Sequence[LostHostHealth] = ()

@@ -159,6 +159,9 @@ def check_cluster(connection: ClusterConnection) -> Iterator[Finding]:
     state = f"{connection.place} is {health.status}, and agents join at {health.cluster_address}"
     yield ok("front end", state)
     yield from _check_port(connection.host, health.cluster_address)
+    if health.standby:
+        yield note("standby", health.standby, "ask the other front end for its hosts")
+        return
     yield from map(_check_lost, health.lost_hosts)
     if not health.hosts:
         yield error(

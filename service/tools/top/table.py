@@ -75,6 +75,8 @@ def host_lines(health: ServiceHealth, width: int, num_lines: int) -> list[Text]:
     """Return a heading and one line per host, those in trouble first; nothing for no cluster."""
     if health.cluster_address is None:
         return []
+    if health.standby:
+        return [Text(escape(health.standby), style="cyan")]
     if not health.hosts and not health.lost_hosts:
         return [Text(f"no host has joined at {escape(health.cluster_address)}", style="yellow")]
     hosts = sorted(health.hosts, key=lambda host: host.state == "connected")

@@ -167,6 +167,8 @@ class ServiceHealth(msgspec.Struct):
     python: str = ""
     cluster_address: str | None = None
     """Where agents join; None if all workers run on the service's own host."""
+    standby: str = ""
+    """Why none may join now; empty if they may."""
     hosts: list[KnownHost] = []
     """The hosts, if there are several."""
     lost_hosts: list[LostHost] = []

@@ -77,6 +77,15 @@ def test_a_lost_host_is_shown_for_ten_minutes_or_until_it_is_back(
     assert hosts.report([]).lost == []
 
 
+def test_hosts_of_a_front_end_that_hands_over_have_left(hosts: ShownHosts):
+    hosts.on_joined(host := FakeHost("a"))
+    hosts.standby = lambda: "standing by for b:7000"
+    hosts.on_lost(host, "standing by for b:7000")
+    report = hosts.report([])
+    assert (report.standby, report.lost[0].state) == ("standing by for b:7000", "left")
+    assert readings(hosts)["standby",] == 1
+
+
 def test_a_later_connection_of_a_host_is_not_lost_with_an_earlier_one(hosts: ShownHosts):
     first, second = FakeHost("a"), FakeHost("a", epoch=2)
     hosts.on_joined(first)
