@@ -20,7 +20,7 @@ KEYS = {"INFERPOOL_CLUSTER_KEYS": KEY}
 _JOIN_TIMEOUT_S = 90.0
 
 
-class Cluster:
+class RunningCluster:
     """A front end and the agents that join it, until the end of a block; both may be replaced."""
 
     def __init__(
@@ -109,7 +109,7 @@ def cluster(
     env: Mapping[str, str] | None = None,
     agent_arguments: Sequence[str] = (),
     ready: bool = True,
-) -> Iterator[Cluster]:
+) -> Iterator[RunningCluster]:
     """Start a front end and an agent for each name, and end them however the test left them.
 
     Args:
@@ -121,7 +121,7 @@ def cluster(
         ready: Wait until all workers of all hosts are up.
     """
     with contextlib.ExitStack() as stack:
-        made = Cluster(
+        made = RunningCluster(
             stack,
             arguments=arguments,
             settings=settings,
