@@ -31,6 +31,7 @@ from inferpool.service.api.wire.protocol import PredictProtocol
 from inferpool.service.api.wire.server import Server
 from inferpool.service.catalog.requests import request_schemas
 from inferpool.service.checks.quick import check_quickly
+from inferpool.service.cluster.door import ClusterDoor, open_door
 from inferpool.service.endpoint import (
     make_cors,
     make_guard,
@@ -96,11 +97,14 @@ def run(
             logger.warning("%s", warning)
         try:
             listener = listen(settings.host, settings.port)
+            door = open_door(settings)
             host = find_host(settings.cuda_visible_devices, settings.cuda_device_order)
             log_quick_checks(settings, host)
             console = Console(logs, is_colored=settings.color == "auto")
             num_fronts, why = number_of_fronts(settings, host.num_cores)
-            service, tracer = make_service(settings, host, console, origins, make_engine, state)
+            service, tracer = make_service(
+                settings, host, console, origins, make_engine, state, door
+            )
             service.metrics.gauge_source(
                 lambda: [Reading(name="log_lines_dropped", value=logs.num_dropped)]
             )
@@ -111,7 +115,11 @@ def run(
         warn_if_open(settings, listener)
         try:
             about = {"version": version_of(), "front ends": f"{num_fronts} ({why})"}
-            console.started(about, host.describe(), service.catalog.planned)
+            devices: Sequence[str] = host.describe()
+            if door is not None:
+                about["cluster"] = f"agents join at {door.address}"
+                devices = ["those of the hosts that join"]
+            console.started(about, devices, service.catalog.planned)
             return _serve(service, console, listener, tls, num_fronts, tracer, until_changed)
         finally:
             for process in multiprocessing.active_children():
@@ -158,8 +166,11 @@ def make_service(
     origins: Mapping[str, str] | None = None,
     make_engine: Callable[[Arena], ClosableEngine] = LocalEngine,
     state: StateFile | None = None,
+    door: ClusterDoor | None = None,
 ) -> "tuple[Service, Tracer | None]":
     """Make a service that is not started, and the tracer of its calls if tracing is on.
+
+    With the `door` of a cluster, other hosts run all workers.
 
     Raises:
         StartError: It could not start on this host.
@@ -167,7 +178,8 @@ def make_service(
     metrics = Metrics(settings.models, {"version": version_of(), "torch": version_of("torch")})
     origin = (origins or {}).get("trace_endpoint", "default")
     settings, tracer = set_up_tracing(settings, origin, metrics.model)
-    return Service(settings, host, metrics, console, origins, make_engine, state), tracer
+    service = Service(settings, host, metrics, console, origins, make_engine, state, door)
+    return service, tracer
 
 
 def make_whole_app(service: Service, tracer: "Tracer | None") -> tuple[App, Predict, EdgeLimits]:

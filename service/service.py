@@ -13,6 +13,8 @@ from inferpool.service.catalog.catalog import Catalog
 from inferpool.service.catalog.changes import Changes
 from inferpool.service.catalog.room import Room
 from inferpool.service.checks.memory import needs_of_worker
+from inferpool.service.cluster.door import ClusterDoor
+from inferpool.service.cluster.hosts import Cluster
 from inferpool.service.cluster.shown import ShownHosts
 from inferpool.service.errors import StartError
 from inferpool.service.fronts.only_front import OnlyFront
@@ -50,7 +52,7 @@ _STOP_GRACE_S = 5.0
 
 
 class ClosableEngine(Engine, Protocol):
-    """An engine of this host."""
+    """An engine that ends with the service."""
 
     async def close(self) -> None:
         """Remove everything it made. Starts are over."""
@@ -71,15 +73,28 @@ class Service:
         origins: Mapping[str, str] | None = None,
         make_engine: Callable[[Arena], ClosableEngine] = LocalEngine,
         state: StateFile | None = None,
+        door: ClusterDoor | None = None,
     ) -> None:
         """Decide what goes where, and start nothing yet.
+
+        Args:
+            settings: The settings.
+            host: The devices of this host.
+            metrics: The counters of each model.
+            console: Tells people what happens.
+            origins: The origins of the settings, for /admin/settings.
+            make_engine: Makes the engine of this host.
+            state: Keeps what is changed of models at run time.
+            door: The port at which agents join, whose hosts run all workers then; None: they run on
+                this host.
 
         Raises:
             StartError: A requested device is missing, or there is too little memory.
         """
         self.settings = settings
         self.metrics = metrics
-        self._make_engine = make_engine
+        self._door = door
+        self._make_engine = make_engine if door is None else self._make_cluster
         self._engine: ClosableEngine | None = None
         self.is_draining = False
         self._is_stopping = False
@@ -96,7 +111,7 @@ class Service:
             logger.info("%s: models are served as they were changed at run time", state.path)
         self.catalog = Catalog(
             settings,
-            host,
+            host if door is None else None,
             metrics,
             console,
             cache_dir=self._speed_cache.folder,
@@ -119,13 +134,13 @@ class Service:
             settings_json=lambda: json_of(loaded.rows()),
             measure_host=self.hosts.measure,
         )
-        memory = DeviceMemory(host.gpus, host.accelerator.library)
+        self._searches_speed = settings.speed_search and door is None
         self._speed_search = SpeedSearch(search, grace_s=settings.drain_timeout_s)
         self.changes = Changes(
             self.catalog,
             metrics,
-            self._speed_search if settings.speed_search else None,
-            Room(partial(needs_of_worker, gpus=host.gpus), memory.free, memory.used_by),
+            self._speed_search if self._searches_speed else None,
+            _room_on(host) if door is None else Room.of_other_hosts(),
             grace_s=settings.drain_timeout_s,
         )
         self.jobs: Jobs | None = None
@@ -145,7 +160,8 @@ class Service:
         self._settled = asyncio.Event()
         self._changed = asyncio.Event()
         self._lost = asyncio.Event()
-        self._gpu_watch = GpuWatch(host.gpus, host.accelerator.library)
+        gpus = host.gpus if door is None else ()  # agents watch theirs
+        self._gpu_watch = GpuWatch(gpus, host.accelerator.library)
         metrics.gauge_source(self._read_gauges)
         self.live = LiveFeed(
             settings,
@@ -170,6 +186,8 @@ class Service:
         """Begin to start every worker."""
         self._engine = engine = self._make_engine(self.arena)
         self.catalog.start(engine, self.arena)
+        if isinstance(engine, Cluster):
+            engine.open()  # not before, since hosts get workers as soon as they join
         self._gpu_watch.start()
         self.live.start()
         if self.jobs is not None:
@@ -179,7 +197,7 @@ class Service:
                 Path(self.settings.watch), self.changes, self.settings.watch_policy
             )
             self._watching = asyncio.create_task(folder.run(), name="watch the folder of models")
-        if self.settings.speed_search:
+        if self._searches_speed:
             for pool in self.pools.values():
                 self._speed_search.add(pool)
 
@@ -225,10 +243,12 @@ class Service:
             await self.jobs.stop()
         await self.drain()
         await self.fronts.stop()
+        if self._door is not None and self._engine is not None:
+            await self._engine.close()  # first, so that agents keep what they have loaded
         grace_s = 0.0 if self._is_hurried else _STOP_GRACE_S
         await asyncio.gather(*(pool.stop(grace_s) for pool in self.catalog.pools.values()))
         await self.catalog.stop()
-        if self._engine is not None:
+        if self._door is None and self._engine is not None:
             await self._engine.close()
         self.arena.close()
         self._speed_cache.close()
@@ -271,6 +291,10 @@ class Service:
             cluster=self.hosts.report(self._slots()),
         )
 
+    def _make_cluster(self, arena: Arena) -> Cluster:
+        assert self._door is not None
+        return Cluster(self.settings, self._door, arena, self.catalog, self.hosts)
+
     def _slots(self) -> list[WorkerSlot]:
         return [slot for pool in self.catalog.pools.values() for slot in pool.slots]
 
@@ -287,7 +311,8 @@ class Service:
         if is_default_ready or all(pool.is_ready or pool.is_lost for pool in pools):
             self._settled.set()
         self._has_served = self._has_served or any(pool.has_served for pool in pools)
-        if pools and not self._has_served and all(pool.is_lost for pool in pools):
+        is_final = self._door is None  # other hosts may join
+        if is_final and pools and not self._has_served and all(pool.is_lost for pool in pools):
             self._lost.set()
 
     def _host_state(self) -> HostState:
@@ -309,6 +334,11 @@ class Service:
         yield from gpu_gauges(self._gpu_watch.vitals())
         yield from self.catalog.read_gauges()
         yield from self.hosts.read_gauges(self._slots())
+
+
+def _room_on(host: Host) -> Room:
+    memory = DeviceMemory(host.gpus, host.accelerator.library)
+    return Room(partial(needs_of_worker, gpus=host.gpus), memory.free, memory.used_by)
 
 
 def _webhook_secret(settings: Settings) -> bytes:

@@ -54,7 +54,8 @@ class SpeedCache:
         self.folder = settings.cache_folder()
         """The folder; None if there is nothing to keep, or no folder can be made."""
         self._temporary: TemporaryDirectory[str] | None = None
-        if all(model.speed == "exact" for model in settings.models.values()):
+        is_cluster = settings.cluster_port is not None  # agents have folders of their own
+        if is_cluster or all(model.speed == "exact" for model in settings.models.values()):
             return
         if self.folder is not None:
             error = _try_to_write(Path(self.folder))

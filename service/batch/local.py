@@ -145,6 +145,7 @@ def _own_settings(settings: Settings) -> Settings:
         "models": {name: settings.models[name]},
         "job_store": "none",  # jobs belong to the service of these settings, which may run
         "watch": None,
+        "cluster_port": None,  # this run computes here, with workers of its own
         "speed_search": False,  # it would take time from the run, and change presets amid it
     }
     return settings.model_copy(update=own)

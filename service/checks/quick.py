@@ -1,6 +1,6 @@
 """The list of checks that the service makes when it starts."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import TypeAlias
 
@@ -79,7 +79,23 @@ QUICK: Sequence[Check] = (
 )
 
 
+_OF_WORKERS: Container[Check] = (
+    check_visible,
+    check_torch,
+    check_weights,
+    check_cores,
+    check_replicas,
+    check_gpu_memory,
+    check_sharing,
+    check_processes,
+    check_processor,
+)
+"""Checks of the host that computes: in a cluster, of the hosts of agents."""
+
+
 def check_quickly(settings: Settings, host: Host) -> list[Finding]:
-    """Make all quick checks."""
+    """Make all quick checks that concern this host."""
     facts = gather(settings, host)
-    return [finding for check in QUICK for finding in check(facts, settings)]
+    is_cluster = settings.cluster_port is not None
+    checks = [check for check in QUICK if not (is_cluster and check in _OF_WORKERS)]
+    return [finding for check in checks for finding in check(facts, settings)]

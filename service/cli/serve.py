@@ -15,7 +15,7 @@ from inferpool.service.settings.loader import LoadedSettings, load, secret_varia
 from inferpool.service.settings.names import FlagError, SettingsError
 from inferpool.service.settings.settings import Settings
 from inferpool.service.settings.sources import modules_to_preload
-from inferpool.service.settings.tls import TlsError, server_context
+from inferpool.service.settings.tls import CLUSTER, TlsError, mutual_context, server_context
 from inferpool.service.telemetry.logs import is_json
 from inferpool.service.telemetry.raw_output import RawOutput
 from inferpool.workers.host.local import start_forkserver
@@ -37,6 +37,8 @@ def run(args: Namespace) -> int:
     if args.reload and not args.debug:
         raise FlagError("--reload needs --debug")
     if args.debug:
+        if loaded.settings.cluster_port is not None:
+            raise FlagError("--debug computes in this process: leave out cluster_port")
         return _debug(loaded, reloads=args.reload)
     for name in secret_variables(os.environ):  # so that model code cannot read them there
         del os.environ[name]
@@ -54,8 +56,9 @@ def run(args: Namespace) -> int:
             resource_tracker.ensure_running()
             # Child processes inherit the block, so Ctrl-C does not reach them; we end them.
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            # It imports torch while we import the rest.
-            start_forkserver(modules_to_preload(loaded.settings.sources(), Path.cwd()))
+            if loaded.settings.cluster_port is None:
+                # It imports torch while we import the rest.
+                start_forkserver(modules_to_preload(loaded.settings.sources(), Path.cwd()))
         except OSError as error:
             stack.close()
             sys.stderr.write(f"inferpool: workers cannot be started: {error}{_cure(error)}\n")
@@ -75,11 +78,14 @@ def _debug(loaded: LoadedSettings, *, reloads: bool) -> int:
 
 
 def _check_tls(settings: Settings) -> None:
-    """Raise a `SettingsError` if HTTPS cannot be served, before the slow import of torch."""
-    if settings.tls_certificate is None:
-        return
+    """Raise a `SettingsError` if a certificate is of no use, before the slow import of torch."""
     try:
-        server_context(settings.tls_certificate, settings.tls_key)
+        if settings.tls_certificate is not None:
+            server_context(settings.tls_certificate, settings.tls_key)
+        authority = settings.cluster_authority
+        if settings.cluster_certificate is not None and authority is not None:
+            files = (settings.cluster_certificate, settings.cluster_key, authority)
+            mutual_context(*files, CLUSTER, is_server=True)
     except TlsError as error:
         raise SettingsError([str(error)]) from error
 

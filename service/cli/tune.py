@@ -23,6 +23,8 @@ def run(args: Namespace) -> int:
         raise FlagError(problem)
     given, cwd = settings_in(args), Path.cwd()
     loaded = load(given, os.environ, cwd)
+    if loaded.settings.cluster_port is not None:
+        raise FlagError("tune measures on this machine alone: leave out cluster_port")
     names = list(loaded.settings.models)
     if len(names) > 1:
         raise FlagError(f"which of the models? inferpool tune {' | '.join(names)}")

@@ -52,6 +52,9 @@ def read_arguments(
     elif models is not None:
         model = _source(models, found)
     loaded = load_arguments(arguments, os.environ, Path.cwd(), model=model, file=config)
+    if loaded.settings.cluster_port is not None:
+        text = "cluster_port: a program serves on its own host; use `inferpool serve` for a cluster"
+        raise SettingsError([text])
     return loaded, found
 
 

@@ -44,6 +44,22 @@ def add_access_flags(parser: ArgumentParser, kind: str, key_variable: str) -> No
     access.add_argument("--insecure", action="store_true", help="trust any certificate")
 
 
+def address_of(text: str) -> tuple[str, int]:
+    """Return the host and the port of `HOST:PORT`, with brackets around an IPv6 address.
+
+    Raises:
+        ValueError: The text has another form.
+    """
+    host, colon, port = text.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        host = ""
+    if not (host and colon and port.isdecimal() and 0 < int(port) < 65536):
+        raise ValueError(f"{text[:80]!r} is not HOST:PORT")
+    return host, int(port)
+
+
 def url_of(text: str) -> str:
     """Return the address of a service without a trailing slash; `host:port` is enough.
 

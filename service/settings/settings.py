@@ -10,6 +10,7 @@ from urllib.parse import parse_qs
 from pydantic import Field, ValidationInfo, field_validator
 
 from inferpool.models.spec import MAX_IMAGE_PIXELS, Placement
+from inferpool.service.settings.address import address_of
 from inferpool.service.settings.keys import Keys
 from inferpool.service.settings.model import Auto, ModelSettings, PositiveInt, SettingsTable
 from inferpool.service.settings.tracing import TraceHeaders, endpoint_of, pairs_of
@@ -289,9 +290,11 @@ class Settings(SettingsTable):
     def _check_standby(cls, address: str | None, info: ValidationInfo) -> str | None:
         if address is None:
             return None
-        host, colon, port = address.rpartition(":")
-        if not (host and colon and port.isdecimal() and 0 < int(port) < 65536):
-            raise ValueError("is not an address; write HOST:PORT of the other's cluster port")
+        try:
+            address_of(address)
+        except ValueError:
+            text = "is not an address; write HOST:PORT of the other's cluster port"
+            raise ValueError(text) from None
         if info.data.get("cluster_port") is None:
             raise ValueError("is for a cluster; set cluster_port too")
         return address

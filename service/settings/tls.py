@@ -1,8 +1,9 @@
-"""Makes the TLS context of the server from two PEM files, with errors for people."""
+"""Makes TLS contexts from PEM files, with errors for people."""
 
 import base64
 import re
 import ssl
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -24,6 +25,26 @@ class TlsError(Exception):
     """The certificate or its key cannot be used; the message says which and why."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsNames:
+    """Names of the settings or flags that name the files, for errors."""
+
+    certificate: str = "tls_certificate"
+    key: str = "tls_key"
+    authority: str = ""
+
+    @property
+    def key_flag(self) -> str:
+        """How to name the file of the key."""
+        return f"{self.key} (--{self.key.replace('_', '-')})" if self.key[0] != "-" else self.key
+
+
+HTTPS = TlsNames()
+CLUSTER = TlsNames(
+    certificate="cluster_certificate", key="cluster_key", authority="cluster_authority"
+)
+
+
 def server_context(certificate: str, key: str | None) -> ssl.SSLContext:
     """Return a context for TLS 1.2 and later.
 
@@ -34,19 +55,57 @@ def server_context(certificate: str, key: str | None) -> ssl.SSLContext:
     Raises:
         TlsError: A file is missing, unreadable or of another form, or they do not belong together.
     """
-    for setting, path in (("tls_certificate", certificate), ("tls_key", key)):
+    return _context(ssl.PROTOCOL_TLS_SERVER, certificate, key, HTTPS)
+
+
+def mutual_context(
+    certificate: str, key: str | None, authority: str, names: TlsNames, *, is_server: bool
+) -> ssl.SSLContext:
+    """Return a context for TLS 1.2 and later with certificates on both sides.
+
+    Args:
+        certificate: A PEM file with the certificate of this side first.
+        key: A PEM file with its private key; None if that is in the same file.
+        authority: A PEM file with the authorities that may have signed the other side's.
+        names: What the files are called where the user names them.
+        is_server: This side is dialed; if not, the other side's certificate must be for the name
+            that was dialed.
+
+    Raises:
+        TlsError: A file is missing, unreadable or of another form, or they do not belong together.
+    """
+    kind = ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT
+    context = _context(kind, certificate, key, names)
+    context.verify_mode = ssl.CERT_REQUIRED
+    _check_readable(names.authority, authority)
+    try:
+        context.load_verify_locations(authority)
+    except ssl.SSLError as error:
+        text = f"{names.authority}: {authority} holds no certificate in PEM form"
+        raise TlsError(text) from error
+    return context
+
+
+def _context(
+    kind: "ssl._SSLMethod", certificate: str, key: str | None, names: TlsNames
+) -> ssl.SSLContext:
+    for name, path in ((names.certificate, certificate), (names.key, key)):
         if path is not None:
-            try:
-                read_file(Path(path))  # a pipe is refused, since OpenSSL reads the file again
-            except OSError as error:
-                raise TlsError(f"{setting}: {path}: {error.strerror}") from error
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            _check_readable(name, path)
+    context = ssl.SSLContext(kind)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     try:
         context.load_cert_chain(certificate, key, password=_no_password)
     except ssl.SSLError as error:
-        raise TlsError(_explained(error, certificate, key or certificate)) from error
+        raise TlsError(_explained(error, certificate, key or certificate, names)) from error
     return context
+
+
+def _check_readable(name: str, path: str) -> None:
+    try:
+        read_file(Path(path))  # a pipe is refused, since OpenSSL reads the file again
+    except OSError as error:
+        raise TlsError(f"{name}: {path}: {error.strerror}") from error
 
 
 def days_left(certificate: str, now: datetime | None = None) -> float:
@@ -71,22 +130,22 @@ def _no_password() -> str:
     raise ssl.SSLError("PASSWORD")
 
 
-def _explained(error: ssl.SSLError, certificate: str, key: str) -> str:
+def _explained(error: ssl.SSLError, certificate: str, key: str, names: TlsNames) -> str:
     text = str(error)
     if "KEY_VALUES_MISMATCH" in text:
-        return f"tls_key: {key} is not the key of the certificate in {certificate}"
+        return f"{names.key}: {key} is not the key of the certificate in {certificate}"
     if "PASSWORD" in text:
-        return f"tls_key: {key} is encrypted; give a key without a password"
+        return f"{names.key}: {key} is encrypted; give a key without a password"
     if not _CERTIFICATE.search(Path(certificate).read_text(errors="replace")):
-        return f"tls_certificate: {certificate} holds no certificate in PEM form"
+        return f"{names.certificate}: {certificate} holds no certificate in PEM form"
     if key == certificate and "PRIVATE KEY-----" not in Path(key).read_text(errors="replace"):
         return (
-            f"tls_certificate: {certificate} holds no private key; name the file of its key by "
-            "tls_key (--tls-key)"
+            f"{names.certificate}: {certificate} holds no private key; name the file of its key by "
+            f"{names.key_flag}"
         )
     return (
-        f"tls_key: {key} holds no private key in PEM form, or tls_certificate: {certificate} is "
-        f"damaged ({error.reason or text})"
+        f"{names.key}: {key} holds no private key in PEM form, or {names.certificate}: "
+        f"{certificate} is damaged ({error.reason or text})"
     )
 
 

@@ -18,8 +18,13 @@ BACKLOG = 2048
 """Connections that the kernel accepts for us before we do."""
 
 
-def listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int, flag: str = "--port") -> socket.socket:
     """Take the address before anything else is started.
+
+    Args:
+        host: Name or address of this host.
+        port: The TCP port; 0 lets the system choose one.
+        flag: The flag that chooses another port, for errors.
 
     Raises:
         StartError: It is in use, or is not this host's.
@@ -37,7 +42,7 @@ def listen(host: str, port: int) -> socket.socket:
         if listener is not None:
             listener.close()
         in_use = error.errno == errno.EADDRINUSE
-        hint = "; is another service running? Choose another with --port" if in_use else ""
+        hint = f"; is another service running? Choose another with {flag}" if in_use else ""
         raise StartError(f"cannot listen on {host}:{port}: {error.strerror}{hint}") from error
     return listener
 
