@@ -37,7 +37,7 @@ class ClusterReport:
     """The part of the report about hosts."""
 
     address: str | None = None
-    """Where agents join; None if all workers run on this host."""
+    """Address at which agents join; None if all workers run on this host."""
     standby: str = ""
     """Why none may join now; empty if they may."""
     hosts: Sequence[HostHealth] = ()

@@ -67,7 +67,7 @@ class ShownHosts:
 
     def __init__(self) -> None:
         self.address: str | None = None
-        """Where agents join; None if this is no cluster."""
+        """Address at which agents join; None if this is no cluster."""
         self.standby: Callable[[], str] = str
         """Returns why no agent may join now, since another front end serves; empty if they may."""
         self._connected: dict[str, ConnectedHost] = {}

@@ -76,7 +76,7 @@ class Logging:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSpeed:
-    """What the connection to a host of the cluster carried, next to all else that used it."""
+    """Bandwidth to and from a host of the cluster, beside all else that used the connection."""
 
     host: str
     to_bytes_per_s: int

@@ -227,7 +227,7 @@ class HostHealth:
 
     name: str
     address: str
-    """Where its agent dials from."""
+    """Address from which its agent dials."""
     state: str
     """`connected`, or `silent`: without a sign of life for longer than usual."""
     devices: Sequence[str]
@@ -238,7 +238,7 @@ class HostHealth:
     """Those of all models that are to run there."""
     workers_ready: int
     version: str
-    """Of inferpool."""
+    """Version of inferpool."""
     torch: str
     python: str
     pid: int
@@ -287,11 +287,11 @@ class HealthReport:
     forkserver: ForkserverHealth | None = None
     """Null if workers are started without one, and for a moment after the start."""
     version: str = ""
-    """Of inferpool."""
+    """Version of inferpool."""
     torch: str = ""
     python: str = ""
     cluster_address: str | None = None
-    """Where agents join; null if all workers run on this host."""
+    """Address at which agents join; null if all workers run on this host."""
     standby: str = ""
     """Why no agent may join now: another front end serves. Empty if they may."""
     hosts: Sequence[HostHealth] = ()

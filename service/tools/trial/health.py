@@ -166,7 +166,7 @@ class ServiceHealth(msgspec.Struct):
     torch: str = ""
     python: str = ""
     cluster_address: str | None = None
-    """Where agents join; None if all workers run on the service's own host."""
+    """Address at which agents join; None if all workers run on the service's own host."""
     standby: str = ""
     """Why none may join now; empty if they may."""
     hosts: list[KnownHost] = []
