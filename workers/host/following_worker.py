@@ -35,6 +35,8 @@ from inferpool.workers.wiring import wiring_of
 
 logger = logging.getLogger(__name__)
 
+LET_GO = "let go by its lead"
+"""Reason of the end of ranks whose lead leaves."""
 _LOOK_S = 2.0
 """Interval between two looks at each process."""
 _TERMINATE_S = 1.0
@@ -185,8 +187,11 @@ class FollowingWorker:
 
     def on_exit(self, rank: RankProcess) -> None:
         """See `RankListener`. The first exit ends the others too."""
-        cause, reason = rank.ending
-        self._note(Ending(cause=cause, reason=_named(rank, reason)))
+        if rank.has_left:
+            self._note(Ending(cause="asked", reason=LET_GO))
+        else:
+            cause, reason = rank.ending
+            self._note(Ending(cause=cause, reason=_named(rank, reason)))
         assert self._ending is not None
         rank.log_last_stacks(self._ending.reason, "")
         if not rank.has_left:

@@ -37,6 +37,7 @@ class Agent:
         arena: Arena,
         workers: HostedWorkers,
         gpus: Callable[[], Sequence[GpuVitals]] = tuple,
+        interface: str = "",
         grace_s: float = 30.0,
         once: bool = False,
     ) -> None:
@@ -48,6 +49,8 @@ class Agent:
             arena: Gets the payloads.
             workers: The workers of this host.
             gpus: Returns the state of its GPUs.
+            interface: Network interface for the ranks of workers that are spread over several
+                hosts; empty for the one on the way to the front end.
             grace_s: Seconds that workers may take to finish at the end.
             once: End when the first connection ends, or when all front ends refuse.
         """
@@ -58,6 +61,7 @@ class Agent:
         self._arena = arena
         self._workers = workers
         self._gpus = gpus
+        self._interface = interface
         self._grace_s = grace_s
         self._once = once
         self._stopped = asyncio.Event()
@@ -142,7 +146,7 @@ class Agent:
         self._told.clear()
         logger.info("joined the front end at %s:%d as %s", *address, self._dialer.facts.name)
         self._workers.begin()
-        session = AgentSession(link, self._arena, self._workers, self._gpus)
+        session = AgentSession(link, self._arena, self._workers, self._gpus, self._interface)
         self._session = session
         mailbox.hand_over(link, session)
         try:

@@ -25,6 +25,7 @@ from inferpool.workers.remote.wire import (
     HostVitals,
     Measure,
     Measured,
+    MeetingPlace,
     NotStarted,
     Progress,
     Pulse,
@@ -47,6 +48,8 @@ _SILENT_S = 3 * BEAT_S
 _AVERAGED = 0.2
 """Weight of the latest round trip in the average."""
 _MEASURE_S = 60.0
+_GIVE_UP_S = 5.0
+"""Seconds that an agent may take to end what it was starting."""
 
 
 class HostOwner(Protocol):
@@ -67,6 +70,7 @@ class _Start:
     id: WorkerId
     future: Future[RemoteWorker]
     on_progress: Callable[[str], None]
+    on_place: Callable[[MeetingPlace], None]
 
 
 class RemoteHost(LinkListener[ToFrontEnd]):
@@ -131,9 +135,20 @@ class RemoteHost(LinkListener[ToFrontEnd]):
         return self.is_lost or self.last_beat_age_s > _SILENT_S
 
     async def start(
-        self, id: WorkerId, config: WorkerConfig, on_progress: Callable[[str], None]
+        self,
+        id: WorkerId,
+        config: WorkerConfig,
+        on_progress: Callable[[str], None],
+        on_place: Callable[[MeetingPlace], None] = lambda _: None,
     ) -> RemoteWorker:
         """Start a worker there; see `Engine.start`.
+
+        Args:
+            id: The worker.
+            config: Its configuration.
+            on_progress: Called with each step, for people.
+            on_place: Called with the place where the ranks of a spread worker meet, if its lead is
+                there.
 
         Raises:
             WorkerStartError: It did not become ready, or the host was lost meanwhile.
@@ -141,7 +156,12 @@ class RemoteHost(LinkListener[ToFrontEnd]):
         if self.is_lost:
             raise WorkerStartError(f"{self.name} is not connected", permanent=False)
         number = next(self._numbers)
-        start = _Start(id=id, future=self._loop.create_future(), on_progress=on_progress)
+        start = _Start(
+            id=id,
+            future=self._loop.create_future(),
+            on_progress=on_progress,
+            on_place=on_place,
+        )
         try:
             self._link.send(StartWorker(number, id, config))
         except Exception as error:  # anything that encoding may raise
@@ -149,11 +169,15 @@ class RemoteHost(LinkListener[ToFrontEnd]):
             raise WorkerStartError(text, permanent=True) from error
         self._starting[number] = start
         try:
-            return await start.future
+            return await asyncio.shield(start.future)
         except asyncio.CancelledError:
-            self._starting.pop(number, None)
             self._link.send(StopWorker(number, 0.0))
+            await asyncio.wait([start.future], timeout=_GIVE_UP_S)
             raise
+        finally:
+            self._starting.pop(number, None)
+            if start.future.done():
+                start.future.exception()  # mark it as retrieved
 
     def order(self, message: RunBatch | StopWorker, items: Sequence[ItemRef] = ()) -> None:
         """Send a message, with the payloads of some instances."""
@@ -214,6 +238,9 @@ class RemoteHost(LinkListener[ToFrontEnd]):
                 self._forget_if_settled(message.number)
             case Progress():
                 self._on_progress(message)
+            case MeetingPlace():
+                if (start := self._starting.get(message.number)) is not None:
+                    start.on_place(message)
             case Started():
                 self._on_started(message)
             case NotStarted():

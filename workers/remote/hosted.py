@@ -15,6 +15,8 @@ from inferpool.models.files.opened import FileMark, mark_of
 from inferpool.models.spec import Placement
 from inferpool.workers.config import WorkerConfig
 from inferpool.workers.host.engine import ForkserverVitals, WorkerHandle, WorkerId
+from inferpool.workers.host.following_worker import FollowingWorker
+from inferpool.workers.host.local_worker import LocalWorker
 from inferpool.workers.host.replica_files import with_digests
 
 logger = logging.getLogger(__name__)
@@ -68,13 +70,22 @@ class HostedWorker:
         self.stage = stage
         self.on_progress(stage)
 
-    async def stop(self, grace_s: float) -> None:
-        """Stop it, or give up its start."""
+    async def stop(self, grace_s: float, reason: str = "") -> None:
+        """Stop it, or give up its start.
+
+        Args:
+            grace_s: Seconds that it may take to finish.
+            reason: Kill it for this reason, which the batches that it holds may have caused.
+        """
         self.is_ending = True
         if not self.loading.done():
             self.loading.cancel()
             await asyncio.wait([self.loading])
-        if (handle := self.handle) is not None:
+        if (handle := self.handle) is None:
+            return
+        if reason and isinstance(handle, LocalWorker | FollowingWorker):
+            await handle.kill(reason)
+        else:
             await handle.stop(grace_s)
 
 
@@ -117,7 +128,7 @@ class HostedWorkers:
         if (worker := await self._loaded(key)) is not None:
             logger.info("%s: a worker that is loaded already is used again", id)
         else:
-            await self._make_room(config.placement)
+            await self._make_room(config.here)
             worker = HostedWorker(key=key)
             config = replace(config, host="", cache_dir=self._cache_dir)
             start = self._engine.start(id, config, worker.tell)
@@ -136,6 +147,11 @@ class HostedWorkers:
         if len(self._digests) > _MOST_DIGESTS:
             self._digests.clear()  # the files change, again and again
         return await asyncio.to_thread(with_digests, handle.ready.files, self._digests)
+
+    async def end_parts(self) -> None:
+        """End the ranks of spread workers: without the front end, no host knows of the others."""
+        parts = [worker for worker in self._workers if worker.key.part is not None]
+        await asyncio.gather(*(worker.stop(0.0) for worker in parts))
 
     def release(self) -> None:
         """Let all workers go that a connection has claimed. They stay for the next one."""
@@ -184,7 +200,7 @@ class HostedWorkers:
     def _sharing(self, placement: Placement) -> Iterator[HostedWorker]:
         names = set(placement.names)
         for worker in self._unclaimed():
-            if names & set(worker.key.placement.names):
+            if names & set(worker.key.here.names):
                 yield worker
 
     def _unclaimed(self) -> Iterator[HostedWorker]:

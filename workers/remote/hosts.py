@@ -19,12 +19,12 @@ from typing import Protocol
 from inferpool.workers.arena import Arena
 from inferpool.workers.config import WorkerConfig
 from inferpool.workers.errors import WorkerStartError
-from inferpool.workers.host.engine import WorkerId
+from inferpool.workers.host.engine import WorkerHandle, WorkerId
 from inferpool.workers.remote.host import RemoteHost
 from inferpool.workers.remote.joining import Address, RefusedError, challenge, secured
 from inferpool.workers.remote.link import HostLink, Mailbox
+from inferpool.workers.remote.spread.worker import start_spread
 from inferpool.workers.remote.wire import MAX_BODY_BYTES, Hello, Refusal, ToFrontEnd, Welcome
-from inferpool.workers.remote.worker import RemoteWorker
 
 logger = logging.getLogger(__name__)
 
@@ -96,12 +96,14 @@ class RemoteHosts:
 
     async def start(
         self, id: WorkerId, config: WorkerConfig, on_progress: Callable[[str], None]
-    ) -> RemoteWorker:
+    ) -> WorkerHandle:
         """See `Engine.start`.
 
         Raises:
             WorkerStartError: It did not become ready, or its host is not connected.
         """
+        if config.shares:
+            return await start_spread(id, config, self.hosts, on_progress)
         host = self.hosts.get(config.host)
         if host is None:
             raise WorkerStartError(f"{config.host or 'no host'} is not connected", permanent=False)

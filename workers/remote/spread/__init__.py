@@ -1,0 +1,1 @@
+"""One replica over several hosts: the front end's side, and where the agents let its ranks meet."""
