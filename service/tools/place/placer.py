@@ -124,8 +124,6 @@ class Placer:
         cluster: RaySide,
         arguments: Sequence[str],
         environ: Mapping[str, str],
-        *,
-        min_hosts: int,
         stop_s: float,
     ) -> None:
         """Start with no knowledge of the cluster.
@@ -134,13 +132,11 @@ class Placer:
             cluster: What is asked of Ray.
             arguments: Those of the command `inferpool`, without `--name NAME`.
             environ: Variables that agents get in addition to those of their host.
-            min_hosts: Hosts to ask the autoscaler for where every host gets an agent.
             stop_s: How long an agent may drain before it is killed.
         """
         self._cluster = cluster
         self._arguments = arguments
         self._environ = dict(environ)
-        self._min_hosts = min_hosts
         self._stop_s = stop_s
         self._nodes: dict[str, HostNode] = {}
         self._seats: dict[str, _Seat] = {}
@@ -163,12 +159,13 @@ class Placer:
         self._leave_lost_nodes()
         self._adopt(now)
 
-    def step(self, now: float, wanted: int | None) -> None:
+    def step(self, now: float, wanted: int | None, num_asked: int = 0) -> None:
         """Bring the agents nearer to what there should be.
 
         Args:
             now: The time, from any clock that does not jump.
             wanted: Agents that there should be; None for one on each host.
+            num_asked: Hosts that the cluster's autoscaler is asked for.
         """
         self.survey(now)
         states = self._cluster.look([id for id, seat in self._seats.items() if seat.has_actor])
@@ -176,7 +173,7 @@ class Placer:
             self._judge(now, self._seats[id], state)
         self._end_pauses(now)
         self._fit(now, wanted)
-        self._ask(now, self._min_hosts if wanted is None else wanted)
+        self._ask(now, num_asked)
 
     def _ask(self, now: float, num_hosts: int) -> None:
         if self._asked is None or self._asked[1] != num_hosts or now - self._asked[0] > _ASK_S:

@@ -10,7 +10,6 @@ from inferpool.service.settings.names import FlagError
 
 METRICS_KEY_VARIABLE = "INFERPOOL_METRICS_KEYS"
 CLUSTER_KEYS_VARIABLE = "INFERPOOL_CLUSTER_KEYS"
-_NO_LIMIT = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,17 +30,13 @@ class PlacePlan:
     """Whether certificates are checked, or the file of those that are trusted."""
     objective_s: float
     min_hosts: int
-    max_hosts: int
+    max_hosts: int | None
+    """None for as many as there are."""
     cpus_per_host: int
     gpus_per_host: int
     drain_s: float
     is_end: bool
     """End all agents."""
-
-    @property
-    def has_limit(self) -> bool:
-        """Whether `--max-hosts` was said."""
-        return self.max_hosts < _NO_LIMIT
 
 
 def add_flags(parser: ArgumentParser) -> None:
@@ -142,9 +137,8 @@ def plan_of(args: Namespace, environ: Mapping[str, str]) -> PlacePlan:
         raise FlagError("--drain-timeout-s and --objective-p99-ms must be 0 or more")
     if args.front_end and args.max_hosts is None:
         raise FlagError("--front-end needs --max-hosts: how many hosts may it ask for?")
-    most = _NO_LIMIT if args.max_hosts is None else args.max_hosts
-    if args.min_hosts > most:
-        raise FlagError(f"--min-hosts: {args.min_hosts} is more than --max-hosts, {most}")
+    if args.max_hosts is not None and args.min_hosts > args.max_hosts:
+        raise FlagError(f"--min-hosts: {args.min_hosts} is more than --max-hosts, {args.max_hosts}")
     keys = environ.get(CLUSTER_KEYS_VARIABLE)
     return PlacePlan(
         address=args.address,
@@ -156,7 +150,7 @@ def plan_of(args: Namespace, environ: Mapping[str, str]) -> PlacePlan:
         verify=False if args.insecure else str(args.ca_file or "") or True,
         objective_s=args.objective_p99_ms / 1000,
         min_hosts=args.min_hosts,
-        max_hosts=most,
+        max_hosts=args.max_hosts,
         cpus_per_host=args.cpus_per_host,
         gpus_per_host=args.gpus_per_host,
         drain_s=args.drain_timeout_s,

@@ -180,11 +180,9 @@ class RayNodes:
                     else:
                         self._looks[id] = actor.look.remote()
             asked = {ref: id for id, ref in self._looks.items() if id in ids}
-            answered, silent = (
-                ray.wait(list(asked), num_returns=len(asked), timeout=_LOOK_S)
-                if (asked)
-                else ([], [])
-            )
+            if not asked:
+                return states
+            answered, silent = ray.wait(list(asked), num_returns=len(asked), timeout=_LOOK_S)
             states |= {asked[ref]: Gone.SILENT for ref in silent}
             for ref in answered:
                 del self._looks[asked[ref]]

@@ -138,18 +138,12 @@ def drive(plan: PlacePlan, parent_pid: int) -> None:
 
 def _place(plan: PlacePlan, cluster: RayNodes, woken: int) -> None:
     """Step by step, until a signal comes; with `--stop`, until no agent is left."""
-    placer = Placer(
-        cluster,
-        plan.arguments,
-        plan.environ,
-        min_hosts=plan.min_hosts,
-        stop_s=plan.drain_s,
-    )
+    placer = Placer(cluster, plan.arguments, plan.environ, plan.drain_s)
     placer.survey(time.monotonic())
     decider = _Decider(plan, placer.num_seats)
     while True:
         now = time.monotonic()
-        placer.step(now, decider.wanted(now))
+        placer.step(now, *decider.decide(now))
         if plan.is_end and placer.num_seats == 0:
             logger.info("no agent is left")
             return
@@ -163,7 +157,8 @@ class _Decider:
     def __init__(self, plan: PlacePlan, num_hosts: int) -> None:
         """Start from the hosts that have agents."""
         self._plan = plan
-        rules = ScalingRules(min_hosts=plan.min_hosts, max_hosts=plan.max_hosts)
+        most = plan.min_hosts if plan.max_hosts is None else plan.max_hosts
+        rules = ScalingRules(min_hosts=plan.min_hosts, max_hosts=most)
         self._scaling = Scaling(rules, num_hosts)
         self._load = FrontLoad(
             plan.front_end, plan.metrics_key, tls_context(plan.verify), plan.objective_s
@@ -171,16 +166,16 @@ class _Decider:
         self._next_look = 0.0
         self._trouble = ""
 
-    def wanted(self, now: float) -> int | None:
-        """Return how many; None for as many as the cluster has."""
+    def decide(self, now: float) -> tuple[int | None, int]:
+        """Return how many, None for as many as there are, and how many to ask Ray for."""
         if self._plan.is_end:
-            return 0
+            return 0, 0
         if not self._plan.front_end:
-            return self._plan.max_hosts if self._plan.has_limit else None
+            return self._plan.max_hosts, self._plan.min_hosts
         if now >= self._next_look:
             self._next_look = now + _LOOK_S
             self._look(now)
-        return self._scaling.wanted
+        return self._scaling.wanted, self._scaling.wanted
 
     def _look(self, now: float) -> None:
         before = self._scaling.wanted

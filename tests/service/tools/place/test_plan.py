@@ -22,7 +22,7 @@ def test_agents_get_the_address_the_flags_after_the_dashes_and_the_keys():
     expected = ["agent", "--join", "front:7", "--devices", "cuda:0", "--insecure"]
     assert list(told.arguments) == expected
     assert told.environ == {"INFERPOOL_CLUSTER_KEYS": "secret-of-the-cluster"}
-    assert not told.has_limit
+    assert told.max_hosts is None
     assert told.verify is True
 
 
