@@ -55,8 +55,17 @@ class RunningCluster:
             port=self.http_port,
             ready=False,
         )
-        self.service = self._stack.enter_context(service).wait_until_listening()
+        self.service = self._stack.enter_context(service)
+        self.service.url = f"http://127.0.0.1:{self.http_port}"  # logged once a host serves
+        until(self._is_listening)
         return self.service
+
+    def _is_listening(self) -> bool:
+        assert self.service.process.poll() is None, self.service.log
+        try:
+            return self.service.get("/health/live").status_code == 200
+        except httpx.TransportError:
+            return False
 
     def start_agent(self, name: str, *arguments: str) -> Running:
         """Start the agent of a host, or the next one with the same name."""
