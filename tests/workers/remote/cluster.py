@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import socket
 import ssl
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -22,12 +23,13 @@ from inferpool.workers.remote.host import RemoteHost
 from inferpool.workers.remote.hosted import HostedWorkers, HostEngine
 from inferpool.workers.remote.hosts import RemoteHosts
 from inferpool.workers.remote.joining import Dialer, make_instance
-from inferpool.workers.remote.wire import HostFacts
+from inferpool.workers.remote.wire import Beat, HostFacts, HostVitals, Pulse, ToAgent, Views
 from tests.fakes import FakeWorker
 from tests.workers.contract import until
 
 if TYPE_CHECKING:
     from inferpool.workers.errors import WorkerStartError
+    from inferpool.workers.remote.link import HostLink
 
 KEY = b"a key of 16 bytes or more"
 
@@ -175,6 +177,59 @@ class LoadingEngine:
 
     async def close(self) -> None:
         self.is_closed = True
+
+
+class Peer:
+    """An agent that does what the test says."""
+
+    def __init__(self, facts: HostFacts, *, tls: ssl.SSLContext | None = None) -> None:
+        self.facts = facts
+        self.messages: list[ToAgent] = []
+        """All that has come, but beats."""
+        self.bodies: list[bytes] = []
+        self.beats: list[Beat] = []
+        self.answers_beats = True
+        self.ends: list[str] = []
+        self._dialer = Dialer(KEY, tls, facts)
+        self.link: HostLink[ToAgent]
+
+    async def join(self, hosts: RemoteHosts) -> RemoteHost:
+        """Join a front end; return what it has of this host."""
+        self.link, mailbox, _ = await self._dialer.join(hosts.address, role="agent", term=0)
+        mailbox.hand_over(self.link, self)
+        return hosts.hosts[self.facts.name]
+
+    async def next(self) -> ToAgent:
+        """Wait for the next message, and take it."""
+        await until(lambda: self.messages)
+        return self.messages.pop(0)
+
+    def room_for(self, message: ToAgent, num_bytes: int) -> Views:
+        return [memoryview(bytearray(num_bytes))]
+
+    def on_message(self, message: ToAgent, body: Views) -> None:
+        if isinstance(message, Beat):
+            self.beats.append(message)
+            if self.answers_beats:
+                self.link.send(Pulse(message.sent_at, HostVitals(wall_time=time.time()), []))
+        else:
+            self.messages.append(message)
+            self.bodies.append(b"".join(body))
+
+    def on_closed(self, reason: str) -> None:
+        self.ends.append(reason)
+
+
+@contextlib.asynccontextmanager
+async def front(
+    arena: Arena, *, tls: ssl.SSLContext | None = None, keys: Sequence[bytes] = (KEY,)
+) -> AsyncIterator[tuple[RemoteHosts, Watcher]]:
+    """Run a front end without any host."""
+    hosts, watcher = open_front(arena, tls=tls, keys=keys)
+    try:
+        yield hosts, watcher
+    finally:
+        await hosts.close()
 
 
 class OnHost:

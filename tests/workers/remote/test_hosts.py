@@ -1,0 +1,235 @@
+import asyncio
+import errno
+import logging
+import socket
+
+import psutil
+import pytest
+
+import inferpool.workers.remote.hosts
+from inferpool.workers.arena import Arena
+from inferpool.workers.errors import WorkerStartError
+from inferpool.workers.host.engine import WorkerId
+from inferpool.workers.remote.host import RemoteHost
+from inferpool.workers.remote.joining import Dialer, RefusedError
+from inferpool.workers.remote.wire import StartWorker
+from tests.workers.contract import config_of, until
+from tests.workers.remote.cluster import KEY, Peer, facts_of, front
+
+ID = WorkerId(model="m", slot=0)
+
+
+async def test_host_is_known_from_its_joining_to_its_end(
+    arena: Arena, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level(logging.INFO)
+    async with front(arena) as (hosts, watcher):
+        peer = Peer(facts_of("gpu-7"))
+        host = await peer.join(hosts)
+        assert watcher.joined == [host]
+        assert (host.name, host.epoch, host.is_lost) == ("gpu-7", 1, False)
+        assert host.address.startswith("127.0.0.1:")
+        peer.link.close()
+        await until(lambda: watcher.lost)
+        assert watcher.lost == [("gpu-7", "the other side closed the connection")]
+        assert not hosts.hosts
+        assert host.is_lost
+        assert f"host gpu-7 has joined from {host.address}" in caplog.text
+
+
+async def test_worker_starts_on_the_host_of_its_config_or_not_at_all(arena: Arena):
+    async with front(arena) as (hosts, _):
+        peers = [Peer(facts_of(name)) for name in ("a", "b")]
+        for peer in peers:
+            await peer.join(hosts)
+        start = asyncio.ensure_future(hosts.start(ID, config_of(host="b"), print))
+        message = await peers[1].next()
+        assert isinstance(message, StartWorker)
+        assert message.config.model.source == config_of().model.source
+        assert not peers[0].messages
+        start.cancel()
+        for name, text in (("c", "c is not connected"), ("", "no host is not connected")):
+            with pytest.raises(WorkerStartError, match=text):
+                await hosts.start(ID, config_of(host=name), print)
+        assert hosts.forkserver_vitals() is None
+
+
+async def test_name_is_taken_only_from_the_same_agent(arena: Arena):
+    async with front(arena) as (hosts, watcher):
+        first = Peer(facts_of("h", instance="one"))
+        host = await first.join(hosts)
+        with pytest.raises(RefusedError, match=f"connected as h from {host.address}: give each"):
+            await Peer(facts_of("h", instance="two")).join(hosts)
+        assert hosts.hosts == {"h": host}
+        again = Peer(facts_of("h", instance="one"))
+        later = await again.join(hosts)
+        assert hosts.hosts == {"h": later}
+        assert watcher.joined == [host, later]
+        assert watcher.lost == [("h", "its agent has joined anew")]
+        assert later.epoch == host.epoch + 1
+        await until(lambda: first.ends)
+
+
+async def test_no_more_than_so_many_strangers_are_heard_at_once(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(inferpool.workers.remote.hosts, "_MOST_JOINING", 8)
+    async with front(arena) as (hosts, _):
+        strangers = [socket.create_connection(hosts.address) for _ in range(8)]
+        await until(lambda: len(hosts._joining) == 8)
+        with pytest.raises(ConnectionError):
+            await Peer(facts_of("h")).join(hosts)
+        for stranger in strangers:
+            stranger.close()
+        await until(lambda: not hosts._joining)
+        await Peer(facts_of("h")).join(hosts)
+
+
+async def test_many_agents_may_come_back_at_once(arena: Arena):
+    async with front(arena) as (hosts, watcher):
+        links = []
+
+        async def come(number: int) -> None:
+            while True:
+                try:
+                    link, _, _ = await Dialer(KEY, None, facts_of(f"h{number}")).join(
+                        hosts.address, role="agent", term=0
+                    )
+                except ConnectionError:  # too many at once
+                    await asyncio.sleep(0.05)
+                else:
+                    return links.append(link)
+
+        await asyncio.gather(*(come(number) for number in range(200)))
+        assert len(hosts.hosts) == len(watcher.joined) == 200
+        for link in links:
+            link.close()
+        await until(lambda: not hosts.hosts)
+
+
+async def test_mistakes_of_the_watcher_harm_no_other_host(
+    arena: Arena, caplog: pytest.LogCaptureFixture
+):
+    async with front(arena) as (hosts, watcher):
+        good = await Peer(facts_of("good")).join(hosts)
+
+        def fail(*_: object) -> None:
+            raise RuntimeError("a mistake")
+
+        watcher.on_joined = fail  # type: ignore[method-assign]
+        peer = Peer(facts_of("bad"))
+        watcher.on_lost = fail  # type: ignore[method-assign]
+        _, mailbox, _ = await peer._dialer.join(hosts.address, role="agent", term=0)
+        refusal = await mailbox.get()
+        assert "the front end has made a mistake" in refusal.reason  # type: ignore[union-attr]
+        await until(lambda: hosts.hosts == {"good": good})
+        assert "host bad could not be taken on" in caplog.text
+        assert "the loss of host bad could not be handled" in caplog.text
+        assert not good.is_lost
+
+
+async def test_closing_ends_all_connections_and_leaves_nothing(arena: Arena):
+    num_fds = psutil.Process().num_fds()
+    async with front(arena) as (hosts, watcher):
+        peers = [Peer(facts_of(name)) for name in ("a", "b")]
+        for peer in peers:
+            await peer.join(hosts)
+        stranger = socket.create_connection(hosts.address)
+        late = socket.create_connection(hosts.address)
+        await until(lambda: hosts._joining)
+        await hosts.close()
+        assert {name for name, _ in watcher.lost} == {"a", "b"}
+        assert not hosts.hosts
+        await until(lambda: all(peer.ends for peer in peers))
+        with pytest.raises(ConnectionRefusedError):
+            await Peer(facts_of("c")).join(hosts)
+        stranger.close()
+        late.close()
+        hosts.close = lambda: asyncio.sleep(0)  # type: ignore[method-assign]
+    assert psutil.Process().num_fds() == num_fds
+
+
+async def test_connection_that_is_accepted_while_the_front_end_ends_is_closed(arena: Arena):
+    async with front(arena) as (hosts, _):
+        with socket.create_connection(hosts.address) as stranger:
+            hosts._accept()  # its task has not begun
+            await hosts.close()
+            assert stranger.recv(1) == b""
+        hosts.close = lambda: asyncio.sleep(0)  # type: ignore[method-assign]
+
+
+async def test_front_end_without_descriptors_rests_and_then_accepts_again(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(inferpool.workers.remote.hosts, "_REST_S", 0.05)
+    async with front(arena) as (hosts, _):
+        real = hosts._listener
+
+        class Exhausted:
+            num_calls = 0
+
+            def accept(self) -> object:
+                self.num_calls += 1
+                if self.num_calls <= 2:
+                    raise OSError(errno.EMFILE, "Too many open files")
+                return real.accept()
+
+            def __getattr__(self, name: str) -> object:
+                return getattr(real, name)
+
+        hosts._listener = exhausted = Exhausted()  # type: ignore[assignment]
+        hosts.open()
+        await Peer(facts_of("h")).join(hosts)
+        assert exhausted.num_calls == 3
+        assert "no agent can be accepted now: Too many open files" in caplog.text
+
+
+async def test_refusal_is_logged_once_for_each_address_and_reason(
+    arena: Arena, caplog: pytest.LogCaptureFixture
+):
+    async with front(arena) as (hosts, _):
+        old = Peer(facts_of("h", version="0.9"))
+        for _ in range(3):
+            with pytest.raises(RefusedError):
+                await old.join(hosts)
+        assert caplog.text.count("was refused") == 1
+        await Peer(facts_of("h")).join(hosts)
+        with pytest.raises(RefusedError):
+            await old.join(hosts)
+        assert caplog.text.count("was refused") == 2
+        for number in range(1000):
+            hosts._note_refusal(f"10.0.0.{number}:1", "no")
+        assert len(hosts._told_refusals) <= inferpool.workers.remote.hosts._MOST_JOINING
+
+
+async def test_hosts_with_other_versions_of_torch_are_named(
+    arena: Arena, caplog: pytest.LogCaptureFixture
+):
+    async with front(arena) as (hosts, _):
+        await Peer(facts_of("a")).join(hosts)
+        await Peer(facts_of("b")).join(hosts)
+        assert "answers may differ" not in caplog.text
+        await Peer(facts_of("c", torch="3")).join(hosts)
+        assert "host c has torch 3 and Python 3, and a has 2 and 3: answers may differ" in (
+            caplog.text
+        )
+
+
+async def test_host_that_does_not_read_delays_no_other(arena: Arena):
+    async with front(arena) as (hosts, _):
+        slow, quick = Peer(facts_of("slow")), Peer(facts_of("quick"))
+        stuck, other = await slow.join(hosts), await quick.join(hosts)
+        asyncio.get_running_loop().remove_reader(slow.link._fd)
+        measuring = asyncio.ensure_future(stuck.measure(32 << 20))
+        await until(lambda: len(quick.beats) >= 3)
+        assert stuck._link.num_unsent_bytes > 1 << 20
+        assert not other.is_silent
+        assert other.round_trip_s < 5.0
+        stuck.close("enough")
+        with pytest.raises(ConnectionError, match="slow was lost: enough"):
+            await measuring
+        slow.link.close()
+
+
+def named(host: RemoteHost) -> str:
+    return host.name

@@ -1,0 +1,189 @@
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from inferpool.workers.errors import WorkerLostError
+from inferpool.workers.host.engine import Ending, Vitals, WorkerId
+from inferpool.workers.messages import BatchDone, ItemRef
+from inferpool.workers.remote.wire import BatchLost, RunBatch, Started, StopWorker, WorkerPulse
+from inferpool.workers.remote.worker import RemoteWorker
+from tests.fakes import ref_to
+from tests.workers.remote.cluster import ready_of
+
+ENDED = Ending(cause="signal", reason="SIGKILL")
+
+
+class Link:
+    """Keeps what is sent to the host."""
+
+    def __init__(self) -> None:
+        self.round_trip_s = 0.0
+        self.is_silent = False
+        self.orders: list[RunBatch | StopWorker] = []
+        self.error: Exception | None = None
+
+    def order(self, message: RunBatch | StopWorker, items: Sequence[ItemRef] = ()) -> None:
+        if self.error is not None:
+            raise self.error
+        self.orders.append(message)
+
+
+def make_worker(credit: int = 2) -> tuple[RemoteWorker, Link]:
+    link = Link()
+    id = WorkerId(model="m", slot=0)
+    return RemoteWorker(id, Started(7, credit, ready_of(pid=123)), link), link
+
+
+def answer(id: int, compute_s: float = 0.1, size: int = 1) -> BatchDone:
+    return BatchDone(id, [b"{}"] * size, 0.0, compute_s)
+
+
+def pulse(**changes: float) -> WorkerPulse:
+    vitals = {"last_beat_age_s": 0.1, "num_batches": 9, "last_answer_age_s": 0.2, **changes}
+    return WorkerPulse(7, False, Vitals(pid=123, rss_bytes=5, **vitals))  # type: ignore[arg-type]
+
+
+async def test_answer_settles_its_batch_and_no_other():
+    worker, link = make_worker()
+    first, second = worker.run([ref_to(b"a")]), worker.run([ref_to(b"b"), ref_to(b"c")])
+    assert [(each.number, each.id) for each in link.orders] == [(7, 1), (7, 2)]
+    assert not worker.has_worked
+    worker.on_answer(answer(2, size=2))
+    assert second.result().outcomes == [b"{}", b"{}"]
+    assert not first.done()
+    assert worker.has_worked
+    assert worker.vitals().num_batches == 1
+
+
+async def test_answer_that_fits_no_batch_makes_no_sense():
+    worker, _ = make_worker()
+    future = worker.run([ref_to(b"a")])
+    for wrong in (answer(2), answer(1, size=0), answer(1, size=2)):
+        with pytest.raises(ValueError, match=r"batch 2|outcomes for 1 instances"):
+            worker.on_answer(wrong)
+    worker.on_answer(answer(1))
+    assert future.done()
+    with pytest.raises(ValueError, match="which m/0#0 does not hold"):
+        worker.on_answer(answer(1))
+
+
+async def test_batch_that_cannot_be_sent_is_not_held():
+    worker, link = make_worker()
+    link.error = OverflowError("too large")
+    with pytest.raises(OverflowError):
+        worker.run([ref_to(b"a")])
+    worker.on_ended(ENDED)
+    assert worker.is_settled
+
+
+async def test_nobody_may_wait_for_a_batch_any_more():
+    worker, _ = make_worker()
+    futures = [worker.run([ref_to(b"a")]) for _ in range(3)]
+    for future in futures:
+        future.cancel()
+    worker.on_answer(answer(1))
+    worker.on_lost(BatchLost(7, 2, "SIGKILL", started=True))
+    worker.on_host_lost("gone")
+
+
+async def test_lost_batches_come_back_one_by_one_and_no_more_are_taken():
+    worker, link = make_worker()
+    futures = [worker.run([ref_to(b"a")]) for _ in range(3)]
+    worker.on_lost(BatchLost(7, 1, "SIGKILL", started=True))
+    worker.on_lost(BatchLost(7, 99, "SIGKILL", started=True))
+    worker.on_ended(ENDED)
+    assert not worker.is_settled
+    assert not futures[2].done()
+    refused = worker.run([ref_to(b"a")])
+    worker.on_lost(BatchLost(7, 2, "the worker had ended", started=False))
+    worker.on_answer(answer(3))
+    assert worker.is_settled
+    lost = [future.exception() for future in (futures[0], futures[1], refused)]
+    assert all(isinstance(error, WorkerLostError) for error in lost)
+    assert [(error.started, error.with_host) for error in lost] == [  # type: ignore[union-attr]
+        (True, False),
+        (False, False),
+        (False, False),
+    ]
+    assert len(link.orders) == 3
+    assert await worker.wait() == ENDED
+
+
+async def test_everything_is_lost_with_the_host_once():
+    worker, _ = make_worker()
+    futures = [worker.run([ref_to(b"a")]) for _ in range(2)]
+    worker.on_host_lost("h was lost: silence")
+    worker.on_host_lost("again")
+    futures.append(worker.run([ref_to(b"a")]))
+    for future in futures:
+        error = future.exception()
+        assert isinstance(error, WorkerLostError)
+        assert (error.started, error.with_host) == (False, True)
+    assert await worker.wait() == Ending(cause="host", reason="h was lost: silence")
+    assert worker.is_settled
+    assert not worker.is_stalled
+
+
+async def test_worker_that_ended_before_its_host_keeps_its_own_ending():
+    worker, _ = make_worker()
+    worker.on_ended(ENDED)
+    worker.on_host_lost("silence")
+    worker.on_ended(Ending(cause="exit", reason="again"))
+    assert await worker.wait() == ENDED
+
+
+async def test_credit_grows_by_one_while_a_round_trip_takes_longer_than_a_batch():
+    worker, link = make_worker(credit=3)
+    link.round_trip_s = 10.0
+    assert worker.credit == 3  # it is not known yet how long a batch takes
+    worker.run([ref_to(b"a")])
+    worker.on_answer(answer(1, compute_s=1.0))
+    assert worker.credit == 4
+    link.round_trip_s = 1.0
+    assert worker.credit == 3
+    for number in range(2, 60):
+        worker.run([ref_to(b"a")])
+        worker.on_answer(answer(number, compute_s=0.01))
+    assert worker.credit == 4
+
+
+async def test_stop_waits_for_the_end_that_the_agent_tells():
+    worker, link = make_worker()
+    stopping = asyncio.ensure_future(worker.stop(5.0))
+    await asyncio.sleep(0)
+    assert link.orders == [StopWorker(7, 5.0)]
+    assert not stopping.done()
+    worker.on_ended(ENDED)
+    await stopping
+    await worker.stop(5.0)
+    assert len(link.orders) == 1
+
+
+async def test_stop_of_a_worker_whose_agent_does_not_answer_has_an_end(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr("inferpool.workers.remote.worker._END_S", 0.05)
+    worker, _ = make_worker()
+    await asyncio.wait_for(worker.stop(0.0), 20)
+
+
+async def test_vitals_are_those_of_the_last_pulse_grown_older():
+    worker, link = make_worker()
+    assert worker.vitals().pid == 123
+    now = worker._pulse_at
+    worker.on_pulse(pulse(batch_age_s=1.0), now - 10.0)
+    vitals = worker.vitals()
+    assert vitals.rss_bytes == 5
+    assert vitals.last_beat_age_s > 10.1
+    assert vitals.num_batches == 0  # of this connection
+    assert vitals.batch_age_s == 0.0  # it holds none any more
+    worker.run([ref_to(b"a")])
+    assert worker.vitals().batch_age_s > 11.0
+    worker.on_answer(answer(1))
+    assert worker.vitals().last_answer_age_s < 10.2
+    assert not worker.is_stalled
+    link.is_silent = True
+    assert worker.is_stalled
+    worker.on_ended(ENDED)
+    assert worker.vitals().rss_bytes == 0
