@@ -103,17 +103,20 @@ class SpreadWorker:
         )
 
     def _pass_on(self, future: "Future[BatchDone]", from_lead: "Future[BatchDone]") -> None:
-        """Settle a batch as the lead did; the loss of a host is no fault of the batch."""
-        if future.done():  # nobody waits for it any more
-            from_lead.exception()
-            return
+        """Settle a batch as the lead did, but count it as lost only once all parts have ended."""
         error = from_lead.exception()
-        if error is None:
+        if error is not None:
+            self._gone.add_done_callback(lambda _: self._fail(future, error))
+        elif not future.done():  # else nobody waits for it any more
             future.set_result(from_lead.result())
-            return
-        if self._first is not None and self._first.cause == "host":
-            error = WorkerLostError(self._first.reason, started=False, with_host=True)
-        future.set_exception(error)
+
+    def _fail(self, future: "Future[BatchDone]", error: BaseException) -> None:
+        """Fail a batch; the loss of a host is not its fault."""
+        first = self._gone.result()
+        if first.cause == "host":
+            error = WorkerLostError(first.reason, started=False, with_host=True)
+        if not future.done():
+            future.set_exception(error)
 
     async def _watch(self) -> None:
         """Wait for the end of a part, and end the others."""

@@ -1,18 +1,25 @@
 """A worker of one rank on each of two hosts does what a worker does, and ends as one."""
 
+import asyncio
 import contextlib
+import os
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pytest
 
 from inferpool.models.spec import Placement, Split
 from inferpool.workers.arena import Arena
 from inferpool.workers.config import HostShare, WorkerConfig
+from inferpool.workers.errors import WorkerLostError, WorkerStartError
 from inferpool.workers.host.engine import WorkerHandle, WorkerId
-from inferpool.workers.remote.hosts import RemoteHosts
-from tests.workers.contract import EngineContract, answers, is_gone, started, until
-from tests.workers.remote.cluster import connected
+from tests.workers.contract import EngineContract, answers, config_of, is_gone, started, until
+from tests.workers.remote.cluster import connected, make_agent, open_front, running
+
+if TYPE_CHECKING:
+    from inferpool.workers.remote.hosts import RemoteHosts
 
 pytestmark = pytest.mark.usefixtures("no_process_left")
 
@@ -38,14 +45,15 @@ class SpreadEngine:
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self._stack = contextlib.AsyncExitStack()
-        self._hosts: RemoteHosts | None = None
+        self._hosts: list[RemoteHosts] = []
 
     async def start(
         self, id: WorkerId, config: WorkerConfig, on_progress: Callable[[str], None]
     ) -> WorkerHandle:
-        if self._hosts is None:
-            self._hosts, _ = await self._stack.enter_async_context(connected(self._arena, "a", "b"))
-        return await self._hosts.start(id, over(config, ["a", "b"]), on_progress)
+        if not self._hosts:
+            hosts, _ = await self._stack.enter_async_context(connected(self._arena, "a", "b"))
+            self._hosts.append(hosts)
+        return await self._hosts[0].start(id, over(config, ["a", "b"]), on_progress)
 
 
 @pytest.fixture
@@ -78,3 +86,101 @@ async def test_ranks_on_two_hosts_answer_and_are_seen(engine: SpreadEngine, put)
     await worker.stop(10)
     assert all(map(is_gone, pids))
     assert (await worker.wait()).reason == "stopped"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("act", "reason"),
+    [("kill", "SIGKILL"), ("segfault", "SIGSEGV"), ("leave", "exit code 9"), ("device", "device")],
+)
+async def test_end_of_any_rank_ends_those_of_all_hosts_and_settles_what_they_held(
+    engine: SpreadEngine, put, rank: int, act: str, reason: str
+):
+    worker = await started(engine)
+    pids = await known(worker)
+    with pytest.raises(WorkerLostError, match=reason) as lost:
+        await worker.run([put({"n": 1, "do": act, "rank": rank})])
+    assert f"rank {rank}" in str(lost.value)
+    assert lost.value.started
+    assert not lost.value.with_host
+    assert all(map(is_gone, pids))
+    assert f"rank {rank}" in (await worker.wait()).reason
+
+
+async def test_idle_rank_that_is_killed_ends_the_others_and_another_incarnation_starts(
+    engine: SpreadEngine, put
+):
+    worker = await started(engine)
+    pids = await known(worker)
+    os.kill(pids[1], signal.SIGKILL)
+    ending = await worker.wait()
+    assert "rank 1" in ending.reason
+    assert not ending.was_at_work
+    assert all(map(is_gone, pids))
+    again = await started(engine)
+    assert answers(await again.run([put({"n": 3, "rank": 1})])) == [6]
+    await again.stop(10)
+
+
+@pytest.mark.parametrize("lost", ["a", "b"])
+async def test_lost_host_ends_the_ranks_of_the_others_and_blames_no_batch(
+    arena: Arena, put, lost: str
+):
+    hosts, _ = open_front(arena)
+    agents = {name: make_agent(hosts.address, name) for name in ("a", "b")}
+    async with running(*agents.values()):
+        await until(lambda: len(hosts.hosts) == 2)
+        worker = await hosts.start(WorkerId(model="m", slot=0), over_two(), lambda _: None)
+        pids = await known(worker)
+        batch = worker.run([put({"n": 1, "do": "hang", "rank": 1})])
+        await asyncio.sleep(0)
+        hosts.hosts[lost].close("cut off")
+        with pytest.raises(WorkerLostError, match=f"{lost} was lost") as error:
+            await batch
+        assert not error.value.started
+        assert error.value.with_host
+        assert (await worker.wait()).cause == "host"
+        await until(lambda: all(map(is_gone, pids)))
+        await until(lambda: len(hosts.hosts) == 2)  # the agent joins again
+        again = await hosts.start(WorkerId(model="m", slot=0), over_two(), lambda _: None)
+        assert answers(await again.run([put({"n": 2, "rank": 1})])) == [4]
+        await again.stop(10)
+    await hosts.close()
+
+
+async def test_agent_that_leaves_takes_the_ranks_of_other_hosts_with_it(arena: Arena, put):
+    hosts, _ = open_front(arena)
+    agents = {name: make_agent(hosts.address, name) for name in ("a", "b")}
+    async with running(*agents.values()):
+        await until(lambda: len(hosts.hosts) == 2)
+        worker = await hosts.start(WorkerId(model="m", slot=0), over_two(), lambda _: None)
+        pids = await known(worker)
+        agents["b"].stop()
+        await worker.wait()
+        assert all(map(is_gone, pids))
+        with pytest.raises(WorkerLostError) as error:
+            await worker.run([put({"n": 1})])
+        assert not error.value.started
+    await hosts.close()
+
+
+async def test_worker_is_not_started_while_one_of_its_hosts_is_missing(arena: Arena):
+    async with connected(arena, "a") as (hosts, _):
+        with pytest.raises(WorkerStartError, match="not connected: b") as error:
+            await hosts.start(WorkerId(model="m", slot=0), over_two(), lambda _: None)
+        assert not error.value.permanent
+
+
+async def test_interface_that_a_host_does_not_have_is_named(arena: Arena):
+    hosts, _ = open_front(arena)
+    agents = [make_agent(hosts.address, "a"), make_agent(hosts.address, "b")]
+    agents[1]._interface = "nowhere0"
+    async with running(*agents):
+        await until(lambda: len(hosts.hosts) == 2)
+        with pytest.raises(WorkerStartError, match=r"on b: .*nowhere0.* lo"):
+            await hosts.start(WorkerId(model="m", slot=0), over_two(), lambda _: None)
+    await hosts.close()
+
+
+def over_two() -> WorkerConfig:
+    return over(config_of(), ["a", "b"])
