@@ -51,6 +51,15 @@ VERBS: Mapping[str, Verb] = {
         code="inferpool.service.cli.serve:run",
         takes_settings=True,
     ),
+    "agent": Verb(
+        summary="run the workers of a service on this host",
+        description="Offer the devices of this host to the front end at an address, and run the "
+        "workers that it asks for, until SIGTERM, SIGHUP or Ctrl-C. It dials again whenever the "
+        "connection ends. Exit status: 0 after its end, 1 if it cannot start, or with --once if it "
+        "is refused.",
+        flags="inferpool.service.cli.agent_flags:add_flags",
+        code="inferpool.service.cli.agent:run",
+    ),
     "predict": Verb(
         summary="ask a running service for predictions",
         description="Ask a running service for predictions on files or texts, and print them in "

@@ -110,7 +110,7 @@ class Settings(SettingsTable):
     """Memory for answers that clients have not read, over all connections. If it is full, the
     slowest readers are cut off."""
     arena_bytes: int = Field(
-        default_factory=lambda data: _auto_arena_bytes(data["max_body_bytes"]), ge=1024
+        default_factory=lambda data: auto_arena_bytes(data["max_body_bytes"]), ge=1024
     )
     """Shared memory for payloads. `auto`: a tenth of the memory, at most 256 MiB and at least twice
     `max_body_bytes`."""
@@ -215,7 +215,7 @@ class Settings(SettingsTable):
     @classmethod
     def _choose_arena(cls, arena_bytes: object, info: ValidationInfo) -> object:
         if arena_bytes == "auto" and "max_body_bytes" in info.data:
-            return _auto_arena_bytes(info.data["max_body_bytes"])
+            return auto_arena_bytes(info.data["max_body_bytes"])
         return arena_bytes
 
     @field_validator("cors_origins", "webhook_hosts", mode="before")
@@ -356,7 +356,8 @@ class Settings(SettingsTable):
         return max_timeout_s
 
 
-def _auto_arena_bytes(max_body_bytes: int) -> int:
+def auto_arena_bytes(max_body_bytes: int) -> int:
+    """Return the size of an arena for bodies of that size at most, on this host."""
     tenth = _memory_bytes() // 10 // _MIB * _MIB
     return max(2 * max_body_bytes, min(256 * _MIB, tenth))
 

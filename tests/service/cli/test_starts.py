@@ -19,6 +19,7 @@ _TOOLS = {
 _FLAGS = (_TOOLS["trial"], f"{_TOOLS['trial']}.flags")
 _NOT_BY_CODE = {
     "serve": (*_TORCH, *_CLIENTS, *_TOOLS.values()),
+    "agent": (*_TORCH, *_SERVER, *_CLIENTS, *_TOOLS.values(), "sqlalchemy"),
     "predict": (*_TORCH, *_SERVER, *_SETTINGS, *_TOOLS.values(), "numpy", "inferpool.workers"),
     "batch": (*_TORCH, *_SERVER, *_SETTINGS, *_CLIENTS, *_TOOLS.values(), "numpy"),
     "jobs": (*_TORCH, *_SERVER, *_SETTINGS, *_TOOLS.values(), "numpy", "inferpool.workers"),
