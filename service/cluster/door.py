@@ -19,16 +19,12 @@ class ClusterDoor:
     """The cluster port of a front end, which listens, and the contexts of both its sides."""
 
     listener: socket.socket
+    address: str
+    """Where agents join, for people."""
     tls: ssl.SSLContext | None
     """The context for agents that dial; None: they join in clear text."""
     dialing_tls: ssl.SSLContext | None
     """The context to dial the other front end with."""
-
-    @property
-    def address(self) -> str:
-        """Where agents join, for people."""
-        host, port = self.listener.getsockname()[:2]
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def open_door(settings: Settings) -> ClusterDoor | None:
@@ -43,18 +39,19 @@ def open_door(settings: Settings) -> ClusterDoor | None:
         return None
     tls, dialing = _contexts(settings)
     listener = listen(settings.cluster_host, port, "--cluster-port")
-    door = ClusterDoor(listener=listener, tls=tls, dialing_tls=dialing)
-    if tls is None and not is_private(listener.getsockname()[0]):
+    host, port = listener.getsockname()[:2]
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    if tls is None and not is_private(host):
         if not settings.cluster_insecure:
             listener.close()
             raise StartError(
-                f"agents would join at {door.address} without TLS, and that address is not private "
+                f"agents would join at {address} without TLS, and that address is not private "
                 "(cluster_host): set cluster_certificate and cluster_authority, or name the "
                 "address of a private network, or set cluster_insecure if nobody else can reach it"
             )
         text = "agents join at %s without TLS (cluster_insecure): whoever is on the way reads along"
-        logger.warning(text, door.address)
-    return door
+        logger.warning(text, address)
+    return ClusterDoor(listener=listener, address=address, tls=tls, dialing_tls=dialing)
 
 
 def _contexts(settings: Settings) -> tuple[ssl.SSLContext | None, ssl.SSLContext | None]:
