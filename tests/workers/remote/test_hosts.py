@@ -10,7 +10,6 @@ import inferpool.workers.remote.hosts
 from inferpool.workers.arena import Arena
 from inferpool.workers.errors import WorkerStartError
 from inferpool.workers.host.engine import WorkerId
-from inferpool.workers.remote.host import RemoteHost
 from inferpool.workers.remote.joining import Dialer, RefusedError
 from inferpool.workers.remote.wire import StartWorker
 from tests.workers.contract import config_of, until
@@ -100,8 +99,8 @@ async def test_many_agents_may_come_back_at_once(arena: Arena):
                 else:
                     return links.append(link)
 
-        await asyncio.gather(*(come(number) for number in range(200)))
-        assert len(hosts.hosts) == len(watcher.joined) == 200
+        await asyncio.gather(*(come(number) for number in range(100)))
+        assert len(hosts.hosts) == len(watcher.joined) == 100
         for link in links:
             link.close()
         await until(lambda: not hosts.hosts)
@@ -229,7 +228,3 @@ async def test_host_that_does_not_read_delays_no_other(arena: Arena):
         with pytest.raises(ConnectionError, match="slow was lost: enough"):
             await measuring
         slow.link.close()
-
-
-def named(host: RemoteHost) -> str:
-    return host.name

@@ -10,6 +10,7 @@ import pytest
 import inferpool.workers.remote.joining
 from inferpool.workers.arena import Arena
 from inferpool.workers.remote import joining
+from inferpool.workers.remote.host import RemoteHost
 from inferpool.workers.remote.hosts import RemoteHosts
 from inferpool.workers.remote.joining import Dialer, RefusedError, is_private
 from inferpool.workers.remote.link import HostLink, Mailbox
@@ -20,9 +21,12 @@ from inferpool.workers.remote.wire import (
     Beat,
     Challenge,
     Hello,
+    Measured,
     Refusal,
+    StopWorker,
     ToAgent,
     Welcome,
+    frame_start,
 )
 from tests.workers.contract import until
 from tests.workers.remote.cluster import KEY, Peer, facts_of, front
@@ -32,8 +36,10 @@ OTHER_KEY = b"another key of some length"
 Address = tuple[str, int]
 
 
-def join(address: Address, key: bytes = KEY, tls: ssl.SSLContext | None = None, term: int = 0):
-    return Dialer(key, tls, facts_of("h")).join(address, role="agent", term=term)
+async def join(
+    address: Address, key: bytes = KEY, tls: ssl.SSLContext | None = None, term: int = 0
+) -> tuple[HostLink[ToAgent], Mailbox[ToAgent], joining.Joined]:
+    return await Dialer(key, tls, facts_of("h")).join(address, role="agent", term=term)
 
 
 class Stranger:
@@ -54,7 +60,7 @@ class Stranger:
         assert isinstance(first, Challenge)
         hello = Hello(PROTOCOL, "agent", b"n" * 32, b"", 0, facts_of("h"))
         proof = joining._of_agent(key, first.nonce, hello)
-        return msgspec.structs.replace(hello, proof=proof, **changes)
+        return msgspec.structs.replace(hello, **{"proof": proof, **changes})
 
     async def refusal(self) -> str:
         """Return why the front end refuses."""
@@ -67,10 +73,6 @@ async def impostor(answer: Callable[[], ToAgent]) -> asyncio.Server:
     """Serve what calls itself a front end, and gives that answer to a greeting."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        sock = writer.get_extra_info("socket")
-        from inferpool.workers.remote.wire import frame_start
-
-        assert sock is not None
         writer.write(frame_start(Challenge(b"c" * 32), 0))
         await reader.read(100)
         writer.write(frame_start(answer(), 0))
@@ -217,8 +219,6 @@ async def test_anything_but_a_greeting_is_refused(arena: Arena):
     async with front(arena) as (hosts, _):
         stranger = await Stranger().connect(hosts.address)
         await stranger.mailbox.get()
-        from inferpool.workers.remote.wire import Measured
-
         stranger.link.send(Measured(1))
         assert await stranger.refusal() == "it did not say who it is"
         stranger.link.close()
@@ -228,13 +228,6 @@ async def test_agent_follows_no_front_end_of_an_earlier_term(arena: Arena):
     async with front(arena) as (hosts, _):
         with pytest.raises(RefusedError, match="another front end has taken over"):
             await join(hosts.address, term=hosts.term + 1)
-    proof: list[bytes] = []
-    real = joining._of_front_end
-
-    def noted(key: bytes, nonce: bytes, its_nonce: bytes) -> bytes:
-        proof.append(real(key, nonce, its_nonce))
-        return proof[-1]
-
     async with await impostor(lambda: Welcome(b"", 7, 1)) as server:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(joining, "_of_front_end", lambda *_: b"")
@@ -279,7 +272,7 @@ async def test_agent_without_a_certificate_is_refused(
 ):
     without = ssl.create_default_context(cafile=certificates[2])
     async with front(arena, tls=tls[0]) as (hosts, watcher):
-        with pytest.raises(OSError, match="(?i)certificate required"):
+        with pytest.raises(OSError, match=r"(?i)certificate required"):
             await join(hosts.address, tls=without)
         await until(lambda: is_empty(hosts))
         assert "did not return a certificate" in caplog.text
@@ -293,9 +286,9 @@ async def test_front_end_with_a_certificate_of_somebody_else_is_refused(
     async with front(arena, tls=tls[0]) as (hosts, _):
         with pytest.raises(ssl.SSLCertVerificationError):
             await join(hosts.address, tls=doubtful)
-        with pytest.raises(ssl.SSLCertVerificationError, match="not valid for '127.0.0.2'"):
-            with socket.create_connection(hosts.address) as sock:
-                sock.setblocking(False)
+        with socket.create_connection(hosts.address) as sock:
+            sock.setblocking(False)
+            with pytest.raises(ssl.SSLCertVerificationError, match=r"not valid for '127.0.0.2'"):
                 await joining.secured(sock, tls[1], "127.0.0.2")
 
 
@@ -318,7 +311,7 @@ async def test_clear_text_and_tls_do_not_meet(
 
 
 async def test_address_that_is_not_private_needs_tls_or_a_word():
-    with pytest.raises(RefusedError, match="192.0.32.7 is not a private address: use TLS"):
+    with pytest.raises(RefusedError, match=r"192.0.32.7 is not a private address: use TLS"):
         await join(("192.0.32.7", 1))
 
 
@@ -358,12 +351,11 @@ async def test_all_addresses_of_a_name_are_tried(arena: Arena, monkeypatch: pyte
 async def test_many_orders_may_come_with_the_welcome(arena: Arena):
     peer = Peer(facts_of("h"))
     async with front(arena) as (hosts, watcher):
-        watcher.on_joined = lambda host: [host.link_test(n) for n in range(0)]  # type: ignore[method-assign]
         sent = 500
 
-        def start_many(host) -> None:
+        def start_many(host: RemoteHost) -> None:
             for number in range(sent):
-                host.order(inferpool.workers.remote.wire.StopWorker(number, 0.0))
+                host.order(StopWorker(number, 0.0))
 
         watcher.on_joined = start_many  # type: ignore[method-assign]
         await peer.join(hosts)
