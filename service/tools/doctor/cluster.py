@@ -183,12 +183,6 @@ def _check_port(front_end: str, address: str) -> Iterator[Finding]:
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     ip = ip_address(host)
-    if ip.is_loopback:
-        yield note(
-            "cluster port",
-            f"only agents on the front end's own machine can join at {address}",
-            "set cluster_host to an address that the hosts reach",
-        )
     target = front_end if ip.is_unspecified else host
     try:
         socket.create_connection((target, int(port)), timeout=_REACH_S).close()
@@ -197,6 +191,13 @@ def _check_port(front_end: str, address: str) -> Iterator[Finding]:
             "cluster port",
             f"{target}:{port} cannot be reached from here ({problem.strerror or problem})",
             f"if hosts cannot reach it either, open TCP port {port} in the firewalls between",
+        )
+        return
+    if ip.is_loopback:
+        yield note(
+            "cluster port",
+            f"only agents on the front end's own machine can join at {address}",
+            "set cluster_host to an address that the hosts reach",
         )
     else:
         yield ok("cluster port", f"{target}:{port} can be reached from here")

@@ -164,3 +164,11 @@ def test_a_gpu_that_is_lost_is_shown_with_what_is_known_of_it(metrics):
     ):
         assert found[f"inferpool_gpu_{name}", gpu] == value
     assert ("inferpool_gpu_memory_used_bytes", "gpu=1,uuid=b") not in found, "it is not known"
+
+
+def test_a_label_that_a_reading_leaves_out_is_not_there(metrics):
+    gpu = GpuVitals(index=0, uuid="a", name="H100", is_up=True, memory_bytes=80)
+    metrics.gauge_source(lambda: [*gpu_gauges([gpu]), *gpu_gauges([gpu], "far")])
+    found = samples(metrics)
+    assert found["inferpool_gpu_up", "gpu=0,uuid=a"] == 1
+    assert found["inferpool_gpu_up", "gpu=0,host=far,uuid=a"] == 1

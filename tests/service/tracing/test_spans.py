@@ -4,6 +4,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import ScopeSpans, Span, Status
 from inferpool.service.api.exchange import Exchange
 from inferpool.service.api.predict import Predict
 from inferpool.service.errors import OverloadedError, ServiceError, UnavailableError
+from inferpool.service.queue.instance import Attempt, InstanceSteps
 from inferpool.service.telemetry.metrics import ModelMetrics
 from inferpool.service.tracing.recorder import Ended, Recorder
 from inferpool.service.tracing.spans import add_spans
@@ -61,3 +62,15 @@ def test_a_request_that_is_not_http_has_no_route() -> None:
     assert root.name == "HTTP"
     assert found["http.request.method"] == "_OTHER"
     assert "http.route" not in found
+
+
+@pytest.mark.parametrize("host", ["", "gpu-7"])
+def test_the_work_of_another_host_bears_its_name(host: str) -> None:
+    recorder, predict = traced(FakeModel())
+    exchange = Exchange.open(NoWire(), predict, "POST", "/predict", b"", [])
+    attempt = Attempt("m/0", 0, "cpu", 1, 2.0, 2.5, 0.5, 3.0, 1.0, host=host)
+    exchange.call.steps = [InstanceSteps(arrived=1.0, settled=4.0, tries=[attempt])]
+    exchange.close(200)
+    spans = {span.name: span for span in spans_of(recorder.waiting.pop())}
+    for name in ("prepare", "compute"):
+        assert attributes(iter(spans[name].attributes)).get("inferpool.host", "") == host

@@ -1,5 +1,6 @@
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -481,6 +482,21 @@ async def test_a_worker_that_was_lost_with_its_host_is_forgotten_until_the_host_
         supervisor.start("m", [first.config] * 2, numbers=[0, 2])
         await watcher.until("ready", 4)
         assert [str(slot.id) for slot in supervisor.slots] == ["m/1#0", "m/0#1", "m/2#0"]
+
+
+async def test_workers_of_a_host_bear_its_name_in_the_log(caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO)
+    engine = FakeEngine()
+    async with supervised(engine) as (supervisor, watcher):
+        await watcher.until("ready")
+        supervisor.start("m", [config_of()], numbers=[1], host="far")
+        await watcher.until("ready", 2)
+        for worker in engine.started[:2]:
+            worker.die()
+        await watcher.until("ready", 4)
+    ended = [record for record in caplog.records if " ended: " in record.getMessage()]
+    hosts = {record.getMessage()[:3]: vars(record).get("host") for record in ended}
+    assert hosts == {"m/0": None, "m/1": "far"}
 
 
 async def test_a_restart_ends_when_the_host_of_the_worker_is_lost(long_pauses: None):
