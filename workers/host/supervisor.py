@@ -26,6 +26,9 @@ logger = logging.getLogger(__name__)
 
 _STABLE_S = 60.0
 """An incarnation that was ready for this long counts as healthy, even if it had no work."""
+_LEAVING_S = 60.0
+"""A worker that ended with its host is not started again before, if the host is still known then:
+hosts that leave end their workers one by one."""
 _NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+")
 """Parts in which two tracebacks of the same error differ: addresses, bytes, seconds."""
 
@@ -344,10 +347,13 @@ class Supervisor(Generic[C, L]):
             logger.info("%s ended, as it was asked to", slot.id, extra=slot.id.log_fields)
             return False
         if not self._is_stopping:
-            logger.warning("%s ended: %s", slot.id, slot.reason, extra=slot.id.log_fields)
+            level = logging.INFO if ending.cause == "host" else logging.WARNING
+            logger.log(level, "%s ended: %s", slot.id, slot.reason, extra=slot.id.log_fields)
         was_stable = slot.ended_at - began > _STABLE_S
         if handle.has_worked or was_stable:
             slot.num_failures = slot.num_deaths_at_work = 0
+        elif ending.cause == "host":  # which says nothing of the worker
+            pass
         elif ending.was_at_work:  # blame the batch: a request that kills twice is quarantined
             slot.num_deaths_at_work += 1
         else:
@@ -421,6 +427,8 @@ class Supervisor(Generic[C, L]):
             text = "%s did not start%s: %s"
             logger.error(text, slot.id, again, slot.reason, extra=slot.id.log_fields)
         slot.state = "backoff"
+        if slot.cause == "host":
+            return _LEAVING_S
         # The first two deaths at work may be one bad input and its retry: they cause no pause.
         num_in_row = max(slot.num_failures, slot.num_deaths_at_work - 1)
         return self._policy.pause_s(num_in_row)

@@ -528,3 +528,19 @@ async def test_a_restart_ends_when_the_host_of_the_worker_is_lost(long_pauses: N
         assert [results[0], results[2]] == [False, False]
         assert isinstance(results[1], WorkerStartError)
         assert not await supervisor.replace(lost, 1)
+
+
+async def test_a_worker_that_ended_as_its_host_leaves_is_not_started_again_there(
+    caplog: pytest.LogCaptureFixture,
+):
+    engine = FakeEngine()
+    async with supervised(engine) as (supervisor, watcher):
+        await watcher.until("ready")
+        engine.started[0].lose_host()
+        await watcher.until("down backoff")
+        (slot,) = supervisor.slots
+        assert (slot.cause, slot.num_failures) == ("host", 0)
+        assert slot.due > asyncio.get_running_loop().time() + 50
+        supervisor.remove(slot, "the host has left")
+        assert watcher.names[-1] == "down backoff"  # its end is not told twice
+    assert not [each for each in caplog.records if each.levelname != "INFO"]
