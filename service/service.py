@@ -125,7 +125,7 @@ class Service:
         except SharedMemoryError as error:
             raise StartError(f"{error} (arena_bytes)") from error
         self.hosts = ShownHosts()
-        """What is shown of the hosts of a cluster."""
+        """Hosts of a cluster, as they are shown."""
         self.operations = Operations(
             self.pools,
             self.catalog.claims,
