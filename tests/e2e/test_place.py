@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import version
 
+import httpx
 import psutil
 import pytest
 
-from tests.e2e.hosts import KEYS, Cluster, cluster
-from tests.e2e.running import ROOT, asking, until
+from tests.e2e.hosts import KEYS, RunningCluster, cluster
+from tests.e2e.running import ROOT, asking, faulty, until
 from tests.ray_cluster import RayCluster, needs_ray
 
 pytestmark = [needs_ray, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
@@ -29,7 +30,7 @@ class Stage:
     """A Ray cluster, a front end, and the process that places agents."""
 
     ray: RayCluster
-    cluster: Cluster
+    cluster: RunningCluster
     placing: "subprocess.Popen[str] | None" = None
     log: list[str] = field(default_factory=list)
 
@@ -73,8 +74,8 @@ class Stage:
         except AssertionError:
             raise AssertionError("".join(self.log[-40:])) from None
 
-    def answers(self) -> bool:
-        return self.cluster.service.ask("hello").status_code == 200
+    def ask(self) -> httpx.Response:
+        return self.cluster.service.ask({"n": 21, "do": "ok"})
 
     def _read(self, placing: "subprocess.Popen[str]") -> None:
         assert placing.stderr is not None
@@ -84,8 +85,8 @@ class Stage:
 
 @pytest.fixture
 def stage() -> Iterator[Stage]:
-    one_worker = {"arguments": ("echo", "--replicas", "1")}
-    with RayCluster(_RAYLETS) as ray, cluster(ready=False, **one_worker) as front:  # type: ignore[arg-type]
+    settings = faulty(max_batch_size=1, options={"forward_s": 0.05})
+    with RayCluster(_RAYLETS) as ray, cluster(ready=False, settings=settings) as front:
         stage = Stage(ray, front)
         try:
             yield stage
@@ -100,7 +101,7 @@ def test_agents_come_with_nodes_leave_with_drains_and_outlive_who_placed_them(st
     first, second = stage.ray.add(), stage.ray.add()
     stage.start()
     stage.wait_for(2)
-    assert stage.answers()
+    assert stage.ask().json()["predictions"][0]["twice"] == 42
 
     third = stage.ray.add()
     hosts = stage.wait_for(3)
@@ -111,7 +112,7 @@ def test_agents_come_with_nodes_leave_with_drains_and_outlive_who_placed_them(st
     stage.until(lambda: killed not in stage.pids().values())
     stage.wait_for(3)
 
-    with asking(lambda: stage.cluster.service.ask("hello")) as answers:
+    with asking(stage.ask) as answers:
         stage.ray.drain(second, 60)
         stage.wait_for(2)
         stage.ray.kill(third)
@@ -130,7 +131,7 @@ def test_agents_come_with_nodes_leave_with_drains_and_outlive_who_placed_them(st
     stage.ray.kill_head()
     stage.until(lambda: any("trying again in 2 s" in line for line in stage.log))
     assert stage.pids() == after, fourth
-    assert stage.answers()
+    assert stage.ask().status_code == 200
     assert stage.end() == 0
 
 
@@ -151,6 +152,17 @@ def test_stop_lets_all_agents_drain_and_frees_their_nodes(stage: Stage):
     stage.until(lambda: not stage.cluster.hosts())
     stage.start("--max-hosts", "1")
     stage.wait_for(1)
+
+
+def test_load_asks_for_another_host_which_gets_an_agent(stage: Stage):
+    stage.ray.add()
+    stage.ray.add()
+    stage.start("--front-end", stage.cluster.service.url, "--min-hosts", "1", "--max-hosts", "5")
+    stage.wait_for(1)
+    with asking(stage.ask, 4) as answers:  # more than a worker can hold
+        stage.wait_for(2)
+    assert {answer.status_code for answer in answers} == {200}
+    assert any("2 hosts are wanted, not 1: workers compute" in line for line in stage.log)
 
 
 def test_other_versions_than_the_clusters_are_refused_with_both_named(stage: Stage):
