@@ -45,4 +45,5 @@ class FakeHost:
 
 
 def slot_on(host: str, state: str):
-    return SimpleNamespace(config=SimpleNamespace(host=host), state=state)
+    hosts = (host,) if host else ()
+    return SimpleNamespace(config=SimpleNamespace(host=host, hosts=hosts), state=state)
