@@ -103,6 +103,11 @@ class WorkerConfig:
     """Seconds after which a batch counts as hung; None derives them from the warm-up."""
 
     @property
+    def hosts(self) -> tuple[str, ...]:
+        """Names of the hosts that run it; the first one has the lead."""
+        return tuple(share.host for share in self.shares) or (self.host,)
+
+    @property
     def here(self) -> Placement:
         """Placement of the ranks that this host runs: all of them if it is not spread."""
         return self.part.placement if self.part is not None else self.placement

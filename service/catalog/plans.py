@@ -1,9 +1,12 @@
 """Decides where the workers of each model go, and what they are told."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
+from inferpool.models.spec import Placement
+from inferpool.service.catalog.spreading import SpreadPlanner
 from inferpool.service.settings.model import ModelSettings
 from inferpool.service.settings.settings import Settings
 from inferpool.workers.config import WorkerConfig
@@ -70,6 +73,8 @@ class HostPlans:
                 f"{name}: models take turns at devices only without a cluster; leave out share, or "
                 "cluster_port"
             )
+        if settings.models[name].spread:
+            return self._plan_spread(name, settings, is_successor=is_successor)
         configs: list[WorkerConfig] = []
         missing: DeviceError | None = None
         for host in self._hosts:
@@ -82,6 +87,24 @@ class HostPlans:
         if missing is not None and not configs:
             raise missing
         return configs
+
+    def plan_more(
+        self, host: str, name: str, settings: Settings, present: Sequence[WorkerConfig]
+    ) -> list[WorkerConfig]:
+        """Return the configurations of the workers that one model gets as hosts come and go.
+
+        Args:
+            host: The host that has joined; empty if one has left.
+            name: The model, one of the settings.
+            settings: The settings.
+            present: Configurations of the workers that it has.
+
+        Raises:
+            DeviceError: A device is missing.
+        """
+        if settings.models[name].spread:
+            return self._spread(name, settings, present, is_successor=False)
+        return self.plan_on(host, name, settings) if host else []
 
     def plan_on(
         self, host: str, name: str, settings: Settings, *, is_successor: bool = False
@@ -101,6 +124,45 @@ class HostPlans:
             raise
         return [replace(config, host=host) for config in plan]
 
+    def _plan_spread(
+        self, name: str, settings: Settings, *, is_successor: bool
+    ) -> list[WorkerConfig]:
+        """Plan a version whose replicas are spread over hosts; none if there is no host yet.
+
+        Raises:
+            DeviceError: This is no cluster, or all hosts together have too few devices.
+        """
+        if not self.is_cluster:
+            raise DeviceError(
+                f"{name}: spread is for several hosts; leave it out, or set cluster_port"
+            )
+        configs = self._spread(name, settings, (), is_successor=is_successor)
+        if self._hosts and not configs:
+            planner = SpreadPlanner(settings.models[name].placement_request, self._hosts, ())
+            raise DeviceError(f"{name} cannot be spread over the hosts: {planner.shortage()}")
+        return configs
+
+    def _spread(
+        self,
+        name: str,
+        settings: Settings,
+        present: Sequence[WorkerConfig],
+        *,
+        is_successor: bool,
+    ) -> list[WorkerConfig]:
+        """Return the configurations of the spread workers that can be added.
+
+        Raises:
+            DeviceError: A host cannot run a part.
+        """
+        hosts = {each: settings.host_of(name, host) for each, host in self._hosts.items()}
+        planner = SpreadPlanner(settings.models[name].placement_request, hosts, present)
+        plans = planner.plan()
+        if not plans and not present and hosts:
+            logger.info("%s waits for more hosts: %s", name, planner.shortage())
+        make = _config_maker(name, settings, self._cache_dir, is_successor=is_successor)
+        return [replace(make(plan.placement), host=plan.host, shares=plan.shares) for plan in plans]
+
 
 def plan_model(
     name: str,
@@ -118,21 +180,25 @@ def plan_model(
     Raises:
         DeviceError: A device is missing, or there are too few.
     """
+    make = _config_maker(name, settings, cache_dir, is_successor=is_successor)
+    return [make(placement) for placement in settings.placements_of(name, host)]
+
+
+def _config_maker(
+    name: str, settings: Settings, cache_dir: str | None, *, is_successor: bool
+) -> Callable[[Placement], WorkerConfig]:
+    """Return what makes the configuration of a worker of a model on a placement."""
     model = settings.models[name]
     if model.split and model.speed == "auto":
         logger.info("%s speed: exact, as a split model is served", name)
-    searches_speed = settings.speed_search and cache_dir is not None and not is_successor
-    return [
-        model.worker_config_for(
-            name,
-            placement,
-            max_image_pixels=settings.max_image_pixels,
-            cache_dir=cache_dir,
-            searches_speed=searches_speed,
-            error_detail="text" if settings.show_errors else "name",
-        )
-        for placement in settings.placements_of(name, host)
-    ]
+    return partial(
+        model.worker_config_for,
+        name,
+        max_image_pixels=settings.max_image_pixels,
+        cache_dir=cache_dir,
+        searches_speed=settings.speed_search and cache_dir is not None and not is_successor,
+        error_detail="text" if settings.show_errors else "name",
+    )
 
 
 def with_model(settings: Settings, name: str, model: ModelSettings | None) -> Settings:
@@ -146,6 +212,9 @@ def with_model(settings: Settings, name: str, model: ModelSettings | None) -> Se
 def place_text(config: WorkerConfig) -> str:
     """Return where a worker runs and how it is split, for people."""
     placement = config.placement
+    if config.shares:
+        shares = " + ".join(f"{share.host} {share.placement}" for share in config.shares)
+        return f"{shares} ({placement.split})"
     text = f"{placement} ({placement.split})" if placement.split else str(placement)
     return f"{config.host} {text}" if config.host else text
 

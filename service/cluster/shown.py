@@ -108,7 +108,7 @@ class ShownHosts:
             address=self.address,
             standby=self.standby(),
             hosts=[
-                _health(host, [s for s in slots if s.config.host == name]) for name, host in hosts
+                _health(host, [s for s in slots if name in s.config.hosts]) for name, host in hosts
             ],
             lost=[_lost_health(loss) for loss in reversed(self._lost_lately())],
         )
@@ -124,7 +124,9 @@ class ShownHosts:
         for loss in self._lost_lately():
             if loss.state == "lost":
                 yield Reading(name="host_up", value=0, labels=(loss.host.facts.name,))
-        ready = Counter(slot.config.host for slot in slots if slot.state == "ready")
+        ready = Counter(
+            host for slot in slots if slot.state == "ready" for host in slot.config.hosts
+        )
         for name, host in self._connected.items():
             yield from _host_gauges(host, ready[name])
 
@@ -169,7 +171,7 @@ class ShownHosts:
 
 def _health(host: ConnectedHost, slots: Sequence[WorkerSlot]) -> HostHealth:
     facts, vitals = host.facts, host.vitals
-    own = [slot for slot in slots if slot.config.host == facts.name]
+    own = [slot for slot in slots if facts.name in slot.config.hosts]
     has_told = bool(vitals.wall_time)
     return HostHealth(
         name=facts.name,

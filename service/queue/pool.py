@@ -343,7 +343,8 @@ class Pool:
     def _add(self, configs: Sequence[WorkerConfig], *, paused: bool) -> None:
         for host, grouped in groupby(configs, lambda config: config.host):
             own = list(grouped)
-            numbers = self._numbers.take(host, len(own))
+            num_present = sum(slot.config.host == host for slot in self.slots)
+            numbers = self._numbers.take(host, num_present + len(own))[num_present:]
             self._supervisor.start(
                 self.name, own, self.version, numbers=numbers, host=host, paused=paused
             )

@@ -67,6 +67,10 @@ class ModelSettings(SettingsTable):
     devices_per_replica: Auto | PositiveInt = "auto"
     """The number of devices that a replica is split over, each with its own process. `auto`: the
     GPUs divided by `replicas`, or all of them if that is `auto`; 2 on CPUs."""
+    spread: bool = False
+    """In a cluster, the devices of a replica may be on several hosts, as few as possible. It needs
+    `placement` and `devices_per_replica`, and `replicas` is then the number on all hosts together.
+    If a host is lost, the whole replica is. An experiment: it has not run on two machines yet."""
     share: float | None = Field(None, ge=0.001, le=1000)
     """The model's weight where several models are busy on one device: with `2.0` it gets twice the
     time of one with `1.0`, which is what a model without a share counts as. While the others are
@@ -157,6 +161,18 @@ class ModelSettings(SettingsTable):
             "copies, set replicas and devices instead"
         )
 
+    @field_validator("spread")
+    @classmethod
+    def _check_spread(cls, spread: bool, info: ValidationInfo) -> bool:
+        if spread and info.data.get("placement", "replicate") == "replicate":
+            raise ValueError('needs a split model: set placement = "pipeline" or "tensor" too')
+        if spread and info.data.get("devices_per_replica", "auto") == "auto":
+            raise ValueError(
+                "needs devices_per_replica: the number of devices that a replica has on all of its "
+                "hosts together"
+            )
+        return spread
+
     @field_validator("speed")
     @classmethod
     def _check_speed(cls, speed: str, info: ValidationInfo) -> str:
@@ -185,13 +201,10 @@ class ModelSettings(SettingsTable):
         """The largest batch that workers warm up with."""
         return AUTO_SIZE if self.max_batch_size == "auto" else self.max_batch_size
 
-    def placements_on(self, host: Host) -> list[Placement]:
-        """Return the placements of the replicas if this is the only model of the host.
-
-        Raises:
-            DeviceError: A requested device is not on this host, or there are too few.
-        """
-        request = PlacementRequest(
+    @property
+    def placement_request(self) -> PlacementRequest:
+        """The settings for the placement of the replicas."""
+        return PlacementRequest(
             devices=self.devices,
             replicas=None if self.replicas == "auto" else self.replicas,
             threads=None if self.threads_per_replica == "auto" else self.threads_per_replica,
@@ -201,7 +214,14 @@ class ModelSettings(SettingsTable):
             if self.gpu_memory_fraction == "auto"
             else self.gpu_memory_fraction,
         )
-        return place(host, request)
+
+    def placements_on(self, host: Host) -> list[Placement]:
+        """Return the placements of the replicas if this is the only model of the host.
+
+        Raises:
+            DeviceError: A requested device is not on this host, or there are too few.
+        """
+        return place(host, self.placement_request)
 
     @property
     def num_cores(self) -> int | None:

@@ -11,6 +11,7 @@ from inferpool.service.catalog.catalog import Catalog
 from inferpool.service.catalog.changes import Changes
 from inferpool.service.catalog.room import Room
 from inferpool.service.errors import InvalidInputError, UnavailableError, VersionRefusedError
+from inferpool.service.settings.model import ModelSettings
 from inferpool.service.settings.settings import Settings
 from inferpool.service.settings.state import StateFile
 from inferpool.service.telemetry.metrics import Metrics
@@ -27,18 +28,18 @@ DEVICES = Host(cpus=(0, 1), num_cores=2)
 class Hosted:
     """A catalog of a cluster, whose hosts run fake workers."""
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: Arena, model: ModelSettings = ECHO) -> None:
         self.engine = FakeEngine()
         self.metrics = Metrics(["m"], {})
         self.catalog = Catalog(
-            Settings(models={"m": ECHO}, default_model="m"),
+            Settings(models={"m": model}, default_model="m"),
             None,
             self.metrics,
             SilentAnnouncer(),
             cache_dir=None,
             on_change=lambda: None,
             until_known=self._until_known,
-            state=StateFile(None, {"m": ECHO}),
+            state=StateFile(None, {"m": model}),
         )
         self.catalog.start(self.engine, arena)
         room = Room.of_other_hosts()
@@ -50,7 +51,7 @@ class Hosted:
             str(slot.id)
             for pool in self.catalog.pools.values()
             for slot in pool.slots
-            if slot.config.host == host
+            if host in slot.config.hosts
         }
         for worker in self.engine.started:
             if str(worker.id) in gone and not worker.is_gone:
