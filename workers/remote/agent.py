@@ -21,7 +21,7 @@ from inferpool.workers.remote.wire import ToAgent
 logger = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S = 0.1
-_MOST_PAUSE_S = 2.0
+_MOST_PAUSE_S = 1.0
 _REFUSED_PAUSE_S = 5.0
 """Seconds before an agent that was refused tries again: somebody must mend something first."""
 
