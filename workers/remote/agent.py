@@ -98,9 +98,12 @@ class Agent:
         leaving = asyncio.ensure_future(session.leave(self._grace_s, reason))
         hurried = asyncio.ensure_future(self._hurried.wait())
         await asyncio.wait([leaving, hurried], return_when=asyncio.FIRST_COMPLETED)
+        is_hurried = not leaving.done()
         for each in (leaving, hurried):
             each.cancel()
         await asyncio.gather(leaving, hurried, return_exceptions=True)
+        if is_hurried:
+            await session.leave(0.0, reason)
 
     async def _work(self) -> int:
         loop, pause_s = asyncio.get_running_loop(), _FIRST_PAUSE_S
