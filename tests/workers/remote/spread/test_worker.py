@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -14,9 +15,12 @@ from inferpool.models.spec import Placement, Split
 from inferpool.workers.arena import Arena
 from inferpool.workers.config import HostShare, WorkerConfig
 from inferpool.workers.errors import WorkerLostError, WorkerStartError
-from inferpool.workers.host.engine import WorkerHandle, WorkerId
+from inferpool.workers.host.engine import RankVitals, WorkerHandle, WorkerId
+from inferpool.workers.host.local import LocalEngine
+from inferpool.workers.messages import BatchDone, ItemError
 from tests.workers.contract import EngineContract, answers, config_of, is_gone, started, until
 from tests.workers.remote.cluster import connected, make_agent, open_front, running
+from tests.workers.remote.spread.networks import WIDTH
 
 if TYPE_CHECKING:
     from inferpool.workers.remote.hosts import RemoteHosts
@@ -69,23 +73,55 @@ def pids_of(worker: WorkerHandle) -> list[int]:
     return [rank.pid for rank in worker.vitals().ranks]
 
 
-async def known(worker: WorkerHandle, num_ranks: int = 2) -> list[int]:
-    """Wait until all hosts have told of their ranks; return the numbers of their processes."""
+async def known(worker: WorkerHandle, num_ranks: int = 2) -> Sequence[RankVitals]:
+    """Wait until all hosts have told of their ranks."""
     await until(lambda: len(worker.vitals().ranks) == num_ranks)
-    return pids_of(worker)
+    return worker.vitals().ranks
+
+
+def numbers_in(done: BatchDone) -> list[float]:
+    """Return all numbers of the outputs of a batch, which may be JSON or tensors."""
+    numbers: list[float] = []
+    for outcome in done.outcomes:
+        assert not isinstance(outcome, ItemError), outcome
+        if isinstance(outcome, bytes):
+            value = json.loads(outcome)
+            numbers += value["output"] if isinstance(value, dict) else value
+        else:
+            numbers += [x for blob in outcome for x in memoryview(blob.buffer).cast("f")]
+    return numbers
 
 
 async def test_ranks_on_two_hosts_answer_and_are_seen(engine: SpreadEngine, put):
     worker = await started(engine)
     assert answers(await worker.run([put({"n": 4, "rank": 1}), put({"n": 5})])) == [8, 10]
-    await known(worker)
-    lead, follower = worker.vitals().ranks
+    lead, follower = await known(worker)
     assert (lead.host, lead.rank, follower.host, follower.rank) == ("a", 0, "b", 1)
     assert follower.part is not None
     pids = pids_of(worker)
     await worker.stop(10)
     assert all(map(is_gone, pids))
     assert (await worker.wait()).reason == "stopped"
+
+
+@pytest.mark.parametrize("split", ["pipeline", "tensor"])
+async def test_answers_are_those_of_a_network_on_one_device(arena: Arena, put, split: Split):
+    options = {"inputs": [{"name": "x", "dtype": "float32", "shape": [-1, WIDTH]}]}
+    config = config_of("tests.workers.remote.spread.networks:SeededMlp", options=options)
+    rows = [put([(n * k % 7) / 7 for k in range(WIDTH)]) for n in range(8)]
+    whole = await LocalEngine(arena).start(WorkerId(model="m", slot=0), config, lambda _: None)
+    expected = numbers_in(await whole.run(rows))
+    await whole.stop(10)
+    async with connected(arena, "a", "b", "c") as (hosts, _):
+        spread = over(config, ["a", "b", "c"], split)
+        worker = await hosts.start(WorkerId(model="m", slot=0), spread, lambda _: None)
+        found = numbers_in(await worker.run(rows))
+        parts = [rank.part.num_bytes for rank in (await known(worker, 3)) if rank.part]
+        await worker.stop(10)
+    assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert len(parts) == 3
+    assert all(parts)
+    assert len(set(expected)) > 20, "the rows and the classes differ"
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -97,7 +133,8 @@ async def test_end_of_any_rank_ends_those_of_all_hosts_and_settles_what_they_hel
     engine: SpreadEngine, put, rank: int, act: str, reason: str
 ):
     worker = await started(engine)
-    pids = await known(worker)
+    await known(worker)
+    pids = pids_of(worker)
     with pytest.raises(WorkerLostError, match=reason) as lost:
         await worker.run([put({"n": 1, "do": act, "rank": rank})])
     assert f"rank {rank}" in str(lost.value)
@@ -111,7 +148,8 @@ async def test_idle_rank_that_is_killed_ends_the_others_and_another_incarnation_
     engine: SpreadEngine, put
 ):
     worker = await started(engine)
-    pids = await known(worker)
+    await known(worker)
+    pids = pids_of(worker)
     os.kill(pids[1], signal.SIGKILL)
     ending = await worker.wait()
     assert "rank 1" in ending.reason
@@ -131,7 +169,8 @@ async def test_lost_host_ends_the_ranks_of_the_others_and_blames_no_batch(
     async with running(*agents.values()):
         await until(lambda: len(hosts.hosts) == 2)
         worker = await hosts.start(WorkerId(model="m", slot=0), over_two(), lambda _: None)
-        pids = await known(worker)
+        await known(worker)
+        pids = pids_of(worker)
         batch = worker.run([put({"n": 1, "do": "hang", "rank": 1})])
         await asyncio.sleep(0)
         hosts.hosts[lost].close("cut off")
@@ -154,7 +193,8 @@ async def test_agent_that_leaves_takes_the_ranks_of_other_hosts_with_it(arena: A
     async with running(*agents.values()):
         await until(lambda: len(hosts.hosts) == 2)
         worker = await hosts.start(WorkerId(model="m", slot=0), over_two(), lambda _: None)
-        pids = await known(worker)
+        await known(worker)
+        pids = pids_of(worker)
         agents["b"].stop()
         await worker.wait()
         assert all(map(is_gone, pids))

@@ -1,0 +1,16 @@
+"""A network that each rank builds with the same weights, for comparison with a whole one."""
+
+import torch
+from torch import nn
+
+WIDTH = 32
+
+
+class SeededMlp(nn.Sequential):
+    """Three layers that can be cut into stages, and whose matrices can be divided."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(
+            nn.Linear(WIDTH, 96), nn.GELU(), nn.Linear(96, WIDTH), nn.GELU(), nn.Linear(WIDTH, 7)
+        )
