@@ -147,7 +147,12 @@ def cluster(
 
 @contextlib.contextmanager
 def agent_at(
-    address: str, name: str, *arguments: str, env: Mapping[str, str] | None = None, cwd: Path = ROOT
+    address: str,
+    name: str,
+    *arguments: str,
+    env: Mapping[str, str] | None = None,
+    cwd: Path = ROOT,
+    prefix: Sequence[str] = (),
 ) -> Iterator[Running]:
     """Start `inferpool agent`, and end it and its workers however the test left it.
 
@@ -157,8 +162,9 @@ def agent_at(
         arguments: More arguments.
         env: Variables in addition to ours; the key of `cluster` by default.
         cwd: Folder in which it starts.
+        prefix: Command that becomes the agent's.
     """
-    command = [sys.executable, "-m", "inferpool", "agent", "--join", address, "--name", name]
+    command = [*prefix, sys.executable, "-m", "inferpool", "agent", "--join", address, "--name", name]
     process = subprocess.Popen(
         [*command, *arguments, "--log-format", "json"],
         cwd=cwd,
