@@ -117,6 +117,7 @@ def drive(plan: PlacePlan, parent_pid: int) -> None:
     """Speak to Ray until a signal comes, or Ray is gone. The main function of the driver."""
     die_with_parent(parent_pid)
     logs = configure()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Ray prints the last lines of lost raylets
     cluster = RayNodes(plan.address, plan.namespace, plan.cpus_per_host, plan.gpus_per_host)
     status = 0
     with _wakeup() as woken:
