@@ -67,6 +67,28 @@ def test_the_promise_is_kept_while_models_are_swapped_and_their_workers_are_stru
     assert report["chaos"]["right"] == report["chaos"]["sent"] >= 500
 
 
+@pytest.mark.alone
+def test_the_promise_is_kept_while_hosts_are_killed_stopped_and_ended(tmp_path: Path):
+    config = tmp_path / "inferpool.toml"
+    config.write_text(
+        '[models.echo]\nsource = "echo"\nreplicas = 1\nbatch_timeout_s = 1.5\n'
+        "options = { delay_s = 0.01 }\n"
+    )
+    done = chaos(
+        "--config", str(config), "--json", "--hosts", "2", "--host-every", "1",
+        "--requests", "500", "--kills", "2", "--kill-every", "2",
+        "--stop-every", "0", "--poison-every", "6",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert report["problems"] == []
+    assert report["chaos"]["right"] == report["chaos"]["sent"] >= 500
+    assert report["faults"]["host"] >= 3
+    times = report["recovery_ms"]
+    assert {"host kill", "host stop", "host end"} <= times.keys()
+    assert all(each["recovered"] for each in times.values())
+
+
 def test_service_that_does_not_start_is_exit_3_with_the_reason():
     done = chaos("tests.nowhere:Nothing")
     assert done.returncode == 3

@@ -3,10 +3,15 @@
 The containers run only if DOCKER_HOST names an engine.
 """
 
+import configparser
 import contextlib
 import json
 import os
+import re
 import resource
+import shlex
+import shutil
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +22,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from inferpool.service.cli.parser import make_parser
 from inferpool.service.settings.loader import load
 from tests.e2e.containers import docker, image, needs_compose
 from tests.e2e.running import ROOT, asking, until
@@ -234,3 +240,23 @@ def test_an_agent_is_ready_while_it_is_connected_and_ended_only_if_it_hangs():
     (host,) = pod_of("StatefulSet")["spec"]["containers"]
     probes = [host[f"{kind}Probe"]["exec"]["command"] for kind in ("readiness", "liveness")]
     assert [probe[-2:] for probe in probes] == [["joined", "8470"], ["agent", "8470"]]
+
+
+def test_the_unit_for_systemd_starts_an_agent_that_may_drain(tmp_path: Path):
+    page = (ROOT / "docs" / "hosts.md").read_text()
+    (text,) = re.findall(r"```ini\n(.*?)```", page, re.S)
+    unit = configparser.ConfigParser(strict=False, interpolation=None)
+    unit.optionxform = str  # type: ignore[assignment]  # as its documentation says
+    unit.read_string(text)
+    service = unit["Service"]
+    assert (service["Restart"], service["KillMode"]) == ("always", "mixed")
+    assert int(service["TimeoutStopSec"]) >= DRAIN_S + 15
+    program, *words = shlex.split(service["ExecStart"])
+    parser, _ = make_parser(words[0])
+    given = parser.parse_args(words)
+    credential = service["LoadCredential"].partition(":")[0]
+    assert str(given.key_file) == f"%d/{credential}"
+    if (verify := shutil.which("systemd-analyze")) is not None:
+        file = tmp_path / "inferpool-agent.service"
+        file.write_text(text.replace(program, "/bin/true"))
+        subprocess.run([verify, "verify", str(file)], check=True)
