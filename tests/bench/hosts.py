@@ -20,7 +20,7 @@ import uvloop
 from inferpool.workers.messages import BatchDone, ItemRef
 from inferpool.workers.remote.joining import secured
 from inferpool.workers.remote.link import HostLink
-from inferpool.workers.remote.wire import BatchAnswer, RunBatch, ToAgent, ToFrontEnd
+from inferpool.workers.remote.wire import BatchOutcomes, RunBatch, ToAgent, ToFrontEnd
 from tests.bench.frame import Benchmark, Cell, Column, Turn
 from tests.bench.server import HOST, ServerCommand, inferpool
 from tests.bench.workloads import WORKLOADS, Workload
@@ -172,7 +172,7 @@ class _Taker:
     def on_message(self, message: ToAgent, body: Sequence[memoryview]) -> None:
         assert isinstance(message, RunBatch)
         done = BatchDone(message.id, [b'{"label": "cat"}'] * _ITEMS, 0.0, 0.0)
-        self.link.send(BatchAnswer(1, done))
+        self.link.send(BatchOutcomes(1, done))
 
     def on_closed(self, reason: str) -> None:
         self.over.set_result(reason)

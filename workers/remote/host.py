@@ -18,25 +18,25 @@ from inferpool.workers.remote.lease import BEAT_S, LEASE_S, Lease
 from inferpool.workers.remote.link import HostLink, LinkListener
 from inferpool.workers.remote.wire import (
     MAX_MEASURED_BYTES,
-    BatchAnswer,
     BatchLost,
+    BatchOutcomes,
     Beat,
     HostFacts,
     HostVitals,
     Measure,
     Measured,
     MeetingPlace,
-    NotStarted,
     Progress,
     Pulse,
     Refusal,
     RunBatch,
-    Started,
     StartWorker,
     StopWorker,
     ToFrontEnd,
     Views,
     WorkerEnded,
+    WorkerNotStarted,
+    WorkerStarted,
     found,
 )
 from inferpool.workers.remote.worker import RemoteWorker
@@ -218,7 +218,7 @@ class RemoteHost(LinkListener[ToFrontEnd]):
 
     def room_for(self, message: ToFrontEnd, num_bytes: int) -> Views:
         """See `LinkListener`."""
-        if not isinstance(message, BatchAnswer | Measured):
+        if not isinstance(message, BatchOutcomes | Measured):
             raise ValueError(f"{type(message).__name__} with a body")
         return [memoryview(bytearray(num_bytes))]
 
@@ -227,7 +227,7 @@ class RemoteHost(LinkListener[ToFrontEnd]):
         if self.is_lost:
             return
         match message:
-            case BatchAnswer():
+            case BatchOutcomes():
                 worker = self._worker(message.number)
                 worker.on_answer(found(message.done, body[0] if body else memoryview(b"")))
                 self._forget_if_settled(message.number)
@@ -241,9 +241,9 @@ class RemoteHost(LinkListener[ToFrontEnd]):
             case MeetingPlace():
                 if (start := self._starting.get(message.number)) is not None:
                     start.on_place(message)
-            case Started():
+            case WorkerStarted():
                 self._on_started(message)
-            case NotStarted():
+            case WorkerNotStarted():
                 self._on_not_started(message)
             case WorkerEnded():
                 # It has answered for all batches that it had received by then. Those that were
@@ -293,7 +293,7 @@ class RemoteHost(LinkListener[ToFrontEnd]):
             except Exception:  # it must not end the connection of all workers
                 logger.exception("the progress of %s could not be noted", start.id)
 
-    def _on_started(self, message: Started) -> None:
+    def _on_started(self, message: WorkerStarted) -> None:
         start = self._starting.pop(message.number, None)
         if start is None or start.future.done():
             return  # it was given up, and the agent will hear of that
@@ -301,7 +301,7 @@ class RemoteHost(LinkListener[ToFrontEnd]):
         self._workers[message.number] = worker
         start.future.set_result(worker)
 
-    def _on_not_started(self, message: NotStarted) -> None:
+    def _on_not_started(self, message: WorkerNotStarted) -> None:
         start = self._starting.pop(message.number, None)
         if start is not None and not start.future.done():
             start.future.set_exception(

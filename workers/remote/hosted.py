@@ -128,6 +128,8 @@ class HostedWorkers:
         if (worker := await self._loaded(key)) is not None:
             logger.info("%s: a worker that is loaded already is used again", id)
         else:
+            if config.part is not None:  # its group may just have ended, and begins anew
+                await self._until_ended(config.here)
             await self._make_room(config.here)
             worker = HostedWorker(key=key)
             config = replace(config, host="", cache_dir=self._cache_dir)
@@ -196,6 +198,20 @@ class HostedWorkers:
         await asyncio.sleep(max(0.0, self._joined_at + _BURST_S - loop.time()))
         in_the_way = list(self._sharing(placement))
         await asyncio.gather(*(worker.stop(_STOP_S) for worker in in_the_way))
+
+    async def _until_ended(self, placement: Placement) -> None:
+        """Wait for workers that are ending on the devices of a placement, but not for ever."""
+        names = set(placement.names)
+        handles = [
+            each.handle
+            for each in self._workers
+            if each.is_ending and each.handle and names & set(each.key.here.names)
+        ]
+        if handles:
+            ends = [asyncio.ensure_future(handle.wait()) for handle in handles]
+            _, others = await asyncio.wait(ends, timeout=_STOP_S)
+            for end in others:
+                end.cancel()
 
     def _sharing(self, placement: Placement) -> Iterator[HostedWorker]:
         names = set(placement.names)

@@ -22,26 +22,26 @@ from inferpool.workers.remote.link import HostLink, LinkListener
 from inferpool.workers.remote.spread.place import located
 from inferpool.workers.remote.wire import (
     MAX_MEASURED_BYTES,
-    BatchAnswer,
     BatchLost,
+    BatchOutcomes,
     Beat,
     FrameTooLargeError,
     HostVitals,
     Measure,
     Measured,
     MeetingPlace,
-    NotStarted,
     Progress,
     Pulse,
     Refusal,
     RunBatch,
-    Started,
     StartWorker,
     StopWorker,
     ToAgent,
     Views,
     WorkerEnded,
+    WorkerNotStarted,
     WorkerPulse,
+    WorkerStarted,
     placed,
 )
 
@@ -231,7 +231,7 @@ class AgentSession(LinkListener[ToAgent]):
 
     def _start(self, order: StartWorker) -> None:
         if self.is_leaving:
-            self._link.send(NotStarted(order.number, "the host is leaving", permanent=False))
+            self._link.send(WorkerNotStarted(order.number, "the host is leaving", permanent=False))
             return
         task = asyncio.create_task(self._see_to(order), name=f"see to {order.id}")
         self._tasks[order.number] = task
@@ -270,16 +270,16 @@ class AgentSession(LinkListener[ToAgent]):
                     raise WorkerStartError("the start was given up", permanent=False) from None
             files = await self._workers.files_of(worker)
             ready = msgspec.structs.replace(worker.ready, files=files)
-            self._link.send(Started(number, worker.credit, ready))
+            self._link.send(WorkerStarted(number, worker.credit, ready))
         except WorkerStartError as error:
             self._link.send(
-                NotStarted(number, str(error), error.permanent, traceback=error.traceback)
+                WorkerNotStarted(number, str(error), error.permanent, traceback=error.traceback)
             )
             return
         except Exception as error:  # the front end must hear of it
             logger.exception("%s could not be started", order.id)
             self._link.send(
-                NotStarted(number, f"a mistake of the agent: {error!r}", permanent=False)
+                WorkerNotStarted(number, f"a mistake of the agent: {error!r}", permanent=False)
             )
             return
         self._running[number] = worker
@@ -366,7 +366,7 @@ class AgentSession(LinkListener[ToAgent]):
         order = batch.order
         outcomes = [ItemError("exhausted", reason) for _ in order.items]
         done = BatchDone(order.id, [*outcomes], 0.0, 0.0)
-        self._link.send(BatchAnswer(order.number, done))
+        self._link.send(BatchOutcomes(order.number, done))
 
     def _on_done(self, batch: _Batch, future: "Future[BatchDone]") -> None:
         """Send the outcomes of a batch, and use its slots again."""
@@ -377,7 +377,7 @@ class AgentSession(LinkListener[ToAgent]):
         if error is None:
             done, body = placed(future.result(), order.id, batch.ahead_s)
             try:
-                self._link.send(BatchAnswer(order.number, done), body)
+                self._link.send(BatchOutcomes(order.number, done), body)
             except FrameTooLargeError as too_large:
                 self._refuse(batch, f"the outputs of its batch are too large: {too_large}")
         else:

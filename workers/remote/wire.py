@@ -168,7 +168,7 @@ class Progress(msgspec.Struct, frozen=True, array_like=True, tag="progress"):
     stage: str
 
 
-class Started(msgspec.Struct, frozen=True, array_like=True, tag="started"):
+class WorkerStarted(msgspec.Struct, frozen=True, array_like=True, tag="started"):
     """Agent to front end: a worker takes batches."""
 
     number: int
@@ -176,7 +176,7 @@ class Started(msgspec.Struct, frozen=True, array_like=True, tag="started"):
     ready: Ready
 
 
-class NotStarted(msgspec.Struct, frozen=True, array_like=True, tag="not started"):
+class WorkerNotStarted(msgspec.Struct, frozen=True, array_like=True, tag="not started"):
     """Agent to front end: a worker did not start."""
 
     number: int
@@ -202,7 +202,7 @@ class RunBatch(msgspec.Struct, frozen=True, array_like=True, tag="run"):
     items: Sequence[ItemRef]
 
 
-class BatchAnswer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
+class BatchOutcomes(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
     """Agent to front end: the outcomes of a batch, whose large outputs are in the body."""
 
     number: int
@@ -238,10 +238,10 @@ ToFrontEnd = (
     | Pulse
     | Progress
     | MeetingPlace
-    | Started
-    | NotStarted
+    | WorkerStarted
+    | WorkerNotStarted
     | WorkerEnded
-    | BatchAnswer
+    | BatchOutcomes
     | BatchLost
     | Measured
 )

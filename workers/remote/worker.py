@@ -11,7 +11,13 @@ from typing import Protocol
 from inferpool.workers.errors import WorkerLostError
 from inferpool.workers.host.engine import Ending, Vitals, WorkerId
 from inferpool.workers.messages import BatchDone, ItemRef, Ready
-from inferpool.workers.remote.wire import BatchLost, RunBatch, Started, StopWorker, WorkerPulse
+from inferpool.workers.remote.wire import (
+    BatchLost,
+    RunBatch,
+    StopWorker,
+    WorkerPulse,
+    WorkerStarted,
+)
 
 _END_S = 10.0
 """Seconds beyond the grace in which an agent ends a worker, by force if need be."""
@@ -35,7 +41,7 @@ class WorkerLink(Protocol):
 class RemoteWorker:
     """One incarnation of a worker: what it holds, and what its agent has told of it."""
 
-    def __init__(self, id: WorkerId, started: Started, link: WorkerLink) -> None:
+    def __init__(self, id: WorkerId, started: WorkerStarted, link: WorkerLink) -> None:
         self.id = id
         self.ready: Ready = started.ready
         self.has_worked = False

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 KEY = b"a key of 16 bytes or more"
 
 
-class Watcher:
+class HostNotes:
     """Notes which hosts came and went."""
 
     def __init__(self) -> None:
@@ -59,9 +59,9 @@ def open_front(
     port: int = 0,
     tls: ssl.SSLContext | None = None,
     keys: Sequence[bytes] = (KEY,),
-) -> tuple[RemoteHosts, Watcher]:
+) -> tuple[RemoteHosts, HostNotes]:
     listener = socket.create_server(("127.0.0.1", port))
-    watcher = Watcher()
+    watcher = HostNotes()
     hosts = RemoteHosts(arena, listener, keys, tls, "1", watcher)
     hosts.open()
     return hosts, watcher
@@ -104,7 +104,7 @@ async def running(*agents: Agent) -> AsyncIterator[None]:
 @contextlib.asynccontextmanager
 async def connected(
     arena: Arena, *names: str, tls: tuple[ssl.SSLContext, ssl.SSLContext] | None = None
-) -> AsyncIterator[tuple[RemoteHosts, Watcher]]:
+) -> AsyncIterator[tuple[RemoteHosts, HostNotes]]:
     """Run a front end with agents that have joined, "h" if none is named."""
     server, client = tls or (None, None)
     hosts, watcher = open_front(arena, tls=server)
@@ -179,7 +179,7 @@ class LoadingEngine:
         self.is_closed = True
 
 
-class Peer:
+class OtherSide:
     """An agent that does what the test says."""
 
     def __init__(self, facts: HostFacts, *, tls: ssl.SSLContext | None = None) -> None:
@@ -223,7 +223,7 @@ class Peer:
 @contextlib.asynccontextmanager
 async def front(
     arena: Arena, *, tls: ssl.SSLContext | None = None, keys: Sequence[bytes] = (KEY,)
-) -> AsyncIterator[tuple[RemoteHosts, Watcher]]:
+) -> AsyncIterator[tuple[RemoteHosts, HostNotes]]:
     """Run a front end without any host."""
     hosts, watcher = open_front(arena, tls=tls, keys=keys)
     try:

@@ -11,37 +11,37 @@ from inferpool.workers.host.engine import Ending, Vitals, WorkerId
 from inferpool.workers.messages import BatchDone, Stored, TensorBlob
 from inferpool.workers.remote.host import RemoteHost
 from inferpool.workers.remote.wire import (
-    BatchAnswer,
     BatchLost,
+    BatchOutcomes,
     HostVitals,
     Measure,
     Measured,
     Message,
-    NotStarted,
     Progress,
     Pulse,
     Refusal,
     RunBatch,
-    Started,
     StartWorker,
     StopWorker,
     WorkerEnded,
+    WorkerNotStarted,
     WorkerPulse,
+    WorkerStarted,
     frame_start,
 )
 from inferpool.workers.remote.worker import RemoteWorker
 from tests.workers.contract import Put, config_of, until
-from tests.workers.remote.cluster import Peer, Watcher, facts_of, front, ready_of
+from tests.workers.remote.cluster import HostNotes, OtherSide, facts_of, front, ready_of
 
 ID = WorkerId(model="m", slot=0)
 ENDED = Ending(cause="signal", reason="SIGKILL")
 
 
 @contextlib.asynccontextmanager
-async def joined(arena: Arena) -> AsyncIterator[tuple[RemoteHost, Peer, Watcher]]:
+async def joined(arena: Arena) -> AsyncIterator[tuple[RemoteHost, OtherSide, HostNotes]]:
     """Run a front end with one host, whose agent does what the test says."""
     async with front(arena) as (hosts, watcher):
-        peer = Peer(facts_of("h"))
+        peer = OtherSide(facts_of("h"))
         host = await peer.join(hosts)
         try:
             yield host, peer, watcher
@@ -49,15 +49,15 @@ async def joined(arena: Arena) -> AsyncIterator[tuple[RemoteHost, Peer, Watcher]
             peer.link.close()
 
 
-async def loaded(host: RemoteHost, peer: Peer) -> RemoteWorker:
+async def loaded(host: RemoteHost, peer: OtherSide) -> RemoteWorker:
     start = asyncio.ensure_future(host.start(ID, config_of(), lambda _: None))
     message = await peer.next()
     assert isinstance(message, StartWorker)
-    peer.link.send(Started(message.number, 2, ready_of(pid=77)))
+    peer.link.send(WorkerStarted(message.number, 2, ready_of(pid=77)))
     return await start
 
 
-async def settled(peer: Peer, host: RemoteHost) -> None:
+async def settled(peer: OtherSide, host: RemoteHost) -> None:
     """Wait until the front end has handled what was sent."""
     peer.link.send(Pulse(0.0, HostVitals(arena_bytes=len(peer.beats) + 1), []))
     before = host.vitals
@@ -76,7 +76,7 @@ async def test_worker_starts_computes_and_ends_as_the_agent_tells(arena: Arena, 
         assert isinstance(message, StartWorker)
         assert message == StartWorker(message.number, ID, config_of())
         peer.link.send(Progress(message.number, "loading"))
-        peer.link.send(Started(message.number, 3, ready_of(pid=77)))
+        peer.link.send(WorkerStarted(message.number, 3, ready_of(pid=77)))
         worker = await start
         assert stages == ["loading"]
         assert (worker.credit, worker.ready.pid, worker.id) == (3, 77, ID)
@@ -87,7 +87,7 @@ async def test_worker_starts_computes_and_ends_as_the_agent_tells(arena: Arena, 
         assert 0 <= time.monotonic() - order.sent_at < 30
         large = b"x" * 5000
         outcome = [TensorBlob("y", "uint8", (5000,), Stored(0, 5000))]
-        answer = BatchAnswer(message.number, done_of(order.id, outcome, b"{}"))
+        answer = BatchOutcomes(message.number, done_of(order.id, outcome, b"{}"))
         peer.link.send(answer, [memoryview(large)])
         done = await batch
         assert bytes(done.outcomes[0][0].buffer) == large  # type: ignore[union-attr,index]
@@ -100,7 +100,9 @@ async def test_start_that_fails_says_why(arena: Arena):
     async with joined(arena) as (host, peer, _):
         start = asyncio.ensure_future(host.start(ID, config_of(), print))
         message = await peer.next()
-        peer.link.send(NotStarted(message.number, "no luck", permanent=True, traceback="in load"))  # type: ignore[union-attr]
+        peer.link.send(
+            WorkerNotStarted(message.number, "no luck", permanent=True, traceback="in load")
+        )  # type: ignore[union-attr]
         with pytest.raises(WorkerStartError, match="no luck") as caught:
             await start
         assert caught.value.permanent
@@ -115,8 +117,8 @@ async def test_start_that_fails_says_why(arena: Arena):
 async def test_start_that_is_given_up_is_stopped_and_its_answer_comes_too_late(arena: Arena):
     async with joined(arena) as (host, peer, watcher):
         for answer in (
-            lambda number: Started(number, 2, ready_of()),
-            lambda number: NotStarted(number, "given up", permanent=False),
+            lambda number: WorkerStarted(number, 2, ready_of()),
+            lambda number: WorkerNotStarted(number, "given up", permanent=False),
         ):
             start = asyncio.ensure_future(host.start(ID, config_of(), print))
             number = (await peer.next()).number  # type: ignore[union-attr]
@@ -136,7 +138,7 @@ async def test_mistake_in_showing_progress_ends_no_connection(
         start = asyncio.ensure_future(host.start(ID, config_of(), lambda stage: {}[stage]))
         number = (await peer.next()).number  # type: ignore[union-attr]
         peer.link.send(Progress(number, "loading"))
-        peer.link.send(Started(number, 2, ready_of()))
+        peer.link.send(WorkerStarted(number, 2, ready_of()))
         await start
         assert not watcher.lost
         assert "the progress of m/0#0 could not be noted" in caplog.text
@@ -154,7 +156,7 @@ async def test_all_that_a_host_holds_fails_once_when_its_connection_ends(arena: 
             batch.add_done_callback(lambda _: number_of_calls.append(1))
         were_told: list[bool] = []
         watcher.on_lost = lambda *_: were_told.append(all(batch.done() for batch in batches))  # type: ignore[method-assign]
-        peer.link.send(BatchAnswer(1, done_of(1)))
+        peer.link.send(BatchOutcomes(1, done_of(1)))
         peer.link.close()
         results = await asyncio.gather(start, measuring, *batches, return_exceptions=True)
         assert isinstance(results[0], WorkerStartError)
@@ -179,17 +181,17 @@ async def test_all_that_a_host_holds_fails_once_when_its_connection_ends(arena: 
 @pytest.mark.parametrize(
     ("message", "body", "reason"),
     [
-        (BatchAnswer(9, done_of(1)), b"", "worker 9, which was not started"),
+        (BatchOutcomes(9, done_of(1)), b"", "worker 9, which was not started"),
         (BatchLost(9, 1, "x", started=False), b"", "worker 9, which was not started"),
-        (BatchAnswer(1, done_of(2)), b"", "an answer to batch 2"),
-        (BatchAnswer(1, done_of(1, b"", b"")), b"", "2 outcomes for 1 instances"),
+        (BatchOutcomes(1, done_of(2)), b"", "an answer to batch 2"),
+        (BatchOutcomes(1, done_of(1, b"", b"")), b"", "2 outcomes for 1 instances"),
         (
-            BatchAnswer(1, done_of(1, [TensorBlob("y", "uint8", (9,), Stored(0, 9))])),
+            BatchOutcomes(1, done_of(1, [TensorBlob("y", "uint8", (9,), Stored(0, 9))])),
             b"12345678",
             "an output of 9 bytes at 0 of 8",
         ),
         (
-            BatchAnswer(1, done_of(1, [TensorBlob("y", "uint8", (9,), Stored(0, 9))])),
+            BatchOutcomes(1, done_of(1, [TensorBlob("y", "uint8", (9,), Stored(0, 9))])),
             b"",
             "an output of 9 bytes at 0 of 0",
         ),
@@ -214,8 +216,8 @@ async def test_late_words_about_what_is_unknown_change_nothing(arena: Arena, put
         worker = await loaded(host, peer)
         for message in (
             Progress(9, "loading"),
-            Started(9, 2, ready_of()),
-            NotStarted(9, "no", permanent=False),
+            WorkerStarted(9, 2, ready_of()),
+            WorkerNotStarted(9, "no", permanent=False),
             WorkerEnded(9, ENDED),
             Measured(9),
             Pulse(0.0, HostVitals(), [WorkerPulse(9, True, worker.vitals())]),
@@ -223,7 +225,7 @@ async def test_late_words_about_what_is_unknown_change_nothing(arena: Arena, put
             peer.link.send(message)
         await settled(peer, host)
         batch = worker.run([put({"n": 1})])
-        peer.link.send(BatchAnswer(1, done_of(1)))
+        peer.link.send(BatchOutcomes(1, done_of(1)))
         await batch
         assert not watcher.lost
 
@@ -302,7 +304,7 @@ async def test_host_whose_long_answer_is_on_its_way_is_alive(arena: Arena, put: 
         host._lease._lease_s = 1.0
         body = bytes(20)
         outcome = [TensorBlob("y", "uint8", (20,), Stored(0, 20))]
-        start = frame_start(BatchAnswer(1, done_of(1, outcome)), len(body))
+        start = frame_start(BatchOutcomes(1, done_of(1, outcome)), len(body))
         peer.link._sock.send(start)
         for number in range(len(body)):
             await asyncio.sleep(0.1)

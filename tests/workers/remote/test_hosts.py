@@ -13,7 +13,7 @@ from inferpool.workers.host.engine import WorkerId
 from inferpool.workers.remote.joining import Dialer, RefusedError
 from inferpool.workers.remote.wire import StartWorker
 from tests.workers.contract import config_of, until
-from tests.workers.remote.cluster import KEY, Peer, facts_of, front
+from tests.workers.remote.cluster import KEY, OtherSide, facts_of, front
 
 ID = WorkerId(model="m", slot=0)
 
@@ -23,7 +23,7 @@ async def test_host_is_known_from_its_joining_to_its_end(
 ):
     caplog.set_level(logging.INFO)
     async with front(arena) as (hosts, watcher):
-        peer = Peer(facts_of("gpu-7"))
+        peer = OtherSide(facts_of("gpu-7"))
         host = await peer.join(hosts)
         assert watcher.joined == [host]
         assert (host.name, host.epoch, host.is_lost) == ("gpu-7", 1, False)
@@ -38,7 +38,7 @@ async def test_host_is_known_from_its_joining_to_its_end(
 
 async def test_worker_starts_on_the_host_of_its_config_or_not_at_all(arena: Arena):
     async with front(arena) as (hosts, _):
-        peers = [Peer(facts_of(name)) for name in ("a", "b")]
+        peers = [OtherSide(facts_of(name)) for name in ("a", "b")]
         for peer in peers:
             await peer.join(hosts)
         start = asyncio.ensure_future(hosts.start(ID, config_of(host="b"), print))
@@ -55,12 +55,12 @@ async def test_worker_starts_on_the_host_of_its_config_or_not_at_all(arena: Aren
 
 async def test_name_is_taken_only_from_the_same_agent(arena: Arena):
     async with front(arena) as (hosts, watcher):
-        first = Peer(facts_of("h", instance="one"))
+        first = OtherSide(facts_of("h", instance="one"))
         host = await first.join(hosts)
         with pytest.raises(RefusedError, match=f"connected as h from {host.address}: give each"):
-            await Peer(facts_of("h", instance="two")).join(hosts)
+            await OtherSide(facts_of("h", instance="two")).join(hosts)
         assert hosts.hosts == {"h": host}
-        again = Peer(facts_of("h", instance="one"))
+        again = OtherSide(facts_of("h", instance="one"))
         later = await again.join(hosts)
         assert hosts.hosts == {"h": later}
         assert watcher.joined == [host, later]
@@ -77,11 +77,11 @@ async def test_no_more_than_so_many_strangers_are_heard_at_once(
         strangers = [socket.create_connection(hosts.address) for _ in range(8)]
         await until(lambda: len(hosts._joining) == 8)
         with pytest.raises(ConnectionError):
-            await Peer(facts_of("h")).join(hosts)
+            await OtherSide(facts_of("h")).join(hosts)
         for stranger in strangers:
             stranger.close()
         await until(lambda: not hosts._joining)
-        await Peer(facts_of("h")).join(hosts)
+        await OtherSide(facts_of("h")).join(hosts)
 
 
 async def test_many_agents_may_come_back_at_once(arena: Arena):
@@ -110,13 +110,13 @@ async def test_mistakes_of_the_watcher_harm_no_other_host(
     arena: Arena, caplog: pytest.LogCaptureFixture
 ):
     async with front(arena) as (hosts, watcher):
-        good = await Peer(facts_of("good")).join(hosts)
+        good = await OtherSide(facts_of("good")).join(hosts)
 
         def fail(*_: object) -> None:
             raise RuntimeError("a mistake")
 
         watcher.on_joined = fail  # type: ignore[method-assign]
-        peer = Peer(facts_of("bad"))
+        peer = OtherSide(facts_of("bad"))
         watcher.on_lost = fail  # type: ignore[method-assign]
         _, mailbox, _ = await peer._dialer.join(hosts.address, role="agent", term=0)
         refusal = await mailbox.get()
@@ -130,7 +130,7 @@ async def test_mistakes_of_the_watcher_harm_no_other_host(
 async def test_closing_ends_all_connections_and_leaves_nothing(arena: Arena):
     num_fds = psutil.Process().num_fds()
     async with front(arena) as (hosts, watcher):
-        peers = [Peer(facts_of(name)) for name in ("a", "b")]
+        peers = [OtherSide(facts_of(name)) for name in ("a", "b")]
         for peer in peers:
             await peer.join(hosts)
         stranger = socket.create_connection(hosts.address)
@@ -141,7 +141,7 @@ async def test_closing_ends_all_connections_and_leaves_nothing(arena: Arena):
         assert not hosts.hosts
         await until(lambda: all(peer.ends for peer in peers))
         with pytest.raises(ConnectionRefusedError):
-            await Peer(facts_of("c")).join(hosts)
+            await OtherSide(facts_of("c")).join(hosts)
         stranger.close()
         late.close()
         hosts.close = lambda: asyncio.sleep(0)  # type: ignore[method-assign]
@@ -178,7 +178,7 @@ async def test_front_end_without_descriptors_rests_and_then_accepts_again(
 
         hosts._listener = exhausted = Exhausted()  # type: ignore[assignment]
         hosts.open()
-        await Peer(facts_of("h")).join(hosts)
+        await OtherSide(facts_of("h")).join(hosts)
         assert exhausted.num_calls == 3
         assert "no agent can be accepted now: Too many open files" in caplog.text
 
@@ -187,12 +187,12 @@ async def test_refusal_is_logged_once_for_each_address_and_reason(
     arena: Arena, caplog: pytest.LogCaptureFixture
 ):
     async with front(arena) as (hosts, _):
-        old = Peer(facts_of("h", version="0.9"))
+        old = OtherSide(facts_of("h", version="0.9"))
         for _ in range(3):
             with pytest.raises(RefusedError):
                 await old.join(hosts)
         assert caplog.text.count("was refused") == 1
-        await Peer(facts_of("h")).join(hosts)
+        await OtherSide(facts_of("h")).join(hosts)
         with pytest.raises(RefusedError):
             await old.join(hosts)
         assert caplog.text.count("was refused") == 2
@@ -205,10 +205,10 @@ async def test_hosts_with_other_versions_of_torch_are_named(
     arena: Arena, caplog: pytest.LogCaptureFixture
 ):
     async with front(arena) as (hosts, _):
-        await Peer(facts_of("a")).join(hosts)
-        await Peer(facts_of("b")).join(hosts)
+        await OtherSide(facts_of("a")).join(hosts)
+        await OtherSide(facts_of("b")).join(hosts)
         assert "answers may differ" not in caplog.text
-        await Peer(facts_of("c", torch="3")).join(hosts)
+        await OtherSide(facts_of("c", torch="3")).join(hosts)
         assert "host c has torch 3 and Python 3, and a has 2 and 3: answers may differ" in (
             caplog.text
         )
@@ -216,7 +216,7 @@ async def test_hosts_with_other_versions_of_torch_are_named(
 
 async def test_host_that_does_not_read_delays_no_other(arena: Arena):
     async with front(arena) as (hosts, _):
-        slow, quick = Peer(facts_of("slow")), Peer(facts_of("quick"))
+        slow, quick = OtherSide(facts_of("slow")), OtherSide(facts_of("quick"))
         stuck, other = await slow.join(hosts), await quick.join(hosts)
         asyncio.get_running_loop().remove_reader(slow.link._fd)
         measuring = asyncio.ensure_future(stuck.measure(32 << 20))

@@ -29,7 +29,7 @@ from inferpool.workers.remote.wire import (
     frame_start,
 )
 from tests.workers.contract import until
-from tests.workers.remote.cluster import KEY, Peer, facts_of, front
+from tests.workers.remote.cluster import KEY, OtherSide, facts_of, front
 from tests.workers.remote.conftest import Contexts
 
 OTHER_KEY = b"another key of some length"
@@ -241,7 +241,7 @@ async def test_agent_follows_no_front_end_of_an_earlier_term(arena: Arena):
 
 async def test_strangers_leave_nothing_behind(arena: Arena):
     async with front(arena) as (hosts, watcher):
-        await Peer(facts_of("h")).join(hosts)
+        await OtherSide(facts_of("h")).join(hosts)
         num_fds, num_tasks = psutil.Process().num_fds(), len(asyncio.all_tasks())
         for said in (
             b"",
@@ -349,7 +349,7 @@ async def test_all_addresses_of_a_name_are_tried(arena: Arena, monkeypatch: pyte
 
 
 async def test_many_orders_may_come_with_the_welcome(arena: Arena):
-    peer = Peer(facts_of("h"))
+    peer = OtherSide(facts_of("h"))
     async with front(arena) as (hosts, watcher):
         sent = 500
 

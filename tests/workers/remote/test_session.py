@@ -20,25 +20,25 @@ from inferpool.workers.remote.link import HostLink
 from inferpool.workers.remote.session import AgentSession
 from inferpool.workers.remote.wire import (
     MAX_BODY_BYTES,
-    BatchAnswer,
     BatchLost,
+    BatchOutcomes,
     Beat,
     Challenge,
     Measure,
     Measured,
     Message,
-    NotStarted,
     Progress,
     Pulse,
     Refusal,
     RunBatch,
-    Started,
     StartWorker,
     StopWorker,
     ToAgent,
     ToFrontEnd,
     Views,
     WorkerEnded,
+    WorkerNotStarted,
+    WorkerStarted,
     found,
     frame_start,
 )
@@ -86,13 +86,13 @@ class FrontEnd:
         body = [memoryview(payload) for payload in payloads]
         self.link.send(RunBatch(number, id, now, items), body)
 
-    async def started(self, number: int = 1) -> Started:
+    async def started(self, number: int = 1) -> WorkerStarted:
         """Start a worker."""
         self.link.send(StartWorker(number, ID, config_of()))
-        return await self.next(Started)
+        return await self.next(WorkerStarted)
 
 
-class Agent:
+class AgentSide:
     """A session with workers that answer when the test says so."""
 
     def __init__(self, sock: socket.socket, arena: Arena, engine: LoadingEngine) -> None:
@@ -123,10 +123,10 @@ class Agent:
 @contextlib.asynccontextmanager
 async def connected(
     *, loads: bool = True, arena_bytes: int = 1 << 16
-) -> AsyncIterator[tuple[FrontEnd, Agent]]:
+) -> AsyncIterator[tuple[FrontEnd, AgentSide]]:
     theirs, ours = socket.socketpair()
     arena = Arena(arena_bytes)
-    front, agent = FrontEnd(theirs), Agent(ours, arena, LoadingEngine(loads=loads))
+    front, agent = FrontEnd(theirs), AgentSide(ours, arena, LoadingEngine(loads=loads))
     try:
         yield front, agent
     finally:
@@ -141,7 +141,7 @@ async def connected(
         arena.close()
 
 
-def codes(answer: BatchAnswer) -> list[object]:
+def codes(answer: BatchOutcomes) -> list[object]:
     return [each.code if isinstance(each, ItemError) else each for each in answer.done.outcomes]
 
 
@@ -160,7 +160,7 @@ async def test_worker_is_started_used_and_ended(tmp_path: Path):
         await until(lambda: agent.worker.batches)
         assert agent.payloads() == [b"first", b"", b"second"]
         agent.worker.answer()
-        answer = await front.next(BatchAnswer)
+        answer = await front.next(BatchOutcomes)
         assert (answer.number, answer.done.id, len(answer.done.outcomes)) == (1, 5, 3)
         assert agent.arena.used_bytes == 0
         front.link.send(StopWorker(1, 5.0))
@@ -176,7 +176,7 @@ async def test_batch_without_any_byte_is_computed():
         front.run(1, b"")
         await until(lambda: agent.worker.batches)
         agent.worker.answer()
-        await front.next(BatchAnswer)
+        await front.next(BatchOutcomes)
 
 
 async def test_start_that_fails_is_told_with_all_that_is_known(caplog: pytest.LogCaptureFixture):
@@ -186,9 +186,9 @@ async def test_start_that_fails_is_told_with_all_that_is_known(caplog: pytest.Lo
             RuntimeError("what?"),  # type: ignore[list-item]
         ]
         front.link.send(StartWorker(1, ID, config_of()))
-        assert await front.next(NotStarted) == NotStarted(1, "no luck", True, "in load")
+        assert await front.next(WorkerNotStarted) == WorkerNotStarted(1, "no luck", True, "in load")
         front.link.send(StartWorker(2, ID, config_of()))
-        told = await front.next(NotStarted)
+        told = await front.next(WorkerNotStarted)
         assert (told.number, told.permanent) == (2, False)
         assert "a mistake of the agent: RuntimeError('what?')" in told.message
         assert "m/0#0 could not be started" in caplog.text
@@ -204,7 +204,7 @@ async def test_deadlines_travel_as_time_left(ahead_s: float):
         assert items[0].deadline == pytest.approx(time.monotonic() + 10.0, abs=9.0)
         began = time.monotonic()
         future.set_result(BatchDone(0, [b"{}"], 0.1, 0.2, 0, began, began))
-        done = (await front.next(BatchAnswer)).done
+        done = (await front.next(BatchOutcomes)).done
         assert done.prepare_began == pytest.approx(began - ahead_s, abs=9.0)
         assert done.compute_began == done.prepare_began
 
@@ -225,7 +225,7 @@ async def test_batches_wait_for_room_in_their_order_and_are_answered_right():
         await until(lambda: len(agent.worker.batches) == 2)
         assert [agent.payloads(0), agent.payloads(1)] == [[b"3" * 4000], [b"4"]]
         agent.worker.answer()
-        await front.next(BatchAnswer)
+        await front.next(BatchOutcomes)
         agent.worker.answer()
         await until(lambda: agent.worker.batches)
         assert [agent.payloads(0)] == [[b"5" * 8000]]
@@ -233,7 +233,7 @@ async def test_batches_wait_for_room_in_their_order_and_are_answered_right():
         await until(lambda: agent.worker.batches)
         assert agent.payloads() == [b"6"]
         agent.worker.answer()
-        await until(lambda: sum(isinstance(each, BatchAnswer) for each in front.messages) == 4)
+        await until(lambda: sum(isinstance(each, BatchOutcomes) for each in front.messages) == 4)
 
 
 @pytest.mark.parametrize("payloads", [(b"x" * 9000,), (b"x" * 3000, b"y" * 3000, b"z" * 3000)])
@@ -248,8 +248,8 @@ async def test_batch_that_can_never_fit_is_refused(payloads: tuple[bytes, ...], 
         if is_busy:
             await until(lambda: agent.worker.batches)
             agent.worker.answer()
-            await front.next(BatchAnswer)
-        answer = await front.next(BatchAnswer)
+            await front.next(BatchOutcomes)
+        answer = await front.next(BatchOutcomes)
         assert answer.done.id == 2
         assert codes(answer) == ["exhausted"] * len(payloads)
         await until(lambda: agent.worker.batches)
@@ -272,7 +272,7 @@ async def test_waiting_batches_of_a_worker_that_has_ended_hold_up_nobody():
         assert [(each.id, each.started) for each in lost] == [(1, True), (2, False)]
         await until(lambda: second.batches)
         second.answer()
-        await front.next(BatchAnswer)
+        await front.next(BatchOutcomes)
 
 
 async def test_end_of_a_worker_is_told_after_the_batches_that_it_held():
@@ -306,7 +306,7 @@ async def test_batch_that_cannot_be_given_to_a_worker_is_answered():
 
         agent.worker.run = run  # type: ignore[method-assign,assignment]
         front.run(1, b"x", b"y")
-        answer = await front.next(BatchAnswer)
+        answer = await front.next(BatchOutcomes)
         assert codes(answer) == ["exhausted", "exhausted"]
 
 
@@ -318,7 +318,7 @@ async def test_answer_that_is_too_large_for_a_message_is_told(monkeypatch: pytes
         with monkeypatch.context() as patch:
             patch.setattr("inferpool.workers.remote.wire.MAX_HEAD_BYTES", 1000)
             agent.worker.answer([b"x" * 2000])
-            answer = await front.next(BatchAnswer)
+            answer = await front.next(BatchOutcomes)
         assert codes(answer) == ["exhausted"]
         outcome = answer.done.outcomes[0]
         assert isinstance(outcome, ItemError)
@@ -332,7 +332,7 @@ async def test_large_outputs_go_into_the_body():
         await until(lambda: agent.worker.batches)
         agent.worker.answer([[TensorBlob("y", "uint8", (9000,), b"y" * 9000)]])
         await until(lambda: any(front.bodies))
-        answer = await front.next(BatchAnswer)
+        answer = await front.next(BatchOutcomes)
         done = found(answer.done, memoryview(max(front.bodies)))
         assert bytes(done.outcomes[0][0].buffer) == b"y" * 9000  # type: ignore[union-attr,index]
 
@@ -484,11 +484,11 @@ async def test_agent_that_leaves_loses_no_batch_and_takes_none():
         front.run(4, b"x")
         front.link.send(StartWorker(2, ID, config_of()))
         assert (await front.next(BatchLost)).reason == "its host is leaving"
-        assert (await front.next(NotStarted)).message == "the host is leaving"
+        assert (await front.next(WorkerNotStarted)).message == "the host is leaving"
         may_end.set()
         await leaving
         kinds = [type(each) for each in front.messages if not isinstance(each, Pulse | Progress)]
-        assert kinds == [BatchAnswer] * 3 + [WorkerEnded, Refusal]
+        assert kinds == [BatchOutcomes] * 3 + [WorkerEnded, Refusal]
         assert front.messages[-1] == Refusal("told to stop")
 
 
@@ -505,7 +505,7 @@ async def test_answers_that_a_slow_front_end_has_not_read_yet_are_not_lost_by_le
         await asyncio.sleep(0.1)
         asyncio.get_running_loop().add_reader(front.link._fd, front.link._on_readable)
         await leaving
-        assert any(isinstance(each, BatchAnswer) for each in front.messages)
+        assert any(isinstance(each, BatchOutcomes) for each in front.messages)
         assert max(map(len, front.bodies)) == 8 << 20
 
 

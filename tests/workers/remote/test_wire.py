@@ -6,7 +6,7 @@ from inferpool.workers.host.engine import Ending, WorkerId
 from inferpool.workers.messages import BatchDone, ItemError, Stored, TensorBlob
 from inferpool.workers.remote.wire import (
     LENGTHS,
-    BatchAnswer,
+    BatchOutcomes,
     Beat,
     FrameTooLargeError,
     Hello,
@@ -14,12 +14,12 @@ from inferpool.workers.remote.wire import (
     Message,
     Pulse,
     RunBatch,
-    Started,
     StartWorker,
     ToAgent,
     ToFrontEnd,
     Welcome,
     WorkerEnded,
+    WorkerStarted,
     found,
     frame_start,
     placed,
@@ -45,9 +45,9 @@ def done_of(*outcomes: object) -> BatchDone:
         (ToAgent, RunBatch(1, 2, 3.5, [ref_to(b"x"), ref_to(b"yz")])),
         (ToFrontEnd, Hello(1, "agent", b"n", b"p", 3, facts_of("h"))),
         (ToFrontEnd, Pulse(1.5, HostVitals(wall_time=3.0), [])),
-        (ToFrontEnd, Started(1, 3, ready_of())),
+        (ToFrontEnd, WorkerStarted(1, 3, ready_of())),
         (ToFrontEnd, WorkerEnded(1, Ending(cause="hang", reason="hung", was_at_work=True))),
-        (ToFrontEnd, BatchAnswer(1, done_of(b"{}", [blob(b"x")], ItemError("exhausted", "no")))),
+        (ToFrontEnd, BatchOutcomes(1, done_of(b"{}", [blob(b"x")], ItemError("exhausted", "no")))),
     ],
 )
 def test_message_comes_back_as_it_was(kind: object, message: Message):
@@ -74,7 +74,7 @@ def test_large_outputs_travel_in_the_body_and_times_by_the_other_clock():
     done = done_of([blob(large[0]), blob(b"small")], b"{}", [blob(large[1])], [blob(b"")])
     told, body = placed(done, 9, ahead_s=10.0)
     assert [bytes(piece) for piece in body] == large
-    assert len(frame_start(BatchAnswer(1, told), 0)) < 500
+    assert len(frame_start(BatchOutcomes(1, told), 0)) < 500
     assert (told.id, told.num_stored, told.prepare_began, told.compute_began) == (9, 0, 40.0, 50.0)
     there = msgspec.msgpack.decode(msgspec.msgpack.encode(told), type=BatchDone)
     back = found(there, memoryview(b"".join(large)))

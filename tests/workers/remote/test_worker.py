@@ -6,7 +6,13 @@ import pytest
 from inferpool.workers.errors import WorkerLostError
 from inferpool.workers.host.engine import Ending, Vitals, WorkerId
 from inferpool.workers.messages import BatchDone, ItemRef
-from inferpool.workers.remote.wire import BatchLost, RunBatch, Started, StopWorker, WorkerPulse
+from inferpool.workers.remote.wire import (
+    BatchLost,
+    RunBatch,
+    StopWorker,
+    WorkerPulse,
+    WorkerStarted,
+)
 from inferpool.workers.remote.worker import RemoteWorker
 from tests.fakes import ref_to
 from tests.workers.remote.cluster import ready_of
@@ -14,7 +20,7 @@ from tests.workers.remote.cluster import ready_of
 ENDED = Ending(cause="signal", reason="SIGKILL")
 
 
-class Link:
+class FakeLink:
     """Keeps what is sent to the host."""
 
     def __init__(self) -> None:
@@ -29,10 +35,10 @@ class Link:
         self.orders.append(message)
 
 
-def make_worker(credit: int = 2) -> tuple[RemoteWorker, Link]:
-    link = Link()
+def make_worker(credit: int = 2) -> tuple[RemoteWorker, FakeLink]:
+    link = FakeLink()
     id = WorkerId(model="m", slot=0)
-    return RemoteWorker(id, Started(7, credit, ready_of(pid=123)), link), link
+    return RemoteWorker(id, WorkerStarted(7, credit, ready_of(pid=123)), link), link
 
 
 def answer(id: int, compute_s: float = 0.1, size: int = 1) -> BatchDone:
