@@ -37,7 +37,7 @@ class HostNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeeperState:
-    """What an actor tells of its agent."""
+    """State of an agent, as its actor tells it."""
 
     pid: int | None = None
     """None if no agent runs."""
@@ -59,7 +59,7 @@ class Gone(Enum):
 
 
 class RaySide(Protocol):
-    """What the placer asks of Ray. Every call returns within seconds."""
+    """Ray, as the placer asks it. Every call returns within seconds."""
 
     def nodes(self) -> Sequence[HostNode]:
         """Return the living nodes that are large enough for an agent."""

@@ -14,20 +14,20 @@ CLUSTER_KEYS_VARIABLE = "INFERPOOL_CLUSTER_KEYS"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacePlan:
-    """What `inferpool place` was told."""
+    """The flags and variables of `inferpool place`."""
 
     address: str
     """Ray's."""
     namespace: str
     arguments: Sequence[str]
-    """What each agent is started with: arguments of the command `inferpool`."""
+    """Arguments of the command `inferpool`, for each agent."""
     environ: Mapping[str, str]
     """Variables of the agents alone: the cluster's keys."""
     front_end: str
     """URL of the front end whose load decides; empty if nothing is to be decided."""
     metrics_key: str
     verify: bool | str
-    """Whether certificates are checked, or the file of those that are trusted."""
+    """True if certificates are checked, or the file of those that are trusted."""
     objective_s: float
     min_hosts: int
     max_hosts: int | None

@@ -28,7 +28,7 @@ class Demand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingRules:
-    """What the decisions follow. Times are in seconds."""
+    """Bounds and thresholds of the decisions. Times are in seconds."""
 
     min_hosts: int
     max_hosts: int
