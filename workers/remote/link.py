@@ -356,8 +356,6 @@ class HostLink(Generic[M]):
             if head_start + head_bytes > self._end:
                 if LENGTHS.size + head_bytes > self._staging.nbytes:
                     self._grow(LENGTHS.size + head_bytes)
-                elif head_start + head_bytes > self._staging.nbytes:
-                    self._make_room()
                 return
             message = self._decode(self._staging[head_start : head_start + head_bytes])
             self._start = head_start + head_bytes

@@ -242,6 +242,9 @@ class AgentSession(LinkListener[ToAgent]):
         if hosted is None:  # it is not even begun, or has ended
             if (task := self._tasks.get(order.number)) is not None:
                 task.cancel()
+                text = "the start was given up"
+                given_up = WorkerNotStarted(order.number, text, permanent=False)
+                self._link.send(given_up)
             return
         stopping = asyncio.create_task(hosted.stop(order.grace_s, order.reason))
         self._stopping.add(stopping)

@@ -291,7 +291,7 @@ async def test_thousands_of_messages_cross_in_the_loop_of_the_service(
 
 @pytest.mark.parametrize("is_tls", [False, True])
 async def test_turns_of_few_bytes_leave_nothing_behind(is_tls: bool, tls: Contexts):
-    with changed(_MOST_AT_ONCE=1, _PIECE_BYTES=1000):
+    with changed(_MOST_AT_ONCE=1, _PIECE_BYTES=1000, _STAGING_BYTES=64):
         async with two_links(tls if is_tls else None) as ((ours, _), (_, log)):
             sent = [sized(number * 1000, number) for number in range(40)]
             for message, body in sent:
