@@ -107,10 +107,8 @@ class Faults:
                     if swap is not None and not swap.done():
                         continue
                     swap = asyncio.create_task(self.swaps.swap())
-                elif fault == "host":
-                    await self.hosts.strike()
-                elif fault != "poison":
-                    await self._strike(fault)
+                elif fault == "host" or fault == "kill" or fault == "stop":
+                    await (self.hosts.strike() if fault == "host" else self._strike(fault))
                     # What had to wait puts all else off, so that nothing comes in a burst.
                     began = max(began, time.monotonic() - moment)
                 elif poisoning is not None and not poisoning.done():

@@ -69,7 +69,7 @@ def run(loaded: LoadedSettings, plan: ChaosPlan) -> int:
         key = secrets.token_urlsafe(24)
         with (
             TrialAgents(plan.hosts) as agents,
-            TrialService([*rows, *agents.rows], admin_key=key) as subject,
+            TrialService([*agents.rows, *rows], admin_key=key) as subject,
         ):
             swaps = Swaps(address=subject.address, models=list(loaded.settings.models), key=key)
             report = uvloop.run(_ChaosRun(subject, agents, loaded, plan, swaps).run())

@@ -151,7 +151,7 @@ class TrialAgents:
             (("cluster_host",), HOST, "trial"),
             (("cluster_keys_file",), str(key), "trial"),
         ]
-        """Settings of the front end; none without hosts."""
+        """Settings of the front end, to go before those of models; none without hosts."""
         if not num_hosts:
             self.rows = []
 
