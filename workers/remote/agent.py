@@ -68,7 +68,7 @@ class Agent:
         self._hurried = asyncio.Event()
         self._session: AgentSession | None = None
         self._told: dict[Address, str] = {}
-        """What was logged of each address, so that it is logged once."""
+        """Last log line of each address, so that it is logged once."""
 
     async def run(self) -> int:
         """Work for front ends until `stop`; return the exit status."""

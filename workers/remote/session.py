@@ -103,7 +103,7 @@ class AgentSession(LinkListener[ToAgent]):
         self._hosted: dict[int, HostedWorker] = {}
         self._running: dict[int, WorkerHandle] = {}
         self._tasks: dict[int, Task[None]] = {}
-        """What sees to each worker from its start to its end, by number."""
+        """Tasks that see to each worker from its start to its end, by number."""
         self._stopping: set[Task[None]] = set()
         self._held: dict[Future[BatchDone], WorkerHandle] = {}
         """Batches that workers compute."""

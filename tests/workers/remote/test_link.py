@@ -261,7 +261,7 @@ async def test_other_side_that_reads_slowly_gets_everything_in_order(is_tls: boo
                 got += theirs.recv(1 << 16)
         assert got == b"".join(frame(*each) for each in sent)
         assert link.num_unsent_bytes == 0
-        assert not link._is_waiting_for_room
+        assert not asyncio.get_running_loop().remove_writer(link._fd)
 
 
 async def exchange(tls: Contexts | None) -> None:
@@ -298,6 +298,8 @@ async def test_turns_of_few_bytes_leave_nothing_behind(is_tls: bool, tls: Contex
                 ours.send(message, [memoryview(body)])
             await until(lambda: len(log.messages) == len(sent))
             assert log.messages == sent
+            ours.send(Refusal("x" * 200))  # in one record, of which one turn reads a part
+            await until(lambda: log.messages[-1][0] == Refusal("x" * 200))
 
 
 async def test_what_comes_with_the_handshake_is_read(tls: Contexts):
