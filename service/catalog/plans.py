@@ -160,6 +160,12 @@ class HostPlans:
         plans = planner.plan()
         if not plans and not present and hosts:
             logger.info("%s waits for more hosts: %s", name, planner.shortage())
+        if any(plan.shares for plan in plans):
+            logger.warning(
+                "%s is spread over several hosts: an experiment, which has not run on two machines "
+                "yet",
+                name,
+            )
         make = _config_maker(name, settings, self._cache_dir, is_successor=is_successor)
         return [replace(make(plan.placement), host=plan.host, shares=plan.shares) for plan in plans]
 

@@ -163,11 +163,10 @@ def _places_of(config: WorkerConfig) -> Iterator[tuple[str, Placement]]:
 
 def _joined(placements: Sequence[Placement]) -> Placement:
     """Return the placement of all ranks; that of the lead's host with the devices of all."""
-    devices: list[str] = []
-    visible: list[str] = []
-    for placement in placements:
-        for device in placement.devices:
-            kind, _, number = device.partition(":")
-            devices.append(f"{kind}:{len(visible) + int(number)}" if number else kind)
-        visible += placement.visible
-    return replace(placements[0], devices=tuple(devices), visible=tuple(visible))
+    kind = placements[0].devices[0].partition(":")[0]
+    uuids = [uuid for placement in placements for uuid in placement.gpu_of_each_rank]
+    visible = tuple(dict.fromkeys(uuids))
+    devices = tuple(f"{kind}:{visible.index(uuid)}" for uuid in uuids)
+    if not uuids:
+        devices = tuple(each for placement in placements for each in placement.devices)
+    return replace(placements[0], devices=devices, visible=visible)

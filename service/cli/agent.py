@@ -37,6 +37,7 @@ from inferpool.workers.memory import SharedMemoryError
 from inferpool.workers.remote.agent import Agent
 from inferpool.workers.remote.hosted import HostedWorkers
 from inferpool.workers.remote.joining import Address, Dialer, make_instance
+from inferpool.workers.remote.spread.place import place_called
 from inferpool.workers.remote.wire import HostFacts
 
 logger = logging.getLogger(__name__)
@@ -89,6 +90,11 @@ def _plan_of(args: Namespace) -> AgentPlan:
             f"the front end asks for a key: name a file of it in --key-file, or put it into "
             f"{CLUSTER_KEY_VARIABLE}"
         )
+    if args.interface:
+        try:
+            place_called(args.interface)
+        except ValueError as error:
+            raise FlagError(f"--interface: {error}") from error
     if args.arena_bytes is not None and args.arena_bytes < _LEAST_ARENA_BYTES:
         raise FlagError(f"--arena-bytes: at least {_LEAST_ARENA_BYTES} are needed")
     return AgentPlan(
