@@ -176,11 +176,12 @@ async def start_spread(
     missing = [share.host for share in config.shares if share.host not in hosts]
     if missing:
         raise WorkerStartError(f"not connected: {', '.join(missing)}", permanent=False)
+    chosen = {share.host: hosts[share.host] for share in config.shares}  # others may leave now
     starts: dict[str, Task[RemoteWorker]] = {}
     met: Future[MeetingPlace] = asyncio.get_running_loop().create_future()
 
     def begin(name: str, own: WorkerConfig, on_place: Callable[[MeetingPlace], None]) -> None:
-        start = hosts[name].start(id, own, on_progress if not starts else _ignore, on_place)
+        start = chosen[name].start(id, own, on_progress if not starts else _ignore, on_place)
         starts[name] = asyncio.create_task(start, name=f"start {id} on {name}")
 
     try:
