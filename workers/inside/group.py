@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 import torch
@@ -32,6 +32,9 @@ from inferpool.workers.config import HostPart
 from inferpool.workers.inside.meeting import meet
 from inferpool.workers.memory import available_bytes
 from inferpool.workers.wiring import DistantEnds, RankEnds
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 logger = logging.getLogger(__name__)
 
@@ -209,7 +212,7 @@ class Group:
         os._exit(1)
 
 
-def _met(ends: RankEnds | DistantEnds, interface: str) -> tuple[RankEnds, dist.Store]:
+def _met(ends: RankEnds | DistantEnds, interface: str) -> "tuple[RankEnds, Store]":
     """Return the connections to the other ranks, and the store in which the ranks meet.
 
     Raises:

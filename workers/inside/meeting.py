@@ -14,10 +14,14 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from inferpool.workers.wiring import DistantEnds, RankEnds
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +32,7 @@ _PROOF_BYTES = 32
 _RANK_BYTES = 4
 
 
-def meet(ends: DistantEnds) -> tuple[RankEnds, dist.Store]:
+def meet(ends: DistantEnds) -> "tuple[RankEnds, Store]":
     """Connect to the other ranks, once all of them are there.
 
     Raises:
@@ -41,9 +45,9 @@ def meet(ends: DistantEnds) -> tuple[RankEnds, dist.Store]:
     return RankEnds(ends.rank, ends.num_ranks, peers, peers), store
 
 
-def _store_of(ends: DistantEnds) -> dist.Store:
+def _store_of(ends: DistantEnds) -> "Store":
     door = ends.door
-    store = dist.TCPStore(
+    store = dist.TCPStore(  # type: ignore[attr-defined]  # its module does not export it
         ends.part.address,
         ends.part.port,
         is_master=door is not None,
@@ -51,11 +55,12 @@ def _store_of(ends: DistantEnds) -> dist.Store:
         timeout=timedelta(seconds=ends.timeout_s),
         master_listen_fd=None if door is None else door.detach(),
     )
-    return dist.PrefixStore(hashlib.sha256(ends.part.token.encode()).hexdigest(), store)
+    prefix = hashlib.sha256(ends.part.token.encode()).hexdigest()
+    return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]  # its module does not export it
 
 
 def _connections(
-    ends: DistantEnds, store: dist.Store, deadline: float
+    ends: DistantEnds, store: "Store", deadline: float
 ) -> Iterator[tuple[int, Connection]]:
     """Connect to the ranks before this one, then let those after it connect."""
     rank, address = ends.rank, ends.part.own_address
