@@ -28,7 +28,7 @@ class HostFaults:
     agents: Sequence[TrialAgent]
     seed: int
     failed: list[str] = field(default_factory=list)
-    """What was wrong with the ends of agents that were told to end."""
+    """Problems with the ends of agents that were told to end."""
     _num_struck: int = 0
     _rng: random.Random = field(init=False)
     _comings: set[asyncio.Task[None]] = field(default_factory=set)

@@ -65,7 +65,7 @@ class ChaosReport:
     hosts: int = 0
     """Agents that ran the workers; 0 if the front end did."""
     agent_complaints: Sequence[str] = ()
-    """What was wrong with the ends of agents that were told to end."""
+    """Problems with the ends of agents that were told to end."""
 
     @property
     def attempts(self) -> int:
