@@ -12,7 +12,7 @@ from inferpool.service.tools.trial.agents import TrialAgent
 from inferpool.service.tools.trial.connection import NoAnswerError
 
 TURNS: Sequence[HostKind] = ("host kill", "host stop", "host end")
-"""What is done to hosts, one after the other."""
+"""Ways to strike hosts, which take turns."""
 _NOTICED_S = 30.0
 """How long a stopped host stays stopped if nobody notices. The lease is 3 s."""
 _PAUSE_S = 1.0
