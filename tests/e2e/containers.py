@@ -5,6 +5,8 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -64,3 +66,24 @@ def image() -> str:
     build += ["--build-arg", "PACKAGES=", "--build-arg", "UV_COMPILE_BYTECODE=0"]
     docker(*build, "--tag", IMAGE, str(ROOT), timeout_s=900)
     return IMAGE
+
+
+@dataclass(frozen=True)
+class Composed:
+    """Containers that compose runs, from one file."""
+
+    name: str
+    folder: Path
+    url: str
+    file: Path
+    options: Sequence[str] = ()
+
+    def compose(self, *arguments: str) -> str:
+        """Run docker compose on them."""
+        where = ["--project-directory", str(self.folder), "--project-name", self.name]
+        return docker("compose", "--file", str(self.file), *where, *self.options, *arguments)
+
+    def state(self, service: str, template: str) -> str:
+        """Return what the engine knows about the container of a service."""
+        container = self.compose("ps", "--all", "--quiet", service).strip()
+        return docker("inspect", "--format", template, container).strip()

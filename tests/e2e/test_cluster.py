@@ -28,14 +28,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def shared(folder: Path) -> Iterator[RunningCluster]:
-    settings = faulty(
+    model = faulty(
         options={"gate": folder / "gate", "calls": folder / "calls"},
         batch_timeout_s=20,
         max_batch_size=2,
         speed="exact",
     )
-    settings |= {"default_timeout_s": 60}
-    with cluster("a", "b", settings=settings) as made:
+    with cluster("a", "b", settings={"default_timeout_s": 60, **model}) as made:
         yield made
 
 

@@ -12,7 +12,6 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import httpx
 import pytest
 
 from inferpool.service.settings.loader import load
-from tests.e2e.containers import docker, image, needs_compose
+from tests.e2e.containers import Composed, docker, image, needs_compose
 from tests.e2e.running import ROOT, asking, until
 from tests.fake_driver.driver import FakeDriver, h100, t4
 from tests.ports import free_port
@@ -35,28 +34,12 @@ __all__ = ["image"]  # a fixture
 pytestmark = pytest.mark.timeout(900)  # the first test waits for the image
 
 
-@dataclass(frozen=True)
-class Composed:
+class ComposedService(Composed):
     """A service that compose runs by the profile `cpu`."""
-
-    name: str
-    folder: Path
-    url: str
-
-    def compose(self, *arguments: str) -> str:
-        """Run docker compose on it."""
-        where = ["--project-directory", str(self.folder), "--project-name", self.name]
-        profile = ["--profile", "cpu", *arguments]
-        return docker("compose", "--file", str(ROOT / "compose.yaml"), *where, *profile)
 
     def run(self, *command: str) -> str:
         """Run a command in the container."""
         return self.compose("exec", "--no-TTY", "cpu", *command)
-
-    def state(self, template: str) -> str:
-        """Return what the engine knows about the container."""
-        container = self.compose("ps", "--all", "--quiet", "cpu").strip()
-        return docker("inspect", "--format", template, container).strip()
 
     def predict(self) -> httpx.Response:
         """Ask about a photograph of a cat."""
@@ -77,7 +60,7 @@ class Composed:
 
 
 @pytest.fixture(scope="module")
-def service(image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Composed]:
+def service(image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComposedService]:
     """Start a service by variables alone; its keys come as a secret."""
     folder = tmp_path_factory.mktemp("composed")
     keys = folder / "keys"
@@ -98,7 +81,9 @@ def service(image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Co
         "INFERPOOL_SHUTDOWN_DELAY_S": "3",
     }
     (folder / ".env").write_text("".join(f"{name}={text}\n" for name, text in variables.items()))
-    composed = Composed(f"inferpool-tests-{os.getpid()}", folder, f"http://127.0.0.1:{port}")
+    name, file = f"inferpool-tests-{os.getpid()}", ROOT / "compose.yaml"
+    url = f"http://127.0.0.1:{port}"
+    composed = ComposedService(name, folder, url, file, ("--profile", "cpu"))
     try:
         composed.compose("up", "--detach", "--no-build", "--wait")
         yield composed
@@ -211,7 +196,7 @@ def test_it_predicts_and_only_for_clients_with_a_key(service):
     assert is_cat(service.predict())
     without_key = httpx.post(f"{service.url}/predict", content=PHOTO, timeout=30)
     assert without_key.status_code == 401
-    assert service.state("{{.State.Health.Status}}") == "healthy"
+    assert service.state("cpu", "{{.State.Health.Status}}") == "healthy"
 
 
 def test_it_runs_without_root_and_can_write_to_its_volumes_alone(service):
@@ -224,7 +209,7 @@ def test_it_runs_without_root_and_can_write_to_its_volumes_alone(service):
     assert [line.split()[-1] for line in said[:3]] == ["1000", "0000000000000000", "1"]
     volumes = ["/var/lib/inferpool", "/var/lib/inferpool/jobs", "/var/cache/inferpool", "/tmp"]
     assert said[3:-1] == volumes
-    assert service.state("{{.HostConfig.ReadonlyRootfs}} {{.HostConfig.Memory}}") == (
+    assert service.state("cpu", "{{.HostConfig.ReadonlyRootfs}} {{.HostConfig.Memory}}") == (
         f"true {3 * 2**30}"
     )
 
@@ -240,14 +225,14 @@ def test_a_worker_that_is_killed_in_the_container_costs_no_request(service):
 
 
 def test_a_container_that_is_killed_comes_back(service):
-    pid = int(service.state("{{.State.Pid}}"))
+    pid = int(service.state("cpu", "{{.State.Pid}}"))
     if not Path(f"/proc/{pid}").exists() or os.geteuid() != 0:
         pytest.skip("the engine is not on this machine, or its processes are not ours to kill")
     job = f"{service.url}/jobs/cat"
     headers = {"Content-Type": "image/jpeg", "X-API-Key": KEY}
     assert httpx.put(job, content=PHOTO, headers=headers, timeout=30).status_code == 202
     os.kill(pid, signal.SIGKILL)  # `docker kill` would count as a wish that it stays away
-    until(lambda: service.state("{{.RestartCount}}") == "1")
+    until(lambda: service.state("cpu", "{{.RestartCount}}") == "1")
     until(service.is_ready)
     assert is_cat(service.predict())
     assert httpx.get(f"{job}?wait=30", headers=headers, timeout=60).json()["state"] == "succeeded"
@@ -262,7 +247,7 @@ def test_stopping_it_under_load_fails_no_request(service):
             until(lambda: not service.is_ready())  # a balancer would send no more now
         stopped.result(60)
     assert all(map(is_cat, answers))
-    assert service.state("{{.State.ExitCode}} {{.State.OOMKilled}}") == "0 false"
+    assert service.state("cpu", "{{.State.ExitCode}} {{.State.OOMKilled}}") == "0 false"
     lines = service.compose("logs", "--no-log-prefix", "--no-color").splitlines()
     assert len(lines) > 10
     assert all({"time", "level", "message"} <= json.loads(line).keys() for line in lines)

@@ -13,7 +13,6 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ import yaml
 
 from inferpool.service.cli.parser import make_parser
 from inferpool.service.settings.loader import load
-from tests.e2e.containers import docker, image, needs_compose
+from tests.e2e.containers import Composed, docker, image, needs_compose
 from tests.e2e.running import ROOT, asking, until
 from tests.ports import free_port
 
@@ -40,23 +39,8 @@ DRAIN_S = 30
 pytestmark = pytest.mark.timeout(900)  # the first test waits for the image
 
 
-@dataclass(frozen=True)
-class ComposedHosts:
+class ComposedHosts(Composed):
     """A front end and three agents that compose runs."""
-
-    name: str
-    folder: Path
-    url: str
-
-    def compose(self, *arguments: str) -> str:
-        """Run docker compose on them."""
-        where = ["--project-directory", str(self.folder), "--project-name", self.name]
-        return docker("compose", "--file", str(COMPOSE), *where, *arguments)
-
-    def state(self, service: str, template: str) -> str:
-        """Return what the engine knows about a container."""
-        container = self.compose("ps", "--all", "--quiet", service).strip()
-        return docker("inspect", "--format", template, container).strip()
 
     def ask(self) -> httpx.Response:
         """Ask a model that sends back what it is asked."""
@@ -96,7 +80,8 @@ def hosts(image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Comp
         "INFERPOOL_MODELS__M__REPLICAS": "1",
     }
     (folder / ".env").write_text("".join(f"{name}={text}\n" for name, text in variables.items()))
-    composed = ComposedHosts(f"inferpool-hosts-{os.getpid()}", folder, f"http://127.0.0.1:{port}")
+    name = f"inferpool-hosts-{os.getpid()}"
+    composed = ComposedHosts(name, folder, f"http://127.0.0.1:{port}", COMPOSE)
     try:
         composed.compose("up", "--detach", "--no-build", "--wait")
         yield composed

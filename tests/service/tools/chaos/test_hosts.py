@@ -87,7 +87,7 @@ async def test_hosts_are_killed_stopped_and_ended_in_turn_and_each_is_brought_ba
         await watch.find(struck.host)
         assert struck.recovered is not None
         assert struck.freed is not None
-        assert struck.began <= struck.freed <= struck.recovered  # type: ignore[operator]
+        assert struck.began <= struck.freed <= struck.recovered
     words = [each.split()[1] for each in done]
     assert words == ["kill", "start", "pause", "resume", "end", "start"]
 
