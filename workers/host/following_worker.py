@@ -14,11 +14,11 @@ from multiprocessing.process import BaseProcess
 
 from inferpool.models.speed.names import SpeedReport
 from inferpool.workers.config import WorkerConfig
-from inferpool.workers.errors import WorkerLostError, WorkerStartError
-from inferpool.workers.host.engine import Ending, RankVitals, Vitals, WorkerId
-from inferpool.workers.host.local_worker import EXIT_WAIT_S
+from inferpool.workers.errors import WorkerLostError
+from inferpool.workers.host.engine import Ending, Vitals, WorkerId
 from inferpool.workers.host.observed import OomKills
 from inferpool.workers.host.rank_process import RankProcess
+from inferpool.workers.host.ranked_worker import RankedWorker
 from inferpool.workers.log_lines import log_line
 from inferpool.workers.messages import (
     BatchDone,
@@ -31,7 +31,6 @@ from inferpool.workers.messages import (
     Ready,
     StartFailed,
 )
-from inferpool.workers.wiring import wiring_of
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +41,7 @@ _LOOK_S = 2.0
 _TERMINATE_S = 1.0
 
 
-class FollowingWorker:
+class FollowingWorker(RankedWorker):
     """The followers of one incarnation that run on this host. If one ends, all are ended."""
 
     def __init__(
@@ -58,34 +57,14 @@ class FollowingWorker:
             SharedMemoryError: There is too little memory.
             OSError: There are too few descriptors.
         """
-        self.id = id
+        super().__init__(id, config, oom_kills)
         self.credit = 0
         self.has_worked = False
         self.is_stalled = False
-        self.is_given_up = False
-        """True once nobody waits for its start any more."""
-        first, num_ranks = config.first_rank, config.here.num_ranks
-        self.ranks = [
-            RankProcess(id, rank, oom_kills, is_alone=False)
-            for rank in range(first, first + num_ranks)
-        ]
-        self.wiring = wiring_of(config)
-        self._devices = dict(zip(range(first, first + num_ranks), config.here.names, strict=True))
         self._on_progress = on_progress
-        self._loop = asyncio.get_running_loop()
-        self.started: Future[Ready] = self._loop.create_future()
-        """Done once all of the ranks have loaded their parts."""
-        self._gone: Future[Ending] = self._loop.create_future()
-        self._said: dict[int, RankReady] = {}
-        """Messages of the ranks that are ready, by rank."""
         self._began = time.monotonic()
         self._ending: Ending | None = None
         self._looking: asyncio.TimerHandle | None = None
-
-    @property
-    def ready(self) -> Ready:
-        """Message like that of a whole worker, with the files that the ranks have loaded."""
-        return self.started.result()
 
     def attach(self, processes: Sequence[BaseProcess]) -> None:
         """Take over the started processes: close their ends of the queues, listen, and watch."""
@@ -101,10 +80,6 @@ class FollowingWorker:
         text = f"{self.id} has no lead on this host"
         future.set_exception(WorkerLostError(text, started=False))
         return future
-
-    async def wait(self) -> Ending:
-        """See `Incarnation.wait`."""
-        return await asyncio.shield(self._gone)
 
     async def stop(self, grace_s: float) -> None:
         """Wait until they have left with their lead; after `grace_s` send SIGTERM, then SIGKILL."""
@@ -133,11 +108,8 @@ class FollowingWorker:
             self._close()
             return
         if with_stacks:
-            living = [rank for rank in self.ranks if not rank.is_gone]
-            await asyncio.gather(*(rank.log_stacks(reason, "") for rank in living))
-        self._signal(signal.SIGKILL)
-        if not await self._is_gone_within(EXIT_WAIT_S):
-            logger.critical("%s does not exit after SIGKILL (stuck in the kernel?)", self.id)
+            await asyncio.gather(*(rank.log_stacks(reason, "") for rank in self._living()))
+        await self._kill_all()
 
     def vitals(self) -> Vitals:
         """See `WorkerHandle.vitals`."""
@@ -151,31 +123,21 @@ class FollowingWorker:
             ranks=ranks,
         )
 
-    def _vitals_of(self, rank: RankProcess) -> RankVitals:
-        said = self._said.get(rank.number)
-        return RankVitals(
-            rank=rank.number,
-            pid=rank.pid,
-            device=self._devices[rank.number],
-            device_name=said.device if said else "",
-            rss_bytes=rank.rss_bytes,
-            last_beat_age_s=0.0 if self._gone.done() else rank.heartbeat.age_s,
-            part=said.part if said else None,
-        )
-
     def on_message(self, rank: RankProcess, message: FromWorker) -> None:
         """See `RankListener`."""
         match message:
             case LogLine():
                 log_line(message, rank.labels)
             case RankReady():
-                self._said[rank.number] = message
-                if len(self._said) == len(self.ranks) and not self.started.done():
+                self._followers[rank.number] = message
+                if len(self._followers) == len(self.ranks) and not self.started.done():
                     self.started.set_result(self._make_ready())
             case Leaving():
-                self._note(Ending(cause=message.cause, reason=_named(rank, message.reason)))
+                self._note(
+                    Ending(cause=message.cause, reason=self._with_rank(rank, message.reason))
+                )
             case StartFailed():
-                text = _named(rank, message.message)
+                text = self._with_rank(rank, message.message)
                 self._fail_start(text, permanent=message.permanent, traceback=message.traceback)
             case _:
                 raise FrameError(f"{type(message).__name__}, which this rank may not send")
@@ -183,7 +145,7 @@ class FollowingWorker:
     def on_mute(self, rank: RankProcess, reason: str) -> None:
         """See `RankListener`."""
         if reason:
-            self._note(Ending(cause="exit", reason=_named(rank, reason)))
+            self._note(Ending(cause="exit", reason=self._with_rank(rank, reason)))
 
     def on_exit(self, rank: RankProcess) -> None:
         """See `RankListener`. The first exit ends the others too."""
@@ -191,7 +153,7 @@ class FollowingWorker:
             self._note(Ending(cause="asked", reason=LET_GO))
         else:
             cause, reason = rank.ending
-            self._note(Ending(cause=cause, reason=_named(rank, reason)))
+            self._note(Ending(cause=cause, reason=self._with_rank(rank, reason)))
         assert self._ending is not None
         rank.log_last_stacks(self._ending.reason, "")
         if not rank.has_left:
@@ -202,7 +164,7 @@ class FollowingWorker:
             self._gone.set_result(self._ending)
 
     def _make_ready(self) -> Ready:
-        said = [self._said[rank.number] for rank in self.ranks]
+        said = [self._followers[rank.number] for rank in self.ranks]
         return Ready(
             pid=self.ranks[0].pid,
             inputs=[],
@@ -215,12 +177,6 @@ class FollowingWorker:
             files=list({mark.path: mark for each in said for mark in each.files}.values()),
         )
 
-    def _fail_start(self, message: str, *, permanent: bool = False, traceback: str = "") -> None:
-        if not self.started.done():
-            error = WorkerStartError(message, permanent=permanent, traceback=traceback)
-            self.started.set_exception(error)
-            self.started.exception()  # mark it as retrieved: the start may have been cancelled
-
     def _note(self, ending: Ending) -> None:
         """Note why it ends; what is noted first counts."""
         self._ending = self._ending or ending
@@ -230,22 +186,9 @@ class FollowingWorker:
             rank.look()
         self._looking = self._loop.call_later(_LOOK_S, self._look)
 
-    def _signal(self, signum: int) -> None:
-        for rank in self.ranks:
-            if not rank.is_gone:
-                rank.signal(signum)
-
-    async def _is_gone_within(self, timeout_s: float) -> bool:
-        done, _ = await asyncio.wait([self._gone], timeout=timeout_s)
-        return bool(done)
-
     def _close(self) -> None:
         if self._looking is not None:
             self._looking.cancel()
         for rank in self.ranks:
             rank.close()
         self.wiring.close()
-
-
-def _named(rank: RankProcess, text: str) -> str:
-    return f"rank {rank.number}: {text}"

@@ -31,9 +31,10 @@ from inferpool.workers.host.forkserver import (
     ForkserverLostError,
     can_fork,
 )
-from inferpool.workers.host.local_worker import EXIT_WAIT_S, LocalWorker
+from inferpool.workers.host.local_worker import LocalWorker
 from inferpool.workers.host.observed import OomKills
 from inferpool.workers.host.rank_process import RankProcess
+from inferpool.workers.host.ranked_worker import EXIT_WAIT_S
 from inferpool.workers.memory import SharedMemoryError
 from inferpool.workers.messages import Ready
 

@@ -12,20 +12,21 @@ import logging
 import signal
 import time
 from asyncio import Future, Task
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 
 from inferpool.workers.config import WorkerConfig
-from inferpool.workers.errors import WorkerLostError, WorkerStartError
+from inferpool.workers.errors import WorkerLostError
 from inferpool.workers.host.canary import PATIENCE_S
 from inferpool.workers.host.carrier import Carrier
 from inferpool.workers.host.decoders import DecoderHost
-from inferpool.workers.host.engine import Cause, Ending, RankVitals, Vitals, WorkerId
+from inferpool.workers.host.engine import Cause, Ending, Vitals, WorkerId
 from inferpool.workers.host.error_guard import ErrorGuard
 from inferpool.workers.host.held import batch_timeout_s
 from inferpool.workers.host.observed import OomKills
 from inferpool.workers.host.queues import PrivateQueue
 from inferpool.workers.host.rank_process import RankProcess
+from inferpool.workers.host.ranked_worker import RankedWorker
 from inferpool.workers.log_lines import log_line
 from inferpool.workers.messages import (
     BatchDone,
@@ -40,12 +41,9 @@ from inferpool.workers.messages import (
     StartProgress,
 )
 from inferpool.workers.outputs import OutputRegion
-from inferpool.workers.wiring import wiring_of
 
 logger = logging.getLogger(__name__)
 
-EXIT_WAIT_S = 5.0
-"""Seconds that a process may take to exit after SIGKILL."""
 _LOOK_S = 2.0
 """Interval between two looks at each process, which cost some 0.1 ms each."""
 _STALLED_S = 3.0
@@ -60,7 +58,7 @@ _LEAD_MESSAGES = BatchDone | StartProgress | Ready | LogLine | Leaving | StartFa
 _FOLLOWER_MESSAGES = RankReady | LogLine | Leaving | StartFailed
 
 
-class LocalWorker:
+class LocalWorker(RankedWorker):
     """One incarnation of a worker: its processes, its queues, and its batches."""
 
     def __init__(
@@ -76,21 +74,14 @@ class LocalWorker:
             SharedMemoryError: There is too little memory.
             OSError: There are too few descriptors.
         """
-        self.id = id
+        super().__init__(id, config, oom_kills)
         self.credit = config.credit
-        self._is_alone = config.placement.num_ranks == 1
         self.inbox = PrivateQueue()
         self.outputs = OutputRegion()
-        self.ranks = [
-            RankProcess(id, rank, oom_kills, is_alone=self._is_alone)
-            for rank in range(config.here.num_ranks)
-        ]
         self.lead = self.ranks[0]
-        self.wiring = wiring_of(config)
         self.decoders = DecoderHost(id, config, oom_kills, self._settle)
         self.on_loaded: Callable[[Ready], None] = lambda _: None
         """Called once it is loaded; it starts the decoders."""
-        self._device_names = config.here.names
         self._patience_s = min(PATIENCE_S, batch_timeout_s(config.batch_timeout_s, None))
         self.carrier = Carrier(
             self.lead.heartbeat,
@@ -99,13 +90,7 @@ class LocalWorker:
             patience_s=self._patience_s,
         )
         self._on_progress = on_progress
-        self._loop = asyncio.get_running_loop()
-        self.started: Future[Ready] = self._loop.create_future()
-        """Done once the worker has answered its first canary."""
-        self._gone: Future[Ending] = self._loop.create_future()
         self._ready: Ready | None = None
-        self._followers: dict[int, RankReady] = {}
-        """Messages of the followers that are ready, by rank."""
         self._watching: Task[None] | None = None
         self._cause: Cause | None = None
         self._reason = ""
@@ -116,13 +101,6 @@ class LocalWorker:
         self._error_guard = ErrorGuard(f"the watch of {id}")
         self._is_end_known = False
         """True once one of its processes has ended, which ends the worker."""
-        self.is_given_up = False
-        """True once nobody waits for its start any more."""
-
-    @property
-    def ready(self) -> Ready:
-        """Message in which the worker announced that it was ready."""
-        return self.started.result()
 
     @property
     def has_worked(self) -> bool:
@@ -154,10 +132,6 @@ class LocalWorker:
             future.set_exception(WorkerLostError(self._reason, started=False))
             return future
         return self.carrier.give(items)
-
-    async def wait(self) -> Ending:
-        """See `Incarnation.wait`."""
-        return await asyncio.shield(self._gone)
 
     async def stop(self, grace_s: float) -> None:
         """Send the sentinel and wait; after `grace_s` send SIGTERM, then SIGKILL."""
@@ -194,9 +168,7 @@ class LocalWorker:
         if with_stacks:
             with self._error_guard:  # an error must not keep it from being killed
                 await self._log_stacks(reason)
-        self._signal(signal.SIGKILL)
-        if not await self._is_gone_within(EXIT_WAIT_S):
-            logger.critical("%s does not exit after SIGKILL (stuck in the kernel?)", self.id)
+        await self._kill_all()
 
     def vitals(self) -> Vitals:
         """See `WorkerHandle.vitals`."""
@@ -217,17 +189,8 @@ class LocalWorker:
             decoders=decoders,
         )
 
-    def _vitals_of(self, rank: RankProcess) -> RankVitals:
-        said = self._ready if rank is self.lead else self._followers.get(rank.number)
-        return RankVitals(
-            rank=rank.number,
-            pid=rank.pid,
-            device=self._device_names[rank.number],
-            device_name=said.device if said else "",
-            rss_bytes=rank.rss_bytes,
-            last_beat_age_s=0.0 if self._gone.done() else rank.heartbeat.age_s,
-            part=said.part if said else None,
-        )
+    def _said_by(self, rank: RankProcess) -> Ready | RankReady | None:
+        return self._ready if rank is self.lead else super()._said_by(rank)
 
     @property
     def _silence_s(self) -> float:
@@ -286,10 +249,6 @@ class LocalWorker:
             return
         self.carrier.prove(ready.warmup_s)
 
-    def _with_rank(self, rank: RankProcess, text: str) -> str:
-        """Return a text about a process, with its rank if there are several."""
-        return text if self._is_alone else f"rank {rank.number}: {text}"
-
     def _judge_canary(self) -> None:
         failure = self.carrier.canary.failure
         if not failure:
@@ -328,12 +287,6 @@ class LocalWorker:
         self._gone.set_result(
             Ending(cause=self._cause, reason=self._reason, was_at_work=was_at_work)
         )
-
-    def _fail_start(self, message: str, *, permanent: bool = False, traceback: str = "") -> None:
-        if not self.started.done():
-            error = WorkerStartError(message, permanent=permanent, traceback=traceback)
-            self.started.set_exception(error)
-            self.started.exception()  # mark it as retrieved: the start may have been cancelled
 
     async def _watch(self) -> None:
         """Look at the processes regularly: send canaries, and end a worker that hangs."""
@@ -400,17 +353,6 @@ class LocalWorker:
     async def _log_stacks(self, reason: str) -> None:
         at_work_on = self.carrier.at_work_on()
         await asyncio.gather(*(rank.log_stacks(reason, at_work_on) for rank in self._living()))
-
-    def _living(self) -> Iterator[RankProcess]:
-        return (rank for rank in self.ranks if not rank.is_gone)
-
-    def _signal(self, signum: int) -> None:
-        for rank in self._living():
-            rank.signal(signum)
-
-    async def _is_gone_within(self, timeout_s: float) -> bool:
-        done, _ = await asyncio.wait([self._gone], timeout=timeout_s)
-        return bool(done)
 
     def _close(self) -> None:
         if self._watching is not None:
