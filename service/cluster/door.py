@@ -20,7 +20,7 @@ class ClusterDoor:
 
     listener: socket.socket
     address: str
-    """Where agents join, for people."""
+    """Address at which agents join, for people."""
     tls: ssl.SSLContext | None
     """The context for agents that dial; None: they join in clear text."""
     dialing_tls: ssl.SSLContext | None

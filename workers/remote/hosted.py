@@ -157,6 +157,7 @@ class HostedWorkers:
 
     def release(self) -> None:
         """Let all workers go that a connection has claimed. They stay for the next one."""
+        self._joined_at = 0.0  # what nobody claims is stopped only while there is a front end
         for worker in self._workers:
             worker.is_claimed = False
             worker.on_progress = lambda _: None

@@ -82,6 +82,8 @@ class RemoteHosts:
         self._version = version
         self._watcher = watcher
         self._epochs = count(1)
+        self._has_served = False
+        """A host has joined since this process began."""
         self._joining: set[Task[None]] = set()
         self._observers: set[RemoteHost] = set()
         """Connections of standby front ends."""
@@ -118,9 +120,9 @@ class RemoteHosts:
         for host in list(self.hosts.values()):
             host.refuse(reason)
 
-    def take_over(self) -> None:
-        """Let agents join. They follow no front end of an earlier term any more."""
-        self.term = time.time_ns()
+    def take_over(self, after: int = 0) -> None:
+        """Let agents join, in a term that follows this one and `after`, the other front end's."""
+        self.term = max(time.time_ns(), self.term + 1, after + 1)
         self.standby_reason = ""
 
     async def close(self) -> None:
@@ -144,7 +146,8 @@ class RemoteHosts:
             return
         if self.hosts.get(host.name) is host:
             del self.hosts[host.name]
-        logger.warning("host %s at %s is lost: %s", host.name, host.address, reason)
+        text, about = "host %s at %s is lost: %s", {"host": host.name}
+        logger.warning(text, host.name, host.address, reason, extra=about)
         try:
             self._watcher.on_lost(host, reason)
         except Exception:  # other hosts must not suffer from it
@@ -216,8 +219,10 @@ class RemoteHosts:
                 f"{facts.name} has inferpool {facts.version}, and the front end {self._version}: "
                 "install the same version on all hosts"
             )
-        if hello.term > self.term:
-            raise RefusedError("another front end has taken over from this one")
+        if hello.term > self.term and not self.standby_reason:
+            if self._has_served:
+                raise RefusedError("another front end has taken over from this one")
+            self.term = hello.term + 1  # this one began later, by a clock that is behind
         if hello.role == "standby":
             return
         if not _NAME.fullmatch(facts.name):
@@ -250,8 +255,10 @@ class RemoteHosts:
         else:
             self._warn_of_differences(host)
             self.hosts[host.name] = host
+            self._has_served = True
             devices = ", ".join(hello.facts.devices.describe())
-            logger.info("host %s has joined from %s: %s", host.name, address, devices)
+            about = {"host": host.name}
+            logger.info("host %s has joined from %s: %s", host.name, address, devices, extra=about)
             try:
                 self._watcher.on_joined(host)
             except Exception as error:  # it would be connected, and have no work

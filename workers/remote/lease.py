@@ -4,6 +4,7 @@ BEAT_S = 0.5
 """Seconds between signs of life."""
 LEASE_S = 3.0
 """Seconds without any sign of life after which the other side counts as lost."""
+_LEAST_LOOK_S = 0.02
 _PAUSE_S = 0.5
 """Delay of a look from which on this process itself must have paused."""
 
@@ -22,6 +23,10 @@ class Lease:
     def age_s(self, now: float) -> float:
         """Return the seconds since the last sign of life."""
         return max(0.0, now - self._heard_at)
+
+    def look_in_s(self, now: float) -> float:
+        """Return the seconds until the next look: a beat, or until the lease may be out."""
+        return min(BEAT_S, max(_LEAST_LOOK_S, self._lease_s - self.age_s(now) + _LEAST_LOOK_S))
 
     def is_out(self, now: float, next_look_s: float) -> bool:
         """Return whether the other side counts as lost. A pause of our own is not held against it.

@@ -14,6 +14,7 @@ import msgspec
 
 from inferpool.workers.arena import Arena
 from inferpool.workers.errors import WorkerLostError, WorkerStartError
+from inferpool.workers.host.engine import Ending
 from inferpool.workers.host.gpu_watch import GpuVitals
 from inferpool.workers.messages import BatchDone, ItemError
 from inferpool.workers.remote.hosted import HostedWorker, HostedWorkers
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
     from inferpool.workers.host.engine import WorkerHandle
 
 logger = logging.getLogger(__name__)
+
+_LEAVING = "its host is leaving"
 
 _LATE_BEATS = 1.5
 _FLUSH_S = LEASE_S
@@ -204,12 +207,13 @@ class AgentSession(LinkListener[ToAgent]):
         while True:
             now = time.monotonic()
             self._lease.renew(self._link.heard_at)
-            if self._lease.is_out(now, BEAT_S):
+            look_in_s = self._lease.look_in_s(now)
+            if self._lease.is_out(now, look_in_s):
                 self._link.close(f"no sign of life from the front end for {LEASE_S:g} s")
                 return
             if now - self._told_at > _LATE_BEATS * BEAT_S:  # payloads are on the way before them
                 self._tell(0.0)
-            await asyncio.sleep(BEAT_S)
+            await asyncio.sleep(look_in_s)
 
     def _tell(self, sent_at: float) -> None:
         """Tell the front end of the state of this host."""
@@ -231,7 +235,7 @@ class AgentSession(LinkListener[ToAgent]):
 
     def _start(self, order: StartWorker) -> None:
         if self.is_leaving:
-            self._link.send(WorkerNotStarted(order.number, "the host is leaving", permanent=False))
+            self._link.send(WorkerNotStarted(order.number, _LEAVING, permanent=False))
             return
         task = asyncio.create_task(self._see_to(order), name=f"see to {order.id}")
         self._tasks[order.number] = task
@@ -288,6 +292,8 @@ class AgentSession(LinkListener[ToAgent]):
         self._running[number] = worker
         ending = await worker.wait()
         self._forget(number)
+        if self.is_leaving:
+            ending = Ending(cause="host", reason=_LEAVING)
         self._link.send(WorkerEnded(number, ending))
 
     def _forget(self, number: int) -> None:
@@ -338,7 +344,7 @@ class AgentSession(LinkListener[ToAgent]):
         worker = self._running.get(order.number)
         if worker is None or self.is_leaving:
             self._free(batch)
-            reason = "its host is leaving" if self.is_leaving else "the worker had ended"
+            reason = _LEAVING if self.is_leaving else "the worker had ended"
             self._link.send(BatchLost(order.number, order.id, reason, started=False))
             return
         for item, offset in zip(order.items, batch.offsets, strict=True):

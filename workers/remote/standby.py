@@ -37,8 +37,8 @@ class Served(Protocol):
     def stand_by(self, reason: str) -> None:
         """Let no agent join, and end all connections of agents."""
 
-    def take_over(self) -> None:
-        """Let agents join."""
+    def take_over(self, after: int) -> None:
+        """Let agents join, in a term that is later than this one."""
 
 
 class Standby:
@@ -58,6 +58,8 @@ class Standby:
         self._reason = f"standing by for the front end at {other[0]}:{other[1]}"
         self._watching: Task[None] | None = None
         self._told = ""
+        self._others_term = 0
+        """Term of the other front end, when it was last heard; 0 if it never was."""
         hosts.stand_by(self._reason)
 
     @property
@@ -114,7 +116,7 @@ class Standby:
 
     def _judge(self, term: int, *, is_standing_by: bool) -> None:
         """Decide who serves, given what the other front end says of itself."""
-        hosts = self._hosts
+        hosts, self._others_term = self._hosts, term
         if self.is_serving and not is_standing_by and term > hosts.term:
             logger.warning("the front end at %s:%d has taken over", *self._other)
             hosts.stand_by(self._reason)
@@ -123,7 +125,7 @@ class Standby:
 
     def _take_over(self, why: str) -> None:
         logger.warning("taking over from the front end at %s:%d: %s", *self._other, why)
-        self._hosts.take_over()
+        self._hosts.take_over(self._others_term)
 
     def _tell(self, text: str) -> None:
         if text != self._told:

@@ -232,6 +232,27 @@ async def front(
         await hosts.close()
 
 
+class JoinedHosts:
+    """Hosts that join once an event loop runs, and leave when it ends: for fixtures."""
+
+    def __init__(self, arena: Arena, *names: str) -> None:
+        self._arena = arena
+        self._names = names
+        self._task: asyncio.Task[None] | None = None
+        self._joined: asyncio.Future[RemoteHosts]
+
+    async def get(self) -> RemoteHosts:
+        if self._task is None:
+            self._joined = asyncio.get_running_loop().create_future()
+            self._task = asyncio.create_task(self._run())
+        return await self._joined
+
+    async def _run(self) -> None:
+        async with connected(self._arena, *self._names) as (hosts, _):
+            self._joined.set_result(hosts)
+            await asyncio.Event().wait()  # until this task is cancelled
+
+
 class OnHost:
     """An engine that starts all workers on one host."""
 

@@ -1,4 +1,3 @@
-import contextlib
 from collections.abc import Callable
 
 import pytest
@@ -7,24 +6,19 @@ from inferpool.workers.arena import Arena
 from inferpool.workers.config import WorkerConfig
 from inferpool.workers.host.engine import WorkerHandle, WorkerId
 from tests.workers.contract import EngineContract
-from tests.workers.remote.cluster import OnHost, connected
+from tests.workers.remote.cluster import JoinedHosts, OnHost
 
 
 class RemoteEngine:
-    """An engine whose host joins at the first start, since that needs an event loop."""
+    """An engine that starts all workers on one host."""
 
     def __init__(self, arena: Arena) -> None:
-        self._arena = arena
-        self._stack = contextlib.AsyncExitStack()
-        self._engine: OnHost | None = None
+        self._hosts = JoinedHosts(arena, "h")
 
     async def start(
         self, id: WorkerId, config: WorkerConfig, on_progress: Callable[[str], None]
     ) -> WorkerHandle:
-        if self._engine is None:
-            hosts, _ = await self._stack.enter_async_context(connected(self._arena))
-            self._engine = OnHost(hosts)
-        return await self._engine.start(id, config, on_progress)
+        return await OnHost(await self._hosts.get()).start(id, config, on_progress)
 
 
 @pytest.fixture

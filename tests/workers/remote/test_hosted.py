@@ -259,3 +259,14 @@ async def test_start_is_given_up_when_it_is_stopped():
     assert worker.handle is None
     await until(lambda: not workers._workers)
     await workers.stop(5)
+
+
+async def test_what_is_loaded_stays_while_there_is_no_front_end(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(inferpool.workers.remote.hosted, "KEPT_S", 0.05)
+    engine = LoadingEngine()
+    workers = begun(engine)
+    await claimed(workers, config_of())
+    workers.release()  # the connection has ended, and nobody has joined since
+    await asyncio.sleep(0.15)
+    assert not engine.started[0].is_gone
+    await workers.stop(5)

@@ -45,3 +45,10 @@ def test_pause_does_not_make_a_sign_of_life_lie_in_the_future():
     lease.renew(150.0)
     lease.is_out(150.1, BEAT_S)
     assert lease.age_s(151.0) == pytest.approx(0.9)
+
+
+def test_looks_come_with_each_beat_and_when_the_lease_may_be_out():
+    lease = Lease(100.0)
+    assert lease.look_in_s(101.0) == BEAT_S
+    assert 0.3 < lease.look_in_s(100 + LEASE_S - 0.3) < 0.4
+    assert 0.0 < lease.look_in_s(100 + LEASE_S) < 0.1

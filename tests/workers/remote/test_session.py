@@ -475,7 +475,7 @@ async def test_agent_that_leaves_loses_no_batch_and_takes_none():
         front.run(4, b"x")
         front.link.send(StartWorker(2, ID, config_of()))
         assert (await front.next(BatchLost)).reason == "its host is leaving"
-        assert (await front.next(WorkerNotStarted)).message == "the host is leaving"
+        assert (await front.next(WorkerNotStarted)).message == "its host is leaving"
         may_end.set()
         await leaving
         kinds = [type(each) for each in front.messages if not isinstance(each, Pulse | Progress)]

@@ -91,10 +91,12 @@ async def test_standby_serves_if_the_other_front_end_never_answers(
 
 async def test_front_end_whose_hosts_follow_another_one_gets_none_of_them_back(arena: Arena):
     first, second = FrontEnd(arena), FrontEnd(arena)
-    second.hosts.take_over()
     agent = make_agent([first.hosts.address, second.hosts.address])
-    agent.term = second.hosts.term
     async with ending(first, second), running(agent):
+        await until(lambda: "h" in first.hosts.hosts)
+        second.hosts.take_over(first.hosts.term)
+        agent.term = second.hosts.term
+        first.hosts.hosts["h"].close("cut")
         await until(lambda: "h" in second.hosts.hosts)
         assert not first.hosts.hosts
 
@@ -105,5 +107,5 @@ async def test_front_end_stands_by_once_it_hears_of_a_later_term(arena: Arena):
     async with ending(first, second):
         await asyncio.sleep(0)
         first.hosts.take_over()
-        second.hosts.take_over()
+        second.hosts.take_over(first.hosts.term)
         await until(lambda: first.hosts.standby_reason)

@@ -1,13 +1,11 @@
 """A worker of one rank on each of two hosts does what a worker does, and ends as one."""
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -19,11 +17,14 @@ from inferpool.workers.host.engine import RankVitals, WorkerHandle, WorkerId
 from inferpool.workers.host.local import LocalEngine
 from inferpool.workers.messages import BatchDone, ItemError
 from tests.workers.contract import EngineContract, answers, config_of, is_gone, started, until
-from tests.workers.remote.cluster import connected, make_agent, open_front, running
+from tests.workers.remote.cluster import (
+    JoinedHosts,
+    connected,
+    make_agent,
+    open_front,
+    running,
+)
 from tests.workers.remote.spread.networks import WIDTH
-
-if TYPE_CHECKING:
-    from inferpool.workers.remote.hosts import RemoteHosts
 
 pytestmark = pytest.mark.usefixtures("no_process_left")
 
@@ -44,20 +45,16 @@ def over(config: WorkerConfig, hosts: Sequence[str], split: Split = "pipeline") 
 
 
 class SpreadEngine:
-    """Starts every worker over two hosts, which join at the first start."""
+    """Starts every worker over two hosts."""
 
     def __init__(self, arena: Arena) -> None:
-        self._arena = arena
-        self._stack = contextlib.AsyncExitStack()
-        self._hosts: list[RemoteHosts] = []
+        self._hosts = JoinedHosts(arena, "a", "b")
 
     async def start(
         self, id: WorkerId, config: WorkerConfig, on_progress: Callable[[str], None]
     ) -> WorkerHandle:
-        if not self._hosts:
-            hosts, _ = await self._stack.enter_async_context(connected(self._arena, "a", "b"))
-            self._hosts.append(hosts)
-        return await self._hosts[0].start(id, over(config, ["a", "b"]), on_progress)
+        hosts = await self._hosts.get()
+        return await hosts.start(id, over(config, ["a", "b"]), on_progress)
 
 
 @pytest.fixture
