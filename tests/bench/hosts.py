@@ -36,7 +36,7 @@ OPTIONS = {
     "workloads": ("echo-1k,jpeg-mobilenet", "comma-separated; see `peers`"),
     "batches": (1000, "batches of 8 x 100 KiB in each turn of the way alone"),
 }
-_KEY = "a key for the benchmark alone"
+_KEY = "a-key-for-the-benchmark-alone"
 _ITEMS, _ITEM_BYTES = 8, 100 << 10
 _MAX_BODY_BYTES = 1 << 30
 _SERVED = (
