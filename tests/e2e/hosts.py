@@ -164,7 +164,17 @@ def agent_at(
         cwd: Folder in which it starts.
         prefix: Command that becomes the agent's.
     """
-    command = [*prefix, sys.executable, "-m", "inferpool", "agent", "--join", address, "--name", name]
+    command = [
+        *prefix,
+        sys.executable,
+        "-m",
+        "inferpool",
+        "agent",
+        "--join",
+        address,
+        "--name",
+        name,
+    ]
     process = subprocess.Popen(
         [*command, *arguments, "--log-format", "json"],
         cwd=cwd,
