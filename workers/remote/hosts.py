@@ -29,7 +29,7 @@ from inferpool.workers.remote.wire import MAX_BODY_BYTES, Hello, Refusal, ToFron
 logger = logging.getLogger(__name__)
 
 _MOST_JOINING = 64
-"""Connections that have not proved themselves yet; more are closed at once."""
+"""Connections that have not proved themselves yet; the oldest makes way for one more."""
 _REST_S = 0.5
 """Seconds without accepting once there are too few descriptors."""
 _NAME = re.compile(r"[\w.-]{1,253}")
@@ -84,7 +84,8 @@ class RemoteHosts:
         self._epochs = count(1)
         self._has_served = False
         """A host has joined since this process began."""
-        self._joining: set[Task[None]] = set()
+        self._joining: dict[Task[None], None] = {}
+        """Connections that have not proved themselves yet, the oldest first."""
         self._observers: set[RemoteHost] = set()
         """Connections of standby front ends."""
         self._resting: asyncio.TimerHandle | None = None
@@ -165,16 +166,17 @@ class RemoteHosts:
             self._resting = loop.call_later(_REST_S, self.open)
             return
         if len(self._joining) >= _MOST_JOINING:
-            sock.close()
-            return
+            oldest = next(iter(self._joining))  # agents take milliseconds, and strangers may dawdle
+            del self._joining[oldest]
+            oldest.cancel()
         sock.setblocking(False)
         shown = f"{address[0]}:{address[1]}" if isinstance(address, tuple) else "local"
         task = asyncio.create_task(self._receive(sock, shown), name=f"join {shown}")
-        self._joining.add(task)
+        self._joining[task] = None
         task.add_done_callback(partial(self._on_received, sock))
 
     def _on_received(self, sock: socket.socket, task: "Task[None]") -> None:
-        self._joining.discard(task)
+        self._joining.pop(task, None)
         if task.cancelled():
             sock.close()
         elif error := task.exception():
