@@ -24,6 +24,10 @@ _FIRST_PAUSE_S = 0.1
 _MOST_PAUSE_S = 1.0
 _REFUSED_PAUSE_S = 5.0
 """Seconds before an agent that was refused tries again: somebody must mend something first."""
+_PATIENCE_S = 1.0
+"""Seconds that a front end may take at first to let an agent join that knows others, too. It may
+have lost its power, or stand still."""
+_MOST_PATIENCE_S = 30.0
 
 
 class Agent:
@@ -67,6 +71,8 @@ class Agent:
         self._stopped = asyncio.Event()
         self._hurried = asyncio.Event()
         self._session: AgentSession | None = None
+        self._patience_s = _PATIENCE_S
+        """Seconds that each front end may take in this round, if there are several."""
         self._told: dict[Address, str] = {}
         """Last log line of each address, so that it is logged once."""
 
@@ -111,9 +117,7 @@ class Agent:
             num_refused = 0
             for address in list(self._addresses):
                 try:
-                    link, mailbox, joined = await self._dialer.join(
-                        address, role="agent", term=self.term
-                    )
+                    link, mailbox, joined = await self._join(address)
                 except RefusedError as error:
                     num_refused += 1
                     self._tell(address, logging.WARNING, f"refused: {error}")
@@ -128,14 +132,23 @@ class Agent:
                     if self._once or self._stopped.is_set():
                         return 0
                     if loop.time() - began > _MOST_PAUSE_S:
-                        pause_s = _FIRST_PAUSE_S
+                        pause_s, self._patience_s = _FIRST_PAUSE_S, _PATIENCE_S
                     break
+            else:
+                self._patience_s = min(2 * self._patience_s, _MOST_PATIENCE_S)
             is_refused = num_refused == len(self._addresses)
             if self._once and is_refused:
                 return 1
-            wait_s = _REFUSED_PAUSE_S if is_refused else pause_s
+            # Of several front ends, one that stands by may take over at any moment.
+            wait_s = _REFUSED_PAUSE_S if is_refused and num_refused == 1 else pause_s
             await asyncio.sleep(wait_s * random.uniform(0.8, 1.2))
             pause_s = min(2 * pause_s, _MOST_PAUSE_S)
+
+    async def _join(self, address: Address) -> tuple[HostLink[ToAgent], Mailbox[ToAgent], Joined]:
+        """Join a front end, but do not let one that is silent keep this host from the others."""
+        is_only_one = len(self._addresses) == 1
+        async with asyncio.timeout(None if is_only_one else self._patience_s):
+            return await self._dialer.join(address, role="agent", term=self.term)
 
     async def _serve(
         self,

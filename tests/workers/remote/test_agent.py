@@ -12,6 +12,7 @@ import pytest
 
 import inferpool.workers.remote.agent
 import inferpool.workers.remote.hosted
+import inferpool.workers.remote.joining
 from inferpool.workers.arena import Arena
 from inferpool.workers.config import WorkerConfig
 from inferpool.workers.errors import WorkerLostError, WorkerStartError
@@ -111,6 +112,39 @@ async def test_addresses_are_tried_in_turn_and_the_last_one_first(
                 second.hosts["h"].close("again")
                 await until(lambda: second.hosts and second.hosts["h"].epoch == 2)
         first.close = lambda: asyncio.sleep(0)  # type: ignore[method-assign]
+
+
+async def test_a_silent_front_end_does_not_keep_an_agent_from_the_other_one(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(inferpool.workers.remote.joining, "JOIN_S", 600.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        async with front(arena) as (hosts, _):
+            agent = make_agent([silent.getsockname(), hosts.address], engine=LoadingEngine())
+            async with running(agent):
+                await until(lambda: hosts.hosts)
+
+
+async def test_patience_with_each_of_several_front_ends_grows(
+    arena: Arena, quick: None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(inferpool.workers.remote.agent, "_PATIENCE_S", 1e-6)
+    async with front(arena) as (hosts, _):
+        agent = make_agent([nobody(), hosts.address], engine=LoadingEngine())
+        async with running(agent):
+            await until(lambda: hosts.hosts)
+
+
+async def test_agent_that_two_front_ends_refuse_asks_soon_again(arena: Arena, pauses: list[float]):
+    async with front(arena) as (first, _), front(arena) as (second, _):
+        for hosts in (first, second):
+            hosts.stand_by("the other one serves")
+        agent = make_agent([first.address, second.address], engine=LoadingEngine())
+        async with running(agent):
+            await until(lambda: len(pauses) >= 3)
+            assert max(pauses) <= _MOST_PAUSE_S
+            second.take_over()
+            await until(lambda: second.hosts)
 
 
 async def test_pauses_grow_to_a_bound_and_each_failure_is_logged_once(
