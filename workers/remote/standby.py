@@ -8,6 +8,7 @@ the latest term, so one that has lost its hosts cannot get them back by mistake.
 import asyncio
 import contextlib
 import logging
+import ssl
 import time
 from asyncio import Future, Task
 from typing import Protocol
@@ -82,10 +83,10 @@ class Standby:
         while True:
             try:
                 link, mailbox, joined = await self._dialer.join(self._other, role="standby", term=0)
-            except RefusedError as error:
-                self._tell(f"it refuses this front end: {error}")
+            except (RefusedError, ssl.SSLError) as error:  # it is there, so this one must wait
+                self._tell(f"it refuses this front end, or is refused: {error}")
                 await asyncio.sleep(_REFUSED_S)
-            except (OSError, TimeoutError) as error:
+            except (OSError, TimeoutError, UnicodeError) as error:
                 self._tell(f"it cannot be reached: {error or 'it does not answer'}")
                 if not self.is_serving and time.monotonic() - seen_at > patience_s:
                     self._take_over("it is gone")

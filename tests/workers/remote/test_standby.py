@@ -1,5 +1,6 @@
 import asyncio
 import contextlib
+import ssl
 from collections.abc import AsyncIterator
 
 import pytest
@@ -11,6 +12,7 @@ from inferpool.workers.remote.joining import Dialer
 from inferpool.workers.remote.standby import Standby
 from tests.workers.contract import answers, config_of, pid_of, until
 from tests.workers.remote.cluster import KEY, OnHost, facts_of, make_agent, open_front, running
+from tests.workers.remote.conftest import Contexts
 
 Address = tuple[str, int]
 
@@ -18,12 +20,12 @@ Address = tuple[str, int]
 class FrontEnd:
     """The hosts of a front end, which may watch another one."""
 
-    def __init__(self, arena: Arena, port: int = 0) -> None:
-        self.hosts, _ = open_front(arena, port=port)
+    def __init__(self, arena: Arena, port: int = 0, *, tls: ssl.SSLContext | None = None) -> None:
+        self.hosts, _ = open_front(arena, port=port, tls=tls)
         self.standby: Standby | None = None
 
-    def watch(self, other: Address) -> None:
-        self.standby = Standby(self.hosts, other, Dialer(KEY, None, facts_of("standby")))
+    def watch(self, other: Address, *, tls: ssl.SSLContext | None = None) -> None:
+        self.standby = Standby(self.hosts, other, Dialer(KEY, tls, facts_of("standby")))
         self.standby.start()
 
     async def end(self) -> None:
@@ -87,6 +89,29 @@ async def test_standby_serves_if_the_other_front_end_never_answers(
     second.watch(gone.hosts.address)
     async with ending(second):
         await until(lambda: not second.hosts.standby_reason)
+
+
+async def test_standby_waits_for_a_front_end_whose_certificate_it_does_not_trust(
+    arena: Arena, tls: Contexts, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(inferpool.workers.remote.standby, "_NEVER_SEEN_S", 0.0)
+    first, second = FrontEnd(arena, tls=tls[0]), FrontEnd(arena)
+    second.watch(first.hosts.address, tls=ssl.create_default_context())
+    async with ending(second):
+        await until(lambda: "certificate verify failed" in caplog.text)
+        assert second.hosts.standby_reason
+        await first.end()
+        await until(lambda: not second.hosts.standby_reason)
+
+
+async def test_standby_outlives_a_name_that_cannot_be_looked_up(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(inferpool.workers.remote.standby, "_NEVER_SEEN_S", 0.0)
+    front_end = FrontEnd(arena)
+    front_end.watch((f"{'a' * 64}.example", 1))
+    async with ending(front_end):
+        await until(lambda: not front_end.hosts.standby_reason)
 
 
 async def test_front_end_whose_hosts_follow_another_one_gets_none_of_them_back(arena: Arena):
