@@ -233,7 +233,8 @@ class Catalog:
             DeviceError: A requested device is missing.
             UnavailableError: No host of the cluster is connected.
         """
-        configs = configs or self.plan(name, model)
+        if configs is None or self._hosts.is_cluster:  # hosts may have come or gone since the plan
+            configs = self.plan(name, model)
         version = self._make(name, model, configs, self.newest(name) + 1)
         self._announcer.planned(planned(name, version.number, configs))
         version.pool.start(paused=paused)

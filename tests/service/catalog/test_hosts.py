@@ -150,6 +150,20 @@ async def test_a_swap_goes_on_while_hosts_leave_and_join(cluster: Callable[[], H
         await until(lambda: hosted.workers() == ["a 2/0", "c 2/2", "d 2/3"])
 
 
+async def test_a_version_gets_the_hosts_that_are_there_when_it_is_loaded(
+    cluster: Callable[[], Hosted],
+):
+    hosted = cluster()
+    catalog = hosted.catalog
+    for host in "ab":
+        catalog.add_host(host, DEVICES)
+    plan = catalog.plan("n", ECHO)
+    hosted.lose("a")
+    catalog.add_host("c", DEVICES)
+    version = catalog.load("n", ECHO, plan)
+    assert [slot.config.host for slot in version.pool.slots] == ["b", "c"]
+
+
 async def test_a_version_whose_hosts_are_all_lost_is_refused(cluster: Callable[[], Hosted]):
     hosted = cluster()
     hosted.catalog.add_host("a", DEVICES)
