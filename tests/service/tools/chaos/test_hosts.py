@@ -15,7 +15,7 @@ from inferpool.service.tools.trial.health import (
     ServiceHealth,
     WorkerState,
 )
-from tests.e2e.running import left_over
+from tests.e2e.running import left_over, until
 
 
 class FakeAgent(TrialAgent):
@@ -135,15 +135,17 @@ def test_a_host_is_stopped_with_all_processes_under_its_agent_and_goes_on(tmp_pa
         lambda _: ["python3", "-c", program],
     )
     agent = TrialAgent("a", [], tmp_path / "log")
+
+    def statuses() -> set[str]:
+        return {each.status() for each in agent.family()}
+
     agent.start()
     try:
-        until = time.monotonic() + 30
-        while len(agent.family()) < 2 and time.monotonic() < until:
-            time.sleep(0.01)
-        agent.pause()
-        assert {each.status() for each in agent.family()} == {psutil.STATUS_STOPPED}
+        until(lambda: len(agent.family()) == 2)
+        agent.pause()  # a busy machine takes a while to stop them, and to let them go on
+        until(lambda: statuses() == {psutil.STATUS_STOPPED})
         agent.resume()
-        assert psutil.STATUS_STOPPED not in {each.status() for each in agent.family()}
+        until(lambda: psutil.STATUS_STOPPED not in statuses())
         agent.kill()
         assert asyncio.run(agent.ended()) == -signal.SIGKILL
         assert len(agent.family()) == 1  # what it forks is its own to look after

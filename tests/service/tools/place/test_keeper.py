@@ -4,13 +4,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
 
 from inferpool.service.tools.place.keeper import Keeper, digest
-from tests.e2e.running import until
+from tests.e2e.running import left_over, until
 
 
 def order(*arguments: str, **environ: str) -> bytes:
@@ -61,8 +60,10 @@ def test_an_agent_gets_its_variables_and_none_that_ray_adds(keeper: Keeper, monk
         monkeypatch.setenv(name, value)
     key = {"INFERPOOL_CLUSTER_KEYS": "a-key-of-the-cluster"}
     keeper.start(order("serve", "echo", "--port", "0", **key))
-    environ = psutil.Process(int(str(looked(keeper)["pid"]))).environ()
-    assert {**key, "KEPT": "1"}.items() <= environ.items()
+    agent = psutil.Process(int(str(looked(keeper)["pid"])))
+    until(lambda: "KEPT" in agent.environ())  # there are none for a moment while it begins
+    environ = agent.environ()
+    assert key.items() <= environ.items()
     assert not {"OMP_NUM_THREADS", "RAY_JOB_ID"} & environ.keys()
 
 
@@ -80,8 +81,6 @@ def test_an_agent_ends_with_its_keeper():
         assert process.stdout is not None
         pid, niceness = map(int, process.stdout.readline().split())
         assert niceness in ((0, 3) if os.geteuid() == 0 else (3,))  # containers may forbid it
+        agent = psutil.Process(pid)
         process.send_signal(signal.SIGKILL)
-    deadline = time.monotonic() + 20
-    while psutil.pid_exists(pid) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not psutil.pid_exists(pid)
+    assert left_over([agent], 20.0) == []
