@@ -100,8 +100,14 @@ class FrontLoad:
         try:
             answer = self._client.get(self._url + path)
         except httpx.TransportError as error:
-            said = why_unreached(error, self._url, place=self._place, command="inferpool place")
-            raise LoadError(said.replace("--url", "--front-end")) from error
+            said = why_unreached(
+                error,
+                self._url,
+                place=self._place,
+                command="inferpool place",
+                flag="--front-end",
+            )
+            raise LoadError(said) from error
         if answer.status_code in (401, 403):
             raise LoadError(
                 f"{self._place} wants a key for metrics: the variable {METRICS_KEY_VARIABLE}"
