@@ -83,6 +83,10 @@ class Standby:
         while True:
             try:
                 link, mailbox, joined = await self._dialer.join(self._other, role="standby", term=0)
+                if joined.term == self._hosts.term:
+                    link.close()
+                    await asyncio.sleep(_REFUSED_S)
+                    raise ConnectionError("it is this front end itself (standby_of)")
             except (RefusedError, ssl.SSLError) as error:  # it is there, so this one must wait
                 self._tell(f"it refuses this front end, or is refused: {error}")
                 await asyncio.sleep(_REFUSED_S)

@@ -104,6 +104,18 @@ async def test_standby_waits_for_a_front_end_whose_certificate_it_does_not_trust
         await until(lambda: not second.hosts.standby_reason)
 
 
+async def test_front_end_that_is_told_to_watch_itself_serves_and_says_so(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    for name in ("_NEVER_SEEN_S", "_REFUSED_S"):
+        monkeypatch.setattr(inferpool.workers.remote.standby, name, 0.1)
+    front_end = FrontEnd(arena)
+    front_end.watch(front_end.hosts.address)
+    async with ending(front_end):
+        await until(lambda: not front_end.hosts.standby_reason)
+    assert "it is this front end itself (standby_of)" in caplog.text
+
+
 async def test_standby_outlives_a_name_that_cannot_be_looked_up(
     arena: Arena, monkeypatch: pytest.MonkeyPatch
 ):
