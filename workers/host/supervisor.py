@@ -56,8 +56,8 @@ class Supervisor(Generic[C, L]):
         self._start = start
         self._watcher = watcher
         self._policy = policy
-        self._former: dict[int, WorkerId] = {}
-        """The last incarnations of slots that were removed, by number."""
+        self._former: dict[int, Slot[C, L]] = {}
+        """Slots that were removed, by number."""
         self._ending: set[Task[None]] = set()
         """Tasks of slots that were removed."""
         self._leaving: dict[L, Task[None]] = {}
@@ -88,9 +88,11 @@ class Supervisor(Generic[C, L]):
         """
         for number, config in zip(numbers or range(len(configs)), configs, strict=True):
             id = WorkerId(model=model, slot=number, version=version, host=host)
-            if number in self._former:
-                id = replace(self._former.pop(number).next_life(), host=host)
+            former = self._former.pop(number, None)
+            if former is not None:
+                id = replace(former.id.next_life(), host=host)
             slot = Slot[C, L](config=config, id=id, state="stopped", is_paused=True)
+            slot.was_ever_ready = former is not None and former.was_ever_ready
             self.slots.append(slot)
             if not paused:
                 self.resume(slot)
@@ -103,7 +105,7 @@ class Supervisor(Generic[C, L]):
         if slot not in self.slots:
             return
         self.slots.remove(slot)
-        self._former[slot.id.slot] = slot.id
+        self._former[slot.id.slot] = slot
         was_up = slot.state in ("starting", "ready")
         handle, slot.handle = slot.handle, None
         slot.is_paused, slot.is_asked_to_leave = True, False

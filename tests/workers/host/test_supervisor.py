@@ -484,6 +484,17 @@ async def test_a_worker_that_was_lost_with_its_host_is_forgotten_until_the_host_
         assert [str(slot.id) for slot in supervisor.slots] == ["m/1#0", "m/0#1", "m/2#0"]
 
 
+async def test_a_worker_that_was_ready_before_its_host_was_lost_is_never_given_up_there():
+    engine = FakeEngine()
+    async with supervised(engine) as (supervisor, watcher):
+        await watcher.until("ready")
+        (slot,) = supervisor.slots
+        supervisor.remove(slot, "the host is gone")
+        engine.failures = [unlucky() for _ in range(5)]
+        supervisor.start("m", [slot.config])
+        await watcher.until("ready", 2)
+
+
 async def test_workers_of_a_host_bear_its_name_in_the_log(caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO)
     engine = FakeEngine()
