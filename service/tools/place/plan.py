@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from inferpool.service.settings.address import key_of, url_of
+from inferpool.service.settings.address import address_of, key_of, url_of
 from inferpool.service.settings.names import FlagError
 
 METRICS_KEY_VARIABLE = "INFERPOOL_METRICS_KEYS"
@@ -128,6 +128,11 @@ def plan_of(args: Namespace, environ: Mapping[str, str]) -> PlacePlan:
     """
     if args.join is None and not args.stop:
         raise FlagError("--join: where do the agents find the front end? Name HOST:PORT")
+    try:
+        for each in args.join.split(",") if args.join is not None else ():
+            address_of(each.strip())
+    except ValueError as error:  # else every agent would say so, again and again
+        raise FlagError(f"--join: {error}") from error
     for flag in ("min_hosts", "max_hosts", "cpus_per_host"):
         if (value := getattr(args, flag)) is not None and value < 1:
             raise FlagError(f"--{flag.replace('_', '-')}: {value} is less than 1")

@@ -222,13 +222,6 @@ class RayNodes:
         with _as_no_ray():
             request_resources(bundles=[self._bundle(self._gpus_per_host)] * num_hosts)
 
-    def close(self) -> None:
-        """Be no driver any more. The actors stay."""
-        import ray
-
-        with contextlib.suppress(Exception):  # the process ends anyway
-            ray.shutdown()
-
     def _bundle(self, num_gpus: int) -> dict[str, int]:
         gpus = {"GPU": num_gpus} if num_gpus else {}
         return {"CPU": self._cpus_per_host, **gpus}

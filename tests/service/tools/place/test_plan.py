@@ -39,6 +39,8 @@ def test_load_decides_between_two_bounds():
     ("line", "said"),
     [
         ("", "--join"),
+        ("--join front", "--join: 'front' is not HOST:PORT"),
+        ("--join f:7,g:", "--join: 'g:' is not HOST:PORT"),
         ("--join f:7 --front-end http://f", "--max-hosts"),
         ("--join f:7 --front-end ftp://f --max-hosts 2", "neither http"),
         ("--join f:7 --min-hosts 5 --max-hosts 2", "more than --max-hosts"),
