@@ -36,6 +36,8 @@ JOIN_S = 5.0
 """Seconds that the other side may take for the TLS handshake, and again for the proof."""
 MIN_KEY_BYTES = 16
 _NONCE_BYTES = 32
+_MOST_SHOWN = 500
+"""Characters of a refusal that are shown."""
 _MOST_AT_FIRST = 4096
 """Messages that may come with the welcome: a front end starts all workers of the host at once."""
 
@@ -146,7 +148,7 @@ class Dialer:
     ) -> Joined:
         first = await mailbox.get()
         if isinstance(first, Refusal):
-            raise RefusedError(first.reason)
+            raise RefusedError(_shown(first.reason))
         if not isinstance(first, Challenge):
             raise RefusedError("that is not the cluster port of a front end")
         nonce = secrets.token_bytes(_NONCE_BYTES)
@@ -155,7 +157,7 @@ class Dialer:
         link.send(msgspec.structs.replace(hello, proof=proof))
         answer = await mailbox.get()
         if isinstance(answer, Refusal):
-            raise RefusedError(answer.reason)
+            raise RefusedError(_shown(answer.reason))
         if not isinstance(answer, Welcome):
             raise RefusedError("that is not the cluster port of a front end")
         if not hmac.compare_digest(_of_front_end(self._key, first.nonce, nonce), answer.proof):
@@ -222,8 +224,6 @@ async def challenge(
     link.send(Challenge(nonce))
     async with asyncio.timeout(JOIN_S):
         hello = await mailbox.get()
-    if isinstance(hello, Refusal):
-        raise ConnectionError(hello.reason)
     if not isinstance(hello, Hello):
         raise RefusedError("it did not say who it is")
     # Each key is tried, so that the time does not tell which one is right.
@@ -234,6 +234,11 @@ async def challenge(
         raise RefusedError(f"it speaks protocol {hello.protocol}, and the front end {PROTOCOL}")
     link.max_head_bytes = MAX_HEAD_BYTES
     return hello, _of_front_end(right[0], nonce, hello.nonce)
+
+
+def _shown(reason: str) -> str:
+    """Return a text of somebody who has not proved anything, for the log: one line, not long."""
+    return "".join(each if each.isprintable() else " " for each in reason[:_MOST_SHOWN])
 
 
 def _of_agent(key: bytes, nonce: bytes, hello: Hello) -> bytes:

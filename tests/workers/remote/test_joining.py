@@ -113,6 +113,7 @@ async def test_agent_that_does_not_know_the_key_is_told(arena: Arena):
         (lambda: Welcome(b"", 9, 1), "the front end does not know the key"),
         (lambda: Beat(1.0), "that is not the cluster port of a front end"),
         (lambda: Refusal("not today"), "not today"),
+        (lambda: Refusal("a\nb" + "c" * 1_000_000), "^a bc{497}$"),
     ],
 )
 async def test_agent_works_for_no_impostor(answer: Callable[[], ToAgent], reason: str):
@@ -186,6 +187,16 @@ async def test_greeting_of_a_stranger_is_bounded(
         else:
             assert isinstance(await stranger.mailbox.get(), Welcome)
         stranger.link.close()
+
+
+async def test_nothing_that_a_stranger_says_is_logged(
+    arena: Arena, caplog: pytest.LogCaptureFixture
+):
+    async with front(arena) as (hosts, _):
+        stranger = await Stranger().connect(hosts.address)
+        stranger.link.send(Refusal("all is well\nWARNING all is lost"))
+        await until(lambda: is_empty(hosts) and "it did not say who it is" in caplog.text)
+        assert "lost" not in caplog.text
 
 
 @pytest.mark.parametrize(
