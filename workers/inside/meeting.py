@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _GREET_S = 5.0
-"""Seconds that whoever connects may take for each step of the greeting."""
+"""Seconds that whoever connects may take for its greeting: meanwhile no other rank is heard."""
+_LEAST_S = 0.001
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
 _RANK_BYTES = 4
@@ -81,10 +82,10 @@ def _connections(
 def _dial(address: tuple[str, int], ends: DistantEnds, other: int, deadline: float) -> Connection:
     sock = socket.create_connection(address, max(0.1, deadline - time.monotonic()))
     with sock:
-        sock.settimeout(max(_GREET_S, deadline - time.monotonic()))  # it may greet others first
+        until = max(deadline, time.monotonic() + _GREET_S)  # it may greet others first
         nonce = secrets.token_bytes(_NONCE_BYTES)
         sock.sendall(nonce + ends.rank.to_bytes(_RANK_BYTES))
-        answer = _read(sock, _NONCE_BYTES + _PROOF_BYTES)
+        answer = _read(sock, _NONCE_BYTES + _PROOF_BYTES, until)
         both = nonce + answer[:_NONCE_BYTES]
         if not hmac.compare_digest(_proof(ends, b"listens", other, both), answer[_NONCE_BYTES:]):
             raise ConnectionError(f"what listens at {address[0]}:{address[1]} is not rank {other}")
@@ -110,13 +111,13 @@ def _accept(
 
 
 def _greet(sock: socket.socket, ends: DistantEnds, awaited: set[int]) -> tuple[int, Connection]:
-    sock.settimeout(_GREET_S)
-    hello = _read(sock, _NONCE_BYTES + _RANK_BYTES)
+    until = time.monotonic() + _GREET_S
+    hello = _read(sock, _NONCE_BYTES + _RANK_BYTES, until)
     other = int.from_bytes(hello[_NONCE_BYTES:])
     nonce = secrets.token_bytes(_NONCE_BYTES)
     both = hello[:_NONCE_BYTES] + nonce
     sock.sendall(nonce + _proof(ends, b"listens", ends.rank, both))
-    proof = _read(sock, _PROOF_BYTES)
+    proof = _read(sock, _PROOF_BYTES, until)
     if not hmac.compare_digest(_proof(ends, b"dials", other, both), proof) or other not in awaited:
         raise ConnectionError("it does not know the token of this group")
     return other, _connection(sock)
@@ -127,9 +128,10 @@ def _proof(ends: DistantEnds, side: bytes, rank: int, nonces: bytes) -> bytes:
     return hmac.digest(ends.part.token.encode(), said, "sha256")
 
 
-def _read(sock: socket.socket, num_bytes: int) -> bytes:
+def _read(sock: socket.socket, num_bytes: int, until: float) -> bytes:
     data = b""
     while len(data) < num_bytes:
+        sock.settimeout(max(_LEAST_S, until - time.monotonic()))
         piece = sock.recv(num_bytes - len(data))
         if not piece:
             raise ConnectionError("it has gone")

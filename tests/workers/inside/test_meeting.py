@@ -1,5 +1,6 @@
 """Ranks on several hosts meet at a store and connect to each other; here they are threads."""
 
+import select
 import socket
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -86,3 +87,22 @@ def test_stranger_who_connects_is_sent_away(caplog: pytest.LogCaptureFixture):
     met_by_lead.writers[1].send_bytes(b"hello")
     assert met_by_follower.readers[0].recv_bytes() == b"hello"
     assert "does not know the token" in caplog.text
+
+
+def test_stranger_who_says_little_by_little_is_not_heard_for_long(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(meeting, "_GREET_S", 0.2)
+    with socket.create_server((HERE, 0)) as door, ThreadPoolExecutor(2) as pool:
+        lead, follower = ends_of([part_of(door, rank) for rank in range(2)], 2, 60.0)
+        leading = pool.submit(meet, lead)
+        host, _, port = meeting._store_of(follower).get("rank 0").decode().partition(" ")
+        with socket.create_connection((host, int(port)), 30) as stranger:
+            num_bytes = 0
+            while not select.select([stranger], [], [], 0.05)[0]:
+                stranger.sendall(b"x")
+                num_bytes += 1
+        assert num_bytes < 36
+        meet(follower)
+        leading.result(60)
+    assert "a stranger at 127.0.0.1 was sent away" in caplog.text
