@@ -129,9 +129,9 @@ class Running:
             if text in str(line["message"]):
                 return line
 
-    def wait_until_listening(self) -> "Running":
+    def wait_until_listening(self, timeout_s: float = _START_TIMEOUT_S) -> "Running":
         """Wait until it has logged its URL; workers may still be loading."""
-        self.url = str(self.wait_for_log(" at http")["message"]).rpartition(" at ")[2]
+        self.url = str(self.wait_for_log(" at http", timeout_s)["message"]).rpartition(" at ")[2]
         return self
 
     def wait_until_ready(self) -> "Running":

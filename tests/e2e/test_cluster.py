@@ -19,6 +19,8 @@ from tests.e2e.running import ROOT, Running, asking, faulty, left_over, until
 pytestmark = pytest.mark.timeout(300)
 
 LEASE_S = 3.0
+PATIENCE_S = 150.0
+"""How long a call may take whose hosts all start anew meanwhile."""
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +36,7 @@ def shared(folder: Path) -> Iterator[RunningCluster]:
         max_batch_size=2,
         speed="exact",
     )
-    with cluster("a", "b", settings={"default_timeout_s": 60, **model}) as made:
+    with cluster("a", "b", settings={"default_timeout_s": PATIENCE_S, **model}) as made:
         yield made
 
 
@@ -75,6 +77,11 @@ def ok(answer: httpx.Response) -> bool:
 
 def ask(made: RunningCluster) -> httpx.Response:
     return made.service.ask({"n": 21})
+
+
+def is_refusal(line: dict[str, object], word: str) -> bool:
+    message = str(line["message"])
+    return "refused" in message and word in message
 
 
 def test_each_host_computes_and_health_tells_where(pair: RunningCluster):
@@ -119,6 +126,7 @@ def test_work_of_a_stopped_host_goes_to_others_and_it_comes_back_with_what_it_ha
     pair.agents["a"].wait_for_log("is used again")
 
 
+@pytest.mark.measures
 def test_a_pause_that_is_shorter_than_the_lease_loses_nothing(pair: RunningCluster):
     epoch = pair.hosts()["a"]["epoch"]
     send_all(pair.agents["a"], signal.SIGSTOP)
@@ -169,9 +177,10 @@ def test_a_lost_host_convicts_no_input(pair: RunningCluster, folder: Path, gate:
     def num_begun() -> int:
         return (folder / "calls").read_text().split().count("9")
 
+    (folder / "calls").touch()
     gate.touch()
     with ThreadPoolExecutor(1) as pool:
-        call = pool.submit(pair.service.ask, {"n": 9, "do": "wait"})
+        call = pool.submit(pair.service.ask, {"n": 9, "do": "wait"}, timeout=PATIENCE_S)
         until(num_begun)
         for name in ("a", "b"):  # it is lost with one of them, and with the other one too if it can
             pair.agents[name].process.kill()
@@ -179,7 +188,7 @@ def test_a_lost_host_convicts_no_input(pair: RunningCluster, folder: Path, gate:
         gate.unlink()
         for name in ("a", "b"):
             pair.start_agent(name)
-        answer = call.result(90)
+        answer = call.result(PATIENCE_S)
     assert answer.json()["predictions"][0]["twice"] == 18, answer.text
     assert num_begun() >= 2
     assert pair.service.predict({"n": 9, "do": "wait"})[0]["twice"] == 18
@@ -210,12 +219,10 @@ def test_an_agent_that_does_not_belong_is_refused_and_both_sides_say_why(
         about.write_text("Metadata-Version: 2.1\nName: inferpool\nVersion: 0.0.1\n")
         env = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     with agent_at(f"127.0.0.1:{pair.port}", "stranger", "--once", env=env) as stranger:
-        said = stranger.wait_for_log("refused")["message"]
-        told = pair.service.wait_for_log("refused")["message"]
         assert stranger.wait() == 1
-    word = "key" if what == "key" else "0.0.1"
-    assert word in str(said)
-    assert word in str(told)
+        word = "key" if what == "key" else "0.0.1"
+        for each in (stranger, pair.service):
+            until(lambda log=each.log: any(is_refusal(line, word) for line in log))
     assert "stranger" not in pair.hosts()
 
 

@@ -6,7 +6,8 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
@@ -42,20 +43,25 @@ def command(*arguments: str, key: str = ADMIN) -> "subprocess.CompletedProcess[s
     )
 
 
+def is_well(host: Mapping[str, Any]) -> bool:
+    """Return whether a host has told all of itself lately, as one on a busy machine may not."""
+    forks = host["forkserver"] is not None and host["forkserver"]["state"] == "ready"
+    return bool(forks and host["round_trip_s"] is not None and host["state"] == "connected")
+
+
 def test_health_shows_each_host_and_the_host_of_each_worker(hosts: RunningCluster):
-    until(lambda: all(host["round_trip_s"] for host in hosts.hosts().values()))
+    until(lambda: all(is_well(host) for host in hosts.hosts().values()))
     health = hosts.service.get("/health").json()
     assert health["cluster_address"] == f"127.0.0.1:{hosts.port}"
     assert [host["name"] for host in health["hosts"]] == ["first", "second"]
     for host in health["hosts"]:
         assert host["pid"] == hosts.agents[host["name"]].process.pid
-        assert (host["state"], host["workers"], host["workers_ready"]) == ("connected", 1, 1)
+        assert (host["workers"], host["workers_ready"]) == (1, 1)
         for what in ("version", "torch", "python"):
             assert host[what] == health[what] != ""
         assert abs(host["clock_offset_s"]) < 5  # it is the same clock
         assert host["arena_bytes"] > 0
         assert "CPU core" in host["devices"][-1]
-        assert host["forkserver"]["state"] == "ready"
     assert {worker["host"] for worker in hosts.service.workers()} == {"first", "second"}
 
 
@@ -88,11 +94,12 @@ def test_the_work_of_another_host_lies_inside_its_call_in_a_trace(
 
 def test_top_shows_the_hosts(hosts: RunningCluster):
     shown = command("top", "--once", "--url", hosts.service.url).stdout
-    assert re.search(r"first +connected +1 of 1", shown)
+    assert re.search(r"first +(connected|silent) +1 of 1", shown)
     assert re.search(r"\d +ready +second +cpu", shown)
 
 
 def test_doctor_measures_each_connection(hosts: RunningCluster):
+    until(lambda: all(is_well(host) for host in hosts.hosts().values()))
     done = command("doctor", "--cluster", hosts.service.url, "--json")
     found = {each["check"]: each for each in json.loads(done.stdout)["findings"]}
     assert (done.returncode, done.stderr) == (0, "")
@@ -123,7 +130,7 @@ def test_a_host_that_left_and_one_that_was_lost_are_told_apart(hosts: RunningClu
     assert (lost["first"]["state"], lost["second"]["state"]) == ("left", "lost")
     assert lost["second"]["reason"]
     assert hosts.service.metric('host_up{host="second"}') == 0
-    assert 'inferpool_hosts_lost_total{reason="lost"} 1.0' in hosts.service.metrics()
+    assert hosts.service.metric('hosts_lost_total{reason="lost"}') >= 1
     assert hosts.service.ask({"n": 1}).status_code == 503
     hosts.start_agent("first")
     hosts.wait_until_full("first")

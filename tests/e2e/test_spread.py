@@ -14,6 +14,8 @@ from tests.e2e.running import asking, faulty, left_over, until
 
 pytestmark = pytest.mark.timeout(300)
 
+START_S = 120.0
+"""How long the agents of several hosts may take to start at once, on a busy machine."""
 SPREAD = faulty(
     source="tests.split_fault_model:SplitFaultModel",
     placement="pipeline",
@@ -33,8 +35,8 @@ def shared() -> Iterator[RunningCluster]:
 @pytest.fixture
 def trio(shared: RunningCluster) -> RunningCluster:
     """Return a cluster of three hosts, of which two have the ranks of a replica."""
-    until(lambda: set(shared.hosts()) >= {"a", "b", "c"})
-    until(lambda: ready(shared))
+    until(lambda: set(shared.hosts()) >= {"a", "b", "c"}, START_S)
+    until(lambda: ready(shared), START_S)
     return shared
 
 
@@ -118,5 +120,5 @@ def test_too_few_hosts_are_a_wait_and_not_a_failure(trio: RunningCluster):
     assert answer.status_code == 503
     assert trio.service.process.poll() is None
     trio.start_agent("b")
-    until(lambda: ready(trio))
+    until(lambda: ready(trio), START_S)
     assert ask(trio).status_code == 200

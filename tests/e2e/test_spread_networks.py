@@ -13,7 +13,7 @@ import pytest
 
 from tests.e2e.hosts import KEYS, agent_at
 from tests.e2e.running import Running, asking, running, until
-from tests.e2e.test_spread import SPREAD, is_right
+from tests.e2e.test_spread import SPREAD, START_S, is_right
 from tests.ports import free_port
 
 pytestmark = pytest.mark.timeout(300)
@@ -96,8 +96,8 @@ def on_network(
 def test_ranks_meet_over_the_network_and_a_cut_link_ends_them_all():
     with BridgedNetwork("a", "b", "c") as network, on_network(network, "a", "b", "c") as made:
         service, agents = made
-        service.wait_until_listening()
-        until(lambda: [len(each["ranks"]) for each in service.workers()] == [2])
+        service.wait_until_listening(START_S)  # it says so once the model is ready
+        until(lambda: [len(each["ranks"]) for each in service.workers()] == [2], START_S)
         (worker,) = service.workers()
         lead, follower = worker["host"].split("+")
         assert [rank["host"] for rank in worker["ranks"]] == [lead, follower]
