@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -43,6 +44,10 @@ class RayCluster:
         self.address = ""
 
     def __enter__(self) -> "RayCluster":
+        try:
+            own_address()
+        except OSError as error:
+            pytest.skip(f"this machine has no address that Ray could use: {error}")
         self._folder = tempfile.TemporaryDirectory(prefix="ray-")  # paths of sockets must be short
         self.environ["RAY_TMPDIR"] = self._folder.name
         (Path(self._folder.name) / "ray").mkdir()
@@ -109,7 +114,8 @@ class RayCluster:
         try:
             self._process.wait(_PATIENCE_S)
         finally:
-            self._process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)  # its nodes too, if it hangs
             self._process.wait()
             assert self._process.stdout is not None
             self._process.stdout.close()
