@@ -266,13 +266,18 @@ class Settings(SettingsTable):
             raise ValueError("is a key without a certificate; set tls_certificate too")
         return tls_key
 
-    @field_validator("cluster_key", "cluster_certificate")
+    @field_validator("cluster_certificate")
     @classmethod
-    def _check_cluster_tls(cls, path: str | None, info: ValidationInfo) -> str | None:
-        needed = {"cluster_certificate": "cluster_authority", "cluster_key": "cluster_certificate"}
-        other = needed[info.field_name or ""]
-        if path is not None and info.data.get(other) is None:
-            raise ValueError(f"is of no use alone; set {other} too")
+    def _check_cluster_certificate(cls, path: str | None, info: ValidationInfo) -> str | None:
+        if path is not None and info.data.get("cluster_authority") is None:
+            raise ValueError("is of no use alone; set cluster_authority too")
+        return path
+
+    @field_validator("cluster_key")
+    @classmethod
+    def _check_cluster_key(cls, path: str | None, info: ValidationInfo) -> str | None:
+        if path is not None and info.data.get("cluster_certificate") is None:
+            raise ValueError("is of no use alone; set cluster_certificate too")
         return path
 
     @field_validator("cluster_port")
