@@ -16,7 +16,7 @@ from tests.certificates import make_authority, make_signed
 from tests.e2e.hosts import KEYS, RunningCluster, agent_at, cluster
 from tests.e2e.running import ROOT, Running, asking, faulty, left_over, until
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 LEASE_S = 3.0
 PATIENCE_S = 150.0

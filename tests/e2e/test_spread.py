@@ -12,7 +12,7 @@ import pytest
 from tests.e2e.hosts import RunningCluster, cluster
 from tests.e2e.running import asking, faulty, left_over, until
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 START_S = 120.0
 """How long the agents of several hosts may take to start at once, on a busy machine."""

@@ -16,7 +16,7 @@ from tests.e2e.running import Running, asking, running, until
 from tests.e2e.test_spread import SPREAD, START_S, is_right
 from tests.ports import free_port
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 class BridgedNetwork:

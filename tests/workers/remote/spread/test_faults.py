@@ -41,6 +41,7 @@ async def test_hosts_must_have_the_same_files_and_all_are_told():
         SpreadWorker(ID, {"a": part(same), "b": part(("net.py", b"3"))})
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_process_left")
 async def test_rank_that_stands_still_on_another_host_is_found_out_by_a_canary(arena: Arena):
     async with connected(arena, "a", "b") as (hosts, _):
