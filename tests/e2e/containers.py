@@ -78,10 +78,11 @@ class Composed:
     file: Path
     options: Sequence[str] = ()
 
-    def compose(self, *arguments: str) -> str:
+    def compose(self, *arguments: str, timeout_s: float = 120) -> str:
         """Run docker compose on them."""
-        where = ["--project-directory", str(self.folder), "--project-name", self.name]
-        return docker("compose", "--file", str(self.file), *where, *self.options, *arguments)
+        where = ["--file", str(self.file), "--project-directory", str(self.folder)]
+        where += ["--project-name", self.name, *self.options]
+        return docker("compose", *where, *arguments, timeout_s=timeout_s)
 
     def state(self, service: str, template: str) -> str:
         """Return what the engine knows about the container of a service."""

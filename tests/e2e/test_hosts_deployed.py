@@ -33,6 +33,8 @@ COMPOSE = ROOT / "docker" / "cluster.compose.yaml"
 GPUS = ROOT / "docker" / "cluster.gpu.compose.yaml"
 MANIFESTS = ROOT / "docker" / "kubernetes" / "hosts"
 AGENTS = ("agent-1", "agent-2", "agent-3")
+START_S = 300.0
+"""How long all containers may take to start on a busy machine: their image has no bytecode."""
 DRAIN_S = 30
 """How long the workers of an agent may take to finish."""
 
@@ -83,7 +85,7 @@ def hosts(image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Comp
     name = f"inferpool-hosts-{os.getpid()}"
     composed = ComposedHosts(name, folder, f"http://127.0.0.1:{port}", COMPOSE)
     try:
-        composed.compose("up", "--detach", "--no-build", "--wait")
+        composed.compose("up", "--detach", "--no-build", "--wait", timeout_s=START_S)
         yield composed
     finally:
         composed.compose("down", "--volumes", "--timeout", "5")
@@ -95,7 +97,7 @@ def all_right(answers: list[httpx.Response]) -> bool:
 
 
 def test_the_agents_join_under_their_names_and_are_healthy(hosts: ComposedHosts):
-    until(lambda: hosts.full() == set(AGENTS))
+    until(lambda: hosts.full() == set(AGENTS), START_S)
     assert hosts.ask().status_code == 200
     for name in ("front-end", *AGENTS):
         assert hosts.state(name, "{{.State.Health.Status}}") == "healthy"
@@ -104,7 +106,7 @@ def test_the_agents_join_under_their_names_and_are_healthy(hosts: ComposedHosts)
 def test_a_container_that_is_killed_and_one_that_stands_still_cost_no_request(
     hosts: ComposedHosts,
 ):
-    until(lambda: hosts.full() == set(AGENTS))
+    until(lambda: hosts.full() == set(AGENTS), START_S)
     with asking(hosts.ask, 4) as answers:
         until(lambda: len(answers) > 20)
         hosts.compose("kill", "--signal", "KILL", "agent-1")
@@ -115,7 +117,7 @@ def test_a_container_that_is_killed_and_one_that_stands_still_cost_no_request(
         until(lambda: len(answers) > num + 50)
         hosts.compose("unpause", "agent-2")
         hosts.compose("start", "agent-1")  # `kill` counts as a wish that it stays away
-        until(lambda: hosts.full() == set(AGENTS))
+        until(lambda: hosts.full() == set(AGENTS), START_S)
     assert all_right(answers)
 
 
@@ -133,10 +135,10 @@ def test_a_container_that_is_stopped_leaves_with_exit_status_0_and_costs_no_requ
 
 
 def test_the_front_end_of_a_new_container_finds_the_models_loaded(hosts: ComposedHosts):
-    until(lambda: hosts.full() == set(AGENTS))
+    until(lambda: hosts.full() == set(AGENTS), START_S)
     before = pids_of(hosts)
     hosts.compose("up", "--detach", "--no-build", "--no-deps", "--force-recreate", "front-end")
-    until(lambda: hosts.full() == set(AGENTS))
+    until(lambda: hosts.full() == set(AGENTS), START_S)
     assert hosts.ask().status_code == 200
     assert pids_of(hosts) == before
 
