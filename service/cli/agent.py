@@ -21,6 +21,7 @@ from inferpool.service.cli.agent_flags import CLUSTER_KEY_VARIABLE
 from inferpool.service.cli.starting import CANNOT_START, NoRoomError, prepared
 from inferpool.service.settings.address import address_of, key_of
 from inferpool.service.settings.keys import digest_of
+from inferpool.service.settings.loader import secret_variables
 from inferpool.service.settings.names import FlagError
 from inferpool.service.settings.settings import auto_arena_bytes
 from inferpool.service.settings.tls import TlsError, TlsNames, mutual_context
@@ -68,7 +69,8 @@ def run(args: Namespace) -> int:
         FlagError: The flags make no sense.
     """
     plan = _plan_of(args)
-    os.environ.pop(CLUSTER_KEY_VARIABLE, None)  # so that model code cannot read it there
+    for name in secret_variables(os.environ):  # so that model code cannot read them there
+        del os.environ[name]
     # CUDA reads this variable in the workers.
     os.environ.setdefault("CUDA_MPS_PIPE_DIRECTORY", DEFAULT_FOLDER)
     try:

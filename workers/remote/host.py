@@ -218,8 +218,13 @@ class RemoteHost(LinkListener[ToFrontEnd]):
 
     def room_for(self, message: ToFrontEnd, num_bytes: int) -> Views:
         """See `LinkListener`."""
-        if not isinstance(message, BatchOutcomes | Measured):
-            raise ValueError(f"{type(message).__name__} with a body")
+        match message:
+            case BatchOutcomes():
+                self._worker(message.number)  # which must be there
+            case Measured() if num_bytes <= MAX_MEASURED_BYTES:
+                pass
+            case _:
+                raise ValueError(f"{type(message).__name__} with a body of {num_bytes} bytes")
         return [memoryview(bytearray(num_bytes))]
 
     def on_message(self, message: ToFrontEnd, body: Views) -> None:

@@ -34,7 +34,6 @@ from inferpool.workers.remote.wire import (
 
 JOIN_S = 5.0
 """Seconds that the other side may take for the TLS handshake, and again for the proof."""
-MIN_KEY_BYTES = 16
 _NONCE_BYTES = 32
 _MOST_SHOWN = 500
 """Characters of a refusal that are shown."""

@@ -195,6 +195,7 @@ async def test_all_that_a_host_holds_fails_once_when_its_connection_ends(arena: 
             b"",
             "an output of 9 bytes at 0 of 0",
         ),
+        (BatchOutcomes(9, done_of(1)), b"body", "worker 9, which was not started"),
         (Progress(1, "x"), b"body", "Progress with a body"),
     ],
 )
