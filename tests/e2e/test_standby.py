@@ -48,14 +48,12 @@ def test_the_other_front_end_answers_within_five_seconds_and_loads_nothing(
 ):
     ports = free_port(), free_port()
     join = ",".join(f"127.0.0.1:{port}" for port in ports)
-    with (
-        front_end(*ports) as first,
-        front_end(*reversed(ports)) as second,
-        agent_at(join, "a"),
-    ):
-        until(lambda: is_ready(first) or is_ready(second), START_S)
-        serving, other = (first, second) if is_ready(first) else (second, first)
-        until(lambda: is_standing_by(other))
+    with contextlib.ExitStack() as stack:
+        serving = stack.enter_context(front_end(*ports))
+        stack.enter_context(agent_at(join, "a"))
+        until(lambda: is_ready(serving), START_S)
+        other = stack.enter_context(front_end(*reversed(ports)))
+        until(lambda: is_standing_by(other), START_S)
         other.wait_for_log("connected to the front end")
         refused = other.ask({"n": 21})
         assert refused.status_code == 503
