@@ -21,8 +21,6 @@ from inferpool.workers.remote.wire import HostFacts, HostVitals
 _SHOWN_S = 600.0
 """Seconds for which a host that was lost is shown."""
 _MOST_LOST = 64
-_LEFT = "its agent was told to stop"
-"""Reason that an agent gives when it leaves."""
 _FIRST_BYTES = 1 << 20
 _MOST_BYTES = 64 << 20
 _MEASURED_S = 0.25
@@ -38,6 +36,7 @@ class ConnectedHost(Protocol):
     joined_at: float
     round_trip_s: float
     clock_offset_s: float
+    has_left: bool
     vitals: HostVitals
 
     @property
@@ -89,7 +88,7 @@ class ShownHosts:
         if self._connected.get(name) is not host:
             return
         del self._connected[name]
-        state = "left" if reason in (_LEFT, self.standby()) else "lost"
+        state = "left" if host.has_left else "lost"
         loss = _Loss(host=host, state=state, reason=reason, at=time.monotonic())
         self._losses.pop(name, None)
         self._losses[name] = loss

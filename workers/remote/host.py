@@ -105,6 +105,8 @@ class RemoteHost(LinkListener[ToFrontEnd]):
         """How far the clock of the host is ahead of ours."""
         self.vitals = HostVitals()
         self.is_lost = False
+        self.has_left = False
+        """True if one side has told the other why the connection ends: nothing is wrong then."""
         self._link = link
         self._arena = arena
         self._owner = owner
@@ -206,6 +208,7 @@ class RemoteHost(LinkListener[ToFrontEnd]):
 
     def refuse(self, reason: str) -> None:
         """End the connection, and tell the agent why."""
+        self.has_left = True
         with contextlib.suppress(Exception):
             self._link.send(Refusal(reason))
         self._link.close(reason)
@@ -260,6 +263,7 @@ class RemoteHost(LinkListener[ToFrontEnd]):
                 if (measuring := self._measuring.get(message.id)) and not measuring.done():
                     measuring.set_result(None)
             case Refusal():
+                self.has_left = True
                 self._link.close(message.reason)
             case _:
                 raise ValueError(f"{type(message).__name__}, which no agent sends")

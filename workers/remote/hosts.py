@@ -147,8 +147,10 @@ class RemoteHosts:
             return
         if self.hosts.get(host.name) is host:
             del self.hosts[host.name]
-        text, about = "host %s at %s is lost: %s", {"host": host.name}
-        logger.warning(text, host.name, host.address, reason, extra=about)
+        text, level = "host %s at %s is lost: %s", logging.WARNING
+        if host.has_left:
+            text, level = "host %s at %s has left: %s", logging.INFO
+        logger.log(level, text, host.name, host.address, reason, extra={"host": host.name})
         try:
             self._watcher.on_lost(host, reason)
         except Exception:  # other hosts must not suffer from it

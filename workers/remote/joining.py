@@ -139,7 +139,11 @@ class Dialer:
                     sock.close()
                     raise
                 else:
-                    return sock
+                    if sock.getsockname() != sock.getpeername():
+                        return sock
+                    # A local port where nobody listens, which the kernel chose as our own too.
+                    sock.close()
+                    failure = OSError(f"nobody listens at {host}:{port}")
         raise failure
 
     async def _prove(

@@ -26,7 +26,7 @@ class FakeHost:
         self.epoch = epoch
         self.joined_at = time.time() - 5
         self.round_trip_s, self.clock_offset_s = 0.002, -0.25
-        self.last_beat_age_s, self.is_silent = 0.125, False
+        self.last_beat_age_s, self.is_silent, self.has_left = 0.125, False, False
         self.vitals = HostVitals(
             forkserver=ForkserverVitals(pid=78, is_ready=True, incarnation=0),
             arena_bytes=1000,

@@ -58,6 +58,7 @@ def test_a_lost_host_is_shown_for_ten_minutes_or_until_it_is_back(
 ):
     for name in ("a", "b", "c"):
         hosts.on_joined(FakeHost(name))
+    hosts._connected["b"].has_left = True
     for name, reason in (("a", "no sign of life"), ("b", "its agent was told to stop")):
         hosts.on_lost(hosts._connected[name], reason)
     report = hosts.report([])
@@ -79,6 +80,7 @@ def test_a_lost_host_is_shown_for_ten_minutes_or_until_it_is_back(
 
 def test_hosts_of_a_front_end_that_hands_over_have_left(hosts: ShownHosts):
     hosts.on_joined(host := FakeHost("a"))
+    host.has_left = True
     hosts.standby = lambda: "standing by for b:7000"
     hosts.on_lost(host, "standing by for b:7000")
     report = hosts.report([])

@@ -201,7 +201,7 @@ async def test_connections_are_logged(arena: Arena, quick: None, caplog: pytest.
     port = hosts.address[1]
     assert caplog.text.count(f"joined the front end at 127.0.0.1:{port} as h") == 2
     assert f"the front end at 127.0.0.1:{port} is lost: enough" in caplog.text
-    assert caplog.text.count("is lost: its agent was told to stop") == 1  # by the front end
+    assert caplog.text.count("has left: its agent was told to stop") == 1  # by the front end
 
 
 async def test_agent_for_one_connection_ends_with_it(arena: Arena, quick: None):
