@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LEAVING = "its host is leaving"
-
 _LATE_BEATS = 1.5
+"""Beats without a request for a pulse after which the agent sends one all the same."""
 _FLUSH_S = LEASE_S
 """Seconds that the front end may take for the last answers, before the connection is closed."""
 
@@ -352,9 +352,7 @@ class AgentSession(LinkListener[ToAgent]):
             item.deadline += batch.ahead_s
         try:
             future = worker.run(order.items)
-        except (
-            Exception
-        ) as error:  # anything that encoding may raise, which the sender had done too
+        except Exception as error:  # anything that encoding may raise
             self._refuse(batch, f"it cannot be given to a worker: {error}")
             return
         self._held[future] = worker
