@@ -32,6 +32,7 @@ from inferpool.models.split.report import RankPart, SplitReport
 from inferpool.models.split.turnstile import FairLock
 from inferpool.workers.inside.group import Group
 from inferpool.workers.inside.overlap import ModelLock, OverlappingBatches
+from inferpool.workers.wiring import RankEnds
 
 StreamKey = tuple[object, ...]
 Channels = Literal["one for each group", "one for each pair", "the caller's"]
@@ -282,13 +283,10 @@ def order_of_pipeline(
 
     def run(rank: int) -> None:
         _rank_of_thread.set(rank)
-        ends: Any = SimpleNamespace(
-            rank=rank,
-            num_ranks=num_ranks,
-            meeting=folder / "meeting",
-            readers={source: pipes[source, rank] for source in range(num_ranks)},
-            writers={to: pipes[rank, to] for to in range(num_ranks)},
-        )
+        readers: Any = {source: pipes[source, rank] for source in range(num_ranks)}
+        writers: Any = {to: pipes[rank, to] for to in range(num_ranks)}
+        meeting: Any = folder / "meeting"
+        ends = RankEnds(rank, num_ranks, readers, writers, meeting)
         try:
             group = Group(ends, placement)
             steps: Any = SimpleNamespace(network=nn.Identity(), arguments=["input"])
