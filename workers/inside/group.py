@@ -219,7 +219,7 @@ def _met(ends: RankEnds | DistantEnds, interface: str) -> "tuple[RankEnds, Store
         RuntimeError: Ranks on other hosts cannot be reached.
     """
     if isinstance(ends, RankEnds):
-        return ends, dist.FileStore(str(ends.meeting), ends.num_ranks)  # type: ignore[attr-defined]  # its module does not export it
+        return ends, torch.distributed.FileStore(str(ends.meeting), ends.num_ranks)  # type: ignore[attr-defined]  # its module does not export it
     try:
         return meet(ends)
     except (OSError, RuntimeError) as error:
