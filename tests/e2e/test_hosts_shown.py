@@ -1,4 +1,4 @@
-"""What is seen of hosts: a real front end, and the agents of two hosts as processes."""
+"""Hosts are seen everywhere: a real front end, and the agents of two hosts as processes."""
 
 import json
 import os

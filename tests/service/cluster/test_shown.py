@@ -1,4 +1,4 @@
-"""What is shown of hosts, over fakes of them."""
+"""The state of hosts as it is shown, over fakes of them."""
 
 import pytest
 

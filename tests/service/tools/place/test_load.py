@@ -12,7 +12,7 @@ from tests.ports import free_port
 
 
 class Pages:
-    """What a front end answers with, which a test changes."""
+    """Answers of a front end, which a test changes."""
 
     def __init__(self) -> None:
         self.metrics = Metrics(["a", "b"], {"version": "0"})
