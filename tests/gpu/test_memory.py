@@ -77,12 +77,12 @@ def test_replicas_share_the_memory_of_a_device(devices: Devices):
 
 def test_killed_worker_gives_its_memory_back_and_returns(devices: Devices, greedy: Running):
     library = devices.library
+    library.nvmlInit()
     handle = library.nvmlDeviceGetHandleByUUID(devices.uuids[0])
 
     def pids_on_device() -> set[int]:
         return {each.pid for each in library.nvmlDeviceGetComputeRunningProcesses(handle)}
 
-    library.nvmlInit()
     (pid,) = greedy.worker_pids()
     assert greedy.predict({"n": 4, "share": 0.6})[0]["twice"] == 8  # torch keeps the memory
     # In a container the driver may name no process, or tell their numbers outside of it.

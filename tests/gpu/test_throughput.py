@@ -156,7 +156,9 @@ def test_trace_shows_what_a_worker_does_when(devices: Devices, trace_folder: Pat
             load.wait()
     photo.unlink()
     spans = [each for each in json.loads(file.read_text())["traceEvents"] if "dur" in each]
-    prepare, forward = named(spans, "prepare"), named(spans, "forward")
+    # On a GPU decoders may prepare pictures in processes of their own, which no profiler sees.
+    prepare = [*named(spans, "prepare"), *named(spans, "collate")]
+    forward = named(spans, "forward")
     assert {span["tid"] for span in prepare} - {span["tid"] for span in forward}
     assert {"collate", "postprocess", "render"} <= {span["name"] for span in spans}
     length = max(s["ts"] + s["dur"] for s in forward) - min(s["ts"] for s in forward)

@@ -17,13 +17,15 @@ NVML_P2P_CAPS_INDEX_NVLINK, NVML_P2P_STATUS_OK, NVML_TOPOLOGY_SYSTEM = 2, 0, 50
 NVML_TEMPERATURE_GPU, NVML_DEVICE_MIG_ENABLE = 0, 1
 NVML_COMPUTEMODE_PROHIBITED, NVML_COMPUTEMODE_EXCLUSIVE_PROCESS = 2, 3
 NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC = 1, 0
-NVML_ERROR_NOT_SUPPORTED, NVML_ERROR_NOT_FOUND = 3, 6
+NVML_ERROR_UNINITIALIZED, NVML_ERROR_NOT_SUPPORTED, NVML_ERROR_NOT_FOUND = 1, 3, 6
 NVML_ERROR_GPU_IS_LOST, NVML_ERROR_RESET_REQUIRED, NVML_ERROR_UNKNOWN = 15, 16, 999
 nvmlEventTypeXidCriticalError = 8
 
 _SLOT = struct.Struct("<qQ16Q112x")
 _NUM_SLOTS = 256
 _LOCKS_FROM = (1 << 20) + 1
+_users_of_library = 0
+"""Calls of `nvmlInit` that no `nvmlShutdown` has undone. Without one, the driver refuses all."""
 _files: dict[str, int] = {}
 """Open files by path. They stay open: closing one would drop the locks of this process."""
 
@@ -37,29 +39,43 @@ class NVMLError(Exception):
 
     def __str__(self) -> str:
         """Return the driver's words for it."""
-        return {NVML_ERROR_NOT_FOUND: "Not Found"}.get(self.value, "Not Supported")
+        words = {NVML_ERROR_UNINITIALIZED: "Uninitialized", NVML_ERROR_NOT_FOUND: "Not Found"}
+        return words.get(self.value, "Not Supported")
 
 
 def nvmlInit() -> None:
-    """Do nothing: there is no driver."""
+    """Begin to use the library."""
+    global _users_of_library
+    _users_of_library += 1
 
 
 def nvmlShutdown() -> None:
-    """Do nothing: there is no driver."""
+    """End one use of the library."""
+    global _users_of_library
+    _check_in_use()
+    _users_of_library -= 1
+
+
+def _check_in_use() -> None:
+    if not _users_of_library:
+        raise NVMLError(NVML_ERROR_UNINITIALIZED)
 
 
 def nvmlSystemGetDriverVersion() -> str:
     """Return the version of the driver."""
+    _check_in_use()
     return "999.0"
 
 
 def nvmlSystemGetCudaDriverVersion_v2() -> int:
     """Return the newest version that the driver supports."""
+    _check_in_use()
     return 13020
 
 
 def nvmlDeviceGetCount() -> int:
     """Return the number of devices of this host, whatever this process may see."""
+    _check_in_use()
     return min(int(os.environ.get("SIM_DEVICES") or 4), 16)
 
 
@@ -118,6 +134,7 @@ def nvmlDeviceGetTopologyCommonAncestor(one: int, other: int) -> int:
 
 def _users(number: int) -> Iterator[tuple[int, tuple[int, ...]]]:
     """Yield the living processes that use a device, with their memory on each device."""
+    _check_in_use()
     path = os.environ.get("SIM_SHARED")
     if not path or not os.path.exists(path):
         return
@@ -143,6 +160,7 @@ def __getattr__(name: str) -> Callable[..., Any]:
         raise AttributeError(name)
 
     def refuse(*_: object) -> Any:
+        _check_in_use()
         raise NVMLError(NVML_ERROR_NOT_SUPPORTED)
 
     return refuse

@@ -5,6 +5,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from types import ModuleType
 
 import pytest
 import torch
@@ -112,7 +114,24 @@ def test_memory_in_use_is_counted():
     assert torch.sim.max_memory_allocated() - before == 4 * MIB
 
 
-def test_processes_share_the_memory_of_a_device_until_they_die():
+@pytest.fixture
+def nvml() -> Iterator[ModuleType]:
+    fake_nvml.nvmlInit()
+    yield fake_nvml
+    fake_nvml.nvmlShutdown()
+
+
+def test_nothing_is_told_to_who_has_not_begun_to_use_the_library(nvml: ModuleType):
+    handle = nvml.nvmlDeviceGetHandleByIndex(0)
+    nvml.nvmlShutdown()
+    for ask in (nvml.nvmlDeviceGetMemoryInfo, nvml.nvmlDeviceGetPersistenceMode):
+        with pytest.raises(nvml.NVMLError, match="Uninitialized"):
+            ask(handle)
+    nvml.nvmlInit()
+    assert nvml.nvmlDeviceGetMemoryInfo(handle).total
+
+
+def test_processes_share_the_memory_of_a_device_until_they_die(nvml: ModuleType):
     torch.sim.empty_cache()
     free, _ = torch.sim.mem_get_info(1)
     with subprocess.Popen(
@@ -124,17 +143,16 @@ def test_processes_share_the_memory_of_a_device_until_they_die():
         with pytest.raises(torch.OutOfMemoryError):
             torch.empty(free - 200 * MIB, dtype=torch.uint8, device="sim:1")
         used = {
-            each.pid: each.usedGpuMemory
-            for each in fake_nvml.nvmlDeviceGetComputeRunningProcesses(1)
+            each.pid: each.usedGpuMemory for each in nvml.nvmlDeviceGetComputeRunningProcesses(1)
         }
         assert used[other.pid] == 300 * MIB
         assert os.getpid() in used
-        assert fake_nvml.nvmlDeviceGetMemoryInfo(1).free == free - 300 * MIB
+        assert nvml.nvmlDeviceGetMemoryInfo(1).free == free - 300 * MIB
         other.kill()  # it has no time to return anything
     until(lambda: torch.sim.mem_get_info(1)[0] == free)
-    assert fake_nvml.nvmlDeviceGetMemoryInfo(1).free == free
+    assert nvml.nvmlDeviceGetMemoryInfo(1).free == free
     whole = torch.empty(free - MIB, dtype=torch.uint8, device="sim:1")
-    assert other.pid not in [each.pid for each in fake_nvml.nvmlDeviceGetComputeRunningProcesses(1)]
+    assert other.pid not in [each.pid for each in nvml.nvmlDeviceGetComputeRunningProcesses(1)]
     del whole
     torch.sim.empty_cache()
 

@@ -19,7 +19,7 @@ from tests.busy_stages import BUSY_S, BusyStage, busy_pair, rows_for
 from tests.models.split import networks
 from tests.models.split.rank_processes import RaisedError, RankProcesses
 from tests.models.split.test_tensor import whole
-from tests.simulated_accelerator.fake_nvml import nvmlDeviceGetComputeRunningProcesses
+from tests.simulated_accelerator.fake_nvml import nvmlDeviceGetComputeRunningProcesses, nvmlInit
 
 pytestmark = pytest.mark.simulated
 
@@ -79,6 +79,7 @@ def test_no_rank_takes_memory_of_the_device_of_another(ranks):
     with ranks.loaded("pipeline", networks.mlp, example=[torch.randn(2, 32)]) as model:
         for _ in range(5):
             model(torch.randn(4, 32))
+    nvmlInit()
     for index in range(4):
         wanted = {pids[rank] for rank, name in enumerate(ranks.devices) if name == f"sim:{index}"}
         users = {each.pid for each in nvmlDeviceGetComputeRunningProcesses(index)}
