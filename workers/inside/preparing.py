@@ -96,8 +96,13 @@ class Preparer:
         self._staging = staging
         self._error_detail = error_detail
         with nullcontext() if staging is None else staging.beside():
-            # Its threads have the stream of this one.
-            self._pool = started_pool(num_threads, "prepare") if num_threads > 1 else None
+            # Its threads have the stream of this one. They share its OpenMP threads: 8 with
+            # 16 each took 64 ms to check 64 tensors of 600 KB for NaN (16 cores, with an H200).
+            self._pool = (
+                started_pool(num_threads, "prepare", shares_openmp=True)
+                if num_threads > 1
+                else None
+            )
         self._num_threads = num_threads
         self._item_s = 0.0
 
