@@ -357,7 +357,7 @@ def load(
         chosen=config.chosen,
         decode=config.decode,
         prepare_threads=config.prepare_threads,
-        start_pool=started_pool,
+        start_pool=partial(started_pool, shares_openmp=True),
         measures=config.measures_speed or not has_room_beside(),
     )
     speed = choose(model, options, tell)
