@@ -1,16 +1,19 @@
 """Choices between GPU and CPU, with a CPU decoder instead of nvJPEG; tests/gpu has the rest."""
 
+from collections.abc import Iterator
 from io import BytesIO
+from random import Random
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
+from PIL.JpegImagePlugin import JpegImageFile
 
 from inferpool.models.errors import InputError
-from inferpool.models.vision import gpu_jpegs
+from inferpool.models.vision.containers import check_container, check_exif
 from inferpool.models.vision.gpu_jpegs import GpuJpegs, decoder_on
-from inferpool.models.vision.images import decode_image
+from inferpool.models.vision.images import check_size, decode_image
 from inferpool.models.vision.transforms import ImageTransform
 from tests.models.items import (
     encoded,
@@ -53,6 +56,20 @@ def with_names(data: bytes, names: bytes) -> bytes:
     return bytes(renamed[:jfif] + renamed[jfif + num_bytes :])
 
 
+def with_frame(data: bytes, place: int, value: int) -> bytes:
+    """Change a byte of the frame's segment: 1 its kind, 4 the bits of a sample."""
+    start = data.index(b"\xff\xc0")
+    return data[: start + place] + bytes([value]) + data[start + place + 1 :]
+
+
+def segment(marker: int, content: bytes) -> bytes:
+    return bytes([0xFF, marker]) + (len(content) + 2).to_bytes(2, "big") + content
+
+
+def with_segment(data: bytes, marker: int, content: bytes) -> bytes:
+    return data[:2] + segment(marker, content) + data[2:]
+
+
 @pytest.fixture
 def decoder():
     return FakeNvjpeg()
@@ -66,51 +83,162 @@ def model(decoder):
     return model
 
 
-@pytest.mark.parametrize(
-    "data",
-    [encoded(COFFEE), encoded(COFFEE.convert("L")), with_names(encoded(COFFEE), b"\1\2\3")],
-    ids=["colour", "gray", "without JFIF"],
+PLAIN = {
+    "colour": encoded(COFFEE),
+    "gray": encoded(COFFEE.convert("L")),
+    "without JFIF": with_names(encoded(COFFEE), b"\1\2\3"),
+    "upright": encoded(COFFEE, exif=orientation_exif(1)),
+    "upright by XMP": encoded(COFFEE, xmp=b'<x tiff:Orientation="1"/>'),
+    "profile": encoded(COFFEE, icc_profile=bytes(70_000)),
+    "restarts": encoded(COFFEE, restart_marker_blocks=2),
+    "comments": encoded(COFFEE, comment=b"a cup", optimize=True, dpi=(72, 72)),
+    "resources": with_segment(encoded(COFFEE), 0xED, b"Photoshop 3.0\0" + bytes(9)),
+    **{
+        f"quality {quality}, {subsampling}": encoded(
+            COFFEE, quality=quality, subsampling=subsampling
+        )
+        for quality in (1, 50, 100)
+        for subsampling in ("4:4:4", "4:2:2", "4:2:0")
+    },
+}
+LETTERS = (
+    b"Exif\0\0MM\0*\0\0\0\x08\0\x02"
+    b"\x01\x1a\0\x02\0\0\0\x021\0\0\0\x01\x28\0\x03\0\0\0\x01\0\x02\0\0\0\0\0\0"
 )
+"""EXIF with a text as XResolution, which Pillow reads as if it were two numbers."""
+OTHERS = {
+    "png": encoded(COFFEE, "PNG"),
+    "cmyk": encoded(COFFEE.convert("CMYK")),
+    "rgb": encoded(COFFEE, keep_rgb=True),
+    "rgb by name": with_names(encoded(COFFEE), b"RGB"),
+    "adobe": with_segment(encoded(COFFEE), 0xEE, b"Adobe\0\x64\0\0\0\0\1"),
+    "progressive": encoded(COFFEE, progressive=True),
+    "progressive gray": encoded(COFFEE.convert("L"), progressive=True),
+    "12 bits": with_frame(encoded(COFFEE), 4, 12),
+    "no rows": with_frame(with_frame(encoded(COFFEE), 5, 0), 6, 0),
+    "cut": encoded(COFFEE)[:5000],
+    "large": encoded(Image.new("RGB", (5000, 4000))),
+    "segments": encoded(COFFEE)[:2] + b"\xff\xfe\x00\x02" * 20_000 + encoded(COFFEE)[2:],
+    "turned by XMP": encoded(COFFEE, xmp=b"<tiff:Orientation>6<"),
+    "broken EXIF": encoded(COFFEE, exif=b"Exif\0\0rubbish", dpi=(72, 72)),
+    "resolution in letters": with_segment(encoded(COFFEE), 0xE1, LETTERS),
+    "broken resources": with_segment(encoded(COFFEE), 0xED, b"Photoshop 3.0\0008BIM\3\xed"),
+    "broken table": with_segment(encoded(COFFEE), 0xDB, bytes(66)),
+    "broken JFIF": with_segment(encoded(COFFEE), 0xE0, b"JFIF\0"),
+    "broken profile": with_segment(encoded(COFFEE), 0xE2, b"ICC_PROFILE\0"),
+    "rubbish": b"\xff\xd8\xff\xd9",
+    "empty": b"",
+    **{
+        f"turned {orientation}": encoded(COFFEE, exif=orientation_exif(orientation))
+        for orientation in range(2, 10)
+    },
+}
+UNUSUAL = {
+    "arithmetic coding": with_frame(encoded(COFFEE), 1, 0xC9),
+    "lossless": with_frame(encoded(COFFEE), 1, 0xC3),
+    "filled up": encoded(COFFEE)[:2] + b"\xff" + encoded(COFFEE)[2:],
+    "a scan for each component": encoded(COFFEE).replace(b"\xff\xda\0\x0c\3", b"\xff\xda\0\x0c\1"),
+    "two frames": with_segment(encoded(COFFEE), 0xC0, b"\x08\0\x40\0\x40\1\1\x11\0"),
+    "two EXIF segments": with_segment(
+        encoded(COFFEE, exif=orientation_exif(1)), 0xE1, b"Exif\0\0" + bytes(8)
+    ),
+}
+"""JPEGs that Pillow opens, but no camera writes."""
+
+
+@pytest.mark.parametrize("data", PLAIN.values(), ids=PLAIN)
 def test_plain_jpegs_are_for_the_gpu(decoder, data):
     jpeg = GpuJpegs(decoder, SMALL).accept(memoryview(data), MAX)
+    assert jpeg is not None
     assert jpeg.numpy().tobytes() == data
+    assert is_plain_to_pillow(data)
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        encoded(COFFEE, "PNG"),
-        encoded(COFFEE.convert("CMYK")),
-        encoded(COFFEE, keep_rgb=True),
-        with_names(encoded(COFFEE), b"RGB"),
-        encoded(COFFEE, progressive=True),
-        encoded(COFFEE)[:5000],
-        encoded(COFFEE, exif=orientation_exif(6)),
-        encoded(Image.new("RGB", (5000, 4000))),
-        b"\xff\xd8\xff\xd9",
-        b"",
-    ],
-    ids=[
-        "png",
-        "cmyk",
-        "rgb",
-        "rgb by name",
-        "progressive",
-        "cut",
-        "turned",
-        "large",
-        "rubbish",
-        "empty",
-    ],
-)
+@pytest.mark.parametrize("data", OTHERS.values(), ids=OTHERS)
 def test_all_others_are_for_the_cpu(decoder, data):
     assert GpuJpegs(decoder, SMALL).accept(memoryview(data), MAX) is None
+    assert not is_plain_to_pillow(data)
 
 
-def test_a_jpeg_of_very_many_segments_is_refused_before_they_are_read(decoder, monkeypatch):
-    many = encoded(COFFEE)[:2] + b"\xff\xfe\x00\x02" * 20_000 + encoded(COFFEE)[2:]
-    monkeypatch.setattr(gpu_jpegs, "JpegImageFile", lambda _: pytest.fail("it is read"))
-    assert GpuJpegs(decoder, SMALL).accept(memoryview(many), MAX) is None
+@pytest.mark.parametrize("data", UNUSUAL.values(), ids=UNUSUAL)
+def test_unusual_jpegs_are_for_the_cpu(decoder, data):
+    assert GpuJpegs(decoder, SMALL).accept(memoryview(data), MAX) is None
+    assert is_plain_to_pillow(data)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:PIL")
+def test_no_damaged_jpeg_is_accepted_that_pillow_refuses():
+    jpegs = GpuJpegs(FakeNvjpeg(), SMALL)
+    num_accepted = 0
+    for data in damaged(num=6000):
+        if jpegs.accept(memoryview(data), MAX) is not None:
+            num_accepted += 1
+            assert is_plain_to_pillow(data), data[:2000].hex()
+    assert num_accepted > 500
+
+
+def is_plain_to_pillow(data: bytes) -> bool:
+    """Tell what the GPU may get, from what Pillow reads in the header."""
+    if not data.startswith(b"\xff\xd8\xff") or not data.endswith(b"\xff\xd9"):
+        return False
+    try:
+        check_container("JPEG", data, check_size)
+        image = JpegImageFile(BytesIO(data))
+        check_exif(len(image.info.get("exif", b"")))
+        SMALL.check(image.size)
+        return (
+            (image.mode, image.layers) in (("RGB", 3), ("L", 1))
+            and not {"progressive", "adobe"} & image.info.keys()
+            and [name for name, *_ in image.layer] != [*b"RGB"]
+            and image.width * image.height <= 1 << 24
+            and image.getexif().get(ExifTags.Base.Orientation, 1) == 1
+        )
+    except Exception:
+        return False
+
+
+def damaged(num: int) -> Iterator[bytes]:
+    """Change headers: bytes at random, and segments that come, go, or come twice."""
+    random = Random(0)
+    small = COFFEE.resize((48, 32))
+    exif = orientation_exif(1)
+    exif[ExifTags.Base.XResolution] = 72.0
+    whole = [
+        encoded(small),
+        encoded(small.convert("L"), dpi=(72, 72)),
+        encoded(small, exif=exif),
+        encoded(small, exif=exif, xmp=b'<x tiff:Orientation="1"/>', icc_profile=bytes(200)),
+        with_segment(encoded(small), 0xED, b"Photoshop 3.0\0008BIM\4\4" + bytes(8)),
+    ]
+    names = [b"", b"JFIF\0", b"Exif\0\0MM\0*\0\0\0\x08", b"ICC_PROFILE\0", b"Adobe"]
+    for _ in range(num):
+        data = bytearray(random.choice(whole))
+        edges = [2]
+        while data[edges[-1] + 1] != 0xDA:
+            length = int.from_bytes(data[edges[-1] + 2 : edges[-1] + 4], "big")
+            edges.append(edges[-1] + 2 + length)
+        for _ in range(random.choice((1, 1, 2, 3))):
+            at = random.randrange(2, edges[-1] + 14)
+            edge = random.randrange(len(edges) - 1)
+            match random.randrange(7):
+                case 0:
+                    data[at] = random.randrange(256)
+                case 1:
+                    data[at] ^= 1 << random.randrange(8)
+                case 2:
+                    data[at:at] = random.randbytes(random.randrange(1, 5))
+                case 3:
+                    del data[at : at + random.randrange(1, 8)]
+                case 4:
+                    data[at:] = random.choice((b"", b"\xff\xd9"))
+                case 5:
+                    content = random.choice(names) + random.randbytes(random.randrange(24))
+                    data[edges[edge] : edges[edge]] = segment(random.randrange(192, 255), content)
+                case 6:
+                    data[edges[edge] : edges[edge]] = data[edges[edge] : edges[edge + 1]]
+            if len(data) < edges[-1] + 14:
+                break
+        yield bytes(data)
 
 
 def test_more_pixels_than_are_taken_are_for_the_cpu_to_refuse(decoder):
