@@ -33,6 +33,9 @@ class Accelerator:
     decode_jpeg: str = ""
     """Function ("module:name") that decodes JPEGs on the device like `torchvision.io.decode_jpeg`;
     empty if there is none."""
+    fused_convolution: str = ""
+    """Function ("module:name") that computes relu(convolution + bias + other) in one kernel, like
+    `inferpool.models.speed.fused:cudnn_convolution`; empty if there is none."""
     environment: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Further variables that a process needs before it uses a device."""
     split_environment: Mapping[str, str] = field(default_factory=dict, hash=False)
@@ -50,6 +53,7 @@ CUDA = Accelerator(
     management="pynvml",
     collectives="nccl",
     decode_jpeg="torchvision.io:decode_jpeg",
+    fused_convolution="inferpool.models.speed.fused:cudnn_convolution",
     environment={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
     split_environment={
         # To load a kernel at its first launch, CUDA may wait for all kernels that run; one that

@@ -4,8 +4,6 @@ A graph is captured for certain shapes and always uses the same memory: inputs a
 outputs copied out. Graphs are captured before service begins, since a capture forbids much to the
 process and takes long. A batch is computed by the next larger graph, and the outputs are cut to its
 size. See "CUDA graphs" in PyTorch's notes on CUDA semantics.
-
-This has run on the tests' simulated accelerator, and never on a GPU.
 """
 
 from bisect import bisect_left, insort
@@ -25,6 +23,9 @@ _NUM_WARM = 3
 _MAX_GRAPHS = 32
 """Most graphs of a network; batches of further shapes are computed without one."""
 
+NetworkFor = Callable[[Sequence[Tensor]], nn.Module]
+"""Makes the network for inputs of one shape."""
+
 Capture = Callable[[Callable[[], object]], tuple[object, Callable[[], None]]]
 """Captures a call; returns its outputs, which stay in place, and what recomputes them."""
 
@@ -43,11 +44,19 @@ class Graphed(nn.Module):
     Args:
         network: All its inputs and outputs have the batch first.
         capture: By default captures a CUDA graph.
+        network_for: Makes what is captured; by default it is the network.
     """
 
-    def __init__(self, network: nn.Module, capture: Capture | None = None) -> None:
+    def __init__(
+        self,
+        network: nn.Module,
+        capture: Capture | None = None,
+        *,
+        network_for: NetworkFor | None = None,
+    ) -> None:
         super().__init__()
         self.network = network
+        self._network_for = network_for or (lambda inputs: network)
         self._capture = capture or _DeviceCapture()
         self._is_capturing = False
         self._graphs: dict[tuple[object, ...], dict[int, _Graph]] = {}
@@ -103,7 +112,8 @@ class Graphed(nn.Module):
 
     def _make(self, size: int, inputs: Sequence[Tensor]) -> _Graph:
         held = tuple(self._laid_out(x) for x in inputs)
-        outputs, replay = self._capture(lambda: self.network(*held))
+        network = self._network_for(held)
+        outputs, replay = self._capture(lambda: network(*held))
         for each in (*held, *pytree.tree_leaves(outputs)):
             if not isinstance(each, Tensor) or each.dim() == 0 or len(each) != size:
                 raise ValueError(

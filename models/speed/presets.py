@@ -1,7 +1,7 @@
 """Makes the network of each preset. Worker processes only."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 
@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from inferpool.models.accelerator.device import has_tf32, is_accelerator, tf32
+from inferpool.models.speed.fused import fused
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _LAYERS = (nn.Linear, *_CONVOLUTIONS)
@@ -64,6 +65,11 @@ class Recast(nn.Module):
             return output
         return pytree.tree_map_only(Tensor, self._restored, output)
 
+    def fused(self, inputs: Sequence[Tensor]) -> "Recast":
+        """Return this network for inputs of these shapes, with fused convolutions: see `fused`."""
+        whole = fused(self.network, [self._recast(x) for x in inputs])
+        return Recast(whole, self.dtype, is_tf32=self._rounding is tf32).eval()
+
     def _recast(self, x: Tensor) -> Tensor:
         dtype = self.dtype if x.dtype == torch.float32 else x.dtype
         if x.dim() == 4:
@@ -74,7 +80,7 @@ class Recast(nn.Module):
         return x.float() if x.dtype == self.dtype else x
 
 
-def prepare(name: str, network: nn.Module, run: Callable[[nn.Module], object]) -> nn.Module:
+def prepare(name: str, network: nn.Module, run: Callable[[nn.Module], object]) -> Recast:
     """Make the network of a preset; the given one stays as it is.
 
     Args:

@@ -8,4 +8,5 @@ ACCELERATOR = Accelerator(
     management="tests.simulated_accelerator.fake_nvml",
     collectives="simccl",
     decode_jpeg="tests.simulated_accelerator.jpegs:decode_jpeg",
+    fused_convolution="tests.simulated_accelerator.convolutions:fused_convolution",
 )

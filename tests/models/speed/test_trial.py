@@ -9,6 +9,7 @@ from torch import nn
 
 from inferpool.models.accelerator.device import has_tf32
 from inferpool.models.spec import Placement
+from inferpool.models.speed import fused as fused_module
 from inferpool.models.speed import trial as trying
 from inferpool.models.speed.choose import SpeedOptions, choose
 from inferpool.models.speed.graphs import Graphed
@@ -18,6 +19,7 @@ from inferpool.models.speed.trial import Trial
 from inferpool.models.speed.verdicts import VerdictStore
 from tests.models.items import run
 from tests.models.speed.test_choose import options, quietly, small
+from tests.simulated_accelerator.convolutions import fused_convolution
 from tests.small_classifier import SmallClassifier
 
 pytestmark = pytest.mark.simulated
@@ -97,6 +99,49 @@ def test_a_worker_that_is_restarted_captures_the_graphs_before_it_serves(always_
     check_answers(model, 1e-5)
 
 
+def right(*arguments):
+    """Compute like the kernel, and a little else: so an answer shows where it comes from."""
+    return fused_convolution(*arguments) + 1e-4
+
+
+def wrong(*arguments):
+    return fused_convolution(*arguments) + 1
+
+
+def failing(*arguments):
+    raise RuntimeError("unable to find an engine to execute this computation")
+
+
+def use_kernel(monkeypatch, kernel):
+    monkeypatch.setattr(fused_module, "resolve_name", lambda name: kernel)
+
+
+@pytest.fixture
+def not_fused(monkeypatch):
+    """Let convolutions be what they are: the network's own code runs at a capture."""
+    use_kernel(monkeypatch, failing)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "gain", "is_used"),
+    [(right, 2.0, True), (right, 0.9, False), (wrong, 2.0, False), (failing, 2.0, False)],
+)
+def test_graphs_have_fused_convolutions_if_these_are_right_and_faster(
+    monkeypatch, kernel, gain, is_used
+):
+    plain = on_device()
+    choose(plain, options("folded"), quietly)
+    use_kernel(monkeypatch, kernel)
+    monkeypatch.setattr(Trial, "_gain", lambda self, network, batch, other=None: gain)
+    model = on_device()
+    assert choose(model, options("graphed"), quietly).preset == "graphed"
+    assert model.network.num_graphs == 3
+    items = model.samples()[:4]
+    scores = [run(each, items)["probabilities"].cpu() for each in (plain, model)]
+    assert torch.equal(*scores) is not is_used
+    check_answers(model, 1e-3)
+
+
 def synchronises(x):
     return 1.0 if x.sum().item() < float("inf") else 0.0
 
@@ -119,7 +164,7 @@ def test_graphs_that_are_named_and_cannot_be_captured_leave_the_preset_that_they
     check_answers(model, 1e-5)
 
 
-def test_graphs_that_compute_something_else_at_one_size_are_refused(always_faster):
+def test_graphs_that_compute_something_else_at_one_size_are_refused(always_faster, not_fused):
     def double(x):
         return 2.0 if torch.sim.is_current_stream_capturing() and len(x) == 2 else 1.0
 
@@ -129,7 +174,9 @@ def test_graphs_that_compute_something_else_at_one_size_are_refused(always_faste
     assert "graphs compute something else" in report.note
 
 
-def test_a_capture_that_breaks_the_device_is_not_tried_again_for_a_day(tmp_path, always_faster):
+def test_a_capture_that_breaks_the_device_is_not_tried_again_for_a_day(
+    tmp_path, always_faster, not_fused
+):
     def lose(x):
         if torch.sim.is_current_stream_capturing():
             torch.sim.lose(0)
@@ -234,7 +281,8 @@ def test_devices_of_one_kind_with_other_names_share_no_verdict(monkeypatch):
 
 
 @pytest.mark.parametrize("preset", ["tf32", "graphed_tf32"])
-def test_rounding_to_tf32_is_a_preset_while_exact_is_float32(preset):
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_rounding_to_tf32_is_a_preset_while_exact_is_float32(monkeypatch, preset, is_fused):
     seen = {"capturing": set(), "else": set()}
 
     def note(x):
@@ -242,6 +290,12 @@ def test_rounding_to_tf32_is_a_preset_while_exact_is_float32(preset):
         seen["capturing" if is_capturing else "else"].add(has_tf32())
         return 1.0
 
+    def kernel(*arguments):
+        note(arguments)
+        return fused_convolution(*arguments)
+
+    use_kernel(monkeypatch, kernel if is_fused else failing)
+    monkeypatch.setattr(Trial, "_gain", lambda *_: 2.0)
     model = on_device(note)
     assert "tf32" in presets_for(model.network, torch.device("sim"))
     run(model, model.samples()[:2])

@@ -1,0 +1,105 @@
+"""Lets one kernel compute a convolution, its bias, a sum and a rectifier. Worker processes only.
+
+In a network of torch each of them is a kernel that reads and writes all pixels; in 16 bits on a GPU
+those after the convolution take longer than it does. cuDNN has a kernel for all of them, and torch
+functions that call it (torch/aten/src/ATen/native/cudnn/ConvShared.cpp), but no network does. So a
+network's operations are recorded for inputs of one shape, as a CUDA graph records its kernels, and
+those that belong together are replaced. The caller verifies that the results stay the same.
+"""
+
+from collections.abc import Sequence
+from pkgutil import resolve_name
+from typing import TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+
+from inferpool.models.accelerator.kinds import accelerator_of
+
+_aten = torch.ops.aten
+
+
+def fused(network: nn.Module, inputs: Sequence[Tensor]) -> nn.Module:
+    """Return a network's operations on inputs of these shapes, with rectifiers in convolutions.
+
+    Args:
+        network: What it computes depends on the shapes and dtypes of its inputs alone.
+        inputs: Some for it, on an accelerator.
+
+    Raises:
+        ValueError: Nothing can be fused.
+        Exception: The network cannot be recorded; its code is the user's.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx  # takes a second
+
+    accelerator = accelerator_of(inputs[0].device.type)
+    if accelerator is None or not accelerator.fused_convolution:
+        raise ValueError("this kind of device has no kernel for it")
+    convolution = resolve_name(accelerator.fused_convolution)
+    recorded = make_fx(torch.func.functionalize(lambda *some: network(*some)))(*inputs)
+    graph = recorded.graph
+    num_fused = 0
+    for relu in graph.find_nodes(op="call_function", target=_aten.relu.default):
+        if summands := _summands(relu.args[0]):
+            node, other = summands
+            x, weight, bias, stride, padding, dilation, *_ = node.args
+            with graph.inserting_before(relu):
+                whole = graph.call_function(
+                    convolution, (x, weight, bias, other, stride, padding, dilation)
+                )
+            whole.meta = relu.meta
+            relu.replace_all_uses_with(whole)
+            num_fused += 1
+    if not num_fused:
+        raise ValueError("no rectifier follows a convolution")
+    graph.eliminate_dead_code()
+    recorded.recompile()
+    return recorded
+
+
+def cudnn_convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    other: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> Tensor:
+    """Compute relu(convolution + bias + other) by cuDNN: float [B, C, H, W], on CUDA."""
+    rest = (bias, stride, padding, dilation, 1)
+    if other is None:
+        return torch.cudnn_convolution_relu(x, weight, *rest)
+    return torch.cudnn_convolution_add_relu(x, weight, other, 1.0, *rest)
+
+
+def _summands(node: object) -> tuple[Node, Node | None] | None:
+    """Return the convolution that a rectifier gets, and what was added to it, if anything."""
+    if _is_convolution(node):
+        return node, None
+    if not isinstance(node, Node) or node.target is not _aten.add.Tensor or node.kwargs:
+        return None
+    for one, other in (node.args, node.args[::-1]):
+        if _is_convolution(one) and _look_of(one) == _look_of(other) and len(node.users) == 1:
+            assert isinstance(other, Node)
+            return one, other
+    return None
+
+
+def _is_convolution(node: object) -> TypeGuard[Node]:
+    """Return whether it is one over rows and columns, in one group, that one operation uses."""
+    if not isinstance(node, Node) or node.target is not _aten.convolution.default:
+        return False
+    *_, is_transposed, _, groups = node.args
+    return (
+        len(node.users) == 1
+        and (is_transposed, groups) == (False, 1)
+        and len(_look_of(node)[0]) == 4
+    )
+
+
+def _look_of(node: object) -> tuple[Sequence[int], torch.dtype | None]:
+    """Return a tensor's shape and dtype; nothing for a number or a weight."""
+    value = node.meta.get("val") if isinstance(node, Node) else None
+    return (value.shape, value.dtype) if isinstance(value, Tensor) else ((), None)

@@ -1,0 +1,111 @@
+"""Convolutions that add and rectify in one kernel: which of them, and with the same results."""
+
+import pytest
+import torch
+from torch import nn
+
+from inferpool.models.accelerator.kinds import CUDA
+from inferpool.models.speed import fused as fused_module
+from inferpool.models.speed.fused import fused
+from tests.simulated_accelerator.convolutions import fused_convolution
+
+
+class Residual(nn.Module):
+    """Has convolutions with a rectifier, with a sum and a rectifier, and with others between."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Conv2d(3, 8, 3, stride=2, padding=1)
+        self.unbiased = nn.Conv2d(8, 8, 3, padding=2, dilation=2, bias=False)
+        self.last = nn.Conv2d(8, 8, 1)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        x = self.relu(self.first(x))
+        y = self.relu(self.unbiased(x))
+        y = self.last(y)
+        y += x
+        return self.relu(y).flatten(1)
+
+
+class Between(nn.Module):
+    """Uses a convolution's output once more, after it was changed in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 1)
+
+    def forward(self, x):
+        y = self.conv(x)
+        z = y * 2
+        y.relu_()
+        return y + z
+
+
+class Spread(nn.Module):
+    """Adds a number for each channel: cuDNN adds pictures."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 1)
+        self.rows = nn.Parameter(torch.randn(3, 1, 1))
+
+    def forward(self, x):
+        return (self.conv(x) + self.rows).relu()
+
+
+def line(*layers):
+    return nn.Sequential(*layers, nn.ReLU())
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Give the CPU a kernel; return a list of its calls."""
+    calls = []
+
+    def kernel(*arguments):
+        calls.append(arguments)
+        return fused_convolution(*arguments)
+
+    monkeypatch.setattr(fused_module, "resolve_name", lambda name: kernel)
+    monkeypatch.setattr(fused_module, "accelerator_of", lambda device: CUDA)
+    return calls
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 3])
+def test_each_rectifier_after_a_convolution_and_a_sum_is_fused(calls, dtype, size):
+    network = Residual().eval().to(dtype)
+    x = torch.randn(size, 3, 16, 16, dtype=dtype)
+    with torch.inference_mode():
+        whole = fused(network, [x])
+        for other in (x, torch.randn_like(x)):
+            calls.clear()
+            assert torch.equal(whole(other), network(other))
+            assert len(calls) == 3
+
+
+@pytest.mark.parametrize(
+    "network",
+    [
+        nn.Conv2d(3, 3, 1),
+        line(nn.Conv2d(3, 6, 1, groups=3)),
+        line(nn.ConvTranspose2d(3, 3, 2)),
+        line(nn.Flatten(2), nn.Conv1d(3, 3, 1)),
+        line(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)),
+        Between(),
+        Spread(),
+    ],
+)
+def test_no_other_convolution_is_fused(calls, network):
+    with (
+        torch.inference_mode(),
+        pytest.raises(ValueError, match="no rectifier follows a convolution"),
+    ):
+        fused(network.eval(), [torch.randn(2, 3, 4, 4)])
+
+
+def test_a_device_without_a_kernel_is_refused():
+    with pytest.raises(ValueError, match="has no kernel"):
+        fused(Residual(), [torch.randn(1, 3, 16, 16)])
