@@ -156,7 +156,7 @@ def test_groups_are_of_gpus_that_are_near_each_other_unless_they_are_named():
 def test_processes_that_share_a_gpu_share_its_memory():
     three = placed(TWO_GPUS, replicas=3)
     assert [placement.visible for placement in three] == [("GPU-0",), ("GPU-1",), ("GPU-0",)]
-    share = 1 / 2 - 0.5 / 80  # of 80 GiB, less half a GiB for what CUDA takes
+    share = 1 / 2 - 800 / (80 << 10)  # of 80 GiB, less 800 MiB for what CUDA takes
     assert [placement.memory_fraction for placement in three] == [share, None, share]
     (ranks,) = placed(gpus(1), split="pipeline", devices="cuda:0,0")
     assert ranks.for_rank(1).memory_fraction == share
