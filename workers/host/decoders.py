@@ -187,6 +187,8 @@ class DecoderHost:
         try:
             life.introduce(self._tell)
             await life.ended(config.load_timeout_s)
+        except BrokenPipeError:
+            return  # its worker has ended, and it ends with it
         except OSError as error:
             logger.warning("%s cannot be told of a decoder: %s", self._id, error)
         finally:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from inferpool.workers.decoding.ring import NewDecoder, NewRing
 from inferpool.workers.host import decoders
 from inferpool.workers.host.engine import WorkerHandle
 from inferpool.workers.host.forkserver import Forkserver
@@ -54,6 +55,28 @@ async def test_decoders_prepare_the_instances_of_a_worker(engine: LocalEngine, p
         assert set(prepared_by(done)) <= pids(worker)
     finally:
         await worker.stop(5)
+
+
+async def test_no_warning_tells_of_a_decoder_whose_worker_has_ended(
+    engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    told: list[NewDecoder] = []
+    tell = decoders.DecoderHost._tell
+
+    def tell_ring_alone(self, message: NewRing | NewDecoder, fds: list[int]) -> None:
+        if isinstance(message, NewDecoder):
+            told.append(message)
+            raise BrokenPipeError
+        tell(self, message, fds)
+
+    monkeypatch.setattr(decoders.DecoderHost, "_tell", tell_ring_alone)
+    worker = await started(engine, source=MODEL, decoders=1)
+    try:
+        await until(lambda: len(told) >= 2)  # so the end of the first was noted
+        await until(lambda: is_gone(told[0].pid))
+    finally:
+        await worker.stop(5)
+    assert "decoder" not in caplog.text
 
 
 def answered(done: BatchDone) -> list[object]:
