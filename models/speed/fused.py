@@ -28,7 +28,8 @@ def fused(network: nn.Module, inputs: Sequence[Tensor]) -> nn.Module:
         inputs: Some for it, on an accelerator.
 
     Raises:
-        ValueError: Nothing can be fused.
+        ValueError: Nothing can be fused, or the network uses other tensors than its inputs,
+            parameters and buffers.
         Exception: The network cannot be recorded; its code is the user's.
     """
     from torch.fx.experimental.proxy_tensor import make_fx  # takes a second
@@ -37,7 +38,11 @@ def fused(network: nn.Module, inputs: Sequence[Tensor]) -> nn.Module:
     if accelerator is None or not accelerator.fused_convolution:
         raise ValueError("this kind of device has no kernel for it")
     convolution = resolve_name(accelerator.fused_convolution)
-    recorded = make_fx(torch.func.functionalize(lambda *some: network(*some)))(*inputs)
+    # Recorded twice: a network's own code might keep functional tensors, or read memory that they
+    # do not have (`Tensor.numpy` does not check).
+    written = make_fx(lambda *some: network(*some))(*inputs)
+    _check_constants(written, network)
+    recorded = make_fx(torch.func.functionalize(lambda *some: written(*some)))(*inputs)
     graph = recorded.graph
     num_fused = 0
     for relu in graph.find_nodes(op="call_function", target=_aten.relu.default):
@@ -50,10 +55,13 @@ def fused(network: nn.Module, inputs: Sequence[Tensor]) -> nn.Module:
                 )
             whole.meta = relu.meta
             relu.replace_all_uses_with(whole)
+            for each in dict.fromkeys((relu, relu.args[0], node)):
+                if isinstance(each, Node) and not each.users:
+                    graph.erase_node(each)
             num_fused += 1
     if not num_fused:
         raise ValueError("no rectifier follows a convolution")
-    graph.eliminate_dead_code()
+    # Even unused operations stay: if Python took numbers from one, a capture refuses it.
     recorded.recompile()
     return recorded
 
@@ -72,6 +80,20 @@ def cudnn_convolution(
     if other is None:
         return torch.cudnn_convolution_relu(x, weight, *rest)
     return torch.cudnn_convolution_add_relu(x, weight, other, 1.0, *rest)
+
+
+def _check_constants(recorded: nn.Module, network: nn.Module) -> None:
+    """Check that a record uses no tensors but the network's own.
+
+    Others may hold what Python computed from these inputs, and nobody keeps their memory for a
+    graph.
+
+    Raises:
+        ValueError: It uses others.
+    """
+    known = {id(tensor) for tensor in (*network.parameters(), *network.buffers())}
+    if any(id(tensor) not in known for tensor in (*recorded.parameters(), *recorded.buffers())):
+        raise ValueError("it uses tensors that are not the network's own")
 
 
 def _summands(node: object) -> tuple[Node, Node | None] | None:

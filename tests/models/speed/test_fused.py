@@ -55,6 +55,44 @@ class Spread(nn.Module):
         return (self.conv(x) + self.rows).relu()
 
 
+class Outside(nn.Module):
+    """Computes something outside of torch: a record has it as a tensor, for these inputs alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 1)
+
+    def forward(self, x):
+        return self.conv(x).relu() + torch.from_numpy((x * 2).numpy() + 1)
+
+
+class Made(Outside):
+    """Makes a tensor in each call, which only the record would keep."""
+
+    def forward(self, x):
+        return self.conv(x - torch.tensor([0.4, 0.5, 0.6])[:, None, None]).relu()
+
+
+class Keeping(Outside):
+    """Keeps a tensor for each batch size."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = {}
+
+    def forward(self, x):
+        if len(x) not in self.kept:
+            self.kept[len(x)] = torch.arange(1.0, 1 + len(x)).view(-1, 1, 1, 1)
+        return self.conv(x).relu() * self.kept[len(x)]
+
+
+class Stretched(Outside):
+    """Takes a number from its input, outside of torch."""
+
+    def forward(self, x):
+        return self.conv(x).relu() * float(x.exp().numpy().max())
+
+
 def line(*layers):
     return nn.Sequential(*layers, nn.ReLU())
 
@@ -104,6 +142,33 @@ def test_no_other_convolution_is_fused(calls, network):
         pytest.raises(ValueError, match="no rectifier follows a convolution"),
     ):
         fused(network.eval(), [torch.randn(2, 3, 4, 4)])
+
+
+@pytest.mark.parametrize("network", [Outside(), Made()])
+@pytest.mark.usefixtures("calls")
+def test_networks_that_use_other_tensors_than_their_own_are_refused(network):
+    with torch.inference_mode(), pytest.raises(ValueError, match="not the network's own"):
+        fused(network, [torch.randn(2, 3, 4, 4)])
+
+
+@pytest.mark.usefixtures("calls")
+def test_a_network_keeps_nothing_of_its_recording():
+    network, x = Keeping(), torch.randn(2, 3, 4, 4)
+    with torch.inference_mode():
+        whole = fused(network, [x])
+        assert not torch._is_functional_tensor(network(x))
+        assert torch.equal(whole(x), network(x))
+
+
+@pytest.mark.usefixtures("calls")
+def test_operations_stay_that_python_took_numbers_from():
+    """A capture refuses to copy such numbers to the CPU."""
+    with torch.inference_mode():
+        whole = fused(Stretched(), [torch.randn(2, 3, 4, 4)])
+    targets = [node.target for node in whole.graph.nodes]
+    assert torch.ops.aten.exp.default in targets
+    assert torch.ops.aten.convolution.default not in targets
+    assert torch.ops.aten.relu.default not in targets
 
 
 def test_a_device_without_a_kernel_is_refused():
