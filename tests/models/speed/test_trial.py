@@ -1,6 +1,7 @@
 """Presets tried and chosen on an accelerator: the simulated one."""
 
 import logging
+import math
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from msgspec.structs import replace as replace_report
 from torch import nn
 
 from inferpool.models.accelerator.device import has_tf32
+from inferpool.models.agreement import Agreement
 from inferpool.models.spec import Placement
 from inferpool.models.speed import fused as fused_module
 from inferpool.models.speed import trial as trying
@@ -146,8 +148,14 @@ def synchronises(x):
     return 1.0 if x.sum().item() < float("inf") else 0.0
 
 
-def test_a_network_that_cannot_be_captured_serves_without_graphs(always_faster):
-    model = on_device(synchronises)
+def reads(x):
+    return 1.0 if x.sum().cpu().numpy() < float("inf") else 0.0
+
+
+@pytest.mark.parametrize("tell", [synchronises, reads])
+def test_a_network_that_cannot_be_captured_serves_without_graphs(monkeypatch, always_faster, tell):
+    monkeypatch.setattr(Trial, "_gain", lambda *_: 2.0)
+    model = on_device(tell)
     report = choose(model, options(), quietly)
     assert report.preset in GRAPHED.values()
     assert "graphed fails: AcceleratorError" in report.note
@@ -172,6 +180,14 @@ def test_graphs_that_compute_something_else_at_one_size_are_refused(always_faste
     report = choose(model, options(), quietly)
     assert report.preset not in GRAPHED
     assert "graphs compute something else" in report.note
+
+
+@pytest.mark.parametrize("deviation", [math.inf, math.nan])
+def test_graphs_without_a_measure_of_how_far_they_stray_are_refused(monkeypatch, deviation):
+    stray = Agreement(is_within=False, deviation=deviation, text="the same as the preset's")
+    monkeypatch.setattr(Trial, "_judged", lambda *_: stray)
+    with pytest.raises(ValueError, match="graphs compute something else"):
+        tried(on_device()).prepare("graphed")
 
 
 def test_a_capture_that_breaks_the_device_is_not_tried_again_for_a_day(
