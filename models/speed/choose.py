@@ -1,5 +1,6 @@
 """Chooses the preset to serve with, by trying all, and keeps the choice. Worker processes only."""
 
+import gc
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -69,7 +70,8 @@ def choose(model: Model, options: SpeedOptions, on_progress: Callable[[str], Non
         ModelError: The preset or decoder that the settings name cannot be used with this model.
     """
     report = _choose(model, options, on_progress)
-    release_memory()  # of the networks that were tried, for other replicas on this device
+    gc.collect()  # networks that were tried, which refer to themselves: a worker freezes the rest
+    release_memory()  # of theirs, for other replicas on this device
     return report
 
 

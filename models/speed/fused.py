@@ -5,8 +5,13 @@ those after the convolution take longer than it does. cuDNN has a kernel for all
 functions that call it (torch/aten/src/ATen/native/cudnn/ConvShared.cpp), but no network does. So a
 network's operations are recorded for inputs of one shape, as a CUDA graph records its kernels, and
 those that belong together are replaced. The caller verifies that the results stay the same.
+
+cuDNN's rectifier may make 0 of NaN (cuDNN's backend API, CUDNN_ATTR_POINTWISE_NAN_PROPAGATION), and
+an answer that should be an error would pass for a good one. So no operation before it may make NaN
+of finite numbers, and an instance whose input is not finite gets NaN.
 """
 
+import operator
 from collections.abc import Sequence
 from pkgutil import resolve_name
 from typing import TypeGuard
@@ -14,10 +19,22 @@ from typing import TypeGuard
 import torch
 from torch import Tensor, nn
 from torch.fx import Node
+from torch.utils import _pytree as pytree
 
 from inferpool.models.accelerator.kinds import accelerator_of
 
 _aten = torch.ops.aten
+_KEEP_FINITE = {
+    *(_aten.convolution, _aten.addmm, _aten.mm, _aten.add, _aten.mul, _aten.mean, _aten.cat),
+    *(_aten.relu, _aten.hardtanh, _aten.sigmoid, _aten.silu, _aten.hardsigmoid, _aten.hardswish),
+    *(_aten.max_pool2d_with_indices, _aten.avg_pool2d, _aten._adaptive_avg_pool2d),
+    *(_aten._native_batch_norm_legit_no_training, _aten.cudnn_batch_norm, _aten.constant_pad_nd),
+    *(_aten.upsample_nearest2d, _aten.upsample_bilinear2d, _aten.clone, _aten._to_copy),
+    *(_aten.view, _aten._unsafe_view, _aten.as_strided, _aten.permute, _aten.transpose, _aten.t),
+    *(_aten.squeeze, _aten.unsqueeze, _aten.expand, _aten.slice, _aten.select, _aten.split),
+    operator.getitem,
+}
+"""Operations that make no NaN of finite numbers, unless these overflow float32's range."""
 
 
 def fused(network: nn.Module, inputs: Sequence[Tensor]) -> nn.Module:
@@ -28,8 +45,8 @@ def fused(network: nn.Module, inputs: Sequence[Tensor]) -> nn.Module:
         inputs: Some for it, on an accelerator.
 
     Raises:
-        ValueError: Nothing can be fused, or the network uses other tensors than its inputs,
-            parameters and buffers.
+        ValueError: Nothing can be fused; the network uses other tensors than its inputs, parameters
+            and buffers; or it may make NaN of finite numbers, as fp16 does.
         Exception: The network cannot be recorded; its code is the user's.
     """
     from torch.fx.experimental.proxy_tensor import make_fx  # takes a second
@@ -37,6 +54,8 @@ def fused(network: nn.Module, inputs: Sequence[Tensor]) -> nn.Module:
     accelerator = accelerator_of(inputs[0].device.type)
     if accelerator is None or not accelerator.fused_convolution:
         raise ValueError("this kind of device has no kernel for it")
+    if any(x.dtype == torch.float16 for x in inputs):
+        raise ValueError("fp16 may overflow")
     convolution = resolve_name(accelerator.fused_convolution)
     # Recorded twice: a network's own code might keep functional tensors, or read memory that they
     # do not have (`Tensor.numpy` does not check).
@@ -44,7 +63,7 @@ def fused(network: nn.Module, inputs: Sequence[Tensor]) -> nn.Module:
     _check_constants(written, network)
     recorded = make_fx(torch.func.functionalize(lambda *some: written(*some)))(*inputs)
     graph = recorded.graph
-    num_fused = 0
+    whole: Node | None = None
     for relu in graph.find_nodes(op="call_function", target=_aten.relu.default):
         if summands := _summands(relu.args[0]):
             node, other = summands
@@ -58,12 +77,12 @@ def fused(network: nn.Module, inputs: Sequence[Tensor]) -> nn.Module:
             for each in dict.fromkeys((relu, relu.args[0], node)):
                 if isinstance(each, Node) and not each.users:
                     graph.erase_node(each)
-            num_fused += 1
-    if not num_fused:
+    if whole is None:
         raise ValueError("no rectifier follows a convolution")
+    _check_finite_before(whole, convolution)
     # Even unused operations stay: if Python took numbers from one, a capture refuses it.
     recorded.recompile()
-    return recorded
+    return _Marking(recorded)
 
 
 def cudnn_convolution(
@@ -80,6 +99,42 @@ def cudnn_convolution(
     if other is None:
         return torch.cudnn_convolution_relu(x, weight, *rest)
     return torch.cudnn_convolution_add_relu(x, weight, other, 1.0, *rest)
+
+
+class _Marking(nn.Module):
+    """Gives NaN to instances whose input is not finite. All inputs and outputs have them first."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, *inputs: Tensor) -> object:
+        """Compute a batch."""
+        sound = [x.flatten(1).isfinite().all(1) for x in inputs if x.is_floating_point()]
+        is_bad = ~torch.stack(sound).all(0)
+
+        def marked(output: Tensor) -> Tensor:
+            if not output.is_floating_point():
+                return output
+            rows = is_bad.view(-1, *[1] * (output.dim() - 1))
+            return output.masked_fill(rows, torch.nan)
+
+        return pytree.tree_map_only(Tensor, marked, self.network(*inputs))
+
+
+def _check_finite_before(last: Node, convolution: object) -> None:
+    """Check that no operation up to a node makes NaN of finite numbers.
+
+    Raises:
+        ValueError: One may.
+    """
+    for node in last.graph.nodes:
+        if node is last:
+            return
+        if node.op != "call_function" or node.target is convolution or not node.users:
+            continue
+        if getattr(node.target, "overloadpacket", node.target) not in _KEEP_FINITE:
+            raise ValueError(f"{node.target} may make NaN of finite numbers")
 
 
 def _check_constants(recorded: nn.Module, network: nn.Module) -> None:

@@ -3,6 +3,7 @@
 Runs in workers, and in the process that searches beside them.
 """
 
+import gc
 import logging
 import math
 import statistics
@@ -202,6 +203,7 @@ class Trial:
         """
         if not self.is_on_cpu:
             synchronize(self.device)
+            gc.collect()  # recorded networks refer to themselves
             release_memory()
 
     def _graphed(self, name: str) -> Graphed:

@@ -15,6 +15,7 @@ def fused_convolution(
     padding: Sequence[int],
     dilation: Sequence[int],
 ) -> Tensor:
-    """Compute relu(convolution + bias + other)."""
+    """Compute relu(convolution + bias + other). As cuDNN may, it makes 0 of NaN."""
     y = torch.conv2d(x, weight, bias, stride, padding, dilation)
-    return (y if other is None else y + other).relu()
+    y = y if other is None else y + other
+    return torch.where(y > 0, y, torch.zeros_like(y))

@@ -81,9 +81,10 @@ class Keeping(Outside):
         self.kept = {}
 
     def forward(self, x):
+        y = self.conv(x).relu()
         if len(x) not in self.kept:
             self.kept[len(x)] = torch.arange(1.0, 1 + len(x)).view(-1, 1, 1, 1)
-        return self.conv(x).relu() * self.kept[len(x)]
+        return y * self.kept[len(x)]
 
 
 class Stretched(Outside):
@@ -91,6 +92,20 @@ class Stretched(Outside):
 
     def forward(self, x):
         return self.conv(x).relu() * float(x.exp().numpy().max())
+
+
+class Standardising(Outside):
+    """Makes NaN of a picture of one colour, before or after the rectifier."""
+
+    def __init__(self, *, is_before):
+        super().__init__()
+        self.is_before = is_before
+
+    def forward(self, x):
+        if self.is_before:
+            return self.conv(x / x.std((1, 2, 3), keepdim=True)).relu()
+        y = self.conv(x).relu()
+        return y / x.std((1, 2, 3), keepdim=True)
 
 
 def line(*layers):
@@ -144,6 +159,32 @@ def test_no_other_convolution_is_fused(calls, network):
         fused(network.eval(), [torch.randn(2, 3, 4, 4)])
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.usefixtures("calls")
+def test_an_input_that_is_not_finite_has_no_finite_output(number):
+    """The kernel makes 0 of NaN, and so a good answer of a bad one."""
+    network, x = Residual().eval(), torch.randn(4, 3, 16, 16)
+    with torch.inference_mode():
+        whole = fused(network, [x])
+        x[2, 1, 3, 4] = number
+        found, wanted = whole(x), network(x)
+    assert found.isfinite().all(1).tolist() == [True, True, False, True]
+    assert torch.equal(found[[0, 1, 3]], wanted[[0, 1, 3]])
+
+
+@pytest.mark.usefixtures("calls")
+def test_a_network_that_may_make_nan_before_a_rectifier_is_refused():
+    x = torch.randn(2, 3, 4, 4)
+    x[0] = 1.0
+    with torch.inference_mode():
+        with pytest.raises(ValueError, match="may make NaN"):
+            fused(Standardising(is_before=True), [x])
+        with pytest.raises(ValueError, match="fp16 may overflow"):
+            fused(Residual().half(), [x.half()])
+        whole = fused(Standardising(is_before=False), [x])
+        assert whole(x).flatten(1).isfinite().all(1).tolist() == [False, True]
+
+
 @pytest.mark.parametrize("network", [Outside(), Made()])
 @pytest.mark.usefixtures("calls")
 def test_networks_that_use_other_tensors_than_their_own_are_refused(network):
@@ -165,7 +206,7 @@ def test_operations_stay_that_python_took_numbers_from():
     """A capture refuses to copy such numbers to the CPU."""
     with torch.inference_mode():
         whole = fused(Stretched(), [torch.randn(2, 3, 4, 4)])
-    targets = [node.target for node in whole.graph.nodes]
+    targets = [node.target for node in whole.network.graph.nodes]
     assert torch.ops.aten.exp.default in targets
     assert torch.ops.aten.convolution.default not in targets
     assert torch.ops.aten.relu.default not in targets

@@ -1,5 +1,6 @@
 """Presets tried and chosen on an accelerator: the simulated one."""
 
+import gc
 import logging
 import math
 
@@ -144,6 +145,24 @@ def test_graphs_have_fused_convolutions_if_these_are_right_and_faster(
     check_answers(model, 1e-3)
 
 
+@pytest.mark.parametrize("kernel", [right, wrong])
+def test_a_preset_that_is_not_taken_gives_its_memory_back(monkeypatch, kernel):
+    use_kernel(monkeypatch, kernel)
+    trial = tried(on_device())
+    trial.compare(trial.exact)
+    trial.prepare("graphed")
+    trial.recover()
+    gc.collect()
+    before = torch.sim.memory_allocated()
+    gc.disable()  # a worker leaves nothing for a later collection
+    try:
+        trial.prepare("graphed_bf16")
+        trial.recover()
+        assert torch.sim.memory_allocated() == before
+    finally:
+        gc.enable()
+
+
 def synchronises(x):
     return 1.0 if x.sum().item() < float("inf") else 0.0
 
@@ -266,7 +285,8 @@ def test_sizes_end_where_a_batch_does_not_fit():
         torch.empty(len(x) * 300 << 20, dtype=torch.uint8, device=x.device)
         return 1.0
 
-    assert list(tried(on_device(take), max_batch_size=8).sizes) == [1, 2]
+    trial = tried(on_device(take), max_batch_size=8, clock=lambda: 0.0)  # time bounds them, too
+    assert list(trial.sizes) == [1, 2]
 
 
 def test_sizes_end_where_a_batch_takes_long():
