@@ -102,7 +102,10 @@ def cudnn_convolution(
 
 
 class _Marking(nn.Module):
-    """Gives NaN to instances whose input is not finite. All inputs and outputs have them first."""
+    """Gives NaN to instances whose input is not finite.
+
+    The first axis of all inputs and outputs is that of the instances.
+    """
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -131,9 +134,11 @@ def _check_finite_before(last: Node, convolution: object) -> None:
     for node in last.graph.nodes:
         if node is last:
             return
-        if node.op != "call_function" or node.target is convolution or not node.users:
+        if node.op != "call_function" or not node.users:
             continue
-        if getattr(node.target, "overloadpacket", node.target) not in _KEEP_FINITE:
+        kind = getattr(node.target, "overloadpacket", node.target)
+        is_known = kind is convolution or kind in _KEEP_FINITE
+        if not is_known or _look_of(node)[1] == torch.float16:
             raise ValueError(f"{node.target} may make NaN of finite numbers")
 
 

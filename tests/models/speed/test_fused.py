@@ -108,6 +108,13 @@ class Standardising(Outside):
         return y / x.std((1, 2, 3), keepdim=True)
 
 
+class Halving(Outside):
+    """Computes in fp16, which overflows, between float32."""
+
+    def forward(self, x):
+        return self.conv((x.half() * 2).float()).relu()
+
+
 def line(*layers):
     return nn.Sequential(*layers, nn.ReLU())
 
@@ -179,6 +186,8 @@ def test_a_network_that_may_make_nan_before_a_rectifier_is_refused():
     with torch.inference_mode():
         with pytest.raises(ValueError, match="may make NaN"):
             fused(Standardising(is_before=True), [x])
+        with pytest.raises(ValueError, match="may make NaN"):
+            fused(Halving(), [x])
         with pytest.raises(ValueError, match="fp16 may overflow"):
             fused(Residual().half(), [x.half()])
         whole = fused(Standardising(is_before=False), [x])
