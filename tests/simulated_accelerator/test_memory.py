@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
@@ -115,10 +114,11 @@ def test_memory_in_use_is_counted():
 
 
 @pytest.fixture
-def nvml() -> Iterator[ModuleType]:
+def nvml(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The library in use, by this test alone."""
+    monkeypatch.setattr(fake_nvml, "_users_of_library", 0)
     fake_nvml.nvmlInit()
-    yield fake_nvml
-    fake_nvml.nvmlShutdown()
+    return fake_nvml
 
 
 def test_nothing_is_told_to_who_has_not_begun_to_use_the_library(nvml: ModuleType):

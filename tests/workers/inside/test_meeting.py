@@ -36,7 +36,10 @@ def ends_of(parts: Sequence[HostPart], num_ranks: int, timeout_s: float) -> list
 
 def met(ends: Sequence[DistantEnds]) -> list[RankEnds]:
     with ThreadPoolExecutor(len(ends)) as pool:
-        return [each for each, _ in pool.map(meet, ends)]
+        found = [
+            *pool.map(meet, ends)
+        ]  # with the stores: others need the lead's until they are done
+    return [each for each, _ in found]
 
 
 def test_each_rank_is_connected_to_the_lead_and_to_those_beside_it():

@@ -24,7 +24,7 @@ from tests.workers.remote.cluster import (
     open_front,
     running,
 )
-from tests.workers.remote.spread.networks import WIDTH
+from tests.workers.remote.spread.networks import WIDTH, SeededMlp
 
 pytestmark = pytest.mark.usefixtures("no_process_left")
 
@@ -117,7 +117,8 @@ async def test_answers_are_those_of_a_network_on_one_device(arena: Arena, put, s
         await worker.stop(10)
     assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
     assert len(parts) == 3
-    assert all(parts)
+    # Stages are cut by time: on a busy machine one may have no weights.
+    assert sum(parts) >= sum(each.nbytes for each in SeededMlp().parameters())
     assert len(set(expected)) > 20, "the rows and the classes differ"
 
 
