@@ -75,6 +75,8 @@ class Noted(TrainEvent, frozen=True, kw_only=True, tag="noted"):
     """Something that the user should know, such as a batch that was halved."""
 
     text: str
+    is_lasting: bool = False
+    """True if it stays true when the run goes on from an earlier checkpoint, as a process's end."""
 
 
 class RunEnded(TrainEvent, frozen=True, kw_only=True, tag="ended"):

@@ -134,7 +134,9 @@ def _run(
     progress.start()
     signum, lost = 0, ""
     try:
-        signum = run_ranks(folder.path, launch, lambda text: _append(folder, Noted, text=text))
+        signum = run_ranks(
+            folder.path, launch, lambda text: _append(folder, Noted, text=text, is_lasting=True)
+        )
     except RanksLostError as error:
         lost = str(error)
     finally:

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import msgspec
 
-from inferpool.models.training.events import AnyEvent, Stepped, Validated, read_events
+from inferpool.models.training.events import AnyEvent, Noted, Stepped, Validated, read_events
 from inferpool.workers.training.board import Board
 
 
 class MetricsFile:
     """The lines of a run, which goes on after a step. What came after that step is left out.
+
+    Lasting notes are kept, with that step.
 
     A full disk loses lines, and never ends the training.
 
@@ -23,13 +25,17 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path, *, after_step: int, board: Board | None = None) -> None:
-        kept: list[bytes] = []
-        if after_step and path.is_file():
+        kept: list[AnyEvent] = []
+        if path.is_file():
             with path.open("rb") as lines:
-                events = [event for event in read_events(lines) if event.step <= after_step]
-            kept = [msgspec.json.encode(event) + b"\n" for event in events]
+                for event in read_events(lines):
+                    if isinstance(event, Noted) and event.is_lasting:
+                        step = min(event.step, after_step)
+                        kept.append(msgspec.structs.replace(event, step=step))
+                    elif event.step <= after_step and after_step:
+                        kept.append(event)
         new = path.with_suffix(".new")
-        new.write_bytes(b"".join(kept))
+        new.write_bytes(b"".join(msgspec.json.encode(event) + b"\n" for event in kept))
         os.replace(new, path)
         self._file = path.open("ab", buffering=0)
         self._board = board
