@@ -7,7 +7,9 @@ WIDTH = 32
 
 
 class SeededMlp(nn.Sequential):
-    """Three layers that can be cut into stages, and whose matrices can be divided."""
+    """Three layers, which are cut into as many stages, and whose matrices can be divided."""
+
+    split_points = ("2", "4")
 
     def __init__(self) -> None:
         torch.manual_seed(0)

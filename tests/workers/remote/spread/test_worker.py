@@ -117,7 +117,7 @@ async def test_answers_are_those_of_a_network_on_one_device(arena: Arena, put, s
         await worker.stop(10)
     assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
     assert len(parts) == 3
-    # Stages are cut by time: on a busy machine one may have no weights.
+    assert all(parts)
     assert sum(parts) >= sum(each.nbytes for each in SeededMlp().parameters())
     assert len(set(expected)) > 20, "the rows and the classes differ"
 
