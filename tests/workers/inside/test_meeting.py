@@ -36,9 +36,8 @@ def ends_of(parts: Sequence[HostPart], num_ranks: int, timeout_s: float) -> list
 
 def met(ends: Sequence[DistantEnds]) -> list[RankEnds]:
     with ThreadPoolExecutor(len(ends)) as pool:
-        found = [
-            *pool.map(meet, ends)
-        ]  # with the stores: others need the lead's until they are done
+        # With the stores: the other ranks need the lead's until all have met.
+        found = [*pool.map(meet, ends)]
     return [each for each, _ in found]
 
 

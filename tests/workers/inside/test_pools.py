@@ -1,7 +1,6 @@
 import decimal
 import json
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -11,14 +10,6 @@ from inferpool.workers.host.local import LocalEngine
 from inferpool.workers.inside.pools import started_pool
 from tests.workers.contract import config_of
 from tests.workers.inside.test_overlap import serving
-
-
-@pytest.fixture
-def _eight_openmp_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(8)
-    yield
-    torch.set_num_threads(before)
 
 
 def test_every_thread_is_there_before_the_first_is_needed():
@@ -41,7 +32,7 @@ def test_settings_of_a_thread_do_not_apply_to_others():
     assert decimal.getcontext().prec == before
 
 
-@pytest.mark.usefixtures("_eight_openmp_threads")
+@pytest.mark.usefixtures("eight_openmp_threads")
 @pytest.mark.parametrize(
     ("num_threads", "shares_openmp", "expected"),
     [(1, True, 8), (3, True, 2), (16, True, 1), (1, False, 8), (3, False, 8)],
@@ -64,7 +55,7 @@ def test_threads_of_a_pool_share_openmp_threads_only_if_told(
     assert torch.get_num_threads() == 8
 
 
-@pytest.mark.usefixtures("_eight_openmp_threads")
+@pytest.mark.usefixtures("eight_openmp_threads")
 def test_threads_of_others_have_all_openmp_threads_beside_a_pool_that_shares_them():
     with started_pool(4, "sharing", shares_openmp=True), ThreadPoolExecutor(1) as other:
         assert other.submit(torch.get_num_threads).result() == 8

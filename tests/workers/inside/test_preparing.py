@@ -3,7 +3,6 @@
 import math
 import threading
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -38,15 +37,7 @@ class LookingModel(Model):
         return batch
 
 
-@pytest.fixture
-def _eight_openmp_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(8)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("_eight_openmp_threads")
+@pytest.mark.usefixtures("eight_openmp_threads")
 def test_threads_that_prepare_share_the_openmp_threads_of_the_worker():
     model = LookingModel()
     preparer = Preparer(model, num_threads=NUM_THREADS, staging=None, error_detail="name")
