@@ -45,6 +45,26 @@ _MAX_CRASHES = 3
 """Crashes in a row before its first import is done, after which waiting starts fail."""
 
 
+def start_interpreter(
+    channel_fd: int, modules: Sequence[str], extra: Sequence[str]
+) -> "subprocess.Popen[bytes]":
+    """Start an interpreter that becomes a forkserver with our other end of the channel.
+
+    Raises:
+        OSError: There are too few processes or descriptors.
+    """
+    root = str(Path(__file__).absolute().parents[3])  # the folder of `inferpool`
+    code = (
+        f"import sys; sys.path.insert(0, {root!r});"
+        "from inferpool.workers.beside.forkserver_process import main;"
+        f"main({channel_fd}, {os.getpid()}, {list(modules)!r}, {list(extra)!r})"
+    )
+    command = [sys.executable, *util._args_from_interpreter_flags(), "-P", "-c", code]  # type: ignore[attr-defined]  # private
+    return subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, pass_fds=[channel_fd], process_group=0
+    )
+
+
 class ForkserverLostError(Exception):
     """The forkserver ended before it had answered; the next one may answer."""
 
@@ -69,19 +89,9 @@ class ForkserverProcess:
         self._tracker_fd = tracker_fd
         self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.channel.setblocking(False)
-        root = str(Path(__file__).absolute().parents[3])  # the folder of `inferpool`
-        code = (
-            f"import sys; sys.path.insert(0, {root!r});"
-            "from inferpool.workers.beside.forkserver_process import main;"
-            f"main({theirs.fileno()}, {os.getpid()}, {list(modules)!r}, "
-            f"{list(extra)!r})"
-        )
-        command = [sys.executable, *util._args_from_interpreter_flags(), "-P", "-c", code]  # type: ignore[attr-defined]  # private
         before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
         try:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], process_group=0
-            )
+            self._process = start_interpreter(theirs.fileno(), modules, extra)
         except BaseException:
             self.channel.close()
             raise
