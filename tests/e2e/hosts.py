@@ -4,7 +4,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import httpx
 
+from tests.e2e import forked
 from tests.e2e.running import ROOT, Running, running, until
 from tests.ports import free_port
 
@@ -164,21 +164,11 @@ def agent_at(
         cwd: Folder in which it starts.
         prefix: Command that becomes the agent's.
     """
-    command = [
-        *prefix,
-        sys.executable,
-        "-m",
-        "inferpool",
-        "agent",
-        "--join",
-        address,
-        "--name",
-        name,
-    ]
-    process = subprocess.Popen(
+    command = [*prefix, *forked.COMMAND, "agent", "--join", address, "--name", name]
+    process = forked.popen(
         [*command, *arguments, "--log-format", "json"],
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **KEYS, **(env or {})},
+        env={**os.environ, "PYTHONPATH": forked.python_path(), **KEYS, **(env or {})},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,

@@ -6,7 +6,6 @@ import os
 import queue
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -19,6 +18,7 @@ import httpx
 import psutil
 
 from inferpool.service.tools.trial.processes import is_alive
+from tests.e2e import forked
 
 ROOT = Path(__file__).resolve().parents[2]
 FAULTY = "tests.fault_model:FaultModel"
@@ -194,10 +194,14 @@ def running(
     cwd: Path = ROOT,
     port: int = 0,
     ready: bool = True,
-    command: Sequence[str] = (sys.executable, "-m", "inferpool"),
+    command: Sequence[str] = forked.COMMAND,
     preexec_fn: Callable[[], None] | None = None,
+    forks: bool = True,
 ) -> Iterator[Running]:
-    """Start `inferpool serve` with settings from a file, and end it however the test left it."""
+    """Start `inferpool serve` with settings from a file, and end it however the test left it.
+
+    It is forked, unless the command or what else is asked for needs an interpreter of its own.
+    """
     models = (settings or {}).get("models", {}).values()
     if "--speed" not in arguments and not any("speed" in model for model in models):
         arguments += ("--speed", "exact")  # choosing a preset takes seconds
@@ -206,10 +210,11 @@ def running(
             file = Path(folder, "inferpool.toml")
             file.write_text("".join(f"{key} = {_toml(settings[key])}\n" for key in settings))
             arguments += ("--config", str(file))
-        process = subprocess.Popen(
+        popen = forked.popen if forks else subprocess.Popen
+        process = popen(
             [*command, "serve", *arguments, "--port", str(port), "--log-format", "json"],
             cwd=cwd,
-            env={**os.environ, "PYTHONPATH": _python_path(), **(env or {})},
+            env={**os.environ, "PYTHONPATH": forked.python_path(), **(env or {})},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
@@ -276,11 +281,6 @@ def left_over(family: Sequence[psutil.Process], timeout_s: float = 10.0) -> list
     while (alive := [each for each in family if is_alive(each)]) and time.monotonic() < deadline:
         time.sleep(0.02)
     return alive
-
-
-def _python_path() -> str:
-    """Return our root and what tests of the simulated accelerator inherit."""
-    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 
 
 def _toml(value: object) -> str:

@@ -1,7 +1,6 @@
 """`inferpool doctor` as a user runs it, and the same findings at a start."""
 
 import json
-import os
 import resource
 import socket
 import subprocess
@@ -12,6 +11,7 @@ import httpx
 import pytest
 
 from inferpool.workers.host.devices import find_host
+from tests.e2e import forked
 from tests.e2e.running import ROOT, running
 from tests.pty_screen import on_terminal
 
@@ -21,14 +21,7 @@ FAULTY = "tests.fault_model:FaultModel"
 
 
 def doctor(*arguments: str, cwd: Path = ROOT) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-m", "inferpool", "doctor", *arguments],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    return forked.run([*forked.COMMAND, "doctor", *arguments], cwd=cwd, timeout=120)
 
 
 def test_sound_model_is_measured():

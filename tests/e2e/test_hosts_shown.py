@@ -4,17 +4,17 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from tests.collector import FakeCollector, attributes, collecting
+from tests.e2e import forked
 from tests.e2e.hosts import RunningCluster, cluster
-from tests.e2e.running import ROOT, faulty, until
+from tests.e2e.running import faulty, until
 
 ADMIN = "a-key-for-operators-of-hosts"
 
@@ -32,15 +32,9 @@ def hosts(collector: FakeCollector) -> Iterator[RunningCluster]:
         yield hosts
 
 
-def command(*arguments: str, key: str = ADMIN) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-m", "inferpool", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "INFERPOOL_ADMIN_KEYS": key},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+def command(*arguments: str, key: str = ADMIN) -> CompletedProcess[str]:
+    env = {**os.environ, "INFERPOOL_ADMIN_KEYS": key}
+    return forked.run([*forked.COMMAND, *arguments], env=env, timeout=120)
 
 
 def is_well(host: Mapping[str, Any]) -> bool:

@@ -55,7 +55,7 @@ def exit_code_of(moment_s: float, folder: Path, *, prefix: tuple[str, ...] = ())
     flags = ("--replicas", "1", "--front-ends", "2")
     command = (*prefix, sys.executable, "-m", "inferpool")
     env = {"TMPDIR": str(folder)}
-    with running("echo", *flags, command=command, env=env, ready=False) as service:
+    with running("echo", *flags, command=command, env=env, ready=False, forks=False) as service:
         leader = pid = service.process.pid
         if prefix:
             until(lambda: psutil.Process(leader).children())
@@ -105,7 +105,7 @@ def test_as_the_first_process_of_a_container_it_loses_no_sigterm(tmp_path: Path)
 
 @pytest.mark.parametrize("fronts", ["1", "2"])
 def test_sigquit_shows_all_stacks_and_a_hangup_of_the_terminal_drains(fronts: str):
-    with running("echo", "--replicas", "1", "--front-ends", fronts) as service:
+    with running("echo", "--replicas", "1", "--front-ends", fronts, forks=False) as service:
         workers = service.worker_pids()
         pids = {each["pid"] for each in service.get("/health").json()["fronts"]}
         for num, pid in enumerate({service.process.pid, *pids}, 1):

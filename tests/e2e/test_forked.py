@@ -1,0 +1,71 @@
+"""A service that is forked for a test is what a command line would have started."""
+
+import contextlib
+import os
+import re
+from collections import Counter
+from pathlib import Path
+
+import psutil
+
+from tests.e2e import forked
+from tests.e2e.running import FAULTY, Running, running, until
+
+_SIGNALS = ("SigBlk", "SigIgn", "SigCgt")
+
+
+def descriptors(pid: int) -> Counter[str]:
+    """Return what kinds of files a process has open, and how many of each."""
+    found: Counter[str] = Counter()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # just closed
+            found[re.sub(r"\d+", "N", str(link.readlink()))] += 1
+    return found
+
+
+def signals(pid: int) -> dict[str, int]:
+    """Return which signals a process blocks, ignores and handles, as bits.
+
+    Signals 32 and 33 are glibc's own: it handles them once a process has had a second thread.
+    """
+    status = Path(f"/proc/{pid}/status").read_text().splitlines()
+    fields = dict(line.split(":\t", 1) for line in status if ":\t" in line)
+    return {name: int(fields[name], 16) & ~(3 << 31) for name in _SIGNALS}
+
+
+def processes(service: Running) -> list[psutil.Process]:
+    """Return the main process of a service, its forkserver, and its only worker."""
+    forkserver = service.get("/health").json()["forkserver"]["pid"]
+    return [
+        psutil.Process(each) for each in (service.process.pid, forkserver, *service.worker_pids())
+    ]
+
+
+def state_of(each: psutil.Process) -> tuple[object, ...]:
+    return descriptors(each.pid), signals(each.pid), each.cwd(), each.nice()
+
+
+def test_forked_service_has_the_descriptors_and_signal_handlers_of_one_that_was_started():
+    arguments = (FAULTY, "--replicas", "1")
+    with running(*arguments, forks=False) as started, running(*arguments) as service:
+        assert psutil.Process(service.process.pid).ppid() == forked.origin_pid()
+        assert psutil.Process(started.process.pid).ppid() == os.getpid()
+        for theirs, ours in zip(processes(started), processes(service), strict=True):
+            until(
+                lambda a=theirs, b=ours: state_of(a) == state_of(b)
+            )  # once connections are closed
+
+
+def test_forked_command_tells_its_output_and_its_exit_status(tmp_path: Path):
+    done = forked.run([*forked.COMMAND, "serve", "nothing"], cwd=tmp_path, timeout=60)
+    assert done.returncode == 2
+    assert "nothing" in done.stderr
+    done = forked.run([*forked.COMMAND, "version"], timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "inferpool" in done.stdout
+
+
+def test_command_whose_interpreter_reads_other_variables_is_not_forked():
+    env = {"PYTHONWARNINGS": "error"}
+    with running(FAULTY, "--replicas", "1", env=env, ready=False) as service:
+        assert psutil.Process(service.process.pid).ppid() != forked.origin_pid()
