@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import gc
 import inspect
 import os
@@ -9,7 +10,8 @@ import signal
 import sys
 import tempfile
 import warnings
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -24,7 +26,10 @@ from tests.virtual_time import run_in_virtual_time
 
 _PATIENCE_S = 30.0
 """Default timeout of httpx in tests: its own, 5 s, is too short for a busy machine."""
-_COROUTINE_LIMIT_S = 60.0
+_COROUTINE_LIMIT_S = 300.0
+_SIMULATED = "simulated"
+_DEAREST = ("tests/e2e/", "tests/test_docs.py", "tests/workers/", "tests/models/")
+"""Where the tests lie that cost the most, in the order in which they run."""
 _RERUN = "rerun"
 """Outcome of a first run that failed; it does not make the test session fail."""
 _RUN = pytest.StashKey[int]()
@@ -61,7 +66,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test that is a coroutine in an event loop of its own, for a minute at most."""
+    """Run a test that is a coroutine in an event loop of its own, for five minutes at most."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     names = pyfuncitem._fixtureinfo.argnames
@@ -86,11 +91,24 @@ def uvloop() -> None:
 
 
 class _ByFileOrPage(LoadFileScheduling):
-    """Gives one process all tests of a file; the examples of the docs go page by page."""
+    """Gives one process all tests of a file; the examples of the docs go page by page.
+
+    One process has all files with tests of the simulated accelerator: each process that has such
+    tests starts another one for them.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
         page, found, _ = nodeid.partition(".md:")
-        return page if found else super()._split_scope(nodeid)
+        if found:
+            return page
+        file = super()._split_scope(nodeid)
+        return _SIMULATED if _has_simulated(self.config.rootpath / file) else file
+
+
+@functools.cache
+def _has_simulated(file: Path) -> bool:
+    """Return whether a file has tests marked `simulated`, as its text says: we collect none."""
+    return f"mark.{_SIMULATED}" in file.read_text("utf-8")
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling:
@@ -99,11 +117,23 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFil
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
-def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
-    """Mark tests that run alone as tests that measure, too."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark tests that run alone as tests that measure, too, and put the dearest folders first.
+
+    The last files to be run are small then, so that no process waits long for another.
+    """
     for item in items:
         if item.get_closest_marker("alone"):
             item.add_marker("measures")
+    items.sort(key=functools.partial(_place_in_order, config.rootpath))
+
+
+def _place_in_order(root: Path, item: pytest.Item) -> int:
+    if _has_simulated(item.path):
+        return 0  # they are one piece of work, the longest of all
+    path = item.path.relative_to(root).as_posix()
+    places = (place for place, begin in enumerate(_DEAREST, 1) if path.startswith(begin))
+    return next(places, len(_DEAREST) + 1)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # waiting does not count for a test's timeout
