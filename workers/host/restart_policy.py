@@ -3,7 +3,6 @@
 import random
 from dataclasses import dataclass
 
-_FIRST_BACKOFF_S = 0.5
 _MAX_BACKOFF_S = 30.0
 _MAX_JITTER = 0.2
 """Largest random extension of a pause, as a share: workers that died at once start apart."""
@@ -15,10 +14,14 @@ class RestartPolicy:
 
     max_restarts: int = 5
     """Restarts in a row without success."""
+    stable_s: float = 60.0
+    """An incarnation that was ready for longer counts as healthy, even if it had no work."""
+    first_pause_s: float = 0.5
+    """Pause after the second failure in a row; each later one is twice as long."""
 
     def pause_s(self, num_in_row: int) -> float:
         """Return the seconds to wait before the next start, after so many failures in a row."""
         if num_in_row <= 1:
             return 0.0
-        pause_s = min(_FIRST_BACKOFF_S * 2.0 ** (num_in_row - 2), _MAX_BACKOFF_S)
+        pause_s = min(self.first_pause_s * 2.0 ** (num_in_row - 2), _MAX_BACKOFF_S)
         return pause_s * (1 + random.random() * _MAX_JITTER)

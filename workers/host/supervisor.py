@@ -24,8 +24,6 @@ from inferpool.workers.messages import LogLine
 
 logger = logging.getLogger(__name__)
 
-_STABLE_S = 60.0
-"""An incarnation that was ready for this long counts as healthy, even if it had no work."""
 _LEAVING_S = 60.0
 """A worker that ended with its host is not started again before, if the host is still known then:
 hosts that leave end their workers one by one."""
@@ -351,7 +349,7 @@ class Supervisor(Generic[C, L]):
         if not self._is_stopping:
             level = logging.INFO if ending.cause == "host" else logging.WARNING
             logger.log(level, "%s ended: %s", slot.id, slot.reason, extra=slot.id.log_fields)
-        was_stable = slot.ended_at - began > _STABLE_S
+        was_stable = slot.ended_at - began > self._policy.stable_s
         if handle.has_worked or was_stable:
             slot.num_failures = slot.num_deaths_at_work = 0
         elif ending.cause == "host":  # which says nothing of the worker

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 import inferpool.service.fronts.fronts
-import inferpool.workers.host.restart_policy
 from inferpool.service.api.wire.budgets import EdgeLimits
 from inferpool.service.fronts.fronts import Fronts
 from inferpool.service.settings.model import ModelSettings
@@ -15,6 +14,7 @@ from inferpool.service.telemetry.metrics import Metrics
 from inferpool.workers.arena import Arena
 from inferpool.workers.errors import WorkerStartError
 from inferpool.workers.host.engine import Cause, Ending, WorkerId
+from inferpool.workers.host.restart_policy import RestartPolicy
 from tests.service.api.fakes import Models
 
 SETTINGS = Settings(models={"echo": ModelSettings(source="echo")}, default_model="echo")
@@ -89,7 +89,8 @@ class FakeFrontProcess:
 
 @pytest.fixture
 def keep(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(inferpool.workers.host.restart_policy, "_FIRST_BACKOFF_S", 0.01)
+    policy = RestartPolicy(max_restarts=4, first_pause_s=0.01)
+    monkeypatch.setattr(inferpool.service.fronts.fronts, "_POLICY", policy)
     monkeypatch.setattr(inferpool.service.fronts.fronts, "_COUNT_EVERY_S", 0.001)
     monkeypatch.setattr(inferpool.service.fronts.fronts, "FrontProcess", FakeFrontProcess)
 

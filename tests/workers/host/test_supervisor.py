@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 import pytest
 
-import inferpool.workers.host.restart_policy
 from inferpool.models.files.opened import mark_of
 from inferpool.workers.errors import WorkerStartError
 from inferpool.workers.host.engine import WorkerHandle
@@ -46,7 +45,7 @@ class RecordingWatcher:
     async def until(self, event: str, times: int = 1) -> None:
         while self.names.count(event) < times:
             self._changed.clear()
-            await asyncio.wait_for(self._changed.wait(), 5)
+            await asyncio.wait_for(self._changed.wait(), 60)
 
     def _note(self, event: str, slot: WorkerSlot) -> None:
         self.events.append((event, str(slot.id)))
@@ -57,26 +56,19 @@ def unlucky() -> WorkerStartError:
     return WorkerStartError("no luck", permanent=False)
 
 
-@pytest.fixture(autouse=True)
-def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inferpool.workers.host.restart_policy, "_FIRST_BACKOFF_S", 0.01)
-
-
-@pytest.fixture
-def long_pauses(short_pauses: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inferpool.workers.host.restart_policy, "_FIRST_BACKOFF_S", 100.0)
+LONG_S = 1000.0
 
 
 @contextlib.asynccontextmanager
 async def supervised(
-    engine: FakeEngine, num_workers: int = 1
+    engine: FakeEngine, num_workers: int = 1, first_pause_s: float = 0.01
 ) -> AsyncIterator[tuple[WorkerSupervisor, RecordingWatcher]]:
     """Supervise workers, and stop them at the end of the block."""
     watcher = RecordingWatcher()
     supervisor = WorkerSupervisor(
         lambda *arguments: engine.start(*arguments),  # which tests replace
         watcher,
-        RestartPolicy(max_restarts=3),
+        RestartPolicy(max_restarts=3, first_pause_s=first_pause_s, stable_s=10.0),
         ReplicaFiles(lambda worker: worker.ready.files),
     )
     supervisor.start("m", [config_of()] * num_workers)
@@ -155,6 +147,20 @@ async def test_worker_that_was_ready_once_is_started_again_after_every_death(kin
         assert supervisor.slots[0].num_failures == (6 if kind == "idle" else 0)
 
 
+@pytest.mark.usefixtures("virtual_time")
+@pytest.mark.parametrize(("ready_s", "num_failures"), [(9.9, 2), (10.1, 0)])
+async def test_worker_that_was_ready_for_long_counts_as_healthy(ready_s: float, num_failures: int):
+    engine = FakeEngine()
+    async with supervised(engine) as (supervisor, watcher):
+        await watcher.until("ready")
+        engine.started[0].die()
+        await watcher.until("ready", 2)
+        await asyncio.sleep(ready_s)
+        engine.started[1].die()
+        await watcher.until("ready", 3)
+        assert supervisor.slots[0].num_failures == num_failures
+
+
 async def test_worker_that_was_ready_once_is_tried_again_even_if_its_model_cannot_be_loaded():
     engine = FakeEngine()
     async with supervised(engine) as (_, watcher):
@@ -165,10 +171,10 @@ async def test_worker_that_was_ready_once_is_tried_again_even_if_its_model_canno
         assert "down failed" not in watcher.names
 
 
-@pytest.mark.usefixtures("long_pauses")
+@pytest.mark.usefixtures("virtual_time")
 async def test_worker_that_dies_of_all_its_work_waits_before_it_starts_again():
     engine = FakeEngine()
-    async with supervised(engine) as (supervisor, watcher):
+    async with supervised(engine, first_pause_s=LONG_S) as (supervisor, watcher):
         for life in range(3):
             await watcher.until("ready", life + 1)
             engine.started[-1].run([])
@@ -177,10 +183,9 @@ async def test_worker_that_dies_of_all_its_work_waits_before_it_starts_again():
         assert supervisor.slots[0].due - asyncio.get_running_loop().time() > 20
 
 
-@pytest.mark.usefixtures("long_pauses")
 async def test_an_answer_between_deaths_at_work_starts_the_count_anew():
     engine = FakeEngine()
-    async with supervised(engine) as (_, watcher):
+    async with supervised(engine, first_pause_s=LONG_S) as (_, watcher):
         for life in range(5):
             await watcher.until("ready", life + 1)
             worker = engine.started[-1]
@@ -192,15 +197,15 @@ async def test_an_answer_between_deaths_at_work_starts_the_count_anew():
         await watcher.until("ready", 6)
 
 
-@pytest.mark.usefixtures("long_pauses")
 @pytest.mark.parametrize("is_asked_to_start", [True, False])
 async def test_pause_before_a_start_ends_with_a_stop_or_when_a_start_is_asked_for(
     is_asked_to_start: bool,
 ):
-    async with supervised(FakeEngine([unlucky(), unlucky()])) as (supervisor, watcher):
+    engine = FakeEngine([unlucky(), unlucky()])
+    async with supervised(engine, first_pause_s=LONG_S) as (supervisor, watcher):
         await watcher.until("down backoff", 2)
         if is_asked_to_start:
-            assert await asyncio.wait_for(supervisor.replace(supervisor.slots[0], 1), 5)
+            assert await asyncio.wait_for(supervisor.replace(supervisor.slots[0], 1), 60)
 
 
 async def test_worker_that_becomes_ready_during_the_stop_is_stopped():
@@ -251,11 +256,11 @@ async def test_a_worker_that_is_paused_stays_away_until_it_is_resumed():
 
 
 @pytest.mark.parametrize("state", ["starting", "backoff"])
-async def test_a_worker_that_is_not_ready_is_paused_too(state: str, long_pauses: None):
+async def test_a_worker_that_is_not_ready_is_paused_too(state: str):
     engine = FakeEngine([unlucky()] * 9 if state == "backoff" else [])
     if state == "starting":
-        engine.start = lambda *arguments: asyncio.sleep(100)  # type: ignore[assignment,method-assign,return-value]
-    async with supervised(engine) as (supervisor, _):
+        engine.start = lambda *arguments: asyncio.sleep(1000)  # type: ignore[assignment,method-assign,return-value]
+    async with supervised(engine, first_pause_s=LONG_S) as (supervisor, _):
         (slot,) = supervisor.slots
         while slot.state != state or slot.num_failures < 2 * (state == "backoff"):  # noqa: ASYNC110
             await asyncio.sleep(0)
@@ -306,7 +311,7 @@ async def test_a_worker_leaves_in_order_though_its_succession_is_cancelled():
         await asyncio.gather(succession, return_exceptions=True)
         assert slot.handle is engine.started[1]
         may_end.set()
-        await asyncio.wait_for(first.wait(), 5)
+        await asyncio.wait_for(first.wait(), 60)
         engine.started[1].die()
         await watcher.until("ready", 3)
 
@@ -345,6 +350,7 @@ async def test_a_successor_leaves_again_if_the_worker_ended_meanwhile():
         assert [worker.is_gone for worker in engine.started] == [True, False, True]
 
 
+@pytest.mark.usefixtures("virtual_time")
 async def test_a_worker_that_is_asked_to_leave_while_its_successor_starts_is_replaced_once():
     engine = FakeEngine()
 
@@ -372,8 +378,8 @@ async def test_a_worker_that_is_asked_to_leave_while_its_successor_starts_is_rep
         await asyncio.sleep(0.01)
         may_end.set()
         with pytest.raises(WorkerStartError, match="m/0#0 ended meanwhile"):
-            await asyncio.wait_for(succession, 5)
-        assert await asyncio.wait_for(tasks[0], 5)
+            await asyncio.wait_for(succession, 60)
+        assert await asyncio.wait_for(tasks[0], 60)
         assert [worker.is_gone for worker in engine.started] == [True, True, False]
         assert (slot.handle, slot.is_asked_to_leave) == (engine.started[2], False)
 
@@ -478,7 +484,7 @@ async def test_a_worker_that_was_lost_with_its_host_is_forgotten_until_the_host_
         assert (first.state, first.cause, first.reason) == ("stopped", "host", "the host is gone")
         assert watcher.events[-2:] == [("gone", "m/0#0"), ("down stopped", "m/0#0")]
         supervisor.resume(first)  # by somebody who does not know yet
-        await asyncio.wait_for(supervisor.pause(first, 1), 5)
+        await asyncio.wait_for(supervisor.pause(first, 1), 60)
         supervisor.start("m", [first.config] * 2, numbers=[0, 2])
         await watcher.until("ready", 4)
         assert [str(slot.id) for slot in supervisor.slots] == ["m/1#0", "m/0#1", "m/2#0"]
@@ -510,9 +516,9 @@ async def test_workers_of_a_host_bear_its_name_in_the_log(caplog: pytest.LogCapt
     assert hosts == {"m/0": None, "m/1": "far"}
 
 
-async def test_a_restart_ends_when_the_host_of_the_worker_is_lost(long_pauses: None):
+async def test_a_restart_ends_when_the_host_of_the_worker_is_lost():
     engine = FakeEngine()
-    async with supervised(engine, num_workers=2) as (supervisor, watcher):
+    async with supervised(engine, num_workers=2, first_pause_s=LONG_S) as (supervisor, watcher):
         await watcher.until("ready", 2)
         lost, starting = supervisor.slots
         engine.failures = [unlucky()]
@@ -531,16 +537,17 @@ async def test_a_restart_ends_when_the_host_of_the_worker_is_lost(long_pauses: N
             asyncio.create_task(supervisor.succeed(lost, lost.config, 1)),
             asyncio.create_task(supervisor.replace(starting, 1)),
         ]
-        await asyncio.wait_for(held_up.wait(), 5)
+        await asyncio.wait_for(held_up.wait(), 60)
         for slot in (lost, starting):
             supervisor.remove(slot, "the host is gone")
         goes_on.set()
-        results = await asyncio.wait_for(asyncio.gather(*restarts, return_exceptions=True), 5)
+        results = await asyncio.wait_for(asyncio.gather(*restarts, return_exceptions=True), 60)
         assert [results[0], results[2]] == [False, False]
         assert isinstance(results[1], WorkerStartError)
         assert not await supervisor.replace(lost, 1)
 
 
+@pytest.mark.usefixtures("virtual_time")
 async def test_a_worker_that_ended_as_its_host_leaves_is_not_started_again_there(
     caplog: pytest.LogCaptureFixture,
 ):
