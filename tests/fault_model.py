@@ -22,7 +22,7 @@ from inferpool.models.spec import Placement, TensorSpec
 ACTS = (
     *("ok", "raise", "kill", "hang", "exit", "sleep", "rows", "leave"),
     *("nan", "shape", "segfault", "spin", "eat", "device", "ill"),
-    *("kill early", "hang early", "spin early", "hold early", "wait"),
+    *("kill early", "hang early", "spin early", "hold early", "wait", "open early"),
 )
 PRINTED = {
     "stdout": ["from Python", "from C"],
@@ -67,7 +67,7 @@ class FaultModel(Model):
             once: A file; an act that ends or blocks the process creates it, and does nothing if it
                 exists.
             calls: A file that gets the number of each input before it is computed.
-            gate: A file; while it exists, loading goes on, as does "wait".
+            gate: A file; while it exists, loading goes on, as does "wait". "open" removes it.
         """
         self._load = load
         self._load_s = load_s
@@ -145,6 +145,9 @@ class FaultModel(Model):
                 time.sleep(0.3)
             case "wait":
                 self._wait()
+            case "open":
+                assert self._gate is not None
+                self._gate.unlink()
             case "ill":
                 self._is_ill = True
             case "kill" | "hang" | "spin" | "segfault" | "eat" | "device" if not self._is_first():

@@ -41,6 +41,8 @@ class DistantEnds:
     """Seconds after which a rank gives up to meet the others."""
     door: socket.socket | None
     """Socket that listens at the meeting place, for rank 0."""
+    greet_s: float = 5.0
+    """Seconds that whoever connects may take for its greeting: meanwhile no other rank is heard."""
 
 
 class MeetingFile:

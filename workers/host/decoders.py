@@ -25,7 +25,7 @@ import msgspec
 from inferpool.workers.beside.decoder_process import decode
 from inferpool.workers.config import WorkerConfig
 from inferpool.workers.decoding.ring import NewDecoder, NewRing, RingLayout
-from inferpool.workers.host.engine import DecoderVitals, WorkerId
+from inferpool.workers.host.engine import DecoderVitals, WorkerId, WorkerPeriods
 from inferpool.workers.host.observed import OomKills
 from inferpool.workers.host.rank_process import RankProcess
 from inferpool.workers.log_lines import log_line
@@ -44,11 +44,8 @@ logger = logging.getLogger(__name__)
 _RECENT_S = 60.0
 """Seconds for which a death makes the next starts wait longer."""
 _FIRST_PAUSE_S = 0.05
-_MAX_PAUSE_S = 2.0
-"""Less than the time for which a worker waits for a decoder that its inputs have killed."""
 _MAX_IDLE_DEATHS = 5
 """Deaths in a row of decoders that have begun nothing, after which the next starts wait long."""
-_REST_S = 300.0
 
 UntilReady = Callable[[], Awaitable[None]]
 """Returns once processes can be started; raises an error if they cannot for long."""
@@ -60,7 +57,12 @@ class DecoderHost:
     """The decoders of one worker. Used in the event loop."""
 
     def __init__(
-        self, id: WorkerId, config: WorkerConfig, oom_kills: OomKills, on_gone: Callable[[], None]
+        self,
+        id: WorkerId,
+        config: WorkerConfig,
+        oom_kills: OomKills,
+        on_gone: Callable[[], None],
+        periods: WorkerPeriods,
     ) -> None:
         """Make the door.
 
@@ -69,6 +71,7 @@ class DecoderHost:
             config: Its configuration.
             oom_kills: Counter of the kernel's kills for memory.
             on_gone: Called after `end`, once no decoder is left.
+            periods: Pauses before the next starts.
 
         Raises:
             OSError: There are too few descriptors.
@@ -77,6 +80,7 @@ class DecoderHost:
         self._config = config
         self._oom_kills = oom_kills
         self._on_gone = on_gone
+        self._periods = periods
         self.door: socket.socket | None = None
         """The worker's end of the door; None if it gets no decoders."""
         self._door: socket.socket | None = None
@@ -164,7 +168,7 @@ class DecoderHost:
                 life = _DecoderLife(self._id, seat, self._oom_kills)
             except (SharedMemoryError, OSError) as error:
                 logger.warning("%s: no decoder can be started: %s", self._id, error)
-                await asyncio.sleep(_MAX_PAUSE_S)
+                await asyncio.sleep(self._periods.max_decoder_pause_s)
                 continue
             try:
                 await self._run(life, config, layout)
@@ -225,13 +229,15 @@ class DecoderHost:
     def _pause_s(self) -> float:
         """Return the seconds to wait before the next start: longer after more deaths."""
         if self._num_idle_deaths >= _MAX_IDLE_DEATHS:
+            rest_s = self._periods.decoder_rest_s
             text = "%s: its decoders die before they do anything; it does without for %g s"
-            logger.error(text, self._id, _REST_S)
-            return _REST_S
+            logger.error(text, self._id, rest_s)
+            return rest_s
         now = time.monotonic()
         while self._deaths and self._deaths[0] < now - _RECENT_S:
             self._deaths.popleft()
-        return float(min(_MAX_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(len(self._deaths), 10)))
+        pause_s = _FIRST_PAUSE_S * 2.0 ** min(len(self._deaths), 10)
+        return min(self._periods.max_decoder_pause_s, pause_s)
 
     def _tell(self, message: NewRing | NewDecoder, fds: list[int]) -> None:
         """Tell the worker of something new."""

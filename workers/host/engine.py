@@ -48,6 +48,36 @@ class WorkerId:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerPeriods:
+    """How often a host looks at its workers, and how long it waits for them."""
+
+    look_s: float = 2.0
+    """Seconds between two looks at each process, which cost some 0.1 ms each."""
+    canary_every_s: float = 5.0
+    """Seconds without a good answer after which a worker gets a canary."""
+    patience_s: float = 5.0
+    """Seconds that a worker may take to begin a batch, or to answer a quick canary."""
+    retire_s: float = 5.0
+    """Seconds that a worker may take to leave once it has finished its batches."""
+    follow_out_s: float = 1.0
+    """Seconds that the other ranks may take to leave after one has left as it was told."""
+    give_up_s: float = 5.0
+    """Seconds to wait for a start that was given up; after that it ends itself later."""
+    exit_s: float = 5.0
+    """Seconds that a process may take to exit after SIGKILL."""
+    stacks_step_s: float = 0.01
+    """Seconds between two looks at the stacks that a process is told to write: see `Stacks`."""
+    max_decoder_pause_s: float = 2.0
+    """Longest pause before the next start of a decoder. It is less than the time for which a worker
+    waits for a decoder that its inputs have killed."""
+    decoder_rest_s: float = 300.0
+    """Pause of decoders that die before they do anything."""
+
+
+USUAL_PERIODS = WorkerPeriods()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ForkserverVitals:
     """State of the forkserver, as seen from outside."""
 

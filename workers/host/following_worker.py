@@ -15,7 +15,7 @@ from multiprocessing.process import BaseProcess
 from inferpool.models.speed.names import SpeedReport
 from inferpool.workers.config import WorkerConfig
 from inferpool.workers.errors import WorkerLostError
-from inferpool.workers.host.engine import Ending, Vitals, WorkerId
+from inferpool.workers.host.engine import Ending, Vitals, WorkerId, WorkerPeriods
 from inferpool.workers.host.observed import OomKills
 from inferpool.workers.host.rank_process import RankProcess
 from inferpool.workers.host.ranked_worker import RankedWorker
@@ -36,8 +36,6 @@ logger = logging.getLogger(__name__)
 
 LET_GO = "let go by its lead"
 """Reason of the end of ranks whose lead leaves."""
-_LOOK_S = 2.0
-"""Interval between two looks at each process."""
 _TERMINATE_S = 1.0
 
 
@@ -50,6 +48,7 @@ class FollowingWorker(RankedWorker):
         config: WorkerConfig,
         on_progress: Callable[[str], None],
         oom_kills: OomKills,
+        periods: WorkerPeriods,
     ) -> None:
         """Make the queues and the shared memory of the ranks.
 
@@ -57,7 +56,7 @@ class FollowingWorker(RankedWorker):
             SharedMemoryError: There is too little memory.
             OSError: There are too few descriptors.
         """
-        super().__init__(id, config, oom_kills)
+        super().__init__(id, config, oom_kills, periods)
         self.credit = 0
         self.has_worked = False
         self.is_stalled = False
@@ -184,7 +183,7 @@ class FollowingWorker(RankedWorker):
     def _look(self) -> None:
         for rank in self.ranks:
             rank.look()
-        self._looking = self._loop.call_later(_LOOK_S, self._look)
+        self._looking = self._loop.call_later(self._periods.look_s, self._look)
 
     def _close(self) -> None:
         if self._looking is not None:

@@ -17,6 +17,7 @@ import sys
 import time
 from asyncio import Task
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from multiprocessing import resource_tracker, util
 from pathlib import Path
 
@@ -31,18 +32,29 @@ from inferpool.workers.host.orphans import Orphans, adopt_orphans
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 1.0
-_ANSWER_S = 10.0
-"""Seconds to answer. A fork takes 0.02 s, and longer on a busy host."""
-_IMPORT_S = 300.0
-"""Seconds to import. torch takes 3 s, and a minute from a slow disk that has not cached it."""
-_FIRST_PAUSE_S = 0.5
 _MAX_PAUSE_S = 30.0
-_RETRY_S = 1.0
-"""Pause if there are too few processes or descriptors."""
 _EXIT_S = 1.0
 _MAX_CRASHES = 3
 """Crashes in a row before its first import is done, after which waiting starts fail."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForkserverPeriods:
+    """How often a forkserver is looked at, and how long it is waited for."""
+
+    look_s: float = 1.0
+    """Seconds between two looks."""
+    answer_s: float = 10.0
+    """Seconds to answer. A fork takes 0.02 s, and longer on a busy host."""
+    import_s: float = 300.0
+    """Seconds to import. torch takes 3 s, and a minute from a slow disk that has not cached it."""
+    first_pause_s: float = 0.5
+    """Pause after it was killed before it was ready; longer if it crashes again and again."""
+    retry_s: float = 1.0
+    """Pause if there are too few processes or descriptors."""
+
+
+_USUAL_PERIODS = ForkserverPeriods()
 
 
 def start_interpreter(
@@ -72,12 +84,15 @@ class ForkserverLostError(Exception):
 class ForkserverProcess:
     """One incarnation of the forkserver."""
 
-    def __init__(self, modules: Sequence[str], extra: Sequence[str]) -> None:
+    def __init__(
+        self, modules: Sequence[str], extra: Sequence[str], periods: ForkserverPeriods
+    ) -> None:
         """Start it. Main thread only: the kernel ends it with the thread that started it.
 
         Raises:
             OSError: There are too few processes or descriptors.
         """
+        self._periods = periods
         self.is_ready = False
         """True once it has imported its modules and forks at once."""
         self._since = time.monotonic()
@@ -166,9 +181,11 @@ class ForkserverProcess:
         if is_stopped and was_stopped:
             return "is stopped"
         if not self.is_ready:
-            return "" if now - self._since < _IMPORT_S else "does not finish its imports"
+            is_late = now - self._since >= self._periods.import_s
+            return "does not finish its imports" if is_late else ""
         waiting_s = max((now - max(at, self._since) for at in [*self._asked]), default=0.0)
-        return "" if waiting_s < _ANSWER_S else f"has not answered for {waiting_s:.0f} s"
+        is_late = waiting_s >= self._periods.answer_s
+        return f"has not answered for {waiting_s:.0f} s" if is_late else ""
 
     @property
     def has_unanswered(self) -> bool:
@@ -195,7 +212,12 @@ class Forkserver:
     """The forkserver of this process; a new one replaces it if it ends or does not answer."""
 
     def __init__(
-        self, modules: Sequence[str], extra: Sequence[str], *, is_guest: bool = False
+        self,
+        modules: Sequence[str],
+        extra: Sequence[str],
+        *,
+        is_guest: bool = False,
+        periods: ForkserverPeriods = _USUAL_PERIODS,
     ) -> None:
         """Start it. Main thread only.
 
@@ -203,12 +225,14 @@ class Forkserver:
             modules: Modules that it imports.
             extra: More modules. It does without them if they crash it or make forks unsafe.
             is_guest: See `Orphans`.
+            periods: Times for looks and waits.
 
         Raises:
             OSError: There are too few processes or descriptors.
         """
         self._modules = list(modules)
         self._extra = list(extra)
+        self._periods = periods
         self._orphans = Orphans(is_guest=is_guest)
         self._error_guard = ErrorGuard("the watch of the forkserver")
         self._num_crashes = 0
@@ -293,14 +317,14 @@ class Forkserver:
                     self._incarnation += 1
                 except OSError as error:
                     logger.error("no forkserver can be started: %s", error)
-                    await asyncio.sleep(_RETRY_S)
+                    await asyncio.sleep(self._periods.retry_s)
 
     async def _see_out(self, process: ForkserverProcess) -> None:
         """Return once it has ended; kill it if it does not answer."""
         listening = asyncio.create_task(process.listen(self._tell), name="listen to the forkserver")
         try:
             while not listening.done():
-                await asyncio.wait([listening], timeout=_LOOK_S)
+                await asyncio.wait([listening], timeout=self._periods.look_s)
                 with self._error_guard:
                     self._orphans.reap()
                     if not listening.done() and (complaint := process.complaint()):
@@ -320,10 +344,10 @@ class Forkserver:
             self._num_crashes = 0
             return 0.0
         if code == -signal.SIGKILL:  # killed from outside
-            return _FIRST_PAUSE_S
+            return self._periods.first_pause_s
         self._num_crashes += 1
         self._extra, self._reason = [], reason
-        return min(_FIRST_PAUSE_S * 2.0**self._num_crashes, _MAX_PAUSE_S)
+        return min(self._periods.first_pause_s * 2.0**self._num_crashes, _MAX_PAUSE_S)
 
     def _tell(self) -> None:
         """Wake up those that wait in `ready`."""
@@ -331,7 +355,7 @@ class Forkserver:
         self._changed = asyncio.Event()
 
     def _start(self) -> ForkserverProcess:
-        process = ForkserverProcess(self._modules, self._extra)
+        process = ForkserverProcess(self._modules, self._extra, self._periods)
         self._orphans.own(process.pid)
         return process
 

@@ -49,9 +49,17 @@ class GpuVitals:
 class GpuWatch:
     """Watch of some GPUs, until `stop`."""
 
-    def __init__(self, gpus: Sequence[Gpu], nvml: Any) -> None:
+    def __init__(self, gpus: Sequence[Gpu], nvml: Any, *, every_s: float = _EVERY_S) -> None:
+        """Store the arguments; ask nothing yet.
+
+        Args:
+            gpus: The GPUs.
+            nvml: The module `pynvml`.
+            every_s: Seconds between two looks.
+        """
         self._gpus = gpus
         self._nvml = nvml
+        self._every_s = every_s
         self._over = threading.Event()
         self._read: Sequence[GpuVitals] = ()
         """Last states. The thread replaces the whole sequence."""
@@ -95,7 +103,7 @@ class GpuWatch:
                 with error_guard:
                     self._count_xids(events)
                     self.look()
-                self._over.wait(_EVERY_S)
+                self._over.wait(self._every_s)
         finally:
             self._nvml.nvmlShutdown()
 

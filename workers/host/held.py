@@ -55,7 +55,7 @@ class HeldBatches:
     ) -> None:
         self.batch_timeout_s = batch_timeout_s
         self._heartbeat = heartbeat
-        self._patience_s = patience_s
+        self.patience_s = patience_s
         self._batches: dict[int, HeldBatch] = {}
         self._oldest_since = self._forgiven_at = 0.0
 
@@ -162,7 +162,7 @@ class HeldBatches:
 
     def _limit_s(self, id: int, batch: HeldBatch) -> float:
         if not self._is_begun(id):
-            return self._patience_s
+            return self.patience_s
         if batch.future is None and id < self._heartbeat.last_received:
             return self.batch_timeout_s  # preparing a later batch may delay it
         return batch.limit_s

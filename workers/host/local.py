@@ -23,7 +23,12 @@ from inferpool.workers.arena import Arena
 from inferpool.workers.config import WorkerConfig
 from inferpool.workers.errors import WorkerStartError
 from inferpool.workers.host import forkserver
-from inferpool.workers.host.engine import ForkserverVitals, WorkerId
+from inferpool.workers.host.engine import (
+    USUAL_PERIODS,
+    ForkserverVitals,
+    WorkerId,
+    WorkerPeriods,
+)
 from inferpool.workers.host.following_worker import FollowingWorker
 from inferpool.workers.host.forked import ForkedProcess
 from inferpool.workers.host.forkserver import (
@@ -34,7 +39,6 @@ from inferpool.workers.host.forkserver import (
 from inferpool.workers.host.local_worker import LocalWorker
 from inferpool.workers.host.observed import OomKills
 from inferpool.workers.host.rank_process import RankProcess
-from inferpool.workers.host.ranked_worker import EXIT_WAIT_S
 from inferpool.workers.memory import SharedMemoryError
 from inferpool.workers.messages import Ready
 
@@ -105,8 +109,9 @@ def _require_descriptors(num_ranks: int) -> None:
 class LocalEngine:
     """Engine that starts workers as processes of this host."""
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: Arena, periods: WorkerPeriods = USUAL_PERIODS) -> None:
         self._arena = arena
+        self._periods = periods
         self._oom_kills = OomKills()
         self._forkserver: Forkserver | None = None
         """Forkserver; None before the first start, and on hosts that have none."""
@@ -124,7 +129,7 @@ class LocalEngine:
         if self._forkserver is not None:
             await self._forkserver.close()
         if self._launches:
-            await asyncio.wait(self._launches, timeout=EXIT_WAIT_S)
+            await asyncio.wait(self._launches, timeout=self._periods.exit_s)
 
     async def start(
         self, id: WorkerId, config: WorkerConfig, on_progress: Callable[[str], None]
@@ -188,13 +193,13 @@ class LocalEngine:
                 await asyncio.shield(worker.started)
         except TimeoutError:
             reason = f"not ready after {config.load_timeout_s:g} s"
-            await _give_up(worker, launch, reason, with_stacks=True)
+            await self._give_up(worker, launch, reason, with_stacks=True)
             raise _not_loaded(config) from None
         except WorkerStartError:
-            await _give_up(worker, launch, "the start was given up")
+            await self._give_up(worker, launch, "the start was given up")
             raise
         except asyncio.CancelledError:
-            await _give_up(worker, launch, "the start was given up")
+            await self._give_up(worker, launch, "the start was given up")
             if config.cache_dir is not None:
                 for rank in worker.ranks:
                     await asyncio.to_thread(forget_load, Path(config.cache_dir), rank.pid)
@@ -207,6 +212,23 @@ class LocalEngine:
             ) from error
         return worker
 
+    async def _give_up(
+        self,
+        worker: LocalWorker | FollowingWorker,
+        launch: Task[None],
+        reason: str,
+        *,
+        with_stacks: bool = False,
+    ) -> None:
+        """End a worker that is being started.
+
+        If its launch does not finish soon, the launch itself kills the process later.
+        """
+        worker.is_given_up = True
+        await asyncio.wait([launch], timeout=self._periods.give_up_s)
+        if worker.ranks[0].is_attached:
+            await worker.kill(reason, with_stacks=with_stacks)
+
     def _on_launched(self, launch: Task[None]) -> None:
         self._launches.discard(launch)
         if not launch.cancelled():
@@ -216,8 +238,8 @@ class LocalEngine:
         self, id: WorkerId, config: WorkerConfig, on_progress: Callable[[str], None]
     ) -> LocalWorker | FollowingWorker:
         if config.first_rank:
-            return FollowingWorker(id, config, on_progress, self._oom_kills)
-        worker = LocalWorker(id, config, on_progress, self._oom_kills)
+            return FollowingWorker(id, config, on_progress, self._oom_kills, self._periods)
+        worker = LocalWorker(id, config, on_progress, self._oom_kills, self._periods)
         worker.on_loaded = partial(self._start_decoders, worker)
         return worker
 
@@ -232,7 +254,7 @@ class LocalEngine:
                     raise InterruptedError("the start was given up")
             worker.attach(processes)
         except Exception:
-            await asyncio.to_thread(_kill, processes)
+            await asyncio.to_thread(_kill, processes, self._periods.exit_s)
             await worker.kill("could not be started")
             raise
 
@@ -294,29 +316,12 @@ def _not_loaded(config: WorkerConfig) -> WorkerStartError:
     return WorkerStartError(text, permanent=False)
 
 
-async def _give_up(
-    worker: LocalWorker | FollowingWorker,
-    launch: Task[None],
-    reason: str,
-    *,
-    with_stacks: bool = False,
-) -> None:
-    """End a worker that is being started.
-
-    If its launch does not finish soon, the launch itself kills the process later.
-    """
-    worker.is_given_up = True
-    await asyncio.wait([launch], timeout=EXIT_WAIT_S)
-    if worker.ranks[0].is_attached:
-        await worker.kill(reason, with_stacks=with_stacks)
-
-
-def _kill(processes: Sequence[BaseProcess]) -> None:
+def _kill(processes: Sequence[BaseProcess], exit_s: float) -> None:
     for process in processes:
         if process.pid is not None:
             process.kill()
     for process in processes:
         if process.pid is not None:
-            process.join(EXIT_WAIT_S)
+            process.join(exit_s)
             if process.exitcode is not None:
                 process.close()

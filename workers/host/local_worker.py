@@ -17,10 +17,9 @@ from multiprocessing.process import BaseProcess
 
 from inferpool.workers.config import WorkerConfig
 from inferpool.workers.errors import WorkerLostError
-from inferpool.workers.host.canary import PATIENCE_S
 from inferpool.workers.host.carrier import Carrier
 from inferpool.workers.host.decoders import DecoderHost
-from inferpool.workers.host.engine import Cause, Ending, Vitals, WorkerId
+from inferpool.workers.host.engine import Cause, Ending, Vitals, WorkerId, WorkerPeriods
 from inferpool.workers.host.error_guard import ErrorGuard
 from inferpool.workers.host.held import batch_timeout_s
 from inferpool.workers.host.observed import OomKills
@@ -44,16 +43,10 @@ from inferpool.workers.outputs import OutputRegion
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 2.0
-"""Interval between two looks at each process, which cost some 0.1 ms each."""
 _STALLED_S = 3.0
 """Seconds without a heartbeat; an idle process beats every second."""
 _PAUSE_S = 0.5
 """Delay of the watch from which on the whole host must have paused, not this loop alone."""
-_RETIRE_S = 5.0
-"""Seconds that a worker may take to leave once it has finished its batches."""
-_FOLLOW_OUT_S = 1.0
-"""Seconds that the other ranks may take to leave after one has left as it was told."""
 _LEAD_MESSAGES = BatchDone | StartProgress | Ready | LogLine | Leaving | StartFailed
 _FOLLOWER_MESSAGES = RankReady | LogLine | Leaving | StartFailed
 
@@ -67,6 +60,7 @@ class LocalWorker(RankedWorker):
         config: WorkerConfig,
         on_progress: Callable[[str], None],
         oom_kills: OomKills,
+        periods: WorkerPeriods,
     ) -> None:
         """Make the queues and the shared memory of an incarnation.
 
@@ -74,20 +68,23 @@ class LocalWorker(RankedWorker):
             SharedMemoryError: There is too little memory.
             OSError: There are too few descriptors.
         """
-        super().__init__(id, config, oom_kills)
+        super().__init__(id, config, oom_kills, periods)
         self.credit = config.credit
         self.inbox = PrivateQueue()
         self.outputs = OutputRegion()
         self.lead = self.ranks[0]
-        self.decoders = DecoderHost(id, config, oom_kills, self._settle)
+        self.decoders = DecoderHost(id, config, oom_kills, self._settle, periods)
         self.on_loaded: Callable[[Ready], None] = lambda _: None
         """Called once it is loaded; it starts the decoders."""
-        self._patience_s = min(PATIENCE_S, batch_timeout_s(config.batch_timeout_s, None))
+        timeout_s = batch_timeout_s(config.batch_timeout_s, None)
+        self.patience_s = min(periods.patience_s, timeout_s)
+        """Seconds that it may take to begin a batch, or an idle follower to show a sign of life."""
         self.carrier = Carrier(
             self.lead.heartbeat,
             self.outputs,
             wanted_timeout_s=config.batch_timeout_s,
-            patience_s=self._patience_s,
+            patience_s=self.patience_s,
+            canary_every_s=periods.canary_every_s,
         )
         self._on_progress = on_progress
         self._ready: Ready | None = None
@@ -237,7 +234,7 @@ class LocalWorker(RankedWorker):
         if not self._is_end_known:
             self._is_end_known = True
             self._note_end(rank, cause, reason)
-            self._end_others(_FOLLOW_OUT_S if rank.has_left else 0.0)
+            self._end_others(self._periods.follow_out_s if rank.has_left else 0.0)
         rank.log_last_stacks(self._reason, self.carrier.at_work_on())
         self.decoders.end()
         self._settle()
@@ -292,7 +289,8 @@ class LocalWorker(RankedWorker):
         """Look at the processes regularly: send canaries, and end a worker that hangs."""
         while True:
             now = time.monotonic()
-            wake_at = now + max(0.001, min(_LOOK_S, self._patience_s, self.carrier.next_due_s(now)))
+            look_s = min(self._periods.look_s, self.patience_s)
+            wake_at = now + max(0.001, min(look_s, self.carrier.next_due_s(now)))
             await asyncio.sleep(wake_at - now)
             now = time.monotonic()
             with self._error_guard:
@@ -325,8 +323,8 @@ class LocalWorker(RankedWorker):
         if not self.started.done() or self.carrier.held.is_any_begun:
             return ""
         for rank in self.ranks[1:]:
-            if rank.heartbeat.age_s > self._patience_s:
-                text = f"hung: it was idle, and showed no sign of life for {self._patience_s:g} s"
+            if rank.heartbeat.age_s > self.patience_s:
+                text = f"hung: it was idle, and showed no sign of life for {self.patience_s:g} s"
                 return self._with_rank(rank, text)
         return ""
 
@@ -346,7 +344,7 @@ class LocalWorker(RankedWorker):
         while self.carrier.held and not self.carrier.held.hang(now := time.monotonic()):
             if await self._is_gone_within(max(0.001, self.carrier.held.next_due_s(now))):
                 return
-        if self.carrier.held or not await self._is_gone_within(_RETIRE_S):
+        if self.carrier.held or not await self._is_gone_within(self._periods.retire_s):
             self._is_our_doing = True
             await self.kill(reason, with_stacks=True)
 

@@ -13,7 +13,7 @@ from typing import Protocol
 import msgspec
 
 from inferpool.workers.heartbeat import HeartbeatReader
-from inferpool.workers.host.engine import Cause, WorkerId
+from inferpool.workers.host.engine import USUAL_PERIODS, Cause, WorkerId, WorkerPeriods
 from inferpool.workers.host.observed import EXIT_AFTER_EOF_S, ObservedProcess, OomKills
 from inferpool.workers.host.queues import FrameReader, PrivateQueue
 from inferpool.workers.inside.stacks import Stacks
@@ -55,6 +55,7 @@ class RankProcess:
         *,
         is_alone: bool,
         kind: str = "rank",
+        periods: WorkerPeriods = USUAL_PERIODS,
     ) -> None:
         """Make the outbox, the heartbeat and the stacks that the process will write to.
 
@@ -64,6 +65,7 @@ class RankProcess:
             oom_kills: Counter of the kernel's kills for memory.
             is_alone: True if the worker has no other process.
             kind: Name of its kind in the log: "rank" or "decoder".
+            periods: Times for looks and waits.
 
         Raises:
             SharedMemoryError: There is too little memory.
@@ -78,7 +80,7 @@ class RankProcess:
         self._worker = worker
         self._who = "it" if is_alone else f"{kind} {number}"
         self.outbox = PrivateQueue()
-        self.stacks = Stacks()
+        self.stacks = Stacks(periods.stacks_step_s)
         self.heartbeat = HeartbeatReader()
         self.is_gone = False
         self.has_left = False

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from inferpool.workers.config import WorkerConfig
 from inferpool.workers.errors import WorkerStartError
-from inferpool.workers.host.engine import Ending, RankVitals, WorkerId
+from inferpool.workers.host.engine import Ending, RankVitals, WorkerId, WorkerPeriods
 from inferpool.workers.host.observed import OomKills
 from inferpool.workers.host.rank_process import RankProcess
 from inferpool.workers.messages import RankReady, Ready
@@ -16,14 +16,13 @@ from inferpool.workers.wiring import wiring_of
 
 logger = logging.getLogger(__name__)
 
-EXIT_WAIT_S = 5.0
-"""Seconds that a process may take to exit after SIGKILL."""
-
 
 class RankedWorker:
     """One incarnation of a worker: those of its processes that run on this host."""
 
-    def __init__(self, id: WorkerId, config: WorkerConfig, oom_kills: OomKills) -> None:
+    def __init__(
+        self, id: WorkerId, config: WorkerConfig, oom_kills: OomKills, periods: WorkerPeriods
+    ) -> None:
         """Make the queues and the shared memory of the processes.
 
         Raises:
@@ -31,12 +30,13 @@ class RankedWorker:
             OSError: There are too few descriptors.
         """
         self.id = id
+        self._periods = periods
         self.is_given_up = False
         """True once nobody waits for its start any more."""
         self._is_alone = config.placement.num_ranks == 1
         first, names = config.first_rank, config.here.names
         self.ranks = [
-            RankProcess(id, rank, oom_kills, is_alone=self._is_alone)
+            RankProcess(id, rank, oom_kills, is_alone=self._is_alone, periods=periods)
             for rank in range(first, first + len(names))
         ]
         self.wiring = wiring_of(config)
@@ -85,7 +85,7 @@ class RankedWorker:
 
     async def _kill_all(self) -> None:
         self._signal(signal.SIGKILL)
-        if not await self._is_gone_within(EXIT_WAIT_S):
+        if not await self._is_gone_within(self._periods.exit_s):
             logger.critical("%s does not exit after SIGKILL (stuck in the kernel?)", self.id)
 
     def _living(self) -> Iterator[RankProcess]:

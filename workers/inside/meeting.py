@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_GREET_S = 5.0
-"""Seconds that whoever connects may take for its greeting: meanwhile no other rank is heard."""
 _LEAST_S = 0.001
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
@@ -82,7 +80,7 @@ def _connections(
 def _dial(address: tuple[str, int], ends: DistantEnds, other: int, deadline: float) -> Connection:
     sock = socket.create_connection(address, max(0.1, deadline - time.monotonic()))
     with sock:
-        until = max(deadline, time.monotonic() + _GREET_S)  # it may greet others first
+        until = max(deadline, time.monotonic() + ends.greet_s)  # it may greet others first
         nonce = secrets.token_bytes(_NONCE_BYTES)
         sock.sendall(nonce + ends.rank.to_bytes(_RANK_BYTES))
         answer = _read(sock, _NONCE_BYTES + _PROOF_BYTES, until)
@@ -111,7 +109,7 @@ def _accept(
 
 
 def _greet(sock: socket.socket, ends: DistantEnds, awaited: set[int]) -> tuple[int, Connection]:
-    until = time.monotonic() + _GREET_S
+    until = time.monotonic() + ends.greet_s
     hello = _read(sock, _NONCE_BYTES + _RANK_BYTES, until)
     other = int.from_bytes(hello[_NONCE_BYTES:])
     nonce = secrets.token_bytes(_NONCE_BYTES)

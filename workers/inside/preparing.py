@@ -81,6 +81,8 @@ class Preparer:
         num_threads: int,
         staging: Staging | None,
         error_detail: ErrorDetail,
+        pool_pays_s: float = _POOL_PAYS_S,
+        parts_pay_s: float = _PARTS_PAY_S,
     ) -> None:
         """Start the threads.
 
@@ -89,6 +91,8 @@ class Preparer:
             num_threads: Number of preparations that may run at once.
             staging: The way to the accelerator; None if batches stay on the host.
             error_detail: Detail of the model's exceptions in answers.
+            pool_pays_s: Seconds per item from which on each is prepared by another thread.
+            parts_pay_s: Seconds of a batch for an accelerator from which on threads share it.
         """
         self.give_decoders: GiveDecoders | None = None
         """Set if this worker has decoders."""
@@ -104,6 +108,7 @@ class Preparer:
                 else None
             )
         self._num_threads = num_threads
+        self._pool_pays_s, self._parts_pay_s = pool_pays_s, parts_pay_s
         self._item_s = 0.0
 
     def begin(self, id: int, refs: Sequence[ItemRef], payloads: Sequence[memoryview]) -> Prepared:
@@ -170,9 +175,9 @@ class Preparer:
         num_items = len(indices)
         if self._pool is None:
             self._preprocess(prepared, indices)
-        elif num_items > 1 and self._item_s > _POOL_PAYS_S:
+        elif num_items > 1 and self._item_s > self._pool_pays_s:
             self._preprocess_apart(prepared, [(i,) for i in indices])
-        elif self._staging is not None and num_items * self._item_s > _PARTS_PAY_S:
+        elif self._staging is not None and num_items * self._item_s > self._parts_pay_s:
             num_parts = self._num_threads
             self._preprocess_apart(prepared, [indices[k::num_parts] for k in range(num_parts)])
         elif num_items:

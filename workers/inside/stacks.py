@@ -30,7 +30,9 @@ _MAX_BYTES = 1 << 16
 class Stacks:
     """Memory for the stacks of one process, to which it is passed as an argument."""
 
-    def __init__(self) -> None:
+    def __init__(self, step_s: float = _STEP_S) -> None:
+        """Allocate it; `step_s` are the seconds between two looks at a dump that is written."""
+        self._step_s = step_s
         self._fd = open_anonymous("stacks")
         self._closing = weakref.finalize(self, os.close, self._fd)  # closed also if a start fails
         self._taken = 0
@@ -54,7 +56,7 @@ class Stacks:
             return "gone", ""
         size = num_quiet = 0
         for _ in range(_NUM_STEPS):
-            await asyncio.sleep(_STEP_S)
+            await asyncio.sleep(self._step_s)
             if not self._closing.alive:
                 return "gone", ""
             before, size = size, self.num_new_bytes

@@ -47,7 +47,7 @@ def test_batches_are_timed_on_the_largest_input_so_that_they_can_be_compared():
         input=json.dumps({"accelerator": "cuda", "devices": [], "models": [order]}),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=True,
     )
     _, answer = [json.loads(line) for line in done.stdout.splitlines()]

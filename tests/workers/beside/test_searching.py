@@ -31,7 +31,7 @@ def config(folder: Path, source: str = CONFIG.model.source, **options: object) -
 
 
 def slow_to_load(folder: Path) -> WorkerConfig:
-    return config(folder, "tests.fault_model:FaultModel", load_s=60.0)
+    return config(folder, "tests.fault_model:FaultModel", load_s=600.0)
 
 
 def refusal(wanted: WorkerConfig) -> str:

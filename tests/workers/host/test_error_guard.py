@@ -11,11 +11,10 @@ from unittest.mock import Mock
 import pytest
 
 import inferpool.workers.host.error_guard
-import inferpool.workers.host.local_worker
 from inferpool.workers.errors import WorkerLostError
 from inferpool.workers.host.error_guard import ErrorGuard
 from inferpool.workers.host.local import LocalEngine
-from tests.workers.contract import answers, is_gone, pid_of, started, until
+from tests.workers.contract import answers, hurried, is_gone, pid_of, until
 
 
 @contextmanager
@@ -56,9 +55,8 @@ def test_end_of_a_task_is_no_error_of_a_round():
 async def test_worker_is_watched_while_and_after_descriptors_run_out(
     engine: LocalEngine, put, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr(inferpool.workers.host.local_worker, "_LOOK_S", 0.02)
     caplog.set_level(logging.CRITICAL)
-    worker = await started(engine, batch_timeout_s=2.0)
+    worker = await hurried(engine)
     look = Mock(wraps=worker.lead.look)
     monkeypatch.setattr(worker.lead, "look", look)
     with no_descriptors():

@@ -5,12 +5,15 @@ import contextlib
 import errno
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -19,12 +22,19 @@ import inferpool.workers.host.forked
 import inferpool.workers.host.forkserver
 from inferpool.service.tools.trial.processes import is_alive
 from inferpool.workers.arena import Arena
+from inferpool.workers.beside.forkserver_process import ANSWER
 from inferpool.workers.errors import WorkerLostError, WorkerStartError
 from inferpool.workers.host.engine import WorkerId
-from inferpool.workers.host.forkserver import Forkserver
+from inferpool.workers.host.forked import ForkedProcess
+from inferpool.workers.host.forkserver import (
+    Forkserver,
+    ForkserverLostError,
+    ForkserverPeriods,
+)
 from inferpool.workers.host.local import LocalEngine
 from inferpool.workers.host.orphans import Orphans
 from tests.workers.contract import (
+    PATIENT,
     answers,
     config_of,
     pid_of,
@@ -35,103 +45,127 @@ from tests.workers.contract import (
 )
 from tests.workers.inside.test_group import PairEngine
 
-pytestmark = pytest.mark.measures
+QUICK = ForkserverPeriods(look_s=0.05, first_pause_s=0.01, retry_s=0.01)
 
 
-@pytest.fixture
-def pair_engine(arena: Arena):
-    return PairEngine(arena)
-
-
-@pytest.fixture(autouse=True)
-def often(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(inferpool.workers.host.forkserver, "_LOOK_S", 0.1)
-
-
-def forkserver_of(engine: LocalEngine) -> Forkserver:
-    assert engine._forkserver is not None
-    return engine._forkserver
-
-
-async def test_worker_outlives_the_forkserver_and_starts_wait_for_the_next_one(
-    pair_engine: PairEngine, put
+async def test_workers_outlive_the_forkserver_and_starts_in_flight_wait_for_the_next_one(
+    arena: Arena, no_process_left: None, put
 ):
-    worker = await started(pair_engine)
+    engine = PairEngine(arena, PATIENT)
+    worker = await started(engine)
     batch = worker.run([put({"n": 1, "do": "sleep"})])
     await until_begun(worker)
-    forkserver = forkserver_of(pair_engine)
+    assert engine._forkserver is not None
+    forkserver = engine._forkserver
     first = forkserver.pid
-    os.kill(first, signal.SIGKILL)
+    os.kill(first, signal.SIGSTOP)  # so that it answers no start
+    stages: list[str] = []
+    starts = [
+        asyncio.create_task(engine.start(WorkerId(model="m", slot=n), config_of(), stages.append))
+        for n in (1, 2)
+    ]
+    await until(lambda: forkserver.process.has_unanswered or forkserver.pid != first)
+    forkserver.process.kill()
     assert answers(await batch) == [2]
     await until(lambda: forkserver.pid != first)
-    stages: list[str] = []
-    other = await pair_engine.start(WorkerId(model="m", slot=1), config_of(), stages.append)
-    assert stages[0] == "importing torch"
-    assert answers(await other.run([put({"n": 2})])) == [4]
+    forkserver.process.kill()  # while it imports torch
+    others = await asyncio.gather(*starts)
+    assert "importing torch" in stages
+    for other in others:
+        assert answers(await other.run([put({"n": 2})])) == [4]
+        await other.stop(5)
     with pytest.raises(WorkerLostError, match="SIGSEGV") as lost:
         await worker.run([put({"n": 3, "do": "segfault"})])
     assert lost.value.started
     assert (await worker.wait()).was_at_work
-    await other.stop(5)
-
-
-@pytest.mark.parametrize("is_noticed", [True, False])
-async def test_forkserver_that_does_not_answer_is_replaced_and_the_start_succeeds(
-    pair_engine: PairEngine, put, monkeypatch: pytest.MonkeyPatch, is_noticed: bool
-):
-    monkeypatch.setattr(inferpool.workers.host.forkserver, "_ANSWER_S", 2.0)
-    if not is_noticed:  # it does not answer for another reason
-        monkeypatch.setattr(psutil.Process, "status", lambda self: psutil.STATUS_SLEEPING)
-
-    await (await started(pair_engine)).stop(5)
-    forkserver = forkserver_of(pair_engine)
-    first = forkserver.pid
-    os.kill(first, signal.SIGSTOP)
-    worker = await started(pair_engine)
-    assert forkserver.pid != first
-    assert answers(await worker.run([put({"n": 2})])) == [4]
-    await worker.stop(5)
-
-
-async def test_starts_in_flight_survive_the_forkserver(pair_engine: PairEngine):
-    await (await started(pair_engine)).stop(5)
-    forkserver = forkserver_of(pair_engine)
-    first = forkserver.pid
-    starts = [asyncio.create_task(started(pair_engine)) for _ in range(3)]
-    await until(lambda: forkserver.process.has_unanswered)
-    os.kill(first, signal.SIGKILL)
-    await until(lambda: forkserver.pid != first)
-    os.kill(forkserver.pid, signal.SIGKILL)  # while it imports torch
-    for worker in await asyncio.gather(*starts):
-        await worker.stop(5)
-
-
-async def test_forkserver_that_does_not_answer_does_not_hold_up_the_end_nor_leave_anything_open(
-    engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(inferpool.workers.host.local, "EXIT_WAIT_S", 0.5)
-
-    worker = await started(engine)
-    await worker.stop(5)
-    before = len(os.listdir("/proc/self/fd"))
-    suspend(forkserver_of(engine).pid)
-    start = asyncio.create_task(started(engine))
-    await until(lambda: engine._launches)
-    start.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await start
-    monkeypatch.setattr(inferpool.workers.host.local, "EXIT_WAIT_S", 20.0)
-    await engine.close()
-    assert not engine._launches
-    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 @contextlib.asynccontextmanager
-async def running(modules: list[str], extra: list[str]) -> AsyncIterator[Forkserver]:
-    server = Forkserver(modules, extra)
-    yield server
-    await server.close()
-    server.process.end()
+async def running(
+    modules: Sequence[str], extra: Sequence[str], periods: ForkserverPeriods = QUICK
+) -> AsyncIterator[Forkserver]:
+    server = Forkserver(modules, extra, periods=periods)
+    try:
+        yield server
+    finally:
+        await server.close()
+        server.process.end()
+
+
+@contextlib.asynccontextmanager
+async def light(periods: ForkserverPeriods = QUICK) -> AsyncIterator[Forkserver]:
+    """Run a forkserver that imports nothing, and use it for all that this process forks."""
+    async with running([], [], periods) as server:
+        await server.ready()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(inferpool.workers.host.forkserver._Holder, "forkserver", server)
+            yield server
+
+
+@pytest.mark.parametrize("is_noticed", [True, False])
+async def test_forkserver_that_does_not_answer_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_noticed: bool
+):
+    answer_s = 1000.0
+    if not is_noticed:  # it does not answer for another reason
+        answer_s = 0.5
+        monkeypatch.setattr(psutil.Process, "status", lambda self: psutil.STATUS_SLEEPING)
+    async with light(replace(QUICK, answer_s=answer_s)) as server:
+        first = server.pid
+        os.kill(first, signal.SIGSTOP)
+        with pytest.raises(ForkserverLostError):
+            await asyncio.to_thread(server.fork, b"", ())
+        await until(lambda: server.pid != first)
+        await server.ready()
+    assert ("the forkserver is stopped: killing it" in caplog.text) == is_noticed
+
+
+async def test_forkserver_that_does_not_answer_does_not_hold_up_the_end_nor_leave_anything_open(
+    arena: Arena,
+):
+    engine = LocalEngine(arena, replace(PATIENT, give_up_s=0.1))
+    async with light(replace(QUICK, look_s=1000.0)) as server:  # nobody replaces it
+        before = len(os.listdir("/proc/self/fd"))
+        suspend(server.pid)
+        start = asyncio.create_task(started(engine))
+        await until(lambda: engine._launches)
+        start.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await start
+        await engine.close()
+        assert not engine._launches
+        assert len(os.listdir("/proc/self/fd")) <= before
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (ANSWER.pack(-errno.EAGAIN), BlockingIOError),
+        (b"", ForkserverLostError),
+        (ANSWER.pack(7)[:-1], ForkserverLostError),
+    ],
+)
+async def test_fork_that_is_refused_or_not_answered_in_full_is_an_error_and_leaves_nothing_open(
+    answer: bytes, error: type[Exception]
+):
+    def act(theirs: socket.socket) -> None:
+        _, fds, _, _ = socket.recv_fds(theirs, 1, 10)
+        os.write(fds[1], answer)
+        for fd in fds:
+            os.close(fd)
+
+    async with running([], []) as server:
+        await server.ready()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ours, theirs, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(server.process, "channel", ours)
+            before = len(os.listdir("/proc/self/fd"))
+            acting = asyncio.create_task(asyncio.to_thread(act, theirs))
+            with pytest.raises(error):
+                await asyncio.to_thread(server.fork, b"body", ())
+            await acting
+            assert len(os.listdir("/proc/self/fd")) <= before
+        assert not server.process.has_unanswered
 
 
 @pytest.mark.parametrize(
@@ -167,7 +201,6 @@ async def test_forkserver_does_without_packages_that_import_what_the_models_fold
 
 
 async def test_forkserver_that_cannot_be_replaced_yet_is_not_ready(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(inferpool.workers.host.forkserver, "_RETRY_S", 0.01)
     tries: list[int] = []
     async with running([], []) as server:
         await server.ready()
@@ -187,29 +220,24 @@ async def test_forkserver_that_cannot_be_replaced_yet_is_not_ready(monkeypatch: 
         assert len(tries) == 3
 
 
-async def test_process_without_a_descriptor_to_watch_it_by_leaves_no_zombie(
-    engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
-):
+async def test_process_without_a_descriptor_to_watch_it_by_leaves_no_zombie():
     def refuse(pid: int) -> int:
         raise OSError(errno.EMFILE, "no descriptors")
 
-    await (await started(engine)).stop(5)
-    before = {each.pid for each in psutil.Process().children()}
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "pidfd_open", refuse)
-        with pytest.raises(WorkerStartError):
-            await started(engine)
-    await until(lambda: {each.pid for each in psutil.Process().children()} <= before)
+    async with light():
+        before = {each.pid for each in psutil.Process().children()}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "pidfd_open", refuse)
+            with pytest.raises(OSError, match="no descriptors"):
+                await asyncio.to_thread(ForkedProcess(target=os.getpid).start)
+        await until(lambda: {each.pid for each in psutil.Process().children()} <= before)
 
 
-async def test_exit_that_two_threads_see_at_once_has_one_code(
-    engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
-):
-    await (await started(engine)).stop(5)
-    sleeper = os.posix_spawn("/bin/sleep", ["sleep", "60"], os.environ, setpgroup=0)
+def test_exit_that_two_threads_see_at_once_has_one_code(monkeypatch: pytest.MonkeyPatch):
+    sleeper = os.posix_spawn("/bin/sleep", ["sleep", "600"], os.environ, setpgroup=0)
     popen = inferpool.workers.host.forked._Popen.__new__(inferpool.workers.host.forked._Popen)
     popen.pid, popen.returncode = sleeper, None
-    popen._forkserver = inferpool.workers.host.forkserver.running_forkserver()
+    popen._forkserver = SimpleNamespace(forget=lambda pid: None)
     other = threading.Thread(target=popen.poll)
 
     def end_group(pid: int) -> None:
@@ -224,18 +252,28 @@ async def test_exit_that_two_threads_see_at_once_has_one_code(
     assert popen.poll() == -signal.SIGKILL
 
 
+async def test_forkserver_that_does_not_finish_its_imports_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    (tmp_path / "endless_module.py").write_text("import time; time.sleep(600)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    async with running(["endless_module"], [], replace(QUICK, import_s=0.1)) as server:
+        server.keep()
+        await until(lambda: server.vitals().incarnation == 1)
+    assert "the forkserver does not finish its imports: killing it" in caplog.text
+
+
 async def test_forkserver_that_only_crashes_fails_the_starts_that_wait(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     (tmp_path / "crashing_module.py").write_text("import os, signal; os.kill(os.getpid(), 11)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(inferpool.workers.host.forkserver, "_FIRST_PAUSE_S", 0.01)
     async with running(["crashing_module"], []) as server:
         with pytest.raises(WorkerStartError, match="crashes as it starts: SIGSEGV"):
             await server.ready()
 
 
-@pytest.mark.parametrize("end", ["SIGKILL", "crash", "stop", "hang"])
+@pytest.mark.parametrize("end", ["SIGKILL", "stop"])
 async def test_processes_that_a_model_forks_end_with_its_worker(
     engine: LocalEngine, put, tmp_path: Path, end: str
 ):
@@ -245,24 +283,16 @@ async def test_processes_that_a_model_forks_end_with_its_worker(
         engine,
         source="tests.fault_model:ForkingModel",
         options={"children": str(file)},
-        batch_timeout_s=2.0,
     )
     children = [psutil.Process(int(pid)) for pid in file.read_text().split()]
     assert len(children) == 3
     assert answers(await worker.run([put({"n": 2})])) == [4]
     assert all(is_alive(each) for each in children)
-    batches = []
-    match end:
-        case "SIGKILL":
-            os.kill(pid_of(worker), signal.SIGKILL)
-        case "crash":
-            batches.append(worker.run([put({"n": 2, "do": "segfault"})]))
-        case "stop":
-            await worker.stop(5)
-        case "hang":
-            batches.append(worker.run([put({"n": 2, "do": "spin"})]))
+    if end == "stop":
+        await worker.stop(5)
+    else:
+        os.kill(pid_of(worker), signal.SIGKILL)
     await worker.wait()
-    await asyncio.gather(*batches, return_exceptions=True)
     await until(lambda: not any(is_alive(each) for each in children))
     await until(lambda: not any(each.is_running() for each in children))  # no zombie either
 
@@ -314,7 +344,7 @@ def test_no_folder_is_made_to_start_workers(tmp_path: Path):
     )
     env = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.getcwd()}
     done = subprocess.run(
-        [sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True, timeout=60
+        [sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True, timeout=120
     )
     assert done.stdout == "[]\n"
     assert tempfile.gettempdir() != str(tmp_path)

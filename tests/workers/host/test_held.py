@@ -74,6 +74,38 @@ def test_batch_whose_clock_ran_while_the_host_stood_still_has_its_time_again():
     assert held.hang(now=18.0)
 
 
+def test_pause_of_the_whole_host_is_no_time_of_the_oldest_batch():
+    _, held = holding(1, batch_timeout_s=10, last_received=1)
+    held.forgive(9.0, now=20.0)
+    assert not held.hang(now=24.0)
+    assert held.hang(now=24.1)
+    held.forgive(100.0, now=30.0)  # longer than the batch has run
+    assert held.oldest_age_s(now=31.0) == 1.0
+
+
+def test_batch_runs_as_long_as_its_timeout_and_no_longer():
+    _, held = holding(1, batch_timeout_s=10, last_received=1)
+    assert not held.hang(now=15.0)
+    assert "a sample of its own ran for more than 10 s" in held.hang(now=15.1)
+
+
+def test_batch_that_is_not_begun_has_as_long_as_the_patience_and_no_longer():
+    _, held = holding(1, batch_timeout_s=10)
+    assert held.next_due_s(now=5.5) == 0.5
+    assert not held.hang(now=6.0)
+    assert "took up no work for 1 s" in held.hang(now=6.1)
+
+
+def test_canary_that_the_preparation_of_a_later_batch_holds_up_has_the_time_of_a_batch():
+    heartbeat, held = holding(batch_timeout_s=10, last_received=1)
+    held.add(1, HeldBatch([], None, limit_s=2), now=5.0)
+    held.add(2, HeldBatch([], None, limit_s=2), now=5.0)
+    assert held.hang(now=7.1)
+    heartbeat.last_received = 2
+    assert not held.hang(now=15.0)
+    assert held.hang(now=15.1)
+
+
 @pytest.mark.parametrize(
     ("wanted_s", "warmup_s", "expected_s"),
     [(0.5, 100.0, 0.5), (None, None, 60), (None, 0.01, 10), (None, 3.0, 30)],

@@ -53,7 +53,7 @@ class Cancels(Model):
 async def started(kind: type[Model]) -> InProcessWorker:
     config = config_of(f"{__name__}:{kind.__name__}")
     arena: Any = SimpleNamespace(memory=SimpleNamespace(map=bytearray(_PAYLOAD)))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         return await InProcessEngine(arena).start(WorkerId(model="m", slot=0), config, print)
 
 

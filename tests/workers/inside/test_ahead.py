@@ -9,14 +9,14 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
-import inferpool.workers.inside.preparing
 import inferpool.workers.inside.staging
 from inferpool.models.accelerator.device import HandOver, stack_pinned
 from inferpool.models.item import Features, Item
 from inferpool.models.spec import Placement
 from inferpool.models.speed.graphs import Graphed
 from inferpool.workers.inside.compute import Computer
-from inferpool.workers.inside.preparing import Prepared
+from inferpool.workers.inside.preparing import Prepared, Preparer
+from inferpool.workers.inside.staging import Staging
 from inferpool.workers.messages import ItemError, ItemRef, Outcome
 from tests.ahead_model import AheadModel
 
@@ -40,10 +40,14 @@ def computer_of(model: AheadModel, num_threads: int = 1) -> Computer:
     return Computer(model, num_threads=num_threads, device=DEVICE)
 
 
-def prepared(computer: Computer, values: Sequence[object]) -> Prepared:
+def stored(values: Sequence[object]) -> tuple[list[ItemRef], list[memoryview]]:
     bodies = [json.dumps(value).encode() for value in values]
     refs = [ItemRef("json", 0, len(body), math.inf) for body in bodies]
-    return computer.prepare(1, refs, [memoryview(body) for body in bodies])
+    return refs, [memoryview(body) for body in bodies]
+
+
+def prepared(computer: Computer, values: Sequence[object]) -> Prepared:
+    return computer.prepare(1, *stored(values))
 
 
 def numbers(*numbers: float) -> list[dict[str, float]]:
@@ -294,11 +298,7 @@ def test_numbers_of_several_dtypes_are_stacked_as_on_the_host():
         assert stack_pinned(some).dtype == torch.float64
 
 
-def test_cheap_items_of_a_large_batch_are_prepared_in_parts_by_several_threads(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    monkeypatch.setattr(inferpool.workers.inside.preparing, "_POOL_PAYS_S", math.inf)
-    monkeypatch.setattr(inferpool.workers.inside.preparing, "_PARTS_PAY_S", 0.0)
+def test_cheap_items_of_a_large_batch_are_prepared_in_parts_by_several_threads():
     together = threading.Barrier(3)
     threads: list[str] = []
 
@@ -306,14 +306,23 @@ def test_cheap_items_of_a_large_batch_are_prepared_in_parts_by_several_threads(
         def preprocess(self, item: Item) -> Features:
             name = threading.current_thread().name
             if name.startswith("prepare") and name not in threads:
-                together.wait(timeout=10)
+                together.wait(timeout=60)
             threads.append(name)
             return super().preprocess(item)
 
-    computer = computer_of(Meeting(), num_threads=3)
+    model = Meeting()
+    model.load(Placement(devices=(DEVICE,)))
+    preparer = Preparer(
+        model,
+        num_threads=3,
+        staging=Staging(model, DEVICE),
+        error_detail="name",
+        pool_pays_s=math.inf,
+        parts_pay_s=0.0,
+    )
     for _ in range(2):
-        batch = prepared(computer, numbers(*range(7)))
-        assert answers(computer, batch) == [2 * n for n in range(7)]
+        batch = preparer.finish(preparer.begin(1, *stored(numbers(*range(7)))))
+        assert [int(each["x"][0]) for each in batch.features if each] == [*range(7)]
     assert sorted(threads.count(name) for name in {*threads}) == [2, 2, 3, 7]
 
 

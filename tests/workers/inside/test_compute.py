@@ -186,6 +186,27 @@ def test_sizes_that_may_come_later_are_warmed_up_as_far_as_they_fit_and_take_sho
             computer_of(model).warm_up(samples, (1, 8), needed=8)
 
 
+def test_warm_up_tells_the_time_of_its_longest_batch_with_the_preparation_of_its_items(monkeypatch):
+    now = 0.0
+
+    def compute(x):
+        nonlocal now
+        now += 0.3
+        return x * 2
+
+    class Slow(DoublingModel):
+        def preprocess(self, item: Item) -> Features:
+            nonlocal now
+            now += 0.05
+            return super().preprocess(item)
+
+    clock = SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr(inferpool.workers.inside.compute, "time", clock)
+    samples = [Item(kind="json", payload=memoryview(b"1"))] * 2
+    longest_s = computer_of(Slow(compute)).warm_up(samples, (1, 8))
+    assert longest_s == pytest.approx(0.3 + 8 * 0.05)
+
+
 SHORTAGES = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
     MemoryError(),

@@ -1,3 +1,4 @@
+import os
 import socket
 import time
 from collections.abc import Iterator
@@ -11,16 +12,46 @@ from inferpool.models.item import Features, Item
 from inferpool.models.spec import Placement, TensorHeader
 from inferpool.models.vision.stacking import stacked
 from inferpool.workers.config import ModelConfig, WorkerConfig
-from inferpool.workers.decoding.ring import Greeting, RingRuns, SlotFilled, Unfit
+from inferpool.workers.decoding.ring import Greeting, NewDecoder, RingRuns, SlotFilled, Unfit
 from inferpool.workers.inside import decoders
-from inferpool.workers.inside.decoding import Decoding
+from inferpool.workers.inside.decoding import DecoderSeat, Decoding
 from inferpool.workers.messages import ItemError
 from tests.apart_model import ApartModel
-from tests.workers.inside.decoder_seats import DIGEST, TIMEOUT_S, ActedHost, acted_host, refs
+from tests.workers.inside.decoder_seats import (
+    DIGEST,
+    TIMEOUT_S,
+    ActedDecoder,
+    ActedHost,
+    acted_host,
+    refs,
+)
+
+
+class CrewClock:
+    """The crew's clock, which stands still but when a test moves it on."""
+
+    def __init__(self) -> None:
+        self.now = time.monotonic()
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def pass_by(self, seconds: int, host: ActedHost) -> None:
+        """Let time pass, while the crew looks on."""
+        for _ in range(seconds):
+            self.now += 1.0
+            host.crew.begin(refs(0))
 
 
 @pytest.fixture
-def host() -> Iterator[ActedHost]:
+def clock(monkeypatch: pytest.MonkeyPatch) -> CrewClock:
+    clock = CrewClock()
+    monkeypatch.setattr(decoders, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def host(clock: CrewClock) -> Iterator[ActedHost]:
     with acted_host() as host:
         yield host
 
@@ -58,7 +89,7 @@ def test_decoder_prepares_a_batch_two_instances_at_a_time(host: ActedHost):
 def test_decoder_that_prepares_otherwise_than_the_worker_is_refused(host: ActedHost):
     decoder = host.hire(b"other")
     assert host.crew.begin(refs(1)) is None
-    assert decoder.process.wait(10) == -9
+    assert decoder.process.wait(60) == -9
 
 
 def header(dtype: str, *shape: int) -> TensorHeader:
@@ -94,7 +125,7 @@ def test_decoder_that_says_nonsense_is_killed_and_the_worker_does_its_tasks(
             decoder.say(message)
     decoding.finish()
     assert values(decoding) == {0: None}
-    assert decoder.process.wait(10) == -9
+    assert decoder.process.wait(60) == -9
 
 
 def test_decoder_that_answers_tasks_without_reading_them_cannot_block_the_worker(host: ActedHost):
@@ -112,7 +143,7 @@ def test_decoder_that_answers_tasks_without_reading_them_cannot_block_the_worker
         decoding, id = following, id + 1
     assert id > 100
     decoding.finish()
-    assert decoder.process.wait(10) == -9
+    assert decoder.process.wait(60) == -9
 
 
 def test_decoders_whose_ring_did_not_arrive_are_not_used():
@@ -123,9 +154,8 @@ def test_decoders_whose_ring_did_not_arrive_are_not_used():
 
 
 def test_only_the_task_that_a_dead_decoder_had_begun_is_held_against_its_input(
-    host: ActedHost, monkeypatch: pytest.MonkeyPatch
+    host: ActedHost, clock: CrewClock
 ):
-    monkeypatch.setattr(decoders, "_COMEBACK_S", 0.2)
     decoding = None
     for _ in range(2):
         decoder = host.hire()
@@ -136,6 +166,9 @@ def test_only_the_task_that_a_dead_decoder_had_begun_is_held_against_its_input(
         decoder.die()
         host.crew.begin(refs(0))
     assert decoding is not None
+    clock.pass_by(4, host)
+    assert not decoding.is_done  # it waits for another decoder
+    clock.pass_by(2, host)
     decoding.finish()
     poison = decoding.found[0]
     assert isinstance(poison, ItemError)
@@ -159,9 +192,8 @@ def test_batches_wait_for_a_decoder_if_inputs_have_killed_the_last(host: ActedHo
 
 @pytest.mark.parametrize("said", [0, (1 << 64) - 1])
 def test_an_input_whose_decoders_die_is_given_up_whatever_they_say_about_it(
-    host: ActedHost, monkeypatch: pytest.MonkeyPatch, said: int
+    host: ActedHost, said: int
 ):
-    monkeypatch.setattr(decoders, "_COMEBACK_S", 0.2)
     decoder = host.hire()
     decoding = begun(host, 2)
     for _ in range(20):
@@ -186,24 +218,7 @@ def test_a_decoder_that_greets_again_is_killed(host: ActedHost):
     decoder = host.hire()
     decoder.say(Greeting(DIGEST))
     host.crew.begin(refs(0))
-    assert decoder.process.wait(10) == -9
-
-
-class CrewClock:
-    """The crew's clock, which a test moves on."""
-
-    def __init__(self) -> None:
-        self.passed_s = 0.0
-
-    def monotonic(self) -> float:
-        return time.monotonic() + self.passed_s
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> CrewClock:
-    clock = CrewClock()
-    monkeypatch.setattr(decoders, "time", clock)
-    return clock
+    assert decoder.process.wait(60) == -9
 
 
 def test_a_pause_of_the_whole_host_kills_no_decoder(clock: CrewClock, host: ActedHost):
@@ -212,7 +227,7 @@ def test_a_pause_of_the_whole_host_kills_no_decoder(clock: CrewClock, host: Acte
     (task,) = decoder.tasks()
     decoder.begin(task)
     for _ in range(3):
-        clock.passed_s += 2 * TIMEOUT_S
+        clock.now += 2 * TIMEOUT_S
         host.crew.begin(refs(0))
     assert decoder.process.poll() is None
     decoder.fill(task, 5)
@@ -225,21 +240,38 @@ def test_a_decoder_that_hangs_while_the_worker_looks_on_is_killed(
 ):
     decoder = host.hire()
     begun(host, 1)
-    for _ in range(int(TIMEOUT_S)):
-        clock.passed_s += 1.0
-        host.crew.begin(refs(0))
+    clock.pass_by(int(TIMEOUT_S), host)
     assert decoder.process.poll() is None
-    clock.passed_s += 1.0
-    host.crew.begin(refs(0))
-    assert decoder.process.wait(10) == -9
+    clock.pass_by(1, host)
+    assert decoder.process.wait(60) == -9
+
+
+def test_a_decoder_that_does_not_exit_when_it_is_killed_loses_its_slots_and_holds_up_nobody(
+    clock: CrewClock, host: ActedHost, monkeypatch: pytest.MonkeyPatch
+):
+    def be_stuck(seat: DecoderSeat) -> None:
+        seat.killed_at = clock.now
+
+    monkeypatch.setattr(DecoderSeat, "kill", be_stuck)
+    host.hire()
+    decoding = begun(host, 1)
+    clock.pass_by(int(TIMEOUT_S) + 1, host)
+    clock.pass_by(5, host)
+    assert not decoding.is_done
+    clock.pass_by(1, host)
+    assert values(decoding) == {0: None}
+    decoding.release()
+    host.hire()
+    assert host.crew.begin(refs(4)) is None  # the other may still write
+    assert host.crew.begin(refs(3)) is not None
 
 
 def test_instances_whose_deadline_has_passed_go_to_no_decoder(clock: CrewClock, host: ActedHost):
     decoder = host.hire()
-    decoding = host.crew.begin([*refs(3), *refs(1, time.monotonic() + 1000)])
+    decoding = host.crew.begin([*refs(3), *refs(1, clock.now + 1000)])
     assert decoding is not None
     first = decoder.tasks()
-    clock.passed_s += 1000
+    clock.now += 1000
     for number, task in enumerate(first):
         decoder.fill(task, number)
     host.crew.begin(refs(0))
@@ -253,10 +285,10 @@ def test_an_instance_whose_deadline_passes_at_a_decoder_keeps_its_slot_until_the
     clock: CrewClock, host: ActedHost
 ):
     decoder = host.hire()
-    decoding = host.crew.begin(refs(4, time.monotonic() + 1000))
+    decoding = host.crew.begin(refs(4, clock.now + 1000))
     assert decoding is not None
     first = decoder.tasks()
-    clock.passed_s += 1000
+    clock.now += 1000
     host.crew.begin(refs(0))
     assert values(decoding) == {2: None, 3: None}
     decoding.release()
@@ -277,6 +309,33 @@ def test_slots_are_used_again_after_the_answer_and_the_exit_of_who_may_write(hos
     assert host.crew.begin(refs(3)) is None  # its exit is seen here, and no decoder is left
     host.hire()
     assert begun(host, 3).run == decoding.run
+
+
+def test_a_decoder_that_has_not_greeted_gets_no_task(host: ActedHost):
+    decoder = ActedDecoder(host, 0)
+    host.decoders.append(decoder)
+    host.crew.begin(refs(0))
+    assert host.crew.begin(refs(1)) is None
+    assert not decoder.tasks()
+
+
+def test_a_decoder_whose_descriptors_did_not_all_arrive_is_not_used(
+    host: ActedHost, caplog: pytest.LogCaptureFixture
+):
+    host.crew.begin(refs(0))  # it takes in the ring
+    reader, writer = os.pipe()
+    before = len(os.listdir("/proc/self/fd"))
+    host.tell(NewDecoder(0, 1), [reader, writer])
+    host.crew.begin(refs(0))
+    assert "too few descriptors" in caplog.text
+    assert len(os.listdir("/proc/self/fd")) == before
+    os.close(reader)
+    os.close(writer)
+    decoder = host.hire()
+    decoding = begun(host, 1)
+    decoder.fill(decoder.tasks()[0], 3)
+    decoding.finish()
+    assert values(decoding) == {0: 3}
 
 
 class LargeApart(ApartModel):

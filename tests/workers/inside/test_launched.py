@@ -15,7 +15,7 @@ pytestmark = pytest.mark.simulated
 
 
 async def start(
-    engine: LocalEngine, batch_timeout_s: float = 20.0, **options: object
+    engine: LocalEngine, batch_timeout_s: float = 60.0, **options: object
 ) -> WorkerHandle:
     return await started(
         engine,
@@ -52,6 +52,7 @@ async def test_thousands_of_answers_come_each_once_and_in_order(
     await worker.stop(5)
 
 
+@pytest.mark.measures
 async def test_next_batch_is_computed_while_the_one_before_is_answered(engine: LocalEngine, put):
     worker = await start(engine, busy_us=30_000)
     for _ in range(3):
@@ -119,5 +120,5 @@ async def test_sentinel_comes_after_all_that_is_launched(engine: LocalEngine, pu
     worker = await start(engine, busy_us=20_000)
     await worker.run([put({"n": 1})])
     batches = [worker.run([put({"n": n})]) for n in (1, 2)]
-    await worker.stop(10)
+    await worker.stop(60)
     assert [answers(await each) for each in batches] == [[2], [4]]

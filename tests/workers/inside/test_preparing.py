@@ -2,7 +2,6 @@
 
 import math
 import threading
-import time
 
 import pytest
 import torch
@@ -27,8 +26,7 @@ class LookingModel(Model):
         self.together = threading.Barrier(1)
 
     def preprocess(self, item: Item) -> Features:
-        time.sleep(0.001)  # enough that other threads are used from the second batch on
-        self.together.wait(10)
+        self.together.wait(60)
         name = threading.current_thread().name.partition("_")[0]
         self.found[name] = torch.get_num_threads()
         return {"x": torch.zeros(1)}
@@ -40,7 +38,9 @@ class LookingModel(Model):
 @pytest.mark.usefixtures("eight_openmp_threads")
 def test_threads_that_prepare_share_the_openmp_threads_of_the_worker():
     model = LookingModel()
-    preparer = Preparer(model, num_threads=NUM_THREADS, staging=None, error_detail="name")
+    preparer = Preparer(
+        model, num_threads=NUM_THREADS, staging=None, error_detail="name", pool_pays_s=0.0
+    )
     refs = [ItemRef("bytes", 0, 0, math.inf, request_id=str(n)) for n in range(NUM_THREADS)]
     with started_pool(1, "receive") as receiving:  # later than those that prepare, as in a worker
         for num_at_once in (1, NUM_THREADS):

@@ -30,7 +30,7 @@ def test_batches_that_arrive_together_are_got_one_by_one(queue: PrivateQueue):
     assert writer.write(encode(None))
     got = [inbox.get() for _ in batches]
     assert got == batches
-    assert inbox.receive_only().wait(10)
+    assert inbox.receive_only().wait(60)
     assert inbox.get() is None
 
 
