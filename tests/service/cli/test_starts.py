@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Mapping
 
 import pytest
 
@@ -36,29 +37,66 @@ _NOT_BY_CODE = {
 _NOT_BY_HELP = (*_TORCH, *_SERVER, *_SETTINGS, *_CLIENTS, "asyncio", "msgspec", "numpy", "rich")
 
 
-def loaded_by(code: str) -> set[str]:
-    """Return the modules that a fresh interpreter has imported after some code."""
-    tell = "finally:\n    print(*sys.modules, file=sys.stderr)"
-    command = [sys.executable, "-c", f"import sys\ntry:\n    {code}\n{tell}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    return set(done.stderr.splitlines()[0].split())
+_AFTER_EACH = """
+import os, sys
+{base}
+for code in {codes!r}:
+    if not os.fork():
+        told = os.dup(1)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        try:
+            exec(code)
+        finally:
+            os.write(told, (" ".join(sys.modules) + "\\n").encode())
+            os._exit(0)
+    os.wait()
+"""
+
+
+def loaded_by(codes: Mapping[str, str], base: str = "") -> dict[str, set[str]]:
+    """Return the modules that a fresh interpreter has imported after each code.
+
+    Each one has a process of its own, forked from one that has run the `base`.
+    """
+    program = _AFTER_EACH.format(base=base, codes=list(codes.values()))
+    done = subprocess.run(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, timeout=240
+    )
+    told = done.stdout.splitlines()
+    return {key: set(line.split()) for key, line in zip(codes, told, strict=True)}
+
+
+@pytest.fixture(scope="module")
+def loaded_by_verbs() -> Mapping[str, set[str]]:
+    """Return what the code of each verb has imported."""
+    imports = {
+        verb: "from {} import {}".format(*spec.code.split(":")) for verb, spec in VERBS.items()
+    }
+    imports["serve"] += "; import inferpool.service.app"
+    imports["version"] += "; run(None)"
+    slim = {verb: code for verb, code in imports.items() if _SETTINGS[0] in _NOT_BY_CODE[verb]}
+    rest = {verb: code for verb, code in imports.items() if verb not in slim}
+    return loaded_by(slim) | loaded_by(rest, base=f"import {_SETTINGS[1]}")
+
+
+@pytest.fixture(scope="module")
+def loaded_by_helps() -> Mapping[str, set[str]]:
+    """Return what the help of each verb has imported, and that without a verb."""
+    lines = {verb: [verb, "--help"] if verb else ["--help"] for verb in ("", *VERBS)}
+    begin = "from inferpool.service.cli.main import run; run"
+    return loaded_by({verb: f"{begin}({line})" for verb, line in lines.items()})
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_verb_imports_nothing_of_the_others(verb: str):
-    module, _, function = VERBS[verb].code.partition(":")
-    imports = f"from {module} import {function}"
-    if verb == "serve":
-        imports += "; import inferpool.service.app"
-    loaded = loaded_by(imports)
-    assert module in loaded
+def test_verb_imports_nothing_of_the_others(verb: str, loaded_by_verbs: Mapping[str, set[str]]):
+    loaded = loaded_by_verbs[verb]
+    assert VERBS[verb].code.partition(":")[0] in loaded
     assert loaded.intersection(_NOT_BY_CODE[verb]) == set()
 
 
 @pytest.mark.parametrize("verb", ["", *VERBS])
-def test_help_imports_almost_nothing(verb: str):
-    line = [verb, "--help"] if verb else ["--help"]
-    loaded = loaded_by(f"from inferpool.service.cli.main import run; run({line})")
+def test_help_imports_almost_nothing(verb: str, loaded_by_helps: Mapping[str, set[str]]):
+    loaded = loaded_by_helps[verb]
     assert "inferpool.service.cli.verbs" in loaded
     assert loaded.intersection(_NOT_BY_HELP) == set()
     own = {_TOOLS[verb], f"{_TOOLS[verb]}.plan", *_FLAGS} if verb in _TOOLS else set()
@@ -66,15 +104,11 @@ def test_help_imports_almost_nothing(verb: str):
 
 
 def test_main_module_imports_nothing():
-    loaded = loaded_by("import inferpool.__main__") - loaded_by("pass")
-    assert loaded == {"inferpool", "inferpool.__main__"}
-
-
-def test_start_imports_neither_torch_nor_a_client():
-    assert not loaded_by("import inferpool.service.app") & {"torch", "httpx"}
+    loaded = loaded_by({"main": "import inferpool.__main__", "nothing": "pass"})
+    assert loaded["main"] - loaded["nothing"] == {"inferpool", "inferpool.__main__"}
 
 
 def test_workers_import_nothing_of_the_front_end():
-    loaded = loaded_by("import inferpool.workers.inside.preload")
+    loaded = loaded_by({"preload": "import inferpool.workers.inside.preload"})["preload"]
     assert "torch" in loaded
     assert loaded.intersection({*_SERVER, *_SETTINGS, *_CLIENTS, "inferpool.service"}) == set()
