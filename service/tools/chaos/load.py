@@ -70,6 +70,7 @@ class NumberedLoad:
     tally: ChaosTally
     timeout_s: float
     is_over: Callable[[], bool]
+    patience_s: float = PATIENCE_S
 
     async def run(self, numbers: Iterator[int], num_clients: int) -> None:
         """Have clients share the numbers, until it is over."""
@@ -105,7 +106,8 @@ class NumberedLoad:
             tally.num_instances_sent += question.num_instances
             asked = time.monotonic()
             try:
-                answer = await connection.ask(request, self.timeout_s + PATIENCE_S, b"%d" % number)
+                patience_s = self.timeout_s + self.patience_s
+                answer = await connection.ask(request, patience_s, b"%d" % number)
             except NoAnswerError as error:
                 tally.lost += 1
                 tally.note(f"request {number} is lost: {error}")

@@ -138,8 +138,14 @@ class TrialService:
             await asyncio.sleep(_POLL_S)
             waited_s += _POLL_S
 
-    async def stop(self) -> tuple[int | None, int]:
+    async def stop(
+        self, stop_s: float = _STOP_S, linger_s: float = _LINGER_S
+    ) -> tuple[int | None, int]:
         """Tell the service to stop, and wait until it has.
+
+        Args:
+            stop_s: How long it may take.
+            linger_s: How long its processes may be there after it.
 
         Returns:
             Its exit code, None if it did not leave in time; and how many of its processes were
@@ -149,10 +155,10 @@ class TrialService:
         self.family()
         self._process.terminate()
         try:
-            await asyncio.to_thread(self._process.wait, _STOP_S)
+            await asyncio.to_thread(self._process.wait, stop_s)
         except subprocess.TimeoutExpired:
             return None, len(self.family())
-        until = time.monotonic() + _LINGER_S
+        until = time.monotonic() + linger_s
         while (alive := self.family()) and time.monotonic() < until:  # noqa: ASYNC110  # nobody tells
             await asyncio.sleep(_POLL_S)
         return self._process.returncode, len(alive)

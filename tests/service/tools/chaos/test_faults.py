@@ -2,8 +2,6 @@ import asyncio
 import os
 import signal
 import subprocess
-import sys
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -64,32 +62,37 @@ def faults_on(watch: Watch, seed: int = 1, **every_s: float) -> Faults:
 
 
 @contextmanager
-def sleeping() -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+def sleeping(num: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+    processes = [subprocess.Popen(["sleep", "3600"]) for _ in range(num)]
     try:
-        yield process
+        yield processes
     finally:
-        process.kill()
-        process.wait()
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def is_stopped(process: "subprocess.Popen[bytes]") -> bool:
+    return os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1])
 
 
 async def test_decoders_that_have_worked_are_killed_and_stopped_in_turn():
-    with sleeping() as first, sleeping() as second, sleeping() as idle:
+    assert not await faults_on(SeenWatch([]), decoder=1)._strike_decoder()
+    with sleeping(3) as (first, second, idle):
         watch = SeenWatch([DecoderState(0, idle.pid), DecoderState(1, first.pid, 5)])
         faults = faults_on(watch, decoder=1)
         assert await faults._strike_decoder()
         faults.counts["decoder"] += 1
-        assert first.wait(10) == -signal.SIGKILL
+        assert first.wait(60) == -signal.SIGKILL
         watch.decoders[1] = DecoderState(1, second.pid, 5)
         assert not await faults._strike_decoder()  # until it is back
         await watch.compare()
         assert [(each.noticed, each.recovered) for each in watch.recoveries] == [(5.0, 5.0)]
         assert await faults._strike_decoder()
-        _, status = await asyncio.to_thread(os.waitpid, second.pid, os.WUNTRACED)
-        assert os.WIFSTOPPED(status)
+        assert await asyncio.to_thread(is_stopped, second)
         assert idle.poll() is None
         faults._kill_stopped_decoders()
-        assert second.wait(10) == -signal.SIGKILL
+        assert second.wait(60) == -signal.SIGKILL
 
 
 async def test_decoder_that_is_not_there_is_noticed_and_not_back_and_no_worker_waits_for_it():
@@ -110,27 +113,18 @@ async def test_workers_of_a_version_that_was_swapped_are_not_waited_for():
     assert not watch.recoveries
 
 
-async def test_decoders_are_not_struck_where_there_are_none():
-    assert not await faults_on(SeenWatch([]), decoder=1)._strike_decoder()
-
-
 def test_any_rank_of_a_split_worker_is_struck_and_all_of_them_are_watched():
-    sleepers = [
-        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) for _ in range(2)
-    ]
-    ranks = [Rank(rank=rank, pid=process.pid) for rank, process in enumerate(sleepers)]
-    worker = WorkerState(name="m/0", state="ready", incarnation=0, pid=ranks[0].pid, ranks=ranks)
-    struck: Counter[int | None] = Counter()
-    for seed in range(12):
-        watch = Watch(("127.0.0.1", 1))
-        faults = faults_on(watch, seed, stop=1)
-        assert faults._strike_one_of([worker], "stop")
-        (recovery,) = watch.recoveries
-        struck[recovery.rank] += 1
-        assert {each.pid for each in recovery.processes} == {each.pid for each in ranks}
-    assert set(struck) == {0, 1}
-    for process in sleepers:
-        _, status = os.waitpid(process.pid, os.WUNTRACED)
-        assert os.WIFSTOPPED(status)
-        process.kill()
-        process.wait()
+    with sleeping(2) as sleepers:
+        ranks = [Rank(rank=rank, pid=process.pid) for rank, process in enumerate(sleepers)]
+        worker = WorkerState(
+            name="m/0", state="ready", incarnation=0, pid=ranks[0].pid, ranks=ranks
+        )
+        struck = set()
+        for seed in range(12):
+            watch = Watch(("127.0.0.1", 1))
+            assert faults_on(watch, seed, stop=1)._strike_one_of([worker], "stop")
+            (recovery,) = watch.recoveries
+            struck.add(recovery.rank)
+            assert {each.pid for each in recovery.processes} == {each.pid for each in ranks}
+        assert struck == {0, 1}
+        assert all(map(is_stopped, sleepers))

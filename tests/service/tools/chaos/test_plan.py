@@ -1,50 +1,91 @@
 from argparse import ArgumentParser
+from pathlib import Path
 
 import pytest
 
-from inferpool.service.tools.chaos.plan import add_flags, plan_of
+from inferpool.service.settings.loader import load
+from inferpool.service.tools.chaos.plan import ChaosPlan, add_flags, plan_of
+from inferpool.service.tools.chaos.subject import rows_for
+
+_FILE = """
+port = 9
+default_timeout_s = 7.0
+tls_certificate = "cert.pem"
+[models.mine]
+source = "torchvision:resnet18"
+weights = "none"
+options = { n = 1 }
+[models.echo]
+batch_timeout_s = 11.0
+"""
 
 
-def plan(*argv: str):
+def plan(line: str) -> ChaosPlan:
     parser = ArgumentParser()
     add_flags(parser)
-    return plan_of(parser.parse_args(argv))
+    return plan_of(parser.parse_args(line.split()))
 
 
 @pytest.mark.parametrize(
-    ("argv", "message"),
+    ("flag", "message"),
     [
-        (("--kill-every", "x"), "'x' is not a number from 0"),
-        (("--kill-every", "-1"), "'-1' is not a number from 0"),
-        (("--seconds", "nan"), "'nan' is not a number from 0"),
-        (("--requests", "0"), "'0' is not a whole number from 1"),
-        (("--clients", "1.5"), "'1.5' is not a whole number from 1"),
-        (("--inputs", "/nowhere"), "/nowhere is no folder"),
+        ("--kill-every=x", "'x' is not a number from 0"),
+        ("--kill-every=-1", "'-1' is not a number from 0"),
+        ("--seconds=nan", "'nan' is not a number from 0"),
+        ("--requests=0", "'0' is not a whole number from 1"),
+        ("--clients=1.5", "'1.5' is not a whole number from 1"),
+        ("--inputs=/nowhere", "/nowhere is no folder"),
     ],
 )
-def test_wrong_flag_is_named_before_anything_starts(capsys, argv, message):
-    with pytest.raises(SystemExit) as ended:
-        plan(*(f"{argv[0]}={argv[1]}",))
-    assert ended.value.code == 2
+def test_wrong_flag_is_named_before_anything_starts(capsys, flag: str, message: str):
+    with pytest.raises(SystemExit, match="2"):
+        plan(flag)
     assert message in capsys.readouterr().err
 
 
-def test_flags_make_a_plan_that_says_that_its_numbers_are_the_least():
-    made = plan("--kills", "3", "--stop-every", "0")
-    assert (made.kills, made.every_s["stop"], made.planned_kills) == (3, 0.0, 3)
-    assert plan("--requests", "5000").text == (
-        "until there are at least 5,000 requests and 10 kills, and one stop and one poison "
-        "and one forkserver"
-    )
-    assert plan("--swap-every", "3").text.endswith(" and one forkserver and one swap")
-    never = [f"--{fault}-every=0" for fault in ("kill", "stop", "poison", "forkserver")]
-    assert plan(*never).text == "until there are at least 10,000 requests"
-    assert plan("--seconds", "3").text == "for 3 s"
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("--requests 5000 --stop-every 0", "5,000 requests and 10 kills, and one poison and one f"),
+        ("--swap-every 3", " and one forkserver and one swap"),
+        ("--kill-every 0 --stop-every 0 --poison-every 0 --forkserver-every 0", "10,000 requests"),
+        ("--seconds 3", "for 3 s"),
+        ("--hosts 3", " and one stop and one poison, and 3 hosts struck"),
+    ],
+)
+def test_plan_says_that_its_numbers_are_the_least(line: str, text: str):
+    assert text in plan(line).text
+
+
+@pytest.mark.parametrize(
+    ("line", "num"),
+    [("--kills 3", 3), ("--seconds 9 --kill-every 2", 4), ("--kills 3 --kill-every 0", 0)],
+)
+def test_kills_are_planned_by_their_number_or_by_the_time(line: str, num: int):
+    assert plan(line).planned_kills == num
 
 
 def test_hosts_are_struck_only_where_there_are_some_and_their_front_end_forks_nothing():
-    assert plan().every_s["host"] == 0.0
-    made = plan("--hosts", "3")
+    assert plan("").every_s["host"] == plan("--hosts 3 --host-every 0").every_s["host"] == 0.0
+    made = plan("--hosts 3")
     assert (made.hosts, made.every_s["host"], made.every_s["forkserver"]) == (3, 5.0, 0.0)
-    assert made.text.endswith(" and 10 kills, and one stop and one poison, and 3 hosts struck")
-    assert plan("--hosts", "3", "--host-every", "0").every_s["host"] == 0.0
+
+
+def test_subject_has_the_users_settings_except_address_keys_and_the_default_batch_timeout(
+    tmp_path: Path,
+):
+    (tmp_path / "inferpool.toml").write_text(_FILE)
+    loaded = load({}, {"INFERPOOL_PREDICT_KEYS": "k" * 20}, tmp_path)
+    found = {key: value for key, value, _ in rows_for(loaded, can_be_poisoned=False)}
+    assert found["default_timeout_s",] == 7.0
+    assert found["speed_search",] is False
+    assert found["models", "mine", "source"] == "torchvision:resnet18"
+    assert found["models", "mine", "batch_timeout_s"] == 5.0
+    assert found["models", "echo", "batch_timeout_s"] == 11.0
+    assert not [key for key in found if key == ("port",) or "keys" in key[0] or "tls" in key[0]]
+    wrapped = {key[2:]: value for key, value, _ in rows_for(loaded, can_be_poisoned=True)
+               if key[:2] == ("models", "mine")}  # fmt: skip
+    assert wrapped["source",] == "inferpool.models.sources.poisonable:Poisonable"
+    assert wrapped["weights",] == "DEFAULT"
+    own = {"source": "torchvision:resnet18", "weights": "none", "options": {"n": 1}}
+    assert {name: wrapped["options", name] for name in own} == own

@@ -1,44 +1,37 @@
 import random
+from collections.abc import Sequence
 
 import pytest
 
 from inferpool.service.tools.trial.tally import LatencyHistogram, LoadSeries, LoadTally
 
 
-def histogram_of(values):
+def histogram_of(values: Sequence[float]) -> LatencyHistogram:
     histogram = LatencyHistogram()
     for value in values:
         histogram.record(value)
     return histogram
 
 
-def test_percentiles_are_exact_to_one_percent():
-    values = sorted(random.Random(1).lognormvariate(-5, 1.5) for _ in range(20_000))
-    histogram = histogram_of(values)
+def test_percentiles_are_exact_to_one_percent_and_parts_add_up():
+    shuffled = [random.Random(1).lognormvariate(-5, 1.5) for _ in range(20_000)]
+    values = sorted(shuffled)
+    histogram = histogram_of(shuffled[:4000])
+    histogram.add(histogram_of(shuffled[4000:]))
     for percent in (1, 50, 90, 99, 99.9):
         exact = values[int(percent / 100 * len(values)) - 1]
         assert histogram.percentile_s(percent) == pytest.approx(exact, rel=0.01)
     assert histogram.percentile_s(100) == values[-1]
     assert histogram.mean_s == pytest.approx(sum(values) / len(values))
     assert [percent for percent, _ in histogram.curve()][-1] == 100
-
-
-def test_histograms_add_up_to_that_of_all_values():
-    values = [0.001 * each for each in range(1, 1000)]
-    whole, parts = histogram_of(values), histogram_of(values[:400])
-    parts.add(histogram_of(values[400:]))
-    assert parts.counts == whole.counts
-    assert parts.summary_ms() == whole.summary_ms()
+    assert set(LatencyHistogram().summary_ms().values()) == {0.0}
 
 
 def test_any_latency_finds_a_bucket_and_there_are_few():
-    histogram = histogram_of(
-        [0.0, 1e-9, 1e-6, 1.0, 5000.0, *(1.0002**each * 1e-6 for each in range(99_999))]
-    )
+    histogram = histogram_of([0.0, 1e-9, 5000.0, *(1.002**each * 1e-6 for each in range(9_999))])
     assert histogram.percentile_s(100) == 5000.0
     assert len(histogram.counts) < 2500
     assert histogram_of([0.01] * 90 + [0.2] * 10).num_above(0.05) == 10
-    assert set(LatencyHistogram().summary_ms().values()) == {0.0}
 
 
 def test_a_long_series_keeps_everything_in_a_bounded_number_of_bins():

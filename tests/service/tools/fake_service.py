@@ -18,44 +18,8 @@ def answer(number: int, body: object, status: int = 200) -> bytes:
     return head.encode() + text
 
 
-class FakeService:
-    """Answers what `EchoQuestion` asks as the echo model does, or as `act` says of a number."""
-
-    def __init__(self, act: Callable[[int], Act]) -> None:
-        self.num_requests = 0
-        self._act = act
-        self._refused: set[int] = set()
-
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while True:
-            request_id, body = await read_request(reader)
-            self.num_requests += 1
-            number, act = int(request_id), self._act(int(request_id))
-            right = answer(number, {"predictions": json.loads(body)["instances"]})
-            if act == "lost":
-                return
-            if act == "silent":
-                await asyncio.sleep(60)
-            if act == "refused" and number not in self._refused:
-                self._refused.add(number)
-                writer.write(answer(number, {"code": "overloaded"}, 429))
-                continue
-            others = {
-                "wrong": answer(number, {"predictions": [{"n": number, "text": "!"}]}),
-                "swapped": answer(number, {"predictions": [{"n": number + 1, "text": "a"}]}),
-                "twice": 2 * right,
-                "wrong_id": right.replace(b"x-request-id: ", b"x-request-id: 9"),
-                "expired": answer(number, {"code": "deadline_exceeded"}, 504),
-                "failed": answer(number, {"code": "worker_crashed"}, 500),
-            }
-            writer.write(others.get(act, right))
-            if act == "late_twice":
-                await asyncio.sleep(0.01)
-                writer.write(right)
-
-
 async def read_request(reader: asyncio.StreamReader) -> tuple[str, bytes]:
-    """The X-Request-ID and the body."""
+    """Return the X-Request-ID and the body."""
     head = (await reader.readuntil(b"\r\n\r\n")).decode()
     fields = dict(line.split(": ", 1) for line in head.splitlines()[1:] if line)
     return fields["X-Request-ID"], await reader.readexactly(int(fields["Content-Length"]))
@@ -88,15 +52,43 @@ async def serving(serve: Serve) -> AsyncIterator[Address]:
 
 
 @contextlib.asynccontextmanager
-async def fake_service(act: Callable[[int], Act]) -> AsyncIterator[tuple[FakeService, Address]]:
-    fake = FakeService(act)
-    async with serving(fake.serve) as address:
-        yield fake, address
+async def echoing(act: Callable[[int], Act]) -> AsyncIterator[Address]:
+    """Answer what `EchoQuestion` asks as the echo model does, or as `act` says of a number."""
+    refused = set()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            request_id, body = await read_request(reader)
+            number, name = int(request_id), act(int(request_id))
+            right = answer(number, {"predictions": json.loads(body)["instances"]})
+            if name == "lost":
+                return
+            if name == "silent":
+                await asyncio.sleep(3600)
+            if name == "refused" and number not in refused:
+                refused.add(number)
+                writer.write(answer(number, {"code": "overloaded"}, 429))
+                continue
+            others = {
+                "wrong": answer(number, {"predictions": [{"n": number, "text": "!"}]}),
+                "swapped": answer(number, {"predictions": [{"n": number + 1, "text": "a"}]}),
+                "twice": 2 * right,
+                "wrong_id": right.replace(b"x-request-id: ", b"x-request-id: 9"),
+                "expired": answer(number, {"code": "deadline_exceeded"}, 504),
+                "failed": answer(number, {"code": "worker_crashed"}, 500),
+            }
+            writer.write(others.get(name, right))
+            if name == "late_twice":  # while the same client waits for its next answer
+                await asyncio.sleep(0.01)
+                writer.write(right)
+
+    async with serving(serve) as address:
+        yield address
 
 
 @contextlib.asynccontextmanager
 async def answering(bodies: Sequence[object], status: int = 200) -> AsyncIterator[Address]:
-    """A service that gives these answers, one after the other."""
+    """Give these answers, one after the other."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         for body in bodies:
