@@ -7,6 +7,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -47,9 +48,19 @@ _UNUSABLE = 2
 _LOST = "the service knows nothing of this change any more: it may have been restarted meanwhile"
 _INTERRUPTED = 130
 """Exit status after Ctrl-C, as in shells (128 + SIGINT)."""
-_POLL_S = 0.25
-_LOST_S = 60.0
-"""How long a service may not answer while a change is followed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """How a change is followed."""
+
+    poll_s: float = 0.25
+    """Time between two looks."""
+    lost_s: float = 60.0
+    """How long the service may not answer."""
+
+
+_PACE = Pace()
 
 
 def run(args: Namespace) -> int:
@@ -67,14 +78,16 @@ def run(args: Namespace) -> int:
         operator.close()
 
 
-def operate(operator: AdminConnection, args: Namespace, body: Mapping[str, object]) -> int:
+def operate(
+    operator: AdminConnection, args: Namespace, body: Mapping[str, object], pace: Pace = _PACE
+) -> int:
     """Ask for something, and show what came of it; return the exit status.
 
     Raises:
         FlagError: The service cannot use what it was asked for.
     """
     try:
-        return _ask(operator, args, body)
+        return _ask(operator, args, body, pace)
     except WrongRequestError as error:
         _show_problem(error, args)
         raise FlagError(str(error)) from error
@@ -85,7 +98,7 @@ def operate(operator: AdminConnection, args: Namespace, body: Mapping[str, objec
         return _FAILED
 
 
-def _ask(operator: AdminConnection, args: Namespace, body: Mapping[str, object]) -> int:
+def _ask(operator: AdminConnection, args: Namespace, body: Mapping[str, object], pace: Pace) -> int:
     match args.what:
         case "list":
             answer = operator.ask("GET")
@@ -101,10 +114,10 @@ def _ask(operator: AdminConnection, args: Namespace, body: Mapping[str, object])
             answer = operator.ask("POST", args.name, "/versions", body)
         case _:
             answer = operator.ask("POST", args.name, "/rollback")
-    return _follow(operator, args, answer)
+    return _follow(operator, args, answer, pace)
 
 
-def _follow(operator: AdminConnection, args: Namespace, answer: bytes) -> int:
+def _follow(operator: AdminConnection, args: Namespace, answer: bytes, pace: Pace) -> int:
     """Show how a change goes on, and how it ends; return the exit status."""
     model = operator.read(answer, ModelSeen)
     if not model.changes:
@@ -114,8 +127,8 @@ def _follow(operator: AdminConnection, args: Namespace, answer: bytes) -> int:
         with _Progress(f"{args.what} {args.name}") as progress:
             while change.state == "going_on":
                 progress.show(model.change)
-                time.sleep(_POLL_S)
-                answer = _look(operator, args)
+                time.sleep(pace.poll_s)
+                answer = _look(operator, args, pace)
                 if not answer:
                     said = '{"removed": true}' if args.json else f"{args.name} is removed"
                     sys.stdout.write(f"{said}\n")
@@ -138,13 +151,13 @@ def _follow(operator: AdminConnection, args: Namespace, answer: bytes) -> int:
     return 0
 
 
-def _look(operator: AdminConnection, args: Namespace) -> bytes:
+def _look(operator: AdminConnection, args: Namespace, pace: Pace) -> bytes:
     """Return how a model is while it is changed; nothing if it is removed.
 
     Raises:
         OperatorError: The service has not answered for long, or has lost the model.
     """
-    until = time.monotonic() + _LOST_S
+    until = time.monotonic() + pace.lost_s
     while True:
         try:
             return operator.ask("GET", args.name)
@@ -155,7 +168,7 @@ def _look(operator: AdminConnection, args: Namespace) -> bytes:
         except UnreachedError as error:
             if time.monotonic() > until:
                 raise OperatorError(f"{error}; the {args.what} may go on") from error
-            time.sleep(_POLL_S)
+            time.sleep(pace.poll_s)
 
 
 def _found(id: str, model: ModelSeen) -> ChangeSeen:
