@@ -20,13 +20,15 @@ _ANSWER_S = 3.0
 _LIVE = b'{"status":"live"}'
 
 
-def check_address(settings: Settings, somaxconn: Path) -> Iterator[Finding]:
+def check_address(
+    settings: Settings, somaxconn: Path, answer_s: float = _ANSWER_S
+) -> Iterator[Finding]:
     """Check that the service can listen on the address, and who can reach it."""
     try:
         with listen(settings.host, settings.port) as listener:
             address = str(listener.getsockname()[0])
     except StartError as failure:
-        if _is_ours(settings, failure):
+        if _is_ours(settings, failure, answer_s):
             yield note(
                 "address",
                 f"a running inferpool uses {settings.host}:{settings.port}",
@@ -91,7 +93,7 @@ def check_settings_file(origins: Mapping[str, str]) -> Iterator[Finding]:
             yield ok("settings", f"read from {place}")
 
 
-def _is_ours(settings: Settings, failure: StartError) -> bool:
+def _is_ours(settings: Settings, failure: StartError, answer_s: float) -> bool:
     """Return whether the process that has the address answers like an inferpool."""
     if getattr(failure.__cause__, "errno", None) != errno.EADDRINUSE:
         return False
@@ -101,7 +103,7 @@ def _is_ours(settings: Settings, failure: StartError) -> bool:
     url = httpx.URL(scheme=scheme, host=settings.host, port=settings.port, path="/health/live")
     try:
         with (
-            httpx.Client(verify=False, timeout=_ANSWER_S, trust_env=False) as client,
+            httpx.Client(verify=False, timeout=answer_s, trust_env=False) as client,
             client.stream("GET", url) as answer,
         ):
             return answer.status_code == 200 and next(answer.iter_raw(64), b"") == _LIVE

@@ -6,7 +6,7 @@ half of what its layers' times promise. So the speed is measured, or not reporte
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,13 +36,18 @@ _HEAD = ("placement", "needs", "fits", "what each process has")
 
 
 def check_ways(
-    facts: Facts, settings: Settings, names: Sequence[str], race: Race | None
+    facts: Facts,
+    settings: Settings,
+    names: Sequence[str],
+    race: Race | None,
+    find_use: Callable[[], float] = lambda: psutil.cpu_percent(_LOOK_S),
 ) -> Iterator[Finding]:
     """Measure the networks of models without loading them, and say how to place them.
 
-    Measures the speed of placements only if there is a `race`.
+    Measures the speed of placements only if there is a `race`, and if `find_use` finds that others
+    use few of the processors, in per cent.
     """
-    if race and (busy := psutil.cpu_percent(_LOOK_S)) > _BUSY:
+    if race and (busy := find_use()) > _BUSY:
         race = None
         yield note(
             "speed of placements",

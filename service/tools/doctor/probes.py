@@ -25,14 +25,16 @@ _SLOW_LOAD = 0.5
 """Share of load_timeout_s that is worth a warning."""
 
 
-def check_imports(facts: Facts, settings: Settings) -> Iterator[Finding]:
+def check_imports(
+    facts: Facts, settings: Settings, timeout_s: float = PROBE_TIMEOUT_S
+) -> Iterator[Finding]:
     """Check that torch can be imported, and each model be built without its weights."""
     orders = [order_for(facts, settings, name, "model") for name in known_models(facts, settings)]
     used = {uuid for placement in all_placements(facts) for uuid in placement.visible}
     gpus = [gpu for gpu in facts.host.gpus if gpu.uuid in used]
     # CUDA shows a process whole GPUs, or one slice.
     tried = [gpu for gpu in gpus if not gpu.sliced_from] or gpus[:1]
-    for answer in probe(orders, PROBE_TIMEOUT_S, facts.host.accelerator, tried):
+    for answer in probe(orders, timeout_s, facts.host.accelerator, tried):
         yield from _judge(answer, settings)
         if (why := answer.get("unsurveyed")) and may_split(settings.models[answer["model"]]):
             yield note(f"placement of {answer['model']}", why)

@@ -34,10 +34,6 @@ _SEED = 1
 _NUM_MADE_UP = 8
 _ECHO_BYTES = 1024
 _PHOTOS = Path(photos.__file__).parent
-_WARM_S = 0.5
-_WARM_PIPELINE_S = 5.0
-"""A pipeline tries into how many pieces batches go best, and computes the first of them twice: 16
-clients of minilm_l6 got a fifth less in its first four seconds than in the four that followed."""
 _WARM_DECODERS_S = 10.0
 """Decoders start after their worker is ready; with few clients some may never get an instance."""
 NUM_ROUNDS = 3
@@ -130,7 +126,7 @@ class ServiceStarter:
             raise TrialError("there is no memory for a second service beside the best one")
         subject = TrialService(self._changed(changes))
         is_pipeline = changes.get("placement", self._placement) == "pipeline"
-        warm_s = _WARM_PIPELINE_S if is_pipeline else _WARM_S
+        warm_s = self._plan.warm_pipeline_s if is_pipeline else self._plan.warm_s
         candidate = ServiceCandidate(subject, warm_s, self._plan.secs / NUM_ROUNDS)
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(subject.__exit__, None, None, None)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import Mapping
+from dataclasses import replace
 
 import uvloop
 
@@ -15,16 +16,18 @@ from inferpool.service.tools.tune.knobs import Changes
 from inferpool.service.tools.tune.plan import Goal, TunePlan
 from inferpool.service.tools.tune.search import Candidate, CandidateStarter
 
-_SECS = 3.0
 _MAX_S = 300.0
+_PLAN = TunePlan(goal=Goal(), secs=3.0, budget_s=_MAX_S)
 
 
 class PlacementRace:
     """Measures placements of the user's models. See `service.tools.doctor.speeds.Race`."""
 
-    def __init__(self, loaded: LoadedSettings, screen: Screen) -> None:
+    def __init__(self, loaded: LoadedSettings, screen: Screen, plan: TunePlan = _PLAN) -> None:
+        """Store what is measured; the number of clients is not the plan's, but that of a call."""
         self._loaded = loaded
         self._screen = screen
+        self._plan = plan
 
     def __call__(
         self,
@@ -35,11 +38,7 @@ class PlacementRace:
         is_side_by_side: bool,
     ) -> Mapping[str, Speed]:
         """See `service.tools.doctor.speeds.Race`."""
-        plan = TunePlan(
-            goal=Goal(connections=num_clients),
-            secs=_SECS,
-            budget_s=_MAX_S * len(ways),
-        )
+        plan = replace(self._plan, goal=Goal(connections=num_clients))
         starter = ServiceStarter(_alone(self._loaded, model), model, plan)
         course = measured(
             starter,

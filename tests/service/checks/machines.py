@@ -33,11 +33,16 @@ def settings_of(folder: Path, **flags: str) -> Settings:
 
 def sound_facts(folder: Path) -> Facts:
     """Return the facts about a machine of two cores that has no problem."""
+    return gather(settings_of(folder), TWO_CORES, root_of(folder))
+
+
+def root_of(folder: Path) -> Path:
+    """Write what the kernel says of this machine; return the folder that stands for `/`."""
     for name, text in _FILES.items():
         path = folder / "root" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return gather(settings_of(folder), TWO_CORES, folder / "root")
+    return folder / "root"
 
 
 def lines(findings: Iterable[Finding]) -> str:

@@ -22,7 +22,7 @@ def test_doctor_tries_accelerators_of_any_kind_and_calls_them_by_it(tmp_path: Pa
         },
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert done.stderr == ""
     found = {each["check"]: each for each in json.loads(done.stdout)["findings"]}

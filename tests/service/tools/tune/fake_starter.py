@@ -26,16 +26,17 @@ class FakeCandidate:
         self.memory_bytes = 100 * 2**20
         self.changes = changes
         self._starter = starter
-        self._rate = rate
+        self.rate = rate
 
     async def measure(self, connections: int) -> LoadSample:
         starter = self._starter
         assert self in starter.alive
         starter.time_s += ROUND_S
         drift = 1 + starter.drift * sin(starter.time_s / 40)
-        rate = self._rate * drift * starter.random.gauss(1, starter.noise)
-        latency_s = connections / rate  # Little's law
-        return sample_of(rate, latency_s)
+        rate = self.rate * drift * starter.random.gauss(1, starter.noise)
+        sample = sample_of(rate, connections / rate)  # Little's law
+        starter.spoil(self, sample)
+        return sample
 
     async def close(self) -> None:
         self._starter.alive.remove(self)
@@ -43,11 +44,19 @@ class FakeCandidate:
 
 class FakeStarter:
     def __init__(
-        self, surface: Surface, *, noise: float = 0.01, drift: float = 0.3, seed: int = 1
+        self,
+        surface: Surface,
+        *,
+        noise: float = 0.01,
+        drift: float = 0.3,
+        seed: int = 1,
+        spoil: Callable[[FakeCandidate, LoadSample], None] = lambda *_: None,
     ) -> None:
+        """Start at a time of 0; `spoil` may change each sample, or raise in its place."""
         self.time_s = 0.0
         self.drift = drift
         self.noise = noise
+        self.spoil = spoil
         self.random = random.Random(seed)
         self.alive: list[FakeCandidate] = []
         self.most_alive = 0

@@ -7,19 +7,17 @@ from pathlib import Path
 import pytest
 
 from inferpool.service.checks.facts import gather
+from inferpool.service.checks.findings import Finding
 from inferpool.service.settings.loader import load
-from inferpool.service.tools.doctor import placement
 from inferpool.service.tools.doctor.placement import check_ways
 from inferpool.service.tools.doctor.speeds import Speed
 from inferpool.service.tools.trial.screen import Screen
-from inferpool.service.tools.tune import candidates
-from inferpool.service.tools.tune import race as racing
+from inferpool.service.tools.tune.plan import Goal, TunePlan
 from inferpool.service.tools.tune.race import PlacementRace, measured
 from inferpool.workers.host.devices import Host
 from tests.service.tools.tune.fake_starter import FakeStarter
 
-pytestmark = pytest.mark.measures
-
+QUIET = Screen(io.StringIO())
 RATES = {"replicate": 1000.0, "pipeline": 700.0, "tensor": 0.0}
 
 
@@ -31,8 +29,7 @@ def test_placements_take_turns_with_the_first_or_run_one_at_a_time(
         lambda changes: RATES[str(changes["placement"])], drift=0.5 if is_side_by_side else 0
     )
     ways = {f"{name} x2": {"placement": name} for name in RATES}
-    quiet = Screen(io.StringIO())
-    course = measured(starter, "m", ways, quiet, num_clients=32, is_side_by_side=is_side_by_side)
+    course = measured(starter, "m", ways, QUIET, num_clients=32, is_side_by_side=is_side_by_side)
     found = asyncio.run(course)
     assert found["replicate x2"].ratio is None
     assert found["pipeline x2"].ratio == pytest.approx(0.7, rel=0.05)
@@ -40,33 +37,28 @@ def test_placements_take_turns_with_the_first_or_run_one_at_a_time(
     assert (starter.most_alive, starter.alive) == (most_alive, [])
 
 
-def test_nothing_is_measured_on_a_machine_that_is_busy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(placement, "_LOOK_S", 0.01)
-    monkeypatch.setattr(placement, "_BUSY", -1.0)
-    loaded = load({"model": "echo"}, {}, tmp_path)
+def raced(folder: Path, model: str, used_percent: float, **flags: str) -> Finding:
+    """Return what is found on the placements of a model, which are measured for a moment."""
+    loaded = load({"model": model, **flags}, {}, folder)
     facts = gather(loaded.settings, Host(cpus=(0, 1), num_cores=2))
-    race = PlacementRace(loaded, Screen(io.StringIO()))
-    (found,) = check_ways(facts, loaded.settings, ["echo"], race)
+    plan = TunePlan(goal=Goal(), secs=0.3, budget_s=600, warm_s=0.1, warm_pipeline_s=0.1)
+    race = PlacementRace(loaded, QUIET, plan)
+    names = list(loaded.settings.models)
+    (found,) = check_ways(facts, loaded.settings, names, race, lambda: used_percent)
+    return found
+
+
+def test_nothing_is_measured_on_a_machine_that_is_busy(tmp_path: Path):
+    found = raced(tmp_path, "echo", 26.0)
     assert (found.level, found.advice) == ("note", "measure when they are done")
 
 
 @pytest.mark.slow
 def test_placements_of_a_model_are_started_and_put_under_load(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ):
-    monkeypatch.setattr(placement, "_LOOK_S", 0.01)
-    monkeypatch.setattr(placement, "_BUSY", 100.0)  # other tests run beside it
-    monkeypatch.setattr(racing, "_SECS", 0.3)
-    monkeypatch.setattr(candidates, "_WARM_S", 0.1)
-    monkeypatch.setattr(candidates, "_WARM_PIPELINE_S", 0.1)
     source = "tests.small_classifier:SmallClassifier"
-    loaded = load({"model": source, "devices": "cpu", "speed": "exact"}, {}, tmp_path)
-    facts = gather(loaded.settings, Host(cpus=(0, 1), num_cores=2))
-    names = list(loaded.settings.models)
-    race = PlacementRace(loaded, Screen(io.StringIO()))
-    (found,) = check_ways(facts, loaded.settings, names, race)
+    found = raced(tmp_path, source, 0.0, devices="cpu", speed="exact")
     assert found.level == "ok"
     assert "565 KiB of parameters" in found.message  # 448 + 130 + 144,010 numbers, a count
     assert "more for a batch of 8; it fits" in found.message
