@@ -69,7 +69,15 @@ class LoadCounts:
 class FrontLoad:
     """The load of one front end. It is asked for the counts now and then."""
 
-    def __init__(self, url: str, key: str, context: ssl.SSLContext, objective_s: float) -> None:
+    def __init__(
+        self,
+        url: str,
+        key: str,
+        context: ssl.SSLContext,
+        objective_s: float,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        """Store where to ask; `transport` replaces the network (see httpx)."""
         self._place = without_password(url)
         self._url = url
         self._objective_s = objective_s
@@ -78,6 +86,7 @@ class FrontLoad:
             verify=context,
             timeout=_TIMEOUT_S,
             trust_env=False,  # a proxy is for the world outside
+            transport=transport,
         )
         self._before: tuple[float, LoadCounts] | None = None
 
@@ -91,10 +100,6 @@ class FrontLoad:
         counts.num_hosts = _num_hosts(self._get("/health").content)
         before, self._before = self._before, (now, counts)
         return counts.since(before[1], now - before[0], self._objective_s) if before else None
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._client.close()
 
     def _get(self, path: str) -> httpx.Response:
         try:

@@ -1,14 +1,10 @@
 import ssl
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import httpx
 import pytest
 
 from inferpool.service.telemetry.metrics import Metrics, Reading
 from inferpool.service.tools.place.load import FrontLoad, LoadError, counts_in
-from tests.ports import free_port
 
 
 class Pages:
@@ -16,10 +12,12 @@ class Pages:
 
     def __init__(self) -> None:
         self.metrics = Metrics(["a", "b"], {"version": "0"})
+        self.model = self.metrics.model("a")
         self.depth = 0
         self.health = b'{"hosts": [{"name": "x", "address": "y"}, {"name": "z"}]}'
         self.status = 200
         self.key = ""
+        self.is_there = True
         self.metrics.gauge_source(
             lambda: [
                 Reading(name="queue_depth", value=self.depth, labels=("a",)),
@@ -29,60 +27,38 @@ class Pages:
             ]
         )
 
-    def text(self) -> str:
-        return self.metrics.render()[0].decode()
+    def answer(self, request: httpx.Request) -> httpx.Response:
+        if not self.is_there:
+            raise httpx.ConnectError("refused")
+        self.key = request.headers.get("Authorization", "")
+        if request.url.path == "/health":
+            return httpx.Response(503, content=self.health)
+        return httpx.Response(self.status, content=self.metrics.render()[0])
 
-
-@contextmanager
-def served(pages: Pages) -> Iterator[str]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            pages.key = self.headers.get("Authorization", "")
-            is_metrics = self.path == "/metrics"
-            self.send_response(pages.status if is_metrics else 503)
-            self.end_headers()
-            self.wfile.write(pages.text().encode() if is_metrics else pages.health)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
-
-
-@contextmanager
-def load(pages: Pages, objective_s: float = 0.0) -> Iterator[FrontLoad]:
-    with served(pages) as url:
-        one = FrontLoad(url, "key", ssl.create_default_context(), objective_s)
-        try:
-            yield one
-        finally:
-            one.close()
+    def load(self, objective_s: float = 0.0) -> FrontLoad:
+        transport = httpx.MockTransport(self.answer)
+        return FrontLoad(
+            "http://front", "key", ssl.create_default_context(), objective_s, transport
+        )
 
 
 def test_the_load_is_what_came_between_two_looks_and_what_waits_now():
     pages = Pages()
-    model = pages.metrics.model("a")
+    model = pages.model
     model.accepted = 50
-    with load(pages, objective_s=0.1) as one:
-        assert one.read(0.0) is None
-        assert pages.key == "Bearer key"
-        model.accepted += 80
-        model.rejected["queue_full"] += 15
-        model.rejected["objective"] += 5
-        model.rejected["quarantined"] += 1000  # no host more would mend that
-        model.inference_duration.observe(6.0)
-        model.prepare_duration.observe(2.0)
-        for _ in range(100):
-            model.answer_duration.observe(0.2)
-        pages.depth = 30
-        demand = one.read(10.0)
+    one = pages.load(objective_s=0.1)
+    assert one.read(0.0) is None
+    assert pages.key == "Bearer key"
+    model.accepted += 80
+    model.rejected["queue_full"] += 15
+    model.rejected["objective"] += 5
+    model.rejected["quarantined"] += 1000  # no host more would mend that
+    model.inference_duration.observe(6.0)
+    model.prepare_duration.observe(2.0)
+    for _ in range(100):
+        model.answer_duration.observe(0.2)
+    pages.depth = 30
+    demand = one.read(10.0)
     assert demand is not None
     assert (demand.num_hosts, demand.offered_per_s, demand.refused_per_s) == (2, 10.0, 2.0)
     assert demand.busy == pytest.approx(6 / 20)
@@ -90,46 +66,31 @@ def test_the_load_is_what_came_between_two_looks_and_what_waits_now():
     assert 1.0 < demand.p99_ratio <= 2.5
 
 
-def test_a_new_start_of_the_front_end_tells_no_load():
+def test_a_new_start_of_the_front_end_tells_no_load_and_few_calls_have_no_percentile():
     pages = Pages()
-    pages.metrics.model("a").accepted = 50
-    with load(pages) as one:
-        one.read(0.0)
-        pages.metrics.model("a").accepted = 5
-        assert one.read(5.0) is None
-        pages.metrics.model("a").accepted = 10
-        demand = one.read(10.0)
+    pages.model.accepted = 50
+    one = pages.load(objective_s=0.01)
+    one.read(0.0)
+    pages.model.accepted = 5
+    assert one.read(5.0) is None
+    pages.model.accepted = 10
+    pages.model.answer_duration.observe(9.0)
+    demand = one.read(10.0)
     assert demand is not None
-    assert demand.offered_per_s == 1.0
-
-
-def test_few_calls_have_no_percentile():
-    pages = Pages()
-    with load(pages, objective_s=0.01) as one:
-        one.read(0.0)
-        pages.metrics.model("a").answer_duration.observe(9.0)
-        demand = one.read(5.0)
-    assert demand is not None
-    assert demand.p99_ratio == 0.0
+    assert (demand.offered_per_s, demand.p99_ratio) == (1.0, 0.0)
 
 
 def test_what_tells_nothing_says_why():
     pages = Pages()
-    with load(pages) as one:
-        pages.status = 401
-        with pytest.raises(LoadError, match="INFERPOOL_METRICS_KEYS"):
+    one = pages.load()
+    for change, said in (
+        ({"status": 401}, "INFERPOOL_METRICS_KEYS"),
+        ({"status": 500}, "answers with 500"),
+        ({"status": 200, "health": b"[]"}, "/health cannot be read"),
+        ({"is_there": False}, "--front-end"),
+    ):
+        vars(pages).update(change)
+        with pytest.raises(LoadError, match=said):
             one.read(0.0)
-        pages.status = 500
-        with pytest.raises(LoadError, match="answers with 500"):
-            one.read(0.0)
-        pages.status, pages.health = 200, b"[]"
-        with pytest.raises(LoadError, match="/health cannot be read"):
-            one.read(0.0)
-    nobody = FrontLoad(
-        f"http://127.0.0.1:{free_port()}", "", ssl.create_default_context(), objective_s=0.0
-    )
-    with pytest.raises(LoadError, match="--front-end"):
-        nobody.read(0.0)
-    nobody.close()
     with pytest.raises(LoadError, match="/metrics cannot be read"):
         counts_in("inferpool_queue_depth{ 1")

@@ -66,42 +66,47 @@ class FakeRay:
         return calls
 
 
+def ray_of(*ids: str, starts_at_once: bool = True) -> FakeRay:
+    ray = FakeRay(starts_at_once=starts_at_once)
+    ray.add(*ids)
+    return ray
+
+
 def placer(ray: FakeRay, *flags: str) -> Placer:
     arguments = ["agent", "--join", "front:7", *flags]
     return Placer(ray, arguments, {"KEYS": "secret"}, stop_s=30.0)
 
 
-def settled(ray: FakeRay, wanted: int | None = None, now: float = 0.0) -> Placer:
+def settled(ray: FakeRay, wanted: int | None = None) -> Placer:
     """Return a placer whose agents run."""
     one = placer(ray)
-    for step in range(3):
-        one.step(now + step, wanted)
+    steps(one, 0, 1, 2, wanted=wanted)
     ray.take_calls()
     return one
 
 
+def steps(one: Placer, *moments: float, wanted: int | None = None) -> None:
+    for now in moments:
+        one.step(now, wanted)
+
+
 def test_every_node_gets_an_agent_also_one_that_joins_later():
-    ray = FakeRay()
-    ray.add("a", "b")
+    ray = ray_of("a", "b")
     one = placer(ray)
-    one.step(0.0, None)
-    assert ray.take_calls() == ["place a", "place b"]
-    one.step(1.0, None)
-    assert ray.take_calls() == ["start a", "start b"]
+    steps(one, 0, 1)
+    assert ray.take_calls() == ["place a", "place b", "start a", "start b"]
     assert one.num_running == 2
     assert ray.orders["a"] == {
         "arguments": ["agent", "--name", "host-a", "--join", "front:7"],
         "environ": {"KEYS": "secret"},
     }
     ray.add("c")
-    one.step(2.0, None)
-    one.step(3.0, None)
+    steps(one, 2, 3)
     assert ray.take_calls() == ["place c", "start c"]
 
 
 def test_only_as_many_as_wanted_are_placed_and_the_autoscaler_is_told_once():
-    ray = FakeRay()
-    ray.add("a", "b", "c")
+    ray = ray_of("a", "b", "c")
     one = placer(ray)
     for now in range(5):
         one.step(float(now), 2, 2)
@@ -123,152 +128,118 @@ def test_nodes_with_one_hostname_get_names_of_their_own():
 
 
 def test_surplus_agents_drain_before_their_node_is_freed_the_newest_first():
-    ray = FakeRay()
-    ray.add("a", "b", "c")
+    ray = ray_of("a", "b", "c")
     one = settled(ray, 3)
-    one.step(10.0, 1)
+    steps(one, 10, 11, wanted=1)
     assert ray.take_calls() == ["stop c", "stop b"]
-    one.step(11.0, 1)
-    assert ray.take_calls() == []
     ray.end("c")
-    one.step(12.0, 1)
+    steps(one, 12, wanted=1)
     assert ray.take_calls() == ["remove c"]
     ray.end("b")
-    one.step(13.0, 2)  # one more is wanted again, and b was on its way out
+    steps(one, 13, wanted=2)  # one more is wanted again, and b was on its way out
     assert ray.take_calls()[:2] == ["remove b", "place b"]
 
 
-def test_agent_of_a_draining_node_is_stopped_and_another_node_takes_its_place():
-    ray = FakeRay()
-    ray.add("a", "b", "c")
+def test_another_node_takes_the_place_of_one_that_drains_or_is_lost():
+    ray = ray_of("a", "b", "c")
     one = settled(ray, 2)
     ray.drain("a")
-    one.step(10.0, 2)
+    steps(one, 10, wanted=2)
     assert ray.take_calls() == ["stop a", "place c"]
     ray.end("a")
-    one.step(11.0, 2)
-    one.step(12.0, 2)
+    steps(one, 11, 12, wanted=2)
     assert ray.take_calls() == ["remove a", "start c"]
+    ray.add("d")
+    del ray.hosts["b"]
+    steps(one, 13, wanted=2)
+    assert ray.take_calls() == ["remove b", "place d"]
 
 
 def test_agent_that_does_not_end_is_killed_in_the_end():
-    ray = FakeRay()
-    ray.add("a")
+    ray = ray_of("a")
     one = settled(ray, 1)
-    for now in (10.0, 39.0):
-        one.step(now, 0)
+    steps(one, 10, 39, wanted=0)
     assert ray.take_calls() == ["stop a"]
-    one.step(41.0, 0)
+    steps(one, 41, wanted=0)
     assert ray.take_calls() == ["remove a"]
     assert one.num_seats == 0
 
 
 def test_agent_that_ends_starts_again_after_pauses_that_double_and_keeps_its_reservation():
-    ray = FakeRay()
-    ray.add("a")
+    ray = ray_of("a")
     one = settled(ray)
     starts = []
     for tenth in range(100, 2000):
-        now = tenth / 10
         state = ray.actors["a"]
         if isinstance(state, KeeperState) and state.pid is not None:
             ray.end("a", 1)
-        one.step(now, None)
+        one.step(tenth / 10, None)
         if ray.take_calls() == ["start a"]:
-            starts.append(now)
+            starts.append(tenth / 10)
     pauses = [later - earlier for earlier, later in pairwise(starts)]
     assert [round(pause) for pause in pauses[:6]] == [2, 4, 8, 16, 32, 60]
 
 
 def test_pause_is_short_again_once_an_agent_has_run_for_a_while():
-    ray = FakeRay()
-    ray.add("a")
+    ray = ray_of("a")
     one = settled(ray)
     for began in (10.0, 200.0, 400.0):
-        one.step(began, None)
+        steps(one, began)
         ray.end("a", 1)
-        one.step(began + 1, None)
-        one.step(began + 2.1, None)
-        one.step(began + 2.2, None)
+        steps(one, began + 1, began + 2.1, began + 2.2)
         assert ray.take_calls() == ["start a"]
 
 
-def test_actor_that_has_died_is_made_anew():
-    ray = FakeRay()
-    ray.add("a")
+def test_actor_that_has_died_or_never_starts_is_made_anew():
+    ray = ray_of("a")
     one = settled(ray)
     ray.actors["a"] = Gone.DEAD
-    for now in (10.0, 11.1, 12.0):
-        one.step(now, None)
+    steps(one, 10, 11.1, 12)
     assert ray.take_calls() == ["place a", "start a"]
-
-
-def test_actor_that_never_starts_is_removed_and_placed_again():
-    ray = FakeRay(starts_at_once=False)
-    ray.add("a")
-    one = placer(ray)
-    for now in (0.0, 59.0, 61.0, 62.1):
-        one.step(now, None)
-    assert ray.take_calls() == ["place a", "remove a", "place a"]
+    slow = ray_of("a", starts_at_once=False)
+    steps(placer(slow), 0, 59, 61, 62.1)
+    assert slow.take_calls() == ["place a", "remove a", "place a"]
 
 
 def test_silent_actor_is_left_alone_since_its_agent_may_serve():
-    ray = FakeRay()
-    ray.add("a")
+    ray = ray_of("a")
     one = settled(ray)
     ray.actors["a"] = Gone.SILENT
-    for now in range(10, 500, 10):
-        one.step(float(now), None)
+    steps(one, *range(10, 500, 10))
     assert ray.take_calls() == []
 
 
-def test_what_a_lost_node_had_is_removed_and_another_takes_its_place():
-    ray = FakeRay()
-    ray.add("a", "b")
-    one = settled(ray, 1)
-    del ray.hosts["a"]
-    one.step(10.0, 1)
-    assert ray.take_calls() == ["remove a", "place b"]
-
-
 def test_another_placer_finds_the_agents_and_disturbs_none():
-    ray = FakeRay()
-    ray.add("a", "b")
+    ray = ray_of("a", "b")
     settled(ray)
     ray.actors["of a node that is gone"] = KeeperState(pid=1)
     other = placer(ray)
-    for now in range(5):
-        other.step(float(now), None)
+    steps(other, *range(5))
     assert ray.take_calls() == ["remove of a node that is gone"]
     assert other.num_running == 2
 
 
 def test_agents_with_other_flags_are_replaced_one_after_the_other():
-    ray = FakeRay()
-    ray.add("a", "b")
+    ray = ray_of("a", "b")
     settled(ray)
     other = placer(ray, "--insecure")
-    other.step(0.0, None)
+    steps(other, 0)
     assert ray.take_calls() == ["stop a"]
     ray.end("a")
-    other.step(1.0, None)
+    steps(other, 1)
     assert ray.take_calls() == ["start a", "stop b"]
     ray.end("b")
-    other.step(2.0, None)
-    other.step(3.0, None)
+    steps(other, 2, 3)
     assert ray.take_calls() == ["start b"]
     assert other.num_running == 2
 
 
 def test_niceness_is_told_of_once(caplog):
-    ray = FakeRay()
-    ray.add("a")
+    ray = ray_of("a")
     one = settled(ray)
     state = ray.actors["a"]
     assert isinstance(state, KeeperState)
     ray.actors["a"] = replace(state, niceness=15)
-    for now in (10.0, 11.0):
-        one.step(now, None)
-    told = [record.message for record in caplog.records if "niceness 15" in record.message]
-    assert len(told) == 1
-    assert "RAY_worker_niceness=0" in told[0]
+    steps(one, 10, 11)
+    (told,) = [record.message for record in caplog.records if "niceness 15" in record.message]
+    assert "RAY_worker_niceness=0" in told

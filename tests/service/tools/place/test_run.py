@@ -4,6 +4,8 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import takewhile
+from unittest.mock import Mock, call
 
 import psutil
 import pytest
@@ -15,42 +17,25 @@ from inferpool.service.tools.place.scaling import Demand
 from tests.ray_cluster import needs_ray
 
 PLAN = PlacePlan(
-    address="auto",
-    namespace="inferpool",
-    arguments=["agent"],
-    environ={},
-    front_end="",
-    metrics_key="",
-    verify=True,
-    objective_s=0.0,
-    min_hosts=2,
-    max_hosts=None,
-    cpus_per_host=1,
-    gpus_per_host=0,
-    drain_s=60.0,
-    is_end=False,
-)
+    address="auto", namespace="inferpool", arguments=["agent"], environ={}, front_end="",
+    metrics_key="", verify=True, objective_s=0.0, min_hosts=2, max_hosts=None, cpus_per_host=1,
+    gpus_per_host=0, drain_s=60.0, is_end=False,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("statuses", "expected", "said"),
-    [
-        ([0], 0, []),
-        ([run.HOPELESS], 1, []),
-        ([None], 0, []),
-        ([-6, 4, 0], 0, ["signal 6", "again in 0 s"]),
-    ],
+    ("statuses", "expected", "pauses_s"),
+    [([0], 0, []), ([run.HOPELESS], 1, []), ([None], 0, []), ([-6, 4, 0], 0, [1.0, 2.0])],
 )
 def test_another_process_speaks_to_ray_when_one_has_ended(
-    statuses, expected, said, monkeypatch, caplog
+    statuses, expected, pauses_s, monkeypatch, caplog
 ):
-    caplog.set_level("INFO")
-    monkeypatch.setattr(run, "_MIN_PAUSE_S", 0.01)
+    waited_s: list[float] = []
     monkeypatch.setattr(run, "_run_driver", lambda *_: statuses.pop(0))
-    monkeypatch.setattr("inferpool.service.tools.place.run.connection.wait", lambda *_: [])
+    monkeypatch.setattr(run.connection, "wait", lambda _, pause_s: waited_s.append(pause_s))
     assert run.supervise(PLAN) == expected
-    assert statuses == []
-    assert all(any(text in record.message for record in caplog.records) for text in said)
+    assert (statuses, waited_s) == ([], pauses_s)
+    assert not pauses_s or "signal 6" in caplog.text
 
 
 def decided(plan: PlacePlan, num_hosts: int) -> tuple[int | None, int]:
@@ -68,24 +53,13 @@ def test_load_decides_and_a_front_end_that_is_silent_changes_nothing(monkeypatch
         num_hosts=3, offered_per_s=9, refused_per_s=3, busy=1.0, queue_share=1.0, p99_ratio=0.0
     )
     answers: list[Demand | LoadError] = [LoadError("nobody is there")] * 3 + [pressed] * 3
-    asked = []
-
-    def read(_: FrontLoad, now: float) -> Demand:
-        asked.append(now)
-        answer = answers.pop(0)
-        if isinstance(answer, LoadError):
-            raise answer
-        return answer
-
-    monkeypatch.setattr(FrontLoad, "read", read)
+    monkeypatch.setattr(FrontLoad, "read", Mock(side_effect=answers))
     decider = run._Decider(replace(PLAN, front_end="http://f", max_hosts=9), 3)
     wanted = [decider.decide(1000.0 + second) for second in range(30)]
-    assert asked == [1000.0 + second for second in range(0, 30, 5)]
+    assert FrontLoad.read.mock_calls == [call(1000.0 + second) for second in range(0, 30, 5)]
     assert wanted[:25] == [(3, 3)] * 25
     assert wanted[25] == (6, 6)
-    assert [record.message for record in caplog.records].count(
-        "as many hosts as before, since nobody is there"
-    ) == 1
+    assert caplog.text.count("as many hosts as before, since nobody is there") == 1
 
 
 @needs_ray
@@ -97,11 +71,8 @@ def test_without_a_cluster_it_tries_again_until_a_signal_comes(tmp_path):
     environ = {**os.environ, "RAY_TMPDIR": str(tmp_path)}
     with subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
-        said = []
-        for line in process.stderr:
-            said.append(json.loads(line)["message"])
-            if said[-1] == "trying again in 2 s":
-                process.send_signal(signal.SIGTERM)
-                break
-        assert process.wait(60) == 0
-    assert sum("no Ray cluster at auto" in text for text in said) == 2
+        messages = (json.loads(line)["message"] for line in process.stderr)
+        said = list(takewhile(lambda text: text != "trying again in 1 s", messages))
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(120) == 0
+    assert sum("no Ray cluster at auto" in text for text in said) == 1
