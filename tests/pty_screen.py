@@ -35,7 +35,7 @@ class PtyScreen:
         picture = _SEQUENCES.sub(b"", self.written.rpartition(_HOME)[2])
         return picture.decode(errors="replace").replace("\r\n", "\n")
 
-    def wait_for(self, text: str, timeout_s: float = 30.0) -> str:
+    def wait_for(self, text: str, timeout_s: float = 120.0) -> str:
         """Read until a picture has some text; return the picture."""
         end = time.monotonic() + timeout_s
         while text not in self.text:
@@ -43,7 +43,7 @@ class PtyScreen:
             assert self._read(0.05) or self.process.poll() is None, self.text
         return self.text
 
-    def wait_for_next(self, pattern: str, timeout_s: float = 60.0) -> "re.Match[str]":
+    def wait_for_next(self, pattern: str, timeout_s: float = 120.0) -> "re.Match[str]":
         """Read until the output has a pattern; then forget it and all before it."""
         end = time.monotonic() + timeout_s
         while not (match := re.search(pattern, self.text)):
@@ -60,7 +60,7 @@ class PtyScreen:
         """Change the size of the terminal."""
         fcntl.ioctl(self._fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
-    def leave(self, timeout_s: float = 30.0) -> int:
+    def leave(self, timeout_s: float = 120.0) -> int:
         """Read to the end; return the exit status."""
         end = time.monotonic() + timeout_s
         while self.process.poll() is None:

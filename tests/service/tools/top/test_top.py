@@ -2,58 +2,55 @@
 
 import json
 import signal
+from http.server import BaseHTTPRequestHandler
 
 import pytest
 
 from inferpool.service.cli.main import run
 from tests.pty_screen import on_terminal
-from tests.service.tools.top.states import NOW, FeedServer, answers, sends, state
+from tests.service.tools.top.states import NOW, answers, event, feed, sends
 
 KEY = "a-key-for-metrics-0123456789"
 
 
-def refused(status: int, detail: str) -> bytes:
-    return json.dumps({"status": status, "detail": detail}).encode()
+def refusal(detail: str) -> bytes:
+    return json.dumps({"detail": detail}).encode()
 
 
-def test_pipe_gets_the_current_state_as_text(capsys):
-    with FeedServer(sends(state(reason="a\u2028b"), stays_s=5)).listening() as url:
+def test_pipe_gets_the_current_state_as_text_or_as_one_event_without_its_past(capsys):
+    state = event(history=[{"time": NOW - 1, "models": {}}], model={"reason": "a\u2028b"})
+    with feed(sends(state, is_endless=True)) as url:
         assert run(["top", "--url", url.removeprefix("http://")]) == 0
-    out = capsys.readouterr().out
+        out = capsys.readouterr().out
+        assert run(["top", "--url", url, "--json"]) == 0
     assert "throughput 1,234/s" in out
     assert "\x1b" not in out
-
-
-def test_json_is_one_event_without_its_past(capsys):
-    past = [{"time": NOW - 1, "models": {}}]
-    with FeedServer(sends(state(history=past))).listening() as url:
-        assert run(["top", "--url", url, "--json"]) == 0
-    event = json.loads(capsys.readouterr().out)
-    assert event["models"]["resnet"]["queue_depth"] == 7
-    assert "history" not in event
+    told = json.loads(capsys.readouterr().out)
+    assert told["models"]["resnet"]["queue_depth"] == 7
+    assert "history" not in told
 
 
 @pytest.mark.parametrize(
     ("script", "says"),
     [
-        (answers(401, refused(401, "this key is not known here")), "--key-file PATH"),
-        (answers(403, refused(403, "this key is for something else")), "for something else"),
+        (answers(401, refusal("this key is not known here")), "--key-file PATH"),
+        (answers(403, refusal("this key is for something else")), "for something else"),
         (answers(404), "is no inferpool"),
         (answers(200, b"<html>", "text/html"), "is no inferpool"),
-        (answers(503, refused(503, "64 clients listen already")), "64 clients listen already"),
+        (answers(503, refusal("64 clients listen already")), "64 clients listen already"),
         (sends(b'{"time": "noon"}'), "this version cannot read the feed"),
         (sends(), "shuts down"),
     ],
     ids=["no key", "wrong key", "no route", "a page", "too many", "other events", "no events"],
 )
 def test_problem_of_the_feed_is_an_error_with_advice(script, says, capsys):
-    with FeedServer(script).listening() as url:
+    with feed(script) as url:
         assert run(["top", "--url", url]) == 1
     assert says in capsys.readouterr().err
 
 
 def test_missing_service_and_https_to_an_http_service_are_errors_with_advice(capsys):
-    with FeedServer(answers(404)).listening() as url:
+    with feed(answers(404)) as url:
         assert run(["top", "--url", url.replace("http://", "https://")]) == 1
     assert "is it http?" in capsys.readouterr().err
     assert run(["top", "--url", url.replace("//", "//me:secret@")]) == 1  # it no longer listens
@@ -63,30 +60,33 @@ def test_missing_service_and_https_to_an_http_service_are_errors_with_advice(cap
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [["--url", "ftp://x"], ["--url", "http://"], ["--url", "x:port"], ["--key-file", "/no"]],
+    "flags", ["--url ftp://x", "--url http://", "--url x:port", "--key-file /"]
 )
-def test_wrong_arguments_are_refused(arguments, capsys):
-    assert run(["top", *arguments]) == 2
+def test_wrong_arguments_are_refused(flags, capsys):
+    assert run(["top", *flags.split()]) == 2
     assert capsys.readouterr().err.startswith("inferpool top: ")
 
 
 def test_the_key_comes_from_a_file_or_the_environment(tmp_path, monkeypatch):
     (tmp_path / "keys").write_text(f"# of the team\n{KEY}\nanother-key-0123456789\n")
-    stage = FeedServer(sends(state()))
-    with stage.listening() as url:
+    keys = []
+
+    def script(call: BaseHTTPRequestHandler) -> None:
+        keys.append(call.headers["authorization"])
+        sends(event())(call)
+
+    with feed(script) as url:
         assert run(["top", "--url", url, "--key-file", str(tmp_path / "keys")]) == 0
         monkeypatch.setenv("INFERPOOL_METRICS_KEYS", KEY)
         assert run(["top", "--url", url]) == 0
-    assert [headers["authorization"] for headers in stage.headers] == [f"Bearer {KEY}"] * 2
+    assert keys == [f"Bearer {KEY}"] * 2
 
 
 def test_terminal_is_drawn_on_resized_and_restored():
-    first = state(others=("bert",))
-    stage = FeedServer(
-        sends(first), sends(state(others=("bert",), queue_depth=99, at=NOW + 9), stays_s=60)
-    )
-    with stage.listening() as url, on_terminal("top", "--url", url) as screen:
+    names = ("resnet", "bert")
+    second = event(names=names, queue_depth=99, at=NOW + 9)
+    scripts = (sends(event(names=names)), sends(second, is_endless=True))
+    with feed(*scripts) as url, on_terminal("top", "--url", url) as screen:
         assert screen.wait_for("99 of 1,024 waiting"), "it has connected again"
         assert b"Feed lost, connecting again" in screen.written
         screen.press("2")
@@ -104,17 +104,14 @@ def test_terminal_is_drawn_on_resized_and_restored():
 
 
 def test_service_that_wants_a_key_after_its_restart_ends_top_with_the_reason():
-    stage = FeedServer(sends(state()), answers(401))
-    with stage.listening() as url, on_terminal("top", "--url", url) as screen:
+    with feed(sends(event()), answers(401)) as url, on_terminal("top", "--url", url) as screen:
         assert screen.leave() == 1
         assert b"wants a key for metrics" in screen.written.rpartition(b"\x1b[?1049l")[2]
 
 
 def test_ctrl_c_ends_top_with_its_status():
-    with (
-        FeedServer(sends(state(), stays_s=60)).listening() as url,
-        on_terminal("top", "--url", url) as screen,
-    ):
+    script = sends(event(), is_endless=True)
+    with feed(script) as url, on_terminal("top", "--url", url) as screen:
         screen.wait_for("throughput")
         screen.press("\x03")
         assert screen.leave() == 128 + signal.SIGINT
