@@ -90,19 +90,23 @@ def steps(one: Placer, *moments: float, wanted: int | None = None) -> None:
         one.step(now, wanted)
 
 
+def calls(ray: FakeRay, one: Placer, *moments: float, wanted: int | None = None) -> list[str]:
+    """Return what was asked of Ray in these moments."""
+    steps(one, *moments, wanted=wanted)
+    return ray.take_calls()
+
+
 def test_every_node_gets_an_agent_also_one_that_joins_later():
     ray = ray_of("a", "b")
     one = placer(ray)
-    steps(one, 0, 1)
-    assert ray.take_calls() == ["place a", "place b", "start a", "start b"]
+    assert calls(ray, one, 0, 1) == ["place a", "place b", "start a", "start b"]
     assert one.num_running == 2
     assert ray.orders["a"] == {
         "arguments": ["agent", "--name", "host-a", "--join", "front:7"],
         "environ": {"KEYS": "secret"},
     }
     ray.add("c")
-    steps(one, 2, 3)
-    assert ray.take_calls() == ["place c", "start c"]
+    assert calls(ray, one, 2, 3) == ["place c", "start c"]
 
 
 def test_only_as_many_as_wanted_are_placed_and_the_autoscaler_is_told_once():
@@ -130,11 +134,9 @@ def test_nodes_with_one_hostname_get_names_of_their_own():
 def test_surplus_agents_drain_before_their_node_is_freed_the_newest_first():
     ray = ray_of("a", "b", "c")
     one = settled(ray, 3)
-    steps(one, 10, 11, wanted=1)
-    assert ray.take_calls() == ["stop c", "stop b"]
+    assert calls(ray, one, 10, 11, wanted=1) == ["stop c", "stop b"]
     ray.end("c")
-    steps(one, 12, wanted=1)
-    assert ray.take_calls() == ["remove c"]
+    assert calls(ray, one, 12, wanted=1) == ["remove c"]
     ray.end("b")
     steps(one, 13, wanted=2)  # one more is wanted again, and b was on its way out
     assert ray.take_calls()[:2] == ["remove b", "place b"]
@@ -144,24 +146,19 @@ def test_another_node_takes_the_place_of_one_that_drains_or_is_lost():
     ray = ray_of("a", "b", "c")
     one = settled(ray, 2)
     ray.drain("a")
-    steps(one, 10, wanted=2)
-    assert ray.take_calls() == ["stop a", "place c"]
+    assert calls(ray, one, 10, wanted=2) == ["stop a", "place c"]
     ray.end("a")
-    steps(one, 11, 12, wanted=2)
-    assert ray.take_calls() == ["remove a", "start c"]
+    assert calls(ray, one, 11, 12, wanted=2) == ["remove a", "start c"]
     ray.add("d")
     del ray.hosts["b"]
-    steps(one, 13, wanted=2)
-    assert ray.take_calls() == ["remove b", "place d"]
+    assert calls(ray, one, 13, wanted=2) == ["remove b", "place d"]
 
 
 def test_agent_that_does_not_end_is_killed_in_the_end():
     ray = ray_of("a")
     one = settled(ray, 1)
-    steps(one, 10, 39, wanted=0)
-    assert ray.take_calls() == ["stop a"]
-    steps(one, 41, wanted=0)
-    assert ray.take_calls() == ["remove a"]
+    assert calls(ray, one, 10, 39, wanted=0) == ["stop a"]
+    assert calls(ray, one, 41, wanted=0) == ["remove a"]
     assert one.num_seats == 0
 
 
@@ -186,16 +183,14 @@ def test_pause_is_short_again_once_an_agent_has_run_for_a_while():
     for began in (10.0, 200.0, 400.0):
         steps(one, began)
         ray.end("a", 1)
-        steps(one, began + 1, began + 2.1, began + 2.2)
-        assert ray.take_calls() == ["start a"]
+        assert calls(ray, one, began + 1, began + 2.1, began + 2.2) == ["start a"]
 
 
 def test_actor_that_has_died_or_never_starts_is_made_anew():
     ray = ray_of("a")
     one = settled(ray)
     ray.actors["a"] = Gone.DEAD
-    steps(one, 10, 11.1, 12)
-    assert ray.take_calls() == ["place a", "start a"]
+    assert calls(ray, one, 10, 11.1, 12) == ["place a", "start a"]
     slow = ray_of("a", starts_at_once=False)
     steps(placer(slow), 0, 59, 61, 62.1)
     assert slow.take_calls() == ["place a", "remove a", "place a"]
@@ -205,8 +200,7 @@ def test_silent_actor_is_left_alone_since_its_agent_may_serve():
     ray = ray_of("a")
     one = settled(ray)
     ray.actors["a"] = Gone.SILENT
-    steps(one, *range(10, 500, 10))
-    assert ray.take_calls() == []
+    assert calls(ray, one, *range(10, 500, 10)) == []
 
 
 def test_another_placer_finds_the_agents_and_disturbs_none():
@@ -214,8 +208,7 @@ def test_another_placer_finds_the_agents_and_disturbs_none():
     settled(ray)
     ray.actors["of a node that is gone"] = KeeperState(pid=1)
     other = placer(ray)
-    steps(other, *range(5))
-    assert ray.take_calls() == ["remove of a node that is gone"]
+    assert calls(ray, other, *range(5)) == ["remove of a node that is gone"]
     assert other.num_running == 2
 
 
@@ -223,14 +216,11 @@ def test_agents_with_other_flags_are_replaced_one_after_the_other():
     ray = ray_of("a", "b")
     settled(ray)
     other = placer(ray, "--insecure")
-    steps(other, 0)
-    assert ray.take_calls() == ["stop a"]
+    assert calls(ray, other, 0) == ["stop a"]
     ray.end("a")
-    steps(other, 1)
-    assert ray.take_calls() == ["start a", "stop b"]
+    assert calls(ray, other, 1) == ["start a", "stop b"]
     ray.end("b")
-    steps(other, 2, 3)
-    assert ray.take_calls() == ["start b"]
+    assert calls(ray, other, 2, 3) == ["start b"]
     assert other.num_running == 2
 
 
