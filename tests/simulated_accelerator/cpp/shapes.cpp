@@ -120,6 +120,7 @@ ShapeFunction shapes_of(const c10::OperatorName& name) {
       {{"aten::var_mean", "correction"}, reduced<2>},
       {{"aten::var", "correction"}, reduced<1>},
       {{"aten::std", "correction"}, reduced<1>},
+      {{"aten::relu", ""}, same_as_first<1>},
       {{"aten::hardtanh", ""}, same_as_first<3>},
       {{"aten::hardswish", ""}, same_as_first<1>},
       {{"aten::_prelu_kernel", ""}, same_as_first<2>},
