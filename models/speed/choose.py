@@ -2,7 +2,6 @@
 
 import gc
 import logging
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,19 +15,23 @@ from inferpool.models.accelerator.device import release_memory
 from inferpool.models.agreement import Agreement
 from inferpool.models.base import Model
 from inferpool.models.errors import ModelError
-from inferpool.models.speed.compiled import can_compile
+from inferpool.models.speed.compiled import Compiled, can_compile
 from inferpool.models.speed.decoding import DecodeTrial, StartPool
 from inferpool.models.speed.names import COMPILED, FOR_ACCELERATORS, GRAPHED, SpeedReport
 from inferpool.models.speed.presets import presets_for
-from inferpool.models.speed.trial import NoTimeLeftError, PresetSelection, Trial, first_line
+from inferpool.models.speed.trial import (
+    AT_START,
+    LoadPackage,
+    NoTimeLeftError,
+    PresetSelection,
+    Trial,
+    TrialTimes,
+    first_line,
+)
 from inferpool.models.speed.verdicts import VerdictStore
 
 logger = logging.getLogger(__name__)
 
-_BUDGET_S = 10.0
-"""Time for trying presets before a start; those not judged by then are left out."""
-_PATIENCE = 4.0
-"""Time for measuring beside workers, as a multiple of a start's: nobody waits for that verdict."""
 _LATER = "speed presets are measured while it serves"
 _LOCK_WAIT_S = 60.0
 _COMPILE_WAIT_S = 600.0
@@ -47,6 +50,7 @@ class SpeedOptions:
     cache_dir: Path | None
     """Folder for verdicts and compiled packages; None keeps none."""
     compile_package: CompilePackage | None = None
+    load_package: LoadPackage = Compiled
     chosen: SpeedReport | None = None
     """Choice of an earlier incarnation of this worker, to be applied without trying again."""
     decode: str = "exact"
@@ -57,8 +61,8 @@ class SpeedOptions:
     """Starts threads with the settings of this one."""
     measures: bool = True
     """With `auto`, measure what the cache has no verdict on. Otherwise `exact` serves meanwhile."""
-    is_beside: bool = False
-    """It runs beside workers and gives way to them: it measures processor time, with patience."""
+    times: TrialTimes = AT_START
+    """Clocks, and the time for each step."""
 
 
 def choose(model: Model, options: SpeedOptions, on_progress: Callable[[str], None]) -> SpeedReport:
@@ -92,6 +96,7 @@ def _choose(model: Model, options: SpeedOptions, on_progress: Callable[[str], No
         VerdictStore(options.cache_dir),
         num_threads=options.prepare_threads,
         start_pool=options.start_pool,
+        times=options.times,
     )
     is_wanted = options.decode == "fast"
     may_wait = options.speed == "auto" and report.key and not is_wanted
@@ -105,10 +110,13 @@ def _choose(model: Model, options: SpeedOptions, on_progress: Callable[[str], No
 
 def trial_of(model: Model, options: SpeedOptions, store: VerdictStore) -> Trial:
     """Return a trial that measures as the options ask."""
-    if options.is_beside:
-        clock, patience = time.process_time, _PATIENCE
-        return Trial(model, options.max_batch_size, store, clock=clock, patience=patience)
-    return Trial(model, options.max_batch_size, store)
+    return Trial(
+        model,
+        options.max_batch_size,
+        store,
+        times=options.times,
+        load_package=options.load_package,
+    )
 
 
 def _choose_network(
@@ -220,18 +228,18 @@ def _choose_best(
         return known
     if not measures:
         return SpeedReport(note=_LATER, is_final=False, is_provisional=True, key=trial.key)
-    began = time.monotonic()
+    times = options.times
+    began = times.now()
     turn = store.turn(
         trial.key, _LOCK_WAIT_S, lambda: on_progress("waiting for the choice of a preset")
     )
     with turn:
         report = _reuse(trial, store, may_be_better=bool(trial.packages()))
         if report is None:
-            if not options.is_beside:
-                trial.until = time.monotonic() + _BUDGET_S
+            trial.until = times.now() + times.budget_s
             report = _measure(trial, store, on_progress)
             store.write(trial.key, report)
-    return msgspec.structs.replace(report, measured_s=time.monotonic() - began)
+    return msgspec.structs.replace(report, measured_s=times.now() - began)
 
 
 def _reuse(trial: Trial, store: VerdictStore, *, may_be_better: bool) -> SpeedReport | None:

@@ -26,7 +26,7 @@ from inferpool.models.errors import ModelError
 from inferpool.models.item import Features, Item
 from inferpool.models.spec import Decoding
 from inferpool.models.speed.names import SpeedReport
-from inferpool.models.speed.trial import using_network
+from inferpool.models.speed.trial import AT_START, TrialTimes, using_network
 from inferpool.models.speed.verdicts import VerdictStore, fingerprint
 
 logger = logging.getLogger(__name__)
@@ -50,6 +50,7 @@ class DecodeTrial:
         store: Place for verdicts.
         num_threads: Threads that preprocess for a device, as in service.
         start_pool: Starts them.
+        times: Clocks.
     """
 
     def __init__(
@@ -60,12 +61,17 @@ class DecodeTrial:
         *,
         num_threads: int = 1,
         start_pool: StartPool = ThreadPoolExecutor,
+        times: TrialTimes = AT_START,
     ) -> None:
         self._model = model
         self._exact = exact
         self._store = store
         tensors = exact.state_dict().values() if isinstance(exact, nn.Module) else ()
         self._device = next((each.device for each in tensors), torch.device("cpu"))
+        # A device works while this thread waits for it.
+        usual = time.monotonic if is_accelerator(self._device) else time.thread_time
+        self._clock = times.decode_clock or usual
+        self._now = times.now
         # The CPU's ways gain alike from threads, and their time is measured within one.
         self._num_threads = num_threads if is_accelerator(self._device) else 1
         self._start_pool = start_pool
@@ -96,7 +102,7 @@ class DecodeTrial:
             if is_wanted:
                 raise ModelError('decode = "fast" cannot be used: this model has only one decoder')
             return report
-        began = time.monotonic()
+        began = self._now()
         with torch.inference_mode():
             first = self._model.preprocess(items[0])
         ways = self._model.fast_decodings
@@ -118,7 +124,7 @@ class DecodeTrial:
         report = msgspec.structs.replace(
             report,
             note="; ".join(each for each in notes if each),
-            measured_s=report.measured_s + time.monotonic() - began,
+            measured_s=report.measured_s + self._now() - began,
         )
         if known.decode == "exact":
             return report
@@ -220,14 +226,12 @@ class DecodeTrial:
     ) -> tuple[Features, float]:
         """Make a batch of items, ready on the device; return how long that took."""
         model, device = self._model, self._device
-        # A device works while this thread waits for it. On a CPU other processes must not count.
-        clock = time.monotonic if is_accelerator(device) else time.thread_time
         model.decode = way
-        began = clock()
+        began = self._clock()
         batch = model.collate(preprocess(items))
         ready = {name: tensor.to(device) for name, tensor in batch.items()}
         synchronize(device)
-        return ready, clock() - began
+        return ready, self._clock() - began
 
     def _compare(self, exact: Sequence[Features], found: Sequence[Features]) -> Agreement:
         outputs = self._outputs(self._model.network, found)

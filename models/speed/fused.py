@@ -12,7 +12,7 @@ of finite numbers, and an instance whose input is not finite gets NaN.
 """
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pkgutil import resolve_name
 from typing import TypeGuard
 
@@ -37,12 +37,19 @@ _KEEP_FINITE = {
 """Operations that make no NaN of finite numbers, unless these overflow float32's range."""
 
 
-def fused(network: nn.Module, inputs: Sequence[Tensor]) -> nn.Module:
+Convolution = Callable[..., Tensor]
+"""Computes relu(convolution + bias + other), like `cudnn_convolution`."""
+
+
+def fused(
+    network: nn.Module, inputs: Sequence[Tensor], convolution: Convolution | None = None
+) -> nn.Module:
     """Return a network's operations on inputs of these shapes, with rectifiers in convolutions.
 
     Args:
         network: What it computes depends on the shapes and dtypes of its inputs alone.
-        inputs: Some for it, on an accelerator.
+        inputs: Some for it.
+        convolution: The kernel; by default that of the inputs' device.
 
     Raises:
         ValueError: Nothing can be fused; the network uses other tensors than its inputs, parameters
@@ -51,12 +58,9 @@ def fused(network: nn.Module, inputs: Sequence[Tensor]) -> nn.Module:
     """
     from torch.fx.experimental.proxy_tensor import make_fx  # takes a second
 
-    accelerator = accelerator_of(inputs[0].device.type)
-    if accelerator is None or not accelerator.fused_convolution:
-        raise ValueError("this kind of device has no kernel for it")
+    convolution = convolution or _convolution_of(inputs[0].device)
     if any(x.dtype == torch.float16 for x in inputs):
         raise ValueError("fp16 may overflow")
-    convolution = resolve_name(accelerator.fused_convolution)
     # Recorded twice: a network's own code might keep functional tensors, or read memory that they
     # do not have (`Tensor.numpy` does not check).
     written = make_fx(lambda *some: network(*some))(*inputs)
@@ -99,6 +103,14 @@ def cudnn_convolution(
     if other is None:
         return torch.cudnn_convolution_relu(x, weight, *rest)
     return torch.cudnn_convolution_add_relu(x, weight, other, 1.0, *rest)
+
+
+def _convolution_of(device: torch.device) -> Convolution:
+    accelerator = accelerator_of(device.type)
+    if accelerator is None or not accelerator.fused_convolution:
+        raise ValueError("this kind of device has no kernel for it")
+    found: Convolution = resolve_name(accelerator.fused_convolution)
+    return found
 
 
 class _Marking(nn.Module):

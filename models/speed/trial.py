@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -37,27 +38,53 @@ from inferpool.models.speed.verdicts import VerdictStore, fingerprint
 
 logger = logging.getLogger(__name__)
 
-_EXACT_S = 1.5
-"""Samples are compared until the exact network has taken this long for them."""
-_ROUNDS_S = 0.5
-"""Time for one preset at one batch size, once there are `_MIN_ROUNDS`."""
 _MIN_ROUNDS, _MAX_ROUNDS = 3, 15
 _CLEAR_SPREAD = 1.1
 """Rounds that differ by less than this factor are enough."""
-_BATCH_S = 0.25
-"""Longest batch for timing; larger ones are made smaller, so that several fit into the time."""
 _COMPARED_BATCH = 8
 _MAX_TIMED_BATCH = 32
 """Largest batch for timing on a CPU."""
 _CALIBRATION_BATCH = 12
-_CALIBRATION_S = 2.0
-"""Time for one look at the exact network's inner values."""
 _MOST_FURTHER = 2.0
 """Largest deviation of a graph that is not within the tolerance, as a multiple of its preset's own.
 Fused convolutions round once where others round three times: on ResNet-50 in bf16 with random
 weights, answers of either were off by up to 0.11, and by 0.06 from each other."""
 _LEAST_GAIN = 1.1
 """Least gain over the best preset so far; less may be noise."""
+
+
+Clock = Callable[[], float]
+"""Returns the time in seconds."""
+LoadPackage = Callable[[Path, nn.Module | None], nn.Module]
+"""Loads a compiled package; the network is for inputs of other shapes than the compiled ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialTimes:
+    """The clocks of trials, and the time for each step; by default those of a start."""
+
+    clock: Clock = time.perf_counter
+    """Measures networks."""
+    decode_clock: Clock | None = None
+    """Measures ways to decode. By default it is the thread's processor time on a CPU, where other
+    processes must not count, and the time that passes on an accelerator."""
+    now: Clock = time.monotonic
+    """Measures how long all trials take."""
+    budget_s: float = 10.0
+    """Time for trying presets; those not judged by then are left out."""
+    compare_s: float = 1.5
+    """Samples are compared until the exact network has taken this long for them."""
+    rounds_s: float = 0.5
+    """Time for one preset at one batch size, once there are `_MIN_ROUNDS`."""
+    batch_s: float = 0.25
+    """Longest batch for timing; larger ones are made smaller, so that several fit into the time."""
+    calibration_s: float = 2.0
+    """Longest batch for a look at the exact network's inner values."""
+
+
+AT_START = TrialTimes()
+BESIDE = TrialTimes(clock=time.process_time, budget_s=math.inf, compare_s=6.0, rounds_s=2.0)
+"""Times beside workers, which get the cores first: so processor time counts, and nobody waits."""
 
 
 class NoTimeLeftError(TimeoutError):
@@ -71,8 +98,8 @@ class Trial:
         model: Loaded.
         max_batch_size: Most instances in a forward pass.
         store: Place of the compiled packages.
-        clock: Measures speed; by default the time that passes.
-        patience: Time for measuring as a multiple of a start's.
+        times: Clocks, and the time for each step.
+        load_package: Loads a compiled package.
     """
 
     def __init__(
@@ -81,12 +108,13 @@ class Trial:
         max_batch_size: int,
         store: VerdictStore,
         *,
-        clock: Callable[[], float] | None = None,
-        patience: float = 1.0,
+        times: TrialTimes = AT_START,
+        load_package: LoadPackage = Compiled,
     ) -> None:
         self.model = model
+        self.times = times
         self.until = math.inf
-        """Moment of CLOCK_MONOTONIC after which no batch begins."""
+        """Moment of `times.now` after which no batch begins."""
         self.obstacle = ""
         network = model.network
         if not isinstance(network, nn.Module) or not can_be_changed(network):
@@ -106,8 +134,7 @@ class Trial:
         """Batches of samples, with the exact outputs."""
         self._max_batch_size = max_batch_size
         self._store = store
-        self._clock = clock or time.perf_counter
-        self._patience = patience
+        self._load_package = load_package
         self._single_s: float | None = None
         self._sizes: Sequence[int] = ()
         self._key = ""
@@ -171,14 +198,15 @@ class Trial:
             if path is None:
                 raise FileNotFoundError(f"there is no network that was compiled for {name}")
             with self._store.loading(path):
-                network = Compiled(path, None if self.model.has_fixed_shapes else self.exact)
+                other = None if self.model.has_fixed_shapes else self.exact
+                network = self._load_package(path, other)
                 self._run(network, self._collate([0]))
             return network
         return prepare(name, self.exact, self.calibrate)
 
     def calibrate(self, network: nn.Module) -> None:
         """Call a network once, with samples of every kind."""
-        size = max(2, self._fitting(_CALIBRATION_BATCH, within_s=_CALIBRATION_S))
+        size = max(2, self._fitting(_CALIBRATION_BATCH, self.times.calibration_s))
         step = max(1, len(self._items) // size)
         self._run(network, self._collate(range(0, size * step, step)))
 
@@ -191,7 +219,7 @@ class Trial:
     def gain(self, network: nn.Module) -> float:
         """Return its speed relative to the exact one: the geometric mean over batch sizes."""
         most = min(self._max_batch_size, _MAX_TIMED_BATCH)
-        sizes = {1, self._fitting(most) if self.is_on_cpu else self.sizes[-1]}
+        sizes = {1, self._fitting(most, self.times.batch_s) if self.is_on_cpu else self.sizes[-1]}
         gains = [self._gain(network, self._timed_batch(size)) for size in sorted(sizes)]
         return float(math.prod(gains) ** (1 / len(gains)))
 
@@ -269,13 +297,14 @@ class Trial:
         It is the median over rounds in which they take turns, so that slow moments hit both.
         """
         other = self.exact if other is None else other
+        times = self.times
         ratios: list[float] = []
-        began = self._clock()
+        began = times.clock()
         for each in (network, other):
             self._seconds(each, batch)
         while len(ratios) < _MIN_ROUNDS or (
-            self._clock() < began + _ROUNDS_S * self._patience
-            and time.monotonic() < self.until
+            times.clock() < began + times.rounds_s
+            and times.now() < self.until
             and len(ratios) < _MAX_ROUNDS
             and max(ratios) > min(ratios) * _CLEAR_SPREAD
         ):
@@ -284,20 +313,20 @@ class Trial:
         return statistics.median(ratios)
 
     def _exact(self, max_batches: int | None) -> Sequence[tuple[Features, Features]]:
-        size = self._fitting(_COMPARED_BATCH)
+        size = self._fitting(_COMPARED_BATCH, self.times.batch_s)
         if max_batches is not None:
             batch = self._collate(range(size))
             return self._compared[:max_batches] or [(batch, self._run(self.exact, batch))]
         if not self._compared:
-            began = self._clock()
+            began = self.times.clock()
             for start in range(0, len(self._items), size):
                 batch = self._collate(range(start, min(start + size, len(self._items))))
                 self._compared.append((batch, self._run(self.exact, batch)))
-                if self._clock() - began > _EXACT_S * self._patience:
+                if self.times.clock() - began > self.times.compare_s:
                     break
         return self._compared
 
-    def _fitting(self, size: int, within_s: float = _BATCH_S) -> int:
+    def _fitting(self, size: int, within_s: float) -> int:
         """Return the size, or a smaller one if such a batch would take too long."""
         if self._single_s is None:
             single = self._timed_batch(1)
@@ -333,15 +362,16 @@ class Trial:
 
         Service does the rest meanwhile, for any preset in the same way.
         """
+        clock = self.times.clock
         if self.is_on_cpu:
-            began = self._clock()
+            began = clock()
             self._run(network, batch)
-            return self._clock() - began
+            return clock() - began
         synchronize(self.device)
-        began = self._clock()
+        began = clock()
         self._forward(network, batch)
         synchronize(self.device)
-        return self._clock() - began
+        return clock() - began
 
     @torch.inference_mode()
     def _run(self, network: nn.Module, batch: Features) -> dict[str, Tensor]:
@@ -350,7 +380,7 @@ class Trial:
 
     @torch.inference_mode()
     def _forward(self, network: nn.Module, batch: Features) -> Features:
-        if time.monotonic() > self.until:
+        if self.times.now() > self.until:
             raise NoTimeLeftError
         with using_network(self.model, network):
             return self.model.forward(batch)

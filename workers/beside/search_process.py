@@ -76,6 +76,7 @@ def _search(order: SearchOrder, say: _SendNews) -> None:
     from inferpool.models.spec import Placement
     from inferpool.models.speed.choose import SpeedOptions
     from inferpool.models.speed.search import SearchError, search
+    from inferpool.models.speed.trial import BESIDE
     from inferpool.workers.inside.compiling import compile_package
 
     config = order.config
@@ -93,7 +94,7 @@ def _search(order: SearchOrder, say: _SendNews) -> None:
             chosen=config.chosen,
             decode=config.decode,
             prepare_threads=config.prepare_threads,
-            is_beside=True,
+            times=BESIDE,
         )
         say(found=search(model, options, order.key, lambda stage: say(stage=stage)))
     except (ModelError, SearchError) as error:

@@ -1,7 +1,9 @@
+import gc
+
 import pytest
 import torch
 
-from inferpool.models.speed.trial import Trial
+from tests.models.speed.pace import Pace
 
 
 @pytest.fixture(autouse=True)
@@ -13,8 +15,22 @@ def single_threaded():
     torch.set_num_threads(before)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def frozen():
+    """Freeze what was loaded, as a worker does: trials collect garbage, which takes long else."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture
-def always_faster(monkeypatch):
-    """Fake timings that favour every preset, the later the more: a busy machine gives none."""
-    gains = iter(range(2, 100))
-    monkeypatch.setattr(Trial, "gain", lambda self, network: float(next(gains)))
+def pace():
+    """Return a fake clock, by which all presets are as fast as the exact network."""
+    return Pace()
+
+
+@pytest.fixture
+def favoured(pace):
+    """Let every preset gain by the fake clock, the later the more."""
+    pace.favour_presets()

@@ -5,19 +5,16 @@ from inferpool.models.agreement import LabelTolerance
 from inferpool.models.base import Model
 from inferpool.models.errors import ModelError
 from inferpool.models.sources.echo import Echo
-from inferpool.models.speed import choose as choosing
 from inferpool.models.speed.choose import choose
-from inferpool.models.speed.decoding import DecodeTrial
 from inferpool.models.speed.names import SpeedReport
 from inferpool.models.vision.transforms import ImageTransform
 from tests.models.items import encoded, image_item, loaded, photo, run
-from tests.models.speed.test_choose import options, quietly
-from tests.small_classifier import SmallClassifier
+from tests.models.speed.pace import FewSamples, options, quietly
 
 ITEMS = [encoded(photo(name)) for name in ("astronaut", "coffee", "chelsea")]
 
 
-class Encoded(SmallClassifier):
+class Encoded(FewSamples):
     def encoded_samples(self):
         return [image_item(data) for data in ITEMS] if self.can_be_quick else []
 
@@ -35,63 +32,56 @@ class Turned(Encoded):
         return super().transform_image(image.rotate(90))
 
 
-@pytest.fixture(autouse=True)
-def no_presets(monkeypatch):
-    """Try no presets, which have tests of their own."""
-    monkeypatch.setattr(choosing, "presets_for", lambda network, device: [])
+class Untried(Encoded):
+    """A model whose ways to decode are not to be tried."""
+
+    def encoded_samples(self):
+        pytest.fail("it tries ways to decode")
 
 
 @pytest.fixture
-def gain(monkeypatch):
-    """Set the gain that the fast way is measured to have: on a busy machine any may come out."""
-    measure = DecodeTrial._decode
-
-    def set_gain(gain):
-        monkeypatch.setattr(
-            DecodeTrial, "_decode", lambda self, way, items: (*measure(self, way, items)[:2], gain)
-        )
-
-    return set_gain
+def faster(pace):
+    """Let the fast way take half the time by the fake clock."""
+    pace.decode_gains = {"fast": 2.0}
 
 
-@pytest.fixture
-def always_faster(gain):
-    gain(2.0)
-
-
-def test_auto_decodes_fast_where_the_answers_agree(always_faster):
-    model = loaded(Encoded())
-    report = choose(model, options(decode="auto"), quietly)
-    assert (model.decode, report.decode, report.decode_gain) == ("fast", "fast", 2.0)
+@pytest.mark.usefixtures("faster")
+def test_auto_decodes_fast_where_the_answers_agree(pace):
+    model = pace.of(loaded(Encoded()))
+    report = choose(model, pace.options("folded", decode="auto"), quietly)
+    assert (model.decode, report.decode) == ("fast", "fast")
+    assert report.decode_gain == pytest.approx(2.0)
     assert 0 < report.deviation < 0.05
     assert "decoding fast, 2.00 x" in report.text()
 
 
-def test_auto_decodes_exactly_where_answers_would_change(always_faster):
-    model = loaded(Harsh())
-    report = choose(model, options(decode="auto"), quietly)
+@pytest.mark.usefixtures("faster")
+def test_auto_decodes_exactly_where_answers_would_change(pace):
+    model = pace.of(loaded(Harsh()))
+    report = choose(model, pace.options("folded", decode="auto"), quietly)
     assert (model.decode, report.decode, report.decode_gain) == ("exact", "exact", 1.0)
     assert "fast decoding 2.00 x, refused: the best label is kept for" in report.note
 
 
-def test_a_way_that_gains_nothing_is_not_taken(gain):
-    gain(1.05)
-    model = loaded(Encoded())
-    choose(model, options(decode="auto"), quietly)
-    assert model.decode == "exact"
+@pytest.mark.parametrize(("gain", "decode"), [(1.09, "exact"), (1.12, "fast")])
+def test_a_way_that_gains_hardly_anything_is_not_taken(pace, gain, decode):
+    pace.decode_gains = {"fast": gain}
+    model = pace.of(loaded(Encoded()))
+    report = choose(model, pace.options("folded", decode="auto"), quietly)
+    assert (model.decode, report.decode) == (decode, decode)
 
 
 @pytest.mark.parametrize(("speed", "decode"), [("exact", "auto"), ("auto", "exact")])
-def test_exact_speed_and_exact_decoding_are_not_put_to_the_test(speed, decode, monkeypatch):
-    monkeypatch.delattr(DecodeTrial, "choose")
-    model = loaded(Encoded())
-    report = choose(model, options(speed, decode=decode), quietly)
+def test_exact_speed_and_exact_decoding_are_not_put_to_the_test(speed, decode, pace):
+    model = pace.of(loaded(Untried()))
+    report = choose(model, pace.options(speed, decode=decode), quietly)
     assert (model.decode, report.decode) == ("exact", "exact")
 
 
-def test_fast_by_name_is_taken_with_a_warning_that_says_what_it_changes(always_faster, caplog):
-    model = loaded(Harsh())
-    report = choose(model, options("exact", decode="fast"), quietly)
+@pytest.mark.usefixtures("faster")
+def test_fast_by_name_is_taken_with_a_warning_that_says_what_it_changes(pace, caplog):
+    model = pace.of(loaded(Harsh()))
+    report = choose(model, pace.options("exact", decode="fast"), quietly)
     assert (model.decode, report.preset, report.decode) == ("fast", "exact", "fast")
     assert "the best label is kept for" in caplog.text
     assert report.text().startswith("exact, decoding fast")
@@ -105,35 +95,37 @@ def test_fast_by_name_is_refused_where_there_is_no_such_way(model: Model):
         choose(model, options("exact", decode="fast"), quietly)
 
 
-def test_verdicts_are_kept_for_this_network_and_transform(tmp_path, always_faster, monkeypatch):
-    assert (
-        choose(loaded(Encoded()), options(cache_dir=tmp_path, decode="auto"), quietly).decode
-        == "fast"
-    )
-    monkeypatch.setattr(
-        DecodeTrial, "_measure", lambda self, way, items: SpeedReport(note="measured")
-    )
-    assert (
-        choose(loaded(Encoded()), options(cache_dir=tmp_path, decode="auto"), quietly).decode
-        == "fast"
-    )
+@pytest.mark.usefixtures("faster")
+def test_verdicts_are_kept_for_this_network_and_transform(tmp_path, pace):
+    stages = []
+
+    def chosen(model):
+        stages.clear()
+        kept = pace.options("folded", tmp_path, decode="auto")
+        return choose(pace.of(loaded(model)), kept, stages.append).decode
+
+    assert chosen(Encoded()) == "fast"
+    assert "comparing fast decoding with the exact way" in stages
+    assert chosen(Encoded()) == "fast"
+    assert not stages
     other = Encoded()
     other.transform = ImageTransform(resize=40, crop=32)
-    report = choose(loaded(other), options(cache_dir=tmp_path, decode="auto"), quietly)
-    assert (report.decode, "measured" in report.note) == ("exact", True)
+    pace.decode_gains = {}
+    assert chosen(other) == "exact"
+    assert stages == ["comparing fast decoding with the exact way"]
 
 
-def test_the_next_life_of_a_worker_applies_what_was_chosen(monkeypatch):
-    monkeypatch.delattr(DecodeTrial, "choose")
-    model = loaded(Encoded())
+def test_the_next_life_of_a_worker_applies_what_was_chosen():
+    model = loaded(Untried())
     chosen = SpeedReport(decode="fast", decode_gain=2.0)
     report = choose(model, options("exact", decode="fast", chosen=chosen), quietly)
     assert (model.decode, report.decode, report.decode_gain) == ("fast", "fast", 2.0)
 
 
-def test_fast_decoding_reaches_encoded_images_alone(always_faster):
-    model, exact = loaded(Encoded()), loaded(Encoded())
-    choose(model, options("exact", decode="fast"), quietly)
+@pytest.mark.usefixtures("faster")
+def test_fast_decoding_reaches_encoded_images_alone(pace):
+    model, exact = pace.of(loaded(Encoded())), loaded(Encoded())
+    choose(model, pace.options("exact", decode="fast"), quietly)
     item = image_item(ITEMS[0])
     assert not torch.equal(*(run(each, [item])["probabilities"] for each in (model, exact)))
     pixels = model.samples()[:2]

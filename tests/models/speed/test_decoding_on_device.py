@@ -2,7 +2,8 @@
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,11 @@ import torch
 from torch import Tensor
 
 from inferpool.models.spec import Placement
-from inferpool.models.speed import choose as choosing
 from inferpool.models.speed.choose import choose
-from inferpool.models.speed.decoding import DecodeTrial
 from inferpool.models.speed.names import SpeedReport
-from inferpool.models.speed.verdicts import VerdictStore
 from tests.models.items import encoded, image_item, photo
-from tests.models.speed.test_choose import options, quietly
+from tests.models.speed.pace import FewSamples, Pace, options, quietly
 from tests.simulated_accelerator import jpegs
-from tests.small_classifier import SmallClassifier
 
 pytestmark = pytest.mark.simulated
 
@@ -27,7 +24,7 @@ ITEMS = [image_item(encoded(photo(name))) for name in ("astronaut", "coffee", "c
 Decode = Callable[..., list[Tensor]]
 
 
-class Encoded(SmallClassifier):
+class Encoded(FewSamples):
     def encoded_samples(self):
         return ITEMS
 
@@ -40,24 +37,9 @@ def on(device: str, model: Encoded | None = None) -> Encoded:
 
 
 @pytest.fixture(autouse=True)
-def no_presets(monkeypatch) -> Iterator[None]:
-    monkeypatch.setattr(choosing, "presets_for", lambda network, device: [])
+def revived() -> Iterator[None]:
     yield
     torch.sim.revive(0)
-
-
-@pytest.fixture
-def gains(monkeypatch) -> Callable[[Mapping[str, float]], None]:
-    """Set the gains that are measured: on a busy machine any may come out."""
-    measure = DecodeTrial._decode
-
-    def set_gains(gains: Mapping[str, float]) -> None:
-        def decode(self: DecodeTrial, way: Any, items: Any) -> Any:
-            return *measure(self, way, items)[:2], gains[way]
-
-        monkeypatch.setattr(DecodeTrial, "_decode", decode)
-
-    return set_gains
 
 
 @pytest.fixture
@@ -65,13 +47,13 @@ def decoder(monkeypatch) -> Callable[[Callable[[Decode, list[Tensor]], list[Tens
     """Replace the device's decoder; the new one is given the old one to call."""
     usual = jpegs.decode_jpeg
 
-    def replace(change: Callable[[Decode, list[Tensor]], list[Tensor]]) -> None:
+    def replace_by(change: Callable[[Decode, list[Tensor]], list[Tensor]]) -> None:
         def decode(encoded: list[Tensor], **options: Any) -> list[Tensor]:
             return change(functools.partial(usual, **options), encoded)
 
         monkeypatch.setattr(jpegs, "decode_jpeg", decode)
 
-    return replace
+    return replace_by
 
 
 @pytest.mark.parametrize(
@@ -82,28 +64,28 @@ def decoder(monkeypatch) -> Callable[[Callable[[Decode, list[Tensor]], list[Tens
         ({"fast": 1.0, "device": 1.0}, "exact"),
     ],
 )
-def test_auto_takes_the_fastest_way_that_agrees(gains, measured, chosen: str):
-    gains(measured)
-    model = on("sim:0")
-    report = choose(model, options(decode="auto"), quietly)
+def test_auto_takes_the_fastest_way_that_agrees(pace: Pace, measured, chosen: str):
+    pace.decode_gains = measured
+    model = pace.of(on("sim:0"))
+    report = choose(model, pace.options("folded", decode="auto"), quietly)
     assert (model.decode, report.decode) == (chosen, chosen)
-    assert report.decode_gain == measured.get(chosen, 1.0)
+    assert report.decode_gain == pytest.approx(measured.get(chosen, 1.0))
     assert "fast decoding" in report.note
     assert "decoding on the device" in report.note
 
 
-def test_a_device_that_decodes_otherwise_is_refused_and_the_cpu_decodes_fast(gains, decoder):
-    gains({"fast": 2.0, "device": 3.0})
+def test_a_device_that_decodes_otherwise_is_refused_and_the_cpu_decodes_fast(pace: Pace, decoder):
+    pace.decode_gains = {"fast": 2.0, "device": 3.0}
     decoder(lambda decode, encoded: [255 - image for image in decode(encoded)])
-    for wanted in ("auto", "fast"):
-        model = on("sim:0")
-        report = choose(model, options(decode=wanted), quietly)
-        assert (model.decode, report.decode, report.decode_gain) == ("fast", "fast", 2.0)
+    for speed, wanted in (("folded", "auto"), ("exact", "fast")):
+        model = pace.of(on("sim:0"))
+        report = choose(model, pace.options(speed, decode=wanted), quietly)
+        assert (model.decode, report.decode) == ("fast", "fast")
+        assert report.decode_gain == pytest.approx(2.0)
         assert "decoding on the device 3.00 x, refused: the best label" in report.note
 
 
-def test_verdicts_of_cpus_and_devices_are_kept_apart(gains, tmp_path: Path):
-    gains({"fast": 2.0, "device": 3.0})
+def test_verdicts_of_cpus_and_devices_are_kept_apart(tmp_path: Path):
     keys: list[set[str]] = []
     for device in ("cpu", "sim:0"):
         choose(on(device), options("exact", cache_dir=tmp_path, decode="fast"), quietly)
@@ -112,23 +94,30 @@ def test_verdicts_of_cpus_and_devices_are_kept_apart(gains, tmp_path: Path):
     assert len(keys[1]) == 3
 
 
-@pytest.mark.measures
-def test_the_time_that_the_device_takes_to_decode_counts(decoder):
+def test_the_time_that_the_device_takes_to_decode_counts(pace: Pace, decoder):
+    are_idle: list[bool] = []
+
     def slowly(decode: Decode, encoded: list[Tensor]) -> list[Tensor]:
-        torch.sim.busy(1_000_000)  # before what makes them ready
-        return decode(encoded)
+        images = decode(encoded)
+        torch.sim.busy(100_000)  # the last thing that makes them ready
+        return images
+
+    def clock() -> float:
+        are_idle.append(torch.sim.current_stream().query())
+        return pace()
 
     decoder(slowly)
-    model = on("sim:0")
-    _, _, gain = DecodeTrial(model, model.network, VerdictStore(None))._decode("device", ITEMS)
-    assert gain < 1
+    times = replace(pace.times(), decode_clock=clock)
+    choose(on("sim:0"), options("exact", decode="fast", times=times), quietly)
+    ends = are_idle[1::2]
+    assert len(ends) == 6  # three batches for each way: one that is no measure, exact, the way
+    assert all(ends)
 
 
-def test_a_lack_of_memory_is_no_lasting_verdict(gains, decoder, tmp_path: Path):
+def test_a_lack_of_memory_is_no_lasting_verdict(decoder, tmp_path: Path):
     def refuse(decode: Decode, encoded: list[Tensor]) -> list[Tensor]:
         raise RuntimeError("Error while decoding JPEG images: CUDA out of memory. Tried to")
 
-    gains({"fast": 1.0, "device": 3.0})
     decoder(refuse)
     model = on("sim:0")
     choose(model, options("exact", cache_dir=tmp_path, decode="fast"), quietly)
@@ -137,16 +126,16 @@ def test_a_lack_of_memory_is_no_lasting_verdict(gains, decoder, tmp_path: Path):
     assert '"is_cut_short": true' in verdicts[0]
 
 
-def test_a_lack_of_memory_that_the_driver_tells_does_not_end_the_worker(gains):
+def test_a_lack_of_memory_that_the_driver_tells_does_not_end_the_worker(pace: Pace):
     class Refusing(Encoded):
         def collate(self, instances):
             if self.decode == "device":
                 raise torch.AcceleratorError("CUDA error: out of memory")
             return super().collate(instances)
 
-    gains({"fast": 2.0, "device": 3.0})
-    model = on("sim:0", Refusing())
-    report = choose(model, options(decode="auto"), quietly)
+    pace.decode_gains = {"fast": 2.0, "device": 3.0}
+    model = pace.of(on("sim:0", Refusing()))
+    report = choose(model, pace.options("exact", decode="fast"), quietly)
     assert (model.decode, report.decode) == ("fast", "fast")
 
 
@@ -157,19 +146,22 @@ def test_a_device_that_is_lost_meanwhile_ends_the_choice(decoder):
 
     decoder(lose)
     with pytest.raises(torch.AcceleratorError):
-        choose(on("sim:0"), options(decode="auto"), quietly)
+        choose(on("sim:0"), options("exact", decode="fast"), quietly)
 
 
-def test_the_next_life_of_a_worker_decodes_on_the_device_at_once(monkeypatch):
-    monkeypatch.delattr(DecodeTrial, "choose")
-    model = on("sim:0")
+def test_the_next_life_of_a_worker_decodes_on_the_device_at_once():
+    class Untried(Encoded):
+        def encoded_samples(self):
+            pytest.fail("it tries ways to decode")
+
+    model = on("sim:0", Untried())
     chosen = SpeedReport(decode="device", decode_gain=3.0)
     report = choose(model, options("exact", decode="fast", chosen=chosen), quietly)
     assert model.decode == "device"
     assert report.text() == "exact, decoding on the device, 3.00 x, largest deviation 0"
 
 
-def test_the_exact_way_is_measured_with_the_threads_of_the_service(gains):
+def test_the_exact_way_is_measured_with_the_threads_of_the_service():
     names: set[str] = set()
 
     class Noting(Encoded):
@@ -177,9 +169,8 @@ def test_the_exact_way_is_measured_with_the_threads_of_the_service(gains):
             names.add(threading.current_thread().name.partition("_")[0])
             return super().preprocess(item)
 
-    gains({"fast": 1.0, "device": 1.0})
     for device, found in (("sim:0", {"MainThread", "try"}), ("cpu", {"MainThread"})):
         names.clear()
         model = on(device, Noting())
-        choose(model, options(decode="auto", prepare_threads=3), quietly)
+        choose(model, options("exact", decode="fast", prepare_threads=3), quietly)
         assert names == found

@@ -4,8 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from inferpool.models.accelerator.kinds import CUDA
-from inferpool.models.speed import fused as fused_module
 from inferpool.models.speed.fused import fused
 from tests.simulated_accelerator.convolutions import fused_convolution
 
@@ -119,27 +117,24 @@ def line(*layers):
     return nn.Sequential(*layers, nn.ReLU())
 
 
-@pytest.fixture
-def calls(monkeypatch):
-    """Give the CPU a kernel; return a list of its calls."""
+def with_kernel(network, x):
+    """Fuse a network for an input on the CPU, which has no kernel of its own for it."""
+    return fused(network, [x], fused_convolution)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 3])
+def test_each_rectifier_after_a_convolution_and_a_sum_is_fused(dtype, size):
     calls = []
 
     def kernel(*arguments):
         calls.append(arguments)
         return fused_convolution(*arguments)
 
-    monkeypatch.setattr(fused_module, "resolve_name", lambda name: kernel)
-    monkeypatch.setattr(fused_module, "accelerator_of", lambda device: CUDA)
-    return calls
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("size", [1, 3])
-def test_each_rectifier_after_a_convolution_and_a_sum_is_fused(calls, dtype, size):
     network = Residual().eval().to(dtype)
     x = torch.randn(size, 3, 16, 16, dtype=dtype)
     with torch.inference_mode():
-        whole = fused(network, [x])
+        whole = fused(network, [x], kernel)
         for other in (x, torch.randn_like(x)):
             calls.clear()
             assert torch.equal(whole(other), network(other))
@@ -158,63 +153,58 @@ def test_each_rectifier_after_a_convolution_and_a_sum_is_fused(calls, dtype, siz
         Spread(),
     ],
 )
-def test_no_other_convolution_is_fused(calls, network):
+def test_no_other_convolution_is_fused(network):
     with (
         torch.inference_mode(),
         pytest.raises(ValueError, match="no rectifier follows a convolution"),
     ):
-        fused(network.eval(), [torch.randn(2, 3, 4, 4)])
+        with_kernel(network.eval(), torch.randn(2, 3, 4, 4))
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.usefixtures("calls")
 def test_an_input_that_is_not_finite_has_no_finite_output(number):
     """The kernel makes 0 of NaN, and so a good answer of a bad one."""
     network, x = Residual().eval(), torch.randn(4, 3, 16, 16)
     with torch.inference_mode():
-        whole = fused(network, [x])
+        whole = with_kernel(network, x)
         x[2, 1, 3, 4] = number
         found, wanted = whole(x), network(x)
     assert found.isfinite().all(1).tolist() == [True, True, False, True]
     assert torch.equal(found[[0, 1, 3]], wanted[[0, 1, 3]])
 
 
-@pytest.mark.usefixtures("calls")
 def test_a_network_that_may_make_nan_before_a_rectifier_is_refused():
     x = torch.randn(2, 3, 4, 4)
     x[0] = 1.0
     with torch.inference_mode():
         with pytest.raises(ValueError, match="may make NaN"):
-            fused(Standardising(is_before=True), [x])
+            with_kernel(Standardising(is_before=True), x)
         with pytest.raises(ValueError, match="may make NaN"):
-            fused(Halving(), [x])
+            with_kernel(Halving(), x)
         with pytest.raises(ValueError, match="fp16 may overflow"):
-            fused(Residual().half(), [x.half()])
-        whole = fused(Standardising(is_before=False), [x])
+            with_kernel(Residual().half(), x.half())
+        whole = with_kernel(Standardising(is_before=False), x)
         assert whole(x).flatten(1).isfinite().all(1).tolist() == [False, True]
 
 
 @pytest.mark.parametrize("network", [Outside(), Made()])
-@pytest.mark.usefixtures("calls")
 def test_networks_that_use_other_tensors_than_their_own_are_refused(network):
     with torch.inference_mode(), pytest.raises(ValueError, match="not the network's own"):
-        fused(network, [torch.randn(2, 3, 4, 4)])
+        with_kernel(network, torch.randn(2, 3, 4, 4))
 
 
-@pytest.mark.usefixtures("calls")
 def test_a_network_keeps_nothing_of_its_recording():
     network, x = Keeping(), torch.randn(2, 3, 4, 4)
     with torch.inference_mode():
-        whole = fused(network, [x])
+        whole = with_kernel(network, x)
         assert not torch._is_functional_tensor(network(x))
         assert torch.equal(whole(x), network(x))
 
 
-@pytest.mark.usefixtures("calls")
 def test_operations_stay_that_python_took_numbers_from():
     """A capture refuses to copy such numbers to the CPU."""
     with torch.inference_mode():
-        whole = fused(Stretched(), [torch.randn(2, 3, 4, 4)])
+        whole = with_kernel(Stretched(), torch.randn(2, 3, 4, 4))
     targets = [node.target for node in whole.network.graph.nodes]
     assert torch.ops.aten.exp.default in targets
     assert torch.ops.aten.convolution.default not in targets

@@ -12,7 +12,7 @@ from inferpool.models.accelerator.device import GraphPool, current_stream, use_s
 from inferpool.models.errors import ModelError
 from inferpool.models.speed.choose import choose
 from inferpool.models.speed.graphs import Graphed
-from tests.models.speed.test_choose import options, quietly, small
+from tests.models.speed.pace import options, quietly, small
 
 SIZES = (8, 4, 2, 1)
 

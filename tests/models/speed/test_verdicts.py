@@ -12,13 +12,11 @@ from typing import cast
 import pytest
 import torch
 
-from inferpool.models.speed import trial as trying
 from inferpool.models.speed.choose import choose
 from inferpool.models.speed.names import SpeedReport
-from inferpool.models.speed.trial import Trial
 from inferpool.models.speed.verdicts import VerdictStore
 from tests.models.items import run
-from tests.models.speed.test_choose import options, quietly, small
+from tests.models.speed.pace import Pace, quietly, small
 
 REPORT = SpeedReport(preset="folded", gain=2.0, key="key", note="as good as exact")
 CONTENT = bytes(range(256)) * 100
@@ -102,16 +100,16 @@ def test_a_damaged_package_is_made_again(tmp_path: Path, damage: str):
         assert VerdictStore(tmp_path).package("key", "compiled") is None
 
 
-def test_a_choice_with_a_damaged_cache_answers_as_with_none(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(Trial, "gain", lambda self, network: 2.0)
+@pytest.mark.usefixtures("favoured")
+def test_a_choice_with_a_damaged_cache_answers_as_with_none(tmp_path: Path, pace: Pace):
     want = run(small(), small().samples())["probabilities"]
+    first = choose(pace.small(), pace.options(cache_dir=tmp_path), quietly)
     for damage in (flip_a_bit, DAMAGES["nested"], put_folder):
-        first = choose(small(), options(cache_dir=tmp_path), quietly)
         for path in tmp_path.glob("*.json"):
             damage(path)
-        model = small()
-        second = choose(model, options(cache_dir=tmp_path), quietly)
-        assert (second.preset, second.deviation) == (first.preset, first.deviation)
+        model = pace.small()
+        again = choose(model, pace.options(cache_dir=tmp_path), quietly)
+        assert (again.preset, again.deviation) == (first.preset, first.deviation)
         found = run(model, model.samples())["probabilities"]
         assert (found - want).abs().max() <= 0.02
 
@@ -151,7 +149,7 @@ def test_a_package_that_killed_its_process_is_set_aside(tmp_path: Path, caplog):
     with loader(cache, temp) as dies, store.loading(path):
         assert store.package("key", "compiled"), "both are alive"
         dies.send_signal(signal.SIGSEGV)
-        dies.wait(20)
+        dies.wait(60)
         assert store.package("key", "compiled") is None
         assert "was being loaded when a process died" in caplog.text
         assert made_package(store), "a new one is not to blame"
@@ -190,7 +188,7 @@ def test_a_package_that_cannot_be_loaded_is_set_aside_but_not_for_want_of_time(t
 
 
 def test_a_compiled_preset_that_is_named_is_made_again_if_it_cannot_be_loaded(
-    tmp_path: Path, monkeypatch
+    tmp_path: Path, pace: Pace
 ):
     made: list[Path] = []
 
@@ -203,8 +201,6 @@ def test_a_compiled_preset_that_is_named_is_made_again_if_it_cannot_be_loaded(
             raise RuntimeError("no model in it")
         return cast("torch.nn.Module", small().network)
 
-    monkeypatch.setattr(trying, "Compiled", load)
-    monkeypatch.setattr(Trial, "gain", lambda self, network: 2.0)
-    wanted = options("compiled", tmp_path, compile_package=compile_package)
-    assert choose(small(), wanted, quietly).preset == "compiled"
+    wanted = pace.options("compiled", tmp_path, compile_package=compile_package, load_package=load)
+    assert choose(pace.small(), wanted, quietly).preset == "compiled"
     assert len(made) == 2
