@@ -82,11 +82,19 @@ class SpeedSearch:
     """Searches for some models, each once its workers are up, and one at a time.
 
     Models come and go while it runs. All methods are for the event loop.
+
+    Args:
+        search: Searches in a process of its own.
+        grace_s: Time for a worker to end what it computes before it changes over.
+        compiler_bytes: Memory that must be free to compile, beside that of two replicas.
     """
 
-    def __init__(self, search: Search, *, grace_s: float) -> None:
+    def __init__(
+        self, search: Search, *, grace_s: float, compiler_bytes: int = _COMPILER_BYTES
+    ) -> None:
         self._search = search
         self._grace_s = grace_s
+        self._compiler_bytes = compiler_bytes
         self._progress: dict[str, SearchProgress] = {}
         self._tasks: dict[str, Task[None]] = {}
         self._turn = asyncio.Lock()
@@ -165,7 +173,7 @@ class SpeedSearch:
             Whether the same may be searched for again, for workers that have missed it.
         """
         present = _speed_of(slots[0])
-        if obstacle := _obstacle(slots[0], present):
+        if obstacle := _obstacle(slots[0], present, self._compiler_bytes):
             logger.info("%s speed: not searching for a faster preset: %s", pool.name, obstacle)
             progress.state, progress.text = "off", obstacle
             return False
@@ -249,14 +257,14 @@ def _question(speed: SpeedReport) -> tuple[str, bool]:
     return speed.key, speed.is_provisional
 
 
-def _obstacle(slot: WorkerSlot, speed: SpeedReport) -> str:
+def _obstacle(slot: WorkerSlot, speed: SpeedReport, compiler_bytes: int) -> str:
     """Return why nothing can be measured or compiled now; empty if it can."""
     replica_bytes = slot.handle.vitals().rss_bytes if slot.handle else 0
     needed = 2 * replica_bytes
     if not speed.is_provisional:  # the next step is to compile
         if find_compiler() is None:
             return f"there is no C++ compiler ({compiler_name()})"
-        needed += _COMPILER_BYTES
+        needed += compiler_bytes
     free = available_bytes()
     if free < needed:
         return f"it takes {needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} GiB are free"

@@ -82,18 +82,24 @@ class FakeSearch:
 
 
 @asynccontextmanager
-async def searching_for(pool: RaisedPool, search: FakeSearch) -> AsyncIterator[SpeedSearch]:
-    searching = SpeedSearch(search, grace_s=1)
+async def searching_for(
+    pool: RaisedPool, search: FakeSearch, compiler_bytes: int = 0
+) -> AsyncIterator[SpeedSearch]:
+    searching = SpeedSearch(search, grace_s=1, compiler_bytes=compiler_bytes)
     searching.add(pool)  # type: ignore[arg-type]
     yield searching
     await searching.stop()
 
 
 async def search_to(
-    pool: RaisedPool, search: FakeSearch, state: str, speed: SpeedReport = QUICK
+    pool: RaisedPool,
+    search: FakeSearch,
+    state: str,
+    speed: SpeedReport = QUICK,
+    compiler_bytes: int = 0,
 ) -> str:
     """Search once all workers are up, until there is a state; return the text that goes with it."""
-    async with searching_for(pool, search) as searching:
+    async with searching_for(pool, search, compiler_bytes) as searching:
         pool.raise_all(speed)
         searching.on_change()
         await until(lambda: searching.progress("m").state == state)
@@ -106,7 +112,6 @@ def with_compiler(monkeypatch, tmp_path):
     compiler.touch()
     compiler.chmod(0o700)
     monkeypatch.setenv("CXX", str(compiler))
-    monkeypatch.setattr("inferpool.service.speed._COMPILER_BYTES", 0)
 
 
 async def test_each_worker_changes_over_to_the_preset_found(caplog):
@@ -237,8 +242,7 @@ async def test_there_is_no_search_without_a_candidate_or_a_compiler(monkeypatch,
     monkeypatch.setenv("CXX", "no-such-compiler")
     without_compiler = await search_to(pool, search, "off")
     monkeypatch.setenv("CXX", "sh")
-    monkeypatch.setattr("inferpool.service.speed._COMPILER_BYTES", 1 << 60)
-    without_memory = await search_to(pool, search, "off")
+    without_memory = await search_to(pool, search, "off", compiler_bytes=1 << 60)
     assert not search.keys
     assert without_compiler == "there is no C++ compiler (no-such-compiler)"
     assert "GiB of memory" in without_memory
