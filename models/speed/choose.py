@@ -19,13 +19,12 @@ from inferpool.models.speed.compiled import Compiled, can_compile
 from inferpool.models.speed.decoding import DecodeTrial, StartPool
 from inferpool.models.speed.names import COMPILED, FOR_ACCELERATORS, GRAPHED, SpeedReport
 from inferpool.models.speed.presets import presets_for
+from inferpool.models.speed.times import AT_START, TrialTimes
 from inferpool.models.speed.trial import (
-    AT_START,
     LoadPackage,
     NoTimeLeftError,
     PresetSelection,
     Trial,
-    TrialTimes,
     first_line,
 )
 from inferpool.models.speed.verdicts import VerdictStore

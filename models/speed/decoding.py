@@ -26,7 +26,8 @@ from inferpool.models.errors import ModelError
 from inferpool.models.item import Features, Item
 from inferpool.models.spec import Decoding
 from inferpool.models.speed.names import SpeedReport
-from inferpool.models.speed.trial import AT_START, TrialTimes, using_network
+from inferpool.models.speed.times import AT_START, TrialTimes
+from inferpool.models.speed.trial import using_network
 from inferpool.models.speed.verdicts import VerdictStore, fingerprint
 
 logger = logging.getLogger(__name__)

@@ -7,10 +7,8 @@ import gc
 import logging
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -34,6 +32,7 @@ from inferpool.models.speed.graphs import Graphed
 from inferpool.models.speed.names import COMPILED, GRAPHED, LONG_S, SpeedReport
 from inferpool.models.speed.presets import Recast, can_be_changed, prepare
 from inferpool.models.speed.sizes import steps_to
+from inferpool.models.speed.times import AT_START, TrialTimes
 from inferpool.models.speed.verdicts import VerdictStore, fingerprint
 
 logger = logging.getLogger(__name__)
@@ -52,39 +51,8 @@ weights, answers of either were off by up to 0.11, and by 0.06 from each other."
 _LEAST_GAIN = 1.1
 """Least gain over the best preset so far; less may be noise."""
 
-
-Clock = Callable[[], float]
-"""Returns the time in seconds."""
 LoadPackage = Callable[[Path, nn.Module | None], nn.Module]
 """Loads a compiled package; the network is for inputs of other shapes than the compiled ones."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrialTimes:
-    """The clocks of trials, and the time for each step; by default those of a start."""
-
-    clock: Clock = time.perf_counter
-    """Measures networks."""
-    decode_clock: Clock | None = None
-    """Measures ways to decode. By default it is the thread's processor time on a CPU, where other
-    processes must not count, and the time that passes on an accelerator."""
-    now: Clock = time.monotonic
-    """Measures how long all trials take."""
-    budget_s: float = 10.0
-    """Time for trying presets; those not judged by then are left out."""
-    compare_s: float = 1.5
-    """Samples are compared until the exact network has taken this long for them."""
-    rounds_s: float = 0.5
-    """Time for one preset at one batch size, once there are `_MIN_ROUNDS`."""
-    batch_s: float = 0.25
-    """Longest batch for timing; larger ones are made smaller, so that several fit into the time."""
-    calibration_s: float = 2.0
-    """Longest batch for a look at the exact network's inner values."""
-
-
-AT_START = TrialTimes()
-BESIDE = TrialTimes(clock=time.process_time, budget_s=math.inf, compare_s=6.0, rounds_s=2.0)
-"""Times beside workers, which get the cores first: so processor time counts, and nobody waits."""
 
 
 class NoTimeLeftError(TimeoutError):

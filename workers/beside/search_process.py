@@ -76,7 +76,7 @@ def _search(order: SearchOrder, say: _SendNews) -> None:
     from inferpool.models.spec import Placement
     from inferpool.models.speed.choose import SpeedOptions
     from inferpool.models.speed.search import SearchError, search
-    from inferpool.models.speed.trial import BESIDE
+    from inferpool.models.speed.times import BESIDE
     from inferpool.workers.inside.compiling import compile_package
 
     config = order.config

@@ -10,7 +10,8 @@ from inferpool.models.item import Features
 from inferpool.models.speed.choose import SpeedOptions
 from inferpool.models.speed.graphs import Graphed
 from inferpool.models.speed.presets import Recast
-from inferpool.models.speed.trial import Trial, TrialTimes
+from inferpool.models.speed.times import TrialTimes
+from inferpool.models.speed.trial import Trial
 from inferpool.models.speed.verdicts import VerdictStore
 from tests.models.items import AnyModel, loaded
 from tests.small_classifier import SmallClassifier
