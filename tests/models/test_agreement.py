@@ -61,10 +61,23 @@ def test_scores_that_are_all_about_the_same_are_held_to_as_much():
 
 
 def test_probabilities_that_move_far_are_refused_even_if_no_label_changes():
-    exact = {"probabilities": torch.tensor([[0.9, 0.1], [0.2, 0.8]])}
-    other = {"probabilities": torch.tensor([[0.7, 0.3], [0.2, 0.8]])}
-    assert not LabelTolerance().judge(exact, other).is_within
-    assert LabelTolerance(max_deviation=0.3).judge(exact, other).is_within
+    def judge(moved):
+        exact = torch.tensor([[0.9, 0.1], [0.2, 0.8]])
+        other = torch.tensor([[0.9 - moved, 0.1 + moved], [0.2, 0.8]])
+        return LabelTolerance().judge({"probabilities": exact}, {"probabilities": other})
+
+    assert judge(0.048).is_within
+    assert not judge(0.052).is_within
+
+
+@pytest.mark.parametrize(("num_changed", "is_within"), [(9, True), (11, False)])
+def test_one_label_of_a_hundred_may_change(num_changed, is_within):
+    exact = torch.tensor([[0.6, 0.4]]).repeat(1000, 1)
+    other = exact.clone()
+    other[:num_changed] = torch.tensor([0.4, 0.6])
+    tolerance = LabelTolerance(max_deviation=1.0)
+    found = tolerance.judge({"probabilities": exact}, {"probabilities": other})
+    assert found.is_within is is_within
 
 
 def test_probabilities_that_are_no_numbers_are_refused():
@@ -75,10 +88,25 @@ def test_probabilities_that_are_no_numbers_are_refused():
 
 def test_values_may_be_off_by_a_fraction_of_the_largest():
     exact = {"y": torch.tensor([[1.0, -100.0]])}
-    near = ValueTolerance().judge(exact, {"y": torch.tensor([[1.05, -100.0]])})
+    near = ValueTolerance().judge(exact, {"y": torch.tensor([[1.09, -100.0]])})
     assert near.is_within
-    assert near.deviation == pytest.approx(0.0005, rel=0.01)
-    assert not ValueTolerance().judge(exact, {"y": torch.tensor([[1.5, -100.0]])}).is_within
+    assert near.deviation == pytest.approx(0.0009, rel=0.01)
+    assert not ValueTolerance().judge(exact, {"y": torch.tensor([[1.11, -100.0]])}).is_within
+
+
+def test_each_output_must_agree():
+    exact = {"first": torch.ones(2), "last": torch.ones(2)}
+    for name in exact:
+        other = {**exact, name: torch.tensor([1.0, 1.01])}
+        found = ValueTolerance().judge(exact, other)
+        assert not found.is_within
+        assert found.deviation == pytest.approx(0.01, rel=0.01)
+
+
+def test_an_output_of_zeros_must_stay_so():
+    exact = {"y": torch.zeros(2)}
+    assert ValueTolerance().judge(exact, {"y": torch.zeros(2)}).is_within
+    assert not ValueTolerance().judge(exact, {"y": torch.full((2,), 1e-9)}).is_within
 
 
 @pytest.mark.parametrize(
