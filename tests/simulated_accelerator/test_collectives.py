@@ -72,18 +72,18 @@ else:
 dist.recv(y, 1 - rank, group=ways[1])
 arrived = torch.Event()
 arrived.record()
-until = time.monotonic() + (30 if sys.argv[4] == "aside" else 1)
+until = time.monotonic() + (60 if sys.argv[4] == "aside" else 1)
 while not arrived.query() and time.monotonic() < until:
     time.sleep(0.01)
 print("arrived" if arrived.query() else "hangs", flush=True)
 Path(f"{sys.argv[2]}.{rank}").touch()
-while not Path(f"{sys.argv[2]}.{1 - rank}").exists() and time.monotonic() < until + 30:
+while not Path(f"{sys.argv[2]}.{1 - rank}").exists() and time.monotonic() < until + 60:
     time.sleep(0.01)  # an end would disturb what the other one has under way
 os._exit(0)  # what hangs would hold up the end
 """
 
 
-def two_ranks(folder: Path, code: str, *arguments: str, limit_s: float = 90) -> list[str]:
+def two_ranks(folder: Path, code: str, *arguments: str, limit_s: float = 150) -> list[str]:
     """Run the code in two processes; return what they wrote, if they end in time."""
     ranks = [
         subprocess.Popen(

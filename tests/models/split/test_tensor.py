@@ -103,12 +103,11 @@ def test_a_plan_that_computes_something_else_is_refused(pair):
 
 def test_a_rank_that_fails_alone_says_that_the_group_must_end(pair):
     example = [torch.ones(1, 32), torch.tensor(2)]
-    with pair.patched("inferpool.models.split.tensor._WORD_TIMEOUT_S", 0.3):
-        with pair.loaded("tensor", networks.FailingOnRank, example=example) as model:
-            with pytest.raises(RaisedError, match="OutOfStepError: rank 0 failed"):
-                model(torch.ones(1, 32), torch.tensor(0))
-            model(torch.ones(1, 32), torch.tensor(2))
-        with pair.loaded("tensor", networks.FailingOnRank, example=example) as model:
-            model(torch.ones(1, 32), torch.tensor(1))
-            with pytest.raises(RaisedError, match="OutOfStepError: rank 1 failed alone"):
-                model.wait_for(1)
+    with pair.loaded("tensor", networks.FailingOnRank, example=example) as model:
+        with pytest.raises(RaisedError, match="OutOfStepError: rank 0 failed"):
+            model(torch.ones(1, 32), torch.tensor(0))
+        model(torch.ones(1, 32), torch.tensor(2))
+    with pair.loaded("tensor", networks.FailingOnRank, example=example) as model:
+        model(torch.ones(1, 32), torch.tensor(1))
+        with pytest.raises(RaisedError, match="OutOfStepError: rank 1 failed alone"):
+            model.wait_for(1)
