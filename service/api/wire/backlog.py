@@ -37,12 +37,19 @@ _SYN_RECEIVED = 1 << 3 | 1 << 12
 """The states TCP_SYN_RECV and TCP_NEW_SYN_RECV (net/tcp_states.h)."""
 
 
-async def take_last(listener: socket.socket, accept: Callable[[], object]) -> None:
+async def take_last(
+    listener: socket.socket, accept: Callable[[], object], *, last_in_s: float = _LAST_IN_S
+) -> None:
     """Accept everyone who has connected, and let nobody else; then the socket can be closed.
 
     On Linux the kernel first drops requests for new connections: their clients ask again after a
     second, and are refused. Elsewhere a connection that comes at this very moment may be reset. The
     socket must not block; `accept` accepts all that wait, or as many as can be taken now.
+
+    Args:
+        listener: The socket.
+        accept: Accepts from it.
+        last_in_s: How long handshakes under way may take to end.
     """
     arrivals = select.poll()
     arrivals.register(listener, select.POLLIN)
@@ -50,7 +57,7 @@ async def take_last(listener: socket.socket, accept: Callable[[], object]) -> No
     _turn_newcomers_away(listener)
     accept()
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_LAST_IN_S):
+        async with asyncio.timeout(last_in_s):
             # In this order: a handshake that ends between the two looks then waits to be accepted.
             while _num_half_open(listener) or arrivals.poll(0):
                 await asyncio.sleep(_PAUSE_S)
