@@ -305,7 +305,7 @@ class Draft:
             both = f"{self._places['trace_headers',]}, {origin}"
             self._set(("trace_headers",), TraceHeaders((*given.pairs, *told.pairs)), both)
 
-    def _add_key_files(self, cwd: Path) -> None:
+    def _add_key_files(self, cwd: Path, pipe_wait_s: float) -> None:
         """Read the files of keys."""
         for name in KEY_SETTINGS:
             setting = f"{name}_file"
@@ -314,15 +314,21 @@ class Draft:
                 continue
             place = self._place((setting,))
             try:
-                text = read_file(cwd / path, wait_s=PIPE_WAIT_S).decode("utf-8-sig")
+                text = read_file(cwd / path, wait_s=pipe_wait_s).decode("utf-8-sig")
             except (OSError, ValueError) as error:
                 # Do not show the path: it may be a key that was put here by mistake.
                 self._problems.append(f"{place}: {unreadable(error)}")
                 continue
             self._add_keys(name, text, place, f"file {path}")
 
-    def finish(self, cwd: Path) -> tuple[Settings, Mapping[str, str], Sequence[str]]:
+    def finish(
+        self, cwd: Path, *, pipe_wait_s: float = PIPE_WAIT_S
+    ) -> tuple[Settings, Mapping[str, str], Sequence[str]]:
         """Complete the values, check and freeze them.
+
+        Args:
+            cwd: The folder that the files of keys are relative to.
+            pipe_wait_s: How long to wait for data if one of them is a pipe.
 
         Returns:
             The settings; the origin of each given one, by dotted key; warnings.
@@ -331,7 +337,7 @@ class Draft:
             SettingsError: A setting is unknown or invalid.
         """
         self._complete()
-        self._add_key_files(cwd)
+        self._add_key_files(cwd, pipe_wait_s)
         tree: dict[str, object] = {"models": {name: {} for name in self._models}}
         for key, value in self._values.items():
             _plant(tree, key, value)

@@ -77,7 +77,13 @@ class LoadedSettings:
         )
 
 
-def load(flags: Mapping[str, str], environ: Mapping[str, str], cwd: Path) -> LoadedSettings:
+def load(
+    flags: Mapping[str, str],
+    environ: Mapping[str, str],
+    cwd: Path,
+    *,
+    pipe_wait_s: float = PIPE_WAIT_S,
+) -> LoadedSettings:
     """Load the settings: the file, then the environment over it, then the flags over both.
 
     Args:
@@ -86,13 +92,14 @@ def load(flags: Mapping[str, str], environ: Mapping[str, str], cwd: Path) -> Loa
         environ: The environment. An empty variable counts as unset, except one for keys, which is
             an error: if a secret was lost on its way, the service must not be open to all.
         cwd: The folder to look for `inferpool.toml` in.
+        pipe_wait_s: How long to wait for data if a file of settings or keys is a pipe.
 
     Raises:
         SettingsError: A setting is unknown or invalid; each problem names the file and the key.
         StateFileError: The file of changes made at run time cannot be used.
     """
     file, origin = _find_file(flags, environ, cwd)
-    table = read_table(file, cwd, origin) if file else {}
+    table = read_table(file, cwd, origin, pipe_wait_s=pipe_wait_s) if file else {}
     draft = Draft()
     if file:
         draft.add_table(table, f"file {file}")
@@ -100,7 +107,7 @@ def load(flags: Mapping[str, str], environ: Mapping[str, str], cwd: Path) -> Loa
     if model := flags.get("model"):
         draft.choose(model)
     draft.add_flags(flags)
-    settings, origins, warnings = draft.finish(cwd)
+    settings, origins, warnings = draft.finish(cwd, pipe_wait_s=pipe_wait_s)
     own_file = None if model else file
     settings = _with_job_store(settings, own_file, settings.port, environ, cwd)
     loaded = LoadedSettings(settings=settings, origins=origins, warnings=warnings)
@@ -268,19 +275,22 @@ def _own_job_store(
     return str(cwd / home / "inferpool" / "jobs" / f"{name}-{digest}")
 
 
-def read_table(file: Path, cwd: Path, origin: str) -> dict[str, object]:
+def read_table(
+    file: Path, cwd: Path, origin: str, *, pipe_wait_s: float = PIPE_WAIT_S
+) -> dict[str, object]:
     """Read a TOML file.
 
     Args:
         file: Path of the file.
         cwd: The folder that the path is relative to.
         origin: The flag or variable that names the file; empty if nobody does.
+        pipe_wait_s: How long to wait for data if a file that somebody names is a pipe.
 
     Raises:
         SettingsError: It cannot be read.
     """
     try:
-        content = read_file(cwd / file, wait_s=PIPE_WAIT_S if origin else 0.0)
+        content = read_file(cwd / file, wait_s=pipe_wait_s if origin else 0.0)
         return tomllib.loads(content.decode())
     except tomllib.TOMLDecodeError as error:
         message = str(error)

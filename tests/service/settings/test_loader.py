@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-import inferpool.service.settings.draft
-import inferpool.service.settings.loader
 from inferpool.service.settings.keys import read_keys
 from inferpool.service.settings.loader import (
     LoadedSettings,
@@ -536,26 +534,22 @@ ODD_IDS = ["folder", "dangling link", "silent pipe"]
 @pytest.mark.parametrize("put", ODD_FILES, ids=ODD_IDS)
 @pytest.mark.parametrize("by", ["name alone", "--config", "INFERPOOL_CONFIG"])
 def test_an_unreadable_file_of_settings_is_never_ignored(
-    tmp_path: Path, put: Callable[[Path], None], by: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, put: Callable[[Path], None], by: str
 ):
-    monkeypatch.setattr(inferpool.service.settings.loader, "PIPE_WAIT_S", 0.05)
     put(tmp_path / "inferpool.toml")
     flags = {"config": "inferpool.toml"} if by == "--config" else {}
     environ = {"INFERPOOL_CONFIG": "inferpool.toml"} if by == "INFERPOOL_CONFIG" else {}
     with pytest.raises(SettingsError, match=ODD_FILES[put]) as caught:
-        load(flags, environ, tmp_path)
+        load(flags, environ, tmp_path, pipe_wait_s=0.05)
     assert "inferpool.toml" in str(caught.value)
     assert by in (*str(caught.value).split(":"), "name alone")
 
 
 @pytest.mark.parametrize("put", ODD_FILES, ids=ODD_IDS)
-def test_unreadable_files_of_keys_and_tls_are_reported(
-    tmp_path: Path, put: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(inferpool.service.settings.draft, "PIPE_WAIT_S", 0.05)
+def test_unreadable_files_of_keys_and_tls_are_reported(tmp_path: Path, put: Callable[[Path], None]):
     put(tmp_path / "odd")
     with pytest.raises(SettingsError, match=r"the file of keys cannot be read|no file of keys"):
-        load({"admin_keys_file": "odd"}, {}, tmp_path)
+        load({"admin_keys_file": "odd"}, {}, tmp_path, pipe_wait_s=0.05)
     with pytest.raises(TlsError, match=r"tls_certificate: .*/odd: it is "):
         server_context(str(tmp_path / "odd"), None)
 
@@ -566,7 +560,8 @@ def test_keys_and_settings_may_come_through_a_pipe(tmp_path: Path):
         os.mkfifo(tmp_path / name)
         writer = threading.Thread(target=(tmp_path / name).write_text, args=(text,))
         writer.start()
-    loaded = load({"config": "config", "admin_keys_file": "keys"}, {}, tmp_path)
+    flags = {"config": "config", "admin_keys_file": "keys"}
+    loaded = load(flags, {}, tmp_path, pipe_wait_s=100)
     assert (loaded.settings.port, len(loaded.settings.admin_keys)) == (1234, 1)
 
 
