@@ -60,7 +60,7 @@ def collecting() -> Iterator[FakeCollector]:
             body = self.rfile.read(int(self.headers["content-length"]))
             headers = {name.lower(): value for name, value in self.headers.items()}
             status = collector.take(self.path, headers, body)
-            collector.may_answer.wait(10)
+            collector.may_answer.wait(600)
             self.send_response(status)
             self.send_header("content-length", "0")
             self.end_headers()

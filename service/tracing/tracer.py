@@ -13,6 +13,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import httpx
 from google.protobuf.message import DecodeError
@@ -32,13 +33,8 @@ logger = logging.getLogger(__name__)
 
 _EXPORT_EVERY_S = 1.0
 """The longest time that a call waits for others to be exported with."""
-_PAUSES_S = (1.0, 2.0, 4.0)
-"""Pauses before each further try (OTLP 1.5, "Failures": exponential backoff)."""
 _TRY_AGAIN = (429, 502, 503, 504)
 """Status codes after which OTLP allows another try. Nothing else may be sent again."""
-_TIMEOUT_S = 5.0
-_FLUSH_S = 2.0
-"""How long a collector may hold up the end."""
 _MOST_OF_ITS_TIME = 0.2
 """The share of a core that the thread may take from the event loop: some 2,000 calls a second."""
 _NUM_AT_A_STRETCH = 8
@@ -52,11 +48,37 @@ class _RefusedError(Exception):
     """The collector refuses this, so another try would fail too."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportPeriods:
+    """How long a collector is waited for."""
+
+    request_s: float = 5.0
+    """Longest wait for a part of a request."""
+    pauses_s: Sequence[float] = (1.0, 2.0, 4.0)
+    """Pauses before each further try (OTLP 1.5, "Failures": exponential backoff)."""
+    flush_s: float = 2.0
+    """How long it may hold up the end."""
+
+
+_PERIODS = ExportPeriods()
+
+
 class Tracer:
     """Records the calls of one process, and exports them in a thread."""
 
-    def __init__(self, settings: Settings, metrics: Callable[[str], ModelMetrics]) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        metrics: Callable[[str], ModelMetrics],
+        *,
+        periods: ExportPeriods = _PERIODS,
+    ) -> None:
         """Prepare; nothing is sent before `start`.
+
+        Args:
+            settings: Name the collector.
+            metrics: Returns the metrics of a model.
+            periods: How long the collector is waited for.
 
         Raises:
             OSError: The certificate cannot be read, or is not one.
@@ -67,6 +89,7 @@ class Tracer:
             is_parent_based=settings.trace_parent_based,
             metrics=metrics,
         )
+        self._periods = periods
         self._version = version_of()
         self._endpoint = settings.trace_endpoint
         self._headers = {
@@ -91,10 +114,10 @@ class Tracer:
         self._thread.start()
 
     def stop(self) -> None:
-        """Export what waits. This blocks for two seconds at most."""
+        """Export what waits. This blocks for `flush_s` at most."""
         self._is_stopping.set()
         self.recorder.wake.set()
-        self._thread.join(_FLUSH_S)
+        self._thread.join(self._periods.flush_s)
         if num_left := len(self.recorder.waiting):
             logger.warning("%d traced calls were not exported before the end", num_left)
 
@@ -113,7 +136,9 @@ class Tracer:
 
     def _run(self) -> None:
         recorder = self.recorder
-        with httpx.Client(headers=self._headers, timeout=_TIMEOUT_S, verify=self._verify) as client:
+        with httpx.Client(
+            headers=self._headers, timeout=self._periods.request_s, verify=self._verify
+        ) as client:
             while True:
                 recorder.wake.wait(_EXPORT_EVERY_S)
                 recorder.wake.clear()
@@ -162,7 +187,7 @@ class Tracer:
             httpx.HTTPError: The collector cannot be reached, or is too busy.
             _RefusedError: It does not take this.
         """
-        for pause_s in (*_PAUSES_S, None):
+        for pause_s in (*self._periods.pauses_s, None):
             try:
                 answer = client.post(self._endpoint, content=body)
                 if answer.status_code not in _TRY_AGAIN:
