@@ -175,8 +175,13 @@ class ModelsTarget(Protocol):
         """
 
 
-def models_router(target: ModelsTarget) -> APIRouter:
-    """Return the routes, acting on a target. Whoever serves them checks the key."""
+def models_router(target: ModelsTarget, *, answer_s: float = _ANSWER_S) -> APIRouter:
+    """Return the routes, acting on a target. Whoever serves them checks the key.
+
+    Args:
+        target: Makes the changes.
+        answer_s: The longest that a call waits for the decision.
+    """
     router = APIRouter(prefix="/admin/models", tags=["admin"], responses=ERRORS)
 
     asked_changes = AskedChanges()
@@ -194,7 +199,7 @@ def models_router(target: ModelsTarget) -> APIRouter:
         is_decided = False
         if not _is_asynchronous(request):
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_ANSWER_S):
+                async with asyncio.timeout(answer_s):
                     await asyncio.shield(asked.decision)
                     is_decided = True
         if not is_decided:

@@ -18,6 +18,7 @@ from inferpool.workers.errors import WorkerStartError
 from inferpool.workers.messages import ItemRef, Outcome
 from tests.run_folders import TINY, write_colours, write_run
 from tests.service.catalog.test_judging import Acts, Stage, lines_of, ready
+from tests.virtual_time import run_in_virtual_time
 
 pytestmark = pytest.mark.usefixtures("virtual_time")
 
@@ -72,16 +73,16 @@ async def test_all_labels_are_names_or_all_are_numbers(stage, tmp_path, labels, 
     assert figures.num_validated == len(labels)
 
 
-async def test_what_the_version_of_now_had_no_time_for_counts_for_neither(
-    stage, tmp_path, monkeypatch
-):
-    monkeypatch.setattr("inferpool.service.catalog.comparison._TIMEOUT_S", 1.0)
-    it = await ready(stage(old=Says(0), new=Says(0)))
-    await it.kept.ready()
-    it.kept.engine.failures = [WorkerStartError("it is busy", permanent=False)] * 9
-    it.kept.engine.started[0].die()
-    with pytest.raises(OverloadedError, match="no room"):
-        await validated(it, lines_of(tmp_path / "x.jsonl", {0: "0"}))
+def test_what_the_version_of_now_had_no_time_for_counts_for_neither(stage, tmp_path):
+    async def validated_beside_no_worker() -> None:
+        it = await ready(stage(old=Says(0), new=Says(0)))
+        await it.kept.ready()
+        it.kept.engine.failures = [WorkerStartError("it is busy", permanent=False)] * 99
+        it.kept.engine.started[0].die()
+        with pytest.raises(OverloadedError, match="no room"):
+            await validated(it, lines_of(tmp_path / "x.jsonl", {0: "0"}))
+
+    run_in_virtual_time(validated_beside_no_worker(), 100)
 
 
 async def test_a_shadow_of_a_validated_version_lasts_and_keeps_its_accuracy(stage, tmp_path):
