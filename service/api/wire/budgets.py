@@ -47,6 +47,10 @@ class EdgeUse(msgspec.Struct, frozen=True, array_like=True, gc=False):
 C = TypeVar("C")
 
 
+def _loop_time() -> float:
+    return asyncio.get_running_loop().time()
+
+
 class Sender(Protocol):
     """Holds an unfinished request of a client."""
 
@@ -69,9 +73,10 @@ class _Usage:
 class _Budget(Generic[C]):
     """The memory that clients make this process keep, and may keep together."""
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, clock: Callable[[], float] = _loop_time) -> None:
         self.max_bytes = max_bytes
         self.num_bytes = 0
+        self._clock = clock
         self._clients: dict[C, _Usage] = {}
 
     def give_back(self, client: C) -> None:
@@ -114,12 +119,12 @@ class UnfinishedRequests(_Budget[Sender]):
         if num_more > 0 and self.num_bytes + num_more > self.max_bytes:
             self._make_room(sender, num_more)
         if held is None:
-            held = self._clients[sender] = _Usage(asyncio.get_running_loop().time())
+            held = self._clients[sender] = _Usage(self._clock())
         held.num_bytes = num_bytes
         self.num_bytes += num_more
 
     def _make_room(self, newcomer: Sender, num_bytes: int) -> None:
-        now = asyncio.get_running_loop().time()
+        now = self._clock()
         num_before, num_left = self.num_bytes, self.max_bytes * _SHARE_LEFT
         for slowest in self._slowest_first(lambda _, held: held.num_bytes, now):
             is_young = now - self._clients[slowest].since < _MIN_AGE_S
@@ -196,8 +201,7 @@ class UnreadAnswers(_Budget[SlowReader]):
         """Count the bytes of a reader's answers, and make room if there are too many."""
         unread = self._clients.get(reader)
         if unread is None:
-            now = asyncio.get_running_loop().time()
-            unread = self._clients[reader] = _Usage(now, reader.num_unread_bytes)
+            unread = self._clients[reader] = _Usage(self._clock(), reader.num_unread_bytes)
         elif num_bytes > unread.num_bytes:
             unread.num_at_first += num_bytes - unread.num_bytes
         self.num_bytes += num_bytes - unread.num_bytes
@@ -207,7 +211,7 @@ class UnreadAnswers(_Budget[SlowReader]):
 
     def _cut_slowest(self) -> None:
         """Cut off the slowest readers until there is room for some time."""
-        now = asyncio.get_running_loop().time()
+        now = self._clock()
 
         def num_read(reader: SlowReader, held: _Usage) -> int:
             return held.num_at_first - reader.num_unread_bytes

@@ -35,6 +35,8 @@ WAYS = ("asgi", "protocol", "front")
 """Ways to the endpoint: through ASGI; straight off the socket; so, and through a front's pipes."""
 Way = Literal["asgi", "protocol", "front"]
 EDGE = frozenset(EdgeLimits.__struct_fields__)
+LONG_S = 600.0
+_NO_HURRY = {"head_timeout_s": LONG_S, "write_timeout_s": LONG_S, "body_gap_s": LONG_S}
 
 
 class RawAnswer(NamedTuple):
@@ -74,7 +76,7 @@ class RawClient:
         answers = []
         with contextlib.suppress(asyncio.IncompleteReadError):
             while True:
-                answers.append(await asyncio.wait_for(self.read_answer(), 15))
+                answers.append(await self.read_answer())
         return answers
 
     async def ask(self, data: bytes) -> RawAnswer:
@@ -86,7 +88,7 @@ class RawClient:
 
     async def is_closed(self) -> bool:
         """Wait for the server to close the connection; False if it sends anything before."""
-        return await asyncio.wait_for(self.reader.read(), 15) == b""
+        return await self.reader.read() == b""
 
     def stop_reading(self) -> None:
         """Take no more than a few bytes."""
@@ -110,15 +112,16 @@ class PredictServer:
         tls: ssl.SSLContext | None = None,
         unfinished: UnfinishedRequests | None = None,
         around: Callable[[Any], Any] = lambda app: app,
-        keep_alive_s: float = 5,
+        keep_alive_s: float = LONG_S,
         **limits: float,
     ) -> None:
         """Make it.
 
         Args:
             around: Puts something before the application.
-            limits: Fields of `Limits` and `EdgeLimits`.
+            limits: Fields of `Limits` and `EdgeLimits`. By default nothing ends by its clock.
         """
+        limits = {**_NO_HURRY, **limits}
         self.model = model or FakeModel()
         self.statuses: list[int] = []
         edge = EdgeLimits(**{name: limits[name] for name in limits.keys() & EDGE})  # type: ignore[arg-type]  # bytes are whole numbers

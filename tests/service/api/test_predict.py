@@ -112,7 +112,7 @@ def test_options_reach_the_model_within_their_limits(
     predict = endpoint(model, limits=Limits(default_timeout_s=7))
     post(predict, f"/predict{query}", content=b"x", headers=IMAGE | headers)
     (ref,) = model.refs
-    assert timeout_s <= ref.deadline - began < timeout_s + 10
+    assert began + timeout_s <= ref.deadline <= time.monotonic() + timeout_s
     assert (ref.priority, ref.parameters) == (priority, parameters)
     assert not ref.wants_tensors
 

@@ -190,7 +190,7 @@ async def test_a_client_that_hangs_up_in_the_middle_of_its_body_is_forgotten(ser
         async with server.connect() as client:
             client.send(POST + b"content-length: 9\r\n\r\nabc")
             await until(lambda: server.connections)
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.05)  # in which the body begins
         await until(lambda: server.statuses)
     assert not server.model.payloads
     assert server.statuses == [499]

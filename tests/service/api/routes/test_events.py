@@ -60,7 +60,7 @@ async def listen(
         "query_string": b"",
         "headers": [],
     }
-    await asyncio.wait_for(app(scope, receive, send), 30)
+    await app(scope, receive, send)
     return sent
 
 

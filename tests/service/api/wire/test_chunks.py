@@ -32,7 +32,7 @@ async def send_endlessly(
                 await asyncio.sleep(0)
         found = b""
         with contextlib.suppress(ConnectionError):
-            found = await asyncio.wait_for(reader.read(), 15)
+            found = await reader.read()
     return num_sent, found
 
 

@@ -7,7 +7,7 @@ import pytest
 from inferpool.models.spec import TensorSpec
 from inferpool.service.errors import OverloadedError
 from tests.service.api.fakes import FakeModel
-from tests.service.api.server import NOBODY, ONE, POST, RawClient, serve, until
+from tests.service.api.server import LONG_S, NOBODY, ONE, POST, RawClient, serve, until
 
 HEAD = ONE[:-1]
 
@@ -160,12 +160,12 @@ async def test_a_body_under_a_known_head_may_come_in_pieces(cut: int) -> None:
 @pytest.mark.parametrize("leaves", [False, True])
 async def test_the_rest_of_a_body_that_was_given_up_is_no_call(leaves: bool) -> None:
     head = head_of(b"image/png", 200)
-    async with serve(body_gap_s=0.2) as server:
+    async with serve(body_gap_s=LONG_S if leaves else 0.2) as server:
         async with server.connect() as client:
             await ask_twice(client, head + b"x" * 200)
             client.send(head + b"x" * 100)
             if leaves:
-                await asyncio.sleep(0.03)
+                await until(lambda: server.use.unfinished_bytes)
             else:
                 answer = await client.read_answer()
                 assert (answer.status, answer.headers["connection"]) == (408, "close")

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import socket
-import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -145,15 +144,13 @@ async def test_garbage_at_any_place_is_an_answer_or_an_end_and_never_a_failure()
                     client.send(data)
                     client.writer.write_eof()
                     with contextlib.suppress(asyncio.IncompleteReadError):
-                        answer = await asyncio.wait_for(client.read_answer(), 15)
+                        answer = await client.read_answer()
                         assert answer.status < 500, data
         assert await server.is_well()
     assert all(status < 500 for status in server.statuses)
 
 
-@pytest.mark.measures
 async def test_half_a_head_is_not_waited_for() -> None:
-    began = time.monotonic()
     async with serve(head_timeout_s=0.2) as server:
         async with server.connect() as client:
             for byte in POST:
@@ -164,7 +161,6 @@ async def test_half_a_head_is_not_waited_for() -> None:
             with contextlib.suppress(ConnectionResetError):  # by a byte that came after the end
                 assert await client.is_closed()
         assert await server.is_well()
-    assert time.monotonic() - began < 15
 
 
 async def test_endless_headers_are_cut_off() -> None:
@@ -202,7 +198,7 @@ async def test_thousands_of_wishes_for_another_protocol_in_one_read_are_read_one
     async with serve() as server:
         async with server.connect() as client:
             client.send((GET[:-2] + b"connection: upgrade\r\nupgrade: h2c\r\n\r\n") * 1700)
-            assert {each.status for each in await client.read_all()} == {405}
+            assert set(await client.read_statuses(1700)) == {405}
         assert await server.is_well()
 
 
@@ -320,8 +316,7 @@ async def test_a_pipelined_call_that_is_refused_while_its_body_comes_is_over() -
 async def test_half_a_body_at_the_shutdown_is_answered() -> None:
     async with serve() as server, server.connect() as client:
         client.send(POST + b"content-length: 9\r\n\r\nabc")
-        await until(lambda: server.connections)
-        await asyncio.sleep(0.05)
+        await until(lambda: server.use.unfinished_bytes)
         server.shut_connections_down()
         answer = await client.read_answer()
         assert (answer.status, answer.headers["connection"]) == (503, "close")
@@ -331,7 +326,6 @@ async def test_a_client_that_has_just_hung_up_does_not_hold_up_the_shutdown() ->
     async with serve() as server:
         with socket.create_connection(server.listener.getsockname()) as client:
             client.sendall(POST + b"content-length: 9\r\n\r\nabc")
-            await until(lambda: server.connections)
-            await asyncio.sleep(0.05)
+            await until(lambda: server.use.unfinished_bytes)
         server.shut_connections_down()
         await until(lambda: not server.connections)
