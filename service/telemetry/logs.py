@@ -54,7 +54,10 @@ _THROTTLE_PERIOD_S = 1.0
 class Logs:
     """Takes all log records of the process to the thread that writes them. Made by `configure`."""
 
-    def __init__(self, formatter: Formatter, level: int, stream: TextIO) -> None:
+    def __init__(
+        self, formatter: Formatter, level: int, stream: TextIO, close_timeout_s: float
+    ) -> None:
+        self._close_timeout_s = close_timeout_s
         self.is_human = isinstance(formatter, HumanFormatter)
         self._level = level
         self._writer = _Writer(formatter, stream)
@@ -90,10 +93,10 @@ class Logs:
         self._writer.start()
 
     def close(self) -> None:
-        """Write what waits, for two seconds at most, and release the loggers."""
+        """Write what waits, for `close_timeout_s` at most, and release the loggers."""
         while self._undo:
             self._undo.pop()()
-        self._writer.stop(_CLOSE_TIMEOUT_S)
+        self._writer.stop(self._close_timeout_s)
 
 
 def configure(
@@ -102,6 +105,7 @@ def configure(
     stream: TextIO | None = None,
     *,
     is_colored: bool | None = None,
+    close_timeout_s: float = _CLOSE_TIMEOUT_S,
 ) -> Logs:
     """Send every log record of this process to a stream.
 
@@ -110,6 +114,7 @@ def configure(
         level: The least severe level to write.
         stream: By default stderr. If it has a descriptor, that is written to directly.
         is_colored: Use colours; by default on a terminal.
+        close_timeout_s: How long `close` waits if the reader is slow or gone.
 
     Returns:
         The object to close at the end. The exit of the interpreter closes it too.
@@ -120,7 +125,8 @@ def configure(
         formatter = JsonFormatter()
     else:
         formatter = HumanFormatter(is_colored=stream.isatty() if is_colored is None else is_colored)
-    logs = Logs(formatter, logging.getLevelNamesMapping()[level.upper()], stream)
+    number = logging.getLevelNamesMapping()[level.upper()]
+    logs = Logs(formatter, number, stream, close_timeout_s)
     logs.start()
     return logs
 

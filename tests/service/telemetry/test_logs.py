@@ -7,9 +7,9 @@ import re
 import subprocess
 import sys
 import threading
-import time
 import warnings
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
@@ -17,6 +17,7 @@ from inferpool.service.telemetry.logs import (
     MAX_QUEUED,
     HumanFormatter,
     JsonFormatter,
+    Logs,
     LogThrottle,
     configure,
     escape,
@@ -31,10 +32,14 @@ class FakeTerminal(io.StringIO):
         return True
 
 
+def configured(format, level: str, stream: TextIO, close_timeout_s: float = 100) -> Logs:
+    return configure(format, level, stream, close_timeout_s=close_timeout_s)
+
+
 def logged(log, format="json", stream: io.StringIO | None = None, level="debug") -> list[str]:
     """The lines that a function's logging writes."""
     stream = stream or io.StringIO()
-    logs = configure(format, level, stream)
+    logs = configured(format, level, stream)
     try:
         log(logging.getLogger("service.test"))
     finally:
@@ -109,7 +114,7 @@ def test_extra_fields_do_not_replace_the_fixed_ones():
 
 def test_a_message_that_does_not_fit_its_arguments_is_still_written():
     stream = io.StringIO()
-    logs = configure("json", "info", stream)
+    logs = configured("json", "info", stream)
     for handler in logging.getLogger().handlers[-1:]:  # ours; pytest's would raise
         handler.handle(logging.makeLogRecord({"msg": "%d left", "args": ("x",)}))
     logs.close()
@@ -163,7 +168,7 @@ def test_uvicorn_and_warnings_go_the_same_way():
 
 def test_text_written_directly_keeps_its_place_among_the_records():
     stream = io.StringIO()
-    logs = configure("human", "info", stream)
+    logs = configured("human", "info", stream)
     for number in range(300):
         logging.getLogger("t").info("record %d", number)
         logs.write(f"text {number}\n")
@@ -183,17 +188,13 @@ def pipe():
     os.close(reader)
 
 
-@pytest.mark.measures
 def test_a_reader_that_stops_costs_lines_and_no_time(pipe):
+    """A write that waited for the reader would never return."""
     reader, stream = pipe
-    logs = configure("json", "info", stream)
+    logs = configured("json", "info", stream)
     logger = logging.getLogger("flood")
-    slowest_s = 0.0
     for number in range(MAX_QUEUED + 5000):
-        before = time.perf_counter()
         logger.info("line %d", number)
-        slowest_s = max(slowest_s, time.perf_counter() - before)
-    assert slowest_s < 5  # a write that waited for the reader would never have returned
     assert logs.num_dropped > 0
 
     received = bytearray()
@@ -214,21 +215,19 @@ def test_a_reader_that_stops_costs_lines_and_no_time(pipe):
     assert len(messages) - len(losses) + logs.num_dropped == MAX_QUEUED + 5000
 
 
-@pytest.mark.measures
 def test_closing_does_not_wait_for_a_reader_that_never_comes_back(pipe):
     _, stream = pipe
-    logs = configure("json", "info", stream)
+    logs = configured("json", "info", stream, close_timeout_s=0.1)
     for number in range(MAX_QUEUED + 2000):
         logging.getLogger("flood").info("line %d", number)
-    before = time.monotonic()
     logs.close()
-    assert time.monotonic() - before < 5
+    assert logs._writer._thread.is_alive()
 
 
 def test_a_reader_that_has_gone_does_no_harm():
     reader, writer = os.pipe()
     stream = os.fdopen(writer, "w")
-    logs = configure("json", "info", stream)
+    logs = configured("json", "info", stream)
     os.close(reader)
     logging.getLogger("t").info("into the void")
     logs.close()
@@ -239,7 +238,7 @@ def test_a_reader_that_has_gone_does_no_harm():
 def test_a_pipe_that_somebody_made_non_blocking_gets_every_line(pipe):
     reader, stream = pipe
     os.set_blocking(stream.fileno(), False)
-    logs = configure("json", "info", stream)
+    logs = configured("json", "info", stream)
     for number in range(3000):
         logging.getLogger("t").info("line %d", number)
     received = bytearray()
@@ -254,7 +253,7 @@ def test_a_pipe_that_somebody_made_non_blocking_gets_every_line(pipe):
 def test_the_exit_of_the_process_writes_what_waits():
     code = (
         "import logging; from inferpool.service.telemetry.logs import configure\n"
-        "configure('json')\n"
+        "configure('json', close_timeout_s=100)\n"
         "for n in range(1000): logging.getLogger('t').info('line %d', n)"
     )
     done = subprocess.run(
@@ -285,7 +284,7 @@ async def test_few_lines_are_written_in_a_second_and_the_rest_is_counted():
     counted = asyncio.Queue[int]()
     lines = LogThrottle(counted.put_nowait, most=2)
     assert [lines.may_write() for _ in range(5)] == [True, True, False, False, False]
-    assert await asyncio.wait_for(counted.get(), 5) == 3
+    assert await counted.get() == 3
     assert lines.may_write()  # the next second has begun
     await asyncio.sleep(3)
     assert counted.empty()  # nothing was left out of it
