@@ -204,7 +204,7 @@ def test_wake_ups_within_a_millisecond_are_kept_apart(bench):
         await turn()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(asyncio.wait_for(go(), 10))
+        runner.run(go())
 
 
 async def test_full_queue_and_full_arena_refuse_with_a_time_to_come_back(bench):
@@ -295,6 +295,22 @@ async def test_a_dead_workers_instances_are_sent_again_alone(bench):
     assert [int(r.value) for r in results] == [f.ref.offset for f in futures]
     b.check_books()
     assert b.metrics.retried == 4
+
+
+async def test_a_suspect_input_is_sent_to_no_worker_that_holds_another_batch(bench):
+    b = bench(max_batch_size=1)
+    first = b.worker(credit=1)
+    (suspect,) = await b.send()
+    busy = b.worker(credit=2)
+    (innocent,) = await b.send()
+    first.die()
+    await turn()
+    assert busy.sizes == [1]
+    await answer(busy)
+    assert (innocent.done(), suspect.done(), busy.sizes) == (True, False, [1])
+    await answer(busy)
+    await suspect
+    b.check_books()
 
 
 async def test_batch_that_never_started_costs_no_retry_and_stays_together(bench):

@@ -1,5 +1,6 @@
 """Work in the background takes what is idle, and others wait for one of its batches at most."""
 
+import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ from inferpool.workers.messages import ItemRef
 from tests.fakes import FakeWorker, ref_to
 from tests.service.pools import make_dispatcher, until
 from tests.service.simulation import Stream, simulate_mix
+
+pytestmark = pytest.mark.usefixtures("virtual_time")
 
 
 def background(payload: bytes = b"jjj") -> tuple[ItemRef, list[bytes]]:
@@ -42,16 +45,38 @@ async def test_others_go_first(arena: Arena) -> None:
         dispatcher.submit(*background())
     await until(lambda: worker.batches)
     others = [dispatcher.submit(ref_to(b"x"), [b"x"]) for _ in range(5)]
+    await asyncio.sleep(0.05)
     worker.answer()
     await until(lambda: worker.batches)
     sizes = [[item.num_bytes for item in items] for items, _ in worker.batches]
     assert sizes[0] == [1] * 4
+    await asyncio.sleep(0.05)
     worker.answer()
     await until(lambda: all(f.done() for f in others[:4]) and worker.batches)
     assert [item.num_bytes for item in worker.batches[0][0]] == [1, 3, 3, 3]  # there is room
     worker.answer()
     await until(lambda: others[4].done() and worker.batches)
     assert [item.num_bytes for item in worker.batches[0][0]] == [3] * 3
+
+
+@pytest.mark.parametrize(("timeout_s", "size"), [(0.2, 1), (0.21, 7), (30, 7)])
+async def test_it_joins_no_batch_that_it_would_make_late(
+    arena: Arena, timeout_s: float, size: int
+) -> None:
+    """One instance takes 0.11 s, and seven take 0.17 s; a fifth is added to be sure."""
+    dispatcher, worker = make_dispatcher(arena, max_batch_size=8), FakeWorker(credit=1)
+    dispatcher.attach(worker)
+    for num in (1, 2, 4, 8) * 4:
+        futures = [dispatcher.submit(ref_to(b"x"), [b"x"]) for _ in range(num)]
+        await until(lambda: worker.batches)
+        await asyncio.sleep(0.1 + num / 100)
+        worker.answer(compute_s=0.05 + num / 200)
+        await asyncio.gather(*futures)
+    for _ in range(8):
+        dispatcher.submit(*background())
+    dispatcher.submit(ref_to(b"x", timeout_s), [b"x"])
+    await until(lambda: worker.batches)
+    assert worker.sizes == [size]
 
 
 async def test_what_a_lost_worker_had_is_computed_again(arena: Arena) -> None:
@@ -181,52 +206,56 @@ class IdleTaker(Stream):
 
     num_done = 0
     until: float | None = None
+    seconds = 0.0
 
     def note(self, instance: Instance, *, counts: bool) -> None:
         now = instance.dispatcher.loop.time()
-        self.until = now + SECONDS if self.until is None else self.until
+        self.until = now + self.seconds if self.until is None else self.until
         self.num_done += now < self.until
 
 
-SECONDS = 20.0
 LOAD = 0.4
 KINDS = {
-    "of a CPU": (lambda num: 0.005 + 0.02 * num, 8),
-    "of a CPU, with costs of each batch": (lambda num: 0.02 + 0.02 * num, 8),
-    "that takes the same for each batch": (lambda num: 0.05, 8),
-    "of a GPU": (lambda num: 0.008 + 0.0005 * num, 64),
-    "of a fast GPU": (lambda num: 0.002 + 0.0005 * num, 64),
+    "of a CPU": (lambda num: 0.005 + 0.02 * num, 8, 20.0),
+    "of a CPU, with costs of each batch": (lambda num: 0.02 + 0.02 * num, 8, 20.0),
+    "that takes the same for each batch": (lambda num: 0.05, 8, 10.0),
+    "of a GPU": (lambda num: 0.008 + 0.0005 * num, 64, 2.0),
+    "of a fast GPU": (lambda num: 0.002 + 0.0005 * num, 64, 2.0),
 }
+"""The time of a batch, the largest one, and how many seconds have some thousand calls."""
 
 
-def shared(cost: Callable[[int], float], most: int, **changes: Any) -> tuple[Stream, IdleTaker]:
+def shared(
+    cost: Callable[[int], float], most: int, seconds: float, **changes: Any
+) -> tuple[Stream, IdleTaker]:
     """Let calls and work in the background share two workers; return both."""
     capacity = 2 * most / cost(most)
     calls = Stream(changes.pop("load", LOAD) * capacity)
     jobs = IdleTaker(1.3 * capacity, timeout_s=1e6, priority=BACKGROUND)
+    jobs.seconds = seconds
     streams = [calls, jobs] if changes.pop("with_jobs", True) else [calls]
     simulate_mix(
-        streams, cost, SECONDS, noise=0.1, max_batch_size=most, max_queue_length=10**6, **changes
+        streams, cost, seconds, noise=0.1, max_batch_size=most, max_queue_length=10**6, **changes
     )
     return calls, jobs
 
 
-@pytest.mark.parametrize(("cost", "most"), KINDS.values(), ids=KINDS.keys())
+@pytest.mark.parametrize(("cost", "most", "seconds"), KINDS.values(), ids=KINDS.keys())
 def test_it_takes_what_is_idle_and_costs_others_no_more_than_one_batch(
-    cost: Callable[[int], float], most: int
+    cost: Callable[[int], float], most: int, seconds: float
 ) -> None:
-    alone, _ = shared(cost, most, with_jobs=False)
-    calls, jobs = shared(cost, most)
+    alone, _ = shared(cost, most, seconds, with_jobs=False)
+    calls, jobs = shared(cost, most, seconds)
     assert calls.num_answered == calls.num_asked
     assert calls.p99_ms <= 1.2 * alone.p99_ms + 1000 * cost(most)
     idle_per_s = (1 - LOAD) * 2 * most / cost(most)
-    assert jobs.num_done / SECONDS >= 0.8 * idle_per_s
+    assert jobs.num_done / seconds >= 0.8 * idle_per_s
 
 
 @pytest.mark.parametrize(("job_share", "least", "most"), [(0.0, 0.0, 0.15), (0.5, 0.4, 0.65)])
 def test_it_has_its_share_while_others_could_use_everything(
     job_share: float, least: float, most: float
 ) -> None:
-    cost, size = KINDS["of a CPU"]
-    _, jobs = shared(cost, size, load=1.5, job_share=job_share)
-    assert least <= jobs.num_done / SECONDS / (2 * size / cost(size)) <= most
+    cost, size, seconds = KINDS["of a CPU"]
+    _, jobs = shared(cost, size, seconds, load=1.5, job_share=job_share)
+    assert least <= jobs.num_done / seconds / (2 * size / cost(size)) <= most
