@@ -24,7 +24,7 @@ _MODELS = {
     "grid": {"source": "tests.fuzz.models:Grid"},
     "decoder": {"source": "tests.fuzz.models:Decoder"},
 }
-_SETTLE_S = 10.0
+_SETTLE_S = 60.0
 _MAX_GROWTH_BYTES = 64 << 20
 """Bound on the growth of all processes together in the second half of a campaign.
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from tests.fuzz.inputs import HostileInput
 
-ANSWER_TIMEOUT_S = 20.0
+ANSWER_TIMEOUT_S = 90.0
 """Time within which an input is answered, or its connection closed."""
 _QUIET_S = 0.3
 """Time without an answer after which an input that is no whole request is ended."""

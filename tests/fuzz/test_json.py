@@ -33,7 +33,7 @@ def test_wrong_json_is_refused_with_its_place(
     if isinstance(body, list):
         body = json.dumps({"instances": body})
     headers = {"content-type": "application/json"}
-    answer = httpx.post(f"{target.url}/predict/{model}", content=body, headers=headers, timeout=20)  # type: ignore[arg-type]
+    answer = httpx.post(f"{target.url}/predict/{model}", content=body, headers=headers, timeout=90)  # type: ignore[arg-type]
     found = answer.json()
     if status == 200:  # the first instance was right
         found = {"detail": found["predictions"][1]["error"]["message"]}

@@ -135,7 +135,7 @@ async def test_spread_worker_comes_and_goes_with_its_hosts(arena: Arena):
     await until(lambda: hosted.workers() == ["a+c 1"])
     await until(lambda: bool(engine.started[1].batches))
     engine.started[1].answer()
-    await asyncio.wait_for(instance, 10)
+    await instance
     hosted.lose("a")
     assert hosted.workers() == []
     catalog.add_host("a", CPU)

@@ -117,7 +117,7 @@ class TightStage(Kept):
             yield
         finally:
             is_over.set()
-            await asyncio.wait_for(asyncio.gather(*asking), 10)
+            await asyncio.gather(*asking)
             working.cancel()
             await asyncio.gather(working, return_exceptions=True)
 

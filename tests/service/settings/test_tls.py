@@ -33,7 +33,7 @@ def test_errors_name_the_unusable_file(pair, tmp_path):
     subprocess.run(
         ["openssl", "pkey", "-in", key, "-aes256", "-passout", "pass:1234", "-out", encrypted],
         check=True,
-        timeout=30,
+        timeout=120,
     )
     for given, message in {
         ("/none.pem", key): "tls_certificate: /none.pem: No such file",
@@ -58,7 +58,7 @@ def test_days_left_are_read_from_the_certificate(tmp_path, days):
 def test_days_left_are_read_from_openssls_own_label_too(pair, tmp_path):
     trusted = tmp_path / "trusted.pem"
     command = ["openssl", "x509", "-in", pair[0], "-trustout", "-out", trusted]
-    subprocess.run(command, check=True, timeout=30)
+    subprocess.run(command, check=True, timeout=120)
     server_context(str(trusted), str(pair[1]))
     assert 29 < days_left(str(trusted)) <= 30
 
