@@ -105,7 +105,7 @@ def _find(content_type: bytes, types: Sequence[str]) -> Decoder:
 
 def _decode_untyped(chunks: Sequence[bytes], head: BodyContext) -> Decoded:
     """Read what curl sends with -d alone: JSON under a type that nobody has chosen."""
-    if next((chunk for chunk in chunks if chunk), b"").lstrip()[:1] == b"{":
+    if next(filter(None, (chunk.lstrip() for chunk in chunks)), b"")[:1] == b"{":
         return decode_json(chunks, head)
     raise UnsupportedTypeError(
         "application/x-www-form-urlencoded is what curl sends by default; only a JSON object may "

@@ -41,7 +41,8 @@ def test_an_image_is_passed_on_as_the_pieces_that_came(content_type: bytes) -> N
     ],
 )
 def test_the_content_type_chooses_the_codec(content_type: bytes, body: bytes, kind: str) -> None:
-    assert decode(content_type, [b"", body], head()).payloads[0].kind == kind
+    for chunks in ([b"", body], [body[:1], body[1:]]):
+        assert decode(content_type, chunks, head()).payloads[0].kind == kind
 
 
 @pytest.mark.parametrize(

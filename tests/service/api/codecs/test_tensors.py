@@ -1,6 +1,7 @@
 import io
 import json
 import re
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 from urllib.parse import quote
@@ -14,13 +15,14 @@ from hypothesis import strategies as st
 from safetensors.numpy import save
 
 from inferpool.models.spec import TensorSpec
-from inferpool.service.api.codecs.body import BodyContext, Payload
+from inferpool.service.api.codecs.body import BodyContext, Decoded, Payload
 from inferpool.service.api.codecs.tensors import cut, decode_npy, decode_raw, decode_safetensors
 from inferpool.service.errors import BadRequestError, InvalidInputError, ServiceError, TooLargeError
 from inferpool.workers.messages import Batch, ItemRef
 from tests.properties import untimed
 from tests.service.api.fakes import body_of, head, kinds, spec
 
+Decoder = Callable[[Sequence[bytes], BodyContext], Decoded]
 X = np.arange(24, dtype=np.float32).reshape(4, 2, 3)
 INSTANCE, BATCH = spec(-1, 4, 2, 3), spec(-1, 2, 3)
 """Models that take `X` as one instance, and as a batch of four."""
@@ -47,6 +49,15 @@ def arrays_of(payload: Payload) -> dict[str, np.ndarray[Any, Any]]:
 
 def pieces(content: bytes, size: int) -> list[bytes]:
     return [content[start : start + size] for start in range(0, len(content), size)]
+
+
+def assert_refused(
+    decode: Decoder, content: bytes, asked: BodyContext, error: type[ServiceError], message: str
+) -> None:
+    """Check that a body is refused alike as a whole and in pieces, wherever these are cut."""
+    for size in (len(content) or 1, 1, 4, 7):
+        with pytest.raises(error, match=re.escape(message)):
+            decode(pieces(content, size), asked)
 
 
 @pytest.mark.parametrize("size", [1, 7, 13, 1000])
@@ -89,8 +100,23 @@ def test_raw_bytes_with_dtype_and_shape_are_a_tensor() -> None:
     ],
 )
 def test_a_bad_raw_tensor_is_refused(query: bytes, error: type[ServiceError], message: str) -> None:
-    with pytest.raises(error, match=re.escape(message)):
-        decode_raw([X.tobytes()], head(query))
+    assert_refused(decode_raw, X.tobytes(), head(query), error, message)
+
+
+def test_a_bool_is_checked_wherever_it_is() -> None:
+    """In the last piece, at its end; in a tensor behind another one; in a batch."""
+    wrong = b"\0" * 9 + b"\2"
+    for size in (3, 10):
+        for query, inputs in (
+            (b"dtype=bool&shape=10", []),
+            (b"dtype=bool&shape=5,2", [spec(-1, 2, dtype="bool")]),
+        ):
+            with pytest.raises(InvalidInputError, match="a byte other than 0 and 1"):
+                decode_raw(pieces(wrong, size), head(query, inputs=inputs))
+    both = {name: {"dtype": "BOOL", "shape": [5], "data_offsets": at}
+            for name, at in (("a", [0, 5]), ("b", [5, 10]))}  # fmt: skip
+    with pytest.raises(InvalidInputError, match="tensor 'b': a bool has a byte other than"):
+        decode_safetensors(pieces(raw_safetensors(both, wrong), 4), head())
 
 
 def test_raw_bytes_without_a_description_are_the_only_input_of_fixed_shape() -> None:
@@ -148,8 +174,7 @@ def test_npy_arrays_arrive_equal(dtype: str, shape: tuple[int, ...]) -> None:
     ],
 )
 def test_a_bad_npy_file_is_refused(content: bytes, error: type[ServiceError], message: str) -> None:
-    with pytest.raises(error, match=re.escape(message)):
-        decode_npy([content], head())
+    assert_refused(decode_npy, content, head(), error, message)
 
 
 def test_an_array_of_the_rank_of_the_input_is_a_batch_and_is_cut_without_copies() -> None:
@@ -288,8 +313,7 @@ def entry(begin: int, end: int, dtype: str = "U8", **more: object) -> dict[str, 
 def test_bad_safetensors_are_refused(
     content: bytes, error: type[ServiceError], message: str
 ) -> None:
-    with pytest.raises(error, match=re.escape(message)):
-        decode_safetensors([content], head())
+    assert_refused(decode_safetensors, content, head(), error, message)
 
 
 lengths = st.integers(0, 3) | st.integers(0, 2**64) | st.sampled_from([2**40, 2**63, 10**30])
