@@ -7,7 +7,15 @@ from collections.abc import Callable
 
 import pytest
 
-from inferpool.service.catalog.comparison import Comparison, deviation_of, label_of
+from inferpool.service.api.routes.models import SwapFigures
+from inferpool.service.catalog.comparison import (
+    Comparison,
+    deviation_of,
+    label_of,
+    median_bounds,
+    why_not,
+)
+from inferpool.service.catalog.requests import SwapOptions
 from inferpool.service.errors import VersionRefusedError
 from inferpool.workers.arena import Arena
 from inferpool.workers.errors import WorkerStartError
@@ -84,6 +92,46 @@ def test_outputs_of_another_form_are_a_fault(other, fault):
     assert re.search(fault, text)
 
 
+@pytest.mark.parametrize(
+    ("good", "bad", "reason"),
+    [
+        ({"num_faults": 5}, {"num_faults": 6}, "it fails on 6 of 100 inputs"),
+        ({"agreement": 0.9}, {"agreement": 0.899}, r"agrees for 89\.90%"),
+        ({"deviation": 0.1}, {"deviation": 0.101}, r"off by up to 0\.101"),
+        ({"latency_ratio_least": 1.2}, {"latency_ratio_least": 1.21}, r"surely 1\.21 times"),
+        ({"accuracy": 0.8}, {"accuracy": 0.799}, r"it labels 79\.90% .* version of now 80\.00%"),
+        ({"accuracy": 0.01, "accuracy_before": 0.0}, {"accuracy": 0.0, "accuracy_before": 0.0},
+         "neither it nor the version of now"),
+    ],
+)  # fmt: skip
+def test_a_version_may_be_as_bad_as_a_bound_and_no_worse(good, bad, reason):
+    options = SwapOptions(
+        max_fault_share=0.05, min_agreement=0.9, max_deviation=0.1, max_latency_ratio=1.2
+    )
+
+    def refused(figures: dict[str, float]) -> str:
+        before = {"accuracy_before": 0.8} if "accuracy" in figures else {}
+        all_figures = {"num_inputs": 100, "latency_ratio": 1.5, **before, **figures}
+        return why_not(SwapFigures(**all_figures), options)  # type: ignore[arg-type]
+
+    assert refused(good) == ""
+    assert re.match(f".*{reason}", refused(bad))
+
+
+def test_a_validation_counts_instead_of_agreement_and_deviation():
+    figures = SwapFigures(
+        num_inputs=9, agreement=0.0, deviation=9.0, accuracy=0.5, accuracy_before=0.5
+    )
+    assert why_not(figures, SwapOptions()) == ""
+
+
+@pytest.mark.parametrize(
+    ("num", "deviations", "bounds"), [(100, 2, (41, 61)), (100, 3, (36, 66)), (4, 3, (1, 4))]
+)
+def test_a_median_surely_lies_within_its_bounds(num, deviations, bounds):
+    assert median_bounds(range(num, 0, -1), deviations) == bounds
+
+
 async def test_a_version_that_answers_nothing_has_no_agreement(stage):
     it = await ready(stage())
     pool = it.catalog.version("m").pool
@@ -130,4 +178,4 @@ async def test_a_version_that_fails_again_and_again_is_refused_before_all_inputs
     it = await ready(stage(new=Acts(fails=lambda number: True)))
     with it.clients(), pytest.raises(VersionRefusedError, match="fails on") as refused:
         await it.swap(num_inputs=500, wait_s=60)
-    assert refused.value.figures["num_faults"] < 20
+    assert refused.value.figures["num_faults"] == 11

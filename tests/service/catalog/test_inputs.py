@@ -3,12 +3,25 @@
 import pytest
 
 from inferpool.models.spec import TensorSpec
-from inferpool.service.catalog.inputs import inputs_of
+from inferpool.service.catalog.inputs import InputRecorder, inputs_of
 from inferpool.workers.arena import Arena
-from tests.fakes import FakeEngine
+from tests.fakes import FakeEngine, ref_to
 from tests.service.pools import make_pool
 
 MIB = 1 << 20
+
+
+async def test_live_inputs_are_recorded_whole_in_their_share_and_up_to_a_number(arena: Arena):
+    pool = make_pool(FakeEngine(), arena)
+    recorder = InputRecorder(pool, most=2, share=0.5)
+    for number in range(10):
+        recorder.take(ref_to(b"a%d" % number), [b"a", b"%d" % number])
+        assert recorder.is_full == (number >= 3)
+    assert [each.payload for each in recorder.take_all()] == [b"a1", b"a3"]
+    large = bytes(33 * MIB)
+    for _ in range(4):
+        recorder.take(ref_to(large), [large])
+    assert len(recorder.take_all()) == 1, "64 MiB at most"
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,8 @@ def test_retry_after_is_computed_from_the_measured_rate():
     with pytest.raises(OverloadedError) as full:
         gate.check(num_queued=100, num_workers=2, left_s=1000)
     assert full.value.retry_after_s == 13  # half of 100 x 0.5 s / 2 workers, rounded
-    assert not gate.is_welcome(num_queued=24, num_ahead=40, num_workers=2, left_s=3)
-    assert gate.is_welcome(num_queued=24, num_ahead=40, num_workers=2, left_s=17)
+    assert not gate.is_welcome(num_queued=24, num_ahead=40, num_workers=2, left_s=16.7)
+    assert gate.is_welcome(num_queued=24, num_ahead=40, num_workers=2, left_s=16.9)
     assert not gate.is_welcome(num_queued=100, num_ahead=100, num_workers=2, left_s=1000)
     with pytest.raises(OverloadedError) as late:
         gate.check_time(behind(40), free_s=0.0, num_workers=2, left_s=3, now=2.0)
@@ -72,10 +72,24 @@ def test_small_batches_do_not_tell_how_many_a_full_one_serves():
         gate.check_time(behind(80), free_s=0.0, num_workers=1, left_s=0.6, now=1.0)
 
 
+def test_batches_of_half_the_size_tell_it():
+    half, _ = admission(4, 0.4)
+    with pytest.raises(OverloadedError):
+        half.check_time(behind(40), free_s=0.0, num_workers=1, left_s=5.2, now=1.0)
+    smaller, _ = admission(3, 0.4)  # a full one may take no longer
+    smaller.check_time(behind(40), free_s=0.0, num_workers=1, left_s=2.9, now=1.0)
+
+
+def test_what_waits_is_in_time_if_another_batch_may_go_before_it():
+    gate, _ = admission(8, 0.8)  # 1 s, half of 10 x 0.1 s, and two batches: 3.1 s
+    assert gate.are_in_time(10, free_s=1.0, num_workers=2, left_s=3.42, now=1.0)
+    assert not gate.are_in_time(10, free_s=1.0, num_workers=2, left_s=3.40, now=1.0)
+
+
 def test_nothing_is_admitted_after_its_deadline_nor_while_draining():
     gate, metrics = admission()
     with pytest.raises(DeadlineExceededError):
-        gate.check(num_queued=0, num_workers=1, left_s=-0.001)
+        gate.check(num_queued=0, num_workers=1, left_s=0.0)
     gate.is_draining = True
     with pytest.raises(UnavailableError, match="shutting down"):
         gate.check(num_queued=0, num_workers=1, left_s=1)
@@ -85,13 +99,18 @@ def test_nothing_is_admitted_after_its_deadline_nor_while_draining():
 def test_an_old_rate_refuses_nothing():
     gate, _ = admission(8, 3.0, num=8)
     with pytest.raises(OverloadedError):
-        gate.check_time(behind(50), free_s=0.0, num_workers=1, left_s=10, now=20.0)
-    gate.check_time(behind(50), free_s=0.0, num_workers=1, left_s=10, now=60.0)
+        gate.check_time(behind(50), free_s=0.0, num_workers=1, left_s=10, now=24.9)
+    gate.check_time(behind(50), free_s=0.0, num_workers=1, left_s=10, now=25.0)  # 8 batches of 3 s
+    quick, _ = admission(8, 0.3, num=8)
+    with pytest.raises(OverloadedError):
+        quick.check_time(behind(50), free_s=0.0, num_workers=1, left_s=1, now=10.9)
+    quick.check_time(behind(50), free_s=0.0, num_workers=1, left_s=1, now=11.0)
 
 
 def test_an_instance_that_would_make_an_admitted_one_late_is_refused():
     gate, metrics = admission(8, 0.8)
-    early, late = (Position(0, 0, 0, 0, [(due, 40)]) for due in (6.0, 7.0))  # all take 4.1 s
+    # 41 and a batch take 4.9 s; with a reserve of a twentieth, 5.145 s.
+    early, late = (Position(0, 0, 0, 0, [(due, 40)]) for due in (6.14, 6.15))
     with pytest.raises(OverloadedError, match="admitted before") as refusal:
         gate.check_time(early, free_s=0.0, num_workers=1, left_s=3.0, now=1.0)
     assert refusal.value.retry_after_s == 1
@@ -156,8 +175,8 @@ def test_one_key_leaves_bytes_for_others():
 
 def test_a_lost_instance_refuses_nothing():
     gate, _ = admission(8, 0.8)
-    lost = Position(0, 0, 0, 0, [(4.0, 40)])  # 40 and a batch take 4.8 s, and 3 s are left
+    lost = Position(0, 0, 0, 0, [(4.19, 40)])  # 40 and a batch take 4.8 s, and 3.19 s are left
     gate.check_time(lost, free_s=0.0, num_workers=1, left_s=2.0, now=1.0)
-    late = Position(0, 0, 0, 0, [(5.0, 40)])  # 4 s are left: too few only if estimates are right
+    late = Position(0, 0, 0, 0, [(4.21, 40)])  # too few only if estimates are right
     with pytest.raises(OverloadedError, match="admitted before"):
         gate.check_time(late, free_s=0.0, num_workers=1, left_s=2.0, now=1.0)

@@ -424,8 +424,8 @@ async def test_input_that_killed_workers_is_refused_at_once_the_next_time(bench)
     worker = await b.replace_until_done(poison)
     assert isinstance(poison.exception(), WorkerCrashedError)
     with pytest.raises(QuarantinedError, match="within the next 60 s"):
-        b.submit(payload=b"poison")
-    good = b.submit(payload=b"cheese")
+        b.dispatcher.submit(ref_to(b"poison"), [b"poi", b"son"])
+    good = b.dispatcher.submit(ref_to(b"poised"), [b"poi", b"sed"])
     await turn()
     worker.answer()
     await good
