@@ -66,31 +66,31 @@ def wakes(gate, monkeypatch) -> list[None]:
 async def test_models_under_full_load_get_their_shares(model, share, item_s, placements, credit):
     favoured = model(item_s[0], model="a", share=share, placements=placements, credit=credit)
     other = model(item_s[1], model="b", placements=placements, credit=credit)
-    seconds = 500 * max(item_s)
+    seconds = 200 * max(item_s)
     await compete(favoured, other, seconds=seconds)
     assert favoured.busy_s / other.busy_s == pytest.approx(share, rel=0.1)
     assert favoured.busy_s + other.busy_s >= 0.9 * len(placements) * seconds
 
 
-@pytest.mark.parametrize("flood_item_s", [0.002, 0.01, 0.1])
+@pytest.mark.parametrize("flood_item_s", [0.002, 0.1])
 @pytest.mark.parametrize("placements", [(CORE, CORE), (GPU,)])
 async def test_a_flood_hardly_delays_a_quiet_model(model, placements, flood_item_s):
     rate = 0.2 * len(placements) / 0.01
     quiet = model(model="quiet", placements=placements)
     flooded = model(flood_item_s, model="flooded", placements=placements)
-    await quiet.ask_at_random(rate, 10.0)
+    await quiet.ask_at_random(rate, 5.0)
     alone_s = quiet.p99_s
     quiet.latencies_s.clear()
     flooded.flood()
-    await quiet.ask_at_random(rate, 10.0)
+    await quiet.ask_at_random(rate, 5.0)
     await end(flooded)
     assert quiet.p99_s <= 2 * alone_s + 4 * flood_item_s * 1.1
     # It gets what the other leaves.
-    used_s = len(placements) * 10.0
+    used_s = len(placements) * 5.0
     assert flooded.busy_s >= 0.9 * (used_s - quiet.busy_s)
 
 
-@pytest.mark.parametrize("flood_item_s", [0.002, 0.01, 0.1])
+@pytest.mark.parametrize("flood_item_s", [0.002, 0.1])
 @pytest.mark.parametrize("placements", [(CORE, CORE), (GPU,)])
 async def test_calls_wait_for_one_batch_of_the_jobs_of_another_model(
     model, placements, flood_item_s
@@ -98,14 +98,14 @@ async def test_calls_wait_for_one_batch_of_the_jobs_of_another_model(
     rate = 0.4 * len(placements) / 0.01
     quiet = model(model="quiet", placements=placements)
     jobs = model(flood_item_s, model="jobs", placements=placements, priority=BACKGROUND)
-    await quiet.ask_at_random(rate, 10.0)
+    await quiet.ask_at_random(rate, 5.0)
     alone_s = quiet.p99_s
     quiet.latencies_s.clear()
     jobs.flood()
-    await quiet.ask_at_random(rate, 10.0)
+    await quiet.ask_at_random(rate, 5.0)
     await end(jobs)
     assert quiet.p99_s <= 1.2 * alone_s + 4 * flood_item_s * 1.1
-    assert jobs.busy_s >= 0.8 * (len(placements) * 10.0 - quiet.busy_s)
+    assert jobs.busy_s >= 0.8 * (len(placements) * 5.0 - quiet.busy_s)
 
 
 @pytest.mark.parametrize(("job_share", "least", "most"), [(0.0, 0.0, 0.02), (0.3, 0.25, 0.4)])
@@ -193,8 +193,8 @@ async def test_accounts_tell_the_time_that_batches_took(gate, model):
     device = gate._devices["cpu"]
     accounts = [device.accounts[name] for name in "abc"]
     had_s = [[] for _ in models]
-    for _ in range(6):
-        await asyncio.sleep(3.0)
+    for _ in range(4):
+        await asyncio.sleep(2.0)
         levels_s = [device.lag_s(account) for account in accounts]
         assert max(levels_s) - min(levels_s) <= 0.2, "one has had more than its share"
         for had, each, account in zip(had_s, models, accounts, strict=True):

@@ -254,7 +254,7 @@ def save_for_ever(folder: Path) -> None:
 def test_a_service_that_is_killed_at_any_moment_leaves_a_whole_file(started, tmp_path):
     context = multiprocessing.get_context("spawn")
     newest = 0
-    for pause_s in (0.0, 0.003, 0.011, 0.027):
+    for pause_s in (0.003, 0.011):
         process = context.Process(target=save_for_ever, args=(tmp_path,))
         process.start()
         until = time.monotonic() + 60
