@@ -71,3 +71,14 @@ def test_model_loads_outside_of_inference_mode_and_computes_in_it():
 def test_errors_that_a_future_cannot_hold_end_the_start(kind: type[Model], told: str):
     with pytest.raises(WorkerStartError, match=f"the model raised {told}"):
         asyncio.run(started(kind))
+
+
+def test_its_thread_ends_when_it_is_stopped():
+    async def stopped() -> InProcessWorker:
+        worker = await started(Trained)
+        await worker.stop(1)
+        return worker
+
+    thread = asyncio.run(stopped())._thread
+    thread.join(60)
+    assert not thread.is_alive()
