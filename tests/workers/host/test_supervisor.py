@@ -562,3 +562,23 @@ async def test_a_worker_that_ended_as_its_host_leaves_is_not_started_again_there
         supervisor.remove(slot, "the host has left")
         assert watcher.names[-1] == "down backoff"  # its end is not told twice
     assert not [each for each in caplog.records if each.levelname != "INFO"]
+
+
+async def test_a_stop_waits_for_a_start_that_was_cancelled_as_its_host_was_lost():
+    engine = FakeEngine()
+    begun, is_over = asyncio.Event(), False
+
+    async def start_that_ends_slowly(*_: object) -> FakeWorker:
+        nonlocal is_over
+        begun.set()
+        try:
+            return await asyncio.Future[FakeWorker]()
+        finally:
+            await asyncio.sleep(0.05)
+            is_over = True
+
+    engine.start = start_that_ends_slowly  # type: ignore[method-assign]
+    async with supervised(engine) as (supervisor, _):
+        await begun.wait()
+        supervisor.remove(supervisor.slots[0], "the host is gone")
+    assert is_over
