@@ -242,3 +242,22 @@ async def test_a_restart_of_a_worker_whose_host_is_lost_fails(engine: FileEngine
         await pool.replacer.replace(pool.slots[:1], 1)
     assert serving(pool) == ["m/1#0", "m/2#0"]
     await pool.stop(0)
+
+
+@pytest.mark.parametrize(("old_first", "workers"), [(True, "012"), (False, "0")])
+async def test_a_restart_shows_which_workers_start_without_their_predecessors(
+    engine: FileEngine, arena: Arena, old_first: bool, workers: str
+):
+    pool = await three_ready(engine, arena)
+    engine.path.write_text("newer")
+    engine.on_start = fail_beside("m/1", "m/2")  # unless the old ones go first, m/0 has to go back
+    restart = asyncio.create_task(pool.replacer.replace(pool.slots, 1, old_first=old_first))
+    shown = set()
+    while not restart.done():
+        shown.add(pool.replacer.restart.text)
+        await asyncio.sleep(0)
+    assert (restart.exception() is None) is old_first
+    assert {f"m/{each} starts again" for each in workers} == {
+        text for text in shown if "again" in text
+    }
+    await pool.stop(0)
