@@ -428,3 +428,29 @@ async def test_a_worker_is_sent_nothing_ahead_while_another_model_is_busy(model)
     assert await sent(0.05) == [[4], [4]]
     for each in contenders:
         each.dispatcher.abandon(lambda: UnavailableError("over"))
+
+
+async def test_a_model_with_nothing_left_to_send_keeps_no_place_for_its_next_batch(model):
+    favoured = model(model="a", share=100.0, placements=(GPU,))
+    other = model(model="b", placements=(GPU,), priority=BACKGROUND)
+    workers = [FakeWorker(credit=1), FakeWorker(credit=1)]
+    for each, worker in zip((favoured, other), workers, strict=True):
+        each.dispatcher.detach(each.workers[0])
+        each.dispatcher.attach(worker)
+        each.dispatcher.scheduler.lanes.open[0].costs.note(1, 0.1, was_idle=True)
+
+    favoured.dispatcher.scheduler.prepare_s = 0.01  # so it would be sent one sooner
+
+    async def sent(seconds: float) -> list[list[int]]:
+        await asyncio.sleep(seconds)
+        return [worker.sizes for worker in workers]
+
+    other.submit()
+    favoured.submit()
+    assert await sent(0.1) == [[1], [1]]
+    workers[1].answer()
+    other.submit()
+    assert await sent(0.05) == [[1], []]
+    assert await sent(0.05) == [[1], [1]], "the first should be about to end"
+    for each in (favoured, other):
+        each.dispatcher.abandon(lambda: UnavailableError("over"))
