@@ -14,7 +14,7 @@ from inferpool.models.vision.stacking import stacked
 from inferpool.workers.config import ModelConfig, WorkerConfig
 from inferpool.workers.decoding.ring import Greeting, NewDecoder, RingRuns, SlotFilled, Unfit
 from inferpool.workers.inside import decoders
-from inferpool.workers.inside.decoding import DecoderSeat, Decoding
+from inferpool.workers.inside.decoding import DecoderSeat, Decoding, MoreWork
 from inferpool.workers.messages import ItemError
 from tests.apart_model import ApartModel
 from tests.workers.inside.decoder_seats import (
@@ -433,3 +433,19 @@ def test_slots_are_used_again_only_when_the_device_has_copied_them(host: ActedHo
     torch.sim.synchronize()
     assert torch.equal(copied.cpu(), ring)
     assert begun(host, 4).run == decoding.run
+
+
+def test_next_batch_begins_while_a_decoder_has_room(host: ActedHost):
+    decoder = host.hire()
+    decoding = begun(host, 1)
+    (task,) = decoder.tasks()
+    asked = []
+
+    def begin() -> bool:
+        asked.append(task)
+        decoder.fill(task, 7)
+        return False
+
+    with socket.socket() as inbox:
+        decoding.finish(MoreWork(inbox.fileno(), begin))
+    assert asked == [task]
