@@ -404,3 +404,11 @@ async def test_a_call_that_waits_for_its_refusal_keeps_no_body() -> None:
     for _ in range(num):
         await asyncio.sleep(0)
     assert statuses == [429] * num
+
+
+@pytest.mark.parametrize("route", ROUTES)
+async def test_a_large_answer_arrives_whole(route: str) -> None:
+    large = "".join(f"{number:07}" for number in range(200_000))
+    async with serving(FakeModel(lambda _: result(b'"%b"' % large.encode()))) as server:
+        answer = await server.answer_to(ROUTES[route] + b"content-length: 1\r\n\r\nx")
+    assert answer.json == {"predictions": [large]}
