@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -102,6 +103,7 @@ AMBIGUOUS = {
     "HTTP/3.7": ONE.replace(b"1.1", b"3.7"),
     "HTTP/1.10": ONE.replace(b"1.1", b"1.10"),
     "two spaces": ONE.replace(b" /predict ", b"  /predict  x "),
+    "two hosts": POST + b"host: h\r\ncontent-length: 0\r\n\r\n",
     "bad chunk": CHUNKED + b"zz\r\nabc\r\n0\r\n\r\n",
     "negative chunk": CHUNKED + b"-1\r\nabc\r\n0\r\n\r\n",
     "huge chunk": CHUNKED + b"fffffffffffffffff\r\nabc",
@@ -112,14 +114,24 @@ AMBIGUOUS = {
 
 @pytest.mark.parametrize("name", AMBIGUOUS)
 async def test_an_ambiguous_request_is_refused_and_nothing_after_it_is_read(name: str) -> None:
-    async with serve() as server:
+    paths = []
+
+    def recording(app: Any) -> Any:
+        async def call(scope: Any, receive: Any, send: Any) -> None:
+            paths.append(scope["path"])
+            await app(scope, receive, send)
+
+        return call
+
+    async with serve(around=recording) as server:
         async with server.connect() as client:
-            client.send(AMBIGUOUS[name] + SMUGGLED)
+            client.send(AMBIGUOUS[name] + SMUGGLED + ONE)
             (answer,) = await client.read_all()
         assert answer.status in (400, 413)
         assert answer.headers["content-type"] == "application/problem+json"
         assert await server.is_well()
     assert len(server.model.payloads) == 1
+    assert paths == []
 
 
 async def test_garbage_is_answered_in_its_turn() -> None:
