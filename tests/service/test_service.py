@@ -1,5 +1,7 @@
 """The service as a whole, over fake workers."""
 
+import pytest
+
 from inferpool.service.service import Service
 from inferpool.service.settings.model import ModelSettings
 from inferpool.service.settings.settings import Settings
@@ -49,3 +51,20 @@ async def test_a_service_whose_last_good_model_is_removed_stays_up(tmp_path):
     metrics.render()
     await service.live.next()
     await service.stop()
+
+
+@pytest.mark.parametrize("has_jobs", [True, False])
+def test_metrics_tell_of_the_service_and_of_jobs_where_these_are_kept(tmp_path, has_jobs: bool):
+    settings = Settings(
+        models={"m": ModelSettings(source="echo", replicas=1)},
+        default_model="m",
+        job_store=str(tmp_path / "jobs") if has_jobs else "none",
+        cache_dir=str(tmp_path),
+        state_file=str(tmp_path / "state.json"),
+    )
+    metrics = Metrics(settings.models, {})
+    Service(settings, find_host(""), metrics, Console(None))
+    text = metrics.render()[0].decode()
+    assert "\ninferpool_ready 0.0\n" in text
+    assert ("\ninferpool_job_store_open 0.0\n" in text) is has_jobs
+    assert ("\ninferpool_job_duration_seconds_count 0.0\n" in text) is has_jobs
