@@ -171,8 +171,9 @@ def test_model_whose_forward_returns_the_same_memory_each_time_does_not_run_ahea
 
     for model, runs_ahead in ((AheadModel(), True), (Keeping(), False)):
         computer = computer_of(model)
-        computer.warm_up(model.warmup(), [1])
+        computer.warm_up(model.warmup() * 2, [1])
         assert computer.runs_ahead == runs_ahead
+        assert {size for _, size in model.steps} == {1}, "a batch was larger than the warm-up's"
         assert answers(computer, prepared(computer, numbers(1, 2))) == [2, 4]
 
 
