@@ -103,6 +103,7 @@ AMBIGUOUS = {
     "HTTP/3.7": ONE.replace(b"1.1", b"3.7"),
     "HTTP/1.10": ONE.replace(b"1.1", b"1.10"),
     "two spaces": ONE.replace(b" /predict ", b"  /predict  x "),
+    "CONNECT without a host": b"CONNECT h:1 HTTP/1.1\r\n\r\n",
     "two hosts": POST + b"host: h\r\ncontent-length: 0\r\n\r\n",
     "bad chunk": CHUNKED + b"zz\r\nabc\r\n0\r\n\r\n",
     "negative chunk": CHUNKED + b"-1\r\nabc\r\n0\r\n\r\n",
@@ -114,6 +115,8 @@ AMBIGUOUS = {
 
 @pytest.mark.parametrize("name", AMBIGUOUS)
 async def test_an_ambiguous_request_is_refused_and_nothing_after_it_is_read(name: str) -> None:
+    mistakes: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, about: mistakes.append(about))
     paths = []
 
     def recording(app: Any) -> Any:
@@ -131,7 +134,8 @@ async def test_an_ambiguous_request_is_refused_and_nothing_after_it_is_read(name
         assert answer.headers["content-type"] == "application/problem+json"
         assert await server.is_well()
     assert len(server.model.payloads) == 1
-    assert paths == []
+    assert server.statuses == [answer.status, 200]
+    assert (paths, mistakes) == ([], [])
 
 
 async def test_garbage_is_answered_in_its_turn() -> None:
@@ -266,14 +270,26 @@ async def test_calls_behind_unread_answers_are_answered_in_order(first: bytes) -
 
 
 async def test_a_thousand_calls_may_wait_in_line_and_no_more() -> None:
-    async with serve(silent_model()) as server, server.connect() as client:
-        client.send(ONE + (NOBODY + b"content-length: 0\r\n\r\n") * 3000)
+    model = FakeModel(lambda index: result(b"1") if index else None)
+    last, beyond = (POST + b"content-length: 1\r\n\r\n" + body for body in (b"l", b"b"))
+    async with serve(model) as server, server.connect() as client:
+        client.send(ONE + (NOBODY + b"content-length: 0\r\n\r\n") * 1023 + last + beyond * 2000)
         await until(lambda: server.model.futures)
         await asyncio.sleep(0.1)
         server.model.futures[0].set_result(result(b"1"))
         answers = await client.read_all()
-        assert [each.status for each in answers] == [200] + [404] * 1024
+        assert [each.status for each in answers] == [200] + [404] * 1023 + [200]
         assert answers[-1].headers["connection"] == "close"
+    assert server.model.bodies == [b"x", b"l"]
+
+
+async def test_a_call_that_comes_later_than_a_refused_head_is_not_read() -> None:
+    async with serve() as server, server.connect() as client:
+        assert await client.status(ONE) == 200  # so its head is known from now on
+        assert await client.status(AMBIGUOUS["two hosts"]) == 400
+        client.send(ONE)
+        assert await server.is_well()
+    assert len(server.model.payloads) == 2
 
 
 async def test_a_refused_client_that_goes_on_sending_can_read_why() -> None:
