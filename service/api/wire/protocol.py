@@ -148,7 +148,7 @@ class PredictProtocol(HttpConnection):
             self._watch_body()
         if self.pipeline:
             self._incoming.take_line(len(self.pipeline), len(data))
-        if self._is_in_head and not self._ignores_input:
+        if self._is_in_head:
             # Behind other bytes, we only know that the head has begun.
             self._incoming.take_head(1 if self._head_has_others_before else len(data))
 
@@ -413,9 +413,8 @@ class PredictProtocol(HttpConnection):
 
     def _stop_listening(self) -> None:
         """Let the newest call that was taken be the last one."""
-        if not self._ignores_input:
-            self._ignores_input = True
-            self.pipeline[0][0].keep_alive = False
+        self._ignores_input = True
+        self.pipeline[0][0].keep_alive = False
 
     def _give_way(self, error: ServiceError) -> None:
         """Refuse an unfinished head, and the calls that wait for their turn."""
