@@ -9,6 +9,8 @@ import signal
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
+import pytest
+
 from inferpool.service.queue.instance import CanaryShare
 from inferpool.service.tools.trial.connection import Address, connected, post_request
 from tests.e2e.running import Running
@@ -123,6 +125,7 @@ async def share_by_id() -> None:
         assert len(fronts) == 2
 
 
+@pytest.mark.slow
 def test_calls_whose_workers_die_during_a_canary_stay_with_their_version(tmp_path):
     asyncio.run(kill_workers(str(tmp_path)))
 
@@ -147,6 +150,7 @@ async def kill_workers(folder: str) -> None:
         check_counts(service, clients.num_calls)
 
 
+@pytest.mark.slow
 def test_a_shadow_computes_its_share_beside_two_fronts_and_answers_nobody():
     asyncio.run(shadow_beside())
 

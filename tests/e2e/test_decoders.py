@@ -87,6 +87,7 @@ def decoded():
         yield service
 
 
+@pytest.mark.slow
 def test_answers_are_the_same_as_without(plain: Running, decoded: Running):
     assert ask_all(decoded) == ask_all(plain)
     assert sum(each["num_decoded"] for each in decoders(decoded)) > 20
@@ -120,6 +121,7 @@ def test_poison_costs_only_its_own_request_an_answer_and_is_quarantined():
         assert decoders(service)[0]["restarts"] == 6
 
 
+@pytest.mark.slow
 def test_poisonous_picture_fails_alone_and_costs_no_worker_its_life():
     options = {"source": "efficientnet_lite0"}
     poisoned = {"headers": {"Content-Type": "image/jpeg"}, "content": jpeg("coffee")}
@@ -206,6 +208,7 @@ def test_deadlines_that_pass_in_decoders_cost_only_their_own_requests_an_answer(
         assert pids(service) == before
 
 
+@pytest.mark.slow
 def test_models_in_one_service_have_decoders_of_their_own():
     first = {"source": APART, "replicas": 1, "decoders": 1}
     second = {"source": "efficientnet_lite0", "replicas": 1, "decoders": 1}
@@ -225,6 +228,7 @@ def test_models_in_one_service_have_decoders_of_their_own():
         assert pids(service)[1] == before[1]
 
 
+@pytest.mark.slow
 def test_a_split_replica_has_decoders_that_end_with_it(plain: Running):
     settings = one_worker(
         "efficientnet_lite0", decoders=2, placement="pipeline", devices_per_replica=2
@@ -255,6 +259,7 @@ def test_decoders_end_with_the_service(number: int):
         until(lambda: not any(map(is_alive, family)))
 
 
+@pytest.mark.slow
 @pytest.mark.simulated
 def test_answers_on_an_accelerator_are_the_same_as_without():
     models = {

@@ -49,6 +49,7 @@ def is_close(labels: list[dict[str, Any]], scores: list[float]) -> bool:
     return all(abs(scores[index] - score) < 0.01 for index, score in found.items())
 
 
+@pytest.mark.slow
 def test_the_device_decodes_and_the_service_says_so(service: Running):
     assert [worker["decode"] for worker in service.workers()] == ["device"]
 
@@ -80,6 +81,7 @@ def test_jpegs_for_which_there_is_no_room_are_decoded_in_halves(service: Running
     service.wait_for_log("inputs of this shape at once", 5)
 
 
+@pytest.mark.slow
 def test_a_device_lost_while_it_decodes_ends_the_worker(service: Running, exact):
     (pid,) = service.worker_pids()
     service.post(content=marked(LOSE, photo("coffee")), headers=JPEG)

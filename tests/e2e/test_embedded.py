@@ -136,6 +136,7 @@ def test_several_models_are_served_by_name_with_any_settings(service: RunningSer
         other.predict([1, 2])
 
 
+@pytest.mark.slow
 def test_another_thread_can_serve_a_second_service(service: RunningService):
     answers = []
 
@@ -151,6 +152,7 @@ def test_another_thread_can_serve_a_second_service(service: RunningService):
     assert service.client.predict([1, 2], model="echoing").value == [1.0, 2.0]
 
 
+@pytest.mark.slow
 def test_model_that_cannot_be_loaded_raises_its_own_error(caplog: pytest.LogCaptureFixture):
     with pytest.raises(StartError, match=r"FileNotFoundError: weights\.bin"):
         serve(WithoutWeights, speed="exact", max_restarts=0)
@@ -194,6 +196,7 @@ def test_wrong_setting_is_an_error_at_once(models, settings, error, message: str
         serve(models, **settings)
 
 
+@pytest.mark.slow
 def test_script_without_a_guard_serves_its_own_class(tmp_path: Path):
     end = "end = Undefined"  # an exception in the block
     process = start_script(tmp_path, _MODEL + _SERVE.replace("IN_BLOCK", end))
@@ -207,6 +210,7 @@ def test_script_without_a_guard_serves_its_own_class(tmp_path: Path):
     assert not is_listening(url)
 
 
+@pytest.mark.slow
 def test_thread_of_a_script_starts_one_service_and_no_more(tmp_path: Path):
     serve = "def main():\n    time.sleep(0.3)  # in a worker, until the import has ended\n"
     serve += _SERVE.replace("IN_BLOCK", "time.sleep(1)").replace("\n", "\n    ")
@@ -219,6 +223,7 @@ def test_thread_of_a_script_starts_one_service_and_no_more(tmp_path: Path):
     assert process.returncode == 0
 
 
+@pytest.mark.slow
 def test_service_ends_with_a_script_that_is_killed(tmp_path: Path):
     process = start_script(tmp_path, _MODEL + _SERVE.replace("IN_BLOCK", "time.sleep(60)"))
     url = first_line(process)
@@ -229,6 +234,7 @@ def test_service_ends_with_a_script_that_is_killed(tmp_path: Path):
     assert not is_listening(url)
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_script_and_its_service(tmp_path: Path):
     process = start_script(tmp_path, _MODEL + "print('starts', flush=True)\nserve(Doubler)\n")
     first_line(process)
@@ -240,6 +246,7 @@ def test_ctrl_c_ends_a_script_and_its_service(tmp_path: Path):
     assert left_over(family) == []
 
 
+@pytest.mark.slow
 def test_class_of_a_notebook_is_served_from_a_running_loop():
     process = start("-c", _NOTEBOOK.replace("CELL_TEXT", repr(_MODEL)))
     out, err = process.communicate(timeout=100)

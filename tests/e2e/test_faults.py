@@ -338,6 +338,7 @@ def test_model_that_crashes_in_a_loop_is_given_up_and_leaves_its_neighbour_alone
         assert [worker["restarts"] for worker in service.workers()] == [0, 2]
 
 
+@pytest.mark.slow
 def test_jumps_of_the_wall_clock_make_nothing_late_and_nothing_early(tmp_path: Path):
     (tmp_path / "sitecustomize.py").write_text(JUMPING_CLOCK)
     jumps, gate = tmp_path / "jumps", tmp_path / "gate"

@@ -293,6 +293,7 @@ def states(response: httpx.Response) -> Iterator[Any]:
             yield json.loads(line.removeprefix("data: "))
 
 
+@pytest.mark.slow
 @pytest.mark.measures
 @pytest.mark.parametrize("num_fronts", [1, 2])
 def test_the_feed_shows_load_and_deaths_and_ends_when_the_service_does(num_fronts):

@@ -146,6 +146,7 @@ async def test_an_async_client_submits_waits_and_iterates(service):
             await client.submit([{"n": 1}], id="from-async")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", ["answer", "part of the body"])
 @pytest.mark.parametrize("kind", ["list", "generator"])
 def test_a_broken_connection_makes_no_second_job(service, kind, after):

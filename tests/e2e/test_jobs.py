@@ -174,6 +174,7 @@ def kill_and_check(
     return num_kills, computed
 
 
+@pytest.mark.slow
 def test_no_job_is_lost_while_the_service_is_killed(tmp_path: Path) -> None:
     place = str(tmp_path / "jobs")
     kill_and_check(place, tmp_path, num_services=1, num=300, fronts=2, lives_s=4, forward_s=0.1)
@@ -232,6 +233,7 @@ def test_a_service_without_a_place_for_jobs_says_so(tmp_path: Path) -> None:
         assert (answer.status_code, answer.json()["predictions"][0]["twice"]) == (200, 2)
 
 
+@pytest.mark.slow
 def test_a_full_disk_refuses_jobs_and_loses_none(tmp_path: Path) -> None:
     options = {"forward_s": 0.1}
     settings = {"models": {"m": {"source": FAULTY, "replicas": 1, "options": options}}}

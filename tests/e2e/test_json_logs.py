@@ -6,10 +6,13 @@ import signal
 import socket
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.running import faulty, running
 from tests.fault_model import PRINTED
 
 
+@pytest.mark.slow
 def test_every_line_is_json_whoever_wrote_it_and_how(tmp_path: Path):
     once = tmp_path / "once"
     noisy = {"source": "tests.fault_model:NoisyModel", "options": {"once": once}}

@@ -17,6 +17,7 @@ SETTINGS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("front_ends", [1, 2])
 def test_a_key_that_floods_is_refused_and_the_other_is_answered(front_ends: int):
     keys = {"INFERPOOL_PREDICT_KEYS": f"{FLOODER},{QUIET}"}

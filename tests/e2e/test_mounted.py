@@ -122,6 +122,7 @@ def assert_ends_in_order(process: "subprocess.Popen[str]") -> None:
     assert left_over(family) == []
 
 
+@pytest.mark.slow
 def test_models_are_served_behind_routes_and_middleware_of_the_user(folder: Path):
     with serving(folder, "app") as (process, url):
         until(lambda: is_up(url))
@@ -138,6 +139,7 @@ def test_models_are_served_behind_routes_and_middleware_of_the_user(folder: Path
         assert_ends_in_order(process)
 
 
+@pytest.mark.slow
 def test_first_call_starts_the_models_if_nothing_else_has(folder: Path):
     with serving(folder, "lazy") as (process, url):
         until(lambda: is_up(url))
@@ -165,6 +167,7 @@ def test_call_after_a_start_that_failed_starts_the_models_again(monkeypatch: pyt
     assert len(tries) == 2
 
 
+@pytest.mark.slow
 def test_models_end_with_a_server_that_is_killed(folder: Path):
     with serving(folder, "models") as (process, url):  # as the whole application
         until(lambda: is_up(url))
@@ -174,6 +177,7 @@ def test_models_end_with_a_server_that_is_killed(folder: Path):
         assert left_over(family) == []
 
 
+@pytest.mark.slow
 def test_server_does_not_start_where_no_model_can_be_loaded(folder: Path):
     with serving(folder, "app", BROKEN="1") as (process, _):
         _, log = process.communicate(timeout=100)

@@ -100,6 +100,7 @@ def test_a_picture_is_predicted_and_its_time_shown(browser, service):
         assert page.inner_text("#figures :text('Batch size') + *") == "1"  # failed ones count too
 
 
+@pytest.mark.slow
 def test_without_a_key_it_asks_for_one_and_goes_on_with_it(browser, service):
     with opened(browser, service.url, path="/#a%link%that%was%cut%of%E0") as page:
         page.wait_for_selector("#key-form:not([hidden])")
@@ -117,6 +118,7 @@ def test_without_a_key_it_asks_for_one_and_goes_on_with_it(browser, service):
         assert page.evaluate("localStorage.length") == 0
 
 
+@pytest.mark.slow
 def test_an_input_that_kills_is_shown_with_its_code_and_the_restart_with_its_reason(
     browser, service
 ):
@@ -134,6 +136,7 @@ def test_an_input_that_kills_is_shown_with_its_code_and_the_restart_with_its_rea
         page.wait_for_selector("#workers-count:text('1 of 1 ready')")
 
 
+@pytest.mark.slow
 def test_each_instance_that_failed_is_shown_with_its_place_and_reason(browser, service):
     bad = '{"n": 1, "do": "raise"}'
     with live(browser, service, "/#faulty") as page:
@@ -156,6 +159,7 @@ def test_each_instance_that_failed_is_shown_with_its_place_and_reason(browser, s
         assert len(failures_of(f"{bad}, {bad}", "The model failed on this input")) == 2
 
 
+@pytest.mark.slow
 def test_overload_and_draining_are_shown_while_they_last(browser, service):
     is_seen = threading.Event()
 
@@ -187,6 +191,7 @@ def test_overload_and_draining_are_shown_while_they_last(browser, service):
         page.wait_for_selector("#status:not(:text('Draining'))")
 
 
+@pytest.mark.slow
 def test_every_state_has_its_word(browser, service):
     events = {
         name: msgspec.json.encode(scenario.events[0]).decode()
@@ -205,6 +210,7 @@ def test_every_state_has_its_word(browser, service):
         assert page.evaluate(judge, events) == BADGES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["busy", "failed", "disconnected", "changing", "jobs", "hosts"])
 def test_a_phone_shows_all_of_it_without_scrolling_sideways(browser, service, name):
     script = scenarios()[name].script()
@@ -219,6 +225,7 @@ def test_a_phone_shows_all_of_it_without_scrolling_sideways(browser, service, na
         assert page.evaluate("document.documentElement.scrollWidth") <= 360
 
 
+@pytest.mark.slow
 def test_no_example_is_invented_for_a_model_that_reads_a_form_of_its_own(browser, service):
     states = scenarios()
     with opened(browser, service.url, states["own form"].script()) as page:
@@ -230,6 +237,7 @@ def test_no_example_is_invented_for_a_model_that_reads_a_form_of_its_own(browser
         assert page.is_hidden("#try-hint")
 
 
+@pytest.mark.slow
 def test_versions_are_shown_with_their_figures_and_the_change_that_goes_on(browser, service):
     with opened(browser, service.url, scenarios()["changing"].script()) as page:
         page.wait_for_selector("#versions .worker")
@@ -246,6 +254,7 @@ def test_versions_are_shown_with_their_figures_and_the_change_that_goes_on(brows
         assert page.inner_text("#change") == "add"
 
 
+@pytest.mark.slow
 def test_hosts_are_shown_with_their_workers_and_gpus_and_those_that_were_lost(browser, service):
     with opened(browser, service.url, scenarios()["hosts"].script()) as page:
         page.wait_for_selector("#hosts .worker")
@@ -262,6 +271,7 @@ def test_hosts_are_shown_with_their_workers_and_gpus_and_those_that_were_lost(br
         assert "no host is connected" in page.inner_text("#figures")
 
 
+@pytest.mark.slow
 def test_jobs_are_shown_as_they_go_on_and_can_be_cancelled_and_saved(browser, service):
     headers = {"Authorization": f"Bearer {KEY}"}
 
@@ -291,6 +301,7 @@ def test_jobs_are_shown_as_they_go_on_and_can_be_cancelled_and_saved(browser, se
         page.wait_for_selector(short)
 
 
+@pytest.mark.slow
 def test_jobs_of_a_store_that_does_not_open_are_not_asked_for(browser, service):
     closed = replace(state(), jobs=replace(with_jobs(state())[0].jobs, open=False))
     with opened(browser, service.url, Scenario(events=[closed]).script()) as page:
@@ -301,6 +312,7 @@ def test_jobs_of_a_store_that_does_not_open_are_not_asked_for(browser, service):
         assert page.is_hidden("#jobs-part")
 
 
+@pytest.mark.slow
 def test_models_go_and_come_while_the_page_is_open(browser, service):
     gone = without_models(changing())
     script = Scenario(events=[changing(), gone]).script()
@@ -316,6 +328,7 @@ def test_models_go_and_come_while_the_page_is_open(browser, service):
         assert page.is_hidden("#versions-part")
 
 
+@pytest.mark.slow
 def test_no_label_of_a_chart_is_cut_off(browser, service):
     inside = """([...document.querySelectorAll(".plot")].every((plot) =>
         [...plot.querySelectorAll(".ytick text")].every((label) =>
@@ -326,6 +339,7 @@ def test_no_label_of_a_chart_is_cut_off(browser, service):
             page.wait_for_function(inside)
 
 
+@pytest.mark.slow
 def test_the_keyboard_reaches_everything_in_order(browser, service):
     script = scenarios()["busy"].script()
     with opened(browser, service.url, script) as page:
@@ -349,6 +363,7 @@ def test_the_keyboard_reaches_everything_in_order(browser, service):
         assert page.get_attribute("html", "data-theme") == "dark"
 
 
+@pytest.mark.slow
 @pytest.mark.measures
 def test_an_open_page_does_not_delay_the_end_and_shows_that_the_service_stopped(browser, service):
     with live(browser, service) as page:

@@ -103,6 +103,7 @@ def test_as_the_first_process_of_a_container_it_loses_no_sigterm(tmp_path: Path)
         assert code in (0, TERMINATED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fronts", ["1", "2"])
 def test_sigquit_shows_all_stacks_and_a_hangup_of_the_terminal_drains(fronts: str):
     with running("echo", "--replicas", "1", "--front-ends", fronts, forks=False) as service:

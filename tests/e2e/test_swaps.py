@@ -63,6 +63,7 @@ def held_by(service: Running) -> Held:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_fronts", "num_swaps"), [("1", 10), ("2", 10), *(often(n, 100) for n in ("1", "2"))]
 )
@@ -119,6 +120,7 @@ def pids_of(service: Running, who: str, known: set[int]) -> list[int]:
     return [front["pid"] for front in health["fronts"] if front["pid"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_rounds", [1, often(8)])
 def test_swaps_end_whole_when_processes_are_killed_meanwhile(num_rounds: int):
     asyncio.run(kill_meanwhile(num_rounds))
