@@ -52,6 +52,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         future.add_done_callback(self._count_down)
         return future
 
+    async def shutdown_default_executor(self, *timeout_s: float) -> None:
+        """Wait for the thread that waits for all others."""
+        self._jump.num_threads += 1
+        await super().shutdown_default_executor(*timeout_s)
+
     def _count_down(self, _future: asyncio.Future[_T]) -> None:
         self._jump.num_threads -= 1
 

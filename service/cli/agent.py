@@ -35,7 +35,7 @@ from inferpool.workers.host.gpu_watch import GpuWatch
 from inferpool.workers.host.local import LocalEngine
 from inferpool.workers.host.mps import DEFAULT_FOLDER
 from inferpool.workers.memory import SharedMemoryError
-from inferpool.workers.remote.agent import Agent
+from inferpool.workers.remote.agent import Agent, Dialing
 from inferpool.workers.remote.hosted import HostedWorkers
 from inferpool.workers.remote.joining import Address, Dialer, make_instance
 from inferpool.workers.remote.spread.place import place_called
@@ -155,7 +155,7 @@ async def _work(plan: AgentPlan, args: Namespace, arena: Arena) -> int:
         gpus=watch.vitals,
         interface=args.interface,
         grace_s=args.drain_timeout_s,
-        once=args.once,
+        dialing=Dialing(once=args.once),
     )
     stop = _Stop(agent)
     for signum in stop_signals():

@@ -9,6 +9,7 @@ import logging
 import random
 import ssl
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from inferpool.workers.arena import Arena
 from inferpool.workers.host.gpu_watch import GpuVitals
@@ -20,14 +21,23 @@ from inferpool.workers.remote.wire import ToAgent
 
 logger = logging.getLogger(__name__)
 
-_FIRST_PAUSE_S = 0.1
-_MOST_PAUSE_S = 1.0
-_REFUSED_PAUSE_S = 5.0
-"""Seconds before an agent that was refused tries again: somebody must mend something first."""
-_PATIENCE_S = 1.0
-"""Seconds that a front end may take at first to let an agent join that knows others, too. It may
-have lost its power, or stand still."""
-_MOST_PATIENCE_S = 30.0
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialing:
+    """How often an agent dials front ends, and how long it waits for each."""
+
+    once: bool = False
+    """End when the first connection ends, or when all front ends refuse."""
+    first_pause_s: float = 0.1
+    """Seconds before it tries all front ends again; they double each time."""
+    most_pause_s: float = 1.0
+    """Most seconds of such a pause. A connection that lasts longer begins with the first again."""
+    refused_pause_s: float = 5.0
+    """Seconds before an agent that was refused tries again: somebody must mend something first."""
+    patience_s: float = 1.0
+    """Seconds that a front end may take at first to let an agent join that knows others, too. It
+    may have lost its power, or stand still. They double while no front end can be joined."""
+    most_patience_s: float = 30.0
 
 
 class Agent:
@@ -43,7 +53,7 @@ class Agent:
         gpus: Callable[[], Sequence[GpuVitals]] = tuple,
         interface: str = "",
         grace_s: float = 30.0,
-        once: bool = False,
+        dialing: Dialing | None = None,
     ) -> None:
         """Store the arguments; dial nobody yet.
 
@@ -56,7 +66,7 @@ class Agent:
             interface: Network interface for the ranks of workers that are spread over several
                 hosts; empty for the one on the way to the front end.
             grace_s: Seconds that workers may take to finish at the end.
-            once: End when the first connection ends, or when all front ends refuse.
+            dialing: How often to dial, and how long to wait; None for the defaults.
         """
         self.term = 0
         """Largest term of the front ends that it has worked for."""
@@ -67,11 +77,11 @@ class Agent:
         self._gpus = gpus
         self._interface = interface
         self._grace_s = grace_s
-        self._once = once
+        self._dialing = dialing or Dialing()
         self._stopped = asyncio.Event()
         self._hurried = asyncio.Event()
         self._session: AgentSession | None = None
-        self._patience_s = _PATIENCE_S
+        self._patience_s = self._dialing.patience_s
         """Seconds that each front end may take in this round, if there are several."""
         self._told: dict[Address, str] = {}
         """Last log line of each address, so that it is logged once."""
@@ -112,7 +122,8 @@ class Agent:
             await session.leave(0.0, reason)
 
     async def _work(self) -> int:
-        loop, pause_s = asyncio.get_running_loop(), _FIRST_PAUSE_S
+        loop, dialing = asyncio.get_running_loop(), self._dialing
+        pause_s = dialing.first_pause_s
         while True:
             num_refused = 0
             for address in list(self._addresses):
@@ -129,20 +140,20 @@ class Agent:
                     self._addresses.insert(0, address)
                     began = loop.time()
                     await self._serve(address, link, mailbox, joined)
-                    if self._once or self._stopped.is_set():
+                    if dialing.once or self._stopped.is_set():
                         return 0
-                    if loop.time() - began > _MOST_PAUSE_S:
-                        pause_s, self._patience_s = _FIRST_PAUSE_S, _PATIENCE_S
+                    if loop.time() - began > dialing.most_pause_s:
+                        pause_s, self._patience_s = dialing.first_pause_s, dialing.patience_s
                     break
             else:
-                self._patience_s = min(2 * self._patience_s, _MOST_PATIENCE_S)
+                self._patience_s = min(2 * self._patience_s, dialing.most_patience_s)
             is_refused = num_refused == len(self._addresses)
-            if self._once and is_refused:
+            if dialing.once and is_refused:
                 return 1
             # Of several front ends, one that stands by may take over at any moment.
-            wait_s = _REFUSED_PAUSE_S if is_refused and num_refused == 1 else pause_s
+            wait_s = dialing.refused_pause_s if is_refused and num_refused == 1 else pause_s
             await asyncio.sleep(wait_s * random.uniform(0.8, 1.2))
-            pause_s = min(2 * pause_s, _MOST_PAUSE_S)
+            pause_s = min(2 * pause_s, dialing.most_pause_s)
 
     async def _join(self, address: Address) -> tuple[HostLink[ToAgent], Mailbox[ToAgent], Joined]:
         """Join a front end, but do not let one that is silent keep this host from the others."""

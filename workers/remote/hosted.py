@@ -22,10 +22,9 @@ from inferpool.workers.host.replica_files import with_digests
 logger = logging.getLogger(__name__)
 
 _MOST_DIGESTS = 10_000
-KEPT_S = 30.0
+_KEPT_S = 30.0
 """Seconds after joining during which the front end may ask for a worker that is loaded already."""
 _BURST_S = 1.0
-"""Seconds within which a front end asks for all that it wants at first."""
 _STOP_S = 5.0
 
 
@@ -92,15 +91,19 @@ class HostedWorker:
 class HostedWorkers:
     """All workers of this host. Used in the agent's event loop."""
 
-    def __init__(self, engine: HostEngine, cache_dir: str | None) -> None:
+    def __init__(
+        self, engine: HostEngine, cache_dir: str | None, *, burst_s: float = _BURST_S
+    ) -> None:
         """Start nothing yet.
 
         Args:
             engine: Starts them.
             cache_dir: Folder for verdicts on speed presets; None for none.
+            burst_s: Seconds within which a front end asks for all that it wants at first.
         """
         self._engine = engine
         self._cache_dir = cache_dir
+        self._burst_s = burst_s
         self._workers: list[HostedWorker] = []
         self._watching: set[Task[None]] = set()
         self._joined_at = 0.0
@@ -115,7 +118,7 @@ class HostedWorkers:
         """Note that a front end has been joined, which may claim what is loaded."""
         loop = asyncio.get_running_loop()
         self._joined_at = loop.time()
-        loop.call_later(KEPT_S, self._stop_unclaimed, self._joined_at)
+        loop.call_later(_KEPT_S, self._stop_unclaimed, self._joined_at)
 
     async def claim(
         self, id: WorkerId, config: WorkerConfig, on_progress: Callable[[str], None]
@@ -196,7 +199,7 @@ class HostedWorkers:
         if not any(self._sharing(placement)):
             return
         loop = asyncio.get_running_loop()
-        await asyncio.sleep(max(0.0, self._joined_at + _BURST_S - loop.time()))
+        await asyncio.sleep(max(0.0, self._joined_at + self._burst_s - loop.time()))
         in_the_way = list(self._sharing(placement))
         await asyncio.gather(*(worker.stop(_STOP_S) for worker in in_the_way))
 

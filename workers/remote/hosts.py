@@ -21,7 +21,13 @@ from inferpool.workers.config import WorkerConfig
 from inferpool.workers.errors import WorkerStartError
 from inferpool.workers.host.engine import WorkerHandle, WorkerId
 from inferpool.workers.remote.host import RemoteHost
-from inferpool.workers.remote.joining import Address, RefusedError, challenge, secured
+from inferpool.workers.remote.joining import (
+    JOIN_S,
+    Address,
+    RefusedError,
+    challenge,
+    secured,
+)
 from inferpool.workers.remote.link import HostLink, Mailbox
 from inferpool.workers.remote.spread.worker import start_spread
 from inferpool.workers.remote.wire import MAX_BODY_BYTES, Hello, Refusal, ToFrontEnd, Welcome
@@ -31,7 +37,6 @@ logger = logging.getLogger(__name__)
 _MOST_JOINING = 64
 """Connections that have not proved themselves yet; the oldest makes way for one more."""
 _REST_S = 0.5
-"""Seconds without accepting once there are too few descriptors."""
 _NAME = re.compile(r"[\w.-]{1,253}")
 
 
@@ -56,6 +61,9 @@ class RemoteHosts:
         tls: ssl.SSLContext | None,
         version: str,
         watcher: HostWatcher,
+        *,
+        join_s: float = JOIN_S,
+        rest_s: float = _REST_S,
     ) -> None:
         """Accept nothing yet.
 
@@ -66,6 +74,9 @@ class RemoteHosts:
             tls: Context of a server; None for connections in clear text.
             version: Version of this program, which agents must have too.
             watcher: Told of hosts that come and go.
+            join_s: Seconds that whoever connects may take for the TLS handshake, and again to
+                prove itself.
+            rest_s: Seconds without accepting once there are too few descriptors.
         """
         self.hosts: dict[str, RemoteHost] = {}
         """Connected hosts by name."""
@@ -81,6 +92,8 @@ class RemoteHosts:
         self._tls = tls
         self._version = version
         self._watcher = watcher
+        self._join_s = join_s
+        self._rest_s = rest_s
         self._epochs = count(1)
         self._has_served = False
         """A host has joined since this process began."""
@@ -165,7 +178,7 @@ class RemoteHosts:
             logger.error("no agent can be accepted now: %s", error.strerror)
             loop = asyncio.get_running_loop()
             loop.remove_reader(self._listener.fileno())
-            self._resting = loop.call_later(_REST_S, self.open)
+            self._resting = loop.call_later(self._rest_s, self.open)
             return
         if len(self._joining) >= _MOST_JOINING:
             oldest = next(iter(self._joining))  # agents take milliseconds, and strangers may dawdle
@@ -189,9 +202,9 @@ class RemoteHosts:
         link = None
         mailbox: Mailbox[ToFrontEnd] = Mailbox()
         try:
-            sock = await secured(sock, self._tls, None)
+            sock = await secured(sock, self._tls, None, self._join_s)
             link = HostLink(sock, ToFrontEnd, mailbox, max_body_bytes=MAX_BODY_BYTES)
-            hello, proof = await challenge(link, mailbox, self._keys)
+            hello, proof = await challenge(link, mailbox, self._keys, self._join_s)
             await self._check(hello)
         except RefusedError as error:
             assert link is not None

@@ -75,7 +75,13 @@ class Dialer:
     """Joins front ends, for an agent or for a standby."""
 
     def __init__(
-        self, key: bytes, tls: ssl.SSLContext | None, facts: HostFacts, *, insecure: bool = False
+        self,
+        key: bytes,
+        tls: ssl.SSLContext | None,
+        facts: HostFacts,
+        *,
+        insecure: bool = False,
+        join_s: float = JOIN_S,
     ) -> None:
         """Store the arguments.
 
@@ -84,11 +90,13 @@ class Dialer:
             tls: Context with this host's certificate; None for connections in clear text.
             facts: What front ends are told of this host.
             insecure: Also send in clear text to addresses that are not private.
+            join_s: Seconds for each step: to connect, to make the TLS handshake, and to prove.
         """
         self.facts = facts
         self._key = key
         self._tls = tls
         self._insecure = insecure
+        self._join_s = join_s
 
     async def join(
         self, address: Address, *, role: Role, term: int
@@ -105,11 +113,11 @@ class Dialer:
             OSError: The front end cannot be reached, or has gone.
             TimeoutError: It does not answer.
         """
-        sock = await secured(await self._dial(address), self._tls, address[0])
+        sock = await secured(await self._dial(address), self._tls, address[0], self._join_s)
         mailbox: Mailbox[ToAgent] = Mailbox(_MOST_AT_FIRST)
         link = HostLink(sock, ToAgent, mailbox, max_body_bytes=MAX_BODY_BYTES)
         try:
-            async with asyncio.timeout(JOIN_S):
+            async with asyncio.timeout(self._join_s):
                 joined = await self._prove(link, mailbox, role, term)
         except BaseException:
             link.close()
@@ -119,7 +127,7 @@ class Dialer:
     async def _dial(self, address: Address) -> socket.socket:
         loop = asyncio.get_running_loop()
         host, port = address
-        async with asyncio.timeout(JOIN_S):
+        async with asyncio.timeout(self._join_s):
             found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
             failure = OSError(f"{host} has no address")
             for family, kind, protocol, _, where in found:
@@ -171,7 +179,10 @@ class Dialer:
 
 
 async def secured(
-    sock: socket.socket, tls: ssl.SSLContext | None, server_name: str | None
+    sock: socket.socket,
+    tls: ssl.SSLContext | None,
+    server_name: str | None,
+    timeout_s: float = JOIN_S,
 ) -> socket.socket:
     """Make the TLS handshake over a connected socket, if there is a context.
 
@@ -179,6 +190,7 @@ async def secured(
         sock: A socket that does not block.
         tls: The context; None leaves the socket as it is.
         server_name: Name of the server in its certificate; None for the server's side.
+        timeout_s: Seconds that the other side may take.
 
     Raises:
         OSError: The other side does not take part, or its certificate is not good.
@@ -194,7 +206,7 @@ async def secured(
         server_hostname=server_name,
     )
     try:
-        async with asyncio.timeout(JOIN_S):
+        async with asyncio.timeout(timeout_s):
             while True:
                 try:
                     wrapped.do_handshake()
@@ -210,9 +222,12 @@ async def secured(
 
 
 async def challenge(
-    link: HostLink[ToFrontEnd], mailbox: Mailbox[ToFrontEnd], keys: Sequence[bytes]
+    link: HostLink[ToFrontEnd],
+    mailbox: Mailbox[ToFrontEnd],
+    keys: Sequence[bytes],
+    timeout_s: float = JOIN_S,
 ) -> tuple[Hello, bytes]:
-    """Ask whoever has connected to prove itself, as a front end.
+    """Ask whoever has connected to prove itself within some time, as a front end.
 
     Returns:
         Its greeting, and the proof that the front end knows the key too.
@@ -225,7 +240,7 @@ async def challenge(
     link.max_head_bytes = MAX_STRANGER_BYTES
     nonce = secrets.token_bytes(_NONCE_BYTES)
     link.send(Challenge(nonce))
-    async with asyncio.timeout(JOIN_S):
+    async with asyncio.timeout(timeout_s):
         hello = await mailbox.get()
     if not isinstance(hello, Hello):
         raise RefusedError("it did not say who it is")

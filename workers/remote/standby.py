@@ -24,7 +24,6 @@ _GONE_S = 0.7
 """Seconds without an answer after which a front end counts as gone whose connection has ended. It
 is stopped for good then, or needs longer to start again."""
 _NEVER_SEEN_S = 2 * LEASE_S
-"""The same, for one that has never answered: it may be about to start."""
 _RETRY_S = 0.1
 _REFUSED_S = 2.0
 
@@ -45,17 +44,30 @@ class Served(Protocol):
 class Standby:
     """The watch of the other front end, from `start` to `stop`."""
 
-    def __init__(self, hosts: Served, other: Address, dialer: Dialer) -> None:
+    def __init__(
+        self,
+        hosts: Served,
+        other: Address,
+        dialer: Dialer,
+        *,
+        never_seen_s: float = _NEVER_SEEN_S,
+        refused_s: float = _REFUSED_S,
+    ) -> None:
         """Let no agent join yet.
 
         Args:
             hosts: The hosts of this front end.
             other: Name or address of the other front end, and its cluster port.
             dialer: Joins it.
+            never_seen_s: Seconds after which the other one counts as gone that has never answered:
+                it may be about to start.
+            refused_s: Seconds before one is dialed again that has refused this one.
         """
         self._hosts = hosts
         self._other = other
         self._dialer = dialer
+        self._never_seen_s = never_seen_s
+        self._refused_s = refused_s
         self._reason = f"standing by for the front end at {other[0]}:{other[1]}"
         self._watching: Task[None] | None = None
         self._told = ""
@@ -79,17 +91,17 @@ class Standby:
             await asyncio.gather(self._watching, return_exceptions=True)
 
     async def _watch(self) -> None:
-        seen_at, patience_s = time.monotonic(), _NEVER_SEEN_S
+        seen_at, patience_s = time.monotonic(), self._never_seen_s
         while True:
             try:
                 link, mailbox, joined = await self._dialer.join(self._other, role="standby", term=0)
                 if joined.term == self._hosts.term:
                     link.close()
-                    await asyncio.sleep(_REFUSED_S)
+                    await asyncio.sleep(self._refused_s)
                     raise ConnectionError("it is this front end itself (standby_of)")
             except (RefusedError, ssl.SSLError) as error:  # it is there, so this one must wait
                 self._tell(f"it refuses this front end, or is refused: {error}")
-                await asyncio.sleep(_REFUSED_S)
+                await asyncio.sleep(self._refused_s)
             except (OSError, TimeoutError, UnicodeError) as error:
                 self._tell(f"it cannot be reached: {error or 'it does not answer'}")
                 if not self.is_serving and time.monotonic() - seen_at > patience_s:

@@ -18,7 +18,7 @@ from inferpool.workers.host.devices import Host
 from inferpool.workers.host.engine import WorkerHandle, WorkerId
 from inferpool.workers.host.local import LocalEngine
 from inferpool.workers.messages import Ready
-from inferpool.workers.remote.agent import Agent
+from inferpool.workers.remote.agent import Agent, Dialing
 from inferpool.workers.remote.host import RemoteHost
 from inferpool.workers.remote.hosted import HostedWorkers, HostEngine
 from inferpool.workers.remote.hosts import RemoteHosts
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from inferpool.workers.remote.link import HostLink
 
 KEY = b"a key of 16 bytes or more"
+PATIENCE_S = 60.0
+"""Seconds that joining may take: none of these tests is about a slow machine."""
 
 
 class HostNotes:
@@ -59,10 +61,11 @@ def open_front(
     port: int = 0,
     tls: ssl.SSLContext | None = None,
     keys: Sequence[bytes] = (KEY,),
+    join_s: float = PATIENCE_S,
 ) -> tuple[RemoteHosts, HostNotes]:
     listener = socket.create_server(("127.0.0.1", port))
     watcher = HostNotes()
-    hosts = RemoteHosts(arena, listener, keys, tls, "1", watcher)
+    hosts = RemoteHosts(arena, listener, keys, tls, "1", watcher, join_s=join_s, rest_s=0.05)
     hosts.open()
     return hosts, watcher
 
@@ -76,16 +79,17 @@ def make_agent(
     key: bytes = KEY,
     engine: HostEngine | None = None,
     facts: HostFacts | None = None,
-    once: bool = False,
+    dialing: Dialing | None = None,
+    burst_s: float = 1.0,
 ) -> Agent:
     arena = arena or Arena(4 << 20)
     return Agent(
         addresses=[address] if isinstance(address[0], str) else address,  # type: ignore[list-item]
-        dialer=Dialer(key, tls, facts or facts_of(name)),
+        dialer=Dialer(key, tls, facts or facts_of(name), join_s=PATIENCE_S),
         arena=arena,
-        workers=HostedWorkers(engine or LocalEngine(arena), None),
+        workers=HostedWorkers(engine or LocalEngine(arena), None, burst_s=burst_s),
         grace_s=5.0,
-        once=once,
+        dialing=dialing or Dialing(patience_s=PATIENCE_S),
     )
 
 
@@ -98,7 +102,7 @@ async def running(*agents: Agent) -> AsyncIterator[None]:
     finally:
         for agent in agents:
             agent.stop()
-        await asyncio.wait_for(asyncio.gather(*tasks), 30)
+        await asyncio.gather(*tasks)
 
 
 @contextlib.asynccontextmanager
@@ -190,7 +194,7 @@ class OtherSide:
         self.beats: list[Beat] = []
         self.answers_beats = True
         self.ends: list[str] = []
-        self._dialer = Dialer(KEY, tls, facts)
+        self._dialer = Dialer(KEY, tls, facts, join_s=PATIENCE_S)
         self.link: HostLink[ToAgent]
 
     async def join(self, hosts: RemoteHosts) -> RemoteHost:
@@ -222,10 +226,14 @@ class OtherSide:
 
 @contextlib.asynccontextmanager
 async def front(
-    arena: Arena, *, tls: ssl.SSLContext | None = None, keys: Sequence[bytes] = (KEY,)
+    arena: Arena,
+    *,
+    tls: ssl.SSLContext | None = None,
+    keys: Sequence[bytes] = (KEY,),
+    join_s: float = PATIENCE_S,
 ) -> AsyncIterator[tuple[RemoteHosts, HostNotes]]:
     """Run a front end without any host."""
-    hosts, watcher = open_front(arena, tls=tls, keys=keys)
+    hosts, watcher = open_front(arena, tls=tls, keys=keys, join_s=join_s)
     try:
         yield hosts, watcher
     finally:

@@ -11,18 +11,17 @@ from pathlib import Path
 import pytest
 
 import inferpool.workers.remote.agent
-import inferpool.workers.remote.hosted
-import inferpool.workers.remote.joining
 from inferpool.workers.arena import Arena
 from inferpool.workers.config import WorkerConfig
 from inferpool.workers.errors import WorkerLostError, WorkerStartError
 from inferpool.workers.host.engine import WorkerId
 from inferpool.workers.messages import BatchDone, ItemRef
-from inferpool.workers.remote.agent import _MOST_PAUSE_S, Agent
+from inferpool.workers.remote.agent import Agent, Dialing
 from inferpool.workers.remote.hosts import RemoteHosts
 from inferpool.workers.remote.worker import RemoteWorker
 from tests.workers.contract import Put, answers, config_of, is_gone, pid_of, until
 from tests.workers.remote.cluster import (
+    PATIENCE_S,
     LoadedWorker,
     LoadingEngine,
     OnHost,
@@ -34,13 +33,8 @@ from tests.workers.remote.cluster import (
 from tests.workers.remote.conftest import Contexts
 
 ID = WorkerId(model="m", slot=0)
-
-
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let agents try again soon."""
-    for name in ("_FIRST_PAUSE_S", "_MOST_PAUSE_S", "_REFUSED_PAUSE_S"):
-        monkeypatch.setattr(inferpool.workers.remote.agent, name, 0.02)
+QUICK = Dialing(first_pause_s=0.02, most_pause_s=0.02, refused_pause_s=0.02, patience_s=PATIENCE_S)
+"""Tries again soon."""
 
 
 @pytest.fixture
@@ -82,10 +76,6 @@ async def started(hosts: RemoteHosts, config: WorkerConfig | None = None) -> Rem
     return await OnHost(hosts).start(ID, config or config_of(), lambda _: None)  # type: ignore[return-value]
 
 
-def agent_of(hosts: RemoteHosts) -> contextlib.AbstractAsyncContextManager[None]:
-    return running(make_agent(hosts.address, engine=LoadingEngine()))
-
-
 async def restarted(hosts: RemoteHosts, arena: Arena) -> RemoteHosts:
     """Start a front end again, and wait for its host."""
     await hosts.close()
@@ -115,22 +105,21 @@ async def test_addresses_are_tried_in_turn_and_the_last_one_first(
 
 
 async def test_a_silent_front_end_does_not_keep_an_agent_from_the_other_one(
-    arena: Arena, monkeypatch: pytest.MonkeyPatch
+    arena: Arena,
 ):
-    monkeypatch.setattr(inferpool.workers.remote.joining, "JOIN_S", 600.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         async with front(arena) as (hosts, _):
-            agent = make_agent([silent.getsockname(), hosts.address], engine=LoadingEngine())
+            addresses = [silent.getsockname(), hosts.address]
+            agent = make_agent(addresses, engine=LoadingEngine(), dialing=Dialing())
             async with running(agent):
                 await until(lambda: hosts.hosts)
 
 
-async def test_patience_with_each_of_several_front_ends_grows(
-    arena: Arena, quick: None, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(inferpool.workers.remote.agent, "_PATIENCE_S", 1e-6)
+async def test_patience_with_each_of_several_front_ends_grows(arena: Arena):
+    dialing = replace(QUICK, patience_s=1e-6)
     async with front(arena) as (hosts, _):
-        agent = make_agent([nobody(), hosts.address], engine=LoadingEngine())
+        addresses = [nobody(), hosts.address]
+        agent = make_agent(addresses, engine=LoadingEngine(), dialing=dialing)
         async with running(agent):
             await until(lambda: hosts.hosts)
 
@@ -142,7 +131,7 @@ async def test_agent_that_two_front_ends_refuse_asks_soon_again(arena: Arena, pa
         agent = make_agent([first.address, second.address], engine=LoadingEngine())
         async with running(agent):
             await until(lambda: len(pauses) >= 3)
-            assert max(pauses) <= _MOST_PAUSE_S
+            assert max(pauses) <= 1.0
             second.take_over()
             await until(lambda: second.hosts)
 
@@ -155,7 +144,7 @@ async def test_pauses_grow_to_a_bound_and_each_failure_is_logged_once(
     async with running(agent):
         await until(lambda: len(pauses) > 8)
     assert pauses[:4] == [0.1, 0.2, 0.4, 0.8]
-    assert set(pauses[5:]) == {_MOST_PAUSE_S}
+    assert set(pauses[4:]) == {1.0}
     told = f"127.0.0.1:{address[1]} cannot be joined: Connect call failed"
     assert caplog.text.count("cannot be joined") == 1
     assert told in caplog.text or "Connection refused" in caplog.text
@@ -179,7 +168,8 @@ async def test_front_end_that_ends_each_connection_is_not_stormed(
 ):
     async with front(arena) as (hosts, watcher):
         watcher.on_joined = lambda host: host.close("go away")  # type: ignore[method-assign]
-        async with running(make_agent(hosts.address, engine=LoadingEngine())):
+        dialing = Dialing(most_pause_s=3600.0)  # so each connection is a short one
+        async with running(make_agent(hosts.address, engine=LoadingEngine(), dialing=dialing)):
             await until(lambda: len(pauses) >= 4)
     assert pauses[:4] == [0.1, 0.2, 0.4, 0.8]
 
@@ -192,9 +182,12 @@ async def test_name_that_cannot_be_looked_up_is_no_end(
     assert "a..b:1 cannot be joined" in caplog.text
 
 
-async def test_connections_are_logged(arena: Arena, quick: None, caplog: pytest.LogCaptureFixture):
+async def test_connections_are_logged(arena: Arena, caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO)
-    async with front(arena) as (hosts, _), agent_of(hosts):
+    async with (
+        front(arena) as (hosts, _),
+        running(make_agent(hosts.address, engine=LoadingEngine(), dialing=QUICK)),
+    ):
         await until(lambda: hosts.hosts)
         hosts.hosts["h"].refuse("enough")
         await until(lambda: hosts.hosts and hosts.hosts["h"].epoch == 2)
@@ -204,25 +197,27 @@ async def test_connections_are_logged(arena: Arena, quick: None, caplog: pytest.
     assert caplog.text.count("has left: its agent was told to stop") == 1  # by the front end
 
 
-async def test_agent_for_one_connection_ends_with_it(arena: Arena, quick: None):
+async def test_agent_for_one_connection_ends_with_it(arena: Arena):
     async with front(arena) as (hosts, _):
         for is_refused in (False, True):
             key = b"another key of some length" if is_refused else b"a key of 16 bytes or more"
             engine = LoadingEngine()
-            agent = make_agent([nobody(), hosts.address][1:], key=key, engine=engine, once=True)
+            dialing = replace(QUICK, once=True)
+            agent = make_agent(hosts.address, key=key, engine=engine, dialing=dialing)
             running_agent = asyncio.ensure_future(agent.run())
             if not is_refused:
                 await until(lambda: hosts.hosts)
                 hosts.hosts["h"].close("enough")
-            assert await asyncio.wait_for(running_agent, 30) == is_refused
+            assert await running_agent == is_refused
             assert engine.is_closed
 
 
 @pytest.mark.parametrize("is_joined", [False, True])
-async def test_agent_that_is_told_to_stop_ends_well(arena: Arena, quick: None, is_joined: bool):
+async def test_agent_that_is_told_to_stop_ends_well(arena: Arena, is_joined: bool):
     async with front(arena) as (hosts, watcher):
         engine = LoadingEngine()
-        agent = make_agent(hosts.address if is_joined else nobody(), engine=engine)
+        address = hosts.address if is_joined else nobody()
+        agent = make_agent(address, engine=engine, dialing=QUICK)
         task = asyncio.ensure_future(agent.run())
         if is_joined:
             await until(lambda: hosts.hosts)
@@ -234,7 +229,7 @@ async def test_agent_that_is_told_to_stop_ends_well(arena: Arena, quick: None, i
             await until(lambda: watcher.lost)
             assert watcher.lost == [("h", "its agent was told to stop")]
         agent.stop()
-        assert await asyncio.wait_for(task, 30) == 0
+        assert await task == 0
         assert engine.is_closed
 
 
@@ -247,29 +242,30 @@ async def test_second_word_ends_an_agent_that_leaves_slowly(arena: Arena):
         await until(lambda: hosts.hosts)
         worker = await started(hosts)
         batch = worker.run([ItemRef("bytes", 0, 3, 0.0)])
-        real_stop = engine.started[0].stop
+        real_stop, is_stopping = engine.started[0].stop, asyncio.Event()
 
         async def stop(grace_s: float) -> None:
+            is_stopping.set()
             await asyncio.sleep(grace_s)
             await real_stop(grace_s)
 
         engine.started[0].stop = stop  # type: ignore[method-assign]
         await until(lambda: engine.started[0].batches)
         agent.stop()
-        await asyncio.sleep(0.05)
+        await is_stopping.wait()
         assert not task.done()
         agent.stop(at_once=True)
-        assert await asyncio.wait_for(task, 30) == 0
+        assert await task == 0
         assert engine.started[0].is_gone
         with pytest.raises(WorkerLostError):
             await batch
 
 
 async def test_restart_of_the_front_end_costs_no_loading(
-    arena: Arena, quick: None, put: Put, tmp_path: Path, no_process_left: None
+    arena: Arena, put: Put, no_process_left: None
 ):
     hosts, _ = open_front(arena)
-    agent = make_agent(hosts.address)
+    agent = make_agent(hosts.address, dialing=QUICK)
     async with running(agent):
         await until(lambda: hosts.hosts)
         pids = [pid_of(await started(hosts))]
@@ -287,16 +283,18 @@ async def test_restart_of_the_front_end_costs_no_loading(
 
 
 async def test_worker_at_work_when_the_connection_ends_finishes_and_stays(
-    arena: Arena, quick: None, put: Put, tmp_path: Path, no_process_left: None
+    arena: Arena, put: Put, tmp_path: Path, no_process_left: None
 ):
     gate, calls = tmp_path / "gate", tmp_path / "calls"
     gate.touch()
     config = config_of(options={"gate": str(gate), "calls": str(calls)})
-    async with front(arena) as (hosts, _), running(make_agent(hosts.address)):
+    async with contextlib.AsyncExitStack() as stack:
+        hosts, _ = await stack.enter_async_context(front(arena))
+        agent = make_agent(hosts.address, dialing=QUICK)
+        await stack.enter_async_context(running(agent))
         await until(lambda: hosts.hosts)
         start = asyncio.ensure_future(started(hosts, config))
-        await until(lambda: hosts.hosts["h"]._starting)
-        await asyncio.sleep(0.1)
+        await until(lambda: agent._workers._workers)
         hosts.hosts["h"].close("a short break")  # its start goes on
         with pytest.raises(WorkerStartError):
             await start
@@ -448,16 +446,20 @@ async def watched() -> AsyncIterator[list[dict[str, object]]]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-async def test_each_batch_has_one_end_while_connections_are_cut(
-    seed: int, quick: None, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(inferpool.workers.remote.hosted, "_BURST_S", 0.0)
+async def test_each_batch_has_one_end_while_connections_are_cut(seed: int):
     chance = random.Random(seed)
     ours, theirs = Arena(1 << 20), [Arena(1 << 15) for _ in range(2)]
     async with watched() as errors, front(ours) as (hosts, _):
         life = Life(ours, hosts, chance)
         agents = [
-            make_agent(hosts.address, name, arena=arena, engine=EchoEngine(arena, chance))
+            make_agent(
+                hosts.address,
+                name,
+                arena=arena,
+                engine=EchoEngine(arena, chance),
+                dialing=QUICK,
+                burst_s=0.0,
+            )
             for name, arena in zip("ab", theirs, strict=True)
         ]
         async with running(*agents):

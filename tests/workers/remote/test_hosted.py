@@ -19,9 +19,7 @@ from tests.workers.remote.cluster import LoadingEngine, ready_of
 ID = WorkerId(model="m", slot=0)
 
 
-@pytest.fixture(autouse=True)
-def _no_burst(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inferpool.workers.remote.hosted, "_BURST_S", 0.0)
+pytestmark = pytest.mark.usefixtures("virtual_time")
 
 
 def on(*visible: str) -> WorkerConfig:
@@ -130,24 +128,24 @@ async def test_room_is_made_on_the_same_devices_alone():
     await workers.stop(5)
 
 
-async def test_room_is_made_only_after_others_may_have_asked(monkeypatch: pytest.MonkeyPatch):
+async def test_room_is_made_only_after_others_may_have_asked():
     engine = LoadingEngine()
     workers = begun(engine)
-    await claimed(workers, config_of())
+    for name in ("GPU-0", "GPU-1"):
+        await claimed(workers, on(name))
     workers.release()
-    monkeypatch.setattr(inferpool.workers.remote.hosted, "_BURST_S", 3600.0)
     workers.begin()
-    starting = asyncio.ensure_future(workers.claim(ID, config_of(credit=9), print))
-    await asyncio.sleep(0.05)
-    assert not engine.started[0].is_gone
-    assert (await claimed(workers, config_of())).handle is engine.started[0]
-    monkeypatch.setattr(inferpool.workers.remote.hosted, "_BURST_S", 0.0)
-    starting.cancel()
+    starting = asyncio.ensure_future(workers.claim(ID, on("GPU-0", "GPU-1"), print))
+    await asyncio.sleep(0.99)
+    assert (await claimed(workers, on("GPU-0"))).handle is engine.started[0]
+    assert not starting.done()
+    await asyncio.sleep(0.02)
+    await starting
+    assert [worker.is_gone for worker in engine.started] == [False, True, False]
     await workers.stop(5)
 
 
-async def test_what_nobody_asks_for_is_stopped_after_a_while(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(inferpool.workers.remote.hosted, "KEPT_S", 0.1)
+async def test_what_nobody_asks_for_is_stopped_after_half_a_minute():
     engine = LoadingEngine()
     workers = begun(engine)
     for credit in (2, 3):
@@ -155,21 +153,23 @@ async def test_what_nobody_asks_for_is_stopped_after_a_while(monkeypatch: pytest
     workers.release()
     workers.begin()
     await claimed(workers, on("GPU-2"))
-    await until(lambda: engine.started[1].is_gone)
+    await asyncio.sleep(29.9)
+    assert not engine.started[1].is_gone
+    await asyncio.sleep(0.2)
+    assert engine.started[1].is_gone
     await until(lambda: len(workers._workers) == 1)
     assert not engine.started[0].is_gone
     await workers.stop(5)
 
 
-async def test_wait_of_an_earlier_connection_stops_nothing(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(inferpool.workers.remote.hosted, "KEPT_S", 0.05)
+async def test_wait_of_an_earlier_connection_stops_nothing():
     engine = LoadingEngine()
     workers = begun(engine)
     await claimed(workers, config_of())
+    await asyncio.sleep(20.0)
     workers.release()
-    monkeypatch.setattr(inferpool.workers.remote.hosted, "KEPT_S", 3600.0)
     workers.begin()
-    await asyncio.sleep(0.15)
+    await asyncio.sleep(20.0)
     assert not engine.started[0].is_gone
     await workers.stop(5)
 
@@ -225,7 +225,7 @@ async def test_worker_that_is_being_stopped_is_not_claimed_and_its_room_is_waite
     await asyncio.sleep(0)
     workers.release()
     starting = asyncio.ensure_future(workers.claim(ID, config_of(), print))
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(10.0)
     assert not starting.done()
     may_end.set()
     second = await starting
@@ -234,7 +234,7 @@ async def test_worker_that_is_being_stopped_is_not_claimed_and_its_room_is_waite
     await workers.stop(5)
 
 
-async def test_claim_that_is_given_up_leaves_the_worker_to_others(monkeypatch: pytest.MonkeyPatch):
+async def test_claim_that_is_given_up_leaves_the_worker_to_others():
     engine = LoadingEngine()
     workers = begun(engine)
     first = await claimed(workers, config_of())
@@ -261,12 +261,11 @@ async def test_start_is_given_up_when_it_is_stopped():
     await workers.stop(5)
 
 
-async def test_what_is_loaded_stays_while_there_is_no_front_end(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(inferpool.workers.remote.hosted, "KEPT_S", 0.05)
+async def test_what_is_loaded_stays_while_there_is_no_front_end():
     engine = LoadingEngine()
     workers = begun(engine)
     await claimed(workers, config_of())
     workers.release()  # the connection has ended, and nobody has joined since
-    await asyncio.sleep(0.15)
+    await asyncio.sleep(40.0)
     assert not engine.started[0].is_gone
     await workers.stop(5)

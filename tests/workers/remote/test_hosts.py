@@ -10,10 +10,10 @@ import inferpool.workers.remote.hosts
 from inferpool.workers.arena import Arena
 from inferpool.workers.errors import WorkerStartError
 from inferpool.workers.host.engine import WorkerId
-from inferpool.workers.remote.joining import Dialer, RefusedError
+from inferpool.workers.remote.joining import RefusedError
 from inferpool.workers.remote.wire import StartWorker
 from tests.workers.contract import config_of, until
-from tests.workers.remote.cluster import KEY, OtherSide, facts_of, front
+from tests.workers.remote.cluster import OtherSide, facts_of, front
 
 ID = WorkerId(model="m", slot=0)
 
@@ -85,23 +85,21 @@ async def test_strangers_who_dawdle_make_way_for_an_agent(
 
 async def test_many_agents_may_come_back_at_once(arena: Arena):
     async with front(arena) as (hosts, watcher):
-        links = []
+        peers = [OtherSide(facts_of(f"h{number}")) for number in range(100)]
 
-        async def come(number: int) -> None:
+        async def come(peer: OtherSide) -> None:
             while True:
                 try:
-                    link, _, _ = await Dialer(KEY, None, facts_of(f"h{number}")).join(
-                        hosts.address, role="agent", term=0
-                    )
+                    await peer.join(hosts)
                 except ConnectionError:  # too many at once
                     await asyncio.sleep(0.05)
                 else:
-                    return links.append(link)
+                    return
 
-        await asyncio.gather(*(come(number) for number in range(100)))
+        await asyncio.gather(*map(come, peers))
         assert len(hosts.hosts) == len(watcher.joined) == 100
-        for link in links:
-            link.close()
+        for peer in peers:
+            peer.link.close()
         await until(lambda: not hosts.hosts)
 
 
@@ -157,19 +155,22 @@ async def test_connection_that_is_accepted_while_the_front_end_ends_is_closed(ar
 
 
 async def test_front_end_without_descriptors_rests_and_then_accepts_again(
-    arena: Arena, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    arena: Arena, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr(inferpool.workers.remote.hosts, "_REST_S", 0.05)
     async with front(arena) as (hosts, _):
         real = hosts._listener
 
         class Exhausted:
-            num_calls = 0
             is_over = False
 
+            def __init__(self) -> None:
+                self.were_open: list[bool] = []
+                """For each failure: the front end still listens after it."""
+
             def accept(self) -> object:
-                self.num_calls += 1
                 if not self.is_over:
+                    loop = asyncio.get_running_loop()
+                    loop.call_soon(lambda: self.were_open.append(loop.remove_reader(real.fileno())))
                     raise OSError(errno.EMFILE, "Too many open files")
                 return real.accept()
 
@@ -179,8 +180,8 @@ async def test_front_end_without_descriptors_rests_and_then_accepts_again(
         hosts._listener = exhausted = Exhausted()  # type: ignore[assignment]
         hosts.open()
         joining = asyncio.ensure_future(OtherSide(facts_of("h")).join(hosts))
-        await asyncio.sleep(0.2)
-        assert 1 <= exhausted.num_calls <= 5
+        await until(lambda: len(exhausted.were_open) > 1)
+        assert not any(exhausted.were_open)
         exhausted.is_over = True
         await joining
         assert "no agent can be accepted now: Too many open files" in caplog.text
@@ -223,10 +224,8 @@ async def test_host_that_does_not_read_delays_no_other(arena: Arena):
         stuck, other = await slow.join(hosts), await quick.join(hosts)
         asyncio.get_running_loop().remove_reader(slow.link._fd)
         measuring = asyncio.ensure_future(stuck.measure(32 << 20))
-        await until(lambda: len(quick.beats) >= 3)
+        await until(lambda: len(quick.beats) >= 3 and not other.is_silent)
         assert stuck._link.num_unsent_bytes > 1 << 20
-        assert not other.is_silent
-        assert other.round_trip_s < 5.0
         stuck.close("enough")
         with pytest.raises(ConnectionError, match="slow was lost: enough"):
             await measuring

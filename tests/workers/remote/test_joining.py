@@ -7,7 +7,6 @@ import msgspec
 import psutil
 import pytest
 
-import inferpool.workers.remote.joining
 from inferpool.workers.arena import Arena
 from inferpool.workers.remote import joining
 from inferpool.workers.remote.host import RemoteHost
@@ -29,7 +28,7 @@ from inferpool.workers.remote.wire import (
     frame_start,
 )
 from tests.workers.contract import until
-from tests.workers.remote.cluster import KEY, OtherSide, facts_of, front
+from tests.workers.remote.cluster import KEY, PATIENCE_S, OtherSide, facts_of, front
 from tests.workers.remote.conftest import Contexts
 
 OTHER_KEY = b"another key of some length"
@@ -37,9 +36,14 @@ Address = tuple[str, int]
 
 
 async def join(
-    address: Address, key: bytes = KEY, tls: ssl.SSLContext | None = None, term: int = 0
+    address: Address,
+    key: bytes = KEY,
+    tls: ssl.SSLContext | None = None,
+    term: int = 0,
+    join_s: float = PATIENCE_S,
 ) -> tuple[HostLink[ToAgent], Mailbox[ToAgent], joining.Joined]:
-    return await Dialer(key, tls, facts_of("h")).join(address, role="agent", term=term)
+    dialer = Dialer(key, tls, facts_of("h"), join_s=join_s)
+    return await dialer.join(address, role="agent", term=term)
 
 
 class Stranger:
@@ -149,10 +153,9 @@ async def test_proof_of_a_front_end_is_none_of_an_agent(arena: Arena):
 
 
 async def test_whoever_says_nothing_is_left_after_a_while(
-    arena: Arena, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    arena: Arena, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr(inferpool.workers.remote.joining, "JOIN_S", 0.1)
-    async with front(arena) as (hosts, _):
+    async with front(arena, join_s=0.1) as (hosts, _):
         stranger = await Stranger().connect(hosts.address)
         await stranger.mailbox.get()
         with pytest.raises(ConnectionError):
@@ -161,10 +164,9 @@ async def test_whoever_says_nothing_is_left_after_a_while(
         assert "it did not join: it took too long" in caplog.text
 
 
-async def test_agent_gives_up_a_front_end_that_says_nothing(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(inferpool.workers.remote.joining, "JOIN_S", 0.1)
+async def test_agent_gives_up_a_front_end_that_says_nothing():
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(TimeoutError):
-        await join(silent.getsockname())
+        await join(silent.getsockname(), join_s=0.1)
 
 
 @pytest.mark.parametrize("excess", [0, 1])
@@ -306,18 +308,14 @@ async def test_front_end_with_a_certificate_of_somebody_else_is_refused(
 
 
 async def test_clear_text_and_tls_do_not_meet(
-    arena: Arena,
-    tls: Contexts,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    arena: Arena, tls: Contexts, caplog: pytest.LogCaptureFixture
 ):
     async with front(arena) as (hosts, _):
         with pytest.raises(ssl.SSLError, match="WRONG_VERSION_NUMBER"):
             await join(hosts.address, tls=tls[1])
         await until(lambda: is_empty(hosts))
         assert "it speaks TLS, and this side does not" in caplog.text
-    monkeypatch.setattr(inferpool.workers.remote.joining, "JOIN_S", 0.2)
-    async with front(arena, tls=tls[0]) as (hosts, _):
+    async with front(arena, tls=tls[0], join_s=0.2) as (hosts, _):
         with pytest.raises((TimeoutError, ConnectionError)):
             await join(hosts.address)
         await until(lambda: is_empty(hosts))

@@ -5,13 +5,20 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-import inferpool.workers.remote.standby
 from inferpool.workers.arena import Arena
 from inferpool.workers.host.engine import WorkerId
 from inferpool.workers.remote.joining import Dialer
 from inferpool.workers.remote.standby import Standby
 from tests.workers.contract import answers, config_of, pid_of, until
-from tests.workers.remote.cluster import KEY, OnHost, facts_of, make_agent, open_front, running
+from tests.workers.remote.cluster import (
+    KEY,
+    PATIENCE_S,
+    OnHost,
+    facts_of,
+    make_agent,
+    open_front,
+    running,
+)
 from tests.workers.remote.conftest import Contexts
 
 Address = tuple[str, int]
@@ -24,8 +31,15 @@ class FrontEnd:
         self.hosts, _ = open_front(arena, port=port, tls=tls)
         self.standby: Standby | None = None
 
-    def watch(self, other: Address, *, tls: ssl.SSLContext | None = None) -> None:
-        self.standby = Standby(self.hosts, other, Dialer(KEY, tls, facts_of("standby")))
+    def watch(
+        self,
+        other: Address,
+        *,
+        tls: ssl.SSLContext | None = None,
+        never_seen_s: float = PATIENCE_S,
+    ) -> None:
+        dialer = Dialer(KEY, tls, facts_of("standby"), join_s=PATIENCE_S)
+        self.standby = Standby(self.hosts, other, dialer, never_seen_s=never_seen_s, refused_s=0.05)
         self.standby.start()
 
     async def end(self) -> None:
@@ -63,9 +77,8 @@ async def test_standby_takes_over_with_loaded_workers_and_the_first_one_then_sta
         again = FrontEnd(arena, first.hosts.address[1])
         again.watch(second.hosts.address)
         async with ending(again):
-            await until(lambda: again.standby and again.standby._watching)
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(until(lambda: not again.hosts.standby_reason), 0.5)
+            await until(lambda: again.standby and again.standby._others_term)  # it has judged
+            assert again.hosts.standby_reason
             assert "h" in second.hosts.hosts
         await same.stop(5)
 
@@ -80,23 +93,21 @@ async def test_of_two_that_stand_by_for_each_other_the_earlier_one_serves(arena:
 
 
 async def test_standby_serves_if_the_other_front_end_never_answers(
-    arena: Arena, monkeypatch: pytest.MonkeyPatch
+    arena: Arena,
 ):
-    monkeypatch.setattr(inferpool.workers.remote.standby, "_NEVER_SEEN_S", 0.3)
     gone = FrontEnd(arena)
     await gone.end()
     second = FrontEnd(arena)
-    second.watch(gone.hosts.address)
+    second.watch(gone.hosts.address, never_seen_s=0.3)
     async with ending(second):
         await until(lambda: not second.hosts.standby_reason)
 
 
 async def test_standby_waits_for_a_front_end_whose_certificate_it_does_not_trust(
-    arena: Arena, tls: Contexts, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    arena: Arena, tls: Contexts, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr(inferpool.workers.remote.standby, "_NEVER_SEEN_S", 0.0)
     first, second = FrontEnd(arena, tls=tls[0]), FrontEnd(arena)
-    second.watch(first.hosts.address, tls=ssl.create_default_context())
+    second.watch(first.hosts.address, tls=ssl.create_default_context(), never_seen_s=0.0)
     async with ending(second):
         await until(lambda: "certificate verify failed" in caplog.text)
         assert second.hosts.standby_reason
@@ -105,23 +116,18 @@ async def test_standby_waits_for_a_front_end_whose_certificate_it_does_not_trust
 
 
 async def test_front_end_that_is_told_to_watch_itself_serves_and_says_so(
-    arena: Arena, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    arena: Arena, caplog: pytest.LogCaptureFixture
 ):
-    for name in ("_NEVER_SEEN_S", "_REFUSED_S"):
-        monkeypatch.setattr(inferpool.workers.remote.standby, name, 0.1)
     front_end = FrontEnd(arena)
-    front_end.watch(front_end.hosts.address)
+    front_end.watch(front_end.hosts.address, never_seen_s=0.1)
     async with ending(front_end):
         await until(lambda: not front_end.hosts.standby_reason)
     assert "it is this front end itself (standby_of)" in caplog.text
 
 
-async def test_standby_outlives_a_name_that_cannot_be_looked_up(
-    arena: Arena, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(inferpool.workers.remote.standby, "_NEVER_SEEN_S", 0.0)
+async def test_standby_outlives_a_name_that_cannot_be_looked_up(arena: Arena):
     front_end = FrontEnd(arena)
-    front_end.watch((f"{'a' * 64}.example", 1))
+    front_end.watch((f"{'a' * 64}.example", 1), never_seen_s=0.0)
     async with ending(front_end):
         await until(lambda: not front_end.hosts.standby_reason)
 

@@ -166,12 +166,10 @@ async def test_stop_waits_for_the_end_that_the_agent_tells():
     assert len(link.orders) == 1
 
 
-async def test_stop_of_a_worker_whose_agent_does_not_answer_has_an_end(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    monkeypatch.setattr("inferpool.workers.remote.worker._END_S", 0.05)
+@pytest.mark.usefixtures("virtual_time")
+async def test_stop_of_a_worker_whose_agent_does_not_answer_has_an_end():
     worker, _ = make_worker()
-    await asyncio.wait_for(worker.stop(0.0), 20)
+    await worker.stop(20.0)
 
 
 async def test_vitals_are_those_of_the_last_pulse_grown_older():
