@@ -45,7 +45,7 @@ from inferpool.service.jobs.records import (
     StoredInstance,
     StoreLimits,
 )
-from inferpool.service.jobs.runner import Runner
+from inferpool.service.jobs.runner import LeasePeriods, Runner
 from inferpool.service.jobs.threads import in_thread
 from inferpool.service.jobs.watches import Watches
 from inferpool.service.jobs.webhooks import Webhooks
@@ -83,6 +83,7 @@ class Jobs:
         pools: Mapping[str, Pool],
         default_model: str,
         webhooks: Webhooks,
+        periods: LeasePeriods | None = None,
     ) -> None:
         """Open nothing yet.
 
@@ -92,12 +93,14 @@ class Jobs:
             pools: The pools that serve, by model.
             default_model: The model of calls that name none.
             webhooks: Tells who asked that a job is over.
+            periods: How long parts of jobs are leased; None for the defaults.
         """
         self._place = place
         self._limits = limits
         self._pools = pools
         self._default_model = default_model
         self._webhooks = webhooks
+        self._periods = periods or LeasePeriods()
         self._is_shared = "://" in place
         self._store: JobStore | None = None
         self._runner: Runner | None = None
@@ -315,7 +318,13 @@ class Jobs:
             group.create_task(_again(partial(self._count, store), "count jobs"))
 
     async def _compute(self, store: "JobStore") -> None:
-        self._runner = Runner(store.leases, self._pools, poll_s=_POLL_S, on_change=self._note)
+        self._runner = Runner(
+            store.leases,
+            self._pools,
+            poll_s=_POLL_S,
+            periods=self._periods,
+            on_change=self._note,
+        )
         await self._runner.run()
 
     async def _open(self) -> "JobStore":

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Protocol
 
 from inferpool.service.errors import (
@@ -37,9 +38,6 @@ from inferpool.workers.messages import ItemRef
 
 logger = logging.getLogger(__name__)
 
-LEASE_S = 15.0
-"""How long the parts of a service that died wait, where another one shares its store."""
-_RENEW_S = 4.0
 _DEADLINE_S = 3600.0
 """An instance that waits longer behind interactive calls is queued again."""
 _LEAST_IN_FLIGHT = 128
@@ -55,6 +53,15 @@ _PATIENCE_S = 30.0
 _PAUSE_S = 0.2
 _MOST_PAUSE_S = 5.0
 _NUM_THREADS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeasePeriods:
+    """How long parts are a service's alone, and how often it says that it still computes them."""
+
+    lease_s: float = 15.0
+    """How long the parts of a service that died wait, where another one shares its store."""
+    renew_s: float = 4.0
 
 
 class PartStore(Protocol):
@@ -84,6 +91,7 @@ class Runner:
         pools: Mapping[str, Pool],
         *,
         poll_s: float,
+        periods: LeasePeriods,
         on_change: Callable[[Job], None],
     ) -> None:
         """Start nothing yet.
@@ -92,11 +100,13 @@ class Runner:
             store: The store. Its methods are called in threads.
             pools: The pools that serve, by model.
             poll_s: How often to look for parts that nobody has announced.
+            periods: How long parts are leased.
             on_change: Told each job of which a part was committed.
         """
         self._store = store
         self._pools = pools
         self._poll_s = poll_s
+        self._periods = periods
         self._on_change = on_change
         self._parts: dict[str, tuple[LeasedPart, asyncio.Task[None]]] = {}
         """The parts in flight and what computes them, by token."""
@@ -154,7 +164,7 @@ class Runner:
                 continue
             try:
                 # After a pause of the process, its own parts must not seem to be a dead one's.
-                if time.monotonic() - self._renewed_at > LEASE_S / 2:
+                if time.monotonic() - self._renewed_at > self._periods.lease_s / 2:
                     await self._renew()
                 leased = await in_thread(self._take, name, room, threads=self._threads)
             except ServiceError as error:  # it is tried again
@@ -176,7 +186,7 @@ class Runner:
 
     def _take(self, model: str, room: LeaseRoom) -> Sequence[LeasedPart]:
         """Lease parts, in a thread."""
-        self._taken = self._store.lease({model}, room, LEASE_S, time.time())
+        self._taken = self._store.lease({model}, room, self._periods.lease_s, time.time())
         return self._taken
 
     def _room(self, name: str, pool: Pool) -> LeaseRoom | None:
@@ -300,7 +310,7 @@ class Runner:
 
     async def _renew_often(self) -> None:
         while True:
-            await asyncio.sleep(_RENEW_S)
+            await asyncio.sleep(self._periods.renew_s)
             self._give_up_waiting()
             try:
                 await self._renew()
@@ -330,7 +340,8 @@ class Runner:
         """
         tokens, began = list(self._parts), time.monotonic()
         if tokens:
-            held = await in_thread(self._store.renew, tokens, LEASE_S, threads=self._threads)
+            lease_s = self._periods.lease_s
+            held = await in_thread(self._store.renew, tokens, lease_s, threads=self._threads)
             for token in set(tokens) - held:  # that of a part which is kept by now is none
                 if token in self._parts and token not in self._committing:
                     self._parts[token][1].cancel()

@@ -37,7 +37,6 @@ from inferpool.service.jobs.store.tables import is_accepted, is_unfinished, jobs
 from inferpool.service.jobs.store.writer import JobWriter, find_former
 
 _ABANDONED_S = 600.0
-"""A job on its way that got no part for so long has lost its writer."""
 _PAGE_PARTS = 16
 """Parts whose results are read at once."""
 _SHRUNK_AT_ONCE = 128
@@ -177,9 +176,12 @@ class JobStore:
                     if first <= index and (end is None or index < end):
                         yield index, answer, part.version
 
-    def clean(self, now: float) -> int:
-        """Delete jobs whose time is over, and those that lost their writer; return how many."""
-        is_abandoned = ~is_accepted & (jobs.c.leased_at < self._database.clock - _ABANDONED_S)
+    def clean(self, now: float, abandoned_s: float = _ABANDONED_S) -> int:
+        """Delete jobs whose time is over, and those that lost their writer; return how many.
+
+        A job on its way that got no part for `abandoned_s` seconds has lost its writer.
+        """
+        is_abandoned = ~is_accepted & (jobs.c.leased_at < self._database.clock - abandoned_s)
         num_deleted = 0
         while num := self._delete((jobs.c.expires_at <= now) | is_abandoned):
             num_deleted += num

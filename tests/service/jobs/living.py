@@ -10,9 +10,9 @@ import random
 import sys
 from collections.abc import Iterator
 
-from inferpool.service.jobs import runner
 from inferpool.service.jobs.jobs import Jobs
 from inferpool.service.jobs.records import STATES, UNFINISHED, NewJob, StoredInstance, StoreLimits
+from inferpool.service.jobs.runner import LeasePeriods
 from inferpool.service.jobs.webhooks import Webhooks
 from inferpool.workers.arena import Arena
 from tests.fakes import FakeEngine
@@ -46,12 +46,12 @@ async def compute(engine: FakeEngine, arena: Arena, log: int) -> None:
 
 
 async def live(place: str, log: str, num_jobs: int, num_made: int) -> None:
-    runner.LEASE_S, runner._RENEW_S = 1.5, 0.3
     arena, engine = Arena(1 << 22), FakeEngine()
     pool = await ready_pool(engine, arena, 2)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     computing = asyncio.create_task(compute(engine, arena, descriptor))
-    jobs = Jobs(place, LIMITS, {"m": pool}, "m", Webhooks((), b""))
+    periods = LeasePeriods(lease_s=1.5, renew_s=0.3)
+    jobs = Jobs(place, LIMITS, {"m": pool}, "m", Webhooks((), b""), periods)
     jobs.start()
     os.write(1, b"begun\n")
 

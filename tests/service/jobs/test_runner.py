@@ -2,16 +2,16 @@
 
 import asyncio
 import contextlib
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from inferpool.service.errors import UnavailableError
 from inferpool.service.jobs import runner as runner_module
-from inferpool.service.jobs.records import Job, StoredInstance
-from inferpool.service.jobs.runner import Runner
+from inferpool.service.jobs.records import Job, LeasedPart, StoredInstance
+from inferpool.service.jobs.runner import LeasePeriods, Runner
 from inferpool.service.jobs.store.store import JobStore
 from inferpool.service.queue.pool import Pool
 from inferpool.workers.arena import Arena
@@ -21,6 +21,8 @@ from tests.fakes import FakeEngine, FakeWorker, ref_to
 from tests.service.jobs.conftest import LIMITS
 from tests.service.jobs.stores import NOW, FailingCommits, new_job, take
 from tests.service.pools import ready_pool
+
+pytestmark = pytest.mark.usefixtures("virtual_time")
 
 ARENA_BYTES = 1 << 20
 
@@ -48,7 +50,13 @@ class Bench:
         self.engine = FakeEngine()
         self.pools: dict[str, Pool] = {}
         self.changes: list[Job] = []
-        self.runner = Runner(store.leases, self.pools, poll_s=0.02, on_change=self.changes.append)
+        self.runner = Runner(
+            store.leases,
+            self.pools,
+            poll_s=1.0,
+            periods=LeasePeriods(lease_s=3600.0),  # the store has a clock of its own
+            on_change=self.changes.append,
+        )
 
     @property
     def pool(self) -> Pool:
@@ -82,7 +90,7 @@ class Bench:
     async def answer(self, until: Callable[[], bool]) -> int:
         """Answer batches until something is true; return how many instances were computed."""
         num = 0
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not until():
                 for worker in self.engine.started:
                     while worker.batches and not worker.is_gone:
@@ -116,7 +124,7 @@ async def running(store: JobStore, arena: Arena, num_workers: int = 1) -> AsyncI
 
 
 async def soon(claim: Callable[[], object]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not claim():  # noqa: ASYNC110  # threads have a part in it
             await asyncio.sleep(0.002)
 
@@ -316,7 +324,6 @@ async def test_a_cancelled_job_frees_the_pool_at_once(store: JobStore, arena: Ar
 async def test_results_are_kept_until_the_store_takes_them(
     store: JobStore, arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner_module, "_PAUSE_S", 0.01)
     async with running(store, arena) as bench:
         bench.add(100)
         await soon(lambda: bench.pool.dispatcher.num_background > 64)
@@ -330,7 +337,6 @@ async def test_results_are_kept_until_the_store_takes_them(
 async def test_a_part_that_was_taken_over_is_given_up(
     store: JobStore, arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner_module, "_RENEW_S", 0.05)
     async with running(store, arena) as bench:
         bench.add(10)
         await soon(lambda: bench.pool.dispatcher.num_background == 9)
@@ -347,22 +353,29 @@ async def test_a_pause_of_the_process_costs_it_no_lease(
     store: JobStore, arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its own parts must not seem to be those of a dead service."""
-    monkeypatch.setattr(runner_module, "LEASE_S", 0.3)
     async with running(store, arena) as bench:
         bench.add(10)
         await soon(lambda: bench.pool.dispatcher.num_background == 9)
-        tokens = list(bench.runner._parts)
-        time.sleep(0.5)  # noqa: ASYNC251  # the whole process stands still
+        tokens, lease, num_looks = list(bench.runner._parts), store.leases.lease, 0
+
+        def count_looks(*told: Any) -> Sequence[LeasedPart]:
+            nonlocal num_looks
+            num_looks += 1
+            return lease(*told)
+
+        monkeypatch.setattr(store.leases, "lease", count_looks)
+        bench.runner._renewed_at -= 3600.0  # the whole process stood still
+        assert store.leases.renew(tokens, -1.0) == set(tokens)
         bench.runner.wake()
-        await asyncio.sleep(0.1)
-        assert list(bench.runner._parts) == tokens
+        await soon(lambda: num_looks)
         assert await bench.finish() == 10
+        assert [part.number for part in take(store)] == []
+        assert bench.job().num_done == 10
 
 
 async def test_what_cannot_be_given_back_at_once_is_given_back_later(
     store: JobStore, arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner_module, "_RENEW_S", 0.05)
     async with running(store, arena) as bench:
         bench.add(10)
         await soon(lambda: bench.pool.dispatcher.num_background == 9)
@@ -394,15 +407,16 @@ async def test_all_parts_are_given_back_at_the_end(
 
 
 async def test_a_part_waits_no_longer_than_a_while_for_workers(
-    store: JobStore, arena: Arena, monkeypatch: pytest.MonkeyPatch
+    store: JobStore, arena: Arena
 ) -> None:
     """Another service on the same store may have some."""
-    monkeypatch.setattr(runner_module, "_PATIENCE_S", 0.1)
-    monkeypatch.setattr(runner_module, "_RENEW_S", 0.05)
     async with running(store, arena) as bench:
         bench.add(10)
         await soon(lambda: bench.worker.batches)
         bench.engine.failures = [WorkerStartError("no luck", permanent=False) for _ in range(9)]
         bench.worker.die()
-        await soon(lambda: take(store))
+        await asyncio.sleep(25.0)
+        assert not take(store)
+        await asyncio.sleep(15.0)
+        assert take(store)
         assert not bench.runner._parts

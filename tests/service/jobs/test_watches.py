@@ -36,13 +36,13 @@ class OneJob:
 
 
 async def soon(claim: Callable[[], object]) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not claim():  # noqa: ASYNC110  # nothing tells of it
             await asyncio.sleep(0)
 
 
 async def next_of(jobs: AsyncGenerator[Job, None]) -> Job:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         return await anext(jobs)
 
 

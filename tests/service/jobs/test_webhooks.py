@@ -83,7 +83,7 @@ def ended(url: str) -> Job:
 async def tell(hooks: Webhooks, store: OneJob) -> float | None:
     task = asyncio.create_task(hooks.run(store))
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             return await store.noted.get()
     finally:
         task.cancel()

@@ -74,7 +74,7 @@ def part(content: bytes, name: str = "f", filename: str | None = "f", type: str 
 # Lines of JSON
 
 
-@untimed(max_examples=200)
+@untimed(max_examples=60)
 @given(
     lines=st.lists(
         st.one_of(
@@ -478,7 +478,7 @@ def test_damaged_bodies_make_instances_or_a_typed_error(
     random = Random(7)
     asked = head(inputs=[spec(-1, 2)], max_body_bytes=2000)
     num_read = 0
-    for _ in range(1500):
+    for _ in range(500):
         body = mutate(random, good, [good])
         if content_type == TAR and random.random() < 0.7:  # look behind the checksums
             blocks = [body[start : start + 512] for start in range(0, len(body), 512)]
@@ -496,7 +496,7 @@ def test_damaged_bodies_make_instances_or_a_typed_error(
             assert (each.kind is None) == (each.problem is not None)
             encoded = msgspec.msgpack.encode(each)
             assert msgspec.msgpack.decode(encoded, type=StoredInstance) == each
-    assert num_read > 100
+    assert num_read > 30
 
 
 @pytest.mark.measures

@@ -56,10 +56,11 @@ async def serving(
     config.load()
     server.lifespan = config.lifespan_class(config)
     jobs.start()
+    await jobs._opened.wait()  # calls wait for ten seconds alone
     await server.startup()
     port = server.servers[0].sockets[0].getsockname()[1]
     try:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
             yield client
     finally:
         jobs.end()
@@ -84,13 +85,13 @@ async def idle(arena: Arena) -> AsyncIterator[tuple[FakeEngine, Pool]]:
 
 
 async def soon(claim: Callable[[], object]) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not claim():  # noqa: ASYNC110  # threads have a part in it
             await asyncio.sleep(0.01)
 
 
 async def over(client: httpx.AsyncClient, location: str) -> Any:
-    return (await client.get(location, params={"wait": 30})).json()
+    return (await client.get(location, params={"wait": 60})).json()
 
 
 def spooled(folder: Path) -> list[int]:
@@ -450,7 +451,7 @@ async def test_a_body_may_take_longer_than_a_call_but_must_go_on(
                 client.base_url.host, client.base_url.port
             )
             writer.write(head + b"content-length: 1000\r\n\r\n1\n")
-            answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30)
+            answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 60)
             assert answer.startswith(b"HTTP/1.1 408 ")
             writer.close()
             await soon(lambda: not spooled(tmp_path))
