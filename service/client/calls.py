@@ -26,7 +26,13 @@ from inferpool.service.client.errors import (
     UnsendableError,
 )
 from inferpool.service.client.jobs.body import JobBody
-from inferpool.service.client.options import ClientOptions, ManyOptions, PredictOptions, check_names
+from inferpool.service.client.options import (
+    ClientOptions,
+    JobPeriods,
+    ManyOptions,
+    PredictOptions,
+    check_names,
+)
 from inferpool.service.client.results import (
     Health,
     Prediction,
@@ -122,6 +128,7 @@ class Calls:
         """URL without its password, if it had one."""
         retries = options.get("retries", Retry())
         self.retry = Retry(max_attempts=1 + retries) if isinstance(retries, int) else retries
+        self.job_periods = JobPeriods()
         self._budget = RetryBudget(self.retry)
         self._on_retry = options.get("on_retry")
         self.timeout_s = options.get("timeout_s", _TIMEOUT_S)

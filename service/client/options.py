@@ -20,6 +20,19 @@ class Progress:
     num_running: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobPeriods:
+    """How long a client waits for a service that computes its jobs, and for their inputs."""
+
+    max_pause_s: float = 2.0
+    """Longest pause before a service that is away is asked again."""
+    lost_s: float = 600.0
+    """Without a timeout: how long a service may be away while its job is waited for."""
+    piece_s: float = 0.5
+    """A piece of a body is sent after so long, however short it is, so that slow inputs show that
+    they come."""
+
+
 class ClientOptions(TypedDict, total=False):
     """Options of a client."""
 

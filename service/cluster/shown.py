@@ -64,7 +64,13 @@ class _Loss:
 class ShownHosts:
     """The hosts of a cluster, as `/health` and `/metrics` show them."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        """Show no host yet.
+
+        Args:
+            now: Returns the time in seconds, by a clock that never goes back.
+        """
+        self._now = now
         self.address: str | None = None
         """Address at which agents join; None if this is no cluster."""
         self.standby: Callable[[], str] = str
@@ -89,7 +95,7 @@ class ShownHosts:
             return
         del self._connected[name]
         state = "left" if host.has_left else "lost"
-        loss = _Loss(host=host, state=state, reason=reason, at=time.monotonic())
+        loss = _Loss(host=host, state=state, reason=reason, at=self._now())
         self._losses.pop(name, None)
         self._losses[name] = loss
         self._num_lost[loss.state] += 1
@@ -109,7 +115,7 @@ class ShownHosts:
             hosts=[
                 _health(host, [s for s in slots if name in s.config.hosts]) for name, host in hosts
             ],
-            lost=[_lost_health(loss) for loss in reversed(self._lost_lately())],
+            lost=[_lost_health(loss, self._now()) for loss in reversed(self._lost_lately())],
         )
 
     def read_gauges(self, slots: Sequence[WorkerSlot]) -> Iterator[Reading]:
@@ -163,7 +169,7 @@ class ShownHosts:
 
     def _lost_lately(self) -> list[_Loss]:
         """Return the losses that are shown, and forget the others."""
-        since = time.monotonic() - _SHOWN_S
+        since = self._now() - _SHOWN_S
         self._losses = {name: loss for name, loss in self._losses.items() if loss.at >= since}
         return list(self._losses.values())
 
@@ -195,14 +201,14 @@ def _health(host: ConnectedHost, slots: Sequence[WorkerSlot]) -> HostHealth:
     )
 
 
-def _lost_health(loss: _Loss) -> LostHostHealth:
+def _lost_health(loss: _Loss, now: float) -> LostHostHealth:
     return LostHostHealth(
         name=loss.host.facts.name,
         address=loss.host.address,
         state=loss.state,
         epoch=loss.host.epoch,
         reason=loss.reason,
-        age_s=round(time.monotonic() - loss.at, 3),
+        age_s=round(now - loss.at, 3),
     )
 
 

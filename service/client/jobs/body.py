@@ -15,8 +15,6 @@ from inferpool.service.client.errors import UnsendableError
 _T = TypeVar("_T")
 
 _PIECE_BYTES = 1 << 16
-_PIECE_S = 0.5
-"""A piece is sent after so long, however short it is, so that slow inputs show that they come."""
 _IN_MEMORY_BYTES = 1 << 20
 """Larger bodies that must be kept lie in a temporary file."""
 
@@ -34,6 +32,7 @@ class JobBody(httpx.SyncByteStream, httpx.AsyncByteStream):
         query: Mapping[str, str],
         *,
         is_repeatable: bool = True,
+        piece_s: float,
     ) -> None:
         """Draw nothing yet.
 
@@ -41,19 +40,21 @@ class JobBody(httpx.SyncByteStream, httpx.AsyncByteStream):
             inputs: One instance each.
             query: The query to send along.
             is_repeatable: The body may be asked for again.
+            piece_s: A piece is sent after so many seconds, however short it is.
         """
         self.query = dict(query)
         self.headers = {"Content-Type": "application/jsonl", "Transfer-Encoding": "chunked"}
         self._inputs = inputs
+        self._piece_s = piece_s
         self._kept: IO[bytes] | None = None
         self._rest: Iterator[bytes] | AsyncIterator[bytes] = iter(())
         """Pieces that were not drawn yet, if they are kept."""
         if isinstance(inputs, AsyncIterable):
             if is_repeatable and aiter(inputs) is inputs:
-                self._rest = _async_pieces(inputs)
+                self._rest = _async_pieces(inputs, piece_s)
                 self._kept = _file()
         elif is_repeatable and iter(inputs) is inputs:
-            self._rest = _pieces(inputs)
+            self._rest = _pieces(inputs, piece_s)
             self._kept = _file()
 
     def __iter__(self) -> Iterator[bytes]:
@@ -65,7 +66,7 @@ class JobBody(httpx.SyncByteStream, httpx.AsyncByteStream):
         if isinstance(self._inputs, AsyncIterable):
             raise UnsendableError("these inputs come from an async iterable: use AsyncClient")
         if self._kept is None:
-            yield from _pieces(self._inputs)
+            yield from _pieces(self._inputs, self._piece_s)
             return
         yield from self._read()
         assert isinstance(self._rest, Iterator)
@@ -76,7 +77,7 @@ class JobBody(httpx.SyncByteStream, httpx.AsyncByteStream):
     async def __aiter__(self) -> AsyncIterator[bytes]:
         """Yield the pieces; see `__iter__`."""
         if self._kept is None:
-            async for piece in _async_pieces(self._inputs):
+            async for piece in _async_pieces(self._inputs, self._piece_s):
                 yield piece
             return
         for piece in self._read():
@@ -132,7 +133,8 @@ async def each_of(values: Iterable[_T] | AsyncIterable[_T]) -> AsyncIterator[_T]
 class _Packer:
     """Joins lines to pieces."""
 
-    def __init__(self) -> None:
+    def __init__(self, piece_s: float) -> None:
+        self._piece_s = piece_s
         self._lines: list[bytes] = []
         self._num_bytes = 0
         self._num_lines = 0
@@ -151,7 +153,7 @@ class _Packer:
         self._num_lines += 1
         self._lines.append(line)
         self._num_bytes += len(line)
-        is_late = time.monotonic() - self._since > _PIECE_S
+        is_late = time.monotonic() - self._since > self._piece_s
         return self.take() if is_late or self._num_bytes >= _PIECE_BYTES else b""
 
     def take(self) -> bytes:
@@ -163,8 +165,8 @@ class _Packer:
         return piece
 
 
-def _pieces(inputs: Iterable[object]) -> Iterator[bytes]:
-    packer = _Packer()
+def _pieces(inputs: Iterable[object], piece_s: float) -> Iterator[bytes]:
+    packer = _Packer(piece_s)
     with _catch_request_errors():
         for value in inputs:
             if piece := packer.add(value):
@@ -173,8 +175,10 @@ def _pieces(inputs: Iterable[object]) -> Iterator[bytes]:
         yield piece
 
 
-async def _async_pieces(inputs: Iterable[object] | AsyncIterable[object]) -> AsyncIterator[bytes]:
-    packer = _Packer()
+async def _async_pieces(
+    inputs: Iterable[object] | AsyncIterable[object], piece_s: float
+) -> AsyncIterator[bytes]:
+    packer = _Packer(piece_s)
     with _catch_request_errors():
         async for value in each_of(inputs):
             if piece := packer.add(value):

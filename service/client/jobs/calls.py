@@ -38,9 +38,6 @@ _POLL_S = 30
 """The longest wait for the end of a job in one request; proxies cut off requests after 60 s."""
 _NOTED_S = 1
 """The same while somebody wants to see how a job goes on."""
-_MAX_PAUSE_S = 2.0
-_LOST_S = 600.0
-"""Without a timeout: how long a service may be away while its job is waited for."""
 _PAGE_LINES = 64
 """Lines of a result that are asked for first; later pages have more if lines are short."""
 _MAX_PAGE_LINES = 4096
@@ -110,7 +107,8 @@ class JobCalls:
     ) -> RequestBody | JobBody:
         if are_many(inputs):
             is_repeatable = self._calls.retry.max_attempts > 1
-            return JobBody(inputs, query_of(parameters), is_repeatable=is_repeatable)
+            query, piece_s = query_of(parameters), self._calls.job_periods.piece_s
+            return JobBody(inputs, query, is_repeatable=is_repeatable, piece_s=piece_s)
         if isinstance(inputs, os.PathLike) and Path(inputs).is_dir():
             raise UnsendableError(
                 f"{inputs} is a folder: submit its files, such as sorted(folder.iterdir())"
@@ -211,7 +209,8 @@ class JobSteps:
             except InferpoolError as error:
                 if not error.is_retryable or num_attempts >= self._calls.retry.max_attempts:
                     raise
-                yield Pause(error.retry_after_s or _pause_s(num_attempts))
+                most_s = self._calls.job_periods.max_pause_s
+                yield Pause(error.retry_after_s or _pause_s(num_attempts, most_s))
                 continue
             if reply.status == _DELETED:  # it had ended meanwhile
                 self.info = replace(self.info, state="cancelled")
@@ -243,7 +242,7 @@ class JobSteps:
         self.info = read_job(reply)
         left_s = wait_s - (time.monotonic() - asked)
         if not self.info.is_over and left_s > wait_s / 2:  # a service that ends does not wait
-            yield Pause(min(left_s, _pause_s(1)))
+            yield Pause(min(left_s, _pause_s(1, self._calls.job_periods.max_pause_s)))
 
     def _lines(self, first: int) -> Steps[list[bytes]]:
         """Ask for the answers that there are now from an instance on."""
@@ -268,7 +267,7 @@ class _Patience:
     def __init__(self, calls: Calls, deadline: float) -> None:
         self._calls = calls
         self._deadline = deadline
-        self._lost_at = time.monotonic() + _LOST_S
+        self._lost_at = time.monotonic() + calls.job_periods.lost_s
         self._num_failures = 0
 
     @property
@@ -282,7 +281,7 @@ class _Patience:
         Raises:
             DeadlineExceededError: The time is up.
         """
-        self._lost_at = time.monotonic() + _LOST_S
+        self._lost_at = time.monotonic() + self._calls.job_periods.lost_s
         self._num_failures = 0
         if not self.left_s:
             raise DeadlineExceededError(
@@ -300,7 +299,9 @@ class _Patience:
         if not (error.is_retryable and isinstance(error, _PASSING)):
             raise error
         self._num_failures += 1
-        pause_s = max(_pause_s(self._num_failures), min(error.retry_after_s or 0.0, _MAX_PAUSE_S))
+        most_s = self._calls.job_periods.max_pause_s
+        asked_s = min(error.retry_after_s or 0.0, most_s)
+        pause_s = max(_pause_s(self._num_failures, most_s), asked_s)
         end = self._lost_at if self._deadline == math.inf else self._deadline
         if time.monotonic() + pause_s >= end:
             error.add_note("the time to wait for the job is up; it may go on in the service")
@@ -309,8 +310,8 @@ class _Patience:
         return pause_s
 
 
-def _pause_s(num_failures: int) -> float:
-    return min(_MAX_PAUSE_S, 0.1 * 2.0 ** min(num_failures, 9)) * random.uniform(0.5, 1.0)
+def _pause_s(num_failures: int, most_s: float) -> float:
+    return min(most_s, 0.1 * 2.0 ** min(num_failures, 9)) * random.uniform(0.5, 1.0)
 
 
 def _read_info(reply: Reply, *_: object) -> JobInfo:

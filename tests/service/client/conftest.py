@@ -14,7 +14,7 @@ from tests.e2e.running import Running, running
 CONFIG = """
 port = 0
 max_queue_length = 3
-default_timeout_s = 20.0
+default_timeout_s = 60.0
 [models.echo]
 source = "echo"
 replicas = 1
@@ -108,7 +108,7 @@ def kind(request) -> str:
 
 @pytest.fixture
 def client(kind: str, service: Running):
-    with open_client(kind, service.url) as client:
+    with open_client(kind, service.url, timeout_s=60) as client:
         yield client
 
 

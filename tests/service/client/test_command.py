@@ -92,11 +92,11 @@ def test_missing_service_is_an_error_with_advice(capsys):
     with socket.create_server(("127.0.0.1", 0)) as gone:
         url = f"http://127.0.0.1:{gone.getsockname()[1]}"
     with_password = url.replace("//", "//me:secret@")
-    ask = ["predict", "--text", "x", "--text", "y", "--url", with_password, "--timeout-s", "2"]
+    ask = ["predict", "--text", "x", "--text", "y", "--url", with_password, "--timeout-s", "5"]
     assert run(ask) == 1
     waiting, *failures, cure = capsys.readouterr().err.splitlines()
     assert f"no answer from {url}" in waiting
-    assert waiting.endswith("; trying again, up to 7 times within 2 s")
+    assert waiting.endswith("; trying again, up to 7 times within 5 s")
     assert [each.partition(": no answer")[0] for each in failures] == [
         "inferpool predict: x",
         "inferpool predict: y",
@@ -112,7 +112,7 @@ def test_ctrl_c_does_not_wait_for_an_answer():
         connection, _ = silent.accept()
         with connection:
             asking.send_signal(signal.SIGINT)
-            assert asking.wait(20) == 130
+            assert asking.wait(120) == 130
 
 
 def test_names_of_any_alphabet_are_printed_whatever_the_locale(service, tmp_path: Path):
