@@ -17,6 +17,8 @@ from inferpool.workers.host.engine import Cause, Ending, WorkerId
 from inferpool.workers.host.restart_policy import RestartPolicy
 from tests.service.api.fakes import Models
 
+pytestmark = pytest.mark.usefixtures("virtual_time")
+
 SETTINGS = Settings(models={"echo": ModelSettings(source="echo")}, default_model="echo")
 
 
@@ -91,7 +93,6 @@ class FakeFrontProcess:
 def keep(monkeypatch: pytest.MonkeyPatch):
     policy = RestartPolicy(max_restarts=4, first_pause_s=0.01)
     monkeypatch.setattr(inferpool.service.fronts.fronts, "_POLICY", policy)
-    monkeypatch.setattr(inferpool.service.fronts.fronts, "_COUNT_EVERY_S", 0.001)
     monkeypatch.setattr(inferpool.service.fronts.fronts, "FrontProcess", FakeFrontProcess)
 
     @contextlib.asynccontextmanager
@@ -127,12 +128,26 @@ def states(fronts: Fronts) -> list[str]:
 
 
 async def test_a_front_is_replaced_that_does_not_come_up_or_says_nothing(keep):
+    began = asyncio.get_running_loop().time()
     async with keep() as (fronts, lost):
         await fronts.until_up()
         await until(lambda: states(fronts) == ["up", "up"])
         assert [front.restarts for front in fronts.health()] == [0, 2]
         assert not lost
         await until(lambda: fronts.health()[0].restarts == 1)
+        loop = asyncio.get_running_loop()
+        assert 10.0 < loop.time() - began < 12.0
+
+
+async def test_a_front_that_says_nothing_is_waited_for_only_for_a_moment(keep):
+    async with keep() as (fronts, _):
+        await fronts.until_up()
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        await fronts.count()
+        assert loop.time() - began == pytest.approx(0.5, abs=0.1)
+        await fronts.until_known()
+        assert loop.time() - began == pytest.approx(10.5, abs=0.1)
 
 
 async def test_a_front_that_ends_as_clients_are_moved_away_is_not_started_again(
@@ -173,7 +188,7 @@ async def test_a_front_that_is_not_up_yet_is_told_of_the_models_and_waited_for(
         assert [first.main_side.num_told, second.main_side.num_told] == [1, 1]
         knowing = asyncio.create_task(fronts.until_known())
         first.main_side.knows.set_result(None)
-        await asyncio.wait([knowing], timeout=0.05)
+        await asyncio.wait([knowing], timeout=9.0)
         assert not knowing.done()
         second.main_side.knows.set_result(None)
         await knowing

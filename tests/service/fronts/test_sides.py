@@ -6,9 +6,11 @@ import random
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 
+import msgspec
 import pytest
 
 from inferpool.models.spec import TensorSpec
+from inferpool.service.api.wire.budgets import EdgeUse
 from inferpool.service.errors import (
     DeadlineExceededError,
     InternalError,
@@ -19,11 +21,18 @@ from inferpool.service.errors import (
 )
 from inferpool.service.fronts import link
 from inferpool.service.fronts.main_side import ArenaPart
-from inferpool.service.fronts.messages import Answers, Listening, Submissions
+from inferpool.service.fronts.messages import (
+    Answers,
+    FrontCounts,
+    Listening,
+    ModelTable,
+    Submissions,
+    TableTaken,
+)
 from inferpool.service.queue.instance import Buffer, CanaryShare, Instance, InstanceSteps, SlotOwner
 from inferpool.service.telemetry.metrics import ModelMetrics
 from inferpool.workers.arena import Arena
-from inferpool.workers.messages import ItemError, ItemRef, TensorBlob
+from inferpool.workers.messages import FrameError, ItemError, ItemRef, TensorBlob
 from tests.fakes import FakeWorker, ref_to
 from tests.service.api.fakes import both_sides
 from tests.service.pools import make_dispatcher
@@ -154,9 +163,9 @@ async def test_an_instance_for_a_version_that_has_gone_is_refused():
 
 async def test_a_front_hears_of_changes_once_it_has_asked_for_the_models():
     async with open_sides() as b:
-        del b.main_side._models.entries["m"]
         b.main_side.tell_models()
         assert b.main_side.until_known().done()
+        del b.main_side._models.entries["m"]
         b.front_side.link.send(Listening())
         await b.main_side.is_up
         assert not b.front_side.models
@@ -164,6 +173,67 @@ async def test_a_front_hears_of_changes_once_it_has_asked_for_the_models():
         b.main_side.tell_models()
         await b.main_side.until_known()
         assert list(b.front_side.models) == ["again"]
+        b.main_side.tell_models()
+        assert b.main_side.until_known().done()  # nothing has changed
+        known = []
+        for canary in (0.25, 0.5):
+            b.model.canary = CanaryShare("m/versions/2", canary)
+            b.main_side.tell_models()
+            known.append(b.main_side.until_known())
+        b.main_side._note_taken(b.main_side._table.id - 1)
+        assert [each.done() for each in known] == [True, False]
+
+
+async def test_a_front_that_writes_what_is_no_message_is_not_listened_to():
+    async with open_sides() as b:
+        ended: list[str] = []
+        b.main_side.link._on_end = ended.append
+        b.front_side.link._writer.write(b"\xc1")
+        await b.until(lambda: ended)
+        assert ended[0].startswith("it wrote what is no message")
+
+
+async def test_what_was_submitted_by_an_older_table_comes_before_the_newer_one_is_known():
+    async with open_sides() as b:
+        heard: list[object] = []
+        b.main_side.link._on_message = heard.append
+        b.ask()
+        b.front_side._take(ModelTable(7, []))
+        assert not b.front.is_serving
+        await b.until(lambda: len(heard) >= 2)
+        assert isinstance(heard[0], Submissions)
+        assert len(heard[0].submissions) == 1
+        assert heard[1] == TableTaken(7)
+
+
+async def test_what_a_front_said_before_its_end_is_heard_and_nobody_waits_for_more():
+    async with open_sides() as b:
+        counted: list[FrontCounts] = []
+        b.main_side._on_counts = counted.append
+        b.front_side.link.send(Listening())
+        await b.main_side.is_up
+        b.model.canary = CanaryShare("m/versions/2", 0.5)
+        b.main_side.tell_models()
+        waits = [b.main_side.until_known(), b.main_side.count()]
+        last = FrontCounts(0, [], [], [], [], 7, 0, EdgeUse(), (0, 0))
+        b.front_side.link.send(last)
+        b.main_side.close()
+        assert counted == [last]
+        assert all(each.done() for each in waits)
+
+
+async def test_instances_that_have_ended_may_be_given_up_and_traces_of_others_get_their_steps():
+    async with open_sides() as b:
+        steps = InstanceSteps()
+        data = b"traced"
+        traced = b.front.submit(ref_to(data), [data], steps)
+        await b.until(lambda: b.worker.batches)
+        b.front_side._cancelled.append(99)  # its answer and this have crossed
+        traced.cancel()
+        await b.until(lambda: b.model.metrics.cancelled == 1)
+        await b.until(lambda: steps.arrived)
+        b.worker.answer()
+        await b.until(lambda: not b.slots.used_bytes)
 
 
 async def test_a_key_has_its_share_of_the_queue_and_of_the_arena_behind_a_front():
@@ -263,15 +333,46 @@ async def test_the_front_learns_that_a_canary_gets_a_share_of_the_calls_and_that
         assert b.front.canary is None
 
 
-async def test_a_front_that_names_a_slot_which_cannot_be_is_not_listened_to():
+@pytest.mark.parametrize("what", ["outside", "in use"])
+async def test_a_front_that_names_a_slot_which_cannot_be_is_not_listened_to(what: str):
     async with open_sides() as b:
         ended: list[str] = []
         b.main_side.link._on_end = ended.append
         b.ask()
-        b.front_side._submissions[0].ref.offset = 1 << 40
+        await b.until(lambda: b.worker.batches)
+        (offset,) = b.part.held
+        b.ask(b"y")
+        b.front_side._submissions[0].ref.offset = offset if what == "in use" else 1 << 40
         await b.until(lambda: ended)
         assert "slot" in ended[0]
-        assert b.model.metrics.accepted == 0
+        assert b.model.metrics.accepted == 1
+        assert list(b.part.held) == [offset]
+
+
+async def test_a_front_whose_counts_nobody_has_asked_for_is_not_listened_to():
+    async with open_sides() as b:
+        ended: list[str] = []
+        b.main_side.link._on_end = ended.append
+        counts = FrontCounts(0, [], [], [], [], 0, 0, EdgeUse(), (0, 0))  # the last ones
+        b.front_side.link.send(counts)
+        b.front_side.link.send(msgspec.structs.replace(counts, id=1))
+        await b.until(lambda: ended)
+        assert "counts 1, which nobody asked for" in ended[0]
+
+
+def test_slots_of_a_front_lie_within_its_part_of_the_arena():
+    arena = Arena(64 * 1024)
+    _, where = arena.give_away(2)
+    part = ArenaPart(arena.memory.map, where)
+    assert part.take(where.stop - 10, 10).nbytes == 10
+    assert part.take(where.start, 10).nbytes == 10
+    for offset in (where.start - 1, where.stop - 9, where.start):
+        with pytest.raises(FrameError, match="cannot be"):
+            part.take(offset, 10)
+    part.free(where.start)
+    assert part.take(where.start, len(where) - 64).nbytes == len(where) - 64
+    part.close()
+    arena.close()
 
 
 def answer(b: Sides) -> None:
