@@ -139,6 +139,17 @@ async def test_a_front_is_replaced_that_does_not_come_up_or_says_nothing(keep):
         assert 10.0 < loop.time() - began < 12.0
 
 
+async def test_a_front_that_speaks_now_and_then_is_not_replaced(
+    keep, monkeypatch: pytest.MonkeyPatch
+):
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(FakeMainSide, "has_been_heard", lambda _: int(loop.time()) % 9 == 0)
+    async with keep() as (fronts, _):
+        await until(lambda: states(fronts) == ["up", "up"])
+        await asyncio.sleep(30.0)
+        assert [front.restarts for front in fronts.health()] == [0, 2]
+
+
 async def test_a_front_that_says_nothing_is_waited_for_only_for_a_moment(keep):
     async with keep() as (fronts, _):
         await fronts.until_up()

@@ -333,6 +333,19 @@ async def test_connection_is_measured_both_ways_within_bounds(
         assert not host._measuring
 
 
+async def test_host_that_sends_more_than_is_measured_is_lost(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("inferpool.workers.remote.host.MAX_MEASURED_BYTES", 2000)
+    async with joined(arena) as (host, peer, watcher):
+        peer.link.send(Measured(9), [memoryview(bytes(2000))])
+        await settled(peer, host)
+        assert not watcher.lost
+        peer.link.send(Measured(9), [memoryview(bytes(2001))])
+        await until(lambda: watcher.lost)
+        assert "Measured with a body of 2001 bytes" in watcher.lost[0][1]
+
+
 async def test_both_sides_may_refuse_to_go_on(arena: Arena):
     async with joined(arena) as (_, peer, watcher):
         peer.link.send(Refusal("its agent was told to stop"))

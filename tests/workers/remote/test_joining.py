@@ -152,6 +152,29 @@ async def test_proof_of_a_front_end_is_none_of_an_agent(arena: Arena):
         stranger.link.close()
 
 
+def test_proofs_are_of_one_key_one_meeting_and_one_side():
+    hello = Hello(PROTOCOL, "agent", b"n" * 32, b"", 0, facts_of("h"))
+    other = msgspec.structs.replace(hello, nonce=b"m" * 32)
+    meetings = [
+        (KEY, b"c", hello),
+        (OTHER_KEY, b"c", hello),
+        (KEY, b"d", hello),
+        (KEY, b"c", other),
+    ]
+    proofs = [joining._of_agent(*each) for each in meetings]
+    proofs += [joining._of_front_end(key, nonce, each.nonce) for key, nonce, each in meetings]
+    assert len(set(proofs)) == 8
+
+
+async def test_long_messages_are_for_those_who_have_joined(arena: Arena):
+    async with front(arena) as (hosts, watcher):
+        peer = OtherSide(facts_of("h"))
+        await peer.join(hosts)
+        long = "x" * (MAX_STRANGER_BYTES + 1)
+        peer.link.send(Refusal(long))
+        await until(lambda: watcher.lost == [("h", long)])
+
+
 async def test_whoever_says_nothing_is_left_after_a_while(
     arena: Arena, caplog: pytest.LogCaptureFixture
 ):

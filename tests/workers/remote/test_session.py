@@ -501,8 +501,10 @@ async def test_answers_that_a_slow_front_end_has_not_read_yet_are_not_lost_by_le
 async def test_front_end_that_does_not_read_keeps_nobody_from_leaving():
     async with connected() as (front, agent):
         asyncio.get_running_loop().remove_reader(front.link._fd)
+        began = time.monotonic()
         await agent.session.leave(5.0, "told to stop")
         assert agent.link.is_closed
+        assert time.monotonic() - began == pytest.approx(3.0, abs=0.1)
 
 
 async def test_start_that_waits_for_room_keeps_nobody_from_leaving():

@@ -92,9 +92,28 @@ async def test_of_two_that_stand_by_for_each_other_the_earlier_one_serves(arena:
         assert second.hosts.standby_reason
 
 
-async def test_standby_serves_if_the_other_front_end_never_answers(
-    arena: Arena,
+async def test_standby_waits_for_one_that_has_never_answered(
+    arena: Arena, caplog: pytest.LogCaptureFixture
 ):
+    gone = FrontEnd(arena)
+    await gone.end()
+    second = FrontEnd(arena)
+    second.watch(gone.hosts.address, never_seen_s=3600.0)
+    async with ending(second):
+        await until(lambda: "it cannot be reached" in caplog.text)
+        assert second.hosts.standby_reason
+
+
+async def test_front_end_of_the_later_term_goes_on_serving(arena: Arena):
+    first, second = FrontEnd(arena), FrontEnd(arena)
+    first.watch(second.hosts.address)
+    first.hosts.take_over(second.hosts.term)
+    async with ending(first, second):
+        await until(lambda: first.standby and first.standby._others_term)
+        assert not first.hosts.standby_reason
+
+
+async def test_standby_serves_if_the_other_front_end_never_answers(arena: Arena):
     gone = FrontEnd(arena)
     await gone.end()
     second = FrontEnd(arena)
