@@ -498,9 +498,11 @@ async def test_answers_that_a_slow_front_end_has_not_read_yet_are_not_lost_by_le
         assert max(map(len, front.bodies)) == 8 << 20
 
 
-async def test_front_end_that_does_not_read_keeps_nobody_from_leaving():
+async def test_front_end_that_lives_but_does_not_read_keeps_nobody_from_leaving():
     async with connected() as (front, agent):
         asyncio.get_running_loop().remove_reader(front.link._fd)
+        for at_s in range(10):
+            asyncio.get_running_loop().call_later(at_s, front.link.send, Beat(1.0))
         began = time.monotonic()
         await agent.session.leave(5.0, "told to stop")
         assert agent.link.is_closed
