@@ -429,7 +429,9 @@ async def test_workers_at_work_beyond_the_lease_are_ended(caplog: pytest.LogCapt
         await until(lambda: busy.batches)
         front.link.close()
         await agent.session.until_over()
+        began = time.monotonic()
         await agent.session.wind_up()
+        assert time.monotonic() - began == pytest.approx(3.0, abs=0.1)
         assert (busy.is_gone, idle.is_gone) == (True, False)
         await until(lambda: not agent.arena.used_bytes)
         assert "1 workers were still at work after the lease" in caplog.text
