@@ -48,4 +48,4 @@ def _key(path: Path) -> tuple[str, ...]:
 
 
 def _openssl(*arguments: str) -> None:
-    subprocess.run(["openssl", *arguments], check=True, capture_output=True, timeout=30)
+    subprocess.run(["openssl", *arguments], check=True, capture_output=True, timeout=60)

@@ -79,4 +79,4 @@ def collecting() -> Iterator[FakeCollector]:
         collector.may_answer.set()
         server.shutdown()
         server.server_close()
-        thread.join(5)
+        thread.join(60)

@@ -29,7 +29,7 @@ _PATIENCE_S = 30.0
 _COROUTINE_LIMIT_S = 300.0
 _SIMULATED = "simulated"
 _DEAREST = ("tests/e2e/", "tests/test_docs.py", "tests/workers/", "tests/models/")
-"""Where the tests lie that cost the most, in the order in which they run."""
+"""The folders of the tests that cost the most, in the order in which they run."""
 _RERUN = "rerun"
 """Outcome of a first run that failed; it does not make the test session fail."""
 _RUN = pytest.StashKey[int]()

@@ -63,7 +63,7 @@ def postgres() -> Iterator[str]:
         finally:
             server.terminate()
             try:
-                server.wait(20)
+                server.wait(60)
             except subprocess.TimeoutExpired:
                 server.kill()
                 server.wait()

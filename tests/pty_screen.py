@@ -114,6 +114,6 @@ def on_terminal(
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait(10)
+        process.wait(60)
         os.close(theirs)
         os.close(ours)

@@ -104,3 +104,20 @@ def test_only_the_device_seam_names_a_kind_of_accelerator():
         if said.search(line)
     ]
     assert not found
+
+
+def patched_names(tree: ast.Module) -> Iterator[str]:
+    """Return what a test file replaces by `monkeypatch.setattr` or the like."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".setattr"):
+            texts = [each.value for each in node.args[:2] if isinstance(each, ast.Constant)]
+            yield from (str(text).rpartition(".")[2] for text in texts)
+
+
+def test_no_test_patches_a_time_of_the_product():
+    """Budgets and periods are arguments: a patch would also change what others wait for."""
+    found = {
+        name: [*filter(re.compile("[A-Z]_S$").search, patched_names(tree))]
+        for name, tree in TESTS.items()
+    }
+    assert {name: names for name, names in found.items() if names} == {}

@@ -178,7 +178,7 @@ class DocsStage:
 
     def _end_interpreter(self) -> None:
         if self._interpreter is not None:
-            self._interpreter.communicate(timeout=10)
+            self._interpreter.communicate(timeout=60)
             self._interpreter = None
 
     def _set_up(self) -> None:

@@ -106,7 +106,7 @@ async def ask_until(
 
     async def ask() -> None:
         # To read certificates for each of them would hold all up for half a second and more.
-        async with httpx.AsyncClient(base_url=url, timeout=30, verify=False) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=60, verify=False) as client:
             while not is_over(tally):
                 n = next(numbers)
                 body = {"instances": [{"n": n, "do": do(n)}]}

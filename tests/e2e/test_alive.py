@@ -17,7 +17,7 @@ from tests.ports import free_port
 
 def ask(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-I", "-S", str(ROOT / "docker" / "alive.py"), *arguments]
-    return subprocess.run(command, capture_output=True, env=variables, text=True, timeout=20)
+    return subprocess.run(command, capture_output=True, env=variables, text=True, timeout=60)
 
 
 @contextmanager
@@ -39,7 +39,7 @@ def answering(line: str, context: ssl.SSLContext | None = None) -> Iterator[tupl
     try:
         yield str(listener.getsockname()[1]), asked
     finally:
-        thread.join(20)
+        thread.join(60)
         listener.close()
 
 

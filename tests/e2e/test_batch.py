@@ -120,7 +120,7 @@ def family(process):
 
 def wait_until_gone(processes):
     """Wait until none of some processes is left."""
-    until = time.monotonic() + 30
+    until = time.monotonic() + 60
     while left := [each for each in processes if is_alive(each)]:
         assert time.monotonic() < until, left
         time.sleep(0.05)

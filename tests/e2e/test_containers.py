@@ -44,17 +44,17 @@ class ComposedService(Composed):
     def predict(self) -> httpx.Response:
         """Ask about a photograph of a cat."""
         headers = {"Content-Type": "image/jpeg", "X-API-Key": KEY}
-        return httpx.post(f"{self.url}/predict", content=PHOTO, headers=headers, timeout=30)
+        return httpx.post(f"{self.url}/predict", content=PHOTO, headers=headers, timeout=60)
 
     def worker_pids(self) -> list[int]:
         """Return the pids of the workers that are ready, as seen in the container."""
-        health = httpx.get(f"{self.url}/health", headers={"X-API-Key": KEY}, timeout=10).json()
+        health = httpx.get(f"{self.url}/health", headers={"X-API-Key": KEY}, timeout=60).json()
         return [w["pid"] for m in health["models"] for w in m["workers"] if w["state"] == "ready"]
 
     def is_ready(self) -> bool:
         """Return whether the service says that it is ready."""
         try:
-            return httpx.get(f"{self.url}/health/ready", timeout=5).status_code == 200
+            return httpx.get(f"{self.url}/health/ready", timeout=60).status_code == 200
         except httpx.HTTPError:
             return False
 
@@ -192,7 +192,7 @@ def test_the_image_leaves_out_libraries_for_gpus(image):
 
 def test_it_predicts_and_only_for_clients_with_a_key(service):
     assert is_cat(service.predict())
-    without_key = httpx.post(f"{service.url}/predict", content=PHOTO, timeout=30)
+    without_key = httpx.post(f"{service.url}/predict", content=PHOTO, timeout=60)
     assert without_key.status_code == 401
     assert service.state("cpu", "{{.State.Health.Status}}") == "healthy"
 
@@ -228,7 +228,7 @@ def test_a_container_that_is_killed_comes_back(service):
         pytest.skip("the engine is not on this machine, or its processes are not ours to kill")
     job = f"{service.url}/jobs/cat"
     headers = {"Content-Type": "image/jpeg", "X-API-Key": KEY}
-    assert httpx.put(job, content=PHOTO, headers=headers, timeout=30).status_code == 202
+    assert httpx.put(job, content=PHOTO, headers=headers, timeout=60).status_code == 202
     os.kill(pid, signal.SIGKILL)  # `docker kill` would count as a wish that it stays away
     until(lambda: service.state("cpu", "{{.RestartCount}}") == "1")
     until(service.is_ready)

@@ -269,7 +269,7 @@ def test_a_front_end_that_is_killed_comes_back_and_its_calls_alone_are_lost(two:
             return is_back.is_set()
 
         load = asyncio.ensure_future(ask_until(two.url, is_over))
-        await asyncio.wait_for(is_under_way.wait(), 30)
+        await asyncio.wait_for(is_under_way.wait(), 60)
         victim = (await asyncio.to_thread(front_pids, two))[0]
         os.kill(victim, signal.SIGKILL)
         await asyncio.to_thread(

@@ -55,7 +55,7 @@ class ComposedHosts(Composed):
     def full(self) -> set[str]:
         """Return the names of the hosts whose workers are all ready."""
         with contextlib.suppress(httpx.HTTPError):
-            hosts = httpx.get(f"{self.url}/health", timeout=10).json()["hosts"]
+            hosts = httpx.get(f"{self.url}/health", timeout=60).json()["hosts"]
             return {
                 host["name"]
                 for host in hosts
@@ -145,7 +145,7 @@ def test_the_front_end_of_a_new_container_finds_the_models_loaded(hosts: Compose
 
 def pids_of(hosts: ComposedHosts) -> set[tuple[str, int]]:
     """Return the host and the process of each worker."""
-    models = httpx.get(f"{hosts.url}/health", timeout=10).json()["models"]
+    models = httpx.get(f"{hosts.url}/health", timeout=60).json()["models"]
     return {(worker["host"], worker["pid"]) for model in models for worker in model["workers"]}
 
 

@@ -209,7 +209,7 @@ def test_waiting_and_reading_survive_a_service_that_is_killed_and_started_again(
             reader = client.job(job.id)
             waiting = threads.submit(job.wait, 120, lambda _: is_told.set())
             reading = threads.submit(lambda: [each.value["twice"] for each in reader])
-            assert is_told.wait(30)
+            assert is_told.wait(60)
             service.signal(signal.SIGKILL)
             service.wait()
         gate.unlink()

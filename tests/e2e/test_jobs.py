@@ -150,7 +150,7 @@ def kill_and_check(
     for service in services:
         service.start()
     try:
-        with httpx.Client(timeout=30) as client:
+        with httpx.Client(timeout=60) as client:
             for id, each in zip(ids, numbers, strict=True):
                 submit(client, urls, id, each)
             deadline = time.monotonic() + _PATIENCE_S

@@ -42,7 +42,7 @@ class Prometheus:
     """A running Prometheus, asked over HTTP."""
 
     def __init__(self, url: str) -> None:
-        self.client = httpx.Client(base_url=url, timeout=30)
+        self.client = httpx.Client(base_url=url, timeout=60)
 
     def query(self, expression: str) -> list[dict[str, Any]]:
         """Return the samples of an expression now; fail if Prometheus refuses the expression."""
@@ -103,7 +103,7 @@ def prometheus(folder: Path, *, target: str, key: Path) -> Iterator[Prometheus]:
     finally:
         server.client.close()
         process.kill()
-        process.wait(10)
+        process.wait(60)
 
 
 @pytest.fixture(scope="module")

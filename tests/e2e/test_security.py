@@ -44,7 +44,7 @@ def service(pair, tmp_path_factory) -> Iterator[Running]:
 @pytest.fixture
 def client(service: Running, pair) -> Iterator[httpx.Client]:
     context = ssl.create_default_context(cafile=str(pair[0]))
-    with httpx.Client(base_url=service.url, verify=context, timeout=20) as client:
+    with httpx.Client(base_url=service.url, verify=context, timeout=60) as client:
         yield client
 
 
@@ -70,14 +70,14 @@ def test_predictions_come_over_https_and_only_for_a_key(client):
 
 
 def test_old_tls_and_plain_http_get_no_answer(service):
-    with socket.create_connection(service.address, timeout=10) as plain:
+    with socket.create_connection(service.address, timeout=60) as plain:
         plain.sendall(b"GET /health/live HTTP/1.1\r\nhost: h\r\n\r\n")
         assert b"HTTP" not in plain.recv(1000)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     with pytest.warns(DeprecationWarning, match="TLSv1_1"):
         context.maximum_version = ssl.TLSVersion.TLSv1_1
-    with socket.create_connection(service.address, timeout=10) as old, pytest.raises(ssl.SSLError):
+    with socket.create_connection(service.address, timeout=60) as old, pytest.raises(ssl.SSLError):
         context.wrap_socket(old)
 
 

@@ -264,7 +264,7 @@ def test_silent_and_trickling_servers_meet_the_deadline(kind):
                 assert raised.value.status is None
             assert 0.25 <= time.monotonic() - started < 15
             stop.set()
-            server.join(5)
+            server.join(60)
 
 
 def _trickle(listener: socket.socket, answer: bytes, stop: threading.Event) -> None:
@@ -302,7 +302,7 @@ def test_untrusted_certificate_is_not_retried_and_a_trusted_one_works(tmp_path):
             client.predict("x")
         with Client(url, timeout_s=60, verify=str(certificate)) as client:
             assert client.predict("x").value == 1
-        server.join(5)
+        server.join(60)
     assert raised.value.num_attempts == 1
     assert "certificate" in str(raised.value).lower()
 

@@ -89,7 +89,7 @@ class Sides:
         return self.front.submit(ref_to(data, timeout_s, id="id", caller=caller), [data])
 
     async def until(self, claim: Callable[[], object]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not claim():  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
 

@@ -225,7 +225,7 @@ async def test_an_input_that_kills_workers_fails_alone(store: JobStore, arena: A
     async with running(store, arena) as bench:
         bench.add(2, id="a", payload=b"killer")
         bench.add(20, id="b")
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while not (bench.job("a").is_over and bench.job("b").is_over):
                 for worker in bench.engine.started:
                     while worker.batches and not worker.is_gone:
@@ -282,7 +282,7 @@ async def test_an_instance_that_no_worker_has_memory_for_comes_to_an_end(
     async with running(store, arena) as bench:
         bench.add(2)
         num_tries = 0
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not bench.job().is_over:
                 if bench.worker.batches:
                     num_tries += 1

@@ -197,7 +197,7 @@ def test_terminal_shows_a_bar_with_figures_below_the_lines(metrics, monkeypatch,
         progress.start()
         metrics.append(metrics.started(), metrics.validated(1, 0.975), metrics.stepped(60, 0.25))
         progress.stop()
-    reader.join(20)
+    reader.join(60)
     os.close(ours)
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", written.decode())
     assert "epoch 1/28: loss 0.41, held-out accuracy 97.5 % (best)\r\n" in text

@@ -233,7 +233,7 @@ def test_concurrent_calls_cannot_exceed_a_quota(place: str) -> None:
     ready = threading.Barrier(8)
 
     def try_to_add(number: int) -> bool:
-        ready.wait(30)
+        ready.wait(60)
         try:
             return add(store, 1, id=f"{number}")[1]
         except OverQuotaError:
@@ -252,7 +252,7 @@ def test_the_same_call_at_the_same_time_makes_one_job(place: str) -> None:
     ready = threading.Barrier(6)
 
     def repeat(number: int) -> tuple[str, bool]:
-        ready.wait(30)
+        ready.wait(60)
         store = stores[number % len(stores)]
         job, is_new = add(store, 200, id=f"{number}", num_bytes=10_000, idempotency_key="k")
         return job.id, is_new
