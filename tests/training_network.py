@@ -1,5 +1,8 @@
 """A small network to train in tests, which can be told to fail, and digits to train it on."""
 
+import os
+import signal
+import time
 from pathlib import Path
 
 import torch
@@ -17,11 +20,19 @@ class TinyNet(nn.Module):
         num_classes: Number of classes.
         nan_at: Number of the training pass, from 1, whose logits are NaN; 0 for none.
         raise_at: Number of the training pass that raises; 0 for none.
+        stop_at: Number of the training pass that stops the command, if `stop_file` is there.
+        stop_file: A file, which is removed then.
         dropout: Share of features that are dropped at random.
     """
 
     def __init__(
-        self, num_classes: int, nan_at: int = 0, raise_at: int = 0, dropout: float = 0.1
+        self,
+        num_classes: int,
+        nan_at: int = 0,
+        raise_at: int = 0,
+        dropout: float = 0.1,
+        stop_at: int = 0,
+        stop_file: str = "",
     ) -> None:
         super().__init__()
         self.body = nn.Sequential(
@@ -31,7 +42,8 @@ class TinyNet(nn.Module):
         )
         self.dropout = nn.Dropout(dropout)
         self.last = nn.Linear(64 * 16, num_classes)
-        self.nan_at, self.raise_at = nan_at, raise_at
+        self.nan_at, self.raise_at, self.stop_at = nan_at, raise_at, stop_at
+        self.stop_file = Path(stop_file)
         self.num_passes = 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -43,7 +55,25 @@ class TinyNet(nn.Module):
                 return logits * torch.nan
             if self.num_passes == self.raise_at:
                 raise ValueError("this network is broken\nbeyond repair")
+            if self.num_passes == self.stop_at and self.stop_file.exists():
+                self.stop_file.unlink()
+                _stop_command()
         return logits
+
+
+def _stop_command() -> None:
+    """Send the command that started this rank SIGTERM, and wait until it has passed it on."""
+    before = signal.getsignal(signal.SIGTERM)
+    assert callable(before), "the rank handles it"
+    told: list[int] = []
+    signal.signal(
+        signal.SIGTERM, lambda signum, frame: (told.append(signum), before(signum, frame))
+    )
+    os.kill(os.getppid(), signal.SIGTERM)
+    until = time.monotonic() + 60
+    while not told:
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 def write_digits(folder: Path, num: int = 600) -> Path:

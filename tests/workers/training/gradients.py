@@ -1,10 +1,11 @@
-"""A rank that writes the gradients of one batch: `torchrun -m … DIGITS OUTPUT`."""
+"""The gradients of one batch, computed by one rank or several."""
 
-import sys
+import os
 from pathlib import Path
 
 import msgspec
 import torch
+from torch import Tensor
 
 from inferpool.models.files.run_folder import TransformCard
 from inferpool.models.sources.networks import build_classifier, head_of
@@ -18,9 +19,18 @@ from tests.models.training.test_learner import RECIPE
 _SEEN = TransformCard(resize=32, crop=32, mean=(0.5,) * 3, std=(0.5,) * 3)
 
 
-def main(digits: str, output: str) -> None:
-    group = RankGroup(RankPlace.from_environment(), torch.device("cpu"))
-    images = find_images(Path(digits))
+def write_gradients(digits: Path, output: Path) -> None:
+    """Have the first of several ranks write them. Runs in each rank."""
+    torch.set_num_threads(1)
+    found = gradients(digits, RankPlace.from_environment())
+    if os.environ["RANK"] == "0":
+        torch.save(found, output)
+
+
+def gradients(digits: Path, place: RankPlace) -> dict[str, Tensor]:
+    """Return the gradients by the names of their parameters. Runs in each rank."""
+    group = RankGroup(place, torch.device("cpu"))
+    images = find_images(digits)
     recipe = msgspec.structs.replace(
         RECIPE,
         model="torchvision:resnet18",
@@ -32,7 +42,6 @@ def main(digits: str, output: str) -> None:
     )
     torch.manual_seed(0)
     network = build_classifier(recipe.model, None, num_classes=10, options={}).double()
-    place = group.place
     batches = EpochBatches(
         len(images),
         batch_size=recipe.batch_size,
@@ -50,10 +59,6 @@ def main(digits: str, output: str) -> None:
     keys = iter(batches)
     passes = [collate([dataset[key] for key in next(keys)]) for _ in range(2)]
     learner.gradients(passes)
-    if group.is_first:
-        torch.save({name: p.grad for name, p in network.named_parameters()}, output)
     group.leave()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    found = {name: each.grad for name, each in network.named_parameters()}
+    return {name: grad for name, grad in found.items() if grad is not None}
