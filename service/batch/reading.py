@@ -70,6 +70,7 @@ def read_ahead(
     chunk: int,
     room: int,
     max_pixels: int | None,
+    max_chunk_bytes: int = _CHUNK_BYTES,
 ) -> Generator[Sequence[DecodedInput], None, None]:
     """Yield the inputs at some indices in chunks, in order.
 
@@ -81,6 +82,7 @@ def read_ahead(
         room: Inputs that the caller holds at a time.
         max_pixels: Turn pictures of so many pixels at most into pixels, and refuse larger ones;
             None: leave pictures as they are.
+        max_chunk_bytes: The most shared memory that a chunk takes.
     """
     several: Mapping[str, object] = {}
     num_ahead = num_readers * _PREFETCHED * chunk
@@ -90,7 +92,7 @@ def read_ahead(
             "prefetch_factor": _PREFETCHED,
             "worker_init_fn": _begin,
         }
-    most_bytes = _room_for_chunk((num_ahead + room) // chunk + 2)
+    most_bytes = _room_for_chunk((num_ahead + room) // chunk + 2, max_chunk_bytes)
     readable = _Readable(source, max_pixels=max_pixels, most_bytes=most_bytes)
     careful = _Readable(source, max_pixels=None)
     at = 0
@@ -230,7 +232,7 @@ def _from_npy(found: BatchInput) -> DecodedInput:
     return DecodedInput(input=replace(found, data=data), header=header)
 
 
-def _room_for_chunk(num_chunks: int) -> int:
+def _room_for_chunk(num_chunks: int, most_bytes: int) -> int:
     """Return how much shared memory a chunk may take, if there are so many.
 
     To write more than there is would kill a reader. A container has 64 MiB unless told otherwise.
@@ -238,8 +240,8 @@ def _room_for_chunk(num_chunks: int) -> int:
     try:
         free = shutil.disk_usage(_SHARED_FOLDER).free
     except OSError:
-        return _CHUNK_BYTES
-    return min(_CHUNK_BYTES, free // 2 // num_chunks)
+        return most_bytes
+    return min(most_bytes, free // 2 // num_chunks)
 
 
 def _begin(_: int) -> None:

@@ -12,7 +12,6 @@ from PIL import Image
 
 from inferpool.models.vision.images import decode_image
 from inferpool.models.vision.photos import sample_jpegs
-from inferpool.service.batch import reading
 from inferpool.service.batch.inputs import BatchInput, failed_input
 from inferpool.service.batch.reading import end_readers, read_ahead
 
@@ -41,7 +40,7 @@ class Listed:
         return BatchInput(index=index, name=str(index), kind=self._kind, data=data)
 
 
-def read(source, num_readers=0, max_pixels=None):
+def read(source, num_readers=0, max_pixels=None, **options):
     """Return what readers give, in one list."""
     chunks = read_ahead(
         source,
@@ -50,6 +49,7 @@ def read(source, num_readers=0, max_pixels=None):
         chunk=4,
         room=8,
         max_pixels=max_pixels,
+        **options,
     )
     return [given for chunk in chunks for given in chunk]
 
@@ -85,16 +85,16 @@ def test_a_picture_that_is_broken_or_too_large_is_refused():
     assert not any(len(each.data) for each in (small, broken, unread, cut))
 
 
-def test_pictures_that_have_no_room_in_shared_memory_are_left_to_the_workers(monkeypatch):
-    monkeypatch.setattr(reading, "_CHUNK_BYTES", 100_000)
+def test_pictures_that_have_no_room_in_shared_memory_are_left_to_the_workers():
+    room = {"max_chunk_bytes": 100_000}
     png = io.BytesIO()
     Image.new("RGB", (150, 150)).save(png, "PNG")
     large = os.urandom(200_000)
-    pixels, left = read(Listed("image", [png.getvalue()] * 2), max_pixels=10**8)
+    pixels, left = read(Listed("image", [png.getvalue()] * 2), max_pixels=10**8, **room)
     assert (pixels.header is None, left.header) == (False, None)
     assert bytes(left.data) == png.getvalue()
     for num_readers in (0, 1):
-        small, alone = read(Listed("image", [b"x" * 90_000, large]), num_readers)
+        small, alone = read(Listed("image", [b"x" * 90_000, large]), num_readers, **room)
         assert (bytes(small.data), small.payload is None) == (b"x" * 90_000, False)
         assert (bytes(alone.data), alone.payload) == (large, None)
 
