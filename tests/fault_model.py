@@ -212,6 +212,13 @@ class ForkingModel(FaultModel):
         self._children.write_text(" ".join(map(str, pids)))
 
 
+class GatedModel(FaultModel):
+    """A `FaultModel` that loads at once, though its gate is there."""
+
+    def load(self, placement: Placement) -> None:
+        pass
+
+
 class NoisyModel(FaultModel):
     """A `FaultModel` that first writes text, in every way there is but logging."""
 
