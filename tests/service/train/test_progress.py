@@ -64,7 +64,7 @@ class WrittenMetrics:
 class Told(io.StringIO):
     """What is shown. One may wait for it."""
 
-    def wait_for(self, text, timeout_s=20.0):
+    def wait_for(self, text, timeout_s=60.0):
         until = time.monotonic() + timeout_s
         while text not in self.getvalue():
             assert time.monotonic() < until, f"no {text!r} in {self.getvalue()!r}"
