@@ -7,10 +7,10 @@ nothing but a `photo.jpg`. The language says what happens:
 `sh`, `bash`    runs in bash, in a shell of its own (`-euo pipefail`). `inferpool serve ...` returns
                 once it is ready, and ends the one that served before, as its reader would with
                 Ctrl-C; at the end it is stopped. It is given `--speed exact` and `--replicas 1`,
-                to save time, unless the example has these flags. `pip install ...` and `uv sync`
-                do nothing, `uv run X` runs X, and `uv run pytest` nothing, since it is what runs.
-                curl fails with an answer of 400 and more. Arguments of `inferpool` are checked in
-                any case.
+                and `inferpool batch` `--readers 0` and `--replicas 1`, to save time, unless the
+                example has these flags. `pip install ...` and `uv sync` do nothing, `uv run X` runs
+                X, and `uv run pytest` nothing, since it is what runs. curl fails with an answer of
+                400 and more. Arguments of `inferpool` are checked in any case.
 `python`        runs in one interpreter, which keeps what earlier blocks of the page defined.
 `toml`          must be settings that can be used.
 `json`          is what the block before it printed: the same keys, types and strings. `...` or `…`

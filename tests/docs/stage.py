@@ -22,7 +22,7 @@ from tests.docs.pages import LANGUAGES, ROOT, Block
 from tests.docs.shapes import difference, printed
 from tests.ports import free_port
 
-_BLOCK_S = 120.0
+_BLOCK_S = 170.0
 _PORT = re.compile(r"(?<![\w.,])8000\b")
 _OUR_COMMAND = re.compile(r"(?:^|&&|\|\|?|;|\buv run)\s*inferpool\s+([^|;&<>\n]+)", re.MULTILINE)
 
@@ -188,7 +188,7 @@ class DocsStage:
         for name, script in (("uv", _INSTALLED), ("pip", _NOTHING), ("inferpool", ours)):
             (binaries / name).write_text(script)
             (binaries / name).chmod(0o755)
-        (self._own / ".curlrc").write_text("fail-with-body\nmax-time = 30\n")  # 4xx is a failure
+        (self._own / ".curlrc").write_text("fail-with-body\nmax-time = 60\n")  # 4xx is a failure
 
 
 @functools.cache
