@@ -65,15 +65,14 @@ def _stop_command() -> None:
     """Send the command that started this rank SIGTERM, and wait until it has passed it on."""
     before = signal.getsignal(signal.SIGTERM)
     assert callable(before), "the rank handles it"
-    told: list[int] = []
-    signal.signal(
-        signal.SIGTERM, lambda signum, frame: (told.append(signum), before(signum, frame))
-    )
+    told: list[int] = []  # an event's lock may be held by what the signal interrupts
+    signal.signal(signal.SIGTERM, lambda signum, _: told.append(signum))
     os.kill(os.getppid(), signal.SIGTERM)
     until = time.monotonic() + 60
     while not told:
         assert time.monotonic() < until
         time.sleep(0.01)
+    before(signal.SIGTERM, None)
 
 
 def write_digits(folder: Path, num: int = 600) -> Path:

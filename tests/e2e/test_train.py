@@ -281,16 +281,17 @@ def test_two_hosts_train_one_network_and_refuse_to_train_two(digits, tmp_path):
 def test_a_wrong_command_leaves_the_run_that_it_would_have_replaced(digits, whole, tmp_path):
     run = whole[0]
     anew = [*small(digits, run), "--overwrite"]
+    wrong: list[tuple[list[object], str]] = [
+        ([tmp_path / "nothing", "--output", run, "--overwrite"], "nothing"),
+        ([*anew, "--model", "torchvision:resnet81"], "resnet81"),
+        ([*anew, "--devices", "cuda:77"], "cuda:77"),
+        ([*anew, "--weights", run], "lies in the run that --overwrite removes"),
+        ([digits, "--output", run], "--resume goes on with it, --overwrite begins anew"),
+        (["--output", run, "--resume"], "has ended"),
+        ([digits, "--output", digits], "has other files"),
+    ]
     before = {path: path.read_bytes() for path in run.iterdir() if path.is_file()}
-    for *words, problem in (
-        [tmp_path / "nothing", "--output", run, "--overwrite", "nothing"],
-        [*anew, "--model", "torchvision:resnet81", "resnet81"],
-        [*anew, "--devices", "cuda:77", "cuda:77"],
-        [*anew, "--weights", run, "lies in the run that --overwrite removes"],
-        [digits, "--output", run, "--resume goes on with it, --overwrite begins anew"],
-        ["--output", run, "--resume", "has ended"],
-        [digits, "--output", digits, "has other files"],
-    ):
+    for words, problem in wrong:
         written = train(*words, status=2)
         assert problem in written.stderr
         assert len(written.stderr.splitlines()) <= 2, written.stderr
