@@ -51,7 +51,7 @@ _INTERRUPTED = 130
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
+class FollowPace:
     """How a change is followed."""
 
     poll_s: float = 0.25
@@ -60,7 +60,7 @@ class Pace:
     """How long the service may not answer."""
 
 
-_PACE = Pace()
+_PACE = FollowPace()
 
 
 def run(args: Namespace) -> int:
@@ -79,7 +79,7 @@ def run(args: Namespace) -> int:
 
 
 def operate(
-    operator: AdminConnection, args: Namespace, body: Mapping[str, object], pace: Pace = _PACE
+    operator: AdminConnection, args: Namespace, body: Mapping[str, object], pace: FollowPace = _PACE
 ) -> int:
     """Ask for something, and show what came of it; return the exit status.
 
@@ -98,7 +98,9 @@ def operate(
         return _FAILED
 
 
-def _ask(operator: AdminConnection, args: Namespace, body: Mapping[str, object], pace: Pace) -> int:
+def _ask(
+    operator: AdminConnection, args: Namespace, body: Mapping[str, object], pace: FollowPace
+) -> int:
     match args.what:
         case "list":
             answer = operator.ask("GET")
@@ -117,7 +119,7 @@ def _ask(operator: AdminConnection, args: Namespace, body: Mapping[str, object],
     return _follow(operator, args, answer, pace)
 
 
-def _follow(operator: AdminConnection, args: Namespace, answer: bytes, pace: Pace) -> int:
+def _follow(operator: AdminConnection, args: Namespace, answer: bytes, pace: FollowPace) -> int:
     """Show how a change goes on, and how it ends; return the exit status."""
     model = operator.read(answer, ModelSeen)
     if not model.changes:
@@ -151,7 +153,7 @@ def _follow(operator: AdminConnection, args: Namespace, answer: bytes, pace: Pac
     return 0
 
 
-def _look(operator: AdminConnection, args: Namespace, pace: Pace) -> bytes:
+def _look(operator: AdminConnection, args: Namespace, pace: FollowPace) -> bytes:
     """Return how a model is while it is changed; nothing if it is removed.
 
     Raises:

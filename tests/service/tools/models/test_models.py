@@ -187,7 +187,7 @@ def follow(capsys) -> Ask:
         args = make_parser("models")[0].parse_args(["models", *arguments])
         transport = httpx.MockTransport(answer)
         operator = AdminConnection("http://h", KEY, tls_context(verify=True), transport)
-        pace = verb.Pace(poll_s=0.001, lost_s=lost_s)
+        pace = verb.FollowPace(poll_s=0.001, lost_s=lost_s)
         return verb.operate(operator, args, verb.body_of(args), pace), *capsys.readouterr()
 
     return call
