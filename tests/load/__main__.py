@@ -1,10 +1,12 @@
 """The command `python -m tests.load`: loads a running service. See README.md."""
 
+import argparse
 import asyncio
 import signal
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from math import inf
 from types import FrameType
 
 from inferpool.service.tools.trial.connection import NoAnswerError, TrialError, connect
@@ -22,28 +24,45 @@ from inferpool.service.tools.trial.report import (
 from inferpool.service.tools.trial.screen import Screen
 from inferpool.service.tools.trial.tally import LoadTally
 from tests.load import report
-from tests.load.capacity import CapacitySearch, Ramp, climb
-from tests.load.drift import find_drift
-from tests.load.options import Options, read_options
-from tests.load.plan import plan_for
+from tests.load.capacity import CapacitySearch, Ramp
+from tests.load.judging import find_drift
+from tests.load.options import plan_for, read_options
 
 _KEPT, _MISSED, _UNUSABLE, _INTERRUPTED = 0, 1, 2, 130
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@dataclass(slots=True)
+class Outcome:
+    """What a run has to say."""
+
+    parts: list[Part] = field(default_factory=list)
+    charts: list[Chart] = field(default_factory=list)
+    content: dict[str, object] = field(default_factory=dict)
+    """For the JSON file."""
+    missed: list[str] = field(default_factory=list)
+    """Thresholds that were missed."""
+    is_complete: bool = True
+
+    def note(self, text: str, tone: str = "bad") -> None:
+        """Report a line."""
+        self.parts.append(Note(text=text, tone=tone))
+
+
+def main(argv: list[str] | None = None) -> int:
     """Load and report; returns the exit status."""
+    args = read_options(argv)
     try:
-        options = read_options(argv)
-        plan = plan_for(options)
-        if options.is_checked:
-            asyncio.run(_check(options.url, plan))
+        plan = plan_for(args)
+        if not args.no_check:
+            asyncio.run(_check(args.url, plan))
         with Screen(sys.stderr) as screen:
-            return (_ramp if options.kind == "ramp" else _steady)(options, plan, screen)
+            outcome = (_ramp if args.kind == "ramp" else _steady)(args, plan, screen)
     except TrialError as error:
         sys.stderr.write(f"{error}\n")
         return _UNUSABLE
     except KeyboardInterrupt:
         return _INTERRUPTED
+    return _conclude(args, outcome)
 
 
 async def _check(url: str, plan: LoadPlan) -> None:
@@ -51,9 +70,8 @@ async def _check(url: str, plan: LoadPlan) -> None:
     assert not callable(plan.requests)
     try:
         async with asyncio.timeout(plan.timeout_s):
-            connection = await connect(
-                plan.address, tls=None if plan.tls is None else tls_context(plan.tls)
-            )
+            tls = None if plan.tls is None else tls_context(plan.tls)
+            connection = await connect(plan.address, tls=tls)
             try:
                 answer = await connection.ask(plan.requests[0], plan.timeout_s)
             finally:
@@ -74,123 +92,102 @@ def _shower(screen: Screen, run: LoadRun, title: str) -> Callable[[], None]:
     screen.begin(title, line_every_s=min(60.0, max(1.0, total_s / 20)))
 
     def show_figures() -> None:
+        share = (run.at_s + plan.warmup_s) / total_s if total_s else 0.0
         if plan.num_requests:
             share = run.tally.num_requests / plan.num_requests
-        else:
-            share = (run.at_s + plan.warmup_s) / total_s
-        screen.show(share, _figures(run))
+        latest = LoadTally()
+        bins = run.series.bins[-4:-1] or run.series.bins
+        for tally in bins:
+            latest.add(tally)
+        rate = latest.num_good / (run.series.width_s * max(1, len(bins)))
+        p50_ms, p99_ms = (latest.latency.percentile_s(percent) * 1e3 for percent in (50, 99))
+        screen.show(
+            share,
+            f"{rate:,.0f}/s  p50 {p50_ms:.2f}  p99 {p99_ms:.2f} ms  errors "
+            f"{run.tally.num_errors:,}  in flight {run.num_in_flight} + {run.num_waiting} waiting",
+        )
 
     return show_figures
 
 
-def _figures(run: LoadRun) -> str:
-    """Say what the last moments were like."""
-    if run.at_s < 0:
-        return f"warming up  in flight {run.num_in_flight}"
-    latest = LoadTally()
-    bins = run.series.bins[-4:-1] or run.series.bins
-    for tally in bins:
-        latest.add(tally)
-    rate = latest.num_good / (run.series.width_s * max(1, len(bins)))
-    p50_ms, p99_ms = (latest.latency.percentile_s(percent) * 1e3 for percent in (50, 99))
-    waiting = f" + {run.num_waiting} waiting" if run.num_waiting else ""
-    return (
-        f"{rate:,.0f}/s  p50 {p50_ms:.2f}  p99 {p99_ms:.2f} ms  "
-        f"errors {run.tally.num_errors:,}  in flight {run.num_in_flight}{waiting}"
-    )
-
-
-def _steady(options: Options, plan: LoadPlan, screen: Screen) -> int:
+def _steady(args: argparse.Namespace, plan: LoadPlan, screen: Screen) -> Outcome:
     """Run `closed`, `open` or `soak`: one phase."""
-    is_interrupted = False
-    run = LoadRun(plan)
-    show_figures = _shower(screen, run, options.kind)
+    run, outcome = LoadRun(plan), Outcome()
+    show_figures = _shower(screen, run, args.kind)
     try:
-        run_load(run, options.processes, lambda: show_figures() is None)
+        run_load(run, args.processes, lambda: show_figures() is None)
     except KeyboardInterrupt:
-        is_interrupted = True
-    missed = options.thresholds.misses(run) if options.thresholds else []
-    parts = report.run_parts(run)
-    content = report.run_json(run)
-    if options.kind == "soak":
+        outcome.is_complete = False
+    outcome.missed = args.thresholds.misses(run) if any(asdict(args.thresholds).values()) else []
+    outcome.parts = report.run_parts(run)
+    outcome.content = report.run_json(run)
+    outcome.charts = report.run_charts(run, args.thresholds)
+    if args.kind == "soak":
         drift = find_drift(run)
         if drift is None:
-            parts.append(Note(text="Too short to say anything of drift."))
+            outcome.note("Too short to say anything of drift.", "")
         else:
-            parts.append(report.drift_table(drift))
-            content["drift"] = asdict(drift)
-            limit = options.thresholds.max_drift
-            if limit is not None and drift.p99_growth_percent > limit:
-                missed.append(f"p99 grew by {drift.p99_growth_percent:.1f} %, above {limit:g} %")
-    warnings = report.warnings(run, options.processes)
-    parts += [Note(text=f"Note: {text}", tone="bad") for text in warnings]
-    charts = report.run_charts(run, options.thresholds)
-    return _conclude(options, parts, charts, content, missed, is_interrupted=is_interrupted)
+            outcome.parts.append(report.drift_table(drift))
+            outcome.content["drift"] = asdict(drift)
+            growth, limit = drift.p99_growth_percent, args.max_drift or inf
+            if growth > limit:
+                outcome.missed.append(f"p99 grew by {growth:.1f} %, above {limit:g} %")
+    for text in report.warnings(run, args.processes):
+        outcome.note(f"Note: {text}")
+    return outcome
 
 
-def _ramp(options: Options, plan: LoadPlan, screen: Screen) -> int:
+def _ramp(args: argparse.Namespace, plan: LoadPlan, screen: Screen) -> Outcome:
     """Run many phases to find a rate."""
-    thresholds = options.thresholds
-    assert plan.rate is not None
-    search = CapacitySearch(start=plan.rate, max_rate=options.max_rate, precision=options.precision)
-    ramp = Ramp(thresholds=thresholds)
+    search = CapacitySearch(args.rate, args.max_rate or inf, (args.precision or 5.0) / 100)
+    ramp, outcome = Ramp(args.thresholds), Outcome()
     try:
-        climb(plan, search, ramp, options.processes, lambda *step: _shower(screen, *step))
+        ramp.climb(plan, search, args.processes, lambda *step: _shower(screen, *step))
     except KeyboardInterrupt:
         screen.begin("interrupted")
-    parts: list[Part] = [report.ramp_table(ramp)]
-    missed = []
-    best = ramp.capacity
-    if best is None:
-        missed.append("no rate that was tried keeps the thresholds")
-    else:
-        at_least = "" if ramp.is_complete else ", at least"
-        text = f"Capacity: {best.rate:,.1f} requests/s{at_least}"
-        parts.append(Note(text=text, tone="good"))
-        if thresholds.min_rate is not None and best.rate < thresholds.min_rate:
-            missed.append(f"{best.rate:,.1f} requests/s are fewer than {thresholds.min_rate:g}")
-    content: dict[str, object] = {
+    outcome.is_complete, best = ramp.is_complete, ramp.capacity
+    table, chart = report.ramp_parts(ramp)
+    outcome.parts, outcome.charts = [table], [chart]
+    outcome.content = {
         "capacity_per_s": best.rate if best else None,
         "steps": [
-            {"rate": step.rate, "holds": step.holds, "missed": step.missed,
-             **report.run_json(step.run)}
+            {"rate": step.rate, "holds": not step.missed, "missed": step.missed}
+            | report.run_json(step.run)
             for step in ramp.steps
         ],
-    }  # fmt: skip
-    charts = [report.ramp_chart(ramp)] if ramp.steps else []
-    if best:
-        charts += report.run_charts(best.run, thresholds)
-    return _conclude(options, parts, charts, content, missed, is_interrupted=not ramp.is_complete)
+    }
+    if best is None:
+        outcome.missed.append("no rate that was tried keeps the thresholds")
+        return outcome
+    outcome.charts += report.run_charts(best.run, args.thresholds)
+    at_least = "" if ramp.is_complete else ", at least"
+    outcome.note(f"Capacity: {best.rate:,.1f} requests/s{at_least}", "good")
+    if best.rate < (args.min_rate or 0.0):
+        outcome.missed.append(f"{best.rate:,.1f} requests/s are fewer than {args.min_rate:g}")
+    return outcome
 
 
-def _conclude(
-    options: Options,
-    parts: list[Part],
-    charts: Sequence[Chart],
-    content: dict[str, object],
-    missed: Sequence[str],
-    *,
-    is_interrupted: bool,
-) -> int:
+def _conclude(args: argparse.Namespace, outcome: Outcome) -> int:
     """Print and write everything; returns the exit status."""
-    parts += [Note(text=f"Missed: {text}", tone="bad") for text in missed]
-    if options.kind != "ramp" and options.thresholds and not missed and not is_interrupted:
-        parts.append(Note(text="All thresholds were kept.", tone="good"))
-    if is_interrupted:
-        parts.append(Note(text="Interrupted: these are the figures until then.", tone="bad"))
-    title = report.describe(options)
-    content |= {"kind": options.kind, "plan": options.as_dict(), "missed": missed}
-    written = []
-    if options.html:
-        write_page(options.html, f"Load: {options.kind}", title, [*parts, *charts])
-        written.append(Note(text=f"Written to {options.html}"))
-    if options.out:
-        write_json(options.out, content)
-        written.append(Note(text=f"Written to {options.out}"))
-    show([Note(text=title), *parts, *written], console_for(sys.stdout))
-    if is_interrupted:
+    for text in outcome.missed:
+        outcome.note(f"Missed: {text}")
+    if not outcome.is_complete:
+        outcome.note("Interrupted: these are the figures until then.")
+    elif not outcome.missed and any(asdict(args.thresholds).values()):
+        outcome.note("All thresholds were kept.", "good")
+    title = report.describe(args)
+    plan = {name: value for name, value in vars(args).items() if name != "header"}  # has secrets
+    if args.html:
+        write_page(args.html, f"Load: {args.kind}", title, [*outcome.parts, *outcome.charts])
+        outcome.note(f"Written to {args.html}", "")
+    if args.out:
+        found = {"kind": args.kind, "plan": plan, "missed": outcome.missed}
+        write_json(args.out, outcome.content | found)
+        outcome.note(f"Written to {args.out}", "")
+    show([Note(text=title), *outcome.parts], console_for(sys.stdout))
+    if not outcome.is_complete:
         return _INTERRUPTED
-    return _MISSED if missed else _KEPT
+    return _MISSED if outcome.missed else _KEPT
 
 
 def _interrupt(_number: int, _frame: FrameType | None) -> None:

@@ -1,17 +1,17 @@
 """Request bodies: files, synthetic images or texts, or JSON."""
 
+import argparse
 import io
 import json
 import math
 import secrets
-from dataclasses import dataclass
-from pathlib import Path
 from random import Random
 
 from inferpool.models.text.prose import PROSE
 from inferpool.service.tools.trial.connection import TrialError
 from inferpool.service.tools.trial.inputs import TrialInput, read_inputs
 
+_SIZE = (640, 480)
 _NUM_IMAGES = 8
 """Synthetic images that differ, so that no cache on the way answers for the model."""
 _SQUARE = 32
@@ -21,37 +21,19 @@ _TEXT_SIGMA = 0.9
 _MAX_WORDS = 1000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BodySource:
-    """The bodies that the command line asks for."""
-
-    path: Path | None = None
-    """A file, or a folder of files."""
-    content_type: str | None = None
-    """Content type of the files, where their suffixes do not tell."""
-    image: tuple[int, int] | None = None
-    """Width and height of synthetic JPEGs."""
-    json_text: str | None = None
-    text_words: int | None = None
-    """Median number of words of synthetic texts."""
-    instances: int = 1
-    """Instances in each body."""
-    seed: int = 0
-
-    def bodies(self) -> list[TrialInput]:
-        """Read or make them."""
-        if self.image:
-            singles = _images(*self.image, self.seed)
-        elif self.text_words is not None:
-            return _texts(self.text_words, self.instances, self.seed)
-        elif self.json_text is not None:
-            singles = [_json_body(self.json_text)]
-        else:
-            assert self.path is not None
-            singles = read_inputs(self.path, content_type=self.content_type, flag="--body")
-        if self.instances == 1:
-            return singles
-        return [_repeated(body, self.instances) for body in singles]
+def bodies_of(args: argparse.Namespace) -> list[TrialInput]:
+    """Read or make the bodies that the command line asks for."""
+    if args.text:
+        return _texts(args.text, args.instances, args.seed)
+    if args.json is not None:
+        singles = [_json_body(args.json)]
+    elif args.body:
+        singles = read_inputs(args.body, content_type=args.content_type, flag="--body")
+    else:
+        singles = _images(*args.image or _SIZE, args.seed)
+    if args.instances == 1:
+        return singles
+    return [_repeated(body, args.instances) for body in singles]
 
 
 def _json_body(text: str) -> TrialInput:
@@ -93,7 +75,12 @@ def _texts(median: int, num_instances: int, seed: int) -> list[TrialInput]:
 
 def _repeated(body: TrialInput, num: int) -> TrialInput:
     if body.content_type == "application/json":
-        return _repeated_json(body, num)
+        try:
+            document = json.loads(body.body)
+            whole = {**document, "instances": (document["instances"] * num)[:num]}
+        except (ValueError, KeyError, TypeError) as error:
+            raise TrialError('--instances: the JSON must be {"instances": [...]}') from error
+        return _json_body(json.dumps(whole))
     if body.content_type == "application/safetensors":
         raise TrialError("--instances: not for safetensors; stack the tensors in the file itself")
     boundary = secrets.token_hex(16)
@@ -104,13 +91,3 @@ def _repeated(body: TrialInput, num: int) -> TrialInput:
     content = (part + body.body + b"\r\n") * num + f"--{boundary}--\r\n".encode()
     form = f"multipart/form-data; boundary={boundary}"
     return TrialInput(name=body.name, body=content, content_type=form)
-
-
-def _repeated_json(body: TrialInput, num: int) -> TrialInput:
-    try:
-        document = json.loads(body.body)
-        instances = document["instances"]
-        whole = {**document, "instances": (instances * num)[:num]}
-    except (ValueError, KeyError, TypeError) as error:
-        raise TrialError('--instances: the JSON must be {"instances": [...]}') from error
-    return _json_body(json.dumps(whole))

@@ -6,12 +6,11 @@ from dataclasses import dataclass, field, replace
 
 from inferpool.service.tools.trial.generators import LoadRun, run_load
 from inferpool.service.tools.trial.load import LoadPlan
-from tests.load.thresholds import Thresholds
+from tests.load.judging import Thresholds
 
 _LOWEST_RATE = 0.5
 _MAX_WAITING_S = 2.0
 """A step is given up when more requests than arrive in this time have no answer."""
-BUSY_CORE = 0.9
 
 
 @dataclass(slots=True)
@@ -53,11 +52,6 @@ class RampStep:
     run: LoadRun
     missed: list[str]
 
-    @property
-    def holds(self) -> bool:
-        """The rate kept the thresholds."""
-        return not self.missed
-
 
 @dataclass(slots=True)
 class Ramp:
@@ -70,52 +64,47 @@ class Ramp:
     @property
     def capacity(self) -> RampStep | None:
         """The step with the highest rate that held."""
-        holding = [step for step in self.steps if step.holds]
+        holding = [step for step in self.steps if not step.missed]
         return max(holding, key=lambda step: step.rate, default=None)
 
+    def climb(
+        self,
+        plan: LoadPlan,
+        search: CapacitySearch,
+        num_processes: int,
+        begin: Callable[[LoadRun, str], Callable[[], None]],
+    ) -> None:
+        """Try rates until the search is over; a rate that fails gets a second chance.
 
-def climb(
-    plan: LoadPlan,
-    search: CapacitySearch,
-    ramp: Ramp,
-    num_processes: int,
-    begin: Callable[[LoadRun, str], Callable[[], None]],
-) -> None:
-    """Try rates until the search is over; a rate that fails gets a second chance.
+        `plan` is one step, whose rate is replaced. Steps are kept as they are done, so that an
+        interruption loses none. `begin` announces a step, and returns what shows its progress.
+        """
+        while (rate := search.next_rate()) is not None:
+            step = self._attempt(plan, rate, num_processes, begin, f"{rate:,.1f}/s")
+            if step.missed:
+                again = self._attempt(plan, rate, num_processes, begin, f"{rate:,.1f}/s once more")
+                step = step if again.missed else again
+            self.steps.append(step)
+            search.tell(rate, holds=not step.missed)
+        self.is_complete = True
 
-    `plan` is one step, whose rate is replaced. `ramp` gets the steps as they are done, so that an
-    interruption loses none. `begin` announces a step, and returns what shows how far it has come.
-    """
+    def _attempt(
+        self,
+        plan: LoadPlan,
+        rate: float,
+        num_processes: int,
+        begin: Callable[[LoadRun, str], Callable[[], None]],
+        title: str,
+    ) -> RampStep:
+        run, flood = LoadRun(replace(plan, rate=rate)), []
+        show, planned_s = begin(run, title), plan.duration_s or 0.0
 
-    def attempt(rate: float, title: str) -> RampStep:
-        run = LoadRun(replace(plan, rate=rate))
-        return _try(run, ramp.thresholds, num_processes, begin(run, title))
+        def watch() -> bool:
+            show()
+            num_open = run.num_in_flight + run.num_waiting
+            if num_open > max(50.0, rate * _MAX_WAITING_S):
+                flood.append(f"{num_open:,} requests without an answer")
+            return not flood and not self.thresholds.are_lost(run, rate * planned_s)
 
-    while (rate := search.next_rate()) is not None:
-        step = attempt(rate, f"{rate:,.1f}/s")
-        if not step.holds:
-            again = attempt(rate, f"{rate:,.1f}/s once more")
-            step = again if again.holds else step
-        ramp.steps.append(step)
-        search.tell(rate, holds=step.holds)
-    ramp.is_complete = True
-
-
-def _try(
-    run: LoadRun, thresholds: Thresholds, num_processes: int, show: Callable[[], None]
-) -> RampStep:
-    rate, duration_s = run.plan.rate, run.plan.duration_s
-    assert rate is not None
-    assert duration_s is not None
-    flood: list[str] = []
-
-    def watch() -> bool:
-        show()
-        num_open = run.num_in_flight + run.num_waiting
-        if num_open > max(50.0, rate * _MAX_WAITING_S):
-            flood.append(f"{num_open:,} requests without an answer")
-        return not flood and not thresholds.are_lost(run, rate * duration_s)
-
-    run_load(run, num_processes, watch)
-    missed = thresholds.misses_in(duration_s, run)
-    return RampStep(rate=rate, run=run, missed=missed or flood)
+        run_load(run, num_processes, watch)
+        return RampStep(rate, run, self.thresholds.misses_in(planned_s, run) or flood)

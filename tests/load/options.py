@@ -1,230 +1,143 @@
-"""The command line: what to send, how fast, which thresholds, and which files to write."""
+"""The command line, and the plan that it asks for: what to send, how fast, which thresholds."""
 
 import argparse
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from math import inf
+from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 
 from inferpool.service.settings.address import key_of
 from inferpool.service.settings.names import FlagError
-from inferpool.service.tools.trial.connection import TrialError
+from inferpool.service.tools.trial.connection import TrialError, post_request
 from inferpool.service.tools.trial.flags import count, positive
-from tests.load.bodies import BodySource
-from tests.load.thresholds import ErrorLimit, Thresholds
+from inferpool.service.tools.trial.load import LoadPlan
+from tests.load.bodies import bodies_of
+from tests.load.judging import ErrorLimit, Thresholds, judge
 
 _UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)([smhd]?)")
-_KINDS = {
-    "closed": "N connections, each sending its next request when it has its answer",
-    "open": "requests arrive at a rate, at random moments, whatever becomes of the others",
-    "ramp": "find the highest rate that keeps the thresholds (default: p99 50 ms, no errors)",
-    "soak": "a steady rate for a long time; says whether latency and throughput drift",
+_KINDS = """\
+closed  N connections, each sending its next request when it has its answer
+open    requests arrive at a rate, at random moments, whatever becomes of the others
+ramp    find the highest rate that keeps the thresholds (default: p99 50 ms, no errors)
+soak    a steady rate for a long time; says whether latency and throughput drift
+"""
+_LENGTHS_S = {"closed": 30.0, "open": 30.0, "ramp": 10.0, "soak": 3600.0}
+_ONLY_FOR = {
+    "rate": ("open", "ramp", "soak"),
+    "requests": ("closed", "open"),
+    "max_rate": ("ramp",),
+    "precision": ("ramp",),
+    "max_drift": ("soak",),
 }
-_DURATION_DEFAULTS = {"closed": "30s", "open": "30s", "ramp": "10s", "soak": "1h"}
-_OPEN_CONNECTIONS = 512
-_RAMP_P99_MS = 50.0
-_HIDDEN = {"authorization", "x-api-key", "cookie", "proxy-authorization"}
-_NO_PLAN = {"kind", "thresholds", "max_rate", "precision", "html", "out", "is_checked"}
+"""Loops that have an option, where not all have it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """The options of a run."""
+def read_options(argv: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line; ends the process with a message if it is wrong.
 
-    kind: str
-    url: str
-    """The whole URL, with its path."""
-    source: BodySource
-    headers: Mapping[str, str]
-    connections: int
-    rate: float | None
-    duration_s: float | None
-    num_requests: int | None
-    warmup_s: float
-    timeout_s: float
-    verify: bool | str
-    """True to check TLS certificates; or the file of the authority that signs them."""
-    expect: str | None
-    """A field that the JSON of a good answer has."""
-    seed: int
-    processes: int
-    thresholds: Thresholds
-    max_rate: float
-    precision: float
-    html: Path | None
-    out: Path | None
-    is_checked: bool
-    """One request is sent first, and must be answered well."""
-
-    def as_dict(self) -> dict[str, object]:
-        """Return what was done, without secrets."""
-        headers = {
-            name: "hidden" if name.lower() in _HIDDEN else value
-            for name, value in self.headers.items()
-        }
-        content = asdict(self) | {"headers": headers}
-        return {name: value for name, value in content.items() if name not in _NO_PLAN}
+    `thresholds` is what it says of them, and the other options have the defaults of the loop.
+    """
+    parser = _parser()
+    args = parser.parse_args(argv)
+    for name, kinds in _ONLY_FOR.items():
+        if getattr(args, name) is not None and args.kind not in kinds:
+            parser.error(f"--{name.replace('_', '-')} is for {' and '.join(kinds)}")
+    if args.rate is None and args.kind in ("open", "soak"):
+        parser.error("the following arguments are required: --rate")
+    if args.kind == "ramp":
+        args.rate = args.rate or 20.0
+        if not any((args.p50_ms, args.p90_ms, args.p99_ms, args.p999_ms)):
+            args.p99_ms = 50.0
+        args.errors = args.errors or ErrorLimit()
+    args.connections = args.connections or (16 if args.kind == "closed" else 512)
+    args.duration = None if args.requests else args.duration or _LENGTHS_S[args.kind]
+    args.processes = min(args.processes, args.connections, args.requests or args.connections)
+    args.thresholds = Thresholds(
+        **{each.name: getattr(args, each.name) for each in fields(Thresholds)}
+    )
+    return args
 
 
-def read_options(argv: Sequence[str] | None = None) -> Options:
-    """Read the command line; ends the process with a message if it is wrong."""
-    args = _parser().parse_args(argv)
-    connections = args.connections or (16 if args.kind == "closed" else _OPEN_CONNECTIONS)
-    num_requests = getattr(args, "requests", None)
-    return Options(
-        kind=args.kind,
-        url=_whole_url(args.url, args.model),
-        source=_source(args),
-        headers=_headers(args),
-        connections=connections,
-        rate=getattr(args, "rate", None),
-        duration_s=None if num_requests else args.duration,
-        num_requests=num_requests,
+def plan_for(args: argparse.Namespace) -> LoadPlan:
+    """Return what to send."""
+    parts = urlsplit(args.url if "://" in args.url else f"http://{args.url}")
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise TrialError(f"{args.url}: say http://host:port or https://host")
+    path = f"/predict/{quote(args.model, safe='')}" if args.model else "/predict"
+    if parts.path.strip("/"):
+        if args.model:
+            raise TrialError(f"--model: {args.url} has a path already")
+        path = parts.path
+    is_encrypted = parts.scheme == "https"
+    target = path + (f"?{parts.query}" if parts.query else "")
+    headers = {**_headers(args), "Host": parts.netloc.rpartition("@")[2]}
+    return LoadPlan(
+        address=(parts.hostname, parts.port or (443 if is_encrypted else 80)),
+        requests=[
+            post_request(target, each.body, each.content_type, headers) for each in bodies_of(args)
+        ],
+        is_shuffled=True,
+        connections=args.connections,
+        rate=args.rate,
+        duration_s=args.duration,
+        num_requests=args.requests,
         warmup_s=args.warmup,
         timeout_s=args.timeout,
-        verify=False if args.insecure else str(args.ca) if args.ca else True,
-        expect=args.expect,
+        tls=(str(args.ca) if args.ca else not args.insecure) if is_encrypted else None,
         seed=args.seed,
-        processes=min(args.processes, connections, num_requests or connections),
-        thresholds=_thresholds(args),
-        max_rate=getattr(args, "max_rate", inf),
-        precision=getattr(args, "precision", 5.0) / 100,
-        html=args.html,
-        out=args.out,
-        is_checked=not args.no_check,
+        judge=partial(judge, args.expect),
     )
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tests.load", description=_DESCRIPTION)
-    verbs = parser.add_subparsers(dest="kind", metavar="closed|open|ramp|soak", required=True)
-    for kind, text in _KINDS.items():
-        verb = verbs.add_parser(kind, help=text, description=text)
-        verb.add_argument("url", help="http://host:port, or a whole URL with its path")
-        _add_load(verb, kind)
-        _add_request(verb)
-        _add_results(verb, kind)
-    return parser
-
-
-_DESCRIPTION = "Loads a running service over HTTP and says what it took. See tests/load/README.md."
-
-
-def _add_load(verb: argparse.ArgumentParser, kind: str) -> None:
-    group = verb.add_argument_group("load")
-    many = "busy connections (16)" if kind == "closed" else f"at most ({_OPEN_CONNECTIONS})"
-    group.add_argument("--connections", "-c", type=count, metavar="N", help=many)
-    if kind == "ramp":
-        group.add_argument("--rate", type=positive, default=20.0, help="to begin with (20)")
-        group.add_argument("--max-rate", type=positive, default=inf, help="(none)")
-        group.add_argument(
-            "--precision", type=positive, default=5.0, metavar="PERCENT", help="of the answer (5)"
-        )
-    elif kind != "closed":
-        group.add_argument("--rate", "-r", type=positive, required=True, help="requests/s")
-    default = _DURATION_DEFAULTS[kind]
-    what = "of each step" if kind == "ramp" else "of measuring"
-    group.add_argument(
-        "--duration", "-d", type=_seconds, default=_seconds(default), help=f"{what} ({default})"
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.load",
+        description=f"Loads a running service over HTTP and says what it took:\n\n{_KINDS}",
+        epilog="tests/load/README.md says more.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    if kind in ("closed", "open"):
-        group.add_argument("--requests", "-n", type=count, metavar="N", help="instead of a time")
-    group.add_argument(
-        "--warmup", type=_seconds, default=2.0, help="the same load, not counted (2s)"
-    )
-    group.add_argument("--timeout", type=_seconds, default=30.0, help="of a request (30s)")
-    group.add_argument(
-        "--processes", type=count, default=1, metavar="N", help="generators; see the README (1)"
-    )
-    group.add_argument("--seed", type=int, default=0, help="of arrivals and order (0)")
-
-
-def _add_request(verb: argparse.ArgumentParser) -> None:
-    group = verb.add_argument_group("request")
-    group.add_argument("--model", metavar="NAME", help="default: the service's default model")
-    what = group.add_mutually_exclusive_group()
-    what.add_argument("--body", type=Path, metavar="PATH", help="a file, or a folder of files")
-    what.add_argument(
-        "--image", type=_size, metavar="WxH", help="synthetic JPEGs (the default: 640x480)"
-    )
-    what.add_argument(
-        "--text",
-        type=count,
-        metavar="WORDS",
-        help="synthetic texts, of so many words in the median",
-    )
-    what.add_argument("--json", metavar="TEXT", help="a body, as '{\"instances\": [1]}'")
-    group.add_argument("--content-type", metavar="TYPE", help="of --body; default: by suffix")
-    group.add_argument(
-        "--instances", type=count, default=1, metavar="N", help="in each request (1)"
-    )
-    group.add_argument("--timeout-ms", type=count, metavar="N", help="sent as X-Timeout-Ms")
-    group.add_argument(
-        "--header", "-H", action="append", default=[], metavar="'NAME: VALUE'", help="repeatable"
-    )
-    group.add_argument("--key-file", type=Path, metavar="FILE", help="an API key, as Bearer")
-    tls = group.add_mutually_exclusive_group()
-    tls.add_argument("--insecure", action="store_true", help="do not check certificates")
-    tls.add_argument("--ca", type=Path, metavar="FILE", help="who signs the certificate (PEM)")
-    group.add_argument(
-        "--expect", metavar="FIELD", help="that the JSON of a good answer has, as predictions"
-    )
-    group.add_argument(
-        "--no-check", action="store_true", help="go on though the first request fails"
-    )
-
-
-def _add_results(verb: argparse.ArgumentParser, kind: str) -> None:
-    what = "what a rate must keep" if kind == "ramp" else "exit status 1 where they are not kept"
-    group = verb.add_argument_group(f"thresholds: {what}")
+    parser.add_argument("kind", choices=_LENGTHS_S)
+    parser.add_argument("url", help="http://host:port, or a whole URL with its path")
+    add = parser.add_argument_group("load").add_argument
+    add("--connections", "-c", type=count, metavar="N", help="closed: 16, busy; else: 512 at most")
+    add("--rate", "-r", type=positive, help="requests/s; of ramp: to begin with (20)")
+    add("--max-rate", type=positive, help="of ramp (none)")
+    add("--precision", type=positive, metavar="PERCENT", help="of the answer of ramp (5)")
+    add("--duration", "-d", type=_seconds, help="30s; ramp: 10s a step; soak: 1h")
+    add("--requests", "-n", type=count, metavar="N", help="instead of a time")
+    add("--warmup", type=_seconds, default=2.0, help="the same load, not counted (2s)")
+    add("--timeout", type=_seconds, default=30.0, help="of a request (30s)")
+    add("--processes", type=count, default=1, metavar="N", help="generators; see the README (1)")
+    add("--seed", type=int, default=0, help="of arrivals and order (0)")
+    group = parser.add_argument_group("request")
+    add = group.add_argument
+    add("--model", metavar="NAME", help="default: the service's default model")
+    what = group.add_mutually_exclusive_group().add_argument
+    what("--body", type=Path, metavar="PATH", help="a file, or a folder of files")
+    what("--image", type=_size, metavar="WxH", help="synthetic JPEGs (the default: 640x480)")
+    what("--text", type=count, metavar="WORDS", help="texts; WORDS is their median length")
+    what("--json", metavar="TEXT", help="a body, as '{\"instances\": [1]}'")
+    add("--content-type", metavar="TYPE", help="of --body; default: by suffix")
+    add("--instances", type=count, default=1, metavar="N", help="in each request (1)")
+    add("--timeout-ms", type=count, metavar="N", help="sent as X-Timeout-Ms")
+    add("--header", "-H", action="append", default=[], metavar="'NAME: VALUE'", help="repeatable")
+    add("--key-file", type=Path, metavar="FILE", help="an API key, as Bearer")
+    add("--insecure", action="store_true", help="do not check certificates")
+    add("--ca", type=Path, metavar="FILE", help="who signs the certificate (PEM)")
+    add("--expect", metavar="FIELD", help="that the JSON of a good answer has, as predictions")
+    add("--no-check", action="store_true", help="go on though the first request fails")
+    add = parser.add_argument_group("thresholds: else the exit status is 1").add_argument
     for name in ("p50", "p90", "p99", "p999"):
-        group.add_argument(f"--{name}-ms", type=positive, metavar="MS")
-    group.add_argument("--errors", type=_error_limit, metavar="N|P%", help="at most")
-    group.add_argument("--min-rate", type=positive, metavar="N", help="good answers per second")
-    if kind == "soak":
-        group.add_argument(
-            "--max-drift", type=positive, metavar="PERCENT",
-            help="growth of p99 from the first to the last quarter",
-        )  # fmt: skip
-    group = verb.add_argument_group("results")
-    group.add_argument("--html", type=Path, metavar="FILE", help="a report with plots")
-    group.add_argument("--out", type=Path, metavar="FILE", help="all figures, as JSON")
-
-
-def _thresholds(args: argparse.Namespace) -> Thresholds:
-    given = Thresholds(**{each.name: getattr(args, each.name, None) for each in fields(Thresholds)})
-    if args.kind != "ramp":
-        return given
-    p99_ms = given.p99_ms if any(given.percentiles()) else _RAMP_P99_MS
-    return replace(given, p99_ms=p99_ms, errors=given.errors or ErrorLimit())
-
-
-def _whole_url(text: str, model: str | None) -> str:
-    parts = urlsplit(text if "://" in text else f"http://{text}")
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise TrialError(f"{text}: say http://host:port or https://host")
-    if parts.path.strip("/"):
-        if model:
-            raise TrialError(f"--model: {text} has a path already")
-        return parts.geturl()
-    path = f"/predict/{quote(model, safe='')}" if model else "/predict"
-    return parts._replace(path=path).geturl()
-
-
-def _source(args: argparse.Namespace) -> BodySource:
-    is_default = args.body is None and args.json is None and args.text is None
-    return BodySource(
-        path=args.body,
-        content_type=args.content_type,
-        image=args.image or ((640, 480) if is_default else None),
-        json_text=args.json,
-        text_words=args.text,
-        instances=args.instances,
-        seed=args.seed,
-    )
+        add(f"--{name}-ms", type=positive, metavar="MS")
+    add("--errors", type=_error_limit, metavar="N|P%", help="at most")
+    add("--min-rate", type=positive, metavar="N", help="good answers per second")
+    add("--max-drift", type=positive, metavar="PERCENT", help="of p99 in soak, by its quarters")
+    add = parser.add_argument_group("results").add_argument
+    add("--html", type=Path, metavar="FILE", help="a report with plots")
+    add("--out", type=Path, metavar="FILE", help="all figures, as JSON")
+    return parser
 
 
 def _headers(args: argparse.Namespace) -> dict[str, str]:
