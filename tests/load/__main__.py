@@ -22,9 +22,8 @@ from inferpool.service.tools.trial.report import (
     write_page,
 )
 from inferpool.service.tools.trial.screen import Screen
-from inferpool.service.tools.trial.tally import LoadTally
 from tests.load import report
-from tests.load.capacity import CapacitySearch, Ramp
+from tests.load.capacity import Ramp, rates
 from tests.load.judging import find_drift
 from tests.load.options import plan_for, read_options
 
@@ -95,16 +94,12 @@ def _shower(screen: Screen, run: LoadRun, title: str) -> Callable[[], None]:
         share = (run.at_s + plan.warmup_s) / total_s if total_s else 0.0
         if plan.num_requests:
             share = run.tally.num_requests / plan.num_requests
-        latest = LoadTally()
-        bins = run.series.bins[-4:-1] or run.series.bins
-        for tally in bins:
-            latest.add(tally)
-        rate = latest.num_good / (run.series.width_s * max(1, len(bins)))
-        p50_ms, p99_ms = (latest.latency.percentile_s(percent) * 1e3 for percent in (50, 99))
+        tally = run.tally
+        p50_ms, p99_ms = (tally.latency.percentile_s(percent) * 1e3 for percent in (50, 99))
         screen.show(
             share,
-            f"{rate:,.0f}/s  p50 {p50_ms:.2f}  p99 {p99_ms:.2f} ms  errors "
-            f"{run.tally.num_errors:,}  in flight {run.num_in_flight} + {run.num_waiting} waiting",
+            f"{run.rate:,.0f}/s  p50 {p50_ms:.2f}  p99 {p99_ms:.2f} ms  errors "
+            f"{tally.num_errors:,}  in flight {run.num_in_flight} + {run.num_waiting} waiting",
         )
 
     return show_figures
@@ -119,19 +114,18 @@ def _steady(args: argparse.Namespace, plan: LoadPlan, screen: Screen) -> Outcome
     except KeyboardInterrupt:
         outcome.is_complete = False
     outcome.missed = args.thresholds.misses(run) if any(asdict(args.thresholds).values()) else []
-    outcome.parts = report.run_parts(run)
     outcome.content = report.run_json(run)
+    outcome.parts = report.run_parts(outcome.content)
     outcome.charts = report.run_charts(run, args.thresholds)
     if args.kind == "soak":
-        drift = find_drift(run)
-        if drift is None:
-            outcome.note("Too short to say anything of drift.", "")
-        else:
+        if drift := find_drift(run):
             outcome.parts.append(report.drift_table(drift))
-            outcome.content["drift"] = asdict(drift)
-            growth, limit = drift.p99_growth_percent, args.max_drift or inf
+            outcome.content["drift"] = drift
+            growth, limit = drift["p99_growth_percent"], args.max_drift or inf
             if growth > limit:
                 outcome.missed.append(f"p99 grew by {growth:.1f} %, above {limit:g} %")
+        else:
+            outcome.note("Too short to say anything of drift.", "")
     for text in report.warnings(run, args.processes):
         outcome.note(f"Note: {text}")
     return outcome
@@ -139,8 +133,8 @@ def _steady(args: argparse.Namespace, plan: LoadPlan, screen: Screen) -> Outcome
 
 def _ramp(args: argparse.Namespace, plan: LoadPlan, screen: Screen) -> Outcome:
     """Run many phases to find a rate."""
-    search = CapacitySearch(args.rate, args.max_rate or inf, (args.precision or 5.0) / 100)
     ramp, outcome = Ramp(args.thresholds), Outcome()
+    search = rates(args.rate, (args.precision or 5.0) / 100, args.max_rate or inf)
     try:
         ramp.climb(plan, search, args.processes, lambda *step: _shower(screen, *step))
     except KeyboardInterrupt:

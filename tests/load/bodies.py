@@ -30,7 +30,8 @@ def bodies_of(args: argparse.Namespace) -> list[TrialInput]:
     elif args.body:
         singles = read_inputs(args.body, content_type=args.content_type, flag="--body")
     else:
-        singles = _images(*args.image or _SIZE, args.seed)
+        width, height = args.image or _SIZE
+        singles = _images(width, height, args.seed)
     if args.instances == 1:
         return singles
     return [_repeated(body, args.instances) for body in singles]

@@ -1,7 +1,7 @@
 """`ramp`: the highest rate that keeps the thresholds, by doubling and then bisection."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
 
 from inferpool.service.tools.trial.generators import LoadRun, run_load
@@ -13,35 +13,26 @@ _MAX_WAITING_S = 2.0
 """A step is given up when more requests than arrive in this time have no answer."""
 
 
-@dataclass(slots=True)
-class CapacitySearch:
-    """Chooses the rate to try next. It runs nothing: `tell` says what a rate did."""
+def rates(
+    start: float, precision: float, max_rate: float = math.inf
+) -> Generator[float, bool, float]:
+    """Choose the rate to try next, and be sent whether it held; return the highest that did.
 
-    start: float
-    max_rate: float = math.inf
-    precision: float = 0.05
-    """By which share the rate that fails may exceed the one that holds at the end."""
-    low: float = 0.0
-    high: float = math.inf
-
-    def next_rate(self) -> float | None:
-        """Return the rate to try; None when the search is over."""
-        if self.low == 0.0 and math.isinf(self.high):
-            return min(self.start, self.max_rate)
-        if self.low == 0.0:
-            return self.high / 2 if self.high / 2 >= _LOWEST_RATE else None
-        if math.isinf(self.high):
-            return min(self.low * 2, self.max_rate) if self.low < self.max_rate else None
-        if self.high / self.low <= 1 + self.precision:
-            return None
-        return math.sqrt(self.low * self.high)
-
-    def tell(self, rate: float, *, holds: bool) -> None:
-        """Learn whether a rate held."""
-        if holds:
-            self.low = max(self.low, rate)
+    `precision` is the share by which the rate that fails may exceed it at the end.
+    """
+    low, high = 0.0, math.inf
+    rate = min(start, max_rate)
+    while True:
+        if (yield rate):
+            low = rate
         else:
-            self.high = min(self.high, rate)
+            high = rate
+        if low == 0.0:
+            rate = high / 2
+        else:
+            rate = min(low * 2, max_rate) if math.isinf(high) else math.sqrt(low * high)
+        if rate < _LOWEST_RATE or low == max_rate or high <= low * (1 + precision):
+            return low
 
 
 @dataclass(slots=True)
@@ -70,7 +61,7 @@ class Ramp:
     def climb(
         self,
         plan: LoadPlan,
-        search: CapacitySearch,
+        search: Generator[float, bool, float],
         num_processes: int,
         begin: Callable[[LoadRun, str], Callable[[], None]],
     ) -> None:
@@ -79,14 +70,17 @@ class Ramp:
         `plan` is one step, whose rate is replaced. Steps are kept as they are done, so that an
         interruption loses none. `begin` announces a step, and returns what shows its progress.
         """
-        while (rate := search.next_rate()) is not None:
+        rate = next(search)
+        while not self.is_complete:
             step = self._attempt(plan, rate, num_processes, begin, f"{rate:,.1f}/s")
             if step.missed:
                 again = self._attempt(plan, rate, num_processes, begin, f"{rate:,.1f}/s once more")
                 step = step if again.missed else again
             self.steps.append(step)
-            search.tell(rate, holds=not step.missed)
-        self.is_complete = True
+            try:
+                rate = search.send(not step.missed)
+            except StopIteration:
+                self.is_complete = True
 
     def _attempt(
         self,

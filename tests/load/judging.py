@@ -3,9 +3,10 @@
 import json
 import math
 import re
-import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
 
 import numpy as np
 
@@ -137,45 +138,21 @@ class Thresholds:
         return self.errors is not None and tally.num_errors > self.errors.allowed(num_requests)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Slope:
-    """How fast a figure changes, by a least-squares line through it."""
+def find_drift(run: LoadRun) -> dict[str, Any]:
+    """Return the slopes of the figures of a run over its time, and how much p99 grew in it.
 
-    mean: float
-    per_hour: float
-    error_per_hour: float
-    """Two standard errors: a smaller slope may be chance."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Drift:
-    """Changes over a run."""
-
-    p50_ms: Slope
-    p99_ms: Slope
-    rate: Slope
-    first_p99_ms: float
-    """p99 in the first quarter of the time."""
-    last_p99_ms: float
-    """p99 in the last quarter."""
-
-    @property
-    def p99_growth_percent(self) -> float:
-        """Growth of p99 from the first to the last quarter."""
-        return 100 * (self.last_p99_ms / self.first_p99_ms - 1) if self.first_p99_ms else 0.0
-
-
-def find_drift(run: LoadRun) -> Drift | None:
-    """Return the drift of a run; None if it was too short to say."""
+    It is empty if the run was too short to say. A slope that is smaller than its error, which is
+    two standard errors, may be chance.
+    """
     bins, width_s = run.series.bins[:-1], run.series.width_s  # the last one is not full
     if sum(each.num_good > 0 for each in bins) < _MIN_BINS:
-        return None
+        return {}
 
-    def slope(values: Sequence[float]) -> Slope:
+    def slope(values: Sequence[float]) -> dict[str, float]:
         hours = [number * width_s / 3600 for number in range(len(values))]
         (per_hour, _), covariance = np.polyfit(hours, values, 1, cov=True)
         error = 2 * math.sqrt(covariance[0, 0])
-        return Slope(mean=statistics.fmean(values), per_hour=per_hour, error_per_hour=error)
+        return {"mean": fmean(values), "per_hour": per_hour, "error_per_hour": error}
 
     def p99_ms(some: Sequence[LoadTally]) -> float:
         whole = LatencyHistogram()
@@ -184,10 +161,12 @@ def find_drift(run: LoadRun) -> Drift | None:
         return whole.percentile_s(99) * 1e3
 
     quarter = len(bins) // 4
-    return Drift(
-        p50_ms=slope([each.latency.percentile_s(50) * 1e3 for each in bins]),
-        p99_ms=slope([each.latency.percentile_s(99) * 1e3 for each in bins]),
-        rate=slope([each.num_good / width_s for each in bins]),
-        first_p99_ms=p99_ms(bins[:quarter]),
-        last_p99_ms=p99_ms(bins[-quarter:]),
-    )
+    first_ms, last_ms = p99_ms(bins[:quarter]), p99_ms(bins[-quarter:])
+    return {
+        "p50_ms": slope([each.latency.percentile_s(50) * 1e3 for each in bins]),
+        "p99_ms": slope([each.latency.percentile_s(99) * 1e3 for each in bins]),
+        "good_per_s": slope([each.num_good / width_s for each in bins]),
+        "first_p99_ms": first_ms,
+        "last_p99_ms": last_ms,
+        "p99_growth_percent": 100 * (last_ms / first_ms - 1) if first_ms else 0.0,
+    }

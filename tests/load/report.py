@@ -1,12 +1,14 @@
 """The report of a run of load: tables, charts, and JSON."""
 
 import argparse
+from collections.abc import Mapping
+from typing import Any
 
 from inferpool.service.tools.trial.generators import LoadRun
 from inferpool.service.tools.trial.report import Chart, Part, ReportTable, line_chart
 from inferpool.service.tools.trial.tally import LoadTally
 from tests.load.capacity import Ramp, RampStep
-from tests.load.judging import Drift, Slope, Thresholds, retry_after, timings_ms
+from tests.load.judging import Thresholds, retry_after, timings_ms
 
 _BUSY_CORE = 0.9
 _LATE_MS = 5.0
@@ -27,39 +29,55 @@ def describe(args: argparse.Namespace) -> str:
     return f"POST {args.url}: {load}{processes}"
 
 
-def run_parts(run: LoadRun) -> list[Part]:
-    """Return the tables of one phase."""
-    tally = run.tally
+def run_json(run: LoadRun) -> dict[str, Any]:
+    """Return all figures of one phase."""
+    tally, bins = run.tally, run.series.bins
     num_retries, retry_s = retry_after(tally)
-    figures = {
-        "requests": f"{tally.num_requests:,}",
-        "good answers/s": f"{run.rate:,.1f}",
-        "errors": f"{tally.num_errors:,}",
-        **{f"status {status}": f"{num:,}" for status, num in sorted(tally.statuses.items())},
-        "sent, MiB/s": f"{tally.sent_bytes / run.wall_s / 2**20:,.2f}",
-        "received, MiB/s": f"{tally.received_bytes / run.wall_s / 2**20:,.2f}",
-        "Retry-After": f"{num_retries:,} (mean {retry_s / max(1, num_retries):.1f} s)",
-        "generator, cores": f"{run.generator_cores:.2f} (busiest {run.busiest_core:.2f})",
-    }
-    if not num_retries:
-        del figures["Retry-After"]
+    return {
+        "is_complete": run.is_complete,
+        "measured_s": run.wall_s,
+        "good_per_s": run.rate,
+        "requests": tally.num_requests,
+        "good": tally.num_good,
+        "errors": tally.errors,
+        "unfinished": tally.num_unfinished,
+        "statuses": tally.statuses,
+        "latency_ms": tally.latency.summary_ms(),
+        "refusal_ms": tally.refusal.summary_ms(),
+        "lateness_ms": tally.lateness.summary_ms(),
+        "server_timing_ms": timings_ms(tally),
+        "retry_after": {"answers": num_retries, "sum_s": retry_s},
+        "sent_bytes": tally.sent_bytes,
+        "received_bytes": tally.received_bytes,
+        "generator_cores": run.generator_cores,
+        "busiest_generator_core": run.busiest_core,
+        "series": {
+            "width_s": run.series.width_s,
+            "good": [each.num_good for each in bins],
+            "errors": [each.num_errors for each in bins],
+            **{f"p{percent}_ms": [_ms(each, percent) if each.num_good else None for each in bins]
+               for percent in (50, 99)},
+        },
+    }  # fmt: skip
+
+
+def run_parts(figures: Mapping[str, Any]) -> list[Part]:
+    """Return the figures of one phase as tables."""
+    counts = [(name, f"{each:,.3f}" if isinstance(each, float) else f"{each:,}")
+              for name, each in figures.items() if type(each) in (int, float)]  # fmt: skip
     latencies = [
-        (name, *(f"{each:,.2f}" for each in histogram.summary_ms().values()), f"{histogram.num:,}")
-        for name, histogram in (("good answers", tally.latency), ("refusals", tally.refusal))
-        if histogram.num
+        (name.removesuffix("_ms"), *(f"{each:,.2f}" for each in figures[name].values()))
+        for name in ("latency_ms", "refusal_ms", "lateness_ms")
+        if any(figures[name].values())
     ]
-    heads = ("latency, ms", "p50", "p90", "p99", "p99.9", "max", "mean", "number")
-    errors = [(kind, f"{num:,}") for kind, num in tally.errors.most_common()]
-    if tally.num_unfinished:
-        errors.append(("under way at the stop (not counted)", f"{tally.num_unfinished:,}"))
-    timings = [(name, f"{value:,.3f}") for name, value in timings_ms(tally).items()]
-    tables = [
-        ReportTable(title="Figures", columns=("", ""), rows=[*figures.items()]),
-        ReportTable(title="Latency", columns=heads, rows=latencies),
-        ReportTable(title="Errors", columns=("kind", "number"), rows=errors),
-        ReportTable(title="Server-Timing", columns=("", "mean ms"), rows=timings),
-    ]
-    return [table for table in tables if table.rows]
+    columns = ("", *figures["latency_ms"])
+    parts: list[Part] = [ReportTable(title="Figures", columns=("", ""), rows=counts)]
+    parts.append(ReportTable(title="Latencies, ms", columns=columns, rows=latencies))
+    for name in ("errors", "statuses", "server_timing_ms", "retry_after"):
+        rows = [(kind, f"{num:,.3f}".removesuffix(".000")) for kind, num in figures[name].items()]
+        if any(figures[name].values()):
+            parts.append(ReportTable(title=name, columns=("", ""), rows=rows))
+    return parts
 
 
 def warnings(run: LoadRun, num_processes: int) -> list[str]:
@@ -81,17 +99,16 @@ def warnings(run: LoadRun, num_processes: int) -> list[str]:
 
 def run_charts(run: LoadRun, thresholds: Thresholds) -> list[Chart]:
     """Draw latency and rate over time, and latency by percentile."""
-    width_s, tally = run.series.width_s, run.tally
-    bins = [((number + 0.5) * width_s, each) for number, each in enumerate(run.series.bins)]
+    series, tally = run_json(run)["series"], run.tally
+    at = [(number + 0.5) * series["width_s"] for number in range(len(series["good"]))]
     x_label = "seconds from the start of measuring"
-    latencies = {
-        f"p{percent}": [(at, _ms(each, percent)) for at, each in bins if each.num_good]
-        for percent in (50, 99)
-    }
-    rates = {
-        "good answers": [(at, each.num_good / width_s) for at, each in bins],
-        "errors": [(at, each.num_errors / width_s) for at, each in bins],
-    }
+
+    def line(name: str, factor: float = 1.0) -> list[tuple[float, float]]:
+        pairs = zip(at, series[name], strict=True)
+        return [(x, y * factor) for x, y in pairs if y is not None]
+
+    latencies = {f"p{percent}": line(f"p{percent}_ms") for percent in (50, 99)}
+    rates = {name: line(name, 1 / series["width_s"]) for name in ("good", "errors")}
     # The tail is drawn out: x is how many requests there are to one that is slower.
     num = max(1, tally.num_good)
     points = [
@@ -150,57 +167,19 @@ def _limit(thresholds: Thresholds) -> tuple[float, str] | None:
     return (limit_ms, f"p99 {limit_ms:g} ms") if limit_ms else None
 
 
-def drift_table(drift: Drift) -> ReportTable:
+def drift_table(drift: Mapping[str, Any]) -> ReportTable:
     """Return slopes as a table."""
-
-    def row(name: str, slope: Slope) -> tuple[str, ...]:
-        is_shown = abs(slope.per_hour) > slope.error_per_hour
-        change = f"{slope.per_hour:+,.3f} ± {slope.error_per_hour:,.3f}"
-        return (name, f"{slope.mean:,.3f}", change, "yes" if is_shown else "no")
-
     rows = [
-        row("p50, ms", drift.p50_ms),
-        row("p99, ms", drift.p99_ms),
-        row("good answers/s", drift.rate),
-    ]
+        (name, *(f"{each:,.3f}" for each in slope.values()),
+         "yes" if abs(slope["per_hour"]) > slope["error_per_hour"] else "no")
+        for name, slope in drift.items() if isinstance(slope, dict)
+    ]  # fmt: skip
     caption = (
-        f"p99 of the first quarter {drift.first_p99_ms:,.2f} ms, of the last "
-        f"{drift.last_p99_ms:,.2f} ms ({drift.p99_growth_percent:+.1f} %)."
+        f"p99 of the first quarter {drift['first_p99_ms']:,.2f} ms, of the last "
+        f"{drift['last_p99_ms']:,.2f} ms ({drift['p99_growth_percent']:+.1f} %)."
     )
-    columns = ("", "mean", "change per hour", "shown")
+    columns = ("", "mean", "change per hour", "±", "shown")
     return ReportTable(title="Drift", columns=columns, rows=rows, caption=caption)
-
-
-def run_json(run: LoadRun) -> dict[str, object]:
-    """Return all figures of one phase."""
-    tally, bins = run.tally, run.series.bins
-    num_retries, retry_s = retry_after(tally)
-    return {
-        "is_complete": run.is_complete,
-        "measured_s": run.wall_s,
-        "good_per_s": run.rate,
-        "requests": tally.num_requests,
-        "good": tally.num_good,
-        "errors": tally.errors,
-        "unfinished": tally.num_unfinished,
-        "statuses": tally.statuses,
-        "latency_ms": tally.latency.summary_ms(),
-        "refusal_ms": tally.refusal.summary_ms(),
-        "lateness_ms": tally.lateness.summary_ms(),
-        "server_timing_ms": timings_ms(tally),
-        "retry_after": {"answers": num_retries, "sum_s": retry_s},
-        "sent_bytes": tally.sent_bytes,
-        "received_bytes": tally.received_bytes,
-        "generator_cores": run.generator_cores,
-        "busiest_generator_core": run.busiest_core,
-        "series": {
-            "width_s": run.series.width_s,
-            "good": [each.num_good for each in bins],
-            "errors": [each.num_errors for each in bins],
-            **{f"p{percent}_ms": [_ms(each, percent) if each.num_good else None for each in bins]
-               for percent in (50, 99)},
-        },
-    }  # fmt: skip
 
 
 def _ms(tally: LoadTally, percent: float) -> float:

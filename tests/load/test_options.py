@@ -1,5 +1,6 @@
 import io
 import json
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from inferpool.service.api.codecs.body import BodyContext, Limits
 from inferpool.service.api.codecs.requests import decode
 from inferpool.service.tools.trial.connection import TrialError
 from tests.load.bodies import bodies_of
-from tests.load.capacity import CapacitySearch
+from tests.load.capacity import rates
 from tests.load.options import plan_for, read_options
 
 pytestmark = pytest.mark.slow
@@ -29,6 +30,7 @@ def _bodies(*words):
 )
 def test_a_host_is_enough_of_a_url(url, model, path):
     plan = plan_for(read_options(["closed", url, *model, "--json", "{}"]))
+    assert not callable(plan.requests)
     assert plan.requests[0].startswith(b"POST " + path + b" HTTP/1.1")
 
 
@@ -99,10 +101,11 @@ def test_instances_are_repeated_in_json_and_as_a_form_that_the_service_reads(tmp
 
 @pytest.mark.parametrize("capacity", [3.0, 777.0, 60_000.0])
 def test_the_capacity_is_found_to_the_precision(capacity):
-    search = CapacitySearch(start=20.0, precision=0.05)
-    for _ in range(20):
-        if (rate := search.next_rate()) is None:
-            break
-        search.tell(rate, holds=rate <= capacity)
-    assert search.next_rate() is None
-    assert capacity / 1.05 <= search.low <= capacity
+    search = rates(20.0, 0.05)
+    rate, held = next(search), 0.0
+    with suppress(StopIteration):
+        for _ in range(20):
+            held = max(held, rate if rate <= capacity else 0.0)
+            rate = search.send(rate <= capacity)
+        pytest.fail("the search goes on")
+    assert capacity / 1.05 <= held <= capacity
