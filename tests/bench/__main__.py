@@ -4,12 +4,12 @@ import argparse
 import signal
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 from types import FrameType
 
-from tests.bench.frame import Benchmark
-from tests.bench.server import INFERPOOL, BenchError, require_free
+from tests.bench import entries, hosts, loops, overload, peers, service, soak, split, steps, trace
+from tests.bench.frame import FAILURES, Benchmark
+from tests.bench.server import INFERPOOL, adopt_orphans, require_free
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SHARED = {
@@ -17,58 +17,63 @@ _SHARED = {
     "secs": "seconds of each cell",
     "warm": "seconds of load before each turn",
     "connections": "comma-separated",
-    "serve-args": 'further arguments of inferpool, as "--replicas 1"',
+    "serve_args": 'further arguments of inferpool, as "--replicas 1"',
 }
 """Options that several benchmarks take, with their help."""
-_NAMES = (
-    *("peers", "sweep", "model", "presets", "front", "entries"),
-    *("outputs", "trace", "start", "overload", "split", "soak"),
-    *("decoders", "shares", "swap", "batch", "jobs", "hosts"),
-)
-_BENCHMARKS = {name: import_module(f"tests.bench.{name}") for name in _NAMES}
-"""Modules with HELP, OPTIONS and `run`, and with `report` where there are cells to show. OPTIONS
-has the default of each shared option that it takes, and the default and help of its own."""
+BENCHMARKS = {
+    "peers": peers.peers,
+    "sweep": peers.sweep,
+    "model": loops.model,
+    "presets": loops.presets,
+    "front": steps.front,
+    "entries": entries.entries,
+    "outputs": steps.outputs,
+    "trace": trace.trace,
+    "start": service.start,
+    "overload": overload.overload,
+    "split": split.split,
+    "decoders": loops.decoders,
+    "shares": service.shares,
+    "jobs": service.jobs,
+    "hosts": hosts.hosts,
+    "swap": service.swap,
+    "soak": soak.soak,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one benchmark; return the exit status."""
     args = make_parser().parse_args(argv)
     bench = Benchmark(args.benchmark, args)
-    module = _BENCHMARKS[args.benchmark]
     try:
         require_free(args.port)
-        module.run(bench)
-    except BenchError as error:
+        BENCHMARKS[args.benchmark].run(bench)
+    except FAILURES as error:
         if not (bench.cells or bench.parts):
             sys.stderr.write(f"{error}\n")
             return 2
         bench.failures.append(str(error))
     except KeyboardInterrupt:
         bench.is_complete = False
-    if bench.cells:
-        module.report(bench)
-    if bench.parts:
-        bench.publish()
-    return bench.conclude()
+    return bench.publish()
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
     verbs = parser.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True)
-    for name, module in _BENCHMARKS.items():
-        verb = verbs.add_parser(name, help=module.HELP, description=module.__doc__)
+    for name, command in BENCHMARKS.items():
+        verb = verbs.add_parser(name, help=command.help, description=command.help)
         verb.add_argument("--port", type=int, default=8171, help="default: %(default)s")
         verb.add_argument("--inferpool", default=INFERPOOL, help="its command (%(default)s)")
         verb.add_argument("--out", type=Path, help="the JSON file; default: one in tests/bench/out")
-        for option, value in module.OPTIONS.items():
+        for option, value in command.options.items():
             default, text = (value, _SHARED[option]) if option in _SHARED else value
-            _add_option(verb, option, default, text)
+            _add_option(verb, f"--{option.replace('_', '-')}", default, text)
     return parser
 
 
-def _add_option(parser: argparse.ArgumentParser, name: str, default: object, text: str) -> None:
-    flag = f"--{name}"
+def _add_option(parser: argparse.ArgumentParser, flag: str, default: object, text: str) -> None:
     if default is False:
         parser.add_argument(flag, action="store_true", help=text)
     elif isinstance(default, list):
@@ -91,4 +96,5 @@ def _interrupt(_number: int, _frame: FrameType | None) -> None:
 if __name__ == "__main__":
     for each in _SIGNALS:
         signal.signal(each, _interrupt)
+    adopt_orphans()
     sys.exit(main())

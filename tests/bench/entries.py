@@ -14,62 +14,54 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from tests.bench.frame import Benchmark
-from tests.bench.server import HOST, ROOT, BenchError, BenchServer, Probe, ask, inferpool
+from tests.bench.frame import Benchmark, benchmark
+from tests.bench.server import HOST, ROOT, BenchError, BenchServer, inferpool
 
-HELP = "our own files that one call enters in the front end, and how often"
-OPTIONS = {
-    "front-ends": (1, "processes that take calls"),
-    "all": (False, "show each way between two files"),
-}
 _SIGNAL = signal.SIGUSR2
 _OWN = str(ROOT / "inferpool") + os.sep
 _NUM_CALLS = 5
-_WAIT_S = 10.0
+_WAIT_S = 60.0
 _LOOP = "(loop)"
 """Origin of calls that the event loop makes."""
 _HOOK = "from tests.bench.entries import listen\nlisten({folder!r})\n"
 """Python runs it in each process of the service, as `sitecustomize`."""
-
 Entry = tuple[str, str]
 """File that a call comes from, and file that it enters."""
 
 
-def run(bench: Benchmark) -> None:
-    """Count the entries of one call."""
+@benchmark(
+    "our own files that one call enters in the front end, and how often",
+    front_ends=(1, "processes that take calls"),
+    all=(False, "show each way between two files"),
+)
+def entries(bench: Benchmark) -> None:
+    """Count the entries of one call to the echo model."""
     args = bench.args
-    entries = count(args.inferpool, args.front_ends, args.port)
-    files = Counter(entered for _, entered in entries)
-    bench.content |= {"files": files, "entries": entries}
-    named = [f"{come} -> {entered}" for come, entered in entries] if args.all else files
+    with tempfile.TemporaryDirectory(prefix="entries-") as name:
+        folder = Path(name)
+        (folder / "sitecustomize.py").write_text(_HOOK.format(folder=name))
+        env = {"PYTHONPATH": os.pathsep.join([name, str(ROOT), os.environ.get("PYTHONPATH", "")])}
+        flags = f"echo --replicas 1 --speed exact --front-ends {args.front_ends}".split()
+        with BenchServer(inferpool(args, *flags, env=env), args.port, folder / "log") as server:
+            server.wait_ready()
+            calls = [_count_call(server, folder, number) for number in range(_NUM_CALLS)]
+    found = min(calls, key=len)
+    files = Counter(entered for _, entered in found)
+    bench.content |= {"files": files, "entries": found}
+    named = [f"{come} -> {entered}" for come, entered in found] if args.all else files
     rows = [(name, str(num)) for name, num in Counter(named).most_common()]
-    title = f"Own files that one call enters: {len(files)}; entries: {len(entries)}"
+    title = f"Own files that one call enters: {len(files)}; entries: {len(found)}"
     caption = "A call from one of our files into another is an entry, as is one from the loop."
     bench.add_table(title, ["file", "entries"], rows, caption)
 
 
-def count(command: str, num_fronts: int, port: int) -> Sequence[Entry]:
-    """Return the entries of one call to the echo model, in their order."""
-    with tempfile.TemporaryDirectory(prefix="entries-") as name:
-        folder = Path(name)
-        (folder / "sitecustomize.py").write_text(_HOOK.format(folder=name))
-        path = os.pathsep.join([name, str(ROOT), os.environ.get("PYTHONPATH", "")])
-        env = {"PYTHONPATH": path}
-        flags = ("--replicas", "1", "--speed", "exact", "--front-ends", str(num_fronts))
-        contender = inferpool(command, "echo", *flags, env=env)
-        with BenchServer(contender, port, folder / "log") as server:
-            server.wait_ready(Probe(path="/predict", body=b"x"), 60.0)
-            calls = [_count_call(server, folder, number) for number in range(_NUM_CALLS)]
-    return min(calls, key=len)
-
-
 def listen(folder: str) -> None:
     """Note what this process enters from one signal to the next, in a file of the folder."""
-    entries: list[Entry] = []
+    noted: list[Entry] = []
     ground: set[FrameType] = set()
 
     def on_event(frame: FrameType, event: str, _: object) -> None:
@@ -80,22 +72,20 @@ def listen(folder: str) -> None:
             caller = caller.f_back
         come = _LOOP if caller is None else _own_file(caller)
         if come is not None and come != entered:
-            entries.append((come, entered))
+            noted.append((come, entered))
 
     def on_signal(_number: int, frame: FrameType | None) -> None:
-        text = "[]"
-        if sys.getprofile() is None:
-            entries.clear()
+        is_begin = sys.getprofile() is None
+        sys.setprofile(None)
+        part = Path(folder, f"{os.getpid()}.part")
+        part.write_text(json.dumps(noted))
+        noted.clear()
+        part.rename(part.with_suffix(".json"))
+        if is_begin:
             while frame is not None:
                 ground.add(frame)
                 frame = frame.f_back
             sys.setprofile(on_event)
-        else:
-            sys.setprofile(None)
-            text = json.dumps(entries)
-        part = Path(folder, f"{os.getpid()}.part")
-        part.write_text(text)
-        part.rename(part.with_suffix(".json"))
 
     signal.signal(_SIGNAL, on_signal)
 
@@ -107,8 +97,8 @@ def _own_file(frame: FrameType) -> str | None:
 
 
 def _count_call(server: BenchServer, folder: Path, number: int) -> list[Entry]:
-    health = json.loads(ask(server.port, Probe(path="/health"))[1])
-    pids = sorted({server.pid, *(front["pid"] for front in health["fronts"])})
+    fronts = server.http.get("/health").json()["fronts"]
+    pids = sorted({server.pid, *(front["pid"] for front in fronts)})
     with socket.create_connection((HOST, server.port)) as connection:
         head = (
             f"POST /predict HTTP/1.1\r\nHost: host{number}\r\n"
@@ -119,20 +109,21 @@ def _count_call(server: BenchServer, folder: Path, number: int) -> list[Entry]:
         connection.sendall(head.encode() + b"\xff\xd8\xff" + b"x" * 1021)
         answer = connection.recv(65536)
         time.sleep(0.02)  # it is done with the call
-        noted = _signal_all(pids, folder)
+        found = _signal_all(pids, folder)
     if not answer.startswith(b"HTTP/1.1 200"):
         raise BenchError(f"the call was answered with {answer[:300]!r}")
-    return [(come, entered) for each in noted.values() for come, entered in each]
+    return found
 
 
-def _signal_all(pids: Sequence[int], folder: Path) -> Mapping[int, list[Entry]]:
-    """Make each process begin or end its notes; return what it has noted."""
-    for pid in pids:
-        (folder / f"{pid}.json").unlink(missing_ok=True)
+def _signal_all(pids: Sequence[int], folder: Path) -> list[Entry]:
+    """Make each process begin or end its notes; return what all have noted."""
+    files = [folder / f"{pid}.json" for pid in pids]
+    for pid, file in zip(pids, files, strict=True):
+        file.unlink(missing_ok=True)
         os.kill(pid, _SIGNAL)
     until = time.monotonic() + _WAIT_S
-    while not all((folder / f"{pid}.json").exists() for pid in pids):
+    while not all(file.exists() for file in files):
         if time.monotonic() > until:
             raise BenchError("a process of the service does not say what it has entered")
         time.sleep(0.01)
-    return {pid: json.loads((folder / f"{pid}.json").read_text()) for pid in pids}
+    return [(come, entered) for file in files for come, entered in json.loads(file.read_text())]

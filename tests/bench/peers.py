@@ -1,7 +1,6 @@
-"""`peers`: inferpool and other servers at the same work, closed loop, in alternating rounds."""
+"""`peers` and `sweep`: inferpool and other servers at the same work, closed and open loop."""
 
 import argparse
-import json
 import os
 import shlex
 import signal
@@ -10,9 +9,11 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import TypeVar
+from functools import partial
 
-from tests.bench.frame import Benchmark, Column, say
+from inferpool.service.tools.trial.generators import LoadRun, run_load
+from inferpool.service.tools.trial.tally import LatencyHistogram
+from tests.bench.frame import Benchmark, Cell, benchmark, chosen, say
 from tests.bench.server import (
     HOST,
     MALLOC,
@@ -20,35 +21,24 @@ from tests.bench.server import (
     BenchError,
     BenchServer,
     Bodies,
-    Probe,
+    CpuMeter,
     ServerCommand,
-    ask,
     inferpool,
+    load_closed,
+    plan_for,
+    require_wrk,
 )
 from tests.bench.servers.work import PeerSetting
 from tests.bench.workloads import WORKLOADS, Workload
 
-T = TypeVar("T")
-
 OURS = "inferpool"
-HELP = "inferpool and its peers side by side"
-COLUMNS = (
-    Column("requests_per_s", "requests/s (range)", 0, "range"),
-    Column("p50_ms", "p50 ms", 2),
-    Column("p90_ms", "p90 ms", 2),
-    Column("p99_ms", "p99 ms", 2),
-    Column("max_ms", "max ms", 1, "max"),
-    Column("errors", "errors", 0, "sum"),
-    Column("front_cpu_s_per_1000", "front CPU", 3),
-    Column("cpu_s_per_1000", "CPU s/1000", 3),
-    Column("pss_mib", "PSS MiB"),
-    Column("generator_cores", "wrk cores", 2),
-)
-RATIO_COLUMNS = tuple(
-    column
-    for column in COLUMNS
-    if column.figure in ("requests_per_s", "p50_ms", "cpu_s_per_1000", "pss_mib")
-)
+RATIOS = ("requests_per_s", "p50_ms", "cpu_s_per_1000", "pss_mib")
+_SHARES = (0.1, 0.25, 0.4, 0.55, 0.7, 0.8, 0.9, 1.0, 1.2, 1.5)
+"""Rates of `sweep`, as shares of what the same server answers in a closed loop."""
+_TIMEOUT_S = 5.0
+"""A request without an answer counts with this time: so nothing is left out of the latencies."""
+_COLLAPSED = 0.8
+"""Higher rates show nothing new where twice less than this share was answered in time."""
 _SEARCH_S = 1800.0
 
 
@@ -56,10 +46,10 @@ _SEARCH_S = 1800.0
 class Peer:
     """Another server, in the setting that was its best on two cores."""
 
-    distribution: str = ""
-    """Package that its environment must have; "" where ours is enough."""
     arguments: Sequence[str]
     """Arguments of its interpreter, after `-m`."""
+    distribution: str = ""
+    """Package that its environment must have; "" where ours is enough."""
     num_workers: int = 1
     """Workers for work that costs nothing."""
     wait_ms: float = 0
@@ -73,51 +63,47 @@ class Peer:
     env: Mapping[str, str] = field(default_factory=dict)
 
 
-_LITSERVE = Peer(
-    distribution="litserve",
-    arguments=["tests.bench.servers.litserve_server", "{port}"],
-    wait_ms=2,
-    stop_signal=signal.SIGINT,  # on SIGTERM it stays
-)
-_MOSEC = Peer(
-    distribution="mosec",
-    arguments=["tests.bench.servers.mosec_server", "--address", HOST, "--port", "{port}",
-               "--log-level", "warning", "--timeout", "30000"],
-    num_workers=2,
-    wait_ms=1,
-)  # fmt: skip
-_RAY = Peer(
-    distribution="ray",
-    arguments=["tests.bench.servers.ray_server", "{port}"],
-    wait_ms=2,
-    env={
-        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
-        "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",  # its own proxy listens, not HAProxy
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # else, under `uv run`, it copies the repository
-        "RAY_memory_monitor_refresh_ms": "0",  # else it kills replicas where memory is short
-    },
-)
-_BENTOML = Peer(
-    distribution="bentoml",
-    arguments=["bentoml", "serve", "tests.bench.servers.bentoml_server:FrontService",
-               "--host", HOST, "--port", "{port}"],
-    num_workers=2,
-    env={"BENTOML_DO_NOT_TRACK": "True", "BENTOML_HOME": str(OUT / "bentoml")},
-)  # fmt: skip
-_TORCHSERVE = Peer(
-    distribution="torchserve",
-    arguments=["tests.bench.servers.torchserve_server", "{port}"],
-    num_workers=2,
-    wait_ms=1,
-    path="/predictions/work",
-)
+_MOSEC_FLAGS = f"--address {HOST} --port {{port}} --log-level warning --timeout 30000"
+_BENTO_SERVE = "bentoml serve tests.bench.servers.bentoml_server:FrontService"
+_RAY_ENV = {
+    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+    "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",  # its own proxy listens, not HAProxy
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # else, under `uv run`, it copies the repository
+    "RAY_memory_monitor_refresh_ms": "0",  # else it kills replicas where memory is short
+}
 _AS_RELEASED = {
-    "litserve": _LITSERVE,
-    "mosec": _MOSEC,
-    "ray": _RAY,
-    "bentoml": _BENTOML,
-    "torchserve": _TORCHSERVE,
+    "litserve": Peer(
+        distribution="litserve",
+        arguments=["tests.bench.servers.litserve_server", "{port}"],
+        wait_ms=2,
+        stop_signal=signal.SIGINT,  # on SIGTERM it stays
+    ),
+    "mosec": Peer(
+        distribution="mosec",
+        arguments=["tests.bench.servers.mosec_server", *_MOSEC_FLAGS.split()],
+        num_workers=2,
+        wait_ms=1,
+    ),
+    "ray": Peer(
+        distribution="ray",
+        arguments=["tests.bench.servers.ray_server", "{port}"],
+        wait_ms=2,
+        env=_RAY_ENV,
+    ),
+    "bentoml": Peer(
+        distribution="bentoml",
+        arguments=[*_BENTO_SERVE.split(), "--host", HOST, "--port", "{port}"],
+        num_workers=2,
+        env={"BENTOML_DO_NOT_TRACK": "True", "BENTOML_HOME": str(OUT / "bentoml")},
+    ),
+    "torchserve": Peer(
+        distribution="torchserve",
+        arguments=["tests.bench.servers.torchserve_server", "{port}"],
+        num_workers=2,
+        wait_ms=1,
+        path="/predictions/work",
+    ),
 }
 _SKETCH = ["tests.bench.servers.sketch_server", "{port}"]
 PEERS: Mapping[str, Peer] = {
@@ -132,143 +118,177 @@ PEERS: Mapping[str, Peer] = {
     "asgi+queue": Peer(arguments=[*_SKETCH, "--queue"]),
     "fastapi+queue": Peer(arguments=[*_SKETCH, "--queue", "--fastapi"]),
 }  # fmt: skip
-_SETTABLE = ("num_workers", "num_model_workers", "wait_ms", "max_batch_size")
-OPTIONS = {
+_SETTABLE = {"num_workers": int, "num_model_workers": int, "wait_ms": float, "max_batch_size": int}
+_OPTIONS: Mapping[str, object] = {
     "rounds": 5,
-    "secs": 4,
     "warm": 2,
-    "connections": (1, 16, 64),
-    "serve-args": "",
+    "serve_args": "",
     "peers": (
         "",
         f"comma-separated, of {', '.join(PEERS)}, or none; default: those of "
         f"{', '.join(_AS_RELEASED)} that are installed",
     ),
     "workloads": (",".join(WORKLOADS), "comma-separated"),
-    "peer-python": ([], "PEER=PATH: the interpreter whose environment has this peer, if not ours"),
+    "peer_python": ([], "PEER=PATH: the interpreter whose environment has this peer, if not ours"),
     "set": ([], f"PEER.FIELD=N: another setting of a peer: {', '.join(_SETTABLE)}"),
     "speeds": ("exact,auto", "of inferpool, where there is a model"),
     "ours": ([], 'NAME=ARGUMENTS: a setting of inferpool, as "p99=--objective-p99-ms 50"'),
 }
 
 
-def run(bench: Benchmark) -> None:
+@benchmark("inferpool and its peers side by side", **_OPTIONS, secs=4, connections=(1, 16, 64))
+def peers(bench: Benchmark) -> None:
     """Measure all servers at each number of connections."""
-    turns = {
+    bench.take_turns({
         f"{name}, {command.name}": bench.closed_turn(name, bodies, command)
         for name, bodies, command in contenders(bench)
+    })  # fmt: skip
+    bench.report("connections")
+    bench.report_ratios("connections", RATIOS, lambda name: not name.startswith(OURS))
+    bench.draw("requests_per_s", "connections")
+    bench.draw("p99_ms", "connections", is_log=True)
+
+
+@benchmark(
+    "latency against the arrival rate, open loop, up to collapse",
+    **_OPTIONS,
+    secs=5,
+    connections=(64,),
+    rates=((), "requests per second for all; default: shares of the closed loop's"),
+    max_connections=(512, "of the open loop"),
+    p99_ms=(0.0, "an objective, to be drawn"),
+)
+def sweep(bench: Benchmark) -> None:
+    """Ask each server at one rate after another."""
+    require_wrk()
+    rates = bench.content["rates"] = {}
+    bench.take_turns({
+        f"{name}, {command.name}": partial(_climb, bench, name, bodies, command, rates)
+        for name, bodies, command in contenders(bench)
+    })  # fmt: skip
+    caption = (
+        f"Latency counts from when a request was due, {_TIMEOUT_S:g} s where there was no answer. "
+        "late: p99 of the delay before it was sent."
+    )
+    bench.report("due/s", caption)
+    bench.draw("p99_ms", "requests due per second", is_log=True, limit=bench.args.p99_ms)
+    bench.draw("good_per_s", "requests due per second", is_log=True)
+
+
+def _climb(
+    bench: Benchmark,
+    workload: str,
+    bodies: Bodies,
+    command: ServerCommand,
+    rates: dict[str, Sequence[float]],
+    round_: int,
+) -> Iterator[Cell]:
+    args = bench.args
+    with bench.warm_server(workload, bodies, command) as (server, asked):
+        # Settings of our server are all asked at the rates that suit the first of them.
+        name = OURS if command.name.startswith(OURS) else command.name
+        key = f"{workload}, {name}"
+        if key not in rates:
+            rates[key] = args.rates or [
+                round(share * peak, 1)
+                for peak in [load_closed(server, asked, max(args.connections), args.secs)[
+                    "requests_per_s"]]
+                for share in _SHARES
+            ]  # fmt: skip
+        num_collapsed = 0
+        for rate in rates[key]:
+            figures = load_open(server, asked, rate, args, seed=round_)
+            yield Cell(workload, command.name, rate, figures)
+            num_collapsed += figures["good_per_s"] < _COLLAPSED * rate
+            if num_collapsed == 2:
+                return
+
+
+def load_open(
+    server: BenchServer, bodies: Bodies, rate: float, args: argparse.Namespace, seed: int
+) -> dict[str, float]:
+    """Ask a server at a rate, whatever becomes of the requests before."""
+    plan = plan_for(
+        server.port, bodies.requests(), rate, connections=args.max_connections,
+        duration_s=args.secs, warmup_s=min(1.0, args.warm), timeout_s=_TIMEOUT_S, seed=seed,
+    )  # fmt: skip
+    meter, began = CpuMeter(server), time.monotonic()
+    done = run_load(LoadRun(plan))
+    wall_s, cpu, tally = time.monotonic() - began, meter.figures(), done.tally
+    latency = LatencyHistogram()
+    latency.add(tally.latency)
+    latency.add(tally.given_up)
+    return {
+        "good_per_s": tally.num_in_time / args.secs,
+        **{f"p{each}_ms": 1e3 * latency.percentile_s(each) for each in (50, 90, 99)},
+        "max_ms": 1e3 * latency.max_s,
+        "refused": tally.refusal.num,
+        "unanswered": tally.given_up.num,
+        "late_p99_ms": 1e3 * tally.lateness.percentile_s(99),
+        # It was idle while the generator's process started.
+        "server_cores": cpu["server_cores"] * wall_s / (plan.warmup_s + done.wall_s),
+        "generator_cores": done.generator_cores,
+        "noise": cpu["noise"],
     }
-    bench.take_turns(turns)
-
-
-def report(bench: Benchmark) -> None:
-    """Print and draw the figures, and the ratios of ours to the others."""
-    bench.add_cells("Side by side, closed loop", "connections", COLUMNS)
-    bench.add_ratios("connections", RATIO_COLUMNS, lambda name: not name.startswith(OURS))
-    bench.add_charts(COLUMNS[0], "connections")
-    bench.add_charts(COLUMNS[3], "connections", is_log=True)
 
 
 def contenders(bench: Benchmark) -> Sequence[tuple[str, Bodies, ServerCommand]]:
-    """Return what the options ask for: workload, requests and server of each.
-
-    Raises:
-        BenchError: Something is unknown, or not installed.
-    """
+    """Return what the options ask for: workload, requests and server of each."""
     args = bench.args
     pythons = dict(_pair(each) for each in args.peer_python)
-    settings = _settings(args.set)
-    workloads = chosen(args.workloads, WORKLOADS, "workload")
     chosen(",".join(pythons), PEERS, "peer")
-    peers = _usable_peers(args.peers, pythons)
-    bench.content["peers"] = {name: asdict(settings[name]) for name in peers}
+    settings = _settings(args.set)
+    usable = _usable_peers(args.peers, pythons)
+    bench.content["peers"] = {name: asdict(settings[name]) for name in usable}
     found = []
-    for name, workload in workloads.items():
-        bodies = workload.bodies()
-        found += [(name, bodies, ours) for ours in _ours(workload, args)]
-        found += [
-            (name, bodies, _command(peer, settings[peer], workload, peers[peer])) for peer in peers
-        ]
+    for name, workload in chosen(args.workloads, WORKLOADS, "workload").items():
+        commands = [*_ours(workload, args)]
+        commands += [_command(peer, settings[peer], workload, usable[peer]) for peer in usable]
+        found += [(name, workload.bodies(), command) for command in commands]
     return found
 
 
-def chosen(names: str, known: Mapping[str, T], kind: str) -> dict[str, T]:
-    """Return the known ones of comma-separated names.
-
-    Raises:
-        BenchError: One is unknown.
-    """
-    wanted = [name.strip() for name in names.split(",") if name.strip()]
-    if unknown := [name for name in wanted if name not in known]:
-        raise BenchError(f"there is no {kind} {unknown[0]!r}: there are {', '.join(known)}")
-    return {name: known[name] for name in wanted}
-
-
-def installed_version(python: str, distribution: str) -> str | None:
-    """Return the version of a distribution as another interpreter sees it, or None.
-
-    Raises:
-        BenchError: There is no such interpreter.
-    """
-    code = f"from importlib.metadata import version; print(version({distribution!r}))"
-    try:
-        result = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=60)
-    except OSError as error:
-        raise BenchError(f"{python} is no interpreter: {error.strerror}") from error
-    return result.stdout.strip() if result.returncode == 0 else None
+def is_installed(python: str, distribution: str) -> bool:
+    """Return whether another interpreter has a distribution."""
+    code = f"from importlib.metadata import version; version({distribution!r})"
+    return subprocess.run([python, "-c", code], capture_output=True, timeout=60).returncode == 0
 
 
 def _ours(workload: Workload, args: argparse.Namespace) -> Iterator[ServerCommand]:
     """Yield the service in each setting asked for, and for each speed where there is a model."""
-    ways = {OURS: ""}
-    if args.ours:
-        ways = {f"{OURS}-{name}": more for name, more in map(_pair, args.ours)}
+    ways = {f"{OURS}-{name}": more for name, more in map(_pair, args.ours)} or {OURS: ""}
     for name, more in ways.items():
-        arguments = [*workload.serve(), *shlex.split(args.serve_args), *shlex.split(more)]
+        ours = partial(inferpool, args, *workload.serve(), *shlex.split(more))
         if not workload.network:
-            yield inferpool(args.inferpool, *arguments, name=name)
+            yield ours(name=name)
             continue
         for speed in args.speeds.split(","):
-            ours = inferpool(args.inferpool, *arguments, "--speed", speed, name=f"{name}-{speed}")
-            yield _searched(ours, args.port) if speed == "auto" else ours
+            command = ours("--speed", speed, name=f"{name}-{speed}")
+            yield _searched(command, args.port) if speed == "auto" else command
 
 
 def _searched(ours: ServerCommand, port: int) -> ServerCommand:
-    """Let the service search for a faster preset, and measure it without a search beside it.
-
-    Raises:
-        BenchError: The search did not come to an end.
-    """
+    """Let the service search for a faster preset, and measure it without a search beside it."""
     say(f"{ours.name}: searching for the fastest preset")
-    health = Probe(path="/health")
     with BenchServer(ours, port, OUT / "logs" / f"{ours.name}-search.log") as server:
-        server.wait_ready(health)
-        until = time.monotonic() + _SEARCH_S
-        while True:
-            server.require_running()
-            (model,) = json.loads(ask(port, health)[1])["models"]
-            search = model["speed_search"]
+        server.wait_ready()
+        for _ in server.turns(time.monotonic() + _SEARCH_S, pause_s=1.0):
+            search = server.model()["speed_search"]
             if search["state"] in ("off", "done", "failed"):
                 break
-            if time.monotonic() > until:
-                raise BenchError(f"{ours.name} still searches for speed: {search['text']}")
-            time.sleep(1.0)
+        else:
+            server.fail(f"it still searches for speed: {search['text']}")
     say(f"  {search['text'] or 'nothing to search for'}")
     return replace(ours, env={**ours.env, "INFERPOOL_SPEED_SEARCH": "false"})
 
 
 def _usable_peers(names: str, pythons: Mapping[str, str]) -> dict[str, str]:
-    """Return each peer to run, with its interpreter. One asked for by name must be there.
-
-    Raises:
-        BenchError: A peer is unknown, or not installed.
-    """
+    """Return each peer to run, with its interpreter. One asked for by name must be there."""
     usable: dict[str, str] = {}
-    if names == "none":
-        return usable
-    for name, peer in chosen(names or ",".join(_AS_RELEASED), PEERS, "peer").items():
+    wanted = "" if names == "none" else names or ",".join(_AS_RELEASED)
+    for name, peer in chosen(wanted, PEERS, "peer").items():
         python = pythons.get(name) or pythons.get(peer.distribution) or sys.executable
-        if not peer.distribution or installed_version(python, peer.distribution):
+        if not peer.distribution or is_installed(python, peer.distribution):
             usable[name] = python
             continue
         how = (
@@ -282,14 +302,13 @@ def _usable_peers(names: str, pythons: Mapping[str, str]) -> dict[str, str]:
 
 
 def _command(name: str, peer: Peer, workload: Workload, python: str) -> ServerCommand:
-    weights = workload.weights()
     setting = PeerSetting(
         work=workload.work,
-        num_workers=peer.num_model_workers if weights else peer.num_workers,
+        num_workers=peer.num_model_workers if workload.network else peer.num_workers,
         max_batch_size=peer.max_batch_size,
         wait_ms=peer.wait_ms,
         network=workload.network,
-        weights=str(weights or ""),
+        weights=workload.weights(),
     )
     return ServerCommand(
         name=name,
@@ -308,11 +327,8 @@ def _settings(changes: Sequence[str]) -> Mapping[str, Peer]:
         name, _, setting = key.partition(".")
         if name not in settings or setting not in _SETTABLE:
             raise BenchError(f"--set {change}: say PEER.FIELD=N, FIELD of {', '.join(_SETTABLE)}")
-        number = float(value) if setting == "wait_ms" else int(value)
-        settings[name] = replace(
-            settings[name],
-            **{setting: number},  # type: ignore[arg-type]  # each of _SETTABLE is a number
-        )
+        number: dict[str, object] = {setting: _SETTABLE[setting](value)}
+        settings[name] = replace(settings[name], **number)  # type: ignore[arg-type]  # is a number
     return settings
 
 

@@ -1,8 +1,7 @@
-"""Starts a server under test, loads it, watches all its processes and ends them. Linux only."""
+"""Starts any server, ours or a peer's, loads it by wrk, watches its processes and ends them all."""
 
-import contextlib
 import ctypes
-import http.client
+import io
 import json
 import os
 import shlex
@@ -13,13 +12,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing import resource_tracker
 from pathlib import Path
+from typing import Any, NoReturn
 
+import httpx
 import psutil
 
+from inferpool.service.settings.loader import write_toml
+from inferpool.service.tools.trial.connection import post_request
+from inferpool.service.tools.trial.load import LoadPlan
 from inferpool.service.tools.trial.processes import is_alive, pss_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,33 +35,22 @@ OUT = Path(__file__).resolve().parent / "out"
 HOST = "127.0.0.1"
 INFERPOOL = str(Path(sys.executable).parent / "inferpool")
 """The command of the environment that runs the benchmark."""
-
 MALLOC = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
     "MALLOC_TOP_PAD_": str(1 << 26),
 }
 """Makes glibc keep freed memory, as in the service's workers, and not return it after a batch."""
-
-_GRACE_S = 8.0
 _SCRIPT = Path(__file__).with_name("rotate.lua")
+_ANSWER_S = 600.0
+_NUM_CLIENTS = 32
+"""Clients of a closed loop; more than fill two batches of each worker find nothing more."""
 _PR_SET_CHILD_SUBREAPER = 36
-_PR_GET_CHILD_SUBREAPER = 37
 """From linux/prctl.h."""
 
 
 class BenchError(Exception):
     """The benchmark cannot go on; the message says what to do about it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Probe:
-    """One HTTP call that shows whether a server is there and does its work."""
-
-    path: str
-    body: bytes | None = None
-    """A probe with a body is a POST."""
-    content_type: str = "application/octet-stream"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,10 +61,18 @@ class Bodies:
     content_type: str = "application/octet-stream"
     path: str = "/predict"
 
-    def probe(self) -> Probe:
-        """Return the first of these requests as a single call."""
-        body = self.files[0].read_bytes()
-        return Probe(path=self.path, body=body, content_type=self.content_type)
+    def requests(self) -> list[bytes]:
+        """Return them as whole HTTP requests."""
+        return [post_request(self.path, each.read_bytes(), self.content_type)
+                for each in self.files]  # fmt: skip
+
+
+def plan_for(
+    port: int, requests: Sequence[bytes] | Callable[[int], bytes], rate: float | None, **more: Any
+) -> LoadPlan:
+    """Plan load at a rate in an open loop, or in a closed loop that keeps a service full (None)."""
+    most = {"connections": _NUM_CLIENTS if rate is None else 10_000}
+    return LoadPlan(address=(HOST, port), requests=requests, rate=rate, **(most | more))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,8 +83,8 @@ class ServerCommand:
     argv: Sequence[str]
     """`{port}` stands for the port."""
     env: Mapping[str, str] = field(default_factory=dict)
-    ready: Probe | None = None
-    """Call that is repeated until it answers 200, before the first measured request."""
+    ready: str = ""
+    """Path that is asked until it answers 200, before the first request."""
     path: str = ""
     """Path of the measured requests, for a server that cannot choose it."""
     stop_signal: signal.Signals = signal.SIGTERM
@@ -88,69 +92,59 @@ class ServerCommand:
 
 
 def inferpool(
-    command: str, *arguments: str, name: str = "inferpool", env: Mapping[str, str] | None = None
+    args: Any,
+    *arguments: str,
+    name: str = "inferpool",
+    settings: Mapping[str, object] | None = None,
+    env: Mapping[str, str] | None = None,
 ) -> ServerCommand:
-    """Return the command line that starts our service as its users do, with JSON logs."""
-    flags = ["--host", HOST, "--port", "{port}", "--log-format", "json"]
-    argv = [*shlex.split(command), "serve", *arguments, *flags]
-    return ServerCommand(name=name, argv=argv, env=env or {}, ready=Probe(path="/health/ready"))
+    """Return the command line that starts our service as its users do, with JSON logs.
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CpuSeconds:
-    """CPU seconds since some moment in the past: only differences mean anything."""
-
-    front: float
-    """CPU time of the process that was started: the one that listens, as a rule."""
-    server: float
-    """CPU time of all processes of the server."""
-    known: float
-    """CPU time of the server, the benchmark, and the load generators that have ended."""
-    machine: float
-    """CPU time of the whole machine, with what the hypervisor withheld."""
-
-    def cores(self, since: "CpuSeconds", wall_s: float) -> dict[str, float]:
-        """Return the cores that were busy since an earlier reading, by whom."""
-        server, known = self.server - since.server, self.known - since.known
-        return {
-            "server_cores": server / wall_s,
-            "generator_cores": (known - server) / wall_s,
-            "noise": max(0.0, self.machine - since.machine - known) / wall_s,
-        }
+    `settings` go to a file, by their dotted names; those of a table must stand together.
+    """
+    argv = [*shlex.split(args.inferpool), "serve", *arguments]
+    if settings:
+        text = io.StringIO()
+        write_toml([(tuple(key.split(".")), each, name) for key, each in settings.items()], text)
+        file = OUT / "settings" / f"{zlib.crc32(text.getvalue().encode()):08x}.toml"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text.getvalue())
+        argv += ["--config", str(file)]
+    argv += shlex.split(getattr(args, "serve_args", ""))
+    argv += ["--host", HOST, "--port", "{port}", "--log-format", "json"]
+    env = {"PYTHONPATH": str(ROOT), **(env or {})}  # for models of the benchmarks' own
+    return ServerCommand(name=name, argv=argv, env=env, ready="/health/ready")
 
 
 class BenchServer:
-    """A running server. A context manager: leaving it ends every process of the server.
-
-    Meanwhile this process adopts orphans (PR_SET_CHILD_SUBREAPER), so that each process of the
-    server stays below it, whatever becomes of its parent.
-    """
+    """A running server. A context manager: leaving it ends every process of the server."""
 
     def __init__(self, command: ServerCommand, port: int, log: Path | None = None) -> None:
         self.command = command
         self.port = port
         self.log = log or OUT / "logs" / f"{command.name}.log"
+        self.http = httpx.Client(
+            base_url=f"http://{HOST}:{port}", timeout=_ANSWER_S, trust_env=False
+        )
         self._process: subprocess.Popen[bytes] | None = None
         self._others: set[psutil.Process] = set()
-        self._adopted_before = False
         self._scratch = tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True)
 
     def __enter__(self) -> "BenchServer":
         """Start it in a session of its own, with its own folder for temporary files.
 
         Raises:
-            BenchError: The port is taken, or the program cannot be run.
+            BenchError: The port is taken.
+            OSError: The program cannot be run.
         """
         require_free(self.port)
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        argv = [part.replace("{port}", str(self.port)) for part in self.command.argv]
         resource_tracker.ensure_running()  # a load generator starts it, which is not the server's
-        self._others = set(psutil.Process().children(recursive=True))
-        self._adopted_before = _adopt_orphans(True)
+        self._others = self._below()
         try:
             with self.log.open("wb") as log:
                 self._process = subprocess.Popen(
-                    argv,
+                    [part.replace("{port}", str(self.port)) for part in self.command.argv],
                     cwd=ROOT,
                     env={**os.environ, "TMPDIR": self._scratch.name, **self.command.env},
                     stdin=subprocess.DEVNULL,
@@ -158,120 +152,120 @@ class BenchServer:
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                 )
-        except BaseException as error:  # an interruption, too: the process may be there
+        except BaseException:  # an interruption, too: the process may be there
             self.__exit__()
-            if isinstance(error, OSError):
-                message = f"{self.command.name}: cannot run {argv[0]}: {error.strerror}"
-                raise BenchError(message) from error
             raise
         return self
 
     def __exit__(self, *_error: object) -> None:
         """Ask it to leave, then its remaining processes, then kill what is left."""
-        shared = {path for process in self.processes() for path in _shared_memory(process)}
-        self._end(self.processes()[:1], self.command.stop_signal, _GRACE_S)
-        self._end(self.processes(), signal.SIGTERM, 3.0)
-        for _ in range(3):  # in case one starts another meanwhile
-            self._end(self.processes(), signal.SIGKILL, 3.0)
-        # Orphans that had ended are our zombies.
-        psutil.wait_procs(set(psutil.Process().children()) - self._others, 1.0)
+        self.http.close()
+        ways = (
+            (self.command.stop_signal, 8.0),
+            (signal.SIGTERM, 3.0),
+            *[(signal.SIGKILL, 3.0)] * 3,
+        )
+        for turn, (number, timeout_s) in enumerate(ways):  # one may start another meanwhile
+            for process in self.processes()[: None if turn else 1]:
+                with suppress(psutil.NoSuchProcess):
+                    process.send_signal(number)
+            psutil.wait_procs(self.processes(), timeout_s)
+        psutil.wait_procs(self._below(), 1.0)  # orphans that had ended are our zombies
         if self._process:
-            with contextlib.suppress(subprocess.TimeoutExpired):  # an interrupted poll keeps a lock
+            with suppress(subprocess.TimeoutExpired):  # an interrupted poll keeps a lock
                 self._process.wait(1)
-        _adopt_orphans(self._adopted_before)
         self._scratch.cleanup()
-        for path in shared:  # mosec leaves its semaphores behind now and then
-            path.unlink(missing_ok=True)
 
     @property
     def pid(self) -> int:
+        """The process that was started."""
         assert self._process is not None
         return self._process.pid
 
-    def wait_ready(self, probe: Probe, timeout_s: float = 180.0) -> bytes:
-        """Wait until the server is ready and answers a call with 200; return that answer.
+    def post(self, bodies: Bodies, number: int = 0) -> httpx.Response:
+        """Send one of some bodies."""
+        headers = {"Content-Type": bodies.content_type}
+        body = bodies.files[number].read_bytes()
+        return self.http.post(bodies.path, content=body, headers=headers)
 
-        Raises:
-            BenchError: It ended, or did not answer in time.
-        """
-        until = time.monotonic() + timeout_s
-        if self.command.ready:
-            self._await_success(self.command.ready, until)
-        return self._await_success(probe, until)
-
-    def _await_success(self, probe: Probe, until: float) -> bytes:
-        last = "no answer"
-        while time.monotonic() < until:
-            self.require_running()
-            try:
-                status, body = ask(self.port, probe)
-            except (OSError, http.client.HTTPException) as error:
-                last = repr(error)
+    def wait_ready(self, *works: Bodies, timeout_s: float = 600.0) -> str:
+        """Wait until all workers are ready and each work is answered; return the last answer."""
+        until, answer = time.monotonic() + timeout_s, ""
+        asks = [partial(self.post, each) for each in works]
+        for ask in [partial(self.http.get, self.command.ready), *asks][not self.command.ready :]:
+            for _ in self.turns(until):
+                with suppress(httpx.TransportError):
+                    answer = (response := ask()).text
+                    if response.status_code == 200 and '"degraded"' not in answer:
+                        break
             else:
-                if status == 200:
-                    return body
-                last = f"{status} {body[:300]!r}"
-            time.sleep(0.05)
-        where = f"{self.command.name} {probe.path}"
-        raise BenchError(f"{where}: not ready in time: {last}{self._tail()}")
+                self.fail(f"not ready in time: {answer[:300]}")
+        return answer
 
-    def require_running(self) -> None:
-        """Check that the process that was started is alive.
-
-        Raises:
-            BenchError: It has ended. The message has its exit code and its last log lines.
-        """
+    def turns(self, until: float, pause_s: float = 0.05) -> Iterator[None]:
+        """Give turns to look at it until a moment has come; its end is an error."""
         assert self._process is not None
-        if (code := self._process.poll()) is not None:
-            raise BenchError(f"{self.command.name} ended with {code}{self._tail()}")
+        while time.monotonic() < until:
+            if (code := self._process.poll()) is not None:
+                self.fail(f"ended with {code}")
+            yield
+            time.sleep(pause_s)
+
+    def fail(self, text: str) -> NoReturn:
+        """Raise an error that names it, and has its last log lines."""
+        tail = [f"({self.log})", *self.log.read_text(errors="replace").splitlines()[-12:]]
+        raise BenchError("\n    ".join([f"{self.command.name}: {text}", *tail]))
+
+    def model(self) -> Mapping[str, Any]:
+        """Return what our service's /health says of its first model."""
+        model: Mapping[str, Any] = self.http.get("/health").json()["models"][0]
+        return model
+
+    def metrics(self, *names: str) -> Sequence[float]:
+        """Return the sum of all samples of our service whose names begin so, for each name."""
+        lines = self.http.get("/metrics").text.splitlines()
+        return [sum(float(line.split()[-1]) for line in lines
+                    if line.startswith(f"inferpool_{name}")) for name in names]  # fmt: skip
 
     def processes(self) -> Sequence[psutil.Process]:
         """Return the server's processes that are alive, the one that was started first."""
-        found = set(psutil.Process().children(recursive=True)) - self._others
-        alive = [process for process in found if is_alive(process)]
+        alive = [process for process in self._below() - self._others if is_alive(process)]
         return sorted(alive, key=lambda process: (process.create_time(), process.pid))
 
-    def cpu(self) -> CpuSeconds:
-        """Return the CPU time taken so far, by whom."""
-        each_s = {process.pid: _cpu_s(process) for process in self.processes()}
-        own = os.times()
-        ours = own.user + own.system + own.children_user + own.children_system
-        server = sum(each_s.values())
-        return CpuSeconds(
-            front=each_s.get(self.pid, 0.0),
-            server=server,
-            known=server + ours,
-            machine=machine_cpu_s(),
+    def _below(self) -> set[psutil.Process]:
+        return set(psutil.Process().children(recursive=True)) - self._others
+
+
+class CpuMeter:
+    """Measures, from when it is made, who takes the cores: the server, the benchmark or others."""
+
+    def __init__(self, server: BenchServer) -> None:
+        self._server = server
+        self._began = time.monotonic()
+        self._before = self._read()
+
+    def figures(self) -> dict[str, float]:
+        """Return CPU seconds of the server and of its first process, and cores by who took them."""
+        front_s, server_s, known_s, machine_s = (
+            now - before for now, before in zip(self._read(), self._before, strict=True)
         )
+        wall_s = time.monotonic() - self._began
+        return {
+            "front_s": front_s,
+            "server_s": server_s,
+            "server_cores": server_s / wall_s,
+            "generator_cores": (known_s - server_s) / wall_s,
+            "noise": max(0.0, machine_s - known_s) / wall_s,
+        }
 
-    def pss_mib(self) -> float:
-        """Return its memory in MiB. Each process that maps a shared page counts a share of it."""
-        return sum(pss_of(process.pid).total for process in self.processes()) / 2**20
-
-    def _end(
-        self, processes: Sequence[psutil.Process], number: signal.Signals, timeout_s: float
-    ) -> None:
-        for process in processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.send_signal(number)
-        psutil.wait_procs({*processes, *self.processes()}, timeout_s)
-
-    def _tail(self) -> str:
-        lines = self.log.read_text(errors="replace").splitlines()[-12:]
-        return "".join(f"\n    {line}" for line in [f"({self.log})", *lines])
-
-
-def require_wrk() -> None:
-    """Check that the load generator is installed.
-
-    Raises:
-        BenchError: It is not. The message says how to get it.
-    """
-    if shutil.which("wrk") is None:
-        raise BenchError(
-            "wrk is not installed. Debian, Ubuntu: apt-get install wrk. macOS: brew install wrk. "
-            "Else: https://github.com/wg/wrk"
-        )
+    def _read(self) -> tuple[float, float, float, float]:
+        each_s: dict[int, float] = {}
+        for process in self._server.processes():
+            with suppress(psutil.NoSuchProcess):
+                each_s[process.pid] = sum(process.cpu_times()[:2])
+        server_s = sum(each_s.values())
+        ours_s = sum(os.times()[:4])  # with the generators that have ended
+        return each_s.get(self._server.pid, 0.0), server_s, server_s + ours_s, machine_cpu_s()
 
 
 def load_closed(
@@ -281,22 +275,18 @@ def load_closed(
 
     Returns:
         Answers and their latencies, CPU and memory: the README explains each.
-
-    Raises:
-        BenchError: wrk gave no result.
     """
-    before = server.cpu()
-    summary = run_wrk(server, bodies, connections, secs)
-    after = server.cpu()
-    wall_s, num_requests = summary["duration_s"], max(1.0, summary["num_requests"])
+    meter = CpuMeter(server)
+    found = run_wrk(server, bodies, connections, secs)
+    cpu, thousands = meter.figures(), max(1.0, found["num_requests"]) / 1000
     return {
-        "requests_per_s": (summary["num_requests"] - summary["num_bad_status"]) / wall_s,
-        "errors": summary["num_bad_status"] + summary["num_broken"],
-        **{name: summary[name] for name in ("p50_ms", "p90_ms", "p99_ms", "max_ms")},
-        "cpu_s_per_1000": (after.server - before.server) / num_requests * 1000,
-        "front_cpu_s_per_1000": (after.front - before.front) / num_requests * 1000,
-        "pss_mib": server.pss_mib(),
-        **after.cores(before, wall_s),
+        "requests_per_s": (found["num_requests"] - found["num_bad_status"]) / found["duration_s"],
+        "errors": found["num_bad_status"] + found["num_broken"],
+        **{name: found[name] for name in ("p50_ms", "p90_ms", "p99_ms", "max_ms")},
+        "cpu_s_per_1000": cpu.pop("server_s") / thousands,
+        "front_cpu_s_per_1000": cpu.pop("front_s") / thousands,
+        "pss_mib": sum(pss_of(each.pid).total for each in server.processes()) / 2**20,
+        **cpu,
     }
 
 
@@ -304,8 +294,9 @@ def run_wrk(server: BenchServer, bodies: Bodies, connections: int, secs: int) ->
     """Run wrk and return its summary.
 
     Raises:
-        BenchError: wrk gave no result.
+        BenchError: It is not installed, or gave no result.
     """
+    require_wrk()
     argv = ["wrk", "-t1", f"-c{connections}", f"-d{secs}s", "--timeout", "20s", "-s", str(_SCRIPT)]
     environment = {
         **os.environ,
@@ -313,31 +304,28 @@ def run_wrk(server: BenchServer, bodies: Bodies, connections: int, secs: int) ->
         "BENCH_PATH": bodies.path,
         "BENCH_CONTENT_TYPE": bodies.content_type,
     }
-    url = f"http://{HOST}:{server.port}"
     try:
         result = subprocess.run(
-            [*argv, url], env=environment, capture_output=True, text=True, timeout=secs + 40
-        )
+            [*argv, f"http://{HOST}:{server.port}"],
+            env=environment, capture_output=True, text=True, timeout=secs + 60,
+        )  # fmt: skip
     except subprocess.TimeoutExpired as error:
-        raise BenchError(f"wrk did not end: {url}") from error
-    for line in result.stdout.splitlines():
-        if line.startswith("SUMMARY "):
-            summary: dict[str, float] = json.loads(line.removeprefix("SUMMARY "))
-            return summary
-    raise BenchError(f"wrk gave no result: {result.stdout[-300:]}{result.stderr[-300:]}")
+        raise BenchError("wrk did not end") from error
+    _, is_there, summary = result.stdout.partition("SUMMARY ")
+    if not is_there:
+        raise BenchError(f"wrk gave no result: {result.stdout[-300:]}{result.stderr[-300:]}")
+    figures: dict[str, float] = json.loads(summary)
+    return figures
 
 
-def ask(port: int, probe: Probe, timeout_s: float = 20.0) -> tuple[int, bytes]:
-    """Make one HTTP call on a connection of its own; return status and body."""
-    connection = http.client.HTTPConnection(HOST, port, timeout=timeout_s)
-    try:
-        method = "GET" if probe.body is None else "POST"
-        headers = {} if probe.body is None else {"Content-Type": probe.content_type}
-        connection.request(method, probe.path, probe.body, headers)
-        answer = connection.getresponse()
-        return answer.status, answer.read()
-    finally:
-        connection.close()
+def require_wrk() -> None:
+    """Check that the load generator is installed.
+
+    Raises:
+        BenchError: It is not. The message says how to get it.
+    """
+    if shutil.which("wrk") is None:
+        raise BenchError("wrk is not installed: apt-get install wrk, or https://github.com/wg/wrk")
 
 
 def machine_cpu_s() -> float:
@@ -360,30 +348,9 @@ def require_free(port: int) -> None:
         raise BenchError(message) from error
 
 
-def _adopt_orphans(wanted: bool) -> bool:
+def adopt_orphans(wanted: bool = True) -> None:
     """Become the parent of processes below this one whose own parent ends (prctl(2)), or not.
 
-    Returns:
-        True if this process did so before.
+    So each process of a server stays below this one, whatever becomes of its parent.
     """
-    before = ctypes.c_int()
-    prctl = ctypes.CDLL(None).prctl
-    prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
-    prctl(_PR_SET_CHILD_SUBREAPER, int(wanted), 0, 0, 0)
-    return bool(before.value)
-
-
-def _cpu_s(process: psutil.Process) -> float:
-    try:
-        times = process.cpu_times()
-    except psutil.NoSuchProcess:
-        return 0.0
-    return float(times.user + times.system)
-
-
-def _shared_memory(process: psutil.Process) -> Iterator[Path]:
-    """Yield the files in /dev/shm that a process has mapped."""
-    with contextlib.suppress(psutil.Error):
-        for mapping in process.memory_maps():
-            if mapping.path.startswith("/dev/shm/") and not mapping.path.endswith("(deleted)"):
-                yield Path(mapping.path)
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(wanted), 0, 0, 0)

@@ -1,15 +1,14 @@
 """`soak`: millions of requests, some bad, late or abandoned, and whether the service grows."""
 
-import argparse
 import asyncio
 import math
 import random
-import shlex
 import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 import uvloop
@@ -21,43 +20,30 @@ from inferpool.service.tools.chaos.resources import (
     holdings_of,
     read_ledger,
 )
-from inferpool.service.tools.trial.connection import TrialError, connect, post_request
-from inferpool.service.tools.trial.load import LoadExchange, LoadGenerator, LoadPlan
+from inferpool.service.tools.trial.connection import connect, connected, post_request
+from inferpool.service.tools.trial.load import LoadExchange, LoadGenerator
 from inferpool.service.tools.trial.processes import pss_of
 from inferpool.service.tools.trial.report import line_chart
 from inferpool.service.tools.trial.screen import Screen
 from inferpool.service.tools.trial.tally import LoadTally
-from tests.bench.frame import Benchmark
-from tests.bench.server import HOST, BenchError, BenchServer, Probe, inferpool
+from tests.bench.frame import Benchmark, benchmark
+from tests.bench.server import HOST, BenchServer, inferpool, plan_for
 
-HELP = "millions of requests, some bad, late or abandoned: whether memory grows"
-OPTIONS = {
-    "serve-args": "",
-    "requests": (2_000_000, "how many"),
-    "minutes": (0.0, "for so long instead"),
-    "clients": (16, "that ask at once"),
-    "hang-ups": (3, "percent"),
-    "bad": (3, "percent"),
-    "late": (3, "percent"),
-    "every": (1.0, "seconds per sample"),
-    "warm-share": (0.25, "of the time, not in the slopes"),
-    "max-slope": (1.0, "MiB/h that are tolerated"),
-    "seed": (1, "of the order of requests"),
-}
 _PATH = "/predict/echo"
+_JSON = "application/json"
 _MIB = 2**20
 _TIMEOUT_S = 35.0
 _SETTLE_S = 5.0
 _WARM_S = 2.0
-_BAD: Sequence[tuple[bytes, int]] = tuple(
-    (post_request(path, body, content_type), status)
-    for path, content_type, body, status in (
-        (_PATH, "application/json", b'{"instances":[', 400),
-        (_PATH, "application/json", b'{"instances":[]}', 422),
-        (_PATH, "text/plain", b"hello", 415),
-        ("/predict/nobody", "application/json", b'{"instances":[1]}', 404),
-        (_PATH, "application/x-npy", b"\x93NUMPY no array", 400),
-    )
+_SEED = 1
+_EVERY_S = 1.0
+"""Between samples."""
+_BAD = (
+    (post_request(_PATH, b'{"instances":[', _JSON), 400),
+    (post_request(_PATH, b'{"instances":[]}', _JSON), 422),
+    (post_request(_PATH, b"hello", "text/plain"), 415),
+    (post_request("/predict/nobody", b'{"instances":[1]}', _JSON), 404),
+    (post_request(_PATH, b"\x93NUMPY no array", "application/x-npy"), 400),
 )
 """Bad requests, and the status that each must have."""
 _LATE_STATUSES = (200, 429, 504)
@@ -78,7 +64,7 @@ class Trend:
 class Soak:
     """The load and the samples of one run. Lives in the event loop."""
 
-    def __init__(self, server: BenchServer, args: argparse.Namespace) -> None:
+    def __init__(self, server: BenchServer, args: Any) -> None:
         self.series: dict[int, list[tuple[float, float, float]]] = {}
         """By process: seconds since the load began, PSS, and PSS without files, in MiB."""
         self.seconds = 0.0
@@ -89,47 +75,35 @@ class Soak:
         """Answers that should not be, by what was wrong."""
         self._server = server
         self._args = args
-        self._address = (HOST, server.port)
-        self._question = EchoQuestion(_PATH, args.seed)
-        self._kinds = kinds(args.seed, bad=args.bad, hang_up=args.hang_ups, late=args.late)
+        self._question = EchoQuestion(_PATH, _SEED)
+        self._kinds = kinds(_SEED, bad=args.bad, hang_up=args.hang_ups, late=args.late)
         self._abandoning: set[asyncio.Task[None]] = set()
 
     async def run(self) -> tuple[Holdings, Holdings, LedgerReading]:
         """Load and sample; return what the service held before and after, and its counters."""
-        await self._generator(_WARM_S).run()
+        await self._generator(duration_s=_WARM_S).run()
         await asyncio.gather(*self._abandoning)
         before = await self._settled(None)
         self.counts.clear()
-        minutes, requests = self._args.minutes, self._args.requests
-        load = self._generator(60 * minutes or None, None if minutes else requests)
-        began = time.monotonic()
-        sampling = asyncio.create_task(self._sample())
+        minutes = self._args.minutes
+        length = {"duration_s": 60 * minutes} if minutes else {"num_requests": self._args.requests}
+        load, began = self._generator(**length), time.monotonic()
+        sampling = asyncio.create_task(self._sample(began))
         try:
-            tally = await load.run()
+            self.unexpected.update((await load.run()).errors)
         finally:
             sampling.cancel()
             await asyncio.gather(*self._abandoning)
         self.seconds = time.monotonic() - began
-        self.unexpected.update(tally.errors)
         after = await self._settled(before)
-        connection = await connect(self._address)
-        try:
+        async with connected((HOST, self._server.port)) as connection:
             return before, after, await read_ledger(connection)
-        finally:
-            connection.close()
 
-    def _generator(
-        self, duration_s: float | None, num_requests: int | None = None
-    ) -> LoadGenerator:
-        plan = LoadPlan(
-            address=self._address,
-            requests=self._request,
-            connections=self._args.clients,
-            timeout_s=_TIMEOUT_S,
-            judge=self._judge,
-            duration_s=duration_s,
-            num_requests=num_requests,
-        )
+    def _generator(self, **length: float) -> LoadGenerator:
+        plan = plan_for(
+            self._server.port, self._request, None, connections=self._args.clients,
+            timeout_s=_TIMEOUT_S, judge=self._judge, **length,
+        )  # fmt: skip
         return LoadGenerator(plan)
 
     def _request(self, number: int) -> bytes:
@@ -148,37 +122,30 @@ class Soak:
     def _judge(self, exchange: LoadExchange, _: LoadTally) -> str:
         """Name what is wrong with an answer; count the right ones by kind."""
         number, answer = exchange.number, exchange.answer
-        kind = self._kinds[number % len(self._kinds)]
         self.counts["sent"] += 1
         if answer is None:
             return exchange.failure
-        if kind == "bad":
-            expected = _BAD[number % len(_BAD)][1]
-            if answer.status != expected:
-                return f"status {answer.status} instead of {expected}"
-        elif kind == "late":
-            if answer.status not in _LATE_STATUSES:
-                return f"status {answer.status} to a late one"
-            kind = f"late {answer.status}"
-        elif answer.status != 200:
-            return f"status {answer.status}"
-        elif self._question.complaint(number, answer.body):
+        kind = self._kinds[number % len(self._kinds)]
+        wanted = {"bad": (_BAD[number % len(_BAD)][1],), "late": _LATE_STATUSES}.get(kind, (200,))
+        if answer.status not in wanted:
+            return f"status {answer.status} instead of {wanted}"
+        if kind in ("right", "hang_up") and self._question.complaint(number, answer.body):
             return "a wrong answer"
-        self.counts["right" if kind == "hang_up" else kind] += 1
+        name = {"hang_up": "right", "late": f"late {answer.status}"}.get(kind, kind)
+        self.counts[name] += 1
         return ""
 
     async def _hang_up(self, number: int, request: bytes) -> None:
         """Send it on another connection and leave: at once, while it waits, or is computed."""
-        connection = await connect(self._address)
+        connection = await connect((HOST, self._server.port))
         connection.send(request)
         if number % 3:
             await asyncio.sleep(0.001 * (number % 5))
         connection.close()
         self.counts["abandoned"] += 1
 
-    async def _sample(self) -> None:
-        self.series.clear()
-        began = time.monotonic()
+    async def _sample(self, began: float) -> None:
+        minutes = self._args.minutes
         with Screen(sys.stderr) as screen:
             screen.begin("soaking")
             while True:
@@ -190,16 +157,13 @@ class Soak:
                     sample = (now, pss.total / _MIB, pss.own / _MIB)
                     self.series.setdefault(pid, []).append(sample)
                 num_sent = self.counts["sent"]
-                minutes = self._args.minutes
                 share = now / 60 / minutes if minutes else num_sent / self._args.requests
-                *_, own_mib = self.series[self._server.pid][-1]
-                screen.show(share, f"{num_sent:,} sent; front end {own_mib:.1f} MiB")
-                await asyncio.sleep(self._args.every)
+                screen.show(share, f"{num_sent:,} sent")
+                await asyncio.sleep(_EVERY_S)
 
     async def _settled(self, before: Holdings | None) -> Holdings:
         """Return what the service holds once it has seen that our connections are closed."""
-        until = time.monotonic() + _SETTLE_S
-        last = -1
+        until, last = time.monotonic() + _SETTLE_S, -1
         while True:
             now = holdings_of(self._server.pid, self._server.processes())
             is_back = before is None or now.descriptors <= before.descriptors
@@ -209,56 +173,59 @@ class Soak:
             await asyncio.sleep(0.3)
 
 
-def run(bench: Benchmark) -> None:
+@benchmark(
+    "millions of requests, some bad, late or abandoned: whether memory grows",
+    serve_args="",
+    requests=(2_000_000, "how many"),
+    minutes=(0.0, "for so long instead"),
+    clients=(16, "that ask at once"),
+    hang_ups=(3, "percent"),
+    bad=(3, "percent"),
+    late=(3, "percent"),
+    warm_share=(0.25, "of the time, not in the slopes"),
+    max_slope=(1.0, "MiB/h that are tolerated"),
+)
+def soak(bench: Benchmark) -> None:
     """Soak the service, and look for growth."""
     args = bench.args
-    command = inferpool(args.inferpool, "echo", *shlex.split(args.serve_args))
-    probe = Probe(path=_PATH, body=b'{"instances":[1]}', content_type="application/json")
-    try:
-        with BenchServer(command, args.port) as server:
-            server.wait_ready(probe)
-            soak = Soak(server, args)
-            before, after, ledger = uvloop.run(soak.run())
-            front_end = server.pid
-    except (TrialError, OSError) as error:
-        raise BenchError(f"the soak came to nothing: {error!r}") from error
+    with BenchServer(inferpool(args, "echo"), args.port) as server:
+        server.wait_ready()
+        found = Soak(server, args)
+        before, after, ledger = uvloop.run(found.run())
+        front_end = server.pid
     trends: dict[str, Trend | None] = {}
     rows = []
     lines = {}
-    for pid, samples in soak.series.items():
+    for pid, samples in found.series.items():
         process = "front end" if pid == front_end else f"process {pid}"
-        seconds, everything, own = zip(*samples, strict=True)
-        lines[process] = list(zip(seconds, own, strict=True))
-        for what, values in (("all", everything), ("own", own)):
-            name = f"{process}, {what}"
-            trend = trends[name] = _trend(seconds, values, soak.seconds, args)
-            slope = "-"
-            if trend is not None:
-                slope = f"{trend.slope:+.2f} ({trend.low:+.2f} to {trend.high:+.2f})"
-            rows.append((name, f"{values[0]:.1f}", f"{values[-1]:.1f}", slope))
+        lines[process] = [(at, own) for at, _, own in samples]
+        for column, what in ((1, "all"), (2, "own")):
+            points = [(sample[0], sample[column]) for sample in samples]
+            trend = _trend(points, found.seconds, args.warm_share)
+            trends[name := f"{process}, {what}"] = trend
+            slope = f"{trend.slope:+.2f} ({trend.low:+.2f} to {trend.high:+.2f})" if trend else "-"
+            rows.append((name, f"{points[0][1]:.1f}", f"{points[-1][1]:.1f}", slope))
     bench.content |= {
-        "seconds": soak.seconds,
-        "counts": soak.counts,
-        "unexpected": soak.unexpected,
-        "trends_mib_per_h": {name: trend and asdict(trend) for name, trend in trends.items()},
+        "seconds": found.seconds,
+        "counts": found.counts,
+        "unexpected": found.unexpected,
         "before": asdict(before),
         "after": asdict(after),
         "ledger": asdict(ledger),
-        "series": soak.series,
+        "series": found.series,
     }
     bench.failures += failures_of(
-        soak.unexpected, trends, before, after, ledger, max_slope=args.max_slope
+        found.unexpected, trends, before, after, ledger, max_slope=args.max_slope
     )
-    rate = soak.counts["sent"] / soak.seconds
-    bench.add_note(f"{rate:,.0f} requests per second: {dict(soak.counts)}")
     caption = (
+        f"{found.counts['sent'] / found.seconds:,.0f} requests per second: {dict(found.counts)}. "
         "Slopes after the warm-up, of processes that lived throughout. own: without the pages of "
         "files, which count for less while others map the same libraries."
     )
     columns = ("process", "PSS MiB, first", "last", "slope MiB/h (95 %)")
     bench.add_table("Memory", columns, rows, caption)
     held = [
-        (name.replace("_", " "), f"{was:,}", f"{asdict(after)[name]:,}")
+        (name.replace("_", " "), f"{was:,}", f"{getattr(after, name):,}")
         for name, was in asdict(before).items()
     ]
     bench.add_table("Holdings", ("", "before", "after"), held, "Without connections.")
@@ -299,18 +266,18 @@ def kinds(seed: int, *, bad: int, hang_up: int, late: int) -> list[str]:
     return found
 
 
-def trend_of(seconds: Sequence[float], values: Sequence[float]) -> Trend | None:
+def trend_of(points: Sequence[tuple[float, float]]) -> Trend | None:
     """Fit a straight line through samples; return None if there are too few.
 
     Neighbouring samples of memory are alike, so they count for fewer than they are. They are
     averaged in up to 40 bins, and what correlation r is left between neighbouring bins widens the
     interval as if there were (1 - r) / (1 + r) times as many.
     """
-    num_bins = min(_MAX_BINS, len(values) // 2)
+    num_bins = min(_MAX_BINS, len(points) // 2)
     if num_bins < _MIN_BINS:
         return None
-    hours = np.array([part.mean() for part in np.array_split(np.array(seconds), num_bins)]) / 3600
-    means = np.array([part.mean() for part in np.array_split(np.array(values, float), num_bins)])
+    bins = [part.mean(0) for part in np.array_split(np.array(points, float), num_bins)]
+    hours, means = np.array(bins).T / [[3600], [1]]
     slope, start = np.polyfit(hours, means, 1)
     rest = means - (slope * hours + start)
     square = float((rest**2).sum())
@@ -323,11 +290,10 @@ def trend_of(seconds: Sequence[float], values: Sequence[float]) -> Trend | None:
 
 
 def _trend(
-    seconds: Sequence[float], values: Sequence[float], total_s: float, args: argparse.Namespace
+    points: Sequence[tuple[float, float]], total_s: float, warm_share: float
 ) -> Trend | None:
     """Return the slope after the warm-up; None if the process was not there all the time."""
-    warm_s = total_s * args.warm_share
-    if seconds[0] > warm_s or seconds[-1] < total_s - 3 * args.every - 1:
+    warm_s = total_s * warm_share
+    if points[0][0] > warm_s or points[-1][0] < total_s - 3 * _EVERY_S - 1:
         return None
-    start = sum(second < warm_s for second in seconds)
-    return trend_of(seconds[start:], values[start:])
+    return trend_of([point for point in points if point[0] >= warm_s])

@@ -1,9 +1,11 @@
 """Work that servers do side by side: request bodies, models, and the same weights for all."""
 
 import io
+import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,14 +17,16 @@ from torchvision.transforms._presets import (  # type: ignore[import-untyped]  #
     ImageClassification,
 )
 
+from inferpool.models.text.prose import PROSE
 from tests.bench.server import OUT, Bodies
 
 _NUM_TENSORS = 4
+_PHOTOS = ("astronaut", "chelsea", "coffee", "rocket", "immunohistochemistry", "stereo_motorcycle")
 _PHOTO_BYTES = 100_000
-_QUALITIES = range(98, 60, -1)
 _SEED = 0
 _NUM_PASSES = 3
 _LOGIT_SPREAD = 3.0
+_JSON = "application/json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,64 +41,77 @@ class Workload:
     network: str = ""
     """Network of torchvision that all load, with the same weights; "" without a model."""
 
-    def weights(self) -> Path | None:
-        """Return the file of the weights, written if it is not there yet; None without a model."""
-        return _random_weights(self.network) if self.network else None
+    def weights(self) -> str:
+        """Return the file of the weights, written if it is not there yet; "" without a model."""
+        return str(_random_weights(self.network)) if self.network else ""
 
     def serve(self) -> Sequence[str]:
         """Return the arguments of `inferpool serve`."""
-        weights = self.weights()
-        return [self.source, *(["--weights", str(weights)] if weights else [])]
+        return [self.source, *(["--weights", self.weights()] if self.network else [])]
 
 
-def body_files(suffix: str, contents: Sequence[bytes]) -> Sequence[Path]:
-    """Write request bodies, and return their paths."""
-    folder = OUT / "bodies"
-    folder.mkdir(parents=True, exist_ok=True)
-    files = [folder / f"{number}{suffix}" for number in range(len(contents))]
-    for file, content in zip(files, contents, strict=True):
-        file.write_bytes(content)
-    return files
+def photograph(name: str) -> Image.Image:
+    """Return one of scikit-image's photographs, of a pair the left one."""
+    pixels = getattr(data, name)()
+    return Image.fromarray(pixels[0] if isinstance(pixels, tuple) else pixels).convert("RGB")
+
+
+def photos() -> Bodies:
+    """Return six of scikit-image's photographs as JPEG files of about 100 KB."""
+    files = [OUT / "bodies" / f"{name}.jpg" for name in _PHOTOS]
+    if not all(file.exists() for file in files):
+        files = [*_write(".jpg", {name: _jpeg(photograph(name)) for name in _PHOTOS})]
+    return Bodies(files=files, content_type="image/jpeg")
 
 
 def tensors(*shape: int) -> Bodies:
     """Return raw float32 tensors of random numbers. The peers ignore the query of the path."""
     generator = np.random.default_rng(_SEED)
     text = ",".join(map(str, shape))
-    contents = [generator.standard_normal(shape, np.float32).tobytes() for _ in range(_NUM_TENSORS)]
-    files = body_files(f"-{text}.f32", contents)
-    return Bodies(files=files, path=f"/predict?dtype=float32&shape={text}")
+    contents = {f"{number}-{text}": generator.standard_normal(shape, np.float32).tobytes()
+                for number in range(_NUM_TENSORS)}  # fmt: skip
+    return Bodies(files=_write(".f32", contents), path=f"/predict?dtype=float32&shape={text}")
 
 
-def photos() -> Bodies:
-    """Return six of scikit-image's photographs as JPEG files of about 100 KB."""
-    arrays: Mapping[str, Callable[[], np.ndarray]] = {
-        "astronaut": data.astronaut,
-        "chelsea": data.chelsea,
-        "coffee": data.coffee,
-        "rocket": data.rocket,
-        "immunohistochemistry": data.immunohistochemistry,
-        "motorcycle": lambda: data.stereo_motorcycle()[0],
-    }
-    folder = OUT / "photos"
-    files = [folder / f"{name}.jpg" for name in arrays]
-    if not all(file.exists() for file in files):
-        folder.mkdir(parents=True, exist_ok=True)
-        for file, read in zip(files, arrays.values(), strict=True):
-            file.write_bytes(_jpeg(read()))
-    return Bodies(files=files, content_type="image/jpeg")
+def texts() -> Bodies:
+    """Return JSON calls with a text of 24 words each."""
+    words = PROSE.split()
+    calls = {f"{start}": {"instances": [" ".join(words[start : start + 24])]}
+             for start in range(0, 192, 24)}  # fmt: skip
+    contents = {name: json.dumps(call).encode() for name, call in calls.items()}
+    return Bodies(files=_write("-text.json", contents), content_type=_JSON)
 
 
-def _jpeg(pixels: np.ndarray) -> bytes:
+def asked_of(source: str, path: str = "/predict") -> Bodies:
+    """Return photographs, or numbers if the source is the stand-in `sleep`."""
+    if source == "sleep":
+        files = _write(".json", {"number": b'{"instances":[{"n":1}]}'})
+        return Bodies(files=files, content_type=_JSON, path=path)
+    return Bodies(files=photos().files, content_type="image/jpeg", path=path)
+
+
+def _echo(num_bytes: int) -> Bodies:
+    content = random.Random(_SEED).randbytes(num_bytes)
+    return Bodies(files=_write(".bin", {f"{num_bytes}": content}))
+
+
+def _write(suffix: str, contents: Mapping[str, bytes]) -> Sequence[Path]:
+    folder = OUT / "bodies"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in contents.items():
+        (folder / f"{name}{suffix}").write_bytes(content)
+    return [folder / f"{name}{suffix}" for name in contents]
+
+
+def _jpeg(image: Image.Image) -> bytes:
     """Encode an image in the quality whose size is nearest to what is wanted."""
-    image = Image.fromarray(pixels)
 
     def encoded(quality: int) -> bytes:
         file = io.BytesIO()
         image.save(file, "JPEG", quality=quality)
         return file.getvalue()
 
-    return min(map(encoded, _QUALITIES), key=lambda jpeg: abs(len(jpeg) - _PHOTO_BYTES))
+    return min(map(encoded, range(98, 60, -1)), key=lambda jpeg: abs(len(jpeg) - _PHOTO_BYTES))
 
 
 def _random_weights(network: str) -> Path:
@@ -110,11 +127,12 @@ def _random_weights(network: str) -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(_SEED)
     made = torchvision.models.get_model(network, weights=None)
-    images = _images()
-    norms = [each for each in made.modules() if isinstance(each, torch.nn.BatchNorm2d)]
-    for norm in norms:
-        norm.momentum = None  # the mean of all passes, however few
-        norm.reset_running_stats()
+    transform = ImageClassification(crop_size=224)
+    images = torch.stack([transform(Image.open(each).convert("RGB")) for each in photos().files])
+    for norm in made.modules():
+        if isinstance(norm, torch.nn.BatchNorm2d):
+            norm.momentum = None  # the mean of all passes, however few
+            norm.reset_running_stats()
     with torch.no_grad():
         for _ in range(_NUM_PASSES):
             made.train()(images + 0.1 * torch.randn_like(images))
@@ -123,30 +141,15 @@ def _random_weights(network: str) -> Path:
         factor = _LOGIT_SPREAD / (logits - logits.mean(0)).std()
         last.bias.copy_((last.bias - logits.mean(0)) * factor)
         last.weight *= factor
-    partial = file.with_suffix(".partial")
-    torch.save(made.state_dict(), partial)
-    partial.rename(file)
+    partly = file.with_suffix(".partial")
+    torch.save(made.state_dict(), partly)
+    partly.rename(file)
     return file
 
 
-def _images() -> torch.Tensor:
-    """Return the photographs as a classifier gets them."""
-    transform = ImageClassification(crop_size=224)
-    return torch.stack([transform(Image.open(file).convert("RGB")) for file in photos().files])
-
-
-def _echo(num_bytes: int) -> Workload:
-    content = random.Random(_SEED).randbytes(num_bytes)
-    return Workload(
-        work="echo",
-        bodies=lambda: Bodies(files=body_files(f"-{num_bytes}.bin", [content])),
-        source="echo",
-    )
-
-
 WORKLOADS: Mapping[str, Workload] = {
-    "echo-1k": _echo(1024),
-    "echo-150k": _echo(150_528),
+    "echo-1k": Workload(work="echo", bodies=partial(_echo, 1024), source="echo"),
+    "echo-150k": Workload(work="echo", bodies=partial(_echo, 150_528), source="echo"),
     "jpeg-mobilenet": Workload(
         work="jpeg",
         bodies=photos,
@@ -155,7 +158,7 @@ WORKLOADS: Mapping[str, Workload] = {
     ),
     "tensor-resnet18": Workload(
         work="tensor",
-        bodies=lambda: tensors(3, 224, 224),
+        bodies=partial(tensors, 3, 224, 224),
         source="torchvision:resnet18",
         network="resnet18",
     ),

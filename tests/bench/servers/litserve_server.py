@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from typing import Annotated
 
-import litserve  # type: ignore[import-not-found, unused-ignore]  # of the optional group `bench`
+import litserve  # type: ignore[import-not-found, import-untyped, unused-ignore]  # of the optional group `bench`
 from fastapi import Body
 
 from tests.bench.servers.work import peer_setting

@@ -85,7 +85,6 @@ def _work(name: str, orders: Connection, answers: Connection) -> None:
         views = [memory.buf[slot * SLOT_BYTES :][:num_bytes] for slot, num_bytes in refs]
         answers.send_bytes(msgspec.msgpack.encode([_rendered(len(view)) for view in views]))
         del views
-    memory.close()
 
 
 def _rendered(num_bytes: int) -> bytes:
@@ -99,11 +98,10 @@ class EchoEndpoint:
         self._worker = worker
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        message = await receive()
-        body = message["body"]
-        while message["more_body"]:
+        body, is_whole = b"", False
+        while not is_whole:
             message = await receive()
-            body += message["body"]
+            body, is_whole = body + message["body"], not message["more_body"]
         content = await self._worker.answer(body) if self._worker else _rendered(len(body))
         length = str(len(content)).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", length)]
@@ -112,18 +110,11 @@ class EchoEndpoint:
 
 
 async def main(port: int, flags: Sequence[str]) -> None:
-    worker = WorkerProcess() if "--queue" in flags else None
-    app: ASGIApp = EchoEndpoint(worker)
+    app: ASGIApp = EchoEndpoint(WorkerProcess() if "--queue" in flags else None)
     if "--fastapi" in flags:
         app = FastAPI(routes=[Route("/predict", app, methods=["POST"])])
     config = uvicorn.Config(
-        app,
-        host="127.0.0.1",
-        port=port,
-        http="httptools",
-        lifespan="off",
-        log_level="warning",
-        access_log=False,
+        app, port=port, http="httptools", lifespan="off", log_level="warning", access_log=False
     )
     await uvicorn.Server(config).serve()  # whoever ends it ends the worker too
 

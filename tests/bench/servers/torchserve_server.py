@@ -9,11 +9,10 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from tests.bench.servers.work import HOST, PeerSetting, peer_setting
+from tests.bench.servers.work import HOST, peer_setting
 
 _ROOT = Path(__file__).resolve().parents[3]
 _HANDLER = Path(__file__).with_name("torchserve_handler.py")
@@ -49,8 +48,22 @@ _LOG = """\
 
 def main(port: int) -> int:
     """Run it; returns its exit status."""
-    folder = Path(tempfile.gettempdir())
-    _prepare(folder, port, peer_setting())
+    setting, folder = peer_setting(), Path(tempfile.gettempdir())
+    with ExitStack() as stack:
+        listeners = [stack.enter_context(socket.create_server((HOST, 0))) for _ in range(4)]
+        others = [listener.getsockname()[1] for listener in listeners]
+    wait_ms = max(1, round(setting.wait_ms))
+    (folder / "config.properties").write_text(_CONFIG.format(host=HOST, port=port, others=others))
+    (folder / "log4j2.xml").write_text(_LOG)
+    (folder / "model.yaml").write_text(_MODEL.format(setting=setting, wait_ms=wait_ms))
+    archiver = f"model_archiver.model_packaging --model-name work --version 1 --handler {_HANDLER}"
+    archiver += f" --config-file {folder}/model.yaml --export-path {folder}"
+    subprocess.run([sys.executable, "-m", *archiver.split()], check=True)
+    serve = (
+        f"ts.model_server --start --foreground --ncs --disable-token-auth --model-store {folder}"
+    )
+    serve += f" --models work=work.mar --ts-config {folder}/config.properties"
+    serve += f" --log-config {folder}/log4j2.xml"
     environment = {
         **os.environ,
         "PYTHONPATH": str(_ROOT),  # for the handler
@@ -58,37 +71,11 @@ def main(port: int) -> int:
         "LOG_LOCATION": str(folder),
         "METRICS_LOCATION": str(folder),
     }
-    argv = [
-        sys.executable, "-m", "ts.model_server", "--start", "--foreground", "--ncs",
-        "--disable-token-auth", "--model-store", str(folder), "--models", "work=work.mar",
-        "--ts-config", str(folder / "config.properties"),
-        "--log-config", str(folder / "log4j2.xml"),
-    ]  # fmt: skip
+    argv = [sys.executable, "-m", *serve.split()]
     server = subprocess.Popen(argv, cwd=folder, env=environment, process_group=0)
     # The launcher only waits for the JVM, which ends the workers: all of them must hear of it.
     signal.signal(signal.SIGTERM, lambda *_: os.killpg(server.pid, signal.SIGTERM))
     return server.wait()
-
-
-def _prepare(folder: Path, port: int, setting: PeerSetting) -> None:
-    """Write what it is started with: settings, and the archive of the handler."""
-    config = _CONFIG.format(host=HOST, port=port, others=_free_ports(4))
-    (folder / "config.properties").write_text(config)
-    (folder / "log4j2.xml").write_text(_LOG)
-    model = _MODEL.format(setting=setting, wait_ms=max(1, round(setting.wait_ms)))
-    (folder / "model.yaml").write_text(model)
-    archiver = [
-        sys.executable, "-m", "model_archiver.model_packaging", "--model-name", "work",
-        "--version", "1", "--handler", str(_HANDLER), "--config-file", str(folder / "model.yaml"),
-        "--export-path", str(folder),
-    ]  # fmt: skip
-    subprocess.run(archiver, check=True)
-
-
-def _free_ports(num: int) -> Sequence[int]:
-    with ExitStack() as stack:
-        listeners = [stack.enter_context(socket.create_server((HOST, 0))) for _ in range(num)]
-        return [listener.getsockname()[1] for listener in listeners]
 
 
 if __name__ == "__main__":

@@ -9,20 +9,11 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 HOST = "127.0.0.1"
 _VARIABLE = "BENCH_PEER_SETTING"
-
-
-class Work(Protocol):
-    """One workload, made once in each worker process of a peer."""
-
-    def prepare(self, body: bytes) -> object:
-        """Turn one body into an input: decoding, resizing."""
-
-    def compute(self, inputs: Sequence[object]) -> Sequence[dict[str, object]]:
-        """Serve a batch."""
+Answer = dict[str, object]
 
 
 class CountBytes:
@@ -31,14 +22,16 @@ class CountBytes:
     def __init__(self, setting: "PeerSetting") -> None:
         """Need nothing of the setting."""
 
-    def prepare(self, body: bytes) -> object:
+    def prepare(self, body: bytes) -> Any:
+        """Turn one body into an input."""
         return len(body)
 
-    def compute(self, inputs: Sequence[object]) -> Sequence[dict[str, object]]:
+    def compute(self, inputs: Sequence[Any]) -> Sequence[Answer]:
+        """Serve a batch."""
         return [{"bytes": each} for each in inputs]
 
 
-class Classify:
+class Classify(CountBytes):
     """A classifier of torchvision in float32, as released: normalised tensors [3, 224, 224] in."""
 
     def __init__(self, setting: "PeerSetting") -> None:
@@ -49,25 +42,21 @@ class Classify:
         self._torch = torch
         torch.set_num_threads(1)
         self._network = torchvision.models.get_model(setting.network, weights=None)
-        state = torch.load(setting.weights, weights_only=True)
-        self._network.load_state_dict(state)
+        self._network.load_state_dict(torch.load(setting.weights, weights_only=True))
         self._network.eval()
         with torch.inference_mode():
             for num in range(1, setting.max_batch_size + 1):
                 self._network(torch.zeros(num, 3, 224, 224))
 
-    def prepare(self, body: bytes) -> object:
-        """View the bytes as a tensor."""
+    def prepare(self, body: bytes) -> Any:
         return self._torch.frombuffer(bytearray(body), dtype=self._torch.float32).view(3, 224, 224)
 
-    def compute(self, inputs: Sequence[object]) -> Sequence[dict[str, object]]:
-        """Classify a batch."""
+    def compute(self, inputs: Sequence[Any]) -> Sequence[Answer]:
         torch = self._torch
         with torch.inference_mode():
             # Some servers hand the inputs on as tuples or as arrays.
-            images = [torch.as_tensor(each) for each in inputs]
-            probabilities = self._network(self._collate(images)).softmax(-1)
-            scores, indices = probabilities.topk(5)
+            images = self._collate([torch.as_tensor(each) for each in inputs])
+            scores, indices = self._network(images).softmax(-1).topk(5)
         return [
             {"top5": [[index, score] for index, score in zip(*pair, strict=True)]}
             for pair in zip(indices.tolist(), scores.tolist(), strict=True)
@@ -91,8 +80,7 @@ class ClassifyJpeg(Classify):
         self._mean = self._torch.tensor([0.485, 0.456, 0.406]).view(1, 3, 1, 1)
         self._std = self._torch.tensor([0.229, 0.224, 0.225]).view(1, 3, 1, 1)
 
-    def prepare(self, body: bytes) -> object:
-        """Decode, resize and crop one image to uint8 [3, 224, 224]."""
+    def prepare(self, body: bytes) -> Any:
         image = self._open(io.BytesIO(body)).convert("RGB")
         image = self._functional.resize(image, 256)
         return self._functional.pil_to_tensor(self._functional.center_crop(image, 224))
@@ -102,12 +90,7 @@ class ClassifyJpeg(Classify):
         return super()._collate(images).float().div_(255).sub_(self._mean).div_(self._std)
 
 
-def serve_batch(work: Work, bodies: Sequence[bytes]) -> Sequence[dict[str, object]]:
-    """Prepare and compute, for the peers that make their batches of bodies."""
-    return work.compute([work.prepare(body) for body in bodies])
-
-
-WORK: dict[str, Callable[["PeerSetting"], Work]] = {
+WORK: dict[str, Callable[["PeerSetting"], CountBytes]] = {
     "echo": CountBytes,
     "tensor": Classify,
     "jpeg": ClassifyJpeg,
@@ -128,7 +111,7 @@ class PeerSetting:
     weights: str = ""
     """The file of its weights."""
 
-    def make(self) -> Work:
+    def make(self) -> CountBytes:
         """Make the work, in the process that does it."""
         return WORK[self.work](self)
 
@@ -140,3 +123,8 @@ class PeerSetting:
 def peer_setting() -> PeerSetting:
     """Return the setting that this process was started with."""
     return PeerSetting(**json.loads(os.environ[_VARIABLE]))
+
+
+def serve_batch(work: CountBytes, bodies: Sequence[bytes]) -> Sequence[Answer]:
+    """Prepare and compute, for the peers that make their batches of bodies."""
+    return work.compute([work.prepare(body) for body in bodies])

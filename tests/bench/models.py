@@ -1,11 +1,8 @@
-"""A network of any size: a stack of MLP blocks with residuals, as transformers have.
-
-Its weights are made block by block, and it can be computed block by block, so that neither takes
-the memory of the whole.
-"""
+"""Models of the benchmarks: a network of any size, and devices that a wait plays."""
 
 import json
 import os
+import time
 from functools import partial
 from pathlib import Path
 
@@ -15,17 +12,56 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from inferpool.models.files.checkpoint import StoredWeights
+from inferpool.models.item import Features
 from inferpool.models.sources.modules import ModuleModel
 from inferpool.models.spec import Placement, TensorSpec
+from inferpool.models.vision.classifier import Classifier
+from inferpool.models.vision.transforms import ImageTransform
+from tests.fault_model import FaultModel
 
+STACK = "tests.bench.models:StackModel"
+SLEEPER = "tests.bench.models:Sleeper"
+STAND_IN = "tests.bench.models:StandIn"
 WIDTH = 2048
 HIDDEN = 4 * WIDTH
 BLOCK_BYTES = 4 * (2 * WIDTH * HIDDEN + HIDDEN + 3 * WIDTH)
-_SEED = 0
+
+
+class StandIn(Classifier):
+    """Answers any picture with the same labels; its device is a wait, which takes no core."""
+
+    prepares_apart = True
+
+    def __init__(self, *, image_s: float = 0.0001) -> None:
+        """Store the seconds that the device takes for each picture."""
+        labels = [f"label {i}" for i in range(10)]
+        super().__init__(transform=ImageTransform(resize=256, crop=224), labels=labels)
+        self._image_s = image_s
+
+    def load(self, placement: Placement) -> None:
+        """Load nothing."""
+
+    def forward(self, batch: Features) -> Features:
+        num = len(batch["image"])
+        time.sleep(num * self._image_s)
+        return {"logits": torch.zeros(num, 10)}
+
+
+class Sleeper(FaultModel):
+    """Takes the inputs of `FaultModel`, and a time that grows with the batch, but no core."""
+
+    def __init__(self, *, batch_s: float = 0.0, item_s: float = 0.0) -> None:
+        """Store the seconds of each batch, and of each of its instances."""
+        super().__init__()
+        self._batch_s, self._item_s = batch_s, item_s
+
+    def forward(self, batch: Features) -> Features:
+        time.sleep(self._batch_s + len(batch["x"]) * self._item_s)
+        return super().forward(batch)
 
 
 class StackBlock(nn.Module):
-    """x + down(gelu(up(norm(x))))"""
+    """x + down(gelu(up(norm(x)))), as in transformers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,13 +115,13 @@ class StackModel(ModuleModel):
 
 
 def write_stack(folder: Path, num_blocks: int) -> Path:
-    """Make a checkpoint of random weights, a file for each block; return its index."""
+    """Make a checkpoint of random weights, block by block, a file for each; return its index."""
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         folder.mkdir(parents=True, exist_ok=True)
         names: dict[str, str] = {}
         for number in range(num_blocks):
-            torch.manual_seed(_SEED + number)
+            torch.manual_seed(number)
             state = StackBlock().state_dict()
             tensors = {f"blocks.{number}.{name}": value for name, value in state.items()}
             file = f"model-{number:05}.safetensors"

@@ -1,0 +1,454 @@
+"""`start`, `shares`, `jobs` and `swap`: what the service's users wait for in its various states.
+
+`start` times the command until it is ready, `shares` two models on the same cores, `jobs` calls
+beside a full queue of jobs, and `swap` the calls while versions change.
+"""
+
+import asyncio
+import io
+import re
+import secrets
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from functools import partial
+from itertools import cycle, islice
+from math import inf
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+
+import httpx
+
+from inferpool.service.tools.trial.generators import precise_loop
+from inferpool.service.tools.trial.load import LoadExchange, LoadGenerator, LoadPlan, judge_status
+from inferpool.service.tools.trial.tally import LatencyHistogram, LoadTally
+from tests.bench.frame import Benchmark, Cell, benchmark, run_together
+from tests.bench.models import SLEEPER
+from tests.bench.server import (
+    OUT,
+    ROOT,
+    BenchError,
+    BenchServer,
+    CpuMeter,
+    ServerCommand,
+    inferpool,
+    plan_for,
+)
+from tests.bench.workloads import asked_of
+
+_PARTS = {
+    "an empty interpreter": "pass",
+    "the front end's imports": "import inferpool.service.app",
+    "the forkserver's imports": "import inferpool.workers.inside.preload",
+    "import torch alone": "import torch",
+    "import torchvision alone": "import torchvision",
+}
+"""Code that is run in an interpreter of its own, which is timed as a whole."""
+_SPLIT_PARTS = ("the front end's imports", "the forkserver's imports")
+_IMPORT_LINE = re.compile(r"import time:\s+(\d+) \|\s+\d+ \|\s+(\S+)")
+_START_S = 180.0
+_SETTLE_S = 1.0
+"""Begin of each phase, which is not counted."""
+_PATHS = ("/predict/first", "/predict/second")
+_TRICKLE_PER_S = 1.0
+"""Calls that keep the batches of a job as small as they are beside more of them."""
+_MOST_JOB = 20_000
+_SLACK_S = 10.0
+"""Time that a generator may take to start, beside a job that must not end."""
+_LOOK_S = 0.05
+
+
+@benchmark(
+    "from the command to ready, and the parts of that time",
+    rounds=5,
+    serve_args="",
+    model=("", "default: the service's own default model"),
+)
+def start(bench: Benchmark) -> None:
+    """Start the service and each part in each round; then split the imports by package."""
+    command = inferpool(bench.args, *filter(None, [bench.args.model]), name="start")
+    turns = {name: partial(_time_part, name, code) for name, code in _PARTS.items()}
+    bench.take_turns({"inferpool serve": partial(_start, command, bench.args.port), **turns})
+    caption = "The parts are interpreters of their own; some run side by side in the service."
+    bench.report(caption=caption)
+    for name in _SPLIT_PARTS if bench.is_complete else ():
+        packages = _by_package(_PARTS[name])
+        rows = [(package, f"{ms:,.0f}") for package, ms in packages[:10]]
+        rows.append(("all others", f"{sum(ms for _, ms in packages[10:]):,.0f}"))
+        title = f"{name.capitalize()}: {sum(ms for _, ms in packages):,.0f} ms under -X importtime"
+        caption = "The modules of each package, without what they import."
+        bench.add_table(title, ("package", "ms"), rows, caption)
+
+
+def _start(command: ServerCommand, port: int, _: int) -> Iterator[Cell]:
+    began, listening_s = time.monotonic(), 0.0
+    with BenchServer(command, port) as server:
+        for __ in server.turns(began + _START_S, pause_s=0.01):
+            try:
+                status = server.http.get(command.ready).status_code
+            except httpx.ConnectError:
+                continue
+            except httpx.TransportError:
+                status = 0
+            passed_s = time.monotonic() - began
+            listening_s = listening_s or passed_s
+            if status == 200:
+                break
+        else:
+            server.fail(f"not ready in {_START_S:g} s")
+        cpu_s = sum(sum(process.cpu_times()[:2]) for process in server.processes())
+    times = {"listening": listening_s, "ready": passed_s, "CPU until ready": cpu_s}
+    for name, seconds in times.items():
+        yield Cell("start", name, 0, {"seconds": seconds})
+
+
+def _time_part(name: str, code: str, _: int) -> Iterator[Cell]:
+    began = time.perf_counter()
+    _python("-c", code)
+    yield Cell("part", name, 0, {"seconds": time.perf_counter() - began})
+
+
+def _by_package(code: str) -> list[tuple[str, float]]:
+    """Return the milliseconds of each top-level package's own modules, the slowest first."""
+    total: defaultdict[str, float] = defaultdict(float)
+    for line in _python("-X", "importtime", "-c", code).splitlines():
+        if match := _IMPORT_LINE.fullmatch(line.rstrip()):
+            total[match[2].partition(".")[0]] += int(match[1]) / 1000
+    return sorted(total.items(), key=lambda item: -item[1])
+
+
+def _python(*arguments: str) -> str:
+    """Run the interpreter in the repository; return its stderr."""
+    result = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True)
+    if result.returncode:
+        raise BenchError(f"python {' '.join(arguments)}: {result.stderr[-500:]}")
+    return result.stderr
+
+
+@benchmark(
+    "fair shares of two models: a flood beside a quiet one, and weights under full load",
+    rounds=3,
+    secs=10,
+    serve_args="",
+    source=("efficientnet_lite0", "of both models; sleep: one that only waits"),
+    forward_ms=(100.0, "of a batch of sleep"),
+    weight=(3.0, "share of the first model in the second part"),
+    times=(10.0, "the capacity, at which one is flooded"),
+    load=(0.2, "of the capacity, for the quiet one"),
+)
+def shares(bench: Benchmark) -> None:
+    """Measure a quiet model beside a flooded one, and two by their weights, in each round."""
+    args = bench.args
+    bench.take_turns({"flood": partial(_flood, bench), "weights": partial(_weigh, bench)})
+    caption = (
+        f"First the quiet one has {args.load:g} of the capacity, and the other {args.times:g} "
+        "times. of_allowed: p99 / (2 x alone + batch)."
+    )
+    bench.report(caption=caption)
+
+
+def _two_models(bench: Benchmark, share: float) -> BenchServer:
+    first = _model(bench, "first", bench.args.forward_ms, share=share)
+    second = _model(bench, "second", bench.args.forward_ms, share=1.0)
+    command = inferpool(bench.args, name="shares", settings={**first, **second})
+    return BenchServer(command, bench.args.port)
+
+
+def _flood(bench: Benchmark, _: int) -> Iterator[Cell]:
+    args = bench.args
+    with _two_models(bench, 1.0) as server:
+        server.wait_ready(*(asked_of(args.source, path) for path in _PATHS))
+        capacity = _load(bench, {"first": None})["first"].num_in_time / args.secs
+        alone = _load(bench, {"first": args.load * capacity})["first"]
+        before = _batches(server, "second")
+        both = _load(bench, {"first": args.load * capacity, "second": args.times * capacity})
+        batch_ms = _batch_ms(before, _batches(server, "second"))
+    yield Cell(args.source, "shares 1:1", 0, {
+        "capacity": capacity,
+        **_beside(alone, both["first"], 2.0, batch_ms),
+        "flood_per_s": both["second"].num_in_time / args.secs,
+    })  # fmt: skip
+
+
+def _beside(
+    alone: LoadTally, beside: LoadTally, factor: float, batch_ms: float
+) -> dict[str, float]:
+    """Compare latencies with those alone, times a factor, plus one batch of what is beside."""
+    found = {"batch_ms": batch_ms, "failed": alone.num_errors + beside.num_errors}
+    for percent in (50, 99):
+        found[f"alone_p{percent}_ms"] = 1e3 * alone.latency.percentile_s(percent)
+        found[f"p{percent}_ms"] = 1e3 * beside.latency.percentile_s(percent)
+    found["of_allowed"] = found["p99_ms"] / (factor * found["alone_p99_ms"] + batch_ms)
+    return found | {"late_ms": 1e3 * beside.lateness.percentile_s(99)}
+
+
+def _weigh(bench: Benchmark, _: int) -> Iterator[Cell]:
+    args = bench.args
+    with _two_models(bench, args.weight) as server:
+        server.wait_ready(*(asked_of(args.source, path) for path in _PATHS))
+        alone = _load(bench, {"first": None})["first"].num_in_time / args.secs
+        both = _load(bench, {"first": None, "second": None})
+    first, second = (each.num_in_time / args.secs for each in both.values())
+    yield Cell(args.source, f"shares {args.weight:g}:1", 0, {
+        "first_per_s": first,
+        "second_per_s": second,
+        "ratio": first / second if second else inf,
+        "alone_per_s": alone,
+        "sum_of_alone": (first + second) / alone,
+    })  # fmt: skip
+
+
+def _model(
+    bench: Benchmark, name: str, batch_ms: float, item_ms: float = 0.0, **more: object
+) -> dict[str, object]:
+    """Return the settings of a model of `--source`; `sleep` is one that only waits."""
+    is_sleep = bench.args.source == "sleep"
+    table = {"source": SLEEPER if is_sleep else bench.args.source, **more}
+    if is_sleep:
+        table |= {"options.batch_s": batch_ms / 1e3, "options.item_s": item_ms / 1e3}
+    return {f"models.{name}.{key}": value for key, value in table.items()}
+
+
+def _load(bench: Benchmark, rates: Mapping[str, float | None]) -> dict[str, LoadTally]:
+    """Load each model at a rate, or in a closed loop (None), at once.
+
+    Each has a process of its own: a flood would keep the generator of the quiet one waiting.
+    """
+    plans = [
+        plan_for(
+            bench.args.port,
+            asked_of(bench.args.source, f"/predict/{model}").requests(),
+            rate,
+            warmup_s=_SETTLE_S,
+            duration_s=bench.args.secs,
+            seed=number,
+        )
+        for number, (model, rate) in enumerate(rates.items())
+    ]
+    return dict(zip(rates, run_together(_generate, plans), strict=True))
+
+
+def _generate(barrier: Barrier, plan: LoadPlan) -> LoadTally:
+    barrier.wait(_START_S)
+    with asyncio.Runner(loop_factory=precise_loop) as runner:
+        return runner.run(LoadGenerator(plan).run())
+
+
+def _batches(server: BenchServer, model: str) -> tuple[float, float]:
+    """Return how many batches a model had, and their seconds in all, so far."""
+    names = ("inference_duration_seconds_count", "inference_duration_seconds_sum",
+             "prepare_duration_seconds_sum")  # fmt: skip
+    num, *seconds = server.metrics(*(f'{name}{{model="{model}"' for name in names))
+    return num, sum(seconds)
+
+
+def _batch_ms(before: tuple[float, float], after: tuple[float, float]) -> float:
+    return 1e3 * (after[1] - before[1]) / max(1.0, after[0] - before[0])
+
+
+@benchmark(
+    "interactive calls beside a full queue of jobs: p99, and the share of idle time they take",
+    rounds=5,
+    secs=15,
+    serve_args="",
+    source=("efficientnet_lite0", "sleep: a model that only waits"),
+    batch_ms=(5.0, "that sleep takes for each batch"),
+    item_ms=(20.0, "and for each instance of it"),
+    load=(0.4, "of the capacity, of interactive calls"),
+    job_share=(0.0, "of the workers' time that jobs get in any case"),
+    job_store=("", "a URL of PostgreSQL; default: a folder"),
+)
+def jobs(bench: Benchmark) -> None:
+    """Measure in each round with and without jobs, in turn."""
+    bench.take_turns({"jobs": partial(_measure_jobs, bench)})
+    caption = (
+        f"Calls come at {bench.args.load:g} of the capacity. of_allowed: p99 / (1.2 x alone + "
+        "batch of jobs). of_idle: jobs_per_s / (capacity - asked)."
+    )
+    bench.report(caption=caption)
+
+
+def _measure_jobs(bench: Benchmark, round_: int) -> Iterator[Cell]:
+    args = bench.args
+    with tempfile.TemporaryDirectory(prefix="jobs-", dir=OUT) as folder:
+        settings = {
+            "job_store": args.job_store or str(Path(folder) / "store"),
+            "job_share": args.job_share,
+            "speed_search": False,  # it would take what is idle, too
+            **_model(bench, "m", args.batch_ms, args.item_ms),
+        }
+        command = inferpool(args, name="jobs", settings=settings)
+        with BenchServer(command, args.port) as server:
+            server.wait_ready(asked_of(args.source))
+            capacity = _load(bench, {"m": None})["m"].num_in_time / args.secs
+            rate = args.load * capacity
+            num = int(min(_MOST_JOB, 2 * capacity * (args.secs + _SLACK_S)))
+            job = _JobBeside(bench, server, _job_file(args.source, num, Path(folder)))
+            phases = {
+                "alone": lambda: (_load(bench, {"m": rate})["m"], 0.0, 0.0),
+                "beside": lambda: job.load(rate),
+                "jobs": lambda: job.load(_TRICKLE_PER_S),
+            }
+            found, noise = {}, 0.0
+            for phase in sorted(phases, reverse=bool(round_ % 2)):
+                meter = CpuMeter(server)
+                found[phase] = phases[phase]()
+                noise = max(noise, meter.figures()["noise"])
+    jobs_per_s = found["beside"][1]
+    yield Cell(args.source, "jobs", 0, {
+        "capacity": capacity,
+        "asked": rate,
+        **_beside(found["alone"][0], found["beside"][0], 1.2, found["jobs"][2]),
+        "jobs_alone": found["jobs"][1],
+        "jobs_per_s": jobs_per_s,
+        "of_idle": jobs_per_s / (capacity - rate),
+        "noise": noise,
+    })  # fmt: skip
+
+
+class _JobBeside:
+    """Loads a service while there is a job that does not end."""
+
+    def __init__(self, bench: Benchmark, server: BenchServer, file: Path) -> None:
+        self._bench, self._server, self._file = bench, server, file
+
+    def load(self, rate: float) -> tuple[LoadTally, float, float]:
+        """Return what became of the calls, the job's instances a second, and ms of a batch."""
+        with self._file.open("rb") as file:
+            size = str(self._file.stat().st_size)
+            kind = {".tar": "x-tar", ".jsonl": "jsonl"}[self._file.suffix]
+            headers = {"Content-Type": f"application/{kind}", "Content-Length": size}
+            answer = self._server.http.post("/jobs", content=file, headers=headers)
+        if answer.status_code != 202:
+            raise BenchError(f"the job was refused: {answer.text}")
+        first = self._num_done()
+        for _ in self._server.turns(time.monotonic() + _START_S):
+            if self._num_done() > first:
+                break
+        else:
+            self._server.fail("the job does not begin")
+        before, num, began = _batches(self._server, "m"), self._num_done(), time.monotonic()
+        tally = _load(self._bench, {"m": rate})["m"]
+        per_s = (self._num_done() - num) / (time.monotonic() - began)
+        batch_ms = _batch_ms(before, _batches(self._server, "m"))
+        self._end(answer.json()["id"])
+        return tally, per_s, batch_ms
+
+    def _num_done(self) -> float:
+        return self._server.metrics("job_instances_total")[0]
+
+    def _end(self, job: str) -> None:
+        """Cancel a job, and delete it, since it has all instances of the next one."""
+        answers = [self._server.http.delete(f"/jobs/{job}") for _ in range(2)]
+        states = [each.json()["state"] for each in answers if each.status_code == 200]
+        if states != ["cancelled"]:
+            raise BenchError("the job came to an end while it was measured; it was too short")
+
+
+def _job_file(source: str, num: int, folder: Path) -> Path:
+    """Write a job of as many instances."""
+    if source == "sleep":
+        file = folder / "job.jsonl"
+        file.write_text('{"n":1}\n' * num)
+        return file
+    file = folder / "job.tar"
+    contents = cycle([each.read_bytes() for each in asked_of(source).files])
+    with tarfile.open(file, "w") as archive:
+        for number, content in enumerate(islice(contents, num)):
+            entry = tarfile.TarInfo(f"{number}.jpg")
+            entry.size = len(content)
+            archive.addfile(entry, io.BytesIO(content))
+    return file
+
+
+@benchmark(
+    "failures, latencies and times of swaps of a model under full load",
+    rounds=3,
+    secs=20,
+    warm=5,
+    serve_args="--speed exact",
+    model=("efficientnet_lite0", "that takes JPEG"),
+    clients=(16, "in a closed loop"),
+    policy=("verified", "of the swaps; with force nothing is compared"),
+)
+def swap(bench: Benchmark) -> None:
+    """Swap the model of one service again and again."""
+    args, key = bench.args, secrets.token_urlsafe(24)
+    bodies = asked_of(args.model, f"/predict/{args.model}")
+    load = partial(plan_for, args.port, bodies.requests(), None, connections=args.clients)
+    command = inferpool(args, args.model, env={"INFERPOOL_ADMIN_KEYS": key})
+    with BenchServer(command, args.port) as server:
+        server.wait_ready(bodies)
+        server.http.headers["X-API-Key"] = key
+        asyncio.run(LoadGenerator(load(duration_s=args.warm)).run())
+        swaps = _Swaps(bench, server)
+        tally = asyncio.run(swaps.run(LoadGenerator(load(judge=swaps.judge))))
+    if tally.num_errors:
+        bench.failures.append(f"{tally.num_errors} calls failed: {dict(tally.errors)}")
+    rows = [
+        (phase, f"{latency.num:,}", *(f"{latency.percentile_s(each) * 1e3:,.1f}"
+                                      for each in (50, 90, 99, 100)))
+        for phase, latency in swaps.latency.items()
+    ]  # fmt: skip
+    columns = ("calls", "number", "p50 ms", "p90 ms", "p99 ms", "max ms")
+    caption = (
+        f"{tally.num_requests:,} calls, {tally.num_errors} failed; {len(swaps.versions)} versions "
+        "answered. during: under way between a request for a swap and the former version's end."
+    )
+    bench.add_table("Latency before and during swaps", columns, rows, caption)
+    heads = ("swap", "seconds until it was decided", "until the former had left", "compared")
+    bench.add_table("Swaps", heads, swaps.rows)
+
+
+class _Swaps:
+    """Swaps the model of a service under load. Lives in the event loop."""
+
+    def __init__(self, bench: Benchmark, server: BenchServer) -> None:
+        self.latency: defaultdict[str, LatencyHistogram] = defaultdict(LatencyHistogram)
+        """Latencies of calls that were under way in a swap, and of the others."""
+        self.versions: set[bytes] = set()
+        self.rows: list[tuple[str, ...]] = []
+        self._args, self._http = bench.args, server.http
+        self._path = f"/admin/models/{bench.args.model}"
+        self._is_swapping, self._swapped_at = False, 0.0
+
+    def judge(self, exchange: LoadExchange, tally: LoadTally) -> str:
+        """Call an answer with a status of 200 to 299 good, and record it by phase."""
+        error = judge_status(exchange, tally)
+        if not error and exchange.answer is not None:
+            self.versions.add(exchange.answer.header(b"x-model-version"))
+            phase = "during" if self._is_swapping or exchange.sent < self._swapped_at else "before"
+            self.latency[phase].record(exchange.ended - exchange.due)
+        return error
+
+    async def run(self, load: LoadGenerator) -> LoadTally:
+        """Load a service, and swap its model again and again."""
+        running = asyncio.create_task(load.run())
+        try:
+            for number in range(self._args.rounds):
+                await asyncio.sleep(self._args.secs)
+                self._is_swapping = True
+                times = await asyncio.to_thread(self._swap)
+                self.rows.append((str(number + 1), *times))
+                self._is_swapping, self._swapped_at = False, time.monotonic()
+            await asyncio.sleep(self._args.secs)
+        finally:
+            load.stop()
+            tally = await running
+        return tally
+
+    def _swap(self) -> tuple[str, str, str]:
+        """Swap, wait until the former version has left; return both times, and the inputs."""
+        began = time.monotonic()
+        body = {"policy": self._args.policy, "rollback_s": 0, "max_latency_ratio": 4.0}
+        answer = self._http.post(f"{self._path}/versions", json=body).raise_for_status().json()
+        decided_s = time.monotonic() - began
+        while self._http.get(self._path).raise_for_status().json()["change"]:
+            time.sleep(_LOOK_S)
+        figures = answer["versions"][0]["figures"] or {}
+        left_s = time.monotonic() - began
+        return f"{decided_s:.2f}", f"{left_s:.2f}", str(figures.get("num_inputs", ""))
