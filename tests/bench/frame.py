@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from multiprocessing import get_context
+from multiprocessing.synchronize import Barrier
 from typing import Any, TypeVar
 
 import httpx
@@ -253,8 +254,17 @@ def run_together(work: Callable[..., T], each: Sequence[object]) -> list[T]:
     Before the argument it gets a barrier, where it waits once it is warm: all begin together.
     """
     context = get_context("spawn")
-    with context.Manager() as manager, ProcessPoolExecutor(len(each), context) as processes:
-        return list(processes.map(partial(work, manager.Barrier(len(each))), each))
+    begin = context.Barrier(len(each))
+    with ProcessPoolExecutor(len(each), context, _keep, (begin,)) as processes:
+        return list(processes.map(partial(_work, work), each))
+
+
+def _keep(begin: Barrier) -> None:
+    _work.begin = begin  # type: ignore[attr-defined]  # a pool hands none on with an argument
+
+
+def _work(work: Callable[..., T], argument: object) -> T:
+    return work(_work.begin, argument)  # type: ignore[attr-defined]  # as above
 
 
 def rows_of(cells: Iterable[Cell]) -> dict[Key, list[Cell]]:

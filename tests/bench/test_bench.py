@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.bench import peers
-from tests.bench.__main__ import main, make_parser
+from tests.bench.command import main, make_parser
 from tests.bench.frame import Benchmark, Cell, range_text, ratios
 from tests.bench.server import BenchServer, Bodies, ServerCommand, adopt_orphans
 from tests.bench.trace import Span, busy, overlap
