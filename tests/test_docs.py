@@ -34,6 +34,10 @@ from tests.docs.pages import ROOT, Block, all_pages, blocks_of, broken_links_of,
 from tests.docs.stage import DocsStage
 
 
+_QUICK_PAGES = ("README.md", "docs/asking.md", "docs/operating.md", "docs/settings.md")
+"""Pages that start few services; the examples of all others are slow tests."""
+
+
 @pytest.fixture(scope="module")
 def stage(tmp_path_factory):
     for tool in ("bash", "curl"):
@@ -43,7 +47,14 @@ def stage(tmp_path_factory):
         yield stage
 
 
-@pytest.mark.parametrize("example", examples(), ids=str)
+@pytest.mark.parametrize(
+    "example",
+    [
+        pytest.param(each, marks=() if each.page in _QUICK_PAGES else pytest.mark.slow)
+        for each in examples()
+    ],
+    ids=str,
+)
 def test_example_does_what_it_says(stage: DocsStage, example: Block):
     stage.run(example)
 
