@@ -33,7 +33,6 @@ import pytest
 from tests.docs.pages import ROOT, Block, all_pages, blocks_of, broken_links_of, examples
 from tests.docs.stage import DocsStage
 
-
 _QUICK_PAGES = ("README.md", "docs/asking.md", "docs/operating.md", "docs/settings.md")
 """Pages that start few services; the examples of all others are slow tests."""
 
