@@ -10,6 +10,7 @@ accelerators, all start as command lines do.
 
 import atexit
 import contextlib
+import errno
 import faulthandler
 import gc
 import importlib
@@ -47,6 +48,10 @@ _NUMBER = struct.Struct("q")
 _MAX_REQUEST_BYTES = 1 << 18
 _MAX_FD = 1 << 16
 _READY = b"r"
+_START_S = 300.0
+"""Seconds to import torch and the service, on a machine that is busy and has cached nothing."""
+_RANDOM: list[random.Random] = []
+"""All sources of random numbers of the process that forks: each process begins them anew."""
 
 
 def popen(
@@ -125,28 +130,33 @@ class _Forked(subprocess.Popen[Any]):
         start_new_session: bool,
         process_group: int,
     ) -> None:
-        asked = (executable, preexec_fn, pass_fds, shell)
+        asked = (executable, preexec_fn, pass_fds, shell, gid, gids, uid)
         assert not any(asked), f"a forked process cannot have {asked}"
-        streams = [
-            own if own != -1 else inherited
-            for inherited, own in enumerate((p2cread, c2pwrite, errwrite))
-        ]
+        assert (umask, process_group) == (-1, -1), "nor these"
+        own = (p2cread, c2pwrite, errwrite)
+        streams = [each if each != -1 else inherited for inherited, each in enumerate(own)]
         self._told, told = os.pipe()
         try:
-            self.pid = _Origin.running().fork(
-                [*args[len(COMMAND) :]],
-                env,
-                str(cwd),
-                [*streams, told],
-                self._told,
-                leads_session=start_new_session,
+            _Origin.running().ask(
+                args[len(COMMAND) :], env, str(cwd), [*streams, told], start_new_session
             )
+        except BaseException:
+            os.close(self._told)
+            raise
         finally:
             os.close(told)
-            for ours, theirs in ((p2cwrite, p2cread), (c2pread, c2pwrite), (errread, errwrite)):
-                if ours != -1:
-                    os.close(theirs)
+            self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]  # private
+        number = self._read()
+        if number is None:
+            os.close(self._told)
+            raise OSError(errno.EAGAIN, "the process that forks has ended, or could not fork")
+        self.pid = number
         self._child_created = True
+
+    def _read(self) -> int | None:
+        """Return the next number that is told; None if nobody is left to tell one."""
+        told = os.read(self._told, _NUMBER.size)
+        return _NUMBER.unpack(told)[0] if told else None
 
     def _try_wait(self, wait_flags: int) -> tuple[int, int]:
         if self._told < 0:
@@ -155,11 +165,14 @@ class _Forked(subprocess.Popen[Any]):
         poll.register(self._told, select.POLLIN)
         if not poll.poll(0 if wait_flags & os.WNOHANG else None):
             return 0, 0
-        told = os.read(self._told, _NUMBER.size)
+        status = self._read()
         os.close(self._told)
         self._told = -1
-        # None told: the process that forks has ended, and with it what it knows.
-        return self.pid, _NUMBER.unpack(told)[0] if told else signal.SIGKILL
+        if status is None:  # the process that forks has ended, and with it what it knows
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+            status = signal.SIGKILL
+        return self.pid, status
 
     def _internal_poll(self, *_: object, **__: object) -> int | None:
         lock = self._waitpid_lock  # type: ignore[attr-defined]  # private; so is the rest
@@ -193,13 +206,14 @@ class _Origin:
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
             )
+        self._channel.settimeout(_START_S)
         self._forks = self._channel.recv(1) == _READY
         atexit.register(self._end)
 
     @classmethod
     def running(cls) -> "_Origin":
         """Return the one of this process; start it if there is none."""
-        if cls._only is None:
+        if cls._only is None or cls._only._process.poll() is not None:
             cls._only = cls()
         return cls._only
 
@@ -212,34 +226,33 @@ class _Origin:
         """Return whether a fork is as good as an interpreter that starts with these variables."""
         return self._forks and _at_start(env) == self._env
 
-    def fork(
+    def ask(
         self,
         arguments: Sequence[str],
         env: Mapping[str, str],
         cwd: str,
         fds: Sequence[int],
-        answer: int,
-        *,
         leads_session: bool,
-    ) -> int:
-        """Return the number of a new process that runs `inferpool` with arguments.
+    ) -> None:
+        """Ask for a new process that runs `inferpool`.
 
         Args:
             arguments: What follows the command.
             env: All of its variables.
             cwd: The folder that it runs in.
-            fds: Its stdin, stdout and stderr, and where its number and exit status are written.
-            answer: Where these two are read.
+            fds: Its stdin, stdout and stderr, and where its number and exit status are told.
             leads_session: Whether it begins a session of its own.
         """
-        request = [arguments, dict(env), cwd, leads_session]
+        request = [list(arguments), dict(env), cwd, leads_session]
         socket.send_fds(self._channel, [json.dumps(request).encode()], fds)
-        pid: int = _NUMBER.unpack(os.read(answer, _NUMBER.size))[0]
-        return pid
 
     def _end(self) -> None:
         self._channel.close()
-        self._process.wait()
+        try:
+            self._process.wait(_START_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
 
 def _at_start(env: Mapping[str, str]) -> dict[str, str]:
@@ -259,6 +272,7 @@ def _serve(channel: socket.socket) -> list[str]:
     Raises:
         SystemExit: Nobody asks any more; in this process only.
     """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends those who ask, and so this process
     _import()
     is_safe = len(os.listdir("/proc/self/task")) == 1
     channel.send(_READY if is_safe else b"-")
@@ -279,12 +293,17 @@ def _serve(channel: socket.socket) -> list[str]:
             if not message:
                 raise SystemExit
             *streams, told = fds
-            pid = os.fork()
+            try:
+                pid = os.fork()
+            except OSError as error:
+                sys.stderr.write(f"no process can be forked: {error}\n")
+                for fd in fds:
+                    os.close(fd)
+                continue
             if pid == 0:
-                return _become(json.loads(message), streams)
+                return _become(json.loads(message), streams, told)
             for stream in streams:
                 os.close(stream)
-            os.write(told, _NUMBER.pack(pid))
             pidfd = os.pidfd_open(pid)
             children[pidfd] = pid, told
             poll.register(pidfd, select.POLLIN)
@@ -300,16 +319,19 @@ def _import() -> None:
     del sys.modules[_PRELOAD]
     torch.set_num_threads(num_threads)
     gc.collect()
+    _RANDOM.extend(each for each in gc.get_objects() if isinstance(each, random.Random))
     gc.freeze()
 
 
-def _become(request: Sequence[Any], streams: Sequence[int]) -> list[str]:
+def _become(request: Sequence[Any], streams: Sequence[int], told: int) -> list[str]:
     """Make this process what a new interpreter would be; return the arguments of `inferpool`."""
     arguments, env, cwd, leads_session = request
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if leads_session:
         os.setsid()
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
+    os.write(told, _NUMBER.pack(os.getpid()))
     os.closerange(3, _MAX_FD)
     os.environ.clear()
     os.environ.update(env)
@@ -318,8 +340,10 @@ def _become(request: Sequence[Any], streams: Sequence[int]) -> list[str]:
     importlib.invalidate_caches()
     tempfile.tempdir = None
     time.tzset()
-    random.seed()
+    for source in _RANDOM:
+        source.seed()
     sys.modules["numpy"].random.seed()
+    sys.orig_argv = [*COMMAND, *arguments]
     from inferpool.workers.host import forkserver
 
     vars(forkserver)["start_interpreter"] = _Forkservers(forkserver.start_interpreter)

@@ -3,6 +3,8 @@
 import contextlib
 import os
 import re
+import signal
+import subprocess
 from collections import Counter
 from pathlib import Path
 
@@ -54,6 +56,27 @@ def test_forked_service_has_the_descriptors_and_signal_handlers_of_one_that_was_
             until(
                 lambda a=theirs, b=ours: state_of(a) == state_of(b)
             )  # once connections are closed
+
+
+def test_forked_services_draw_other_random_numbers():
+    ids = set()
+    for _ in range(2):
+        with running(FAULTY, "--replicas", "1", ready=False) as service:
+            ids.add(service.wait_until_listening().get("/health/live").headers["X-Request-ID"])
+    assert len(ids) == 2
+
+
+def test_an_end_of_the_process_that_forks_costs_no_later_command_and_none_costs_a_descriptor():
+    origin = forked.origin_pid()
+    os.kill(origin, signal.SIGKILL)
+    os.waitid(os.P_PID, origin, os.WEXITED | os.WNOWAIT)
+    done = forked.run([*forked.COMMAND, "version"], timeout=60)
+    assert done.returncode == 0
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        process = forked.popen([*forked.COMMAND, "version"], stdout=subprocess.DEVNULL)
+        assert process.wait(60) == 0
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_forked_command_tells_its_output_and_its_exit_status(tmp_path: Path):
