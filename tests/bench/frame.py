@@ -5,6 +5,7 @@ slows all contenders of a round alike.
 """
 
 import argparse
+import asyncio
 import os
 import shlex
 import statistics
@@ -25,7 +26,10 @@ import httpx
 
 from inferpool.service.tools.trial import report
 from inferpool.service.tools.trial.connection import TrialError
+from inferpool.service.tools.trial.generators import precise_loop
+from inferpool.service.tools.trial.load import LoadGenerator, LoadPlan
 from inferpool.service.tools.trial.screen import Screen
+from inferpool.service.tools.trial.tally import LoadTally
 from tests.bench.server import (
     OUT,
     ROOT,
@@ -39,9 +43,10 @@ from tests.bench.server import (
 )
 
 FAILURES = (BenchError, TrialError, OSError, httpx.HTTPError)
-"""What ends a turn without figures."""
+"""Errors that end a turn without figures."""
 _LOOP = "sum(number & 3 for number in range(200_000))"
 """A fixed loop, whose time tells a slow machine from a slow service."""
+_START_S = 300.0
 T = TypeVar("T")
 Key = tuple[str, float, str]
 """Workload, load and contender: a row of the tables."""
@@ -257,6 +262,17 @@ def run_together(work: Callable[..., T], each: Sequence[object]) -> list[T]:
     begin = context.Barrier(len(each))
     with ProcessPoolExecutor(len(each), context, _keep, (begin,)) as processes:
         return list(processes.map(partial(_work, work), each))
+
+
+def load_together(plans: Sequence[LoadPlan]) -> list[LoadTally]:
+    """Load services by some plans at once, each from a process of its own."""
+    return run_together(_generate, plans)
+
+
+def _generate(begin: Barrier, plan: LoadPlan) -> LoadTally:
+    begin.wait(_START_S)
+    with asyncio.Runner(loop_factory=precise_loop) as runner:
+        return runner.run(LoadGenerator(plan).run())
 
 
 def _keep(begin: Barrier) -> None:

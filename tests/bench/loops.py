@@ -44,7 +44,7 @@ from tests.bench.server import MALLOC, BenchError, inferpool, machine_cpu_s
 from tests.bench.workloads import photograph, photos
 from tests.models.items import jpeg
 
-_READY_S = 180.0
+_READY_S = 600.0
 _BATCH = 8
 _PLAIN = {"plain": {}, "plain+malloc": MALLOC}
 """Variables of the plain processes, by name."""

@@ -18,15 +18,13 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import cycle, islice
 from math import inf
-from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import httpx
 
-from inferpool.service.tools.trial.generators import precise_loop
-from inferpool.service.tools.trial.load import LoadExchange, LoadGenerator, LoadPlan, judge_status
+from inferpool.service.tools.trial.load import LoadExchange, LoadGenerator, judge_status
 from inferpool.service.tools.trial.tally import LatencyHistogram, LoadTally
-from tests.bench.frame import Benchmark, Cell, benchmark, run_together
+from tests.bench.frame import Benchmark, Cell, benchmark, load_together
 from tests.bench.models import SLEEPER
 from tests.bench.server import (
     OUT,
@@ -57,7 +55,7 @@ _PATHS = ("/predict/first", "/predict/second")
 _TRICKLE_PER_S = 1.0
 """Calls that keep the batches of a job as small as they are beside more of them."""
 _MOST_JOB = 20_000
-_SLACK_S = 10.0
+_SLACK_S = 30.0
 """Time that a generator may take to start, beside a job that must not end."""
 _LOOK_S = 0.05
 
@@ -229,13 +227,7 @@ def _load(bench: Benchmark, rates: Mapping[str, float | None]) -> dict[str, Load
         )
         for number, (model, rate) in enumerate(rates.items())
     ]
-    return dict(zip(rates, run_together(_generate, plans), strict=True))
-
-
-def _generate(barrier: Barrier, plan: LoadPlan) -> LoadTally:
-    barrier.wait(_START_S)
-    with asyncio.Runner(loop_factory=precise_loop) as runner:
-        return runner.run(LoadGenerator(plan).run())
+    return dict(zip(rates, load_together(plans), strict=True))
 
 
 def _batches(server: BenchServer, model: str) -> tuple[float, float]:

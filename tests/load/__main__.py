@@ -32,7 +32,7 @@ _KEPT, _MISSED, _UNUSABLE, _INTERRUPTED = 0, 1, 2, 130
 
 @dataclass(slots=True)
 class Outcome:
-    """What a run has to say."""
+    """The report of a run, and its exit status."""
 
     parts: list[Part] = field(default_factory=list)
     charts: list[Chart] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What counts as a good answer, and as a good run: thresholds, and drift in `soak`."""
+"""Judges answers and runs: a good answer, thresholds, and drift in `soak`."""
 
 import json
 import math
