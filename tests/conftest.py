@@ -24,7 +24,7 @@ from tests.simulated_accelerator.forwarding import Forwarding, has_device
 from tests.turns import turn
 from tests.virtual_time import run_in_virtual_time
 
-_PATIENCE_S = 30.0
+_PATIENCE_S = 120.0
 """Default timeout of httpx in tests: its own, 5 s, is too short for a busy machine."""
 _COROUTINE_LIMIT_S = 300.0
 _SIMULATED = "simulated"
@@ -107,8 +107,14 @@ class _ByFileOrPage(LoadFileScheduling):
 
 @functools.cache
 def _has_simulated(file: Path) -> bool:
-    """Return whether a file has tests marked `simulated`, as its text says: we collect none."""
-    return f"mark.{_SIMULATED}" in file.read_text("utf-8")
+    """Return whether tests of a file may be marked `simulated`, as it or its folder's fixtures say.
+
+    The process that spreads the tests collects none, and has only their names.
+    """
+    texts = (
+        each.read_text("utf-8") for each in (file, file.with_name("conftest.py")) if each.exists()
+    )
+    return any(f"mark.{_SIMULATED}" in text for text in texts)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling:
@@ -125,6 +131,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("alone"):
             item.add_marker("measures")
+        if item.get_closest_marker(_SIMULATED):
+            assert _has_simulated(item.path), f"{item.path} does not say mark.{_SIMULATED}"
     items.sort(key=functools.partial(_place_in_order, config.rootpath))
 
 

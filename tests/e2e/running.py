@@ -275,7 +275,7 @@ def until(claim: Callable[[], object], timeout_s: float = 60.0) -> None:
         time.sleep(0.02)
 
 
-def left_over(family: Sequence[psutil.Process], timeout_s: float = 10.0) -> list[psutil.Process]:
+def left_over(family: Sequence[psutil.Process], timeout_s: float = 60.0) -> list[psutil.Process]:
     """Return the processes that are still alive after a time that is enough for all to end."""
     deadline = time.monotonic() + timeout_s
     while (alive := [each for each in family if is_alive(each)]) and time.monotonic() < deadline:

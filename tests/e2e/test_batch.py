@@ -223,6 +223,7 @@ def test_texts_go_through_a_pool_in_free_order(batch, tmp_path):
     assert [each["input"] for each in answers if "error" in each] == ["t.jsonl:201"]
 
 
+@pytest.mark.slow
 def test_a_model_of_ones_own_computes_alone_from_the_folder_where_it_lies(tmp_path):
     (tmp_path / "nets.py").write_text(_OWN_MODEL)
     (tmp_path / "inferpool.toml").write_text(
@@ -252,6 +253,7 @@ def test_a_model_that_cannot_be_had_ends_the_run_and_leaves_no_output(batch, pho
     assert [*tmp_path.iterdir()] == []
 
 
+@pytest.mark.slow
 def test_a_reader_of_stdout_that_leaves_ends_the_run(numbers):
     process = begin(*numbers.words, model=None)
     assert json.loads(process.stdout.readline())["index"] == 0
@@ -308,6 +310,7 @@ def check_answers(output):
     )
 
 
+@pytest.mark.slow
 def test_ctrl_c_tells_what_is_done_and_resume_goes_on_unless_the_input_has_changed(
     batch, numbers, tmp_path
 ):
@@ -335,6 +338,7 @@ def test_ctrl_c_tells_what_is_done_and_resume_goes_on_unless_the_input_has_chang
     assert len(lines(output)) == num_before
 
 
+@pytest.mark.slow
 def test_no_line_is_missing_or_twice_and_no_process_left_after_a_kill(batch, numbers, tmp_path):
     output = tmp_path / "out.jsonl"
     words = [*numbers.words, "--output", output, "--resume"]

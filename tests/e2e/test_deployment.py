@@ -156,6 +156,7 @@ def test_nginx_accepts_the_example_of_a_proxy(tmp_path: Path):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.slow
 def test_services_on_one_host_share_verdicts_on_speed_and_nothing_else(pair: Pair):
     found = [each.get("/health").json() for each in pair.services]
     presets = {m["workers"][0]["speed"] for each in found for m in each["models"][1:]}

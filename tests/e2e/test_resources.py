@@ -95,7 +95,7 @@ def test_temporary_folder_that_cannot_be_used_is_not_needed(fault: str, tmp_path
 
 
 def test_worker_comes_back_once_there_are_descriptors_again_and_the_others_go_on():
-    with running(settings=faulty(replicas=2)) as service, connected(service):
+    with running(settings=faulty(replicas=2), forks=False) as service, connected(service):
         front_end = psutil.Process(service.process.pid)
         before = num_descriptors(front_end)
         soft, hard = resource.prlimit(front_end.pid, resource.RLIMIT_NOFILE)

@@ -122,6 +122,7 @@ def predictions(run: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+@pytest.mark.slow
 def test_a_run_is_served_with_the_accuracy_that_it_was_judged_with(whole):
     run, written = whole
     card = read_card(run)
@@ -155,6 +156,7 @@ def test_broken_images_are_left_out_and_listed(digits, whole):
     assert not broken & {answer["path"] for answer in predictions(run)}
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_to_the_same_weights_bit_for_bit(digits, whole, tmp_path):
     parts, stop = tmp_path / "parts", tmp_path / "stop"
     stop.touch()
@@ -211,6 +213,7 @@ def test_two_processes_give_the_gradients_of_one(tmp_path):
         torch.testing.assert_close(two[name], gradient, rtol=0, atol=1e-6 * float(largest))
 
 
+@pytest.mark.slow
 def test_a_loss_of_nan_ends_the_run_with_the_batch_kept(digits, tmp_path):
     run = tmp_path / "run"
     words = ["--options", "nan_at=5", "--processes", 2, "--learning-rate", "0.001"]
@@ -234,6 +237,7 @@ def test_a_network_that_raises_ends_the_run_at_once(digits, tmp_path):
     assert num_starts(run) == 1
 
 
+@pytest.mark.slow
 def test_only_one_process_trains_in_a_folder(digits, tmp_path):
     run = tmp_path / "run"
     process = subprocess.Popen(command(*small(digits, run, epochs=5000), "--quiet"), cwd=ROOT)

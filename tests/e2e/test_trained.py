@@ -25,6 +25,7 @@ def labels_of(service: Running, images: list[tuple[Path, str]]) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_a_run_is_served_and_swapped_only_for_one_that_is_no_worse(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("INFERPOOL_ADMIN_KEYS", ADMIN)
     held_out = write_colours(tmp_path / "images")

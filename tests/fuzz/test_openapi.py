@@ -80,6 +80,7 @@ def test_the_examples_are_answered_as_documented(
     operations["POST /predict"].validate_response(answer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("label", "mode"),
     [(label, GenerationMode.POSITIVE) for label in OPERATIONS]

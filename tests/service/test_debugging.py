@@ -41,6 +41,7 @@ def client() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
+@pytest.mark.slow
 def test_author_debugs_and_edits_a_model(tmp_path: Path, client: ThreadPoolExecutor):
     nets = tmp_path / "nets.py"
     nets.write_text(NETS.replace("FACTOR", "2"))

@@ -125,6 +125,7 @@ def drawn(seed: int) -> tuple[int, float, float, list[Stream]]:
     return num_workers, item_s, fixed_s, streams
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("noise", "loses_worker", "most_missed"),
     [(0.0, False, 0.001), (0.3, False, 0.01), (0.0, True, 0.03)],

@@ -104,15 +104,18 @@ def two_ranks(folder: Path, code: str, *arguments: str, limit_s: float = 150) ->
     return outputs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("binding", ["bound", "free"])
 def test_ranks_share_and_send_tensors(tmp_path: Path, binding: str):
     two_ranks(tmp_path, CALLS, binding)
 
 
+@pytest.mark.slow
 def test_a_transfer_waits_for_its_stream_and_the_host_does_not(tmp_path: Path):
     two_ranks(tmp_path, LATE, "free")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stream", "ending"), [("aside", "arrived"), ("here", "hangs")])
 def test_a_stream_that_waits_for_its_send_hangs_in_a_circle(
     tmp_path: Path, stream: str, ending: str

@@ -161,6 +161,7 @@ def test_gradients_are_those_of_the_cpu():
     assert torch.equal(linear.weight.grad, there.weight.grad.cpu())
 
 
+@pytest.mark.slow
 def test_a_forward_does_not_import_a_compiler():
     subprocess.run([sys.executable, "-c", LEAN], check=True)
 

@@ -49,6 +49,7 @@ def bound_devices(state):
     return [str(group.bound_device_id) for group in groups if group is not None]
 
 
+@pytest.mark.slow
 def test_each_rank_tells_its_groups_its_device(ranks):
     # gloo's tensors are on the host.
     wanted = ["None"] * 2 if ranks.devices == SHARED else ranks.devices
@@ -114,6 +115,7 @@ def test_an_input_that_a_stage_refuses_fails_alone(ranks):
         assert torch.equal(model(good), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("build", [networks.Encoder, networks.Blocks])
 def test_a_tensor_parallel_network_answers_as_the_whole_one(tensor_pair, build, tmp_path):

@@ -48,6 +48,7 @@ from tests.workers.inside.test_group import PairEngine
 QUICK = ForkserverPeriods(look_s=0.05, first_pause_s=0.01, retry_s=0.01)
 
 
+@pytest.mark.slow
 async def test_workers_outlive_the_forkserver_and_starts_in_flight_wait_for_the_next_one(
     arena: Arena, no_process_left: None, put
 ):
@@ -273,6 +274,7 @@ async def test_forkserver_that_only_crashes_fails_the_starts_that_wait(
             await server.ready()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["SIGKILL", "stop"])
 async def test_processes_that_a_model_forks_end_with_its_worker(
     engine: LocalEngine, put, tmp_path: Path, end: str
@@ -329,6 +331,7 @@ def test_guest_waits_for_its_own_orphans_alone():
     assert (ours.wait(), users.wait()) == (3, 3)
 
 
+@pytest.mark.slow
 def test_no_folder_is_made_to_start_workers(tmp_path: Path):
     code = (
         "import asyncio, os, tempfile\n"

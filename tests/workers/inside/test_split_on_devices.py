@@ -40,6 +40,7 @@ async def test_batches_and_pieces_in_flight_are_all_answered(
     await worker.stop(5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [SHARED, THREE])
 async def test_device_at_work_holds_up_no_other_stage_nor_the_model_s_code(
     engine: LocalEngine, put, devices: tuple[str, ...], tmp_path: Path
@@ -54,6 +55,7 @@ async def test_device_at_work_holds_up_no_other_stage_nor_the_model_s_code(
     await worker.stop(5)
 
 
+@pytest.mark.slow
 @pytest.mark.measures
 @pytest.mark.parametrize("devices", [APART, SHARED])
 async def test_stages_work_on_several_batches_at_once(
@@ -85,6 +87,7 @@ async def test_own_time_is_that_of_all_stages_and_not_of_other_batches(engine: L
     await worker.stop(5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [APART, SHARED])
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize(("act", "reason"), [("kill", "SIGKILL"), ("lose", "device")])
@@ -101,6 +104,7 @@ async def test_end_of_a_rank_or_its_device_ends_all(
     assert all(map(is_gone, pids))
 
 
+@pytest.mark.slow
 @pytest.mark.measures
 @pytest.mark.parametrize("stage", [0, 1])
 async def test_device_of_a_stage_that_stands_still_is_found_out(

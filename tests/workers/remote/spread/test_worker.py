@@ -101,6 +101,7 @@ async def test_ranks_on_two_hosts_answer_and_are_seen(engine: SpreadEngine, put)
     assert (await worker.wait()).reason == "stopped"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", ["pipeline", "tensor"])
 async def test_answers_are_those_of_a_network_on_one_device(arena: Arena, put, split: Split):
     options = {"inputs": [{"name": "x", "dtype": "float32", "shape": [-1, WIDTH]}]}
@@ -122,6 +123,7 @@ async def test_answers_are_those_of_a_network_on_one_device(arena: Arena, put, s
     assert len(set(expected)) > 20, "the rows and the classes differ"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
     ("act", "reason"),
