@@ -1,13 +1,19 @@
-"""A process that makes jobs and computes them with workers that are fakes: `PLACE LOG JOBS MADE`.
+"""A process that makes jobs and computes them: `PLACE LOG JOBS MADE LEASE_S DIES_AFTER`.
 
 It makes `MADE` jobs, all again at each start, and says which were accepted. It notes each instance
-that is computed in a file. It ends when all `JOBS` jobs are over.
+that is computed in a file: its workers are fakes. It ends when all `JOBS` jobs are over.
+
+It kills itself soon after it has made `DIES_AFTER` steps: accepted jobs and computed batches. So
+its death does not depend on how fast the machine is. If less is left to do, it dies at the end.
+With a negative number it lives.
 """
 
 import asyncio
 import os
 import random
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 
 from inferpool.service.jobs.jobs import Jobs
@@ -33,7 +39,30 @@ def answer_to(payload: bytes) -> bytes:
     return b'"%b"' % payload.rstrip()[::-1]
 
 
-async def compute(engine: FakeEngine, arena: Arena, log: int) -> None:
+class Fate:
+    """Kills this process after some steps, at a random moment of the next one."""
+
+    def __init__(self, num_left: int) -> None:
+        self._num_left = num_left
+        if num_left == 0:
+            self._die_soon()
+
+    def step(self) -> None:
+        self._num_left -= 1
+        if self._num_left == 0:
+            self._die_soon()
+
+    def end(self) -> None:
+        """Die now if that is to come still."""
+        if self._num_left > 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def _die_soon(self) -> None:
+        # The process cannot exit before: it waits for this thread.
+        threading.Timer(random.uniform(0, 0.02), os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+
+async def compute(engine: FakeEngine, arena: Arena, log: int, fate: Fate) -> None:
     """Answer each batch after a moment, and note it."""
     while True:
         for worker in engine.started:
@@ -42,18 +71,20 @@ async def compute(engine: FakeEngine, arena: Arena, log: int) -> None:
                 found = [arena.read(item.offset, item.num_bytes) for item in items]
                 os.write(log, b"".join(payload.rstrip() + b"\n" for payload in found))
                 worker.answer([answer_to(payload) for payload in found])
+                fate.step()
         await asyncio.sleep(random.uniform(0, 0.004))
 
 
-async def live(place: str, log: str, num_jobs: int, num_made: int) -> None:
+async def live(
+    place: str, log: str, num_jobs: int, num_made: int, lease_s: float, fate: Fate
+) -> None:
     arena, engine = Arena(1 << 22), FakeEngine()
     pool = await ready_pool(engine, arena, 2)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    computing = asyncio.create_task(compute(engine, arena, descriptor))
-    periods = LeasePeriods(lease_s=1.5, renew_s=0.3)
+    computing = asyncio.create_task(compute(engine, arena, descriptor, fate))
+    periods = LeasePeriods(lease_s=lease_s, renew_s=0.3)
     jobs = Jobs(place, LIMITS, {"m": pool}, "m", Webhooks((), b""), periods)
     jobs.start()
-    os.write(1, b"begun\n")
 
     async def make(number: int) -> None:
         new = NewJob(id=f"{number}", model="m", body_digest="d", idempotency_key=f"{number}")
@@ -61,6 +92,7 @@ async def live(place: str, log: str, num_jobs: int, num_made: int) -> None:
             new, lambda: (StoredInstance(kind="bytes", payload=p) for p in payloads(number))
         )
         os.write(1, b"accepted %d\n" % number)
+        fate.step()
 
     order = list(range(num_made))
     random.shuffle(order)
@@ -69,12 +101,13 @@ async def live(place: str, log: str, num_jobs: int, num_made: int) -> None:
     states = STATES[len(UNFINISHED) :]
     while len(await jobs.jobs(None, states, 1000, None)) < num_jobs:  # noqa: ASYNC110  # others end some
         await asyncio.sleep(0.02)
-    os.write(1, b"all are over\n")
+    fate.end()
     await jobs.stop()
     computing.cancel()
     await pool.stop(0)
 
 
 if __name__ == "__main__":
-    place, log, num_jobs, num_made = sys.argv[1:]
-    asyncio.run(live(place, log, int(num_jobs), int(num_made)))
+    place, log, num_jobs, num_made, lease_s, dies_after = sys.argv[1:]
+    fate = Fate(int(dies_after))
+    asyncio.run(live(place, log, int(num_jobs), int(num_made), float(lease_s), fate))
