@@ -152,10 +152,10 @@ def test_after_sending_false_leaves_a_broken_connection_alone():
 
 def test_each_attempt_tells_the_service_the_time_left():
     transport = transport_of(refusal(503), refusal(503), GOOD)
-    with Client(transport=transport, retries=Retry(backoff_s=0.1), timeout_s=30) as client:
+    with Client(transport=transport, retries=Retry(backoff_s=0.1), timeout_s=600) as client:
         client.predict("x")
         first, second, third = [int(each.headers["x-timeout-ms"]) for each in transport.requests]
-        assert first <= 29_900  # so that its 504 arrives in time
+        assert 500_000 <= first <= 599_900  # so that its 504 arrives in time
         assert first - 50 >= second
         assert second - 100 >= third
         client.predict("x", timeout_s=None)
