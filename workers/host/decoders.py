@@ -71,7 +71,7 @@ class DecoderHost:
             config: Its configuration.
             oom_kills: Counter of the kernel's kills for memory.
             on_gone: Called after `end`, once no decoder is left.
-            periods: Pauses before the next starts.
+            periods: Pauses before the next starts, and times for looks and waits.
 
         Raises:
             OSError: There are too few descriptors.
@@ -165,7 +165,7 @@ class DecoderHost:
         """Run one decoder after the other."""
         while True:
             try:
-                life = _DecoderLife(self._id, seat, self._oom_kills)
+                life = _DecoderLife(self._id, seat, self._oom_kills, self._periods)
             except (SharedMemoryError, OSError) as error:
                 logger.warning("%s: no decoder can be started: %s", self._id, error)
                 await asyncio.sleep(self._periods.max_decoder_pause_s)
@@ -264,7 +264,9 @@ class DecoderHost:
 class _DecoderLife:
     """One decoder, from before its start until its exit is confirmed."""
 
-    def __init__(self, id: WorkerId, seat: int, oom_kills: OomKills) -> None:
+    def __init__(
+        self, id: WorkerId, seat: int, oom_kills: OomKills, periods: WorkerPeriods
+    ) -> None:
         """Make what it will write to.
 
         Raises:
@@ -272,7 +274,9 @@ class _DecoderLife:
             OSError: There are too few descriptors.
         """
         self.seat = seat
-        self.process = RankProcess(id, seat, oom_kills, is_alone=False, kind="decoder")
+        self.process = RankProcess(
+            id, seat, oom_kills, is_alone=False, kind="decoder", periods=periods
+        )
         self.reason = ""
         self._gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._tasks = Pipe(duplex=False)

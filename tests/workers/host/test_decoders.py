@@ -253,7 +253,7 @@ async def test_a_model_that_cannot_prepare_its_samples_serves_without(
 
 
 async def test_a_decoder_does_not_speak_for_the_worker():
-    life = decoders._DecoderLife(WorkerId(model="m", slot=0), 0, OomKills())
+    life = decoders._DecoderLife(WorkerId(model="m", slot=0), 0, OomKills(), PATIENT)
     for message in (BatchDone(1, [], 0.0, 0.0), StartProgress("loading")):
         with pytest.raises(FrameError, match="which a decoder may not send"):
             life.on_message(life.process, message)
