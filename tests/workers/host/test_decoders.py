@@ -14,9 +14,10 @@ from inferpool.workers.host import decoders
 from inferpool.workers.host.engine import WorkerHandle, WorkerId
 from inferpool.workers.host.forkserver import Forkserver
 from inferpool.workers.host.local import LocalEngine
+from inferpool.workers.host.local_worker import LocalWorker
 from inferpool.workers.host.observed import OomKills
 from inferpool.workers.messages import BatchDone, FrameError, ItemError, ItemRef, StartProgress
-from tests.workers.contract import PATIENT, is_gone, started, until
+from tests.workers.contract import PATIENT, is_gone, started, suspend, until
 
 Put = Callable[..., ItemRef]
 MODEL = "tests.apart_model:ApartModel"
@@ -123,6 +124,22 @@ async def test_an_input_that_decoders_die_of_fails_alone(
         assert outcome.message == "2 workers died while they computed this input (both decoders)"
         await until(lambda: len(pids(worker)) == 2)
         await until_used(worker, put)
+    finally:
+        await worker.stop(5)
+
+
+@pytest.mark.measures  # the canary has the time of a batch as well
+async def test_a_stopped_decoder_costs_nobody_an_answer(engine: LocalEngine, put: Put):
+    worker = await with_decoders(engine, 2, batch_timeout_s=4.0)
+    assert isinstance(worker, LocalWorker)
+    worker.carrier.held.batch_timeout_s = 60.0  # that of the decoders stays
+    try:
+        await until_used(worker, put)
+        stopped = min(pids(worker))
+        suspend(stopped)
+        done = await worker.run([put({"n": n}) for n in range(1, 9)])
+        assert answered(done) == list(range(2, 18, 2))
+        assert is_gone(stopped)
     finally:
         await worker.stop(5)
 
