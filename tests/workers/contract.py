@@ -209,10 +209,16 @@ class EngineContract:
         with pytest.raises(WorkerLostError):
             await worker.run([put({"n": 3})])
 
-    async def test_death_while_idle_is_seen(self, engine: Engine):
-        worker = await started(engine)
-        os.kill(pid_of(worker), signal.SIGKILL)
-        assert "SIGKILL" in (await worker.wait()).reason
+    @pytest.mark.measures
+    async def test_death_while_idle_is_seen_at_once(self, engine: Engine):
+        async def death() -> float:
+            worker = await started(engine)
+            began = time.monotonic()
+            os.kill(pid_of(worker), signal.SIGKILL)
+            assert "SIGKILL" in (await worker.wait()).reason
+            return time.monotonic() - began
+
+        assert await is_quick(death, 0.5)
 
     async def test_worker_that_will_not_stop_is_killed(self, engine: Engine, put: Put):
         worker = await started(engine)
