@@ -39,7 +39,7 @@ Channels = Literal["one for each group", "one for each pair", "the caller's"]
 """The stream on which a backend runs transfers: those of NCCL's group in torch 2.15 or with
 `device_id`; those of its lazy mode; and those of an operation that is not asynchronous."""
 
-_DEADLINE_S = 30.0
+_DEADLINE_S = 60.0
 _rank_of_thread: ContextVar[int] = ContextVar("rank_of_thread")
 
 
