@@ -3,6 +3,7 @@
 Imported whenever the command's line is read, so it imports little.
 """
 
+import math
 from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,8 +33,8 @@ class TunePlan:
     goal: Goal
     secs: float
     """Least seconds for which a candidate is measured, in rounds that take turns with the best."""
-    budget_s: float
-    """Seconds for the whole run; candidates that remain then are not tried."""
+    budget_s: float = math.inf
+    """Seconds for a whole search; candidates that remain then are not tried."""
     warm_s: float = 0.5
     """Least seconds of load before a candidate is measured."""
     warm_pipeline_s: float = 5.0

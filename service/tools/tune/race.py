@@ -17,7 +17,7 @@ from inferpool.service.tools.tune.plan import Goal, TunePlan
 from inferpool.service.tools.tune.search import Candidate, CandidateStarter
 
 _MAX_S = 300.0
-_PLAN = TunePlan(goal=Goal(), secs=3.0, budget_s=_MAX_S)
+_PLAN = TunePlan(goal=Goal(), secs=3.0)
 
 
 class PlacementRace:

@@ -41,7 +41,7 @@ def raced(folder: Path, model: str, used_percent: float, **flags: str) -> Findin
     """Return what is found on the placements of a model, which are measured for a moment."""
     loaded = load({"model": model, **flags}, {}, folder)
     facts = gather(loaded.settings, Host(cpus=(0, 1), num_cores=2))
-    plan = TunePlan(goal=Goal(), secs=0.3, budget_s=600, warm_s=0.1, warm_pipeline_s=0.1)
+    plan = TunePlan(goal=Goal(), secs=0.3, warm_s=0.1, warm_pipeline_s=0.1)
     race = PlacementRace(loaded, QUIET, plan)
     names = list(loaded.settings.models)
     (found,) = check_ways(facts, loaded.settings, names, race, lambda: used_percent)
