@@ -173,10 +173,9 @@ def test_a_stopped_run_goes_on_to_the_same_weights_bit_for_bit(digits, whole, tm
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_run_survives_kills_of_its_ranks_with_the_same_accuracy(digits, tmp_path, num_ranks):
+def test_a_run_survives_kills_of_its_ranks_with_the_same_accuracy(digits, tmp_path):
     calm, shot = tmp_path / "calm", tmp_path / "shot"
-    words = ["--processes", num_ranks, "--checkpoint-minutes", 0.01, "--quiet"]
+    words = ["--processes", 2, "--checkpoint-minutes", 0.01, "--quiet"]
     train(*small(digits, calm, epochs=30), *words)
     process = subprocess.Popen(command(*small(digits, shot, epochs=30), *words), cwd=ROOT)
     chance = random.Random(7)
