@@ -1,28 +1,30 @@
 """The command `python -m tests.mutations`: break lines of the core, and see whether a test fails.
 
 It draws lines at random, so that nobody chooses them to please, changes each in a scratch copy of
-the tree, and runs the tests that belong to its file. The exit code is 1 if a mutation lived.
+the tree, and runs the tests that belong to its file. The exit code is 1 if a mutation lived, or if
+tests are broken: they fail without a mutation too, or end in a way that proves nothing.
 """
 
 import argparse
 import ast
+import contextlib
 import difflib
 import os
 import queue
 import random
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import psutil
 from rich.console import Console
 
 _ROOT = Path(__file__).parents[1]
@@ -46,6 +48,11 @@ _MORE_PAIRS = (ast.In, ast.NotIn), (ast.And, ast.Or), (ast.Add, ast.Sub)
 _OTHER = {a: b for pair in (*_PAIRS, *_MORE_PAIRS) for a, b in (pair, reversed(pair))}
 _LOG = re.compile(r"(\w+\.)*_?log(ger)?\.\w+\(|warnings\.warn\(")
 _LEFT_OUT = ("annotation", "returns", "decorator_list")
+_MARKS = "not gpu and not compile"
+"""Slow tests run too: the table names files that have no others."""
+_NO_TESTS = 5
+"""Exit code of pytest where the marks leave out all tests."""
+_CAUGHT = ("FAILED ", "ERROR ", "no end ")
 _FAILED = re.compile(r"^(?:FAILED|ERROR) tests.*", re.MULTILINE)
 
 
@@ -69,7 +76,7 @@ class Mutation:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Draw lines, try a mutation of each, and return 1 if one lived."""
+    """Draw lines, try a mutation of each, and return 1 if one was not caught."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutations")
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--count", type=int, default=60)
@@ -78,14 +85,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit-s", type=float, default=1800.0, help="for the tests of one")
     args = parser.parse_args(argv)
     drawn = enumerate(_draw(random.Random(args.seed), args.count), 1)
+    chosen = [each for each in drawn if args.only is None or each[0] in args.only]
+    rooms = dict.fromkeys(_room_of(mutation.file) for _, mutation in chosen)
     trees: queue.Queue[Path] = queue.Queue()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool:
         for job in range(args.jobs):
             trees.put(_copy(Path(folder, str(job))))
+        faults = pool.map(lambda room: _baseline(room, trees, args.limit_s), rooms)
+        broken = dict(zip(rooms, faults, strict=True))
         tries = [
-            pool.submit(_try, number, mutation, trees, args.limit_s)
-            for number, mutation in drawn
-            if args.only is None or number in args.only
+            pool.submit(_try, number, mutation, broken, trees, args.limit_s)
+            for number, mutation in chosen
         ]
         return int(not all(each.result() for each in tries))
 
@@ -167,16 +177,24 @@ def _expand(pattern: str) -> tuple[str, ...]:
     return tuple(sorted(str(path.relative_to(_ROOT)) for path in found))
 
 
+def _room_of(file: str) -> str:
+    return next(room for room in _TESTS if file in _expand(room))
+
+
+def _tests_in(room: str) -> list[str]:
+    """Return the test files of a room and its neighbours."""
+    found = dict.fromkeys(test for pattern in _TESTS[room] for test in _expand(pattern))
+    return [test for test in found if Path(test).name.startswith("test_")]
+
+
 def _tests_of(file: str) -> tuple[list[str], list[str]]:
     """Return the test files that mirror or import a file, and those of its room and neighbours."""
-    room = next(each for each in _TESTS if file in _expand(each))
     own = Path("tests", file).with_name(f"test_{Path(file).name}")
     module = re.compile(rf"\b{re.escape('.'.join(Path(file).with_suffix('').parts))}\b")
     near, far = [], []
-    for test in dict.fromkeys(test for pattern in _TESTS[room] for test in _expand(pattern)):
-        if Path(test).name.startswith("test_"):
-            is_near = test == str(own) or module.search((_ROOT / test).read_text())
-            (near if is_near else far).append(test)
+    for test in _tests_in(_room_of(file)):
+        is_near = test == str(own) or module.search((_ROOT / test).read_text())
+        (near if is_near else far).append(test)
     near.sort(key=lambda test: test != str(own))
     far.sort(key=lambda test: Path(test).parent != own.parent)
     return near, far
@@ -192,44 +210,75 @@ def _copy(target: Path) -> Path:
     return target
 
 
-def _try(number: int, mutation: Mutation, trees: "queue.Queue[Path]", limit_s: float) -> bool:
-    """Run the tests with a mutation, print what came of it, and return whether one failed."""
+def _baseline(room: str, trees: "queue.Queue[Path]", limit_s: float) -> str:
+    """Return how the tests of a room fail without a mutation; "" if they pass."""
+    tree = trees.get()
+    try:
+        verdict = _run(tree, _tests_in(room), 2 * limit_s)  # what `_try` does in two runs
+    finally:
+        trees.put(tree)
+    return verdict and f"broken without a mutation: {verdict}"
+
+
+def _try(
+    number: int,
+    mutation: Mutation,
+    broken: Mapping[str, str],
+    trees: "queue.Queue[Path]",
+    limit_s: float,
+) -> bool:
+    """Run the tests with a mutation, print what came of it, and return whether it was caught."""
     tree = trees.get()
     diff = mutation.apply(tree)
     try:
-        near, far = _tests_of(mutation.file)
-        caught = (near and _run(tree, near, limit_s)) or _run(tree, far, limit_s)
+        verdict = broken[_room_of(mutation.file)]
+        for tests in filter(None, _tests_of(mutation.file)):
+            verdict = verdict or _run(tree, tests, limit_s)
     finally:
         shutil.copy2(_ROOT / mutation.file, tree / mutation.file)
         trees.put(tree)
-    text = f"{number}. {mutation.file}:{mutation.line}\n{diff}\n{caught or 'LIVED'}\n"
+    text = f"{number}. {mutation.file}:{mutation.line}\n{diff}\n{verdict or 'LIVED'}\n"
     Console(soft_wrap=True).print(text, markup=False, highlight=False)
-    return bool(caught)
+    return verdict.startswith(_CAUGHT)
 
 
 def _run(tree: Path, tests: Sequence[str], limit_s: float) -> str:
-    """Return how the first test failed; a hang is a failure; "" if all passed."""
-    options = ("-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--tb=no", "-rfE")
+    """Return "" if all tests passed, what caught the mutation, or in what way they are broken."""
+    options = ("-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--tb=no", "-rfE", "-m", _MARKS)
+    options += ("--continue-on-collection-errors",)  # a mutation that prevents an import is caught
     environment = {**os.environ, "PYTHONPATH": str(tree), "COLUMNS": "200"}
     environment["PYTHONPYCACHEPREFIX"] = str(tree / ".bytecode")  # torch is slow to compile
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
-    with subprocess.Popen(
-        (sys.executable, "-m", "pytest", *options, *tests),
-        cwd=tree,
-        env=environment,
-        start_new_session=True,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    ) as process:
+    # In a file, not a pipe, whose end would wait for all that the tests have left behind.
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            (sys.executable, "-m", "pytest", *options, *tests),
+            cwd=tree,
+            env=environment,
+            start_new_session=True,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
         try:
-            output, _ = process.communicate(timeout=limit_s)
+            code = process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+            _end(process)
             return f"no end in {limit_s:.0f} s"
-    failed = _FAILED.search(output)
-    ended = f"exit {process.returncode}: {output[-600:]}" if process.returncode else ""
-    return failed.group() if failed else ended
+        output.seek(0)
+        said = output.read()
+    if code in (0, _NO_TESTS):
+        return ""
+    failed = _FAILED.search(said)
+    return failed.group() if code == 1 and failed else f"broken: exit {code}: {said[-600:]}"
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process and all that descend from it, also those that lead sessions of their own."""
+    parent = psutil.Process(process.pid)
+    for each in [*parent.children(recursive=True), parent]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.kill()
+    process.wait()
 
 
 if __name__ == "__main__":
