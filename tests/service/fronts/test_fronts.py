@@ -14,7 +14,6 @@ from inferpool.service.telemetry.metrics import Metrics
 from inferpool.workers.arena import Arena
 from inferpool.workers.errors import WorkerStartError
 from inferpool.workers.host.engine import Cause, Ending, WorkerId
-from inferpool.workers.host.restart_policy import RestartPolicy
 from tests.service.api.fakes import Models
 
 pytestmark = pytest.mark.usefixtures("virtual_time")
@@ -91,8 +90,6 @@ class FakeFrontProcess:
 
 @pytest.fixture
 def keep(monkeypatch: pytest.MonkeyPatch):
-    policy = RestartPolicy(max_restarts=4, first_pause_s=0.01)
-    monkeypatch.setattr(inferpool.service.fronts.fronts, "_POLICY", policy)
     monkeypatch.setattr(inferpool.service.fronts.fronts, "FrontProcess", FakeFrontProcess)
 
     @contextlib.asynccontextmanager
