@@ -18,7 +18,7 @@ from inferpool.models.accelerator.kinds import (
     known_accelerators,
 )
 from inferpool.workers.cgroups import MOUNT, read_limits
-from inferpool.workers.host.gpus import DriverError, Gpu, in_time, read_gpus
+from inferpool.workers.host.gpus import ANSWER_S, DriverError, Gpu, in_time, read_gpus
 
 DEVICE_FORMS = (
     '"auto", "cpu", "cuda", GPUs such as "cuda:0,1", UUIDs as `nvidia-smi -L` prints them '
@@ -95,7 +95,9 @@ def _is_of_known_kind(name: str) -> bool:
     return bool(_KIND.fullmatch(name)) and accelerator_of(name) is not None
 
 
-def find_host(visible: str | None, order: str = "", cgroup: Path = MOUNT) -> Host:
+def find_host(
+    visible: str | None, order: str = "", cgroup: Path = MOUNT, *, answer_s: float = ANSWER_S
+) -> Host:
     """Return the devices of this host.
 
     Args:
@@ -103,11 +105,12 @@ def find_host(visible: str | None, order: str = "", cgroup: Path = MOUNT) -> Hos
             are the only GPUs to use. None or "all": every GPU.
         order: Value of CUDA_DEVICE_ORDER: the order that the indices follow.
         cgroup: Folder in which the cgroup file system is mounted.
+        answer_s: Time for a driver to describe its GPUs.
     """
     cpus = _allowed_cpus()
     quota = read_limits(cgroup).num_cores
     num_cores = len(cpus) if quota is None else max(1, min(len(cpus), int(quota)))
-    host = _find_gpus(Host(cpus=cpus, num_cores=num_cores))
+    host = _find_gpus(Host(cpus=cpus, num_cores=num_cores), answer_s)
     if visible in (None, "all") or host.accelerator is not CUDA:
         return host
     gpus, problem = _chosen(host.gpus, visible, order)
@@ -163,11 +166,11 @@ def called(gpus: Sequence[Gpu], name: str) -> list[Gpu]:
     return [gpu for gpu in gpus if meant & {gpu.uuid, gpu.sliced_from}]
 
 
-def _find_gpus(host: Host) -> Host:
+def _find_gpus(host: Host, answer_s: float) -> Host:
     """Return a host with its GPUs of the first kind of which it has some."""
     for each in known_accelerators():
         try:
-            gpus = in_time(partial(read_gpus, each.library, each.kind))
+            gpus = in_time(partial(read_gpus, each.library, each.kind), answer_s)
         except (DriverError, ImportError) as error:
             host = replace(host, problem=str(error))
             continue

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 _NVIDIA, _DISPLAY = "0x10de", "0x03"
 """NVIDIA's number, and the class of GPUs, in the PCI ID repository."""
-_ANSWER_S = 60.0
+ANSWER_S = 60.0
 """Time for a driver to describe the GPUs; it may have to start each of them first."""
 _Answer = TypeVar("_Answer")
 _REMEDIES = {
@@ -35,7 +35,7 @@ class DriverError(Exception):
     """The driver of the GPUs is there, but does not work."""
 
 
-def in_time(read: Callable[[], _Answer]) -> _Answer:
+def in_time(read: Callable[[], _Answer], answer_s: float = ANSWER_S) -> _Answer:
     """Return what a function reads from a driver, which may block for ever if it fails.
 
     Raises:
@@ -51,9 +51,9 @@ def in_time(read: Callable[[], _Answer]) -> _Answer:
 
     threading.Thread(target=run, name="read GPUs", daemon=True).start()
     try:
-        return answer.result(_ANSWER_S)
+        return answer.result(answer_s)
     except TimeoutError:
-        said = f"no GPU can be used: the driver has not answered in {_ANSWER_S:g} s"
+        said = f"no GPU can be used: the driver has not answered in {answer_s:g} s"
         raise DriverError(said) from None
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from inferpool.workers.host.gpus import (
+    ANSWER_S,
     DriverError,
     has_driver,
     in_time,
@@ -63,14 +64,15 @@ class NvmlState:
     """GPUs that cannot be asked, by index, with the reason."""
 
 
-def read_nvml(nvml: Any) -> NvmlState:
+def read_nvml(nvml: Any, answer_s: float = ANSWER_S) -> NvmlState:
     """Return what NVML reports, without a CUDA context. A driver that hangs is broken.
 
     Args:
         nvml: The module `pynvml`, or a fake of it.
+        answer_s: Time for the driver to answer.
     """
     try:
-        return in_time(lambda: _read(nvml))
+        return in_time(lambda: _read(nvml), answer_s)
     except DriverError as error:
         return NvmlState(problem=str(error), is_broken=True)
 

@@ -30,10 +30,10 @@ except DriverError as error:
 
 HASTY = """
 import pynvml
-from inferpool.workers.host import devices, gpus, nvml
+from inferpool.workers.host import devices, nvml
 
-gpus._ANSWER_S = 0.1
-answer = [devices.find_host(None).problem, nvml.read_nvml(pynvml).problem]
+found, state = devices.find_host(None, answer_s=0.1), nvml.read_nvml(pynvml, answer_s=0.1)
+answer = [found.problem, state.problem]
 """
 
 
