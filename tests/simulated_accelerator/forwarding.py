@@ -110,9 +110,10 @@ class _Child:
         theirs.close()
 
     def run(self, item: pytest.Item, nextitem: pytest.Item | None) -> list[pytest.TestReport]:
-        """Run a test. Its fixtures end, too, unless the next test is in the same file."""
-        stays = nextitem is not None and nextitem.path == item.path
-        following = nextitem.nodeid if nextitem is not None and stays else None
+        """Run a test. Its fixtures end, too, unless the next one is in the same file, and ours."""
+        following = None
+        if nextitem is not None and nextitem.path == item.path:
+            following = nextitem.nodeid if nextitem.get_closest_marker(MARK) else None
         self._pipe.send((item.nodeid, following))
         if not self._pipe.poll(_TEST_LIMIT_S):
             raise TimeoutError
