@@ -16,18 +16,24 @@ from pathlib import Path
 
 _SEQUENCES = re.compile(rb"\x1b\[[0-9;?]*[a-zA-Z]|\x1b[=>]")
 _HOME = b"\x1b[H"
+_END = b"\x00"
+"""Written after all that the program has written."""
 
 
 class PtyScreen:
     """Screen on which `rich.live.Live` draws."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]", fd: int, before: list[object]) -> None:
+    def __init__(
+        self, process: "subprocess.Popen[bytes]", fd: int, theirs: int, before: list[object]
+    ) -> None:
         self.process = process
         self.before = before
         """Attributes of the terminal before the program started."""
         self.written = b""
         """All output, with its control sequences."""
         self._fd = fd
+        self._theirs = theirs
+        """The end that the program has."""
 
     @property
     def text(self) -> str:
@@ -66,8 +72,11 @@ class PtyScreen:
         while self.process.poll() is None:
             assert time.monotonic() < end, f"it does not end: {self.text}"
             self._read(0.05)
-        while self._read(0.0):
-            pass
+        os.write(self._theirs, _END)  # the terminal passes on what was written a little later
+        while not self.written.endswith(_END):
+            assert time.monotonic() < end, f"the terminal keeps its output: {self.text}"
+            self._read(0.05)
+        self.written = self.written.removesuffix(_END)
         return self.process.returncode
 
     def attributes(self) -> list[object]:
@@ -110,7 +119,7 @@ def on_terminal(
         preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
     )
     try:
-        yield PtyScreen(process, ours, before)
+        yield PtyScreen(process, ours, theirs, before)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

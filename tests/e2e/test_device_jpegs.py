@@ -54,6 +54,7 @@ def test_the_device_decodes_and_the_service_says_so(service: Running):
     assert [worker["decode"] for worker in service.workers()] == ["device"]
 
 
+@pytest.mark.slow
 def test_many_photographs_at_once_score_as_exact_decoding_does(service: Running, exact):
     def ask(n: int) -> bool:
         answer = service.post(content=DATAS[n % 4], headers=JPEG)

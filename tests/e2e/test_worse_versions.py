@@ -44,6 +44,7 @@ def version_of(name: str) -> dict[str, str]:
     return {"source": f"tests.worse_model:{name}"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "policy", "says", "shows"),
     [
@@ -138,6 +139,7 @@ def _is_nan_due(numbers: list[int], status: int, version: bytes, body: Mapping[s
     return status == 200 and all(number % 100 == 7 for number in failed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "how"),
     [

@@ -44,6 +44,7 @@ def expected(devices: Devices) -> np.ndarray:
     return run(model, [image_item(data) for data in PHOTOS])["probabilities"].numpy()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("speed", PRESETS)
 def test_preset_answers_photographs_as_exact_does(
     devices: Devices, service: Running, expected: np.ndarray, speed: str, record_property

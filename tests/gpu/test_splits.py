@@ -38,6 +38,7 @@ def service(devices: Devices) -> Iterator[Running]:
         yield service.wait_until_listening()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("indices", INDICES.values(), ids=INDICES)
 def test_two_ranks_answer_as_the_cpu(

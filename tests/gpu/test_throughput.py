@@ -125,6 +125,7 @@ def test_throughput_beside_a_bare_loop(
     record_property("served / bare float32", round(rate / bare["float32"], 3))
 
 
+@pytest.mark.slow
 def test_trace_shows_what_a_worker_does_when(devices: Devices, trace_folder: Path, record_property):
     """The file is for https://ui.perfetto.dev."""
     trace_folder.mkdir(parents=True, exist_ok=True)

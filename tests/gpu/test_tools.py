@@ -62,6 +62,7 @@ def inferpool(*arguments: str, cwd: Path = ROOT) -> "subprocess.CompletedProcess
     )
 
 
+@pytest.mark.slow
 def test_doctor_finds_the_devices_and_computes_on_them(devices: Devices, record_property):
     model = "tests.small_classifier:SmallClassifier"
     done = inferpool("doctor", model, "--port", "0", "--devices", devices.named(0), "--json")

@@ -3,11 +3,14 @@
 import subprocess
 import sys
 
+import pytest
+
 from inferpool.models.files.run_folder import read_card
 from tests.e2e.running import ROOT, running
 from tests.run_folders import COLOURS, TINY, write_colours
 
 
+@pytest.mark.slow
 def test_a_network_is_trained_and_served_on_a_device(devices, tmp_path):
     for path, label in write_colours(tmp_path / "all", 40):
         folder = tmp_path / "colours" / label
