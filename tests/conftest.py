@@ -80,6 +80,16 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
+@pytest.fixture(autouse=True)
+def _restored_environment() -> Generator[None]:
+    """Take back what a test has changed in the environment: commands that run in it do so, too."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
 @pytest.fixture
 def virtual_time() -> None:
     """Make the clock of a test's event loop jump to the next thing that is due."""
