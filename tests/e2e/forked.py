@@ -32,9 +32,11 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = (sys.executable, "-m", "inferpool")
-_READ_AT_START = ("PYTHON", "LD_", "LC_", "LANG", "OMP_", "MKL_", "OPENBLAS_", "MALLOC_", "GLIBC_")
+_READ_AT_START = (
+    *("PYTHON", "LD_", "LC_", "LANG", "OMP_", "MKL_", "OPENBLAS_", "MALLOC_", "GLIBC_"),
+    *("TORCH", "CUDA_", "NVIDIA_", "RAY_"),
+)
 """Beginnings of variables that an interpreter or a library reads once, when it is loaded."""
-_READ_BY_LIBRARIES = ("TORCH", "CUDA_", "NVIDIA_", "RAY_")
 _IMPORTED = (
     "numpy",
     "inferpool.service.app",
@@ -256,8 +258,7 @@ class _Origin:
 
 
 def _at_start(env: Mapping[str, str]) -> dict[str, str]:
-    names = (*_READ_AT_START, *_READ_BY_LIBRARIES)
-    return {name: value for name, value in env.items() if name.startswith(names)}
+    return {name: value for name, value in env.items() if name.startswith(_READ_AT_START)}
 
 
 # From here on all runs in the process that forks, or in one that it has forked.

@@ -20,7 +20,7 @@ import psutil
 from inferpool.service.tools.trial.processes import is_alive
 from tests.e2e import forked
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = forked.ROOT
 FAULTY = "tests.fault_model:FaultModel"
 _START_TIMEOUT_S = 60.0
 
