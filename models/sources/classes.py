@@ -1,21 +1,28 @@
 """Finds classes of users by `package.module:Class`, and calls them. Worker processes only."""
 
 import importlib
+import importlib.machinery as machinery
 import inspect
 import os
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
+from importlib.abc import PathEntryFinder
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
+import inferpool
 from inferpool.models.errors import ModelError, SourceError
 from inferpool.models.sources import importing
 
 _Built = TypeVar("_Built")
+_INSTALLED = {"site-packages", "dist-packages"}
+_KEPT = sysconfig.get_path("stdlib"), *inferpool.__path__
+"""Other folders of code that does not change while a service runs."""
 
 
 def find_class(module_name: str, class_name: str) -> type:
@@ -73,6 +80,9 @@ def _import(name: str, wanted: str) -> ModuleType:
     folder = os.getcwd()
     if folder not in sys.path:  # as `python -m` does
         sys.path.insert(0, folder)
+    if _finder_of_users not in sys.path_hooks:
+        sys.path_hooks.insert(0, _finder_of_users)
+        sys.path_importer_cache.clear()
     importlib.invalidate_caches()
     try:
         return importing.import_for_model(name, wanted)
@@ -88,6 +98,34 @@ def _import(name: str, wanted: str) -> ModuleType:
         ) from error
     except (Exception, SystemExit) as error:  # a user's module may do anything
         raise SourceError(f"module {name!r} fails on import: {_last_line(error)}") from error
+
+
+class _LoaderFromSource(machinery.SourceFileLoader):
+    """Compiles what is on disk, whatever bytecode there is.
+
+    Python takes bytecode for current if the source has the size and the date, in seconds, of the
+    one that it was compiled from. A worker could run the code of before, and be taken for a new one
+    by its files: after a quick edit, or where all files have one date, as in images.
+    """
+
+    def path_stats(self, path: str) -> NoReturn:
+        """Refuse to date a source: then bytecode of it is neither read nor written."""
+        raise OSError(f"bytecode of {path} is not used")
+
+
+_find_from_source = machinery.FileFinder.path_hook(
+    (machinery.ExtensionFileLoader, machinery.EXTENSION_SUFFIXES),
+    (_LoaderFromSource, machinery.SOURCE_SUFFIXES),
+    (machinery.SourcelessFileLoader, machinery.BYTECODE_SUFFIXES),
+)
+
+
+def _finder_of_users(folder: str) -> PathEntryFinder:
+    """Find modules in a folder of the user's; an entry of `sys.path_hooks`."""
+    path = Path(folder).absolute()
+    if not _INSTALLED.isdisjoint(path.parts) or any(path.is_relative_to(each) for each in _KEPT):
+        raise ImportError(f"{folder} is no folder of the user's")
+    return _find_from_source(folder)
 
 
 def _near_modules(name: str, folder: str) -> str:

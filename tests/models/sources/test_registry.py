@@ -1,3 +1,5 @@
+import os
+import py_compile
 import sys
 import textwrap
 
@@ -93,6 +95,17 @@ def test_nested_classes_and_modules_are_found(user):
     (user / "package" / "__init__.py").touch()
     (user / "mymodels.py").rename(user / "package" / "deep.py")
     assert type(build("package.deep:Plain", None, {})).__name__ == "Plain"
+
+
+def test_code_is_what_the_files_say_whatever_bytecode_of_the_same_date_says(user):
+    (user / "package").mkdir()
+    (user / "package" / "__init__.py").touch()
+    deep = (user / "mymodels.py").rename(user / "package" / "deep.py")
+    os.utime(deep, (1e9, 1e9))
+    py_compile.compile(str(deep))
+    deep.write_text(deep.read_text().replace("factor=2", "factor=3"))
+    os.utime(deep, (1e9, 1e9))
+    assert vars(build("package.deep:Doubler", None, {}))["factor"] == 3
 
 
 def test_a_users_network_is_wrapped_and_its_weights_loaded(user):
