@@ -135,9 +135,16 @@ class Running:
         return self
 
     def wait_until_ready(self) -> "Running":
-        """Wait until /health/ready answers 200 and every worker is up."""
+        """Wait until every worker is up, and every front, unless only who has a key is told."""
         self.wait_until_listening()
-        until(lambda: self.get("/health/ready").json().get("status") == "ready", _START_TIMEOUT_S)
+
+        def is_ready() -> bool:
+            if self.get("/health/ready").json().get("status") != "ready":
+                return False
+            health = self.get("/health")
+            return health.status_code != 200 or _are_up(health.json()["fronts"])
+
+        until(is_ready, _START_TIMEOUT_S)
         return self
 
     def wait_until_full(self) -> None:
@@ -148,9 +155,8 @@ class Running:
                 health = self.get("/health").json()
             except httpx.TransportError:
                 return False
-            are_up = all(front["state"] == "up" for front in health["fronts"])
-            models = health["models"]
-            return are_up and all(w["state"] == "ready" for m in models for w in m["workers"])
+            workers = [worker for model in health["models"] for worker in model["workers"]]
+            return _are_up(health["fronts"]) and all(w["state"] == "ready" for w in workers)
 
         until(is_full, _START_TIMEOUT_S)
 
@@ -281,6 +287,10 @@ def left_over(family: Sequence[psutil.Process], timeout_s: float = 60.0) -> list
     while (alive := [each for each in family if is_alive(each)]) and time.monotonic() < deadline:
         time.sleep(0.02)
     return alive
+
+
+def _are_up(fronts: Sequence[Mapping[str, Any]]) -> bool:
+    return all(front["state"] == "up" for front in fronts)
 
 
 def _toml(value: object) -> str:
