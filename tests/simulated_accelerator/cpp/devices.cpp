@@ -83,17 +83,18 @@ void run_stream(int device, StreamState& stream) {
   at::set_num_threads(int(from_env("SIM_THREADS", 1)));
   c10::InferenceMode mode;
   for (;;) {
-    Task task;
+    StreamState::Entry entry;
     {
       std::unique_lock lock(stream.mutex);
-      stream.more.wait(lock, [&] { return !stream.tasks.empty(); });
-      task = std::move(stream.tasks.front());
-      stream.tasks.pop_front();
+      stream.more.wait(lock, [&] { return !stream.entries.empty(); });
+      entry = std::move(stream.entries.front());
+      stream.entries.pop_front();
     }
-    task();
-    task = nullptr;
+    entry.task();
+    entry.task = nullptr;
     std::lock_guard lock(stream.mutex);
     stream.num_completed++;
+    if (entry.end) entry.end->finish(); // who has waited for it finds the stream idle
     stream.idle.notify_all();
   }
 }
@@ -153,13 +154,13 @@ bool Moment::is_done() {
   return is_done_;
 }
 
-void StreamState::push(int device, Task task) {
+void StreamState::push(int device, Task task, MomentPtr end) {
   std::lock_guard lock(mutex);
   if (!is_started) {
     is_started = true;
     std::thread(run_stream, device, std::ref(*this)).detach();
   }
-  tasks.push_back(std::move(task));
+  entries.push_back({std::move(task), std::move(end)});
   num_submitted++;
   more.notify_one();
 }
@@ -225,8 +226,14 @@ void submit_always(int device, int64_t stream, Task task) {
 }
 MomentPtr record(int device, int64_t stream) {
   auto moment = std::make_shared<Moment>();
-  if (Graph* graph = device_at(device).streams[stream].graph) moment->captured = graph;
-  submit_always(device, stream, [moment] { moment->finish(); });
+  auto& state = device_at(device).streams[stream];
+  if (Graph* graph = state.graph) {
+    moment->captured = graph;
+    submit_always(device, stream, [moment] { moment->finish(); });
+  } else {
+    check(device);
+    state.push(device, [] {}, moment);
+  }
   return moment;
 }
 void make_wait(int device, int64_t stream, const MomentPtr& moment) {

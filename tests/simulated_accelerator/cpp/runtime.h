@@ -54,13 +54,17 @@ using MomentPtr = std::shared_ptr<Moment>;
 
 /// A stream: a queue of work, and the thread that does it.
 struct StreamState {
+  struct Entry {
+    Task task;
+    MomentPtr end; // that is reached with it
+  };
   std::mutex mutex;
   std::condition_variable more, idle;
-  std::deque<Task> tasks;
+  std::deque<Entry> entries;
   uint64_t num_submitted = 0, num_completed = 0;
   bool is_started = false;
   std::atomic<Graph*> graph{nullptr}; // that captures it
-  void push(int device, Task task);
+  void push(int device, Task task, MomentPtr end = nullptr);
   void wait_until_idle();
 };
 
