@@ -102,6 +102,7 @@ def check_counts(service: Running, num_calls: int, most_open: int = 0) -> None:
     assert counts["requests"] == num_calls, counts
 
 
+@pytest.mark.slow
 def test_a_canary_gets_the_same_ids_from_every_front_and_each_call_is_of_one_version():
     asyncio.run(share_by_id())
 

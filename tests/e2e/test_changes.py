@@ -94,6 +94,7 @@ def test_a_validation_that_cannot_be_used_is_named_in_one_sentence_and_changes_n
     assert not {each["state"] for each in look(photographs)["versions"]} & {"comparing", "loading"}
 
 
+@pytest.mark.slow
 def test_a_file_of_lines_decides_between_versions_by_the_command(
     numbers: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ):

@@ -123,6 +123,7 @@ def test_poison_fails_alone_while_its_neighbours_succeed(service: Running):
     assert tally.wrong[0][2]["code"] == "worker_crashed"
 
 
+@pytest.mark.slow
 def test_many_poisons_are_quarantined_and_the_service_goes_on(service: Running):
     rejected = 'rejected_total{model="m",reason="quarantined"}'
     quarantined = 'quarantined_inputs{model="m"}'
@@ -204,7 +205,7 @@ def instances(metrics: str) -> dict[str, float]:
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("fronts", ["1", "2"])
+@pytest.mark.parametrize("fronts", ["1", pytest.param("2", marks=pytest.mark.slow)])
 def test_sigterm_under_load_answers_all_that_was_accepted_and_leaves_nothing(
     tmp_path: Path, fronts: str
 ):
@@ -229,7 +230,12 @@ def test_sigterm_under_load_answers_all_that_was_accepted_and_leaves_nothing(
 @pytest.mark.alone
 @pytest.mark.parametrize(
     ("act", "has_forkserver", "fronts"),
-    [("ok", True, "1"), ("spin", True, "1"), ("spin", False, "1"), ("ok", True, "2")],
+    [
+        ("ok", True, "1"),
+        ("spin", True, "1"),
+        ("spin", False, "1"),
+        pytest.param("ok", True, "2", marks=pytest.mark.slow),
+    ],
 )
 def test_sigkill_of_the_main_process_leaves_no_process_and_no_memory(
     act: str, has_forkserver: bool, fronts: str
@@ -292,6 +298,7 @@ def test_port_that_is_taken_ends_the_start():
         assert "cannot listen on 127.0.0.1:" in str(service.log[-1]["message"])
 
 
+@pytest.mark.slow
 def test_without_any_worker_it_is_alive_not_ready_and_says_when_to_come_back(tmp_path: Path):
     gate = tmp_path / "gate"
     with running(settings=faulty(replicas=2, options={"load_s": 1.5, "gate": gate})) as service:
@@ -313,6 +320,7 @@ def test_without_any_worker_it_is_alive_not_ready_and_says_when_to_come_back(tmp
         assert service.predict({"n": 21})[0]["twice"] == 42
 
 
+@pytest.mark.slow
 def test_model_that_crashes_in_a_loop_is_given_up_and_leaves_its_neighbour_alone():
     bad = {"source": FAULTY, "replicas": 1, "max_restarts": 2, "options": {"load": "exit"}}
     models = {"good": {"source": FAULTY, "replicas": 1}, "bad": bad}

@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.e2e import forked
 from tests.e2e.running import FAULTY, Running, running, until
@@ -47,6 +48,7 @@ def state_of(each: psutil.Process) -> tuple[object, ...]:
     return descriptors(each.pid), signals(each.pid), each.cwd(), each.nice()
 
 
+@pytest.mark.slow
 def test_forked_service_has_the_descriptors_and_signal_handlers_of_one_that_was_started():
     arguments = (FAULTY, "--replicas", "1")
     with running(*arguments, forks=False) as started, running(*arguments) as service:
@@ -66,6 +68,7 @@ def test_forked_services_draw_other_random_numbers():
     assert len(ids) == 2
 
 
+@pytest.mark.slow
 def test_an_end_of_the_process_that_forks_costs_no_later_command_and_none_costs_a_descriptor():
     origin = forked.origin_pid()
     os.kill(origin, signal.SIGKILL)

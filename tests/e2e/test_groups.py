@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import psutil
+import pytest
 
 from tests.e2e.load import ask_until_stopped
 from tests.e2e.running import Running, faulty, left_over, running, until
@@ -34,6 +35,7 @@ def pids_of(worker: dict) -> list[int]:
     return [rank["pid"] for rank in worker["ranks"]]
 
 
+@pytest.mark.slow
 def test_group_under_load_loses_nothing_to_a_killed_follower_nor_to_sigterm():
     worker: dict = {}
     family: list[psutil.Process] = []

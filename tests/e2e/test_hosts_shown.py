@@ -92,6 +92,7 @@ def test_top_shows_the_hosts(hosts: RunningCluster):
     assert re.search(r"\d +ready +second +cpu", shown)
 
 
+@pytest.mark.slow
 def test_doctor_measures_each_connection(hosts: RunningCluster):
     until(lambda: all(is_well(host) for host in hosts.hosts().values()))
     done = command("doctor", "--cluster", hosts.service.url, "--json")

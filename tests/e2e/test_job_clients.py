@@ -102,6 +102,7 @@ def numbers(num: int, drawn: list[int]) -> Iterator[object]:
         yield {"n": each, "text": "x" * 1000}
 
 
+@pytest.mark.slow
 def test_a_generator_of_a_thousand_is_read_while_it_is_computed_and_cancelled(service, gate):
     gate.touch()
     drawn: list[int] = []

@@ -154,6 +154,7 @@ def kubelet(url: str) -> Iterator[Pod]:
         thread.join()
 
 
+@pytest.mark.slow
 def test_a_pod_is_never_killed_and_gets_requests_only_while_it_can_answer(tmp_path: Path):
     gate = tmp_path / "gate"
     gate.touch()

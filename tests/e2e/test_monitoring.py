@@ -147,6 +147,7 @@ def promtool(*arguments: str) -> None:
 
 
 @needs_prometheus
+@pytest.mark.slow
 def test_promtool_passes_the_configuration_and_the_rules_and_their_tests():
     promtool("check", "config", "--syntax-only", "prometheus.yml")
     promtool("check", "rules", "rules.yml")
@@ -200,6 +201,7 @@ def test_the_dashboard_finds_its_data_source_and_shows_every_metric_of_the_servi
 
 @pytest.mark.measures
 @needs_prometheus
+@pytest.mark.slow
 def test_every_query_and_every_rule_runs_and_sees_a_worker_that_is_killed(
     service: Running, watching: Prometheus
 ):

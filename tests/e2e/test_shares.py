@@ -40,6 +40,7 @@ def ask(service: Running, model: str):
     return service.post(f"/predict/{model}", json={"instances": [{"n": NUMBERS[model]}] * 20})
 
 
+@pytest.mark.slow
 def test_models_under_full_load_are_computed_in_the_ratio_of_their_shares(service, calls):
     with (
         asking(partial(ask, service, "a"), 4) as first,

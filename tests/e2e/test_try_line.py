@@ -6,6 +6,8 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.running import running, until
 
 MODELS = """
@@ -109,6 +111,7 @@ def pasted(line: str) -> object:
     return json.loads(answer.stdout).get("predictions", answer.stdout)
 
 
+@pytest.mark.slow
 def test_every_try_line_works_when_pasted(tmp_path: Path):
     (tmp_path / "own.py").write_text(MODELS)
     key = tmp_path / "its key"

@@ -56,6 +56,7 @@ def test_input_that_does_not_fit_alone_fails_and_its_memory_is_returned(greedy: 
     assert greedy.worker_pids() == [pid]
 
 
+@pytest.mark.slow
 def test_process_sees_its_device_alone_and_allocates_no_more_than_its_share(devices: Devices):
     command = [sys.executable, "-c", PINNED, devices.kind, devices.uuids[-1]]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -48,6 +48,7 @@ def scores_of(service: Running, photo: bytes) -> np.ndarray:
     return scores
 
 
+@pytest.mark.slow
 def test_scores_are_those_of_the_cpu(
     devices: Devices, service: Running, expected: dict[str, np.ndarray]
 ):
@@ -79,6 +80,7 @@ def test_metrics_tell_each_device(devices: Devices, service: Running):
         assert uuid in text
 
 
+@pytest.mark.slow
 def test_answers_under_load_are_right_while_a_worker_is_killed(
     devices: Devices, service: Running, expected: dict[str, np.ndarray]
 ):

@@ -87,6 +87,7 @@ def service(
 
 
 @pytest.mark.parametrize("kind", ["tensor", "JPEG"])
+@pytest.mark.slow
 def test_throughput_beside_a_bare_loop(
     devices: Devices,
     service: Running,

@@ -131,6 +131,7 @@ def test_nothing_is_told_to_who_has_not_begun_to_use_the_library(nvml: ModuleTyp
     assert nvml.nvmlDeviceGetMemoryInfo(handle).total
 
 
+@pytest.mark.slow
 def test_processes_share_the_memory_of_a_device_until_they_die(nvml: ModuleType):
     torch.sim.empty_cache()
     free, _ = torch.sim.mem_get_info(1)
@@ -157,6 +158,7 @@ def test_processes_share_the_memory_of_a_device_until_they_die(nvml: ModuleType)
     torch.sim.empty_cache()
 
 
+@pytest.mark.slow
 def test_a_process_sees_the_devices_that_it_may_use():
     uuid = fake_nvml.nvmlDeviceGetUUID(2)
     code = """

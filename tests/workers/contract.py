@@ -180,7 +180,9 @@ class EngineContract:
             ("leave", "exit code 9", "exit"),
             ("kill early", "SIGKILL", "signal"),
             pytest.param("hang", "hung", "hang", marks=pytest.mark.measures),
-            pytest.param("spin early", "hung", "hang", marks=pytest.mark.measures),
+            pytest.param(
+                "spin early", "hung", "hang", marks=[pytest.mark.measures, pytest.mark.slow]
+            ),
         ],
     )
     async def test_batch_that_ends_its_worker_is_lost_for_that_reason(

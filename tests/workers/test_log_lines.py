@@ -60,6 +60,7 @@ def test_processes_of_the_models_can_be_given_the_stream():
     subprocess.run(["true"], stdout=stream.fileno(), check=True)
 
 
+@pytest.mark.slow
 def test_process_that_a_model_forks_writes_to_the_stream_and_sends_nothing():
     code = (
         "import logging, os, signal, sys\n"

@@ -199,6 +199,7 @@ def test_weights_of_another_network_are_told_by_name_and_shape(tmp_path):
 
 
 @scripting
+@pytest.mark.slow
 def test_whole_models_are_no_weights(tmp_path):
     torch.jit.script(nn.Linear(2, 2)).save(tmp_path / "a.pt")
     assert "is a TorchScript archive, a whole model" in refused(tmp_path / "a.pt")

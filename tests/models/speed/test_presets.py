@@ -1,5 +1,6 @@
 """Networks that presets change: folded norms, corrected biases."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -40,6 +41,7 @@ def folded(network, x):
     return num_folded
 
 
+@pytest.mark.slow
 def test_every_norm_of_an_efficientnet_is_folded_though_its_code_cannot_be_traced():
     network = trained(Network(num_classes=10))
     num_norms = sum(isinstance(module, nn.BatchNorm2d) for module in network.modules())

@@ -34,6 +34,7 @@ def float32():
     torch.backends.cudnn.allow_tf32 = True
 
 
+@pytest.mark.slow
 def test_a_worker_computes_float32_before_any_model_is_loaded_and_leaves_all_switches_usable():
     # Pinning is for a process of its own.
     found = subprocess.run([sys.executable, "-c", PINNED], capture_output=True, text=True)

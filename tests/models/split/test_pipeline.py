@@ -19,7 +19,7 @@ def assert_equal(got, expected):
 
 CASES = [
     (networks.mlp, (32,), 0.6),
-    (networks.resnet, (3, 40, 40), 0.6),
+    pytest.param(networks.resnet, (3, 40, 40), 0.6, marks=pytest.mark.slow),
     (networks.vit, (3, 32, 32), 0.65),
     (networks.encoder, (5, 32), 0.7),
 ]

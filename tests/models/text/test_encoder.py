@@ -180,6 +180,7 @@ def test_a_folder_that_lacks_something_is_refused(tmp_path):
         loaded(build(f"encoder:{tmp_path}", None, {}))
 
 
+@pytest.mark.slow
 def test_speed_presets_are_judged_on_texts_of_many_lengths_and_none_is_compiled(tmp_path):
     model = loaded(build(f"encoder:{folder_of(tmp_path)}", "DEFAULT", {}))
     judged = choose(model, SpeedOptions(speed="auto", max_batch_size=4, cache_dir=tmp_path), print)

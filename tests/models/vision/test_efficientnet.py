@@ -86,6 +86,7 @@ def test_a_missing_package_of_weights_is_named(monkeypatch):
         EfficientNetLite0().load(CPU)
 
 
+@pytest.mark.slow
 def test_it_loads_without_torchvision():
     code = (
         "import sys; from inferpool.models.sources.registry import build;"

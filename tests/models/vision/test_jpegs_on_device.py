@@ -201,6 +201,7 @@ def test_a_batch_takes_few_calls_for_each_jpeg(jpegs: GpuJpegs):
     assert calls.num / len(decoded) < 3
 
 
+@pytest.mark.slow
 def test_long_pictures_take_no_more_memory_than_others():
     """Their weights take far more than their pixels."""
     long = [torch.zeros(3, 24, 12_000, dtype=torch.uint8, device="sim:0") for _ in range(16)]

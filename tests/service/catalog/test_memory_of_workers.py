@@ -190,7 +190,10 @@ async def bounded(arena: Arena, replicas: int, room: float) -> AsyncIterator[Rea
         await it.close()
 
 
-@pytest.mark.parametrize("room", [1.3, 0.3], ids=["one more", "none more"])
+@pytest.mark.parametrize(
+    "room",
+    [pytest.param(1.3, marks=pytest.mark.slow, id="one more"), pytest.param(0.3, id="none more")],
+)
 async def test_the_bound_holds_and_no_call_is_lost_while_workers_follow_one_another(
     wide_arena, room
 ):
@@ -220,7 +223,7 @@ async def test_the_former_version_is_loaded_again_if_the_other_cannot_be(wide_ar
     assert all(isinstance(error, UnavailableError) for error in it.errors)
 
 
-@pytest.mark.parametrize("which", ["old", "new"])
+@pytest.mark.parametrize("which", [pytest.param("old", marks=pytest.mark.slow), "new"])
 async def test_a_worker_that_is_killed_meanwhile_loses_no_call(wide_arena, which):
     async with bounded(wide_arena, 2, 0.3) as it:
         known = {each.pid for each in psutil.Process().children(recursive=True)}

@@ -285,6 +285,7 @@ def test_missing_service_is_a_connect_error(kind):
         assert "not ready in 0.2 s" in raised.value.__notes__[0]
 
 
+@pytest.mark.slow
 def test_service_may_start_and_stop_under_load():
     port = free_port()
     url = f"http://127.0.0.1:{port}"

@@ -276,6 +276,7 @@ async def test_an_instance_that_never_fits_is_refused_in_its_place(
         assert bench.codes() == ["too_large"]
 
 
+@pytest.mark.slow
 async def test_an_instance_that_no_worker_has_memory_for_comes_to_an_end(
     store: JobStore, arena: Arena
 ) -> None:

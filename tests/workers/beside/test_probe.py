@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+import pytest
 import torch
 
 from inferpool.models.base import Model
@@ -32,6 +33,7 @@ class Lengths(Model):
         return batch
 
 
+@pytest.mark.slow
 def test_batches_are_timed_on_the_largest_input_so_that_they_can_be_compared():
     order = {
         "do": "measured",

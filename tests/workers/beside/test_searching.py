@@ -93,6 +93,7 @@ asyncio.run(search(slow_to_load(Path(".")), "key", print))
 """
 
 
+@pytest.mark.slow
 def test_search_ends_with_a_killed_front_end(tmp_path):
     command = [sys.executable, "-u", "-c", _FRONT_END]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as front_end:

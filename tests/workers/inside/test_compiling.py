@@ -91,6 +91,7 @@ def test_a_package_that_others_could_have_written_is_not_loaded(package: Path, t
         Compiled(copy)
 
 
+@pytest.mark.slow
 def test_failed_compilation_says_why_and_leaves_nothing(tmp_path):
     config = WorkerConfig(
         model=ModelConfig(name="m", source="tests.no_such_module:Net"), placement=CPU

@@ -133,6 +133,7 @@ async def test_idle_group_leaves_together_when_its_lead_is_told_to(engine: PairE
     assert (await worker.wait()).reason == "stopped"
 
 
+@pytest.mark.slow
 async def test_every_stage_of_a_pipeline_leaves_of_its_own_accord(arena: Arena):
     none_is_helped = replace(PATIENT, follow_out_s=1000.0)
     three = Placement(devices=("cpu",) * 3, split="pipeline")

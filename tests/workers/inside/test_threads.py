@@ -30,6 +30,7 @@ print(time.perf_counter() - began)
     not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2,
     reason="needs Linux and two cores, of which it uses one",
 )
+@pytest.mark.slow
 def test_threads_that_share_a_core_do_not_wait_for_each_other_in_vain():
     def seconds(whose: str) -> float:
         command = [sys.executable, "-c", _ON_ONE_CORE, whose]

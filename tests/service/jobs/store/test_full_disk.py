@@ -69,7 +69,7 @@ def fill_up(disk: Path) -> Path:
     return file
 
 
-@pytest.mark.parametrize("num_bytes", [SMALL, LARGE])
+@pytest.mark.parametrize("num_bytes", [pytest.param(SMALL, marks=pytest.mark.slow), LARGE])
 def test_new_jobs_are_refused_while_those_accepted_are_computed(
     store: JobStore, num_bytes: int
 ) -> None:
@@ -81,7 +81,7 @@ def test_new_jobs_are_refused_while_those_accepted_are_computed(
     check(store, accepted)
 
 
-@pytest.mark.parametrize("num_bytes", [SMALL, LARGE])
+@pytest.mark.parametrize("num_bytes", [pytest.param(SMALL, marks=pytest.mark.slow), LARGE])
 def test_results_wait_for_room_that_the_deletion_of_a_job_makes(
     store: JobStore, num_bytes: int
 ) -> None:
@@ -112,7 +112,7 @@ def test_results_wait_for_room_that_the_deletion_of_a_job_makes(
     check(store, accepted)
 
 
-@pytest.mark.parametrize("num_bytes", [SMALL, LARGE])
+@pytest.mark.parametrize("num_bytes", [pytest.param(SMALL, marks=pytest.mark.slow), LARGE])
 def test_a_disk_that_others_fill_costs_nothing(store: JobStore, disk: Path, num_bytes: int) -> None:
     for id in ("a", "b"):
         add(store, 200, num_bytes=num_bytes, id=id)

@@ -241,6 +241,7 @@ def test_model_that_hangs_on_import_is_given_up(tmp_path: Path, monkeypatch: pyt
     assert (found[-1].level, found[-1].message) == ("error", "not done after 0.5 s")
 
 
+@pytest.mark.slow
 def test_process_that_tries_a_model_says_nothing_but_its_answers(tmp_path: Path):
     settings = settings_of(tmp_path, model="tests.fault_model:FaultModel")
     facts, kinds = gather(settings, TWO_CORES), ["survey", "measured"]

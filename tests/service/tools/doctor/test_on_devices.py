@@ -11,6 +11,7 @@ import pytest
 pytestmark = pytest.mark.simulated
 
 
+@pytest.mark.slow
 def test_doctor_tries_accelerators_of_any_kind_and_calls_them_by_it(tmp_path: Path):
     command = [sys.executable, "-m", "inferpool", "doctor", "echo", "--devices", "sim:0,2"]
     done = subprocess.run(

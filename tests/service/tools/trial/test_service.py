@@ -81,6 +81,7 @@ def test_service_does_not_outlive_whoever_started_it_however_that_ends(tmp_path:
     assert left_over([service], _TIMEOUT_S) == []
 
 
+@pytest.mark.slow
 def test_zombies_do_not_count_as_left_over():
     command = [sys.executable, "-c", _CARELESS_GUARDIAN, _SUBJECT + _STOPPER]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
@@ -89,6 +90,7 @@ def test_zombies_do_not_count_as_left_over():
     assert (exit_code, num_left) == ("0", "0"), done.stderr
 
 
+@pytest.mark.slow
 def test_the_reason_for_a_failed_start_is_given_without_the_log():
     async def start() -> str:
         with TrialService(rows_of(load({"model": "no_such.module:Net"}, {}, Path("/")))) as subject:
