@@ -4,6 +4,7 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -16,30 +17,50 @@ FILES = {
     for folder in FOLDERS
     for path in (ROOT / folder).rglob("*.py")
 }
-MODULES = {
-    name.removesuffix(".__init__"): ast.parse(path.read_bytes()) for name, path in FILES.items()
-}
-TESTS = {
-    str(path.relative_to(ROOT)): ast.parse(path.read_bytes())
-    for path in (ROOT / "tests").rglob("*.py")
-}
-SHARED = {name: tree for name, tree in TESTS.items() if not Path(name).name.startswith("test_")}
+
+
+@cache  # in the process that runs these tests, not in each that imports them
+def trees_of_modules() -> dict[str, ast.Module]:
+    """Return the trees of our modules by name."""
+    return {name.removesuffix(".__init__"): ast.parse(FILES[name].read_bytes()) for name in FILES}
+
+
+@cache
+def trees_of_tests() -> dict[str, ast.Module]:
+    """Return the trees of the files of tests by path."""
+    paths = (ROOT / "tests").rglob("*.py")
+    return {str(path.relative_to(ROOT)): ast.parse(path.read_bytes()) for path in paths}
+
+
+@cache
+def trees_of_helpers() -> dict[str, ast.Module]:
+    """Return the trees of those files that hold no tests."""
+    return {
+        name: tree
+        for name, tree in trees_of_tests().items()
+        if not Path(name).name.startswith("test_")
+    }
 
 
 def imported_by(module: str) -> Iterator[str]:
     """Return our modules that a module imports anywhere, also in a function or for a type."""
-    for node in ast.walk(MODULES[module]):
+    for node in ast.walk(trees_of_modules()[module]):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 submodule = f"{node.module}.{alias.name}"
-                yield submodule if submodule in MODULES else str(node.module)
+                yield submodule if submodule in trees_of_modules() else str(node.module)
 
 
 def test_no_module_imports_one_that_imports_it():
-    graph = {each: {*imported_by(each)} & MODULES.keys() - {each} for each in MODULES}
-    assert sum(map(len, graph.values())) > len(MODULES), "the imports are not those of our modules"
+    graph = {
+        each: {*imported_by(each)} & trees_of_modules().keys() - {each}
+        for each in trees_of_modules()
+    }
+    assert sum(map(len, graph.values())) > len(trees_of_modules()), (
+        "the imports are not those of our modules"
+    )
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
@@ -62,7 +83,7 @@ def class_names(tree: ast.Module) -> set[str]:
 def test_a_class_name_means_one_thing():
     """The client alone may repeat names of the service: it mirrors them, and comes without it."""
     places = defaultdict(list)
-    for module, tree in {**MODULES, **SHARED}.items():
+    for module, tree in {**trees_of_modules(), **trees_of_helpers()}.items():
         if not module.startswith("inferpool.service.client."):
             for name in class_names(tree):
                 places[name].append(module)
@@ -70,8 +91,10 @@ def test_a_class_name_means_one_thing():
 
 
 def test_no_test_calls_a_class_of_its_own_like_one_of_the_product():
-    ours = set().union(*map(class_names, MODULES.values()))
-    local = {name: tree for name, tree in TESTS.items() if name not in SHARED}
+    ours = set().union(*map(class_names, trees_of_modules().values()))
+    local = {
+        name: tree for name, tree in trees_of_tests().items() if name not in trees_of_helpers()
+    }
     repeated = {name: class_names(tree) & ours for name, tree in local.items()}
     assert {name: names for name, names in repeated.items() if names} == {}
 
@@ -80,7 +103,7 @@ def test_every_docstring_stands_alone():
     """One that begins so is a clause that leans on the line above it."""
     starts = {*("Of", "As", "Whose", "Whom", "That"), *("What", "Whether", "Where", "Which", "Who")}
     found = []
-    for module, tree in {**MODULES, **SHARED}.items():
+    for module, tree in {**trees_of_modules(), **trees_of_helpers()}.items():
         for node in ast.walk(tree):
             # A string as a statement is a docstring, also of an attribute.
             if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
@@ -125,6 +148,6 @@ def test_no_test_patches_a_time_of_the_product():
     """Budgets and periods are arguments: a patch would also change what others wait for."""
     found = {
         name: [*filter(re.compile("[A-Z]_S$").search, patched_names(name, tree))]
-        for name, tree in TESTS.items()
+        for name, tree in trees_of_tests().items()
     }
     assert {name: names for name, names in found.items() if names} == {}
