@@ -146,6 +146,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=functools.partial(_place_in_order, config.rootpath))
 
 
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector what has been imported: it would walk all of it, again and again."""
+    gc.collect()
+    gc.freeze()
+
+
 def _place_in_order(root: Path, item: pytest.Item) -> int:
     if _has_simulated(item.path):
         return 0  # they are one piece of work, the longest of all
