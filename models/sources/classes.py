@@ -15,13 +15,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn, TypeVar
 
-import inferpool
 from inferpool.models.errors import ModelError, SourceError
 from inferpool.models.sources import importing
 
 _Built = TypeVar("_Built")
 _INSTALLED = {"site-packages", "dist-packages"}
-_KEPT = sysconfig.get_path("stdlib"), *inferpool.__path__
+_KEPT = sysconfig.get_path("stdlib"), Path(__file__).absolute().parents[2]
 """Other folders of code that does not change while a service runs."""
 
 
