@@ -1,4 +1,4 @@
-"""Starts `python -m inferpool` by a fork of a process that has imported torch and the service.
+"""Starts Python by a fork of a process that has imported torch and the service.
 
 Two interpreters that import torch, the service's and its forkserver's, cost four seconds of CPU a
 start. What must not depend on a fork starts a command line of its own with `subprocess`: tests of
@@ -6,12 +6,16 @@ imports, of memory, of signals while a process starts, and of what is installed.
 
 The process that forks has one thread and has opened nothing. Where that can't be so, as with some
 accelerators, all start as command lines do.
+
+A command is `python -m inferpool ...`. Any other one is a script: it can ask for forks as well, so
+the service that it starts by `inferpool.serve` is forked, too.
 """
 
 import atexit
 import contextlib
 import errno
 import faulthandler
+import fcntl
 import gc
 import importlib
 import json
@@ -26,8 +30,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,11 +50,21 @@ _IMPORTED = (
     "inferpool.service.cli.serve",
     "inferpool.service.cli.agent",
     "inferpool.service.fronts.fronts",
+    "inferpool.service.embedded.serve",
+    "inferpool.service.embedded.mounted",
 )
+_STARTS_SERVICES = ("inferpool.service.embedded.serve", "inferpool.service.tools.trial.service")
+"""Modules that start services bound to their process."""
+_BOUND = "inferpool.service.tools.trial.bound"
 _PRELOAD = "inferpool.workers.inside.preload"
 _NUMBER = struct.Struct("q")
 _MAX_REQUEST_BYTES = 1 << 18
 _MAX_FD = 1 << 16
+_MAX_FDS = 12
+"""Descriptors that come with a request."""
+_CHANNEL = "TESTS_FORKED_CHANNEL"
+"""Variable of a process that may ask for forks: the descriptor, and what was read at the start."""
+_PATH = "PYTHONPATH"
 _READY = b"r"
 _START_S = 300.0
 """Seconds to import torch and the service, on a machine that is busy and has cached nothing."""
@@ -61,19 +77,64 @@ def popen(
     *,
     env: Mapping[str, str] | None = None,
     cwd: str | Path = ROOT,
+    num_forkservers: int = 0,
+    ends_with_us: bool = False,
     **options: Any,
 ) -> "subprocess.Popen[Any]":
-    """Start a command as `subprocess.Popen` does; `python -m inferpool` by a fork, if it may be.
+    """Start a command as `subprocess.Popen` does, but by a fork if it is Python and may be forked.
 
     Options that only an interpreter of its own can have, such as `preexec_fn`, rule out the fork.
+
+    Args:
+        arguments: The command.
+        env: All of its variables.
+        cwd: The folder that it runs in.
+        num_forkservers: How many forkservers a script may start by forks. It has them as children
+            from its start.
+        ends_with_us: Whether a fork is killed once this process has ended.
+        **options: Other options of `subprocess.Popen`.
     """
     command = [str(each) for each in arguments]
     env = {"PYTHONPATH": python_path(), **(os.environ if env is None else env)}
-    if tuple(command[: len(COMMAND)]) == COMMAND and options.get("preexec_fn") is None:
+    if _is_script(command) and options.get("preexec_fn") is None:
         origin = _Origin.running()
         if origin.forks_for(env):
-            return _Forked(command, env=env, cwd=cwd, **options)
+            return _Forked(
+                command,
+                env=env,
+                cwd=cwd,
+                num_forkservers=num_forkservers,
+                ends_with_us=ends_with_us,
+                **options,
+            )
     return subprocess.Popen(command, env=env, cwd=cwd, **options)
+
+
+@contextlib.contextmanager
+def services_forked() -> Iterator[None]:
+    """Have services forked that this process starts by `inferpool.serve` during the block."""
+    _Origin.running()  # before anybody counts our children
+    _start_services_by(SimpleNamespace(**{**vars(subprocess), "Popen": _popen_bound}))
+    try:
+        yield
+    finally:
+        _start_services_by(subprocess)
+
+
+def shared() -> tuple[dict[str, str], tuple[int, ...]]:
+    """Return variables and descriptors with which a child process may start others by forks."""
+    origin = _Origin.running()
+    return origin.variables(), (origin.channel_fd,)
+
+
+def read_at_start() -> dict[str, str]:
+    """Return the variables that an interpreter must have to be as good as a fork."""
+    return _at_start({**os.environ, _PATH: python_path()})
+
+
+def may_ask() -> bool:
+    """Return whether this process was given what it needs to start others by forks."""
+    return _CHANNEL in os.environ
 
 
 def run(
@@ -106,6 +167,18 @@ def python_path() -> str:
 class _Forked(subprocess.Popen[Any]):
     """A process that another one has forked for us, and waits for on our behalf."""
 
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        num_forkservers: int = 0,
+        ends_with_us: bool = False,
+        **options: Any,
+    ) -> None:
+        self._num_forkservers = num_forkservers
+        self._ends_with_us = ends_with_us
+        super().__init__(command, **options)
+
     def _execute_child(  # type: ignore[override]  # private, and the same from Python 3.11 to 3.13
         self,
         args: Sequence[str],
@@ -132,7 +205,7 @@ class _Forked(subprocess.Popen[Any]):
         start_new_session: bool,
         process_group: int,
     ) -> None:
-        asked = (executable, preexec_fn, pass_fds, shell, gid, gids, uid)
+        asked = (executable, preexec_fn, shell, gid, gids, uid)
         assert not any(asked), f"a forked process cannot have {asked}"
         assert (umask, process_group) == (-1, -1), "nor these"
         own = (p2cread, c2pwrite, errwrite)
@@ -140,7 +213,16 @@ class _Forked(subprocess.Popen[Any]):
         self._told, told = os.pipe()
         try:
             _Origin.running().ask(
-                args[len(COMMAND) :], env, str(cwd), [*streams, told], start_new_session
+                _Request(
+                    arguments=list(args[1:]),
+                    env=dict(env),
+                    cwd=str(cwd),
+                    leads_session=start_new_session,
+                    ends_with_us=self._ends_with_us,
+                    num_forkservers=self._num_forkservers,
+                    passed_fds=sorted(pass_fds),
+                ),
+                [*streams, told],
             )
         except BaseException:
             os.close(self._told)
@@ -188,12 +270,43 @@ class _Forked(subprocess.Popen[Any]):
         return self.returncode
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Request:
+    """What a process is asked to become."""
+
+    arguments: list[str]
+    """What follows the name of the interpreter."""
+    env: dict[str, str]
+    """All of its variables."""
+    cwd: str
+    leads_session: bool
+    """Whether it begins a session of its own."""
+    ends_with_us: bool
+    """Whether it is killed when the one that asks for it has ended."""
+    num_forkservers: int
+    passed_fds: list[int]
+    """Descriptors that it inherits."""
+
+    @property
+    def is_command(self) -> bool:
+        """Return whether it is `inferpool`, which asks for no forks."""
+        words = self.arguments[1:] if self.arguments[0] == "-P" else self.arguments
+        return tuple(words[:2]) == COMMAND[1:]
+
+
 class _Origin:
-    """The process that forks the others, as this process, which starts and ends it, knows it."""
+    """The process that forks the others, as a process knows it that asks for forks."""
 
     _only: "_Origin | None" = None
 
     def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        if _CHANNEL in os.environ:
+            fd, self._env = json.loads(os.environ[_CHANNEL])
+            self._channel = socket.socket(fileno=fd)
+            self._channel.settimeout(_START_S)
+            self._forks = True
+            return
         self._env = _at_start(os.environ | {"PYTHONPATH": python_path()})
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -210,51 +323,92 @@ class _Origin:
             )
         self._channel.settimeout(_START_S)
         self._forks = self._channel.recv(1) == _READY
-        atexit.register(self._end)
+        atexit.register(self._end, self._process)
 
     @classmethod
     def running(cls) -> "_Origin":
         """Return the one of this process; start it if there is none."""
-        if cls._only is None or cls._only._process.poll() is not None:
-            cls._only = cls()
-        return cls._only
+        only = cls._only
+        if only is None or (only._process is not None and only._process.poll() is not None):
+            cls._only = only = cls()
+        return only
 
     @property
     def pid(self) -> int:
         """Process number."""
+        assert self._process is not None, "another process has started it"
         return self._process.pid
+
+    @property
+    def channel_fd(self) -> int:
+        """Descriptor of the channel for requests."""
+        return self._channel.fileno()
+
+    def variables(self) -> dict[str, str]:
+        """Return the variables of a process that inherits the channel, with what it is to have."""
+        if not self._forks:
+            return self._env
+        return {**self._env, _CHANNEL: json.dumps([self.channel_fd, self._env])}
 
     def forks_for(self, env: Mapping[str, str]) -> bool:
         """Return whether a fork is as good as an interpreter that starts with these variables."""
-        return self._forks and _at_start(env) == self._env
+        ours, theirs = self._env, _at_start(env)
+        folders, more = (set(each.get(_PATH, "").split(os.pathsep)) for each in (ours, theirs))
+        return (
+            self._forks
+            and {**theirs, _PATH: ""} == {**ours, _PATH: ""}
+            and folders <= more
+            and not any(Path(each, "sitecustomize.py").exists() for each in more - folders)
+        )
 
-    def ask(
-        self,
-        arguments: Sequence[str],
-        env: Mapping[str, str],
-        cwd: str,
-        fds: Sequence[int],
-        leads_session: bool,
-    ) -> None:
-        """Ask for a new process that runs `inferpool`.
+    def ask(self, request: _Request, fds: Sequence[int]) -> None:
+        """Ask for a new process.
 
         Args:
-            arguments: What follows the command.
-            env: All of its variables.
-            cwd: The folder that it runs in.
+            request: What it is to be.
             fds: Its stdin, stdout and stderr, and where its number and exit status are told.
-            leads_session: Whether it begins a session of its own.
         """
-        request = [list(arguments), dict(env), cwd, leads_session]
-        socket.send_fds(self._channel, [json.dumps(request).encode()], fds)
+        env = dict(request.env)
+        env.pop(_CHANNEL, None)
+        passed = list(request.passed_fds)
+        if not request.is_command:
+            env[_CHANNEL] = self.variables()[_CHANNEL]
+            passed = sorted({*passed, self.channel_fd})
+        message = json.dumps(asdict(replace(request, env=env, passed_fds=passed))).encode()
+        socket.send_fds(self._channel, [message], [*fds, *passed])
 
-    def _end(self) -> None:
+    def _end(self, process: "subprocess.Popen[bytes]") -> None:
         self._channel.close()
         try:
-            self._process.wait(_START_S)
+            process.wait(_START_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            process.kill()
+            process.wait()
+
+
+def _is_script(command: Sequence[str]) -> bool:
+    """Return whether a command is Python that runs a module, a text or a file."""
+    if not command or command[0] != sys.executable:
+        return False
+    first = command[1:2]
+    return first in (["-m"], ["-c"]) or bool(first and not first[0].startswith("-"))
+
+
+def _start_services_by(module: object) -> None:
+    """Have another module in the place of `subprocess` where services are started."""
+    for name in _STARTS_SERVICES:
+        vars(importlib.import_module(name))["subprocess"] = module
+
+
+def _popen_bound(command: Sequence[str], **options: Any) -> "subprocess.Popen[Any]":
+    """Start a service that ends with this process."""
+    before, after = list(command[:4]), list(command[5:])
+    assert before == [sys.executable, "-P", "-m", _BOUND], command
+    if not _Origin.running().forks_for(options["env"]):
+        return subprocess.Popen(command, **options)
+    return _Forked(
+        [sys.executable, "-P", *COMMAND[1:], *after], cwd=os.getcwd(), ends_with_us=True, **options
+    )
 
 
 def _at_start(env: Mapping[str, str]) -> dict[str, str]:
@@ -278,22 +432,32 @@ def _serve(channel: socket.socket) -> list[str]:
     is_safe = len(os.listdir("/proc/self/task")) == 1
     channel.send(_READY if is_safe else b"-")
     children: dict[int, tuple[int, int]] = {}  # by pidfd: number, and where its end is told
+    bound: dict[int, int] = {}  # by where its end is told: number
     poll = select.poll()
     poll.register(channel, select.POLLIN)
     while True:
         for fd, _ in poll.poll():
+            if fd in bound:  # nobody listens any more
+                os.kill(bound.pop(fd), signal.SIGKILL)
+                poll.unregister(fd)
+                continue
             if fd != channel.fileno():
+                if fd not in children:
+                    continue
                 pid, told = children.pop(fd)
                 poll.unregister(fd)
                 os.close(fd)
                 with contextlib.suppress(BrokenPipeError):
                     os.write(told, _NUMBER.pack(os.waitpid(pid, 0)[1]))
+                if bound.pop(told, None) is not None:
+                    poll.unregister(told)
                 os.close(told)
                 continue
-            message, fds, _, _ = socket.recv_fds(channel, _MAX_REQUEST_BYTES, 4)
+            message, fds, _, _ = socket.recv_fds(channel, _MAX_REQUEST_BYTES, _MAX_FDS)
             if not message:
                 raise SystemExit
-            *streams, told = fds
+            request = _Request(**json.loads(message))
+            *streams, told = fds[:4]
             try:
                 pid = os.fork()
             except OSError as error:
@@ -302,12 +466,15 @@ def _serve(channel: socket.socket) -> list[str]:
                     os.close(fd)
                 continue
             if pid == 0:
-                return _become(json.loads(message), streams, told)
-            for stream in streams:
-                os.close(stream)
+                return _become(request, streams, told, fds[4:])
+            for each in (*streams, *fds[4:]):
+                os.close(each)
             pidfd = os.pidfd_open(pid)
             children[pidfd] = pid, told
             poll.register(pidfd, select.POLLIN)
+            if request.ends_with_us:
+                bound[told] = pid
+                poll.register(told, 0)  # of errors, which always count: its reader is gone
 
 
 def _import() -> None:
@@ -324,31 +491,106 @@ def _import() -> None:
     gc.freeze()
 
 
-def _become(request: Sequence[Any], streams: Sequence[int], told: int) -> list[str]:
-    """Make this process what a new interpreter would be; return the arguments of `inferpool`."""
-    arguments, env, cwd, leads_session = request
+def _become(
+    request: _Request, streams: Sequence[int], told: int, passed: Sequence[int]
+) -> list[str]:
+    """Make this process what a new interpreter would be; return what follows its name."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if leads_session:
+    if request.leads_session:
         os.setsid()
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
     os.write(told, _NUMBER.pack(os.getpid()))
-    os.closerange(3, _MAX_FD)
+    first_free = max([2, *passed, *request.passed_fds]) + 1
+    copies = [fcntl.fcntl(each, fcntl.F_DUPFD, first_free) for each in passed]
+    os.closerange(3, first_free)
+    for copy, target in zip(copies, request.passed_fds, strict=True):
+        os.dup2(copy, target)
+    os.closerange(first_free, _MAX_FD)
+    folders = os.environ[_PATH].split(os.pathsep)
+    sys.path[1 : 1 + len(folders)] = request.env[_PATH].split(os.pathsep)
     os.environ.clear()
-    os.environ.update(env)
-    os.chdir(cwd)
-    sys.path[0] = cwd
+    os.environ.update(request.env)
+    os.chdir(request.cwd)
     importlib.invalidate_caches()
     tempfile.tempdir = None
     time.tzset()
     for source in _RANDOM:
         source.seed()
     sys.modules["numpy"].random.seed()
-    sys.orig_argv = [*COMMAND, *arguments]
+    sys.orig_argv = [sys.executable, *request.arguments]
     from inferpool.workers.host import forkserver
 
-    vars(forkserver)["start_interpreter"] = _Forkservers(forkserver.start_interpreter)
-    return [str(each) for each in arguments]
+    if request.is_command:
+        vars(forkserver)["start_interpreter"] = _Forkservers(forkserver.start_interpreter)
+        return request.arguments
+    spares = [_Spare() for _ in range(request.num_forkservers)]
+    vars(forkserver)["start_interpreter"] = _Spares(forkserver.start_interpreter, spares)
+    _start_services_by(SimpleNamespace(**{**vars(subprocess), "Popen": _popen_bound}))
+    return request.arguments
+
+
+class _Spare:
+    """A child that becomes a forkserver when it is asked to."""
+
+    def __init__(self) -> None:
+        parent = os.getpid()
+        self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.pid = os.fork()
+        if self.pid:
+            theirs.close()
+            return
+        try:
+            self._wait(theirs, parent)
+        finally:
+            os._exit(1)
+
+    def _wait(self, channel: socket.socket, parent: int) -> None:
+        from inferpool.workers.guard import die_with_parent
+
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self.channel.close()
+        die_with_parent(parent)
+        message, fds, _, _ = socket.recv_fds(channel, _MAX_REQUEST_BYTES, 1)
+        if message:
+            env, modules, extra = json.loads(message)
+            os.environ.clear()
+            os.environ.update(env)
+            _run_forkserver(fds[0], parent, modules, extra)
+
+
+class _Spares:
+    """Starts the forkservers of a script, as long as there are spares for them."""
+
+    def __init__(self, start_interpreter: Any, spares: Sequence[_Spare]) -> None:
+        self._start_interpreter = start_interpreter
+        self._spares = list(spares)
+
+    def __call__(
+        self, channel_fd: int, modules: Sequence[str], extra: Sequence[str]
+    ) -> "subprocess.Popen[bytes]":
+        """Start one."""
+        if self._spares:
+            return _SpareForkserver(self._spares.pop(), channel_fd, modules, extra)
+        process: subprocess.Popen[bytes] = self._start_interpreter(channel_fd, modules, extra)
+        return process
+
+
+class _SpareForkserver(subprocess.Popen[bytes]):
+    """A forkserver that was a spare."""
+
+    def __init__(
+        self, spare: _Spare, channel_fd: int, modules: Sequence[str], extra: Sequence[str]
+    ) -> None:
+        self._spare = spare
+        message = json.dumps([dict(os.environ), list(modules), list(extra)])
+        socket.send_fds(spare.channel, [message.encode()], [channel_fd])
+        spare.channel.close()
+        super().__init__(["forkserver"])
+
+    def _execute_child(self, *_: object) -> None:  # type: ignore[override]
+        self.pid = self._spare.pid
+        self._child_created = True
 
 
 class _Forkservers:
@@ -406,8 +648,32 @@ def _run_forkserver(
     os._exit(0)
 
 
+def _run(arguments: Sequence[str]) -> None:
+    """Do what a new interpreter does with what follows its name."""
+    if arguments[0] == "-P":
+        arguments = arguments[1:]
+        del sys.path[0]
+    else:
+        sys.path[0] = os.getcwd()
+    main = ModuleType("__main__")
+    sys.modules["__main__"] = main
+    if arguments[0] == "-m":
+        sys.argv[1:] = arguments[2:]
+        runpy._run_module_as_main(arguments[1])  # type: ignore[attr-defined]  # as `python -m` does
+        return
+    if arguments[0] == "-c":
+        sys.argv[:] = ["-c", *arguments[2:]]
+        sys.path[0] = ""
+        exec(compile(arguments[1], "<string>", "exec"), vars(main))
+        return
+    sys.argv[:] = arguments
+    sys.path[0] = str(Path(arguments[0]).resolve().parent)
+    main.__file__ = os.path.abspath(arguments[0])
+    exec(compile(Path(arguments[0]).read_bytes(), main.__file__, "exec"), vars(main))
+
+
 if __name__ == "__main__":
     with socket.socket(fileno=int(sys.argv[1])) as _asks:
-        sys.argv[1:] = _serve(_asks)
+        _arguments = _serve(_asks)
         _asks.detach()
-    runpy._run_module_as_main("inferpool")  # type: ignore[attr-defined]  # as `python -m` does
+    _run(_arguments)

@@ -5,15 +5,30 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from tests.e2e import forked
-from tests.e2e.running import FAULTY, Running, running, until
+from tests.e2e.running import FAULTY, Running, left_over, running, until
 
+SCRIPT = """
+import json, os, sys
+import beside
+found = [sys.argv, __name__, globals().get("__file__"), sys.path, sys.orig_argv, os.getcwd()]
+print(json.dumps([*found, beside.WORD, "torch" in globals()]))
+sys.exit(7)
+"""
+SERVING = """
+import time, inferpool
+with inferpool.serve("echo") as service:
+    print(service._process.pid, flush=True)
+    time.sleep(600)
+"""
 _SIGNALS = ("SigBlk", "SigIgn", "SigCgt")
 
 
@@ -89,6 +104,33 @@ def test_forked_command_tells_its_output_and_its_exit_status(tmp_path: Path):
     done = forked.run([*forked.COMMAND, "version"], timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert "inferpool" in done.stdout
+
+
+def test_forked_script_finds_what_one_that_was_started_finds(tmp_path: Path):
+    (tmp_path / "beside.py").write_text("WORD = 'beside'")
+    (tmp_path / "script.py").write_text(SCRIPT)
+    env = {**os.environ, "PYTHONPATH": f"{forked.python_path()}{os.pathsep}{tmp_path / 'more'}"}
+    for words in (["script.py", "-x", "1"], ["-c", SCRIPT, "2"], ["-m", "script", "3"]):
+        command = [sys.executable, *words]
+        options: dict[str, Any] = {"cwd": tmp_path, "env": env, "timeout": 60}
+        started = subprocess.run(command, capture_output=True, text=True, **options)
+        done = forked.run(command, **options)
+        assert (done.returncode, done.stdout) == (7, started.stdout), done.stderr
+        assert started.returncode == 7
+
+
+def test_service_of_a_forked_script_is_forked_and_ends_with_it(tmp_path: Path):
+    (tmp_path / "script.py").write_text(SERVING)
+    command = [sys.executable, "script.py"]
+    with forked.popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as script:
+        try:
+            assert script.stdout is not None
+            service = psutil.Process(int(script.stdout.readline()))
+            assert service.ppid() == psutil.Process(script.pid).ppid() == forked.origin_pid()
+            family = [service, *service.children(recursive=True)]
+        finally:
+            script.kill()
+    assert left_over(family) == []
 
 
 def test_command_whose_interpreter_reads_other_variables_is_not_forked():
