@@ -10,8 +10,9 @@ nothing but a `photo.jpg`. The language says what happens:
                 and `inferpool batch` `--readers 0` and `--replicas 1`, to save time, unless the
                 example has these flags. `pip install ...` and `uv sync` do nothing, `uv run X` runs
                 X, and `uv run pytest` nothing, since it is what runs. curl fails with an answer of
-                400 and more. Arguments of `inferpool` are checked in any case.
-`python`        runs in one interpreter, which keeps what earlier blocks of the page defined.
+                400 and more. Arguments of `inferpool` are checked in any case. Only on README.md
+                do `inferpool` and `python` start interpreters; on other pages they are forked.
+`python`        runs in one process, which keeps what earlier blocks of the page defined.
 `toml`          must be settings that can be used.
 `json`          is what the block before it printed: the same keys, types and strings. `...` or `…`
                 stand for what is left out, in strings too; lists may go on, numbers differ.

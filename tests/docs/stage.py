@@ -9,7 +9,9 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import skimage.data
 from PIL import Image
@@ -20,6 +22,7 @@ from inferpool.service.settings.names import SettingsError
 from tests.docs import command
 from tests.docs.pages import LANGUAGES, ROOT, Block
 from tests.docs.shapes import difference, printed
+from tests.e2e import forked
 from tests.ports import free_port
 
 _BLOCK_S = 170.0
@@ -33,6 +36,11 @@ _INSTALLED = """\
 exit 0
 """
 _NOTHING = "#!/bin/sh\nexit 0\n"
+_STAND_IN = command.__name__
+_KEPT = ("TMPDIR", "GOMP_SPINCOUNT")
+"""Variables of the examples that are ours, beside those that interpreters read when they start."""
+_REAL_PAGES = ("README.md",)
+"""Pages on which `inferpool` and `python` start interpreters, and none is forked."""
 
 
 class ExampleError(AssertionError):
@@ -106,10 +114,12 @@ class DocsStage:
     def _run_shell(self, text: str) -> str:
         if re.search(r"\binferpool serve\b", text):
             self._serving = ""
+        variables, descriptors = self._start_of_python()
         done = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", text],
             cwd=self.folder,
-            env=self._environ(),
+            env=self._environ(variables),
+            pass_fds=descriptors,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -121,7 +131,8 @@ class DocsStage:
 
     def _run_python(self, text: str, block: Block) -> str:
         if self._interpreter is None:
-            self._interpreter = subprocess.Popen(
+            start = subprocess.Popen if self._is_real else _fork_script
+            self._interpreter = start(
                 [sys.executable, "-m", "tests.docs.interpreter"],
                 cwd=self.folder,
                 env=self._environ(),
@@ -147,19 +158,28 @@ class DocsStage:
         except SettingsError as error:
             raise ExampleError(f"these settings cannot be used: {error}") from None
 
-    def _environ(self) -> dict[str, str]:
-        kept = ("LANG", "TMPDIR", "PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE")
+    @property
+    def _is_real(self) -> bool:
+        """Return whether the commands of this page start interpreters, as those of its reader."""
+        return self._page in _REAL_PAGES
+
+    def _start_of_python(self) -> tuple[Mapping[str, str], Sequence[int]]:
+        """Return variables and descriptors that say how `inferpool` and `python` start."""
+        if self._is_real:
+            return {command.REAL: str(Path(sys.executable).parent / "inferpool")}, ()
+        return forked.shared()
+
+    def _environ(self, variables: Mapping[str, str] | None = None) -> dict[str, str]:
         binaries = [str(self._own / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]
         return {
-            **{name: os.environ[name] for name in kept if name in os.environ},
+            **forked.read_at_start(),
+            **{name: os.environ[name] for name in _KEPT if name in os.environ},
             "PATH": os.pathsep.join(binaries),
             "HOME": str(self._own),
-            "PYTHONPATH": f"{self.folder}{os.pathsep}{ROOT}",
             "INFERPOOL_PORT": str(self._port),
             "INFERPOOL_SPEED_SEARCH": "false",
-            "OMP_WAIT_POLICY": "passive",  # no spinning beside other tests
             command.FOLDER: str(self._own),
-            command.COMMAND: str(Path(sys.executable).parent / "inferpool"),
+            **(variables or {}),
         }
 
     def _turn_to(self, page: str) -> None:
@@ -184,11 +204,17 @@ class DocsStage:
     def _set_up(self) -> None:
         binaries = self._own / "bin"
         binaries.mkdir(parents=True)
-        ours = f'#!/bin/sh\nexec "{sys.executable}" "{command.__file__}" "$@"\n'
-        for name, script in (("uv", _INSTALLED), ("pip", _NOTHING), ("inferpool", ours)):
+        scripts = {"uv": _INSTALLED, "pip": _NOTHING}
+        for name in ("inferpool", "python", "pytest"):
+            scripts[name] = f'#!/bin/sh\nexec "{sys.executable}" -P -m {_STAND_IN} {name} "$@"\n'
+        for name, script in scripts.items():
             (binaries / name).write_text(script)
             (binaries / name).chmod(0o755)
         (self._own / ".curlrc").write_text("fail-with-body\nmax-time = 60\n")  # 4xx is a failure
+
+
+def _fork_script(arguments: Sequence[str], **options: Any) -> "subprocess.Popen[str]":
+    return forked.popen(arguments, num_forkservers=1, **options)
 
 
 @functools.cache
