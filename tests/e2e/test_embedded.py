@@ -21,6 +21,7 @@ from inferpool.service.client.errors import UnauthorizedError
 from inferpool.service.embedded.serve import RunningService, serve
 from inferpool.service.errors import StartError
 from inferpool.service.settings.names import SettingsError
+from tests.e2e import forked
 from tests.e2e.running import ROOT, left_over, until
 from tests.ports import free_port
 from tests.small_classifier import SmallClassifier
@@ -80,6 +81,12 @@ class SlowToLoad(Echoing):
         time.sleep(600)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _forked_services() -> Iterator[None]:
+    with forked.services_forked():
+        yield
+
+
 @pytest.fixture(scope="module")
 def service() -> Iterator[RunningService]:
     models = {"small": {"source": SmallClassifier, "replicas": 2}, "echoing": Echoing}
@@ -87,13 +94,14 @@ def service() -> Iterator[RunningService]:
         yield service
 
 
-def start(*command: str, cwd: Path | None = None) -> "subprocess.Popen[str]":
+def start(*command: str, cwd: Path = ROOT, forks: bool = True) -> "subprocess.Popen[str]":
     """Start Python in a session of its own, with variables that `serve` is to ignore."""
     ignored = {"INFERPOOL_PORT": "1", "HTTP_PROXY": "http://[::]"}
-    return subprocess.Popen(
+    popen = forked.popen if forks else subprocess.Popen
+    return popen(
         [sys.executable, *command],
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **ignored},
+        env={**os.environ, "PYTHONPATH": forked.python_path(), **ignored},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -101,9 +109,9 @@ def start(*command: str, cwd: Path | None = None) -> "subprocess.Popen[str]":
     )
 
 
-def start_script(tmp_path: Path, text: str) -> "subprocess.Popen[str]":
+def start_script(tmp_path: Path, text: str, *, forks: bool = True) -> "subprocess.Popen[str]":
     (tmp_path / "my_script.py").write_text(text)
-    return start(str(tmp_path / "my_script.py"), cwd=tmp_path)
+    return start(str(tmp_path / "my_script.py"), cwd=tmp_path, forks=forks)
 
 
 def first_line(process: "subprocess.Popen[str]") -> str:
@@ -225,7 +233,8 @@ def test_thread_of_a_script_starts_one_service_and_no_more(tmp_path: Path):
 
 @pytest.mark.slow
 def test_service_ends_with_a_script_that_is_killed(tmp_path: Path):
-    process = start_script(tmp_path, _MODEL + _SERVE.replace("IN_BLOCK", "time.sleep(60)"))
+    text = _MODEL + _SERVE.replace("IN_BLOCK", "time.sleep(60)")
+    process = start_script(tmp_path, text, forks=False)  # the kernel knows who started whom
     url = first_line(process)
     family = children_of(process)
     process.kill()
@@ -236,7 +245,8 @@ def test_service_ends_with_a_script_that_is_killed(tmp_path: Path):
 
 @pytest.mark.slow
 def test_ctrl_c_ends_a_script_and_its_service(tmp_path: Path):
-    process = start_script(tmp_path, _MODEL + "print('starts', flush=True)\nserve(Doubler)\n")
+    text = _MODEL + "print('starts', flush=True)\nserve(Doubler)\n"
+    process = start_script(tmp_path, text, forks=False)  # which process is whose child counts
     first_line(process)
     until(lambda: len(children_of(process)) > 1)  # while it starts
     family = children_of(process)

@@ -15,7 +15,8 @@ import pytest
 
 from inferpool.service.embedded.mounted import asgi_app
 from inferpool.service.errors import StartError
-from tests.e2e.running import ROOT, left_over, until
+from tests.e2e import forked
+from tests.e2e.running import left_over, until
 from tests.ports import free_port
 
 _APP = """
@@ -85,11 +86,13 @@ def folder(tmp_path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, name: str, **env: str) -> Iterator[tuple["subprocess.Popen[str]", str]]:
+def serving(
+    folder: Path, name: str, *, num_forkservers: int = 1, **env: str
+) -> Iterator[tuple["subprocess.Popen[str]", str]]:
     port = free_port()
-    process = subprocess.Popen(
+    process = forked.popen(
         [sys.executable, "-m", "uvicorn", f"user_app:{name}", "--port", str(port)],
-        cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT), **env},
+        cwd=folder, env={**os.environ, **env}, num_forkservers=num_forkservers,
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     url = f"http://127.0.0.1:{port}"
@@ -169,7 +172,8 @@ def test_call_after_a_start_that_failed_starts_the_models_again(monkeypatch: pyt
 
 @pytest.mark.slow
 def test_models_end_with_a_server_that_is_killed(folder: Path):
-    with serving(folder, "models") as (process, url):  # as the whole application
+    # As the whole application. Its forkserver is an interpreter that the server has started.
+    with serving(folder, "models", num_forkservers=0) as (process, url):
         until(lambda: is_up(url))
         assert httpx.post(f"{url}/predict", json=_BODY).json() == _ANSWER
         family = family_of(process)
@@ -189,11 +193,8 @@ def test_server_does_not_start_where_no_model_can_be_loaded(folder: Path):
 @pytest.mark.slow
 def test_test_clients_in_any_thread_start_and_stop_the_models(folder: Path):
     (folder / "caller.py").write_text(_CALLER)
-    done = subprocess.run(
-        [sys.executable, "caller.py"],
-        cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=150,
-    )  # fmt: skip
+    command = [sys.executable, "caller.py"]
+    done = forked.run(command, cwd=folder, num_forkservers=3, timeout=150)
     first, second, code, third, refusal = done.stdout.splitlines()
     assert first == str({"predictions": [[2.0, 0.0, 0.0]]})
     assert second == str({"predictions": [[4.0, 0.0, 0.0]]})
