@@ -27,14 +27,6 @@ class SmallShuffled(SmallClassifier):
         self.labels = self.labels[1:] + self.labels[:1]
 
 
-class TwiceAsSlow(EfficientNetLite0):
-    """The packaged network, which computes each batch twice."""
-
-    def forward(self, batch: Features) -> Features:
-        super().forward(batch)
-        return super().forward(batch)
-
-
 class NotFinite(EfficientNetLite0):
     """The packaged network, whose outputs are NaN."""
 

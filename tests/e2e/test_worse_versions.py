@@ -55,13 +55,6 @@ def version_of(name: str) -> dict[str, str]:
             "min_agreement",
             lambda figures: (figures["agreement"], figures["deviation"]) == (0, 0),
         ),
-        pytest.param(
-            version_of("TwiceAsSlow"),
-            "shadow",
-            "max_latency_ratio",
-            lambda figures: figures["agreement"] == 1 and figures["latency_ratio"] > 1.3,
-            marks=[pytest.mark.slow, pytest.mark.measures],
-        ),
         (
             version_of("NotFinite"),
             "force",
@@ -69,7 +62,7 @@ def version_of(name: str) -> dict[str, str]:
             lambda figures: figures["num_faults"] == 1,
         ),
     ],
-    ids=["noise", "labels", "slow", "not finite"],
+    ids=["noise", "labels", "not finite"],
 )
 def test_a_worse_version_of_a_real_network_is_refused_with_the_figure_that_shows_why(
     photographs: Running,
@@ -81,8 +74,7 @@ def test_a_worse_version_of_a_real_network_is_refused_with_the_figure_that_shows
 ):
     operator = SwapOperator(photographs.address)
     jpegs = itertools.cycle(sample_jpegs()[:12])
-    num_inputs = 15 if policy == "shadow" else 6  # times need some to be sure
-    body = {"policy": policy, "num_inputs": num_inputs, "max_latency_ratio": 1.3}
+    body: dict[str, object] = {"policy": policy, "num_inputs": 6}
     body |= change or {"weights": noisy}
 
     def ask() -> httpx.Response:
@@ -90,7 +82,7 @@ def test_a_worse_version_of_a_real_network_is_refused_with_the_figure_that_shows
             "/predict/m", content=next(jpegs), headers={"Content-Type": "image/jpeg"}
         )
 
-    with asking(ask) as answers:
+    with asking(ask, num_clients=1) as answers:
         status, answer = asyncio.run(operator.post("versions", body))
         asyncio.run(operator.until_quiet())
     assert (status, answer["code"]) == (422, "version_refused"), answer
@@ -110,9 +102,12 @@ def numbers() -> Iterator[Running]:
         yield service
 
 
-BAD: Mapping[str, Mapping[str, object]] = {"nan": {"nan_in": 100}, "slow": {"slower": 30}}
+NAN_IN = 8
+BAD: Mapping[str, Mapping[str, object]] = {"nan": {"nan_in": NAN_IN}, "slow": {"slower": 30}}
 BOUNDS = {"nan": 1e6, "slow": 5.0}
 """The bounds of times. On a machine with other work, equal versions differ by more than usual."""
+NUM_CLIENTS = {"nan": 8, "slow": 2}
+"""Times before a version turns worse count, too: with many clients it must be worse for long."""
 
 
 async def until_state(operator: SwapOperator, state: str) -> Mapping[str, Any]:
@@ -134,9 +129,9 @@ def forgive_nan(tally: SwapTally) -> int:
 
 def _is_nan_due(numbers: list[int], status: int, version: bytes, body: Mapping[str, Any]) -> bool:
     if len(numbers) == 1:
-        return numbers[0] % 100 == 7 and body.get("code") == "non_finite_output"
+        return numbers[0] % NAN_IN == 7 and body.get("code") == "non_finite_output"
     failed = [n for n, each in zip(numbers, body["predictions"], strict=True) if "error" in each]
-    return status == 200 and all(number % 100 == 7 for number in failed)
+    return status == 200 and all(number % NAN_IN == 7 for number in failed)
 
 
 @pytest.mark.slow
@@ -154,7 +149,7 @@ def test_a_version_that_turns_worse_beside_the_one_that_serves_is_refused(
 ):
     async def run() -> None:
         operator = SwapOperator(numbers.address)
-        async with under_load(numbers.address) as tally:
+        async with under_load(numbers.address, NUM_CLIENTS[how]) as tally:
             status, answer = await operator.swap(
                 {**BAD[how], "bad": str(tmp_path / "bad")},
                 prefer="respond-async",
@@ -200,7 +195,7 @@ def test_a_version_that_turns_worse_after_the_switch_is_rolled_back_by_itself(
 ):
     async def run() -> None:
         operator = SwapOperator(numbers.address)
-        async with under_load(numbers.address) as tally:
+        async with under_load(numbers.address, NUM_CLIENTS[how]) as tally:
             status, answer = await operator.swap(
                 {**BAD[how], "bad": str(tmp_path / "bad")},
                 policy="verified",
@@ -236,9 +231,9 @@ def test_a_version_that_is_forced_is_not_rolled_back_by_itself(numbers: Running)
     async def run() -> None:
         operator = SwapOperator(numbers.address)
         async with under_load(numbers.address) as tally:
-            status, answer = await operator.swap({"nan_in": 100, "slower": 3}, rollback_s=600)
+            status, answer = await operator.swap({"nan_in": NAN_IN, "slower": 3}, rollback_s=600)
             assert status == 200, answer
-            await tally.until(tally.right + 400)
+            await tally.until(tally.right + 100)
             model = await operator.look()
             assert model["versions"][0]["state"] == "serving"
             status, answer = await operator.post("rollback")
