@@ -272,17 +272,17 @@ class _Forked(subprocess.Popen[Any]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Request:
-    """What a process is asked to become."""
+    """A request for a new process."""
 
     arguments: list[str]
-    """What follows the name of the interpreter."""
+    """Words after the name of the interpreter."""
     env: dict[str, str]
     """All of its variables."""
     cwd: str
     leads_session: bool
-    """Whether it begins a session of its own."""
+    """True if it begins a session of its own."""
     ends_with_us: bool
-    """Whether it is killed when the one that asks for it has ended."""
+    """True if it is killed when the one that asked for it has ended."""
     num_forkservers: int
     passed_fds: list[int]
     """Descriptors that it inherits."""
