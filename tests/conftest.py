@@ -1,6 +1,7 @@
 """Settings for all tests: coroutines, timeouts, second runs, and which tests run side by side."""
 
 import asyncio
+import atexit
 import contextlib
 import functools
 import gc
@@ -147,9 +148,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Spare the garbage collector what has been imported: it would walk all of it, again and again."""
+    """Spare the garbage collector what has been imported: each trial of a preset collects, too."""
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)  # some libraries complain of what is not freed in the end
 
 
 def _place_in_order(root: Path, item: pytest.Item) -> int:

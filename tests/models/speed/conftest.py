@@ -1,5 +1,3 @@
-import gc
-
 import pytest
 import torch
 
@@ -13,15 +11,6 @@ def single_threaded():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def frozen():
-    """Freeze what was loaded, as a worker does: trials collect garbage, which takes long else."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture
