@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 from PIL import Image
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 TINY = "tests.training_network:TinyNet"
@@ -21,7 +20,10 @@ class TinyNet(nn.Module):
         nan_at: Number of the training pass, from 1, whose logits are NaN; 0 for none.
         raise_at: Number of the training pass that raises; 0 for none.
         stop_at: Number of the training pass that stops the command, if `stop_file` is there.
-        stop_file: A file, which is removed then.
+        stop_file: A file with the number of the command's process, which is removed then.
+        wait_at: Number of the training pass that waits, once the ranks have been started again as
+            often as `wait_file` says, until it says something else.
+        wait_file: A file.
         dropout: Share of features that are dropped at random.
     """
 
@@ -33,6 +35,8 @@ class TinyNet(nn.Module):
         dropout: float = 0.1,
         stop_at: int = 0,
         stop_file: str = "",
+        wait_at: int = 0,
+        wait_file: str = "",
     ) -> None:
         super().__init__()
         self.body = nn.Sequential(
@@ -44,6 +48,7 @@ class TinyNet(nn.Module):
         self.last = nn.Linear(64 * 16, num_classes)
         self.nan_at, self.raise_at, self.stop_at = nan_at, raise_at, stop_at
         self.stop_file = Path(stop_file)
+        self.wait_at, self.wait_file = wait_at, Path(wait_file)
         self.num_passes = 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -56,18 +61,22 @@ class TinyNet(nn.Module):
             if self.num_passes == self.raise_at:
                 raise ValueError("this network is broken\nbeyond repair")
             if self.num_passes == self.stop_at and self.stop_file.exists():
+                command = int(self.stop_file.read_text())
                 self.stop_file.unlink()
-                _stop_command()
+                _stop(command)
+            if self.num_passes == self.wait_at:
+                while self.wait_file.read_text() == os.environ["TORCHELASTIC_RESTART_COUNT"]:
+                    time.sleep(0.01)
         return logits
 
 
-def _stop_command() -> None:
+def _stop(command: int) -> None:
     """Send the command that started this rank SIGTERM, and wait until it has passed it on."""
     before = signal.getsignal(signal.SIGTERM)
     assert callable(before), "the rank handles it"
     told: list[int] = []  # an event's lock may be held by what the signal interrupts
     signal.signal(signal.SIGTERM, lambda signum, _: told.append(signum))
-    os.kill(os.getppid(), signal.SIGTERM)
+    os.kill(command, signal.SIGTERM)
     until = time.monotonic() + 60
     while not told:
         assert time.monotonic() < until
@@ -77,6 +86,8 @@ def _stop_command() -> None:
 
 def write_digits(folder: Path, num: int = 600) -> Path:
     """Write handwritten digits of 8 x 8 pixels as PNG, in a subfolder for each label."""
+    from sklearn.datasets import load_digits  # takes two seconds, which each rank would pay for
+
     digits = load_digits()
     for number, (image, target) in enumerate(zip(digits.images[:num], digits.target, strict=False)):
         path = folder / str(target) / f"{number:04}.png"
