@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +24,7 @@ import pytest
 from inferpool.models.vision.photos import sample_jpegs
 from inferpool.service.cli.main import run as run_command
 from inferpool.workers.host.local import guest_forkserver
+from tests.e2e import forked
 from tests.e2e.broken_pictures import broken_pictures
 from tests.e2e.running import ROOT, left_over, running, until
 from tests.service.batch.test_sources import make_tar
@@ -117,8 +117,8 @@ def words_of(*arguments, model=_MODEL):
 
 def begin(*arguments, model=_MODEL, **options):
     """Start it as a process, in a session of its own."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "inferpool", *words_of(*arguments, model=model)],
+    return forked.popen(
+        [*forked.COMMAND, *words_of(*arguments, model=model)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -365,7 +365,7 @@ def test_no_line_is_missing_or_twice_after_ten_kills(batch, photos, tmp_path):
     target = 0
     for _ in range(10):
         target = min(80, target + random.randint(1, 8))
-        process = begin(*words, "--readers", 1)
+        process = begin(*words)
         wait_for_lines(process, output, target)
         time.sleep(random.random() / 100)
         processes = family(process)
