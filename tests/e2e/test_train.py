@@ -122,15 +122,16 @@ def wait_for_start(run: Path, num_kills: int) -> None:
 
     def has_started() -> bool:
         found = events(run)
-        kills = [number for number, event in enumerate(found) if is_kill(event)]
-        since = found[kills[-1] :] if kills else found
-        return len(kills) == num_kills and any(each["event"] == "started" for each in since)
+        deaths = [number for number, event in enumerate(found) if is_death(event)]
+        since = found[deaths[-1] :] if deaths else found
+        return len(deaths) == num_kills and any(each["event"] == "started" for each in since)
 
     until(has_started, _TIMEOUT_S)
 
 
-def is_kill(event: dict[str, object]) -> bool:
-    return "died (by SIGKILL)" in str(event.get("text"))
+def is_death(event: dict[str, object]) -> bool:
+    """Return whether it tells of a rank that was killed, or that another has lost it."""
+    return "of this host died (" in str(event.get("text"))
 
 
 def predictions(run: Path) -> list[dict[str, str]]:
@@ -217,7 +218,7 @@ def test_a_run_survives_kills_of_its_ranks_with_the_same_predictions(tmp_path):
         killer = threads.submit(kill)
         train(*small(digits, shot, epochs=12), *words)
         killer.result()
-    assert sum(map(is_kill, events(shot))) == num_kills
+    assert sum(map(is_death, events(shot))) == num_kills
     assert predictions(shot) == predictions(calm)
 
 
@@ -280,6 +281,7 @@ def test_a_command_starts_ranks_again_trains_alone_and_ends_with_them(digits, tm
             family = psutil.Process(process.pid).children(recursive=True)
             ranks = [each for each in family if "inferpool.workers.training.rank" in each.cmdline()]
             assert len(ranks) == 1
+        assert any("died (by SIGKILL)" in str(event.get("text")) for event in events(run))
         written = train("--output", run, "--resume", status=2)
         assert "another process trains there" in written.stderr
     finally:
