@@ -154,8 +154,16 @@ def serving(
 
 
 @asynccontextmanager
-async def under_load(address: Address, num_clients: int = 8) -> AsyncIterator[SwapTally]:
-    """Have clients ask numbers in a closed loop during the block; yields their tally."""
+async def under_load(
+    address: Address, num_clients: int = 8, *, pause_s: float = 0.0
+) -> AsyncIterator[SwapTally]:
+    """Have clients ask numbers in a closed loop during the block; yields their tally.
+
+    Args:
+        address: That of the service.
+        num_clients: Number of clients.
+        pause_s: Time of a client between two calls. With none they need all processors.
+    """
     tally = SwapTally()
     numbers = itertools.count(1)
     is_over = asyncio.Event()
@@ -177,6 +185,7 @@ async def under_load(address: Address, num_clients: int = 8) -> AsyncIterator[Sw
                 tally.lost.append(f"{asked}: {error!r}")
             else:
                 tally.take(asked, answer)
+            await asyncio.sleep(pause_s)
         if connection is not None:
             connection.close()
 
