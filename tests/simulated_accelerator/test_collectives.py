@@ -1,10 +1,13 @@
 """Transfers between simulated devices, ordered as NCCL orders them."""
 
-import subprocess
+import os
 import sys
 from pathlib import Path
 
 import pytest
+
+from inferpool.workers.host.forked import ForkedProcess
+from inferpool.workers.host.local import start_forkserver
 
 pytestmark = pytest.mark.simulated
 
@@ -83,25 +86,39 @@ os._exit(0)  # what hangs would hold up the end
 """
 
 
+def run_rank(code: str, output: Path, arguments: list[str]) -> None:
+    """Run the code as a process of its own would. Runs in each rank."""
+    with output.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.argv[1:] = arguments
+    exec(START + code, {"__name__": "__main__"})
+
+
 def two_ranks(folder: Path, code: str, *arguments: str, limit_s: float = 150) -> list[str]:
     """Run the code in two processes; return what they wrote, if they end in time."""
+    start_forkserver()  # with torch in it
+    outputs = [folder / f"output.{rank}" for rank in range(2)]
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", START + code, str(rank), str(folder / "store"), *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+        ForkedProcess(
+            target=run_rank,
+            args=(code, output, [str(rank), str(folder / "store"), *arguments]),
+            daemon=True,
         )
-        for rank in range(2)
+        for rank, output in enumerate(outputs)
     ]
+    for rank in ranks:
+        rank.start()
     try:
-        outputs = [rank.communicate(timeout=limit_s)[0] for rank in ranks]
+        for rank in ranks:
+            rank.join(limit_s)
     finally:
         for rank in ranks:
             rank.kill()
-            rank.communicate()
-    assert [rank.returncode for rank in ranks] == [0, 0], outputs
-    return outputs
+            rank.join()
+    written = [output.read_text() for output in outputs]
+    assert [rank.exitcode for rank in ranks] == [0, 0], written
+    return written
 
 
 @pytest.mark.slow
