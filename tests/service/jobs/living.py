@@ -1,11 +1,14 @@
-"""A process that makes jobs and computes them: `PLACE LOG JOBS MADE LEASE_S DIES_AFTER`.
+"""Processes that make jobs and compute them: `PLACE LOG JOBS MADE LEASE_S DIES_AFTER...`.
 
-It makes `MADE` jobs, all again at each start, and says which were accepted. It notes each instance
-that is computed in a file: its workers are fakes. It ends when all `JOBS` jobs are over.
+Each makes `MADE` jobs, all again at each start, and says which were accepted. It notes each
+instance that is computed in a file: its workers are fakes. It ends when all `JOBS` jobs are over.
 
 It kills itself soon after it has made `DIES_AFTER` steps: accepted jobs and computed batches. So
 its death does not depend on how fast the machine is. If less is left to do, it dies at the end.
 With a negative number it lives.
+
+One follows the other, and their ends are said. They are forked from a process that has imported
+what they need, which costs more than the life of one.
 """
 
 import asyncio
@@ -15,6 +18,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from multiprocessing import get_context
 
 from inferpool.service.jobs.jobs import Jobs
 from inferpool.service.jobs.records import STATES, UNFINISHED, NewJob, StoredInstance, StoreLimits
@@ -27,6 +31,8 @@ from tests.service.pools import ready_pool
 LIMITS = StoreLimits(retention_s=1e6, max_jobs=1000, max_bytes=2**30)
 SIZES = (1, 100, 200)
 """Instances of the jobs, in turn."""
+MOST_S = 300
+"""A process that hangs is ended after so many seconds."""
 
 
 def payloads(job: int) -> Iterator[bytes]:
@@ -107,7 +113,16 @@ async def live(
     await pool.stop(0)
 
 
-if __name__ == "__main__":
-    place, log, num_jobs, num_made, lease_s, dies_after = sys.argv[1:]
+def run(place: str, log: str, num_jobs: str, num_made: str, lease_s: str, dies_after: str) -> None:
+    signal.alarm(MOST_S)
     fate = Fate(int(dies_after))
     asyncio.run(live(place, log, int(num_jobs), int(num_made), float(lease_s), fate))
+
+
+if __name__ == "__main__":
+    *arguments, counts = (*sys.argv[1:6], sys.argv[6:])
+    for count in counts:
+        process = get_context("fork").Process(target=run, args=(*arguments, count))
+        process.start()
+        process.join()
+        os.write(1, b"ended %d\n" % (process.exitcode or 0))

@@ -14,31 +14,28 @@ import pytest
 from inferpool.service.jobs.store.store import JobStore
 from tests.service.jobs.living import LIMITS, answer_to, payloads
 
-PATIENCE_S = 500.0
-
 
 class KilledProcess(threading.Thread):
-    """A process that dies after random steps of its work, a few times, and then may finish."""
+    """Processes, one after the other, that die after random steps of their work, but the last."""
 
     def __init__(self, *arguments: object, num_steps: int, num_kills: int, seed: str) -> None:
         super().__init__()
-        self._command = [sys.executable, "-m", "tests.service.jobs.living", *map(str, arguments)]
         chance = random.Random(seed)
         # The first one has done something; later ones may die while they start.
-        self._dies_after = [chance.randint(0 if num else 1, num_steps) for num in range(num_kills)]
+        dies_after = [chance.randint(0 if num else 1, num_steps) for num in range(num_kills)]
+        told = map(str, (*arguments, *dies_after, -1))
+        self._command = [sys.executable, "-m", "tests.service.jobs.living", *told]
         self.exits: list[int] = []
         self.accepted: set[int] = set()
 
     def run(self) -> None:
-        until = time.monotonic() + PATIENCE_S
-        for steps in (*self._dies_after, -1):
-            if time.monotonic() > until:
-                return
-            command = [*self._command, str(steps)]
-            with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-                assert process.stdout is not None
-                self.accepted |= {int(line.split()[1]) for line in process.stdout}
-            self.exits.append(process.returncode)
+        with subprocess.Popen(self._command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            for what, number in map(str.split, process.stdout):
+                if what == "accepted":
+                    self.accepted.add(int(number))
+                else:
+                    self.exits.append(int(number))
 
 
 @pytest.mark.parametrize(
