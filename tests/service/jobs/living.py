@@ -12,6 +12,7 @@ what they need, which costs more than the life of one.
 """
 
 import asyncio
+import importlib
 import os
 import random
 import signal
@@ -29,7 +30,7 @@ from tests.fakes import FakeEngine
 from tests.service.pools import ready_pool
 
 LIMITS = StoreLimits(retention_s=1e6, max_jobs=1000, max_bytes=2**30)
-SIZES = (1, 100, 200)
+SIZES = (1, 7, 70)
 """Instances of the jobs, in turn."""
 MOST_S = 300
 """A process that hangs is ended after so many seconds."""
@@ -38,7 +39,7 @@ MOST_S = 300
 def payloads(job: int) -> Iterator[bytes]:
     """Yield the payloads of a job; those of every third one fill files."""
     for number in range(SIZES[job % len(SIZES)]):
-        yield f"{job} {number}".encode().ljust(4000 if job % 3 == 1 else 0)
+        yield f"{job} {number}".encode().ljust(16_000 if job % 3 == 1 else 0)
 
 
 def answer_to(payload: bytes) -> bytes:
@@ -106,7 +107,7 @@ async def live(
         await make(number)
     states = STATES[len(UNFINISHED) :]
     while len(await jobs.jobs(None, states, 1000, None)) < num_jobs:  # noqa: ASYNC110  # others end some
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0.1)
     fate.end()
     await jobs.stop()
     computing.cancel()
@@ -121,6 +122,8 @@ def run(place: str, log: str, num_jobs: str, num_made: str, lease_s: str, dies_a
 
 if __name__ == "__main__":
     *arguments, counts = (*sys.argv[1:6], sys.argv[6:])
+    for name in ("inferpool.service.jobs.store.store", "psycopg"):
+        importlib.import_module(name)
     for count in counts:
         process = get_context("fork").Process(target=run, args=(*arguments, count))
         process.start()
