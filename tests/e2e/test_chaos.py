@@ -1,27 +1,18 @@
 """The command `inferpool chaos`, short, on real services."""
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.running import ROOT
+from tests.e2e import forked
 
 pytestmark = [pytest.mark.measures, pytest.mark.slow]
 
 
 def chaos(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "inferpool", "chaos", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
+    return forked.run([*forked.COMMAND, "chaos", *arguments], timeout=150)
 
 
 @pytest.mark.alone
