@@ -54,9 +54,17 @@ def service(browser: "Browser") -> Iterator[Running]:
 
 @contextlib.contextmanager
 def opened(
-    browser: "Browser", url: str, *scripts: str, width: int = 1280, path: str = "/"
+    browser: "Browser",
+    url: str,
+    *scripts: str,
+    width: int = 1280,
+    path: str = "/",
+    charts: bool = False,
 ) -> Iterator["Page"]:
-    """Open the page; it may log no errors, and load nothing from anywhere else."""
+    """Open the page; it may log no errors, and load nothing from anywhere else.
+
+    Without charts it lacks their library, which costs a browser more than the rest of the page.
+    """
     context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme="light")
     page = context.new_page()
     page.set_default_timeout(45_000)
@@ -64,6 +72,8 @@ def opened(
     page.on("pageerror", lambda error: noise.append(str(error)))
     page.on("console", lambda message: noise.append(message.text))
     page.on("request", lambda each: each.url.startswith((url, "data:")) or noise.append(each.url))
+    if not charts:
+        page.route("**/plotly.min.js", lambda route: route.abort())
     for script in scripts:
         page.add_init_script(script)
     page.goto(url + path)
@@ -77,13 +87,13 @@ WITH_KEY = f'sessionStorage.setItem("inferpool.key.metrics", "{KEY}")'
 WITH_OTHER_KEY = f'{WITH_KEY}; sessionStorage.setItem("inferpool.key.predict", "not-the-right-key")'
 
 
-def live(browser: "Browser", service: Running, path: str = "/"):
+def live(browser: "Browser", service: Running, path: str = "/", *, charts: bool = False):
     """Open the page with a key."""
-    return opened(browser, service.url, WITH_KEY, path=path)
+    return opened(browser, service.url, WITH_KEY, path=path, charts=charts)
 
 
 def test_a_picture_is_predicted_and_its_time_shown(browser, service):
-    with live(browser, service) as page:
+    with live(browser, service, charts=True) as page:
         page.wait_for_selector("#status[data-level=good]")
         page.set_input_files("#file", PHOTO)
         page.wait_for_selector(".labels li")
@@ -213,10 +223,11 @@ def test_every_state_has_its_word(browser, service):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["busy", "failed", "disconnected", "changing", "jobs", "hosts"])
 def test_a_phone_shows_all_of_it_without_scrolling_sideways(browser, service, name):
-    script = scenarios()[name].script()
-    with opened(browser, service.url, script, width=360) as page:
+    script, charts = scenarios()[name].script(), name == "busy"
+    with opened(browser, service.url, script, width=360, charts=charts) as page:
         page.wait_for_selector(".worker")
-        page.wait_for_selector(".main-svg", state="attached")
+        if charts:
+            page.wait_for_selector(".main-svg", state="attached")
         if name == "disconnected":
             page.wait_for_selector("body[data-link=lost]")
             assert page.is_visible("#reconnect")
@@ -321,7 +332,7 @@ def test_models_go_and_come_while_the_page_is_open(browser, service):
         assert page.is_hidden("#figures")
         assert page.is_hidden("#send")
     script = Scenario(events=[gone, state()]).script()
-    with opened(browser, service.url, script) as page:
+    with opened(browser, service.url, script, charts=True) as page:
         page.wait_for_selector("#status:text('Ready')")
         page.wait_for_selector("#latency-plot .main-svg", state="attached")
         assert page.inner_text("#model-name") == "efficientnet_lite0"
@@ -334,7 +345,7 @@ def test_no_label_of_a_chart_is_cut_off(browser, service):
         [...plot.querySelectorAll(".ytick text")].every((label) =>
             label.getBoundingClientRect().left >= plot.getBoundingClientRect().left)))"""
     for name in ("busy", "slow"):
-        with opened(browser, service.url, scenarios()[name].script()) as page:
+        with opened(browser, service.url, scenarios()[name].script(), charts=True) as page:
             page.wait_for_selector("#latency-plot .ytick text")
             page.wait_for_function(inside)
 
