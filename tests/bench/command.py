@@ -1,13 +1,14 @@
 """The command line: which benchmarks there are, and their options."""
 
 import argparse
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from tests.bench import entries, hosts, loops, overload, peers, service, soak, split, steps, trace
 from tests.bench.frame import FAILURES, Benchmark
-from tests.bench.server import INFERPOOL, require_free
+from tests.bench.server import INFERPOOL, Popen, require_free
 
 _SHARED = {
     "rounds": "how often each takes its turn",
@@ -38,9 +39,9 @@ BENCHMARKS = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one benchmark; return the exit status."""
-    args = make_parser().parse_args(argv)
+def main(argv: Sequence[str] | None = None, popen: Popen = subprocess.Popen) -> int:
+    """Run one benchmark, whose services are started by `popen`; return the exit status."""
+    args = make_parser(popen).parse_args(argv)
     bench = Benchmark(args.benchmark, args)
     try:
         require_free(args.port)
@@ -55,14 +56,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return bench.publish()
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
+def make_parser(popen: Popen = subprocess.Popen) -> argparse.ArgumentParser:
+    """Return the parser of the command line; what it finds has `popen`, too."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.bench", description="tests/bench/README.md says more."
     )
     verbs = parser.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True)
     for name, command in BENCHMARKS.items():
         verb = verbs.add_parser(name, help=command.help, description=command.help)
+        verb.set_defaults(popen=popen)
         verb.add_argument("--port", type=int, default=8171, help="default: %(default)s")
         verb.add_argument("--inferpool", default=INFERPOOL, help="its command (%(default)s)")
         verb.add_argument("--out", type=Path, help="the JSON file; default: one in tests/bench/out")

@@ -5,7 +5,6 @@ slows all contenders of a round alike.
 """
 
 import argparse
-import asyncio
 import os
 import shlex
 import statistics
@@ -14,22 +13,15 @@ import sys
 import time
 import timeit
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import partial
-from multiprocessing import get_context
-from multiprocessing.synchronize import Barrier
 from typing import Any, TypeVar
 
 import httpx
 
 from inferpool.service.tools.trial import report
 from inferpool.service.tools.trial.connection import TrialError
-from inferpool.service.tools.trial.generators import precise_loop
-from inferpool.service.tools.trial.load import LoadGenerator, LoadPlan
 from inferpool.service.tools.trial.screen import Screen
-from inferpool.service.tools.trial.tally import LoadTally
 from tests.bench.server import (
     OUT,
     ROOT,
@@ -46,7 +38,6 @@ FAILURES = (BenchError, TrialError, OSError, httpx.HTTPError)
 """Errors that end a turn without figures."""
 _LOOP = "sum(number & 3 for number in range(200_000))"
 """A fixed loop, whose time tells a slow machine from a slow service."""
-_START_S = 300.0
 T = TypeVar("T")
 Key = tuple[str, float, str]
 """Workload, load and contender: a row of the tables."""
@@ -206,7 +197,7 @@ class Benchmark:
             "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip(),
             "loop_ms": statistics.median(timeit.repeat(_LOOP, number=1, repeat=5)) * 1000,
             "load_average": os.getloadavg(),
-            "arguments": vars(self.args),
+            "arguments": {key: each for key, each in vars(self.args).items() if key != "popen"},
             "cells": [asdict(cell) for cell in self.cells],
             "answers": self.answers,
             "failures": self.failures,
@@ -251,36 +242,6 @@ def chosen(names: str, known: Mapping[str, T], kind: str) -> dict[str, T]:
     if unknown := [name for name in wanted if name not in known]:
         raise BenchError(f"there is no {kind} {unknown[0]!r}: there are {', '.join(known)}")
     return {name: known[name] for name in wanted}
-
-
-def run_together(work: Callable[..., T], each: Sequence[object]) -> list[T]:
-    """Run a function in a process of its own for each of some arguments; return the results.
-
-    Before the argument it gets a barrier, where it waits once it is warm: all begin together.
-    """
-    context = get_context("spawn")
-    begin = context.Barrier(len(each))
-    with ProcessPoolExecutor(len(each), context, _keep, (begin,)) as processes:
-        return list(processes.map(partial(_work, work), each))
-
-
-def load_together(plans: Sequence[LoadPlan]) -> list[LoadTally]:
-    """Load services by some plans at once, each from a process of its own."""
-    return run_together(_generate, plans)
-
-
-def _generate(begin: Barrier, plan: LoadPlan) -> LoadTally:
-    begin.wait(_START_S)
-    with asyncio.Runner(loop_factory=precise_loop) as runner:
-        return runner.run(LoadGenerator(plan).run())
-
-
-def _keep(begin: Barrier) -> None:
-    _work.begin = begin  # type: ignore[attr-defined]  # a pool hands none on with an argument
-
-
-def _work(work: Callable[..., T], argument: object) -> T:
-    return work(_work.begin, argument)  # type: ignore[attr-defined]  # as above
 
 
 def rows_of(cells: Iterable[Cell]) -> dict[Key, list[Cell]]:

@@ -37,10 +37,11 @@ from inferpool.workers.host.local import LocalEngine, start_forkserver
 from inferpool.workers.host.placing import PlacementRequest, place
 from inferpool.workers.inside.own_process import pin
 from inferpool.workers.messages import ItemError, ItemRef
-from tests.bench.frame import Benchmark, Cell, Turn, benchmark, run_together
+from tests.bench.frame import Benchmark, Cell, Turn, benchmark, chosen
 from tests.bench.models import STAND_IN, StandIn
 from tests.bench.peers import RATIOS
 from tests.bench.server import MALLOC, BenchError, inferpool, machine_cpu_s
+from tests.bench.together import run_together
 from tests.bench.workloads import photograph, photos
 from tests.models.items import jpeg
 
@@ -54,7 +55,8 @@ _PHOTOGRAPHS = (
     "text", "stereo_motorcycle",
 )  # fmt: skip
 _SIZES = (1, 4, 8)
-_WARM_S = 1.0
+_TURN_S = 1.0
+"""Seconds of load until the decoders that have not begun are looked for once more."""
 
 
 @benchmark(
@@ -64,15 +66,18 @@ _WARM_S = 1.0
     warm=2,
     connections=(16, 64),
     source=("efficientnet_lite0", "the model"),
+    replicas=(0, "of it, and plain processes; 0: as many as the service has by default"),
+    plain=(",".join(_PLAIN), "comma-separated, of these"),
 )
 def model(bench: Benchmark) -> None:
     """Measure the plain processes, and the service with as many workers."""
     args, environ = bench.args, os.environ
     host = find_host(environ.get("CUDA_VISIBLE_DEVICES"), environ.get("CUDA_DEVICE_ORDER", ""))
-    placements = place(host, PlacementRequest())
+    placements = place(host, PlacementRequest(replicas=args.replicas or None))
     flags = f"--speed exact --max-batch-size {_BATCH} --replicas {len(placements)}".split()
     turns: dict[str, Turn] = {
-        name: partial(_take_plain_turn, bench, placements, name) for name in _PLAIN
+        name: partial(_take_plain_turn, bench, placements, name)
+        for name in chosen(args.plain, _PLAIN, "plain process")
     }
     service = inferpool(args, args.source, *flags)
     turns["the service"] = bench.closed_turn(args.source, photos(), service)
@@ -234,15 +239,17 @@ def _views(num: int) -> Sequence[Image.Image]:
     "pictures a second by the number of decoders, and the bare loop that decodes",
     rounds=5,
     secs=4.0,
+    warm=1.0,
+    numbers=((1, 2, 3), "comma-separated: of decoders, and of processes with the bare loop"),
 )
 def decoders(bench: Benchmark) -> None:
     """Let the bare loop and the worker take turns."""
     start_forkserver()
-    secs = bench.args.secs
-    turns: dict[str, Turn] = {f"bare loop in {num}": partial(_bare, num, secs) for num in (1, 2, 3)}
+    numbers, secs, warm_s = bench.args.numbers, bench.args.secs, bench.args.warm
+    turns: dict[str, Turn] = {f"bare loop in {num}": partial(_bare, num, secs) for num in numbers}
     with asyncio.Runner() as runner:  # the forkserver lives in one event loop
-        for num in (0, 1, 2, 3):
-            turns[f"worker with {num}"] = partial(_served, runner, num, secs)
+        for num in (0, *numbers):
+            turns[f"worker with {num}"] = partial(_served, runner, num, secs, warm_s)
         bench.take_turns(turns)
     caption = f"JPEG coffee (600 x 400), batches of {_BATCH}, a device of 0.1 ms a picture."
     bench.report("processes", caption)
@@ -268,12 +275,12 @@ def _decode_for(barrier: Barrier, secs: float) -> float:
     return num / took_s
 
 
-def _served(runner: asyncio.Runner, num: int, secs: float, _: int) -> Iterator[Cell]:
-    figures = runner.run(_serve(num, secs))
+def _served(runner: asyncio.Runner, num: int, secs: float, warm_s: float, _: int) -> Iterator[Cell]:
+    figures = runner.run(_serve(num, secs, warm_s))
     yield Cell("jpeg", "worker" if num else "worker's thread", num, figures)
 
 
-async def _serve(num: int, secs: float) -> dict[str, float]:
+async def _serve(num: int, secs: float, warm_s: float) -> dict[str, float]:
     """Return the pictures a second, and the worker's CPU microseconds a picture."""
     arena, photo = Arena(1 << 22), jpeg("coffee")
     offset = arena.put([photo], len(photo))
@@ -287,12 +294,12 @@ async def _serve(num: int, secs: float) -> dict[str, float]:
     worker = await engine.start(WorkerId(model="m", slot=0), config, lambda _: None)
     try:
         batch = [ItemRef("image", offset, len(photo), math.inf)] * _BATCH
-        await _load(worker, batch, _WARM_S)
+        await _load(worker, batch, warm_s)
         until = time.perf_counter() + _READY_S
         while sum(each.num_done > 0 for each in worker.vitals().decoders) < num:
             if time.perf_counter() > until:
                 raise BenchError(f"not all of {num} decoders have begun within {_READY_S:g} s")
-            await _load(worker, batch, _WARM_S)
+            await _load(worker, batch, _TURN_S)
         process = psutil.Process(worker.vitals().pid)
         cpu_s, began = sum(process.cpu_times()[:2]), time.perf_counter()
         num_done = await _load(worker, batch, secs)

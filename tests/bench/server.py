@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 import httpx
 import psutil
@@ -28,6 +28,7 @@ from inferpool.service.settings.loader import write_toml
 from inferpool.service.tools.trial.connection import post_request
 from inferpool.service.tools.trial.load import LoadPlan
 from inferpool.service.tools.trial.processes import is_alive, pss_of
+from tests.e2e.forked import python_path
 
 ROOT = Path(__file__).resolve().parents[2]
 """The repository. Every child starts here, so that `-m tests.bench...` is found."""
@@ -47,6 +48,10 @@ _NUM_CLIENTS = 32
 """Clients of a closed loop; more than fill two batches of each worker find nothing more."""
 _PR_SET_CHILD_SUBREAPER = 36
 """From linux/prctl.h."""
+
+
+Popen = Callable[..., "subprocess.Popen[Any]"]
+"""Starts a process as `subprocess.Popen` does. It need not be a child of this one, but below it."""
 
 
 class BenchError(Exception):
@@ -89,6 +94,10 @@ class ServerCommand:
     """Path of the measured requests, for a server that cannot choose it."""
     stop_signal: signal.Signals = signal.SIGTERM
     """Signal that makes it end its own processes and leave."""
+    popen: Popen = subprocess.Popen
+    """Starts it."""
+    beside: Sequence[str] = ()
+    """Another command that is started and ended with it."""
 
 
 def inferpool(
@@ -101,6 +110,7 @@ def inferpool(
     """Return the command line that starts our service as its users do, with JSON logs.
 
     `settings` go to a file, by their dotted names; those of a table must stand together.
+    `args.popen` starts it.
     """
     argv = [*shlex.split(args.inferpool), "serve", *arguments]
     if settings:
@@ -112,8 +122,8 @@ def inferpool(
         argv += ["--config", str(file)]
     argv += shlex.split(getattr(args, "serve_args", ""))
     argv += ["--host", HOST, "--port", "{port}", "--log-format", "json"]
-    env = {"PYTHONPATH": str(ROOT), **(env or {})}  # for models of the benchmarks' own
-    return ServerCommand(name=name, argv=argv, env=env, ready="/health/ready")
+    env = {"PYTHONPATH": python_path(), **(env or {})}  # for models of the benchmarks' own
+    return ServerCommand(name=name, argv=argv, env=env, ready="/health/ready", popen=args.popen)
 
 
 class BenchServer:
@@ -127,6 +137,7 @@ class BenchServer:
             base_url=f"http://{HOST}:{port}", timeout=_ANSWER_S, trust_env=False
         )
         self._process: subprocess.Popen[bytes] | None = None
+        self._beside: subprocess.Popen[bytes] | None = None
         self._others: set[psutil.Process] = set()
         self._scratch = tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True)
 
@@ -143,15 +154,9 @@ class BenchServer:
         self._others = self._below()
         try:
             with self.log.open("wb") as log:
-                self._process = subprocess.Popen(
-                    [part.replace("{port}", str(self.port)) for part in self.command.argv],
-                    cwd=ROOT,
-                    env={**os.environ, "TMPDIR": self._scratch.name, **self.command.env},
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
+                self._process = self._start(self.command.argv, log)
+                if self.command.beside:
+                    self._beside = self._start(self.command.beside, log)
         except BaseException:  # an interruption, too: the process may be there
             self.__exit__()
             raise
@@ -171,10 +176,21 @@ class BenchServer:
                     process.send_signal(number)
             psutil.wait_procs(self.processes(), timeout_s)
         psutil.wait_procs(self._below(), 1.0)  # orphans that had ended are our zombies
-        if self._process:
+        for process in filter(None, (self._process, self._beside)):
             with suppress(subprocess.TimeoutExpired):  # an interrupted poll keeps a lock
-                self._process.wait(1)
+                process.wait(1)
         self._scratch.cleanup()
+
+    def _start(self, argv: Sequence[str], log: BinaryIO) -> "subprocess.Popen[bytes]":
+        return self.command.popen(
+            [part.replace("{port}", str(self.port)) for part in argv],
+            cwd=ROOT,
+            env={**os.environ, "TMPDIR": self._scratch.name, **self.command.env},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
     @property
     def pid(self) -> int:

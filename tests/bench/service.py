@@ -24,7 +24,7 @@ import httpx
 
 from inferpool.service.tools.trial.load import LoadExchange, LoadGenerator, judge_status
 from inferpool.service.tools.trial.tally import LatencyHistogram, LoadTally
-from tests.bench.frame import Benchmark, Cell, benchmark, load_together
+from tests.bench.frame import Benchmark, Cell, benchmark, chosen
 from tests.bench.models import SLEEPER
 from tests.bench.server import (
     OUT,
@@ -36,6 +36,7 @@ from tests.bench.server import (
     inferpool,
     plan_for,
 )
+from tests.bench.together import load_together
 from tests.bench.workloads import asked_of
 
 _PARTS = {
@@ -65,16 +66,20 @@ _LOOK_S = 0.05
     rounds=5,
     serve_args="",
     model=("", "default: the service's own default model"),
+    parts=(",".join(_PARTS), "comma-separated, of these"),
 )
 def start(bench: Benchmark) -> None:
     """Start the service and each part in each round; then split the imports by package."""
     command = inferpool(bench.args, *filter(None, [bench.args.model]), name="start")
-    turns = {name: partial(_time_part, name, code) for name, code in _PARTS.items()}
+    parts = chosen(bench.args.parts, _PARTS, "part")
+    turns = {name: partial(_time_part, name, code) for name, code in parts.items()}
     bench.take_turns({"inferpool serve": partial(_start, command, bench.args.port), **turns})
     caption = "The parts are interpreters of their own; some run side by side in the service."
     bench.report(caption=caption)
-    for name in _SPLIT_PARTS if bench.is_complete else ():
-        packages = _by_package(_PARTS[name])
+    for name in parts if bench.is_complete else ():
+        if name not in _SPLIT_PARTS:
+            continue
+        packages = _by_package(parts[name])
         rows = [(package, f"{ms:,.0f}") for package, ms in packages[:10]]
         rows.append(("all others", f"{sum(ms for _, ms in packages[10:]):,.0f}"))
         title = f"{name.capitalize()}: {sum(ms for _, ms in packages):,.0f} ms under -X importtime"

@@ -50,6 +50,7 @@ _PARTS = ("memory", "placements", "stage", "restart")
     connections=(1, 16),
     parts=(",".join(_PARTS), "comma-separated"),
     workloads=(",".join(WORKLOADS), "comma-separated"),
+    placements=(",".join(PLACEMENTS), "comma-separated; of the parts placements and restart"),
     gib=(3.0, "of parameters of the large model"),
     limit_share=(0.7, "of that, for each process"),
     blocks=(4, "of 128 MiB, of the MLP under load"),
@@ -107,7 +108,7 @@ def _measure_restarts(bench: Benchmark) -> None:
 def _commands(bench: Benchmark) -> Iterator[tuple[str, ServerCommand]]:
     for name in chosen(bench.args.workloads, WORKLOADS, "workload"):
         options = {"num_blocks": bench.args.blocks} if name == "mlp" else {}
-        for placement, settings in PLACEMENTS.items():
+        for placement, settings in chosen(bench.args.placements, PLACEMENTS, "placement").items():
             yield name, _serve(bench, placement, WORKLOADS[name][0], settings, **options)
 
 

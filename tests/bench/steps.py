@@ -46,7 +46,6 @@ STEPS = (
 _NUM_CONNECTIONS = 64
 _NUM_WORKERS = 2
 _NUM_WARM = 200
-_KIB = (16, 64, 256, 4096)
 _BLOCK_BYTES = 64 << 20
 """Outputs per way, size and round, in bytes; at least 10 of them, at most 300."""
 
@@ -160,10 +159,14 @@ def _connections(predict: Predict) -> list[PredictProtocol]:
     return protocols
 
 
-@benchmark("large outputs by the pipe and by shared memory", rounds=5)
+@benchmark(
+    "large outputs by the pipe and by shared memory",
+    rounds=5,
+    kib=((16, 64, 256, 4096), "comma-separated: sizes of an output"),
+)
 def outputs(bench: Benchmark) -> None:
     """Send outputs of each size by both ways."""
-    bench.take_turns({f"{kib} KiB": partial(_send_outputs, kib) for kib in _KIB})
+    bench.take_turns({f"{kib} KiB": partial(_send_outputs, kib) for kib in bench.args.kib})
     caption = "One output at a time, from the worker's tensor to the answer's body."
     bench.report("KiB", caption)
     bench.report_ratios("KiB", ["wall_us", "front_cpu_us"], lambda name: name == "pipe")
