@@ -8,7 +8,8 @@ The process that forks has one thread and has opened nothing. Where that can't b
 accelerators, all start as command lines do.
 
 A command is `python -m inferpool ...`. Any other one is a script: it can ask for forks as well, so
-the service that it starts by `inferpool.serve` is forked, too.
+the service that it starts by `inferpool.serve` is forked, too. Commands that start services, such
+as `chaos`, have a process of their own that forks these, and ends with the command.
 """
 
 import atexit
@@ -36,6 +37,8 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from inferpool.workers.guard import die_with_parent
+
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = (sys.executable, "-m", "inferpool")
 _READ_AT_START = (
@@ -52,9 +55,17 @@ _IMPORTED = (
     "inferpool.service.fronts.fronts",
     "inferpool.service.embedded.serve",
     "inferpool.service.embedded.mounted",
+    # Ranks, and processes on a simulated device, import much of this, which takes each a second.
+    "inferpool.models.split.dtensors",
 )
-_STARTS_SERVICES = ("inferpool.service.embedded.serve", "inferpool.service.tools.trial.service")
-"""Modules that start services bound to their process."""
+_STARTS_SERVICES = (
+    "inferpool.service.embedded.serve",
+    "inferpool.service.tools.trial.agents",
+    "inferpool.service.tools.trial.service",
+)
+"""Modules that start services and agents bound to their process."""
+_STARTERS = ("chaos", "doctor", "tune")
+"""Commands that start some by them."""
 _BOUND = "inferpool.service.tools.trial.bound"
 _PRELOAD = "inferpool.workers.inside.preload"
 _NUMBER = struct.Struct("q")
@@ -114,7 +125,7 @@ def popen(
 def services_forked() -> Iterator[None]:
     """Have services forked that this process starts by `inferpool.serve` during the block."""
     _Origin.running()  # before anybody counts our children
-    _start_services_by(SimpleNamespace(**{**vars(subprocess), "Popen": _popen_bound}))
+    _start_services_by(_SUBPROCESS)
     try:
         yield
     finally:
@@ -289,9 +300,17 @@ class _Request:
 
     @property
     def is_command(self) -> bool:
-        """Return whether it is `inferpool`, which asks for no forks."""
-        words = self.arguments[1:] if self.arguments[0] == "-P" else self.arguments
-        return tuple(words[:2]) == COMMAND[1:]
+        """Return whether it is `inferpool`, which cannot use the channel of the one that asks."""
+        return tuple(self._words[:2]) == COMMAND[1:]
+
+    @property
+    def starts_services(self) -> bool:
+        """Return whether it is a command that starts services."""
+        return self.is_command and self._words[2:3] in [[each] for each in _STARTERS]
+
+    @property
+    def _words(self) -> list[str]:
+        return self.arguments[1:] if self.arguments[0] == "-P" else self.arguments
 
 
 class _Origin:
@@ -299,18 +318,37 @@ class _Origin:
 
     _only: "_Origin | None" = None
 
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        if _CHANNEL in os.environ:
-            fd, self._env = json.loads(os.environ[_CHANNEL])
-            self._channel = socket.socket(fileno=fd)
-            self._channel.settimeout(_START_S)
-            self._forks = True
-            return
-        self._env = _at_start(os.environ | {"PYTHONPATH": python_path()})
-        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    def __init__(
+        self,
+        channel: socket.socket,
+        env: dict[str, str],
+        process: "subprocess.Popen[bytes] | None" = None,
+    ) -> None:
+        """Take the channel to it, what an interpreter must have read, and it if we started it."""
+        self._channel = channel
+        self._env = env
+        self._process = process
+        self._channel.settimeout(_START_S)
+        self._forks = process is None or self._channel.recv(1) == _READY
+
+    @classmethod
+    def running(cls) -> "_Origin":
+        """Return the one of this process; start it if there is none."""
+        only = cls._only
+        if only is None or (only._process is not None and only._process.poll() is not None):
+            cls._only = only = cls._inherited() if may_ask() else cls._started()
+        return only
+
+    @classmethod
+    def _inherited(cls) -> "_Origin":
+        fd, env = json.loads(os.environ[_CHANNEL])
+        return cls(socket.socket(fileno=fd), env)
+
+    @classmethod
+    def _started(cls) -> "_Origin":
+        channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self._process = subprocess.Popen(
+            process = subprocess.Popen(
                 [sys.executable, "-m", "tests.e2e.forked", str(theirs.fileno())],
                 cwd=ROOT,
                 env={
@@ -321,17 +359,9 @@ class _Origin:
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
             )
-        self._channel.settimeout(_START_S)
-        self._forks = self._channel.recv(1) == _READY
-        atexit.register(self._end, self._process)
-
-    @classmethod
-    def running(cls) -> "_Origin":
-        """Return the one of this process; start it if there is none."""
-        only = cls._only
-        if only is None or (only._process is not None and only._process.poll() is not None):
-            cls._only = only = cls()
-        return only
+        origin = cls(channel, read_at_start(), process)
+        atexit.register(origin._end, process)
+        return origin
 
     @property
     def pid(self) -> int:
@@ -401,14 +431,17 @@ def _start_services_by(module: object) -> None:
 
 
 def _popen_bound(command: Sequence[str], **options: Any) -> "subprocess.Popen[Any]":
-    """Start a service that ends with this process."""
+    """Start a service that ends with this process, by a fork if it may be."""
     before, after = list(command[:4]), list(command[5:])
-    assert before == [sys.executable, "-P", "-m", _BOUND], command
-    if not _Origin.running().forks_for(options["env"]):
+    is_bound = before == [sys.executable, "-P", "-m", _BOUND]
+    if not is_bound or not _Origin.running().forks_for(options["env"]):
         return subprocess.Popen(command, **options)
     return _Forked(
         [sys.executable, "-P", *COMMAND[1:], *after], cwd=os.getcwd(), ends_with_us=True, **options
     )
+
+
+_SUBPROCESS = SimpleNamespace(**{**vars(subprocess), "Popen": _popen_bound})
 
 
 def _at_start(env: Mapping[str, str]) -> dict[str, str]:
@@ -419,18 +452,28 @@ def _at_start(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _serve(channel: socket.socket) -> list[str]:
+    """Import all, and fork a process for each request; see `_fork_for_each`."""
+    _import()
+    is_safe = len(os.listdir("/proc/self/task")) == 1
+    channel.send(_READY if is_safe else b"-")
+    return _fork_for_each(channel)
+
+
+def _fork_for_each(channel: socket.socket, *, die_with_us: bool = False) -> list[str]:
     """Fork a process for each request until nobody is left to ask.
 
+    Args:
+        channel: Where requests come.
+        die_with_us: Whether the new processes end with this one, however that ends.
+
     Returns:
-        The arguments of `inferpool`, in each new process.
+        What follows the name of the interpreter, in each new process.
 
     Raises:
         SystemExit: Nobody asks any more; in this process only.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends those who ask, and so this process
-    _import()
-    is_safe = len(os.listdir("/proc/self/task")) == 1
-    channel.send(_READY if is_safe else b"-")
+    own_pid = os.getpid()
     children: dict[int, tuple[int, int]] = {}  # by pidfd: number, and where its end is told
     bound: dict[int, int] = {}  # by where its end is told: number
     poll = select.poll()
@@ -466,6 +509,8 @@ def _serve(channel: socket.socket) -> list[str]:
                     os.close(fd)
                 continue
             if pid == 0:
+                if die_with_us:
+                    die_with_parent(own_pid)
                 return _become(request, streams, told, fds[4:])
             for each in (*streams, *fds[4:]):
                 os.close(each)
@@ -523,11 +568,31 @@ def _become(
 
     if request.is_command:
         vars(forkserver)["start_interpreter"] = _Forkservers(forkserver.start_interpreter)
+        if request.starts_services and (of_another := _offer_forks()) is not None:
+            return of_another
         return request.arguments
     spares = [_Spare() for _ in range(request.num_forkservers)]
     vars(forkserver)["start_interpreter"] = _Spares(forkserver.start_interpreter, spares)
-    _start_services_by(SimpleNamespace(**{**vars(subprocess), "Popen": _popen_bound}))
+    _start_services_by(_SUBPROCESS)
     return request.arguments
+
+
+def _offer_forks() -> list[str] | None:
+    """Start a child that forks the services of this process, which have no other parent so.
+
+    Returns:
+        None; in a process that the child has forked, what follows the interpreter's name.
+    """
+    channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    parent = os.getpid()
+    if os.fork() == 0:
+        channel.close()
+        die_with_parent(parent)
+        return _fork_for_each(theirs, die_with_us=True)
+    theirs.close()
+    _Origin._only = _Origin(channel, _at_start(os.environ))
+    _start_services_by(_SUBPROCESS)
+    return None
 
 
 class _Spare:
@@ -546,8 +611,6 @@ class _Spare:
             os._exit(1)
 
     def _wait(self, channel: socket.socket, parent: int) -> None:
-        from inferpool.workers.guard import die_with_parent
-
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         self.channel.close()
         die_with_parent(parent)

@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,16 +12,13 @@ import psutil
 import pytest
 
 from inferpool.service.settings.loader import load
-from tests.e2e.running import ROOT, left_over
+from tests.e2e import forked
+from tests.e2e.running import left_over
 
 pytestmark = [pytest.mark.measures, pytest.mark.slow]
 
-_COMMAND = (sys.executable, "-m", "inferpool", "tune")
+_COMMAND = (*forked.COMMAND, "tune")
 _TIMEOUT_S = 90.0
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
 FIXED = {
@@ -42,14 +38,8 @@ FIXED = {
 def tune(
     cwd: Path, *arguments: str, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*_COMMAND, *arguments],
-        cwd=cwd,
-        env={**environment(), **(env or {})},
-        capture_output=True,
-        text=True,
-        timeout=_TIMEOUT_S,
-    )
+    env = {**os.environ, **(env or {})}
+    return forked.run([*_COMMAND, *arguments], cwd=cwd, env=env, timeout=_TIMEOUT_S)
 
 
 def test_budget_that_is_too_short_to_try_anything_writes_nothing(tmp_path: Path):
@@ -88,10 +78,9 @@ def test_settings_are_measured_reported_and_written(tmp_path: Path):
 
 
 def test_ctrl_c_reports_what_was_found_and_leaves_no_process(tmp_path: Path):
-    process = subprocess.Popen(
+    process = forked.popen(
         [*_COMMAND, "echo", "--connections", "4", "--secs", "0.2", "--output", "new.toml"],
         cwd=tmp_path,
-        env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

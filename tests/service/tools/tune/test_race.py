@@ -15,6 +15,7 @@ from inferpool.service.tools.trial.screen import Screen
 from inferpool.service.tools.tune.plan import Goal, TunePlan
 from inferpool.service.tools.tune.race import PlacementRace, measured
 from inferpool.workers.host.devices import Host
+from tests.e2e import forked
 from tests.service.tools.tune.fake_starter import FakeStarter
 
 QUIET = Screen(io.StringIO())
@@ -58,7 +59,8 @@ def test_placements_of_a_model_are_started_and_put_under_load(
     tmp_path: Path,
 ):
     source = "tests.small_classifier:SmallClassifier"
-    found = raced(tmp_path, source, 0.0, devices="cpu", speed="exact")
+    with forked.services_forked():
+        found = raced(tmp_path, source, 0.0, devices="cpu", speed="exact")
     assert found.level == "ok"
     assert "565 KiB of parameters" in found.message  # 448 + 130 + 144,010 numbers, a count
     assert "more for a batch of 8; it fits" in found.message
