@@ -28,6 +28,8 @@ def service(devices: Devices) -> Iterator[Running]:
             "source": "minilm_l6",
             "devices": devices.named(*indices),
             "placement": placement,
+            # Each size of a batch is computed once at the start: seconds, on a simulated device.
+            **({"max_batch_size": 2} if devices.is_simulated else {}),
         }
         for indices in INDICES.values()
         if max(indices) < len(devices.uuids)

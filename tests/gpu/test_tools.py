@@ -2,16 +2,15 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
 from inferpool.models.spec import Placement
 from inferpool.workers.host.devices import DeviceError, find_host
 from inferpool.workers.host.placing import PlacementRequest, place
-from tests.e2e.running import ROOT
+from tests.e2e import forked
 from tests.gpu.conftest import Devices
 
 
@@ -50,16 +49,8 @@ def test_groups_of_devices_hold_split_replicas(devices: Devices):
     assert first.devices == (f"{devices.kind}:0", f"{devices.kind}:1")
 
 
-def inferpool(*arguments: str, cwd: Path = ROOT) -> "subprocess.CompletedProcess[str]":
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    return subprocess.run(
-        [sys.executable, "-m", "inferpool", *arguments],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=170,
-    )
+def inferpool(*arguments: str) -> CompletedProcess[str]:
+    return forked.run([*forked.COMMAND, *arguments], timeout=170)
 
 
 @pytest.mark.slow

@@ -1,12 +1,10 @@
 """`inferpool train` on a device: bf16, pinned batches of readers, and the network served there."""
 
-import subprocess
-import sys
-
 import pytest
 
 from inferpool.models.files.run_folder import read_card
-from tests.e2e.running import ROOT, running
+from tests.e2e import forked
+from tests.e2e.running import running
 from tests.run_folders import COLOURS, TINY, write_colours
 
 
@@ -17,17 +15,13 @@ def test_a_network_is_trained_and_served_on_a_device(devices, tmp_path):
         folder.mkdir(parents=True, exist_ok=True)
         path.rename(folder / path.name)
     run, device = tmp_path / "run", devices.named(0)
-    command = [sys.executable, "-m", "inferpool", "train", str(tmp_path / "colours")]
-    done = subprocess.run(
+    done = forked.run(
         [
-            *(*command, "--model", TINY, "--weights", "none", "--output", str(run)),
+            *(*forked.COMMAND, "train", str(tmp_path / "colours")),
+            *("--model", TINY, "--weights", "none", "--output", str(run)),
             *("--epochs", "6", "--learning-rate", "0.1", "--workers", "1", "--devices", device),
         ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
         timeout=170,
-        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert "in bf16" in done.stderr
