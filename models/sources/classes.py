@@ -1,5 +1,6 @@
 """Finds classes of users by `package.module:Class`, and calls them. Worker processes only."""
 
+import contextlib
 import importlib
 import importlib.machinery as machinery
 import inspect
@@ -7,21 +8,20 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
-from importlib.abc import PathEntryFinder
+from importlib.util import cache_from_source
+from multiprocessing import parent_process
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from inferpool.models.errors import ModelError, SourceError
 from inferpool.models.sources import importing
 
 _Built = TypeVar("_Built")
 _INSTALLED = {"site-packages", "dist-packages"}
-_KEPT = sysconfig.get_path("stdlib"), Path(__file__).absolute().parents[2]
-"""Other folders of code that does not change while a service runs."""
 
 
 def find_class(module_name: str, class_name: str) -> type:
@@ -79,9 +79,9 @@ def _import(name: str, wanted: str) -> ModuleType:
     folder = os.getcwd()
     if folder not in sys.path:  # as `python -m` does
         sys.path.insert(0, folder)
-    if _finder_of_users not in sys.path_hooks:
-        sys.path_hooks.insert(0, _finder_of_users)
-        sys.path_importer_cache.clear()
+    is_worker = parent_process() is not None  # another process is the user's own
+    if is_worker and not any(isinstance(each, _FinderOfSource) for each in sys.meta_path):
+        sys.meta_path.insert(0, _FinderOfSource())
     importlib.invalidate_caches()
     try:
         return importing.import_for_model(name, wanted)
@@ -99,32 +99,45 @@ def _import(name: str, wanted: str) -> ModuleType:
         raise SourceError(f"module {name!r} fails on import: {_last_line(error)}") from error
 
 
-class _LoaderFromSource(machinery.SourceFileLoader):
-    """Compiles what is on disk, whatever bytecode there is.
+class _LoaderOfSource(machinery.SourceFileLoader):
+    """Loads bytecode only if it was written after the last change of its source.
 
-    Python takes bytecode for current if the source has the size and the date, in seconds, of the
-    one that it was compiled from. A worker could run the code of before, and be taken for a new one
-    by its files: after a quick edit, or where all files have one date, as in images.
+    Python asks whether the source has the size and the date, in seconds, of the one that was
+    compiled. So a restarted worker could run the old code, while the service reported the new file:
+    after a quick edit, or where all files have one date.
     """
 
-    def path_stats(self, path: str) -> NoReturn:
-        """Refuse to date a source: then bytecode of it is neither read nor written."""
-        raise OSError(f"bytecode of {path} is not used")
+    def path_stats(self, path: str) -> Mapping[str, Any]:
+        """Return what bytecode must agree with, once there is none that is older."""
+        bytecode = cache_from_source(path)
+        with contextlib.suppress(FileNotFoundError):
+            if os.stat(bytecode).st_mtime_ns <= os.stat(path).st_ctime_ns:
+                os.unlink(bytecode)  # where this fails, the import system uses none
+        return super().path_stats(path)
 
 
-_find_from_source = machinery.FileFinder.path_hook(
-    (machinery.ExtensionFileLoader, machinery.EXTENSION_SUFFIXES),
-    (_LoaderFromSource, machinery.SOURCE_SUFFIXES),
-    (machinery.SourcelessFileLoader, machinery.BYTECODE_SUFFIXES),
-)
+class _FinderOfSource:
+    """Has the modules of users loaded by `_LoaderOfSource`; an entry of `sys.meta_path`."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> machinery.ModuleSpec | None:
+        """Find a module as the other finders do."""
+        for finder in sys.meta_path:
+            if finder is self or not hasattr(finder, "find_spec"):
+                continue
+            if spec := finder.find_spec(name, path, target):
+                if type(spec.loader) is machinery.SourceFileLoader and _may_change(spec.origin):
+                    spec.loader = _LoaderOfSource(spec.loader.name, spec.loader.path)
+                return spec
+        return None
 
 
-def _finder_of_users(folder: str) -> PathEntryFinder:
-    """Find modules in a folder of the user's; an entry of `sys.path_hooks`."""
-    path = Path(folder).absolute()
-    if not _INSTALLED.isdisjoint(path.parts) or any(path.is_relative_to(each) for each in _KEPT):
-        raise ImportError(f"{folder} is no folder of the user's")
-    return _find_from_source(folder)
+def _may_change(origin: str | None) -> bool:
+    """Return whether a file is a user's own, and so may change while a service runs."""
+    file = Path(origin or "").absolute()
+    ours = sysconfig.get_path("stdlib"), Path(__file__).absolute().parents[2]
+    return _INSTALLED.isdisjoint(file.parts) and not any(file.is_relative_to(each) for each in ours)
 
 
 def _near_modules(name: str, folder: str) -> str:

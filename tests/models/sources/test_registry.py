@@ -2,12 +2,15 @@ import os
 import py_compile
 import sys
 import textwrap
+from importlib.util import spec_from_file_location
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from inferpool.models.errors import CheckpointError, SourceError
+from inferpool.models.sources import classes
 from inferpool.models.sources.archives import ExportedModel, ScriptedModel
 from inferpool.models.sources.echo import Echo
 from inferpool.models.sources.registry import build
@@ -97,15 +100,35 @@ def test_nested_classes_and_modules_are_found(user):
     assert type(build("package.deep:Plain", None, {})).__name__ == "Plain"
 
 
-def test_code_is_what_the_files_say_whatever_bytecode_of_the_same_date_says(user):
+class Installed:
+    """Finds a module where it lies, as an editable installation does."""
+
+    @staticmethod
+    def find_spec(name, path, target=None):
+        if name == "package.deep":
+            return spec_from_file_location(name, "package/deep.py")
+        return None
+
+
+@pytest.mark.parametrize("finders", [(), (Installed,)], ids=["here", "installed"])
+def test_code_is_what_a_file_says_even_if_older_bytecode_fits_its_date(user, monkeypatch, finders):
+    monkeypatch.setattr(classes, "parent_process", object)  # as in a worker
+    monkeypatch.setattr(sys, "meta_path", [*finders, *sys.meta_path])
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
     (user / "package").mkdir()
     (user / "package" / "__init__.py").touch()
     deep = (user / "mymodels.py").rename(user / "package" / "deep.py")
     os.utime(deep, (1e9, 1e9))
-    py_compile.compile(str(deep))
-    deep.write_text(deep.read_text().replace("factor=2", "factor=3"))
-    os.utime(deep, (1e9, 1e9))
-    assert vars(build("package.deep:Doubler", None, {}))["factor"] == 3
+    bytecode = Path(py_compile.compile(str(deep)))
+    for factor, was in (3, 2), (4, 3):
+        deep.write_text(deep.read_text().replace(f"factor={was}", f"factor={factor}"))
+        os.utime(deep, (1e9, 1e9))
+        assert vars(build("package.deep:Doubler", None, {}))["factor"] == factor
+        for name in ("package.deep", "package"):
+            del sys.modules[name]
+    written = bytecode.stat().st_mtime_ns
+    build("package.deep:Doubler", None, {})
+    assert bytecode.stat().st_mtime_ns == written, "it is used, and not made anew"
 
 
 def test_a_users_network_is_wrapped_and_its_weights_loaded(user):
