@@ -84,7 +84,7 @@ def _is_alive(pid: int) -> bool:
     """Return whether a process runs; one that nobody has reaped does not."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
     return state != "Z"
 

@@ -43,7 +43,7 @@ ROOT = Path(__file__).resolve().parents[2]
 COMMAND = (sys.executable, "-m", "inferpool")
 _READ_AT_START = (
     *("PYTHON", "LD_", "LC_", "LANG", "OMP_", "MKL_", "OPENBLAS_", "MALLOC_", "GLIBC_"),
-    *("TORCH", "CUDA_", "NVIDIA_", "RAY_"),
+    *("TORCH", "PYTORCH_", "CUDA_", "NVIDIA_", "RAY_", "GOMP_", "KMP_"),
 )
 """Beginnings of variables that an interpreter or a library reads once, when it is loaded."""
 _IMPORTED = (
@@ -341,7 +341,7 @@ class _Origin:
 
     @classmethod
     def _inherited(cls) -> "_Origin":
-        fd, env = json.loads(os.environ[_CHANNEL])
+        fd, env = json.loads(os.environ.pop(_CHANNEL))  # our children do not inherit the channel
         return cls(socket.socket(fileno=fd), env)
 
     @classmethod
@@ -498,6 +498,8 @@ def _fork_for_each(channel: socket.socket, *, die_with_us: bool = False) -> list
                 continue
             message, fds, _, _ = socket.recv_fds(channel, _MAX_REQUEST_BYTES, _MAX_FDS)
             if not message:
+                for pid in bound.values():
+                    os.kill(pid, signal.SIGKILL)
                 raise SystemExit
             request = _Request(**json.loads(message))
             *streams, told = fds[:4]
@@ -541,6 +543,8 @@ def _become(
 ) -> list[str]:
     """Make this process what a new interpreter would be; return what follows its name."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    for each in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, signal.SIG_DFL)
     if request.leads_session:
         os.setsid()
     for number, stream in enumerate(streams):
@@ -578,7 +582,7 @@ def _become(
 
 
 def _offer_forks() -> list[str] | None:
-    """Start a child that forks the services of this process, which have no other parent so.
+    """Start a child that forks the services of this process, so that they are below it.
 
     Returns:
         None; in a process that the child has forked, what follows the interpreter's name.
@@ -588,7 +592,11 @@ def _offer_forks() -> list[str] | None:
     if os.fork() == 0:
         channel.close()
         die_with_parent(parent)
-        return _fork_for_each(theirs, die_with_us=True)
+        for number in (signal.SIGTERM, signal.SIGHUP):  # they end the command, and so all here
+            signal.signal(number, signal.SIG_IGN)
+        of_another = _fork_for_each(theirs, die_with_us=True)
+        theirs.detach()  # a new process has closed it
+        return of_another
     theirs.close()
     _Origin._only = _Origin(channel, _at_start(os.environ))
     _start_services_by(_SUBPROCESS)

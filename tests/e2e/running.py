@@ -135,7 +135,7 @@ class Running:
         return self
 
     def wait_until_ready(self) -> "Running":
-        """Wait until every worker is up, and every front, unless only who has a key is told."""
+        """Wait until all workers and fronts are up; only workers, where /health needs a key."""
         self.wait_until_listening()
 
         def is_ready() -> bool:

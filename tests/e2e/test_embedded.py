@@ -207,9 +207,10 @@ def test_wrong_setting_is_an_error_at_once(models, settings, error, message: str
 @pytest.mark.slow
 def test_script_without_a_guard_serves_its_own_class(tmp_path: Path):
     end = "end = Undefined"  # an exception in the block
-    process = start_script(tmp_path, _MODEL + _SERVE.replace("IN_BLOCK", end))
+    process = start_script(tmp_path, _MODEL + _SERVE.replace("IN_BLOCK", end), forks=False)
     url = first_line(process)
     family = children_of(process)
+    assert family
     out, err = process.communicate(timeout=60)
     assert out == "[2.0, 4.0, 6.0]\n", err
     assert "NameError: name 'Undefined'" in err

@@ -43,15 +43,15 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the `bin` of an environment with the wheel and its dependencies."""
-    uv = shutil.which("uv")
-    if uv is None:
-        pytest.skip("the wheel is installed by uv: pip install uv")
+    uv = shutil.which("uv")  # takes a second, pip ten
     home = tmp_path_factory.mktemp("venv")
-    venv.create(home)
+    venv.create(home, with_pip=uv is None)
     site = Path(sysconfig.get_path("purelib", vars={"base": str(home)}))
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
-    install = [uv, "pip", "install", "--quiet", "--python", str(home / "bin" / "python")]
-    subprocess.run([*install, "--no-deps", "--no-index", str(wheel)], check=True)
+    python = str(home / "bin" / "python")
+    pip = [uv, "pip"] if uv else [python, "-m", "pip"]
+    install = ["install", "--quiet", "--no-deps", "--no-index", str(wheel)]
+    subprocess.run([*pip, *install, *(["--python", python] if uv else [])], check=True)
     return home / "bin"
 
 

@@ -33,7 +33,7 @@ LIMITS = StoreLimits(retention_s=1e6, max_jobs=1000, max_bytes=2**30)
 SIZES = (1, 7, 70)
 """Instances of the jobs, in turn."""
 MOST_S = 300
-"""A process that hangs is ended after so many seconds."""
+"""Seconds after which a process that hangs is ended."""
 
 
 def payloads(job: int) -> Iterator[bytes]:
@@ -129,3 +129,5 @@ if __name__ == "__main__":
         process.start()
         process.join()
         os.write(1, b"ended %d\n" % (process.exitcode or 0))
+        if process.exitcode not in (0, -signal.SIGKILL):
+            break
