@@ -21,9 +21,9 @@ class TinyNet(nn.Module):
         raise_at: Number of the training pass that raises; 0 for none.
         stop_at: Number of the training pass that stops the command, if `stop_file` is there.
         stop_file: A file with the number of the command's process, which is removed then.
-        wait_at: Number of the training pass that waits, once the ranks have been started again as
-            often as `wait_file` says, until it says something else.
-        wait_file: A file.
+        wait_at: Number of the training pass that waits while `wait_file` holds the number of the
+            present restart of the ranks; 0 for none.
+        wait_file: A file with the number of a restart, from 0.
         dropout: Share of features that are dropped at random.
     """
 

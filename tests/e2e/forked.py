@@ -79,6 +79,8 @@ _PATH = "PYTHONPATH"
 _READY = b"r"
 _START_S = 300.0
 """Seconds to import torch and the service, on a machine that is busy and has cached nothing."""
+_END_S = 10.0
+"""Seconds for the process that forks to end: a script that was left over keeps it waiting."""
 _RANDOM: list[random.Random] = []
 """All sources of random numbers of the process that forks: each process begins them anew."""
 
@@ -410,7 +412,7 @@ class _Origin:
     def _end(self, process: "subprocess.Popen[bytes]") -> None:
         self._channel.close()
         try:
-            process.wait(_START_S)
+            process.wait(_END_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

@@ -107,7 +107,8 @@ BAD: Mapping[str, Mapping[str, object]] = {"nan": {"nan_in": NAN_IN}, "slow": {"
 BOUNDS = {"nan": 1e6, "slow": 5.0}
 """The bounds of times. On a machine with other work, equal versions differ by more than usual."""
 NUM_CLIENTS = {"nan": 8, "slow": 2}
-"""Times before a version turns worse count, too: with many clients it must be worse for long."""
+"""A version is slow if the median of all its calls is: as many must come after it turns worse as
+came before, so few clients ask where that takes long."""
 
 
 async def until_state(operator: SwapOperator, state: str) -> Mapping[str, Any]:

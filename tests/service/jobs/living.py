@@ -7,8 +7,8 @@ It kills itself soon after it has made `DIES_AFTER` steps: accepted jobs and com
 its death does not depend on how fast the machine is. If less is left to do, it dies at the end.
 With a negative number it lives.
 
-One follows the other, and their ends are said. They are forked from a process that has imported
-what they need, which costs more than the life of one.
+One follows the other, and a line tells the exit code of each. All are forked from a process that
+has imported what they need: the import costs more than the life of one.
 """
 
 import asyncio
