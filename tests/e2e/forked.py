@@ -108,7 +108,8 @@ def popen(
         **options: Other options of `subprocess.Popen`.
     """
     command = [str(each) for each in arguments]
-    env = {"PYTHONPATH": python_path(), **(os.environ if env is None else env)}
+    own = {_PATH: python_path()}
+    env = {**os.environ, **own} if env is None else {**own, **env}
     if _is_script(command) and options.get("preexec_fn") is None:
         origin = _Origin.running()
         if origin.forks_for(env):
