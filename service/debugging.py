@@ -15,6 +15,7 @@ from inferpool.service.app import run as run_app
 from inferpool.service.settings.loader import LoadedSettings
 from inferpool.service.settings.names import FlagError
 from inferpool.service.settings.settings import Settings
+from inferpool.workers.guard import give_children_defaults
 from inferpool.workers.host.in_process import InProcessEngine
 
 _PATIENCE_S = 3600.0
@@ -45,6 +46,7 @@ def run(loaded: LoadedSettings, *, reloads: bool) -> int:
         raise FlagError(f"--debug serves one model: name it ({choice})")
     files = WatchedFiles(Path.cwd()) if reloads else None
     terminal = _terminal()
+    give_children_defaults()  # the model may fork; its thread sets no handlers itself
     if terminal is None:
         sys.stderr.write(
             "inferpool serve: stdin is not a terminal, so breakpoint() has no prompt\n"

@@ -1,4 +1,4 @@
-"""Ends processes with the front end, so that nothing outlives it."""
+"""Ends processes with the front end, so that nothing outlives it, and no others by mistake."""
 
 import contextlib
 import ctypes
@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Collection
 from multiprocessing import connection, parent_process
 from pathlib import Path
 from typing import NoReturn
@@ -15,6 +16,8 @@ _PR_SET_PDEATHSIG = 1
 """linux/prctl.h"""
 _F_SETSIG = 10
 """asm-generic/fcntl.h"""
+_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""Signals that our processes handle."""
 _OOM_SCORE_ADJ = 500
 """Score that makes a process look as if it used half of all memory more than it does."""
 _MAX_OOM_SCORE_ADJ = 1000
@@ -60,6 +63,46 @@ def _leave_with(lifeline: int) -> NoReturn:
     with contextlib.suppress(OSError):
         connection.wait([lifeline])
     os._exit(1)
+
+
+def give_children_defaults(own: Collection[object] | None = None) -> None:
+    """Have each process that this one forks handle signals as Python does when it begins.
+
+    With our handlers it could not be terminated, or would tell this process that it had been.
+
+    Args:
+        own: Our handlers, where code of the user's may have set others; None if all are ours.
+    """
+    handlers = _Handlers(own)
+    os.register_at_fork(
+        before=handlers.hold, after_in_parent=handlers.release, after_in_child=handlers.give_back
+    )
+
+
+class _Handlers:
+    """Our handlers, at a fork. A signal that comes too early waits until they are gone."""
+
+    def __init__(self, own: Collection[object] | None) -> None:
+        self._own = own
+        self._masks = threading.local()
+
+    def hold(self) -> None:
+        """Block the signals in this thread, and so in the process that it forks."""
+        self._masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
+
+    def release(self) -> None:
+        """Unblock them."""
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._masks.before)
+
+    def give_back(self) -> None:
+        """Handle them by default in the forked process, and unblock them."""
+        signal.set_wakeup_fd(-1)
+        ours = [n for n in _HANDLED if self._own is None or signal.getsignal(n) in self._own]
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
+        self.release()  # what has come meanwhile ends this process
+        if signal.SIGINT in ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def give_way_for_memory() -> None:

@@ -1,12 +1,18 @@
-"""Recognizes errors for want of memory, and those of lost devices. Worker processes only."""
+"""Recognizes errors of models, for want of memory, and of lost devices. Worker processes only."""
 
 import errno
+from asyncio import CancelledError
 
 import torch
 
 from inferpool.models.errors import RankError
 from inferpool.models.texts import chain_of
 
+RAISED = (Exception, CancelledError, SystemExit, KeyboardInterrupt, GeneratorExit)
+"""Errors that code of a model may raise, and that fail an instance or a load, and no process.
+
+Those after the first are no `Exception`: what asyncio, `sys.exit` and generators raise.
+"""
 _MESSAGES = (
     "out of memory",  # after "CUDA error: ", "CUDA driver error: ", "HIP error: "; also in NCCL
     "DefaultCPUAllocator: ",  # c10/core/impl/alloc_cpu.cpp: can't allocate, not enough memory

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
+from inferpool.models.accelerator.failures import RAISED
 from inferpool.models.errors import ModelError, SourceError
 from inferpool.models.sources import importing
 
@@ -51,7 +52,7 @@ def construct(factory: Callable[..., _Built], options: Mapping[str, object], sou
         return factory(**options)
     except ModelError:
         raise
-    except Exception as error:  # a user's constructor may raise anything
+    except RAISED as error:  # a user's constructor may raise anything
         raise SourceError(f"{source} cannot be constructed: {_last_line(error)}") from error
 
 
@@ -75,6 +76,13 @@ def check_options(
         raise SourceError(f"{source} does not take these options: {error}; {knows}") from None
 
 
+def line_of(error: BaseException) -> str:
+    """Return the last line of a user's own file that led to an error, as "file:line"; or ""."""
+    frames = reversed(traceback.extract_tb(error.__traceback__))
+    own = (f"{each.filename}:{each.lineno}" for each in frames if _may_change(each.filename))
+    return next(own, "")
+
+
 def _import(name: str, wanted: str) -> ModuleType:
     folder = os.getcwd()
     if folder not in sys.path:  # as `python -m` does
@@ -95,7 +103,7 @@ def _import(name: str, wanted: str) -> ModuleType:
             f"there is no module {error.name!r}: it must be installed, or lie under {folder}"
             f"{_near_modules(error.name, folder)}"
         ) from error
-    except (Exception, SystemExit) as error:  # a user's module may do anything
+    except RAISED as error:  # a user's module may do anything
         raise SourceError(f"module {name!r} fails on import: {_last_line(error)}") from error
 
 

@@ -29,7 +29,7 @@ import msgspec
 import torch
 from torch import nn
 
-from inferpool.models.accelerator.failures import is_lost_device
+from inferpool.models.accelerator.failures import RAISED, is_lost_device
 from inferpool.models.errors import ModelError, OutOfStepError
 from inferpool.models.files.checkpoint import StoredWeights, check_fit
 from inferpool.models.split.meta_network import MetaNetwork
@@ -110,7 +110,7 @@ class TensorParallel:
             self._ranks.send(follower, message, tensors)
         try:
             return self._compute(*copied((args, kwargs)))  # it may write to what is still sent
-        except Exception as error:  # the network is the user's: it may raise anything
+        except RAISED as error:  # the network is the user's: it may raise anything
             _raise_if_lost(error)
             self._settle(error)
             raise
@@ -125,7 +125,7 @@ class TensorParallel:
         args, kwargs = unpack(message, tensors, self._ranks.device)
         try:
             self._compute(args, kwargs)
-        except Exception as error:  # as above
+        except RAISED as error:  # as above
             _raise_if_lost(error)
             self._ranks.send(0, self._summary(error))
             try:
@@ -145,14 +145,14 @@ class TensorParallel:
         modes.enter_context(torch.no_grad())
         return modes
 
-    def _summary(self, error: Exception) -> dict[str, object]:
+    def _summary(self, error: BaseException) -> dict[str, object]:
         text = f"{type(error).__name__}: {error}"
         return {
             "num_collectives": self._collectives.num_done,
             "error": text if self._uses_dtensor else "",
         }
 
-    def _settle(self, error: Exception) -> None:
+    def _settle(self, error: BaseException) -> None:
         """Check that all followers have failed alike, and let them go on."""
         mine = self._summary(error)
         followers = range(1, self._ranks.size)
@@ -302,7 +302,7 @@ def cut_parameters(network: nn.Module, plan: TensorPlan) -> list[nn.Parameter]:
     return [each for each in network.parameters() if each.dim() > 1 and id(each) in cut]
 
 
-def _raise_if_lost(error: Exception) -> None:
+def _raise_if_lost(error: BaseException) -> None:
     """Raise an error of a lost device: there is nothing to settle."""
     if is_lost_device(error):
         raise error

@@ -137,6 +137,8 @@ class EngineContract:
             ([put({"n": 1}), put({"n": 2, "do": "rows"}), put({"n": 3})], [2, "model_error", 6]),
             ([put({"n": 1, "do": "nan"}), put({"n": 2})], ["non_finite_output", 4]),
             ([put({"n": 1, "do": "shape"}), put({"n": 2})], ["model_error", 4]),
+            ([put({"n": 1, "do": "leave"}), put({"n": 2})], ["model_error", 4]),
+            ([put({"n": 1, "do": "quit early"}), put({"n": 2})], ["model_error", 4]),
             ([put({"n": 1, "do": "kill"}, timeout_s=-1), put({"n": 2})], ["deadline_exceeded", 4]),
             ([put({"n": 1}), put({"n": 2}, parameters=b'{"fail": 1}')], [2, "invalid_input"]),
         ]
@@ -177,7 +179,6 @@ class EngineContract:
         [
             ("device", "the device's context is lost", "device"),
             ("exit", "exit code 7", "exit"),
-            ("leave", "exit code 9", "exit"),
             ("kill early", "SIGKILL", "signal"),
             pytest.param("hang", "hung", "hang", marks=pytest.mark.measures),
             pytest.param(

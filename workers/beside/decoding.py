@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 import msgspec
 import torch
 
+from inferpool.models.accelerator.failures import RAISED
 from inferpool.models.base import Model
 from inferpool.models.errors import ModelError
 from inferpool.models.spec import Placement
@@ -30,7 +31,13 @@ from inferpool.workers.decoding.ring import (
 from inferpool.workers.decoding.slots import decodable, digest_of, in_slot, write_to
 from inferpool.workers.heartbeat import Heartbeat
 from inferpool.workers.inside.outcomes import error_of
-from inferpool.workers.inside.own_process import build_model, pin, reporting_failures, set_up
+from inferpool.workers.inside.own_process import (
+    ToldToLeave,
+    build_model,
+    pin,
+    reporting_failures,
+    set_up,
+)
 from inferpool.workers.inside.preparing import item_of
 from inferpool.workers.inside.worker_queue import WorkerQueue
 from inferpool.workers.messages import Frames, Leaving
@@ -86,8 +93,8 @@ def main(
         os._exit(0)
     except (BrokenPipeError, ConnectionResetError):
         os._exit(0)  # the worker is gone
-    except SystemExit as error:
-        os._exit((isinstance(error.code, int) and error.code) or 1)  # only we leave with 0
+    except ToldToLeave:
+        os._exit(1)  # 0 is for those that have done all their tasks
     except BaseException as error:
         logger.critical("a decoder failed", exc_info=True)
         outbox.put(Leaving("exit", f"its loop failed: {described(error)}"))
@@ -133,7 +140,7 @@ class DecoderLoop:
         payload = self._arena[ref.offset : ref.offset + ref.num_bytes]
         try:
             features = self._model.preprocess(item_of(ref, payload))
-        except Exception as error:
+        except RAISED as error:
             return Refused(task.id, error_of(error, "preprocess", ref, self._error_detail))
         placed = in_slot(features, self._layout.slot_bytes)
         if placed is None:

@@ -15,6 +15,7 @@ import msgspec
 from inferpool.models.errors import ModelError
 from inferpool.models.speed.names import SpeedReport
 from inferpool.workers.beside.searching import SearchNews, SearchOrder
+from inferpool.workers.guard import give_children_defaults
 
 
 class _SendNews(Protocol):
@@ -33,6 +34,7 @@ _MAX_NICE = 19
 def main(message: dict[str, object]) -> None:
     """Follow the order, report the progress, and exit; exit at once when the front end is gone."""
     signal.signal(signal.SIGTERM, _leave)
+    give_children_defaults(own=[_leave])
     # So that models and native libraries cannot print into the news.
     news = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)

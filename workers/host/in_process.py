@@ -54,7 +54,7 @@ class InProcessEngine:
             await worker.load(config, on_progress, pins=self._pins)
         except ModelError as error:
             raise WorkerStartError(str(error), permanent=True) from error
-        except (Exception, SystemExit) as error:
+        except Exception as error:
             logger.error("loading failed", exc_info=error)
             reason = f"loading failed: {type(error).__name__}: {error}"
             raise WorkerStartError(reason, permanent=True) from error
@@ -156,7 +156,7 @@ class InProcessWorker:
             computed_at = time.monotonic()
             try:
                 outcomes = self._computer.compute(prepared)
-            except (Exception, SystemExit) as error:  # errors that would end a worker
+            except Exception as error:  # those that would end a worker
                 logger.exception("this would have ended a worker")
                 text = f"the worker would have ended: {described(error)}"
                 outcomes = [ItemError("model_error", text)] * len(items)
@@ -168,13 +168,13 @@ class InProcessWorker:
             future, work = order
             try:
                 result = work()
-            except (StopIteration, asyncio.CancelledError) as error:
-                # A future cannot hold these errors.
-                failure = RuntimeError(f"the model raised {described(error)}")
-                failure.__cause__ = error
-                settle = partial(_settle, future, None, failure)
             except BaseException as error:
-                settle = partial(_settle, future, None, error)
+                failure = error
+                if isinstance(error, StopIteration) or not isinstance(error, Exception):
+                    # A future cannot hold it, or it would end more than this task.
+                    failure = RuntimeError(f"the model raised {described(error)}")
+                    failure.__cause__ = error
+                settle = partial(_settle, future, None, failure)
             else:
                 settle = partial(_settle, future, result, None)
             try:

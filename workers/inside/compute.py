@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from inferpool.models.accelerator.device import is_accelerator, mark_here, synchronize
-from inferpool.models.accelerator.failures import is_lost_device, is_out_of_memory
+from inferpool.models.accelerator.failures import RAISED, is_lost_device, is_out_of_memory
 from inferpool.models.base import Model
 from inferpool.models.border import bad_return, is_overridden
 from inferpool.models.errors import InputError, ModelError
@@ -31,7 +31,7 @@ from inferpool.workers.inside.outcomes import (
     error_of,
     plain_value,
 )
-from inferpool.workers.inside.preparing import RAISED, GiveDecoders, Prepared, Preparer
+from inferpool.workers.inside.preparing import GiveDecoders, Prepared, Preparer
 from inferpool.workers.inside.shapes import ShapeGroup
 from inferpool.workers.inside.shortage import SafeSizes, release
 from inferpool.workers.inside.staging import Launch, Staging, take
@@ -422,7 +422,7 @@ class Computer:
                 must, found = "a value that JSON can say", text_of(error)
                 wrong = bad_return(self._model, "render", must, found)
                 outcomes[i] = self._error_of(wrong, "render", prepared.refs[i])
-            except Exception as error:  # it is too large, or an object in it raises
+            except RAISED as error:  # it is too large, or an object in it raises
                 outcomes[i] = self._error_of(error, "render", prepared.refs[i])
 
     def _error_of(self, error: BaseException, step: str, ref: ItemRef) -> ItemError:

@@ -21,6 +21,7 @@ from inferpool.workers.heartbeat import Heartbeat
 from inferpool.workers.inside.allocator import give_back
 from inferpool.workers.inside.group import Group
 from inferpool.workers.inside.own_process import (
+    ToldToLeave,
     build_model,
     leave_device,
     pin,
@@ -67,8 +68,8 @@ def main(
         os._exit(0)
     except BrokenPipeError:
         os._exit(0)  # the front end is gone
-    except SystemExit as error:
-        os._exit(error.code if isinstance(error.code, int) else 1)
+    except ToldToLeave:
+        os._exit(0)
     except torch.AcceleratorError as error:
         leave_device(error, outbox)
     except BaseException as error:

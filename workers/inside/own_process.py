@@ -18,15 +18,16 @@ from typing import NoReturn
 import torch
 
 from inferpool.models.accelerator.device import limit_memory, module_in_use, use_float32
-from inferpool.models.accelerator.failures import lacks_resources
+from inferpool.models.accelerator.failures import RAISED, lacks_resources
 from inferpool.models.accelerator.kinds import accelerator_of, known_accelerators
 from inferpool.models.base import Model
 from inferpool.models.errors import ModelError
+from inferpool.models.sources.classes import line_of
 from inferpool.models.sources.registry import build
 from inferpool.models.spec import Placement
 from inferpool.models.texts import text_of, traceback_of
 from inferpool.workers.config import WorkerConfig
-from inferpool.workers.guard import give_way_for_memory
+from inferpool.workers.guard import give_children_defaults, give_way_for_memory
 from inferpool.workers.heartbeat import Heartbeat
 from inferpool.workers.inside.allocator import keep_large_buffers
 from inferpool.workers.inside.group import Group
@@ -39,6 +40,11 @@ logger = logging.getLogger(__name__)
 EXIT_ACCELERATOR = 70
 """Exit code after the loss of the device's context (EX_SOFTWARE in sysexits.h)."""
 _MAX_TEXT_CHARS = 20_000
+_IGNORED_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+class ToldToLeave(BaseException):
+    """The front end has told this process to leave at once."""
 
 
 def set_up(heartbeat: Heartbeat, outbox: WorkerQueue) -> None:
@@ -104,10 +110,11 @@ def reporting_failures(outbox: WorkerQueue) -> Iterator[None]:
         # With more free memory or descriptors, another start may succeed.
         text = text_of(error, _MAX_TEXT_CHARS)
         outbox.put(StartFailed(text, permanent=not lacks_resources(error)))
-    except Exception as error:
+    except RAISED as error:
         trace = traceback_of(error)  # the front end logs it
         last = trace.rpartition("\n")[2][:_MAX_TEXT_CHARS]
-        outbox.put(StartFailed(f"loading failed: {last}", permanent=False, traceback=trace))
+        where = f" ({line})" if (line := line_of(error)) else ""
+        outbox.put(StartFailed(f"loading failed: {last}{where}", permanent=False, traceback=trace))
     else:
         return
     os._exit(1)
@@ -129,14 +136,28 @@ def _refuse_breakpoint(*_: object, **__: object) -> NoReturn:
 
 def _guard(heartbeat: Heartbeat) -> None:
     give_way_for_memory()
-    # Ctrl-C and a stop of the cgroup reach workers too, but only the front end may end them.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def leave(signum: int, frame: FrameType | None) -> None:
         if heartbeat.must_leave:
-            raise SystemExit(0)
+            raise ToldToLeave
 
     signal.signal(signal.SIGTERM, leave)
+    # Ctrl-C and a stop of the cgroup reach workers too, but only the front end may end them. A
+    # program that a model starts would inherit SIG_IGN, and not such a handler.
+    for number in _IGNORED_SIGNALS:
+        signal.signal(number, _go_on)
+        signal.siginterrupt(number, False)
+    give_children_defaults(own=(leave, _go_on))
+    os.register_at_fork(after_in_child=_compute_alone)
+
+
+def _go_on(signum: int, frame: FrameType | None) -> None:
+    """Ignore a signal."""
+
+
+def _compute_alone() -> None:
+    """Keep a forked process from waiting for OpenMP's threads, which only its parent has."""
+    torch.set_num_threads(1)
 
 
 def _log_to(outbox: WorkerQueue) -> None:

@@ -7,7 +7,6 @@ it while it computes the batch before.
 
 import math
 import time
-from asyncio import CancelledError
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ import msgspec
 import torch
 
 from inferpool.models.accelerator.device import HandOver
-from inferpool.models.accelerator.failures import is_lost_device
+from inferpool.models.accelerator.failures import RAISED, is_lost_device
 from inferpool.models.base import Model
 from inferpool.models.item import Features, Item
 from inferpool.workers.config import ErrorDetail
@@ -30,8 +29,6 @@ from inferpool.workers.messages import ItemError, ItemRef, Outcome
 
 GiveDecoders = Callable[[Sequence[ItemRef], bool], Decoding | None]
 """Gives decoders what they can prepare of a batch: only some, if the flag is set and slots lack."""
-RAISED = (Exception, CancelledError)
-"""Errors that fail an instance. `CancelledError` is no Exception, but asyncio code raises it."""
 _SAMPLE_REF = ItemRef("bytes", 0, 0, math.inf, request_id="canary")
 """Reference for the item of a canary, whose payload is not in the arena."""
 _POOL_PAYS_S = 0.0005

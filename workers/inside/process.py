@@ -41,6 +41,7 @@ from inferpool.workers.inside.group import Group
 from inferpool.workers.inside.launched import LaunchedBatch
 from inferpool.workers.inside.overlap import ModelLock, OverlappingBatches
 from inferpool.workers.inside.own_process import (
+    ToldToLeave,
     build_model,
     leave_device,
     pin,
@@ -121,8 +122,8 @@ def main(
         os._exit(0)  # the front end is gone
     except torch.AcceleratorError as error:
         leave_device(error, outbox)
-    except SystemExit as error:
-        os._exit(error.code if isinstance(error.code, int) else 1)
+    except ToldToLeave:
+        os._exit(0)
     except BaseException:
         # A normal exit would wait for the thread that waits for the next batch.
         logger.critical("the worker's loop failed", exc_info=True)

@@ -1,4 +1,5 @@
 import asyncio
+import builtins
 import contextlib
 import os
 import select
@@ -66,6 +67,22 @@ async def test_stacks_of_a_hung_or_crashed_worker_are_logged_with_its_requests(
     assert "and 2 more" in logged
     assert where in trace
     assert ("Segmentation fault" if act == "segfault" else "Thread 0x") in trace
+
+
+@pytest.mark.parametrize("kind", ["SystemExit", "KeyboardInterrupt", "GeneratorExit"])
+async def test_load_that_exits_fails_with_the_line_that_did(engine: LocalEngine, kind: str):
+    with pytest.raises(WorkerStartError, match=rf"loading failed: {kind}.* \({__file__}:\d+\)"):
+        await started(engine, source=f"{__name__}:LoadsNoMore", options={"kind": kind})
+
+
+class LoadsNoMore(Model):
+    """A model whose load raises what is no `Exception`."""
+
+    def __init__(self, *, kind: str) -> None:
+        self._kind = kind
+
+    def load(self, placement: Placement) -> None:
+        raise getattr(builtins, self._kind)
 
 
 async def test_stacks_of_a_worker_that_hangs_while_it_loads_are_logged(

@@ -111,6 +111,56 @@ def test_outputs_that_are_not_finite_or_of_a_wrong_shape_fail_alone(
     assert model.sizes == sizes
 
 
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit])
+def test_what_is_no_exception_fails_the_instance_that_raised_it(kind: type[BaseException]):
+    steps = ("preprocess", "bucket", "collate", "forward", "postprocess", "render", "encode")
+
+    class Leaving(DoublingModel):
+        """Raises in the step whose number is negative in the input."""
+
+        def preprocess(self, item: Item) -> Features:
+            features = super().preprocess(item)
+            self._leave("preprocess", features)
+            return features
+
+        def bucket(self, features: Features) -> None:
+            self._leave("bucket", features)
+
+        def collate(self, instances: Sequence[Features]) -> Features:
+            batch = super().collate(instances)
+            self._leave("collate", batch)
+            return batch
+
+        def forward(self, batch: Features) -> Features:
+            self._leave("forward", batch)
+            return super().forward(batch)
+
+        def postprocess(self, outputs: Features) -> Features:
+            self._leave("postprocess", {"x": outputs["y"] / 2})
+            return outputs
+
+        def render(self, outputs: Features, parameters: Mapping[str, object]) -> object:
+            self._leave("render", {"x": outputs["y"] / 2})
+            if outputs["y"] == -2 * len(steps):
+                return SimpleNamespace(tolist=self._raise)
+            return outputs["y"].item()
+
+        def _leave(self, step: str, features: Features) -> None:
+            if (features["x"] == -1 - steps.index(step)).any():
+                self._raise()
+
+        def _raise(self) -> None:
+            raise kind
+
+    values = [*range(len(steps)), *(-1 - n for n in range(len(steps)))]
+    expected = [*(2 * n for n in range(len(steps))), *["model_error"] * len(steps)]
+    assert compute(Leaving(), values) == expected
+    computer = Computer(Leaving(), num_threads=2)
+    computer._preparer._pool_pays_s = 0.0  # so that other threads prepare
+    for _ in range(2):
+        assert compute(Leaving(), values, computer) == expected
+
+
 def test_complex_numbers_and_sparse_tensors_are_held_to_be_finite_too():
     class Odd(DoublingModel):
         def double(self, x: torch.Tensor) -> Features:

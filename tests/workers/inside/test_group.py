@@ -80,7 +80,7 @@ async def test_vitals_list_the_ranks_and_their_parts(engine: PairEngine):
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
     ("act", "reason"),
-    [("kill", "SIGKILL"), ("segfault", "SIGSEGV"), ("leave", "exit code 9"), ("device", "device")],
+    [("kill", "SIGKILL"), ("segfault", "SIGSEGV"), ("exit", "exit code 7"), ("device", "device")],
 )
 async def test_end_of_any_rank_ends_all_at_once_and_settles_what_they_held(
     engine: PairEngine, put, rank: int, act: str, reason: str

@@ -127,7 +127,7 @@ async def test_answers_are_those_of_a_network_on_one_device(arena: Arena, put, s
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
     ("act", "reason"),
-    [("kill", "SIGKILL"), ("segfault", "SIGSEGV"), ("leave", "exit code 9"), ("device", "device")],
+    [("kill", "SIGKILL"), ("segfault", "SIGSEGV"), ("exit", "exit code 7"), ("device", "device")],
 )
 async def test_end_of_any_rank_ends_those_of_all_hosts_and_settles_what_they_held(
     engine: SpreadEngine, put, rank: int, act: str, reason: str

@@ -1,0 +1,114 @@
+"""Processes that a model's code starts in a worker are like those of any script."""
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from inferpool.models.base import Model
+from inferpool.models.item import Features, Item
+from inferpool.models.spec import Placement
+from inferpool.workers.host.local import LocalEngine
+from tests.workers.contract import pid_of, started
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_FORK = multiprocessing.get_context("fork")
+
+
+class StartingModel(Model):
+    """Starts processes in `forward` as its input says; answers what they say, and its process."""
+
+    _said: object = None
+
+    def load(self, placement: Placement) -> None:
+        assert (torch.rand(1000, 1000) @ torch.rand(1000, 1000)).shape == (1000, 1000)
+
+    def preprocess(self, item: Item) -> Features:
+        return {"act": torch.tensor(ACTS.index(item.json()))}
+
+    def forward(self, batch: Features) -> Features:
+        self._said = globals()[ACTS[int(batch["act"][0])]]()
+        return {"y": torch.zeros(len(batch["act"]))}
+
+    def render(self, outputs: Features, parameters: Mapping[str, object]) -> object:
+        return [os.getpid(), self._said]
+
+
+def pool() -> object:
+    """Return what a pool of forked processes computes, once it has ended by SIGTERM."""
+    with _FORK.Pool(2) as processes:
+        return processes.map(_square, range(3))
+
+
+def matrices() -> object:
+    """Return what forked processes compute with torch, whose threads only their parent has."""
+    with _FORK.Pool(2) as processes:
+        return processes.map(_multiply, [400, 500])
+
+
+def loader() -> object:
+    """Return what a process of a `DataLoader` reads."""
+    return [int(each) for each in DataLoader([1, 2, 3], batch_size=None, num_workers=1)]
+
+
+def terminated() -> object:
+    """Return the exit codes of forked processes that were told to end in several ways."""
+    processes = [_FORK.Process(target=signal.pause) for _ in _SIGNALS]
+    for process, number in zip(processes, _SIGNALS, strict=True):
+        process.start()
+        assert process.pid is not None
+        os.kill(process.pid, number)
+        process.join()
+    return [each.exitcode for each in processes]
+
+
+def program() -> object:
+    """Return the signals that a program ignores."""
+    code = (
+        "import signal; "
+        "print(*[n for n in signal.Signals if signal.getsignal(n) is signal.SIG_IGN])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True)
+    return done.stdout.decode().split()
+
+
+ACTS = [each.__name__ for each in (pool, matrices, loader, terminated, program)]
+
+
+def _square(n: int) -> int:
+    return n * n
+
+
+def _multiply(size: int) -> int:
+    return len(torch.ones(size, size) @ torch.ones(size, size))
+
+
+async def test_processes_that_a_model_starts_do_what_they_do_in_any_script(
+    engine: LocalEngine, put
+):
+    worker = await started(engine, source=f"{__name__}:StartingModel")
+    said: dict[str, Any] = {}
+    for act in ACTS:
+        (outcome,) = (await worker.run([put(act)])).outcomes
+        assert isinstance(outcome, bytes), (act, outcome)
+        pid, said[act] = json.loads(outcome)
+        assert pid == pid_of(worker)
+    assert said["pool"] == [0, 1, 4]
+    assert said["matrices"] == [400, 500]
+    assert said["loader"] == [1, 2, 3]
+    by_sigint, *others = said["terminated"]
+    assert by_sigint in (1, -signal.SIGINT)  # after an exception, unless Python has just begun
+    assert others == [-signal.SIGTERM, -signal.SIGHUP, -signal.SIGQUIT]
+    ignored = [*map(str, map(int, (signal.SIGPIPE, signal.SIGXFSZ)))]
+    assert said["program"] == ignored
+    for number in _SIGNALS:  # only the front end may end the worker
+        os.kill(pid_of(worker), number)
+    assert isinstance((await worker.run([put("pool")])).outcomes[0], bytes)
+    await worker.stop(60)
