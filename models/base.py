@@ -1,6 +1,7 @@
 """The class that users subclass to serve a model. Runs in worker processes only."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -106,7 +107,8 @@ class Model:
         """Build a network, load its weights, and put it on the placement's devices in eval mode.
 
         `load` calls this once. If the replica is split, each rank keeps its own part, and only the
-        lead returns from this call.
+        lead returns from this call. What `build` draws on the CPU is the same in each process, so
+        all replicas answer alike without a checkpoint, too.
 
         Args:
             build: Makes the network, the same one each time.
@@ -121,6 +123,7 @@ class Model:
         Raises:
             ModelError: The network cannot be loaded or split.
         """
+        build = partial(_drawn_alike, build)
         if self.ranks is None:
             return load_whole(build, weights, placement)
         if self.split_network is not None:
@@ -265,3 +268,10 @@ def _stacked(tensors: list[Tensor], stack: Callable[[list[Tensor]], Tensor]) -> 
     if len({tensor.dtype for tensor in tensors}) > 1:  # torch would find one that holds them all
         raise ValueError("tensors of one name differ in their dtype")
     return stack(tensors)
+
+
+def _drawn_alike(build: Callable[[], nn.Module]) -> nn.Module:
+    """Build a network with the random numbers that each process has for it."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        return build()

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from inferpool.models.accelerator.device import is_accelerator
 from inferpool.models.split.packing import num_rows
 from inferpool.models.split.ranks import Example
 
@@ -144,7 +145,9 @@ class Verification:
 @contextmanager
 def made_up(origins: Iterable[Origin], device: torch.device) -> Iterator[None]:
     """Let operations on empty parameters compute with made-up numbers."""
-    with torch.random.fork_rng(devices=[]):
+    devices = [device] if is_accelerator(device) else []
+    kind = {"device_type": device.type} if devices else {}
+    with torch.random.fork_rng(devices, **kind):  # what this process draws later is its own
         torch.manual_seed(0)
         with _MadeUpNumbers(origins, device):
             yield

@@ -9,6 +9,7 @@ import errno
 import gc
 import importlib
 import os
+import random
 import signal
 import socket
 import struct
@@ -16,7 +17,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from importlib.machinery import PathFinder
 from multiprocessing import forkserver, resource_tracker, spawn
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from inferpool.workers.guard import die_with_parent
 from inferpool.workers.inside.threads import spin_briefly
@@ -53,6 +54,7 @@ def main(channel_fd: int, front_end_pid: int, modules: Sequence[str], extra: Seq
         sys.stderr.write(f"the forkserver does without {', '.join(extra)}: {why}\n")
         os._exit(EXIT_UNSAFE)
     gc.collect()
+    generators = _generators()
     gc.freeze()  # a collection in a worker would touch, and so copy, the shared pages
     with socket.socket(fileno=channel_fd) as channel:
         try:
@@ -63,6 +65,8 @@ def main(channel_fd: int, front_end_pid: int, modules: Sequence[str], extra: Seq
                 )
                 if not message:
                     return
+                for generator in generators:  # or all workers would have the same numbers
+                    _renew(generator)
                 _serve(channel, fds)
         except (BrokenPipeError, ConnectionResetError):
             return  # the front end is gone
@@ -101,6 +105,27 @@ def _has_opened_gpu() -> bool:
             if os.readlink(f"{folder}/{fd}").startswith("/dev/nvidia"):
                 return True
     return False
+
+
+def _generators() -> list[Any]:
+    """Return the sources of random numbers that imported packages have made for themselves.
+
+    What torch has is left out, for it begins with the same number in every interpreter: whoever
+    makes a `torch.Generator` knows that. Each worker seeds the generators of torch itself, too.
+    """
+    kinds: tuple[type, ...] = (random.Random,)
+    if numpy_random := sys.modules.get("numpy.random"):
+        kinds += (numpy_random.BitGenerator,)
+    return [each for each in gc.get_objects() if issubclass(type(each), kinds)]
+
+
+def _renew(generator: Any) -> None:
+    """Have a source go on with other random numbers, as if it had just been made."""
+    if isinstance(generator, random.Random):
+        random.Random.seed(generator)
+        return
+    with contextlib.suppress(Exception):  # of a kind that another package defines
+        generator.state = type(generator)().state
 
 
 def _serve(channel: socket.socket, fds: Sequence[int]) -> None:

@@ -19,7 +19,8 @@ _UNKNOWN = 255
 class ForkedProcess(BaseProcess):
     """A process that the forkserver forks; then it is a child of this process."""
 
-    _start_method: ClassVar[str] = "forkserver"
+    _start_method: ClassVar[None] = None
+    """Leave the default to Python: model code starts processes as it would in any script."""
 
     @staticmethod
     def _Popen(process: BaseProcess) -> "_Popen":  # noqa: N802  # as `BaseProcess.start` has it

@@ -30,6 +30,7 @@ from inferpool.models.spec import Placement, Split
 from inferpool.models.split.turnstile import BatchClock
 from inferpool.workers.config import HostPart
 from inferpool.workers.inside.meeting import meet
+from inferpool.workers.inside.randomness import new_number, seed_anew
 from inferpool.workers.memory import available_bytes
 from inferpool.workers.wiring import DistantEnds, RankEnds
 
@@ -48,6 +49,8 @@ _KILLED_WITHIN_S = 5.0
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(tuple[object, list[tuple[str, tuple[int, ...]]]]).decode
 _FAREWELL = b""
+_SEED_KEY = "seed of the ranks"
+"""Key of the store in which the ranks meet."""
 
 
 class Group:
@@ -96,6 +99,7 @@ class Group:
                 timeout=_FOREVER,
                 device_id=None if backend == _ON_HOST else self.device,
             )
+            seed_anew(_agreed_number(self.rank, store))
         except RuntimeError as error:
             raise _apart(interface, error) from error
         num_ways = 1 + max(way_from(rank, self.split, self.size) for rank in range(self.size))
@@ -224,6 +228,13 @@ def _met(ends: RankEnds | DistantEnds, interface: str) -> "tuple[RankEnds, Store
         return meet(ends)
     except (OSError, RuntimeError) as error:
         raise _apart(interface, error) from error
+
+
+def _agreed_number(rank: int, store: "Store") -> int:
+    """Return the seed of this group: what all of its ranks draw must be the same."""
+    if rank == 0:
+        store.set(_SEED_KEY, str(new_number()))
+    return int(store.get(_SEED_KEY))
 
 
 def _apart(interface: str, error: Exception) -> RuntimeError:

@@ -31,6 +31,7 @@ from inferpool.workers.guard import give_children_defaults, give_way_for_memory
 from inferpool.workers.heartbeat import Heartbeat
 from inferpool.workers.inside.allocator import keep_large_buffers
 from inferpool.workers.inside.group import Group
+from inferpool.workers.inside.randomness import seed_anew
 from inferpool.workers.inside.worker_queue import WorkerQueue
 from inferpool.workers.log_lines import LineHandler, PrintedLines
 from inferpool.workers.messages import Leaving, StartFailed
@@ -65,7 +66,10 @@ def set_up(heartbeat: Heartbeat, outbox: WorkerQueue) -> None:
 
 
 def pin(placement: Placement) -> None:
-    """Bind this process to its devices, cores and threads, before any device is initialised."""
+    """Bind this process to its devices, cores and threads, before any device is initialised.
+
+    It also begins the random numbers of this process. Ranks of a group then agree on theirs.
+    """
     assert module_in_use() is None, "no device must be initialised before pinning"
     accelerator = accelerator_of(placement.devices[0])
     if accelerator and placement.visible:
@@ -81,6 +85,7 @@ def pin(placement: Placement) -> None:
     with contextlib.suppress(RuntimeError):  # a user's module has set it, or torch works already
         torch.set_num_interop_threads(1)
     use_float32()
+    seed_anew()
     keep_large_buffers()
     if placement.memory_fraction is not None:
         limit_memory(placement.devices[0], placement.memory_fraction)

@@ -40,7 +40,12 @@ from inferpool.models.training.images import (
 from inferpool.models.training.learner import Learner
 from inferpool.models.training.recipe import Recipe
 from inferpool.models.training.samples import read_samples
-from inferpool.workers.guard import die_with_front_end, die_with_parent, give_way_for_memory
+from inferpool.workers.guard import (
+    die_with_front_end,
+    die_with_parent,
+    give_children_defaults,
+    give_way_for_memory,
+)
 from inferpool.workers.inside.allocator import keep_large_buffers
 from inferpool.workers.training.board import open_board
 from inferpool.workers.training.checkpoints import (
@@ -73,6 +78,7 @@ def main(argv: list[str]) -> int:
     die_with_parent(os.getppid())
     give_way_for_memory()
     stop = StopWatch()
+    give_children_defaults()
     place = RankPlace.from_environment()
     if folder.failed.exists() and not place.has_several_hosts:
         return 0  # another rank has said why nobody can go on
@@ -190,7 +196,7 @@ def _prepared(
         accumulate=accumulate,
         wrap=group.wrap,
     )
-    several = _reading(recipe, device)
+    several = _reading(recipe, device, place.rank)
     dataset = TrainingImages(
         training,
         training_transform(recipe.transform, recipe.augment, flip=recipe.flip),
@@ -302,11 +308,12 @@ def _share_best(course: Course) -> None:
         write_whole(path, data, writer=course.group.place.rank)
 
 
-def _reading(recipe: Recipe, device: torch.device) -> Mapping[str, Any]:
+def _reading(recipe: Recipe, device: torch.device, rank: int) -> Mapping[str, Any]:
     """Return how a `DataLoader` reads images."""
     # It draws a number whenever it begins: from its own generator, or a run that goes on in the
-    # middle of an epoch would have drawn more of them.
-    common = {"pin_memory": is_accelerator(device), "generator": torch.Generator()}
+    # middle of an epoch would have drawn more of them. Its readers are seeded with that number.
+    generator = torch.Generator().manual_seed(recipe.seed + 1 + rank)
+    common = {"pin_memory": is_accelerator(device), "generator": generator}
     if not recipe.num_workers:
         return common
     set_forkserver_preload(["torch", "inferpool.models.training.images"])

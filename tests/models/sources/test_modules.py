@@ -28,6 +28,17 @@ def test_outputs_are_found_by_a_trial_where_the_inputs_are_known():
     assert run(model, model.warmup())["output"].shape == (1, 3)
 
 
+def test_a_network_without_weights_is_the_same_in_each_process():
+    """Workers are seeded anew, and yet all replicas have to answer alike."""
+    weights = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        before = torch.default_generator.get_state()
+        weights.append(load(lambda: nn.Linear(2, 3)).network.weight)
+        assert torch.equal(torch.default_generator.get_state(), before)
+    assert torch.equal(*weights)
+
+
 def test_networks_infer_and_do_not_train():
     model = load(lambda: nn.Dropout(0.9))
     assert answers(model, [json_item([1] * 50)]) == [[1.0] * 50]

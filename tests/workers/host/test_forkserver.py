@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import importlib
 import os
 import signal
 import socket
@@ -94,9 +95,11 @@ async def running(
 
 
 @contextlib.asynccontextmanager
-async def light(periods: ForkserverPeriods = QUICK) -> AsyncIterator[Forkserver]:
-    """Run a forkserver that imports nothing, and use it for all that this process forks."""
-    async with running([], [], periods) as server:
+async def light(
+    periods: ForkserverPeriods = QUICK, modules: Sequence[str] = ()
+) -> AsyncIterator[Forkserver]:
+    """Run a forkserver without torch, and use it for all that this process forks."""
+    async with running(modules, [], periods) as server:
         await server.ready()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(inferpool.workers.host.forkserver._Holder, "forkserver", server)
@@ -199,6 +202,29 @@ async def test_forkserver_does_without_packages_that_import_what_the_models_fold
     async with running([], ["some_package"]) as server:
         await server.ready()
         assert server.vitals().incarnation == num_restarts
+
+
+async def test_what_packages_draw_random_numbers_from_is_other_in_each_fork(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    (tmp_path / "drawing_package.py").write_text(
+        "import random\n"
+        "import numpy as np\n"
+        "drawn = random.Random(1), np.random.RandomState(1), np.random.default_rng(1)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    async with light(modules=["drawing_package"]):
+        for number in range(3):
+            process = ForkedProcess(target=_draw, args=(str(tmp_path / f"{number}.drawn"),))
+            await asyncio.to_thread(process.start)
+            await asyncio.to_thread(process.join)
+    lines = [file.read_text().split() for file in tmp_path.glob("*.drawn")]
+    assert [len(set(of_one)) for of_one in zip(*lines, strict=True)] == [3, 3, 3]
+
+
+def _draw(path: str) -> None:
+    drawn = importlib.import_module("drawing_package").drawn
+    Path(path).write_text(" ".join(str(each.random()) for each in drawn))
 
 
 async def test_forkserver_that_cannot_be_replaced_yet_is_not_ready(monkeypatch: pytest.MonkeyPatch):
