@@ -1,10 +1,17 @@
-"""Processes that the forkserver forks, with multiprocessing's interface."""
+"""Processes that the forkserver forks, or stands for, with multiprocessing's interface."""
 
 import contextlib
 import io
 import os
 import threading
-from multiprocessing import popen_forkserver, reduction, spawn, util
+from multiprocessing import (
+    popen_forkserver,
+    popen_spawn_posix,
+    reduction,
+    resource_tracker,
+    spawn,
+    util,
+)
 from multiprocessing.context import set_spawning_popen
 from multiprocessing.process import BaseProcess
 from typing import ClassVar
@@ -27,6 +34,17 @@ class ForkedProcess(BaseProcess):
         return _Popen(process)
 
 
+class SpawnedProcess(ForkedProcess):
+    """A process with an interpreter of its own, which imports torch for seconds.
+
+    It takes the place of one that would be forked while there is no forkserver.
+    """
+
+    @staticmethod
+    def _Popen(process: BaseProcess) -> "_SpawnedPopen":  # noqa: N802  # as above
+        return _SpawnedPopen(process)
+
+
 _polling = threading.Lock()
 """Lock for waiting for a dead process: its exit code can be read only once."""
 
@@ -43,7 +61,7 @@ class _Popen(popen_forkserver.Popen):
             reduction.dump(process, body)
         finally:
             set_spawning_popen(None)
-        self.pid, lifeline = forkserver.fork(body.getvalue(), self._fds)  # type: ignore[attr-defined]  # private
+        self.pid, lifeline = self._begin(body.getvalue())
         try:
             self.sentinel = os.pidfd_open(self.pid)
         except BaseException:
@@ -51,6 +69,10 @@ class _Popen(popen_forkserver.Popen):
             forkserver.forget(self.pid)  # nobody else will wait for it
             raise
         self.finalizer = util.Finalize(self, _close, (lifeline, self.sentinel))
+
+    def _begin(self, body: bytes) -> tuple[int, int]:
+        """Start the process that runs a pickled object; return its number and its lifeline."""
+        return self._forkserver.fork(body, self._fds)  # type: ignore[attr-defined]  # private
 
     def poll(self, flag: int = os.WNOHANG) -> int | None:
         # This needs no descriptor, since there may be none left.
@@ -73,6 +95,34 @@ class _Popen(popen_forkserver.Popen):
                 self.returncode = _UNKNOWN
             self._forkserver.forget(self.pid)
         return self.returncode
+
+
+class _SpawnedPopen(_Popen):
+    """Starts a `SpawnedProcess`."""
+
+    method = "spawn"
+    DupFd = popen_spawn_posix.Popen.DupFd
+
+    def duplicate_for_child(self, fd: int) -> int:
+        self._fds.append(fd)
+        return fd
+
+    def _begin(self, body: bytes) -> tuple[int, int]:
+        tracker_fd = resource_tracker.getfd()
+        data_r, lifeline = os.pipe()
+        try:
+            command = spawn.get_command_line(tracker_fd=tracker_fd, pipe_handle=data_r)
+            fds = {data_r, tracker_fd, *self._fds}
+            pid: int = util.spawnv_passfds(spawn.get_executable(), command, fds)
+        except BaseException:
+            os.close(lifeline)
+            raise
+        finally:
+            os.close(data_r)
+        self._forkserver.own(pid)
+        with contextlib.suppress(BrokenPipeError), open(os.dup(lifeline), "wb") as file:
+            file.write(body)
+        return pid, lifeline
 
 
 def _preparation_for(process: BaseProcess) -> dict[str, object]:

@@ -49,7 +49,8 @@ class ForkserverPeriods:
     import_s: float = 300.0
     """Seconds to import. torch takes 3 s, and a minute from a slow disk that has not cached it."""
     first_pause_s: float = 0.5
-    """Pause after it was killed before it was ready; longer if it crashes again and again."""
+    """Half of the pause after it has crashed before it was ready; each later one is twice as long.
+    After it was killed from outside there is none."""
     retry_s: float = 1.0
     """Pause if there are too few processes or descriptors."""
 
@@ -237,6 +238,8 @@ class Forkserver:
         self._error_guard = ErrorGuard("the watch of the forkserver")
         self._num_crashes = 0
         self._incarnation = 0
+        self._is_lost = False
+        """True from the end of one until the next is ready."""
         self._reason = ""
         self._keeping: Task[None] | None = None
         self._changed = asyncio.Event()
@@ -280,6 +283,15 @@ class Forkserver:
                 )
             await self._changed.wait()
 
+    async def ready_or_lost(self) -> bool:
+        """Return True once it forks at once, False if it has ended and the next is not ready."""
+        self.keep()
+        while not self.process.is_ready:
+            if self._is_lost:
+                return False
+            await self._changed.wait()
+        return True
+
     async def close(self) -> None:
         """Stop replacing it; kill it if a thread waits for it, which would block our exit."""
         if self._keeping is not None:
@@ -297,8 +309,12 @@ class Forkserver:
     def fork(self, body: bytes, fds: Sequence[int]) -> tuple[int, int]:
         """See `ForkserverProcess.fork`."""
         pid, lifeline = self.process.fork(body, fds)
-        self._orphans.own(pid)
+        self.own(pid)
         return pid, lifeline
+
+    def own(self, pid: int) -> None:
+        """Leave it to someone else to wait for a process. Any thread may call it."""
+        self._orphans.own(pid)
 
     def forget(self, pid: int) -> None:
         """Forget a process that someone has waited for."""
@@ -321,7 +337,9 @@ class Forkserver:
 
     async def _see_out(self, process: ForkserverProcess) -> None:
         """Return once it has ended; kill it if it does not answer."""
-        listening = asyncio.create_task(process.listen(self._tell), name="listen to the forkserver")
+        listening = asyncio.create_task(
+            process.listen(self._on_ready), name="listen to the forkserver"
+        )
         try:
             while not listening.done():
                 await asyncio.wait([listening], timeout=self._periods.look_s)
@@ -333,9 +351,14 @@ class Forkserver:
         finally:
             listening.cancel()
 
+    def _on_ready(self) -> None:
+        self._is_lost = False
+        self._tell()
+
     def _judge(self, process: ForkserverProcess) -> float:
         """Note how it ended, and return the seconds to wait before the next start."""
         was_ready = process.is_ready
+        self._is_lost = True
         code = process.end()
         self._orphans.owned.discard(process.pid)
         _, reason = describe_exit(code, is_oom=False, rss_bytes=0)
@@ -344,7 +367,7 @@ class Forkserver:
             self._num_crashes = 0
             return 0.0
         if code == -signal.SIGKILL:  # killed from outside
-            return self._periods.first_pause_s
+            return 0.0
         self._num_crashes += 1
         self._extra, self._reason = [], reason
         return min(self._periods.first_pause_s * 2.0**self._num_crashes, _MAX_PAUSE_S)

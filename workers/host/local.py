@@ -30,7 +30,7 @@ from inferpool.workers.host.engine import (
     WorkerPeriods,
 )
 from inferpool.workers.host.following_worker import FollowingWorker
-from inferpool.workers.host.forked import ForkedProcess
+from inferpool.workers.host.forked import ForkedProcess, SpawnedProcess
 from inferpool.workers.host.forkserver import (
     Forkserver,
     ForkserverLostError,
@@ -51,6 +51,8 @@ outputs, stacks, a lifeline, an answer, a handle and a copy."""
 _WIRING_DESCRIPTORS = 8
 """More descriptors than the wiring of one rank to the others of its group needs."""
 _RETRY_S = 0.1
+MakeProcess = Callable[..., BaseProcess]
+"""Class of the processes of a worker."""
 
 
 def start_forkserver(extra: Sequence[str] = ()) -> None:
@@ -166,14 +168,7 @@ class LocalEngine:
             WorkerStartError: See `start`.
             ForkserverLostError: The forkserver ended meanwhile; nothing is left of the worker.
         """
-        if self._forkserver is not None:
-            if not self._forkserver.is_ready:
-                on_progress("importing torch")
-            try:
-                async with asyncio.timeout_at(until):
-                    await self._forkserver.ready()
-            except TimeoutError:
-                raise _not_loaded(config) from None
+        make = await self._way_to_start(config, on_progress, until)
         try:
             _require_descriptors(config.here.num_ranks)
             worker = self._make(id, config, on_progress)
@@ -184,7 +179,7 @@ class LocalEngine:
             message = f"no queues for it: {error.strerror}{hint}"
             raise WorkerStartError(message, permanent=False) from error
         # A half-started process cannot be killed yet, so each way out waits for the launch first.
-        launch = asyncio.create_task(self._launch(worker, config))
+        launch = asyncio.create_task(self._launch(worker, config, make))
         self._launches.add(launch)
         launch.add_done_callback(self._on_launched)
         try:
@@ -211,6 +206,24 @@ class LocalEngine:
                 f"the process could not be started: {error!r}", permanent=False
             ) from error
         return worker
+
+    async def _way_to_start(
+        self, config: WorkerConfig, on_progress: Callable[[str], None], until: float
+    ) -> MakeProcess:
+        """Return what makes the processes of a worker: without a forkserver they are spawned.
+
+        Raises:
+            WorkerStartError: The first forkserver is not ready in time.
+        """
+        if self._forkserver is None:
+            return SpawnProcess
+        if not self._forkserver.is_ready:
+            on_progress("importing torch")
+        try:
+            async with asyncio.timeout_at(until):
+                return ForkedProcess if await self._forkserver.ready_or_lost() else SpawnedProcess
+        except TimeoutError:
+            raise _not_loaded(config) from None
 
     async def _give_up(
         self,
@@ -243,12 +256,14 @@ class LocalEngine:
         worker.on_loaded = partial(self._start_decoders, worker)
         return worker
 
-    async def _launch(self, worker: LocalWorker | FollowingWorker, config: WorkerConfig) -> None:
+    async def _launch(
+        self, worker: LocalWorker | FollowingWorker, config: WorkerConfig, make: MakeProcess
+    ) -> None:
         """Start all processes of a worker; on an error, leave nothing of it behind."""
         processes: list[BaseProcess] = []
         try:
             for rank in worker.ranks:
-                processes.append(self._process_of(rank, worker, config))
+                processes.append(self._process_of(rank, worker, config, make))
                 await self._start_process(processes[-1])
                 if worker.is_given_up:
                     raise InterruptedError("the start was given up")
@@ -280,13 +295,16 @@ class LocalEngine:
         return process
 
     def _process_of(
-        self, rank: RankProcess, worker: LocalWorker | FollowingWorker, config: WorkerConfig
+        self,
+        rank: RankProcess,
+        worker: LocalWorker | FollowingWorker,
+        config: WorkerConfig,
+        make: MakeProcess,
     ) -> BaseProcess:
         from inferpool.workers.inside import entry
 
         ends = worker.wiring.ends_of(rank.number)
         row = rank.heartbeat.memory
-        make = SpawnProcess if self._forkserver is None else ForkedProcess
         if rank.number or isinstance(worker, FollowingWorker):
             args = (config, rank.outbox, row, ends, rank.stacks)
             return make(target=entry.follow, name=rank.name, args=args)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from inferpool.workers.config import WorkerConfig
 from inferpool.workers.guard import die_with_front_end
 from inferpool.workers.inside.stacks import record
+from inferpool.workers.inside.threads import spin_briefly
 from inferpool.workers.wiring import DistantEnds, RankEnds
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ def run(
     """Run a worker, or the lead of a group; see `workers.inside.process.main`."""
     die_with_front_end()
     record(stacks)  # early, since the import of torch may hang too
+    spin_briefly()
     from inferpool.workers.inside import process
 
     process.main(config, inbox, outbox, arena, row, region, ends, door)
@@ -42,6 +44,7 @@ def follow(
     """Run a follower of a group; see `workers.inside.follower.main`."""
     die_with_front_end()
     record(stacks)
+    spin_briefly()
     from inferpool.workers.inside import follower
 
     follower.main(config, outbox, row, ends)

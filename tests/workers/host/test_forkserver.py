@@ -96,11 +96,12 @@ async def running(
 
 @contextlib.asynccontextmanager
 async def light(
-    periods: ForkserverPeriods = QUICK, modules: Sequence[str] = ()
+    periods: ForkserverPeriods = QUICK, modules: Sequence[str] = (), *, is_ready: bool = True
 ) -> AsyncIterator[Forkserver]:
     """Run a forkserver without torch, and use it for all that this process forks."""
     async with running(modules, [], periods) as server:
-        await server.ready()
+        if is_ready:
+            await server.ready()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(inferpool.workers.host.forkserver._Holder, "forkserver", server)
             yield server
@@ -288,6 +289,35 @@ async def test_forkserver_that_does_not_finish_its_imports_is_replaced(
         server.keep()
         await until(lambda: server.vitals().incarnation == 1)
     assert "the forkserver does not finish its imports: killing it" in caplog.text
+
+
+async def test_workers_come_though_the_forkserver_is_killed_whenever_it_starts(
+    monkeypatch: pytest.MonkeyPatch, arena: Arena, no_process_left: None, put, tmp_path: Path
+):
+    (tmp_path / "endless_module.py").write_text("import time; time.sleep(600)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    periods = replace(QUICK, first_pause_s=600.0)  # the pause after a crash
+    async with light(periods, ["endless_module"], is_ready=False) as server:
+
+        async def strike() -> None:
+            while True:
+                struck = server.pid
+                os.kill(struck, signal.SIGKILL)
+                await until(lambda struck=struck: server.pid != struck)
+                await asyncio.sleep(0.1)  # the worker needs the core, too
+
+        server.keep()
+        striking = asyncio.create_task(strike())
+        try:
+            worker = await started(LocalEngine(arena, PATIENT))
+            assert answers(await worker.run([put({"n": 2})])) == [4]
+            with pytest.raises(WorkerLostError, match="SIGSEGV"):
+                await worker.run([put({"n": 3, "do": "segfault"})])
+            assert (await worker.wait()).was_at_work
+            assert server.vitals().incarnation > 3
+            assert not server.is_ready
+        finally:
+            striking.cancel()
 
 
 async def test_forkserver_that_only_crashes_fails_the_starts_that_wait(
