@@ -101,10 +101,10 @@ class _SpawnedPopen(_Popen):
     """Starts a `SpawnedProcess`."""
 
     method = "spawn"
-    DupFd = popen_spawn_posix.Popen.DupFd
+    DupFd = popen_spawn_posix.Popen.DupFd  # type: ignore[assignment]  # of the other method
 
     def duplicate_for_child(self, fd: int) -> int:
-        self._fds.append(fd)
+        self._fds.append(fd)  # type: ignore[attr-defined]  # private
         return fd
 
     def _begin(self, body: bytes) -> tuple[int, int]:
@@ -112,8 +112,8 @@ class _SpawnedPopen(_Popen):
         data_r, lifeline = os.pipe()
         try:
             command = spawn.get_command_line(tracker_fd=tracker_fd, pipe_handle=data_r)
-            fds = {data_r, tracker_fd, *self._fds}
-            pid: int = util.spawnv_passfds(spawn.get_executable(), command, fds)
+            fds = {data_r, tracker_fd, *self._fds}  # type: ignore[attr-defined]  # private
+            pid = util.spawnv_passfds(os.fsencode(spawn.get_executable()), command, [*fds])
         except BaseException:
             os.close(lifeline)
             raise

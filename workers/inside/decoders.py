@@ -47,11 +47,7 @@ from inferpool.workers.decoding.ring import (
 )
 from inferpool.workers.decoding.slots import decodable, digest_of, pin_ring, view_in
 from inferpool.workers.inside.decoding import DecoderJob, DecoderSeat, Decoding, Found, MoreWork
-from inferpool.workers.messages import (
-    DecodingPlan,
-    ItemError,
-    ItemRef,
-)
+from inferpool.workers.messages import DecodingPlan, ItemError, ItemRef
 
 logger = logging.getLogger(__name__)
 
