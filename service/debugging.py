@@ -11,13 +11,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from inferpool.models.sources.classes import distrust_bytecode
 from inferpool.service.app import run as run_app
 from inferpool.service.settings.loader import LoadedSettings
 from inferpool.service.settings.names import FlagError
 from inferpool.service.settings.settings import Settings
+from inferpool.workers.beside.reloading import CHANGED
 from inferpool.workers.guard import give_children_defaults
 from inferpool.workers.host.in_process import InProcessEngine
 
+INSTALLED = tuple({*site.getsitepackages(), *sysconfig.get_paths().values(), sys.prefix})
+"""Beginnings of the paths of installed files, which are not watched."""
 _PATIENCE_S = 3600.0
 """How long a call may take: as long as somebody looks at it in a debugger."""
 _DRAIN_S = 1.0
@@ -27,15 +31,16 @@ _MAX_FILES = 5000
 _NOT_OURS = {"__pycache__", "node_modules", "site-packages"}
 
 
-def run(loaded: LoadedSettings, *, reloads: bool) -> int:
+def run(loaded: LoadedSettings, files: "WatchedFiles | None" = None) -> int:
     """Serve until a signal, in the main thread; the model has a thread of its own.
 
     Args:
         loaded: The settings. Those for several processes are overridden.
-        reloads: Start again, as a new program in this process, when a file changes.
+        files: Files to serve until one of them changes, if there are any.
 
     Returns:
-        The exit status. It does not return if it starts again.
+        The exit status: `CHANGED` if a file has changed. The caller leaves by `os._exit`: an
+        ordinary exit would wait for the model's thread, which may be at a prompt.
 
     Raises:
         FlagError: There are several models to serve.
@@ -44,8 +49,8 @@ def run(loaded: LoadedSettings, *, reloads: bool) -> int:
     if len(names) > 1:
         choice = " | ".join(names)
         raise FlagError(f"--debug serves one model: name it ({choice})")
-    files = WatchedFiles(Path.cwd()) if reloads else None
     terminal = _terminal()
+    distrust_bytecode()
     give_children_defaults()  # the model may fork; its thread sets no handlers itself
     if terminal is None:
         sys.stderr.write(
@@ -62,13 +67,17 @@ def run(loaded: LoadedSettings, *, reloads: bool) -> int:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, terminal)
     sys.stdout.flush()
     sys.stderr.flush()
-    if files is not None and not files.changed and code:
-        sys.stderr.write("inferpool serve: waiting for a file to change (Ctrl-C stops it)\n")
-        while not files.has_changed():
-            time.sleep(_LOOK_S)
-    if files is not None and files.changed:
-        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
-    os._exit(code)  # an ordinary exit would wait for the model's thread, which may be at a prompt
+    if files is None or not (files.changed or code):
+        return code
+    return CHANGED if files.changed else wait_for_change(files)
+
+
+def wait_for_change(files: "WatchedFiles") -> int:
+    """Return `CHANGED` when a file has changed: as it is, nothing can be served."""
+    sys.stderr.write("inferpool serve: waiting for a file to change (Ctrl-C stops it)\n")
+    while not files.has_changed():
+        time.sleep(_LOOK_S)
+    return CHANGED
 
 
 def settings_for(settings: Settings) -> Settings:
@@ -111,9 +120,6 @@ class WatchedFiles:
         self.changed = ""
         """The first file that changed; empty while none has."""
         self._folder = folder
-        self._installed = tuple(
-            {*site.getsitepackages(), *sysconfig.get_paths().values(), sys.prefix}
-        )
         self._times = self._look()
 
     def has_changed(self) -> bool:
@@ -150,7 +156,7 @@ class WatchedFiles:
     def _paths(self) -> Iterator[Path]:
         for module in list(sys.modules.values()):
             file = getattr(module, "__file__", None)
-            if file and not file.startswith(self._installed):
+            if file and not file.startswith(INSTALLED):
                 yield Path(file)
         for root, folders, names in os.walk(self._folder):
             folders[:] = [

@@ -76,6 +76,12 @@ def check_options(
         raise SourceError(f"{source} does not take these options: {error}; {knows}") from None
 
 
+def distrust_bytecode() -> None:
+    """Have this process import the modules of users from bytecode only if that is surely newer."""
+    if not any(isinstance(each, _FinderOfSource) for each in sys.meta_path):
+        sys.meta_path.insert(0, _FinderOfSource())
+
+
 def line_of(error: BaseException) -> str:
     """Return the last line of a user's own file that led to an error, as "file:line"; or ""."""
     frames = reversed(traceback.extract_tb(error.__traceback__))
@@ -87,9 +93,8 @@ def _import(name: str, wanted: str) -> ModuleType:
     folder = os.getcwd()
     if folder not in sys.path:  # as `python -m` does
         sys.path.insert(0, folder)
-    is_worker = parent_process() is not None  # another process is the user's own
-    if is_worker and not any(isinstance(each, _FinderOfSource) for each in sys.meta_path):
-        sys.meta_path.insert(0, _FinderOfSource())
+    if parent_process() is not None:  # a worker: another process may be the user's own
+        distrust_bytecode()
     importlib.invalidate_caches()
     try:
         return importing.import_for_model(name, wanted)

@@ -29,7 +29,7 @@ def run(args: Namespace) -> int:
     if args.debug:
         if loaded.settings.cluster_port is not None:
             raise FlagError("--debug computes in this process: leave out cluster_port")
-        return _debug(loaded, reloads=args.reload)
+        return _debug(args, loaded)
     for name in secret_variables(os.environ):  # so that model code cannot read them there
         del os.environ[name]
     # CUDA reads this variable in the workers, wherever the setting came from.
@@ -49,10 +49,23 @@ def run(args: Namespace) -> int:
         return CANNOT_START
 
 
-def _debug(loaded: LoadedSettings, *, reloads: bool) -> int:
-    from inferpool.service.debugging import run as run_debugging  # which imports torch
+def _debug(args: Namespace, loaded: LoadedSettings) -> int:
+    from inferpool.service import debugging  # which imports torch
+    from inferpool.workers.beside.reloading import serve_anew
 
-    return run_debugging(loaded, reloads=reloads)
+    def serve() -> int:
+        files = debugging.WatchedFiles(Path.cwd())
+        try:
+            now = load(settings_in(args), os.environ, Path.cwd())
+        except SettingsError as error:
+            sys.stderr.writelines(f"inferpool: {problem}\n" for problem in error.problems)
+            return debugging.wait_for_change(files)
+        return debugging.run(now, files)
+
+    if not args.reload:
+        os._exit(debugging.run(loaded))
+    packages = modules_to_preload(loaded.settings.sources(), Path.cwd())
+    os._exit(serve_anew(serve, debugging.INSTALLED, packages))
 
 
 def _check_tls(settings: Settings) -> None:

@@ -84,6 +84,13 @@ def test_author_debugs_and_edits_a_model(tmp_path: Path, client: ThreadPoolExecu
         url = terminal.wait_for_next(r"Serving net at (http\S+)")[1]
         assert ask(1.0).result(60).json() == {"predictions": [3.0]}
 
+        # So does one in the settings.
+        settings = tmp_path / "inferpool.toml"
+        settings.write_text("port = ")
+        terminal.wait_for_next("waiting for a file to change")
+        settings.write_text("")
+        url = terminal.wait_for_next(r"Serving net at (http\S+)")[1]
+
         # Ctrl-C at the prompt ends it, and leaves the terminal as it was.
         answer = ask(2.0)
         terminal.wait_for_next(PROMPT)

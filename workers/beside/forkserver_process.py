@@ -34,7 +34,7 @@ _NO_PROCESS = 0
 
 
 EXIT_UNSAFE = 75
-"""Exit code if its extra imports made forks unsafe (EX_TEMPFAIL of sysexits.h)."""
+"""Exit code if more packages made forks unsafe (EX_TEMPFAIL of sysexits.h)."""
 
 
 def main(channel_fd: int, front_end_pid: int, modules: Sequence[str], extra: Sequence[str]) -> None:
@@ -45,16 +45,11 @@ def main(channel_fd: int, front_end_pid: int, modules: Sequence[str], extra: Seq
     die_with_parent(front_end_pid)
     spin_briefly()
     _import(modules)
-    num_threads = _num_threads()
-    before = set(sys.modules)
-    _import(extra)
-    has_own = _has_own(set(sys.modules) - before)
-    if has_own or _num_threads() > num_threads or _has_opened_gpu():
-        why = "the models' folder has a module of its own" if has_own else "not safe to be forked"
+    if why := import_packages(extra):
         sys.stderr.write(f"the forkserver does without {', '.join(extra)}: {why}\n")
         os._exit(EXIT_UNSAFE)
     gc.collect()
-    generators = _generators()
+    sources = generators()
     gc.freeze()  # a collection in a worker would touch, and so copy, the shared pages
     with socket.socket(fileno=channel_fd) as channel:
         try:
@@ -65,11 +60,22 @@ def main(channel_fd: int, front_end_pid: int, modules: Sequence[str], extra: Seq
                 )
                 if not message:
                     return
-                for generator in generators:  # or all workers would have the same numbers
-                    _renew(generator)
+                for source in sources:  # or all workers would have the same numbers
+                    renew(source)
                 _serve(channel, fds)
         except (BrokenPipeError, ConnectionResetError):
             return  # the front end is gone
+
+
+def import_packages(names: Sequence[str]) -> str:
+    """Import what a model will import; return why no process may be forked with that, or ""."""
+    num_threads = _num_threads()
+    before = set(sys.modules)
+    _import(names)
+    if _has_own(set(sys.modules) - before):
+        return "the models' folder has a module of its own"
+    is_safe = _num_threads() <= num_threads and not has_opened_gpu()
+    return "" if is_safe else "not safe to be forked"
 
 
 def _import(names: Sequence[str]) -> None:
@@ -97,7 +103,7 @@ def _num_threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-def _has_opened_gpu() -> bool:
+def has_opened_gpu() -> bool:
     """Return True if CUDA was initialised, which does not survive a fork."""
     folder = "/proc/self/fd"
     for fd in os.listdir(folder):
@@ -107,7 +113,7 @@ def _has_opened_gpu() -> bool:
     return False
 
 
-def _generators() -> list[Any]:
+def generators() -> list[Any]:
     """Return the sources of random numbers that imported packages have made for themselves.
 
     What torch has is left out, for it begins with the same number in every interpreter: whoever
@@ -119,7 +125,7 @@ def _generators() -> list[Any]:
     return [each for each in gc.get_objects() if issubclass(type(each), kinds)]
 
 
-def _renew(generator: Any) -> None:
+def renew(generator: Any) -> None:
     """Have a source go on with other random numbers, as if it had just been made."""
     if isinstance(generator, random.Random):
         random.Random.seed(generator)
