@@ -122,7 +122,10 @@ def generators() -> list[Any]:
     kinds: tuple[type, ...] = (random.Random,)
     if numpy_random := sys.modules.get("numpy.random"):
         kinds += (numpy_random.BitGenerator,)
-    return [each for each in gc.get_objects() if issubclass(type(each), kinds)]
+    objects = gc.get_objects()
+    types = {id(each): each for each in map(type, objects)}  # some cannot be hashed
+    found = {number for number, each in types.items() if issubclass(each, kinds)}
+    return [each for each in objects if id(type(each)) in found]
 
 
 def renew(generator: Any) -> None:
