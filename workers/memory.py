@@ -28,7 +28,9 @@ class SharedMemoryError(Exception):
 class SharedMemory:
     """A region that can be passed to child processes as an argument.
 
-    It is pickled as a descriptor, and mapped again in the child: read-only unless `writable`.
+    It is pickled as a descriptor, and mapped again in the child. Unless it is `writable`, the
+    descriptor is one that was opened for reading, since a mapping keeps its descriptor open: what
+    a model's code writes there by mistake changes nothing.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class SharedMemory:
                 os.ftruncate(self._fd, num_bytes)
             _fix_size(self._fd)
             self.map = mmap.mmap(self._fd, num_bytes)
+            self._given_fd = self._fd if writable else _for_reading(self._fd)
         except OSError as error:
             os.close(self._fd)
             raise SharedMemoryError(_refusal(name, num_bytes, _explain(error))) from error
@@ -83,10 +86,12 @@ class SharedMemory:
         with contextlib.suppress(BufferError):  # views keep the mapping alive
             self.map.close()
         os.close(self._fd)
+        if self._given_fd != self._fd:
+            os.close(self._given_fd)
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pass the descriptor to the process that is being started."""
-        return attach, (reduction.DupFd(self._fd), self.num_bytes, self._writable)
+        return attach, (reduction.DupFd(self._given_fd), self.num_bytes, self._writable)
 
 
 class WritableMemory:
@@ -109,6 +114,14 @@ def attach(descriptor: object, num_bytes: int, writable: bool) -> mmap.mmap:
         return mmap.mmap(fd, num_bytes, access=access)
     finally:
         os.close(fd)
+
+
+def _for_reading(fd: int) -> int:
+    """Open a region again for reading alone. A seal would also forbid new mappings for writing."""
+    try:
+        return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:  # a system without /proc: there only the mapping is read-only
+        return os.dup(fd)
 
 
 def _fix_size(fd: int) -> None:

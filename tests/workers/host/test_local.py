@@ -274,6 +274,27 @@ async def test_worker_gives_way_for_memory_before_the_front_end(engine: LocalEng
     await worker.stop(5)
 
 
+@pytest.mark.parametrize("num_decoders", [0, 2])
+async def test_code_that_writes_to_every_descriptor_changes_nothing_but_its_own(
+    engine: LocalEngine, arena: Arena, put, num_decoders: int
+):
+    other = await started(engine)
+    source = "tests.scribbling_model:ScribblingModel"
+    worker = await started(engine, source=source, decoders=num_decoders)
+    await until(lambda: len(worker.vitals().decoders) == num_decoders)
+    held, scribbled = put({"n": 21}), put({"n": 666})
+    theirs = [other.outputs.memory.fileno(), other.lead.stacks._fileno()]
+    before = hash(arena.memory.map[:]), [os.pread(fd, 1 << 16, 0) for fd in theirs]
+    with contextlib.suppress(WorkerLostError):  # it has spoilt its own messages
+        assert answers(await worker.run([scribbled])) == ["worker_crashed"]
+    await worker.stop(60)
+    assert before == (hash(arena.memory.map[:]), [os.pread(fd, 1 << 16, 0) for fd in theirs])
+    again = await started(engine, source=source)  # what starts workers is whole, too
+    for each in (other, again):
+        assert answers(await each.run([held])) == [42]
+        await each.stop(60)
+
+
 async def test_workers_leave_no_descriptor_open(engine: LocalEngine, put):
     for _ in range(2):
         before = len(os.listdir("/proc/self/fd"))
