@@ -181,6 +181,7 @@ class EngineContract:
             ("exit", "exit code 7", "exit"),
             ("kill early", "SIGKILL", "signal"),
             pytest.param("hang", "hung", "hang", marks=pytest.mark.measures),
+            pytest.param("pretend", "answered nothing", "hang", marks=pytest.mark.measures),
             pytest.param(
                 "spin early", "hung", "hang", marks=[pytest.mark.measures, pytest.mark.slow]
             ),

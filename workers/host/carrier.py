@@ -37,6 +37,7 @@ class Carrier:
         wanted_timeout_s: float | None,
         patience_s: float,
         canary_every_s: float,
+        num_at_once: int = 1,
     ) -> None:
         """Expect `attach`.
 
@@ -46,11 +47,14 @@ class Carrier:
             wanted_timeout_s: Seconds that a batch may run; None derives them from the warm-up.
             patience_s: Seconds that the worker may take to begin a batch.
             canary_every_s: Seconds between a good answer and the next canary, at least.
+            num_at_once: Batches that the worker may compute at once.
         """
         self._new_canary = partial(Canary, every_s=canary_every_s, patience_s=patience_s)
         timeout_s = batch_timeout_s(wanted_timeout_s, None)
         self.canary = self._new_canary(timeout_s)
-        self.held = HeldBatches(heartbeat, batch_timeout_s=timeout_s, patience_s=patience_s)
+        self.held = HeldBatches(
+            heartbeat, batch_timeout_s=timeout_s, patience_s=patience_s, num_at_once=num_at_once
+        )
         self.proven_at = 0.0
         """Time of the last good answer; 0.0 before the first."""
         self.has_worked = False

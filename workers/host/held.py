@@ -14,6 +14,8 @@ _UNKNOWN_TIMEOUT_S = 60.0
 _MIN_TIMEOUT_S = 10.0
 _SLOWER = 10.0
 """Factor by which a batch may take longer than the longest batch of the warm-up."""
+_LEAST_COUNTED = 2
+"""Instances that a smaller batch counts as: two decoders may hang on one of them."""
 _LOOK_EVERY = 0.25
 """Interval of checks while several batches are computed, as a share of a batch's timeout."""
 
@@ -48,16 +50,26 @@ class HeldBatches:
     the worker measures the time that each of them has computed, not waited, and reports the longest
     in its heartbeat. So a batch that hangs is found even if others pass it, and a batch that waits
     behind many others still has its whole time.
+
+    What the worker reports is written by its own process, and so maybe by a model's code. So there
+    is a second bound, which only answers move: the time of a batch for each instance of the oldest,
+    and that as often as there are batches that may be computed at once.
     """
 
     def __init__(
-        self, heartbeat: HeartbeatReader, *, batch_timeout_s: float, patience_s: float
+        self,
+        heartbeat: HeartbeatReader,
+        *,
+        batch_timeout_s: float,
+        patience_s: float,
+        num_at_once: int = 1,
     ) -> None:
         self.batch_timeout_s = batch_timeout_s
         self._heartbeat = heartbeat
         self.patience_s = patience_s
+        self._num_at_once = num_at_once
         self._batches: dict[int, HeldBatch] = {}
-        self._oldest_since = self._forgiven_at = 0.0
+        self._oldest_since = self._forgiven_at = self._answered_at = 0.0
 
     def __len__(self) -> int:
         """Return the number of batches."""
@@ -81,7 +93,7 @@ class HeldBatches:
     def add(self, id: int, batch: HeldBatch, now: float) -> None:
         """Add a batch that has been sent."""
         if not self._batches:
-            self._oldest_since = now
+            self._oldest_since = self._answered_at = now
         self._batches[id] = batch
 
     def get(self, id: int) -> HeldBatch | None:
@@ -96,6 +108,7 @@ class HeldBatches:
         """
         was_oldest = id == next(iter(self._batches))
         del self._batches[id]
+        self._answered_at = now
         has_clock = self._heartbeat.at_work_since > self._forgiven_at
         if was_oldest and not (has_clock and self.is_any_begun):
             self._oldest_since = now
@@ -108,6 +121,7 @@ class HeldBatches:
     def forgive(self, pause_s: float, now: float) -> None:
         """Do not count a pause of the whole host as time of a batch."""
         self._oldest_since = min(now, self._since() + pause_s)
+        self._answered_at = min(now, self._answered_at + pause_s)
         self._forgiven_at = now
 
     def oldest_age_s(self, now: float) -> float:
@@ -121,15 +135,17 @@ class HeldBatches:
             due_s = self._since() + limit_s - now
             if self._heartbeat.at_work_since:  # the next batch may have used up some of its time
                 due_s = min(due_s, limit_s * _LOOK_EVERY)
-            return due_s
+            return min(due_s, self._answered_at + self._most_s(batch) - now)
         return float("inf")
 
     def hang(self, now: float) -> str:
         """Return why the worker counts as hung, if the oldest batch takes too long; else ""."""
         for id, batch in self._oldest():
-            limit_s = self._limit_s(id, batch)
+            limit_s, most_s = self._limit_s(id, batch), self._most_s(batch)
             if now - self._since() <= limit_s:
-                return ""
+                if now - self._answered_at <= most_s:
+                    return ""
+                return f"hung: it reports progress, and has answered nothing for {most_s:g} s"
             if not self._is_begun(id):
                 return f"hung: it was idle, and took up no work for {limit_s:g} s"
             what = "a sample of its own" if batch.future is None else "a batch"
@@ -166,3 +182,7 @@ class HeldBatches:
         if batch.future is None and id < self._heartbeat.last_received:
             return self.batch_timeout_s  # preparing a later batch may delay it
         return batch.limit_s
+
+    def _most_s(self, batch: HeldBatch) -> float:
+        """Return the seconds that the oldest batch may take, whatever the worker reports."""
+        return self.batch_timeout_s * max(_LEAST_COUNTED, len(batch.items)) * self._num_at_once

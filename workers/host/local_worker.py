@@ -85,6 +85,7 @@ class LocalWorker(RankedWorker):
             wanted_timeout_s=config.batch_timeout_s,
             patience_s=self.patience_s,
             canary_every_s=periods.canary_every_s,
+            num_at_once=config.placement.num_at_once,
         )
         self._on_progress = on_progress
         self._ready: Ready | None = None

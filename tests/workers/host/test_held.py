@@ -6,7 +6,11 @@ from inferpool.workers.host.held import HeldBatch, HeldBatches, batch_timeout_s
 
 
 def holding(
-    *ids: int, batch_timeout_s: float, last_received: int = 0, at_work_since: float = 0.0
+    *ids: int,
+    batch_timeout_s: float,
+    last_received: int = 0,
+    at_work_since: float = 0.0,
+    num_at_once: int = 1,
 ) -> tuple[SimpleNamespace, HeldBatches]:
     """A worker that was given batches at 5.0, and what its heartbeat says."""
     heartbeat = SimpleNamespace(
@@ -16,6 +20,7 @@ def holding(
         heartbeat,  # type: ignore[arg-type]
         batch_timeout_s=batch_timeout_s,
         patience_s=1,
+        num_at_once=num_at_once,
     )
     for id in ids:
         held.add(id, HeldBatch([], None, batch_timeout_s), now=5.0)
@@ -47,7 +52,9 @@ def test_answers_to_later_batches_do_not_hide_that_the_oldest_hangs():
 
 
 def test_batch_of_several_under_way_has_the_time_that_it_takes_of_its_own():
-    heartbeat, held = holding(1, 2, batch_timeout_s=2, last_received=2, at_work_since=9.0)
+    heartbeat, held = holding(
+        1, 2, batch_timeout_s=2, last_received=2, at_work_since=9.0, num_at_once=2
+    )
     assert held.oldest_age_s(now=10.0) == 1.0
     assert not held.hang(now=10.0)
     assert held.next_due_s(now=10.0) <= 1.0
@@ -104,6 +111,31 @@ def test_canary_that_the_preparation_of_a_later_batch_holds_up_has_the_time_of_a
     heartbeat.last_received = 2
     assert not held.hang(now=15.0)
     assert held.hang(now=15.1)
+
+
+@pytest.mark.parametrize(("num_instances", "most_s"), [(0, 4.0), (1, 4.0), (5, 10.0)])
+@pytest.mark.parametrize("reported", ["progressed_at", "at_work_since"])
+def test_no_report_gives_a_batch_more_time_than_that_of_its_instances(
+    num_instances: int, most_s: float, reported: str
+):
+    heartbeat, held = holding(batch_timeout_s=2, last_received=1)
+    held.add(1, HeldBatch([None] * num_instances, None, 2), now=5.0)  # type: ignore[list-item]
+    for moment in (6.0, 7.5, 5.0 + most_s):
+        setattr(heartbeat, reported, moment)
+        assert not held.hang(now=moment)
+    setattr(heartbeat, reported, 1e9)  # from the future
+    assert held.next_due_s(now=5.0) <= most_s
+    held.forgive(3.0, now=8.0)  # a pause of the whole host
+    assert not held.hang(now=8.0 + most_s)
+    assert "answered nothing" in held.hang(now=8.1 + most_s)
+
+
+def test_answer_that_arrives_gives_the_next_batch_its_time():
+    heartbeat, held = holding(1, 2, batch_timeout_s=2, last_received=2)
+    held.remove(1, now=8.5)
+    heartbeat.progressed_at = 12.0
+    assert not held.hang(now=12.5)
+    assert held.hang(now=12.6)
 
 
 @pytest.mark.parametrize(
