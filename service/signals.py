@@ -3,6 +3,8 @@
 A process with number 1 in its container gets no signal for which it has no handler.
 """
 
+import os
+import select
 import signal
 from types import FrameType
 
@@ -24,6 +26,7 @@ class EarlyStop:
             SystemExit: Always.
         """
         self.signum = signum
+        _drop_unread()
         raise SystemExit(SHELL_OFFSET + signum)
 
 
@@ -41,6 +44,19 @@ def end_early() -> None:
     for signum in stop_signals():
         if signum is not signal.SIGINT:
             signal.signal(signum, stop)
+
+
+def _drop_unread() -> None:
+    """Send stderr nowhere if it is full: the end of this process may write, and would block.
+
+    A write in C, such as those of `python -X importtime`, blocks all of Python, handlers too.
+    """
+    poll = select.poll()
+    poll.register(2, select.POLLOUT)
+    if not poll.poll(0):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 2)
+        os.close(nowhere)
 
 
 def early_signal() -> int:

@@ -1,16 +1,20 @@
 """Turns what is written to stdout and stderr past the log into log lines, where the log is JSON.
 
 It covers this process and all that it starts: a model's `print`, a message of a library in C, the
-traceback of an interpreter that ends. Runs in the main process, in a thread of its own.
+traceback of an interpreter that ends. Runs in the main process, in a thread of its own, which reads
+from the first moment on: whoever writes to a full pipe would wait for ever.
 """
 
 import contextlib
+import errno
 import faulthandler
 import logging
 import os
 import select
+import signal
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from typing import TextIO
 
@@ -20,6 +24,14 @@ _LEVELS = {1: logging.INFO, 2: logging.WARNING}
 _LOGGERS = {1: logging.getLogger("stdout"), 2: logging.getLogger("stderr")}
 _MAX_LINE_BYTES = 8192
 """Longer lines are divided."""
+_MAX_HELD_BYTES = 1 << 20
+"""Output of each stream that is held until there is a log. The rest is dropped and counted."""
+_PASS_ON_S = 2.0
+"""Seconds that the reader of the original streams may take for what was never logged."""
+_STEP_BYTES = select.PIPE_BUF
+"""Bytes that a pipe takes without blocking if it can be written to at all (POSIX, `write`)."""
+_BEGIN = b"b"
+_FOR_MAIN_THREAD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 class RawOutput:
@@ -29,27 +41,39 @@ class RawOutput:
         self._originals = originals
         self._readers = readers
         self._rests = dict.fromkeys(readers, b"")
+        """What was read and is not logged yet: output from before the log, or a line's begin."""
+        self._num_dropped = dict.fromkeys(readers, 0)
+        self._is_logging = False
         self._is_closed = False
         self._wake, self._waker = os.pipe()
         # A daemon, like the thread that writes the log.
         self._thread = threading.Thread(target=self._run, name="raw output", daemon=True)
+        # Signals go to the main thread, whose write to a full pipe they interrupt.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_MAIN_THREAD)
+        self._thread.start()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     @classmethod
     def take(cls) -> "RawOutput":
-        """Take stdout and stderr. Until `start`, what is written waits in pipes of 64 KiB each.
+        """Take stdout and stderr. They are read from now on, and logged from `start` on.
 
         Raises:
-            OSError: There are no free descriptors.
+            OSError: There are no free descriptors, or too few threads.
         """
         _flush()
-        originals, readers = {}, {}
+        originals, readers, writers = {}, {}, {}
         for fd in _LEVELS:
             originals[fd] = os.dup(fd)
-            readers[fd], writer = os.pipe()
+            readers[fd], writers[fd] = os.pipe()
             os.set_blocking(readers[fd], False)
+        try:
+            taken = cls(originals, readers)  # with a reader, before a pipe can be full
+        except RuntimeError as error:
+            raise OSError(errno.EAGAIN, str(error)) from error
+        for fd, writer in writers.items():
             os.dup2(writer, fd)
             os.close(writer)
-        return cls(originals, readers)
+        return taken
 
     @property
     def stderr(self) -> TextIO:
@@ -63,7 +87,7 @@ class RawOutput:
         left to log it.
         """
         faulthandler.enable(self._originals[2])
-        self._thread.start()
+        os.write(self._waker, _BEGIN)
 
     def close(self) -> None:
         """Give both descriptors back, and log the rest. Closing again does nothing."""
@@ -74,9 +98,9 @@ class RawOutput:
         for fd, original in self._originals.items():
             os.dup2(original, fd)
         os.close(self._waker)
-        if self._thread.is_alive():
+        self._thread.join()
+        if self._is_logging:
             faulthandler.disable()
-            self._thread.join()
         else:
             self._pass_on()
         for fd in (*self._originals.values(), *self._readers.values(), self._wake):
@@ -84,10 +108,15 @@ class RawOutput:
 
     def _pass_on(self) -> None:
         """Write what was taken to where it was meant to go, if there never was a log."""
-        for fd, reader in self._readers.items():
+        until = time.monotonic() + _PASS_ON_S
+        for fd, rest in self._rests.items():
+            if num_dropped := self._num_dropped[fd]:
+                rest += b"%s\n" % _loss(num_dropped).encode()
+            poll = select.poll()
+            poll.register(fd, select.POLLOUT)
             with contextlib.suppress(OSError):
-                while data := os.read(reader, 65536):
-                    os.write(fd, data)
+                while rest and poll.poll(max(0.0, until - time.monotonic()) * 1000):
+                    rest = rest[os.write(fd, rest[:_STEP_BYTES]) :]
 
     def _run(self) -> None:
         poll = select.poll()
@@ -97,28 +126,61 @@ class RawOutput:
         error_guard = ErrorGuard("the reader of stdout and stderr")
         while is_open:
             ready = {fd for fd, _ in poll.poll()}
-            is_open = self._wake not in ready
+            if self._wake in ready:
+                is_open = os.read(self._wake, 1) == _BEGIN
+                if is_open:
+                    self._begin(error_guard)
             for fd in self._readers:
                 with error_guard:  # or a full pipe would block whoever prints
                     self._read(fd)
-        for fd, rest in self._rests.items():
-            self._log(fd, rest)
+        if self._is_logging:
+            for fd, rest in self._rests.items():
+                self._log(fd, rest)
+
+    def _begin(self, error_guard: ErrorGuard) -> None:
+        """Log what was held, and log at once from now on."""
+        self._is_logging = True
+        for fd in self._readers:
+            with error_guard:
+                self._log_lines(fd)
+                if num_dropped := self._num_dropped[fd]:
+                    _LOGGERS[fd].warning("%s", _loss(num_dropped))
 
     def _read(self, fd: int) -> None:
-        """Log the complete lines that are there."""
+        """Read what is there, and log the complete lines, or hold them until there is a log."""
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self._readers[fd], 65536):
-                *lines, rest = (self._rests[fd] + data).split(b"\n")
-                while len(rest) > _MAX_LINE_BYTES:
-                    lines.append(rest[:_MAX_LINE_BYTES])
-                    rest = rest[_MAX_LINE_BYTES:]
-                self._rests[fd] = rest
-                for line in lines:
-                    self._log(fd, line)
+                if self._is_logging:
+                    self._rests[fd] += data
+                    self._log_lines(fd)
+                else:
+                    self._hold(fd, data)
+
+    def _hold(self, fd: int, data: bytes) -> None:
+        """Keep what fits; once something was dropped, drop all else, too."""
+        if not self._num_dropped[fd]:
+            room = _MAX_HELD_BYTES - len(self._rests[fd])
+            is_cut = len(data) > room
+            self._rests[fd] += data[:room] + b"\n" * is_cut
+            data = data[room:]
+        self._num_dropped[fd] += len(data)
+
+    def _log_lines(self, fd: int) -> None:
+        *lines, rest = self._rests[fd].split(b"\n")
+        while len(rest) > _MAX_LINE_BYTES:
+            lines.append(rest[:_MAX_LINE_BYTES])
+            rest = rest[_MAX_LINE_BYTES:]
+        self._rests[fd] = rest
+        for line in lines:
+            self._log(fd, line)
 
     def _log(self, fd: int, line: bytes) -> None:
         if text := line.decode("utf-8", "backslashreplace").rstrip():
             _LOGGERS[fd].log(_LEVELS[fd], "%s", text)
+
+
+def _loss(num_bytes: int) -> str:
+    return f"{num_bytes} bytes more were dropped: they came before there was a log"
 
 
 def _flush() -> None:

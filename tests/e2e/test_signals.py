@@ -1,8 +1,10 @@
 """Signals at any moment between the start of a service and its end, and what they leave."""
 
+import contextlib
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -94,6 +96,36 @@ def test_a_signal_ends_the_start_though_an_import_wraps_its_exception_in_another
     """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (TERMINATED, "")
+
+
+def test_start_that_blocks_in_a_write_of_c_code_is_ended_by_sigterm():
+    command = (sys.executable, "-X", "importtime", "-m", "inferpool", "serve", "echo")
+    flags = ("--log-format", "human", "--port", "0", "--replicas", "1")
+    unread, full = os.pipe()
+    with subprocess.Popen([*command, *flags], cwd=ROOT, stderr=full) as process:
+        until(lambda: handles_sigterm(process.pid))
+        filler = os.open(f"/proc/self/fd/{full}", os.O_WRONLY | os.O_NONBLOCK)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(filler, b"x")
+        until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_SLEEPING)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(120) == TERMINATED
+    for fd in (unread, full, filler):
+        os.close(fd)
+
+
+def test_start_goes_on_though_libraries_write_more_than_a_pipe_holds():
+    with socket.create_server(("127.0.0.1", 0)) as taken:  # so that it ends soon
+        command = (sys.executable, "-v", "-X", "importtime", "-m", "inferpool", "serve", "echo")
+        flags = ("--log-format", "json", "--port", str(taken.getsockname()[1]))
+        done = subprocess.run(
+            [*command, *flags], cwd=ROOT, capture_output=True, text=True, timeout=300
+        )
+    assert done.returncode == 1
+    assert len(done.stderr) > 500_000
+    assert "inferpool.service.app" in done.stderr
+    assert "in use" in done.stderr
 
 
 @pytest.mark.skipif(not can_be_pid_1(), reason="needs the right to make a PID namespace")

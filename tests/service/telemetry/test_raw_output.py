@@ -1,3 +1,4 @@
+import json
 import signal
 import subprocess
 import sys
@@ -38,6 +39,46 @@ logs.close()
     assert [line.count("x" * 100) > 0 for line in lines] == [True, True, True, False]
     assert '"logger": "stderr", "message": "the-end"' in lines[3]
     assert lines[2].endswith('from another process"}')
+
+
+FLOOD = """
+raw = raw_output.RawOutput.take()
+for _ in range(3000):
+    os.write(2, b"x" * 999 + b"\\n")
+"""
+"""Writes 3 MB before there is a log, of which 1 MiB is held."""
+
+
+def test_output_from_before_the_log_blocks_nobody_and_what_does_not_fit_is_counted():
+    _, stderr = outputs(
+        f"""{FLOOD}
+logs = inferpool.service.telemetry.logs.configure("json", stream=raw.stderr)
+raw.start()
+os.write(2, b"later\\n")
+raw.close()
+logs.close()
+"""
+    )
+    *held, loss, later = [json.loads(line)["message"] for line in stderr.splitlines()]
+    assert set(held[:-1]) == {"x" * 999}
+    assert len("\n".join(held)) == 1 << 20
+    assert (
+        loss == f"{3_000_000 - (1 << 20)} bytes more were dropped: they came before there was a log"
+    )
+    assert later == "later"
+
+
+def test_output_without_a_log_is_passed_on_as_far_as_it_fits_and_is_read():
+    _, stderr = outputs(f"{FLOOD}\nraw.close()")
+    *held, loss = stderr.splitlines()
+    assert len("\n".join(held)) == 1 << 20
+    assert "bytes more were dropped" in loss
+    code = (
+        "import os\nfrom inferpool.service.telemetry import raw_output\n"
+        f"{FLOOD}\nraw.close()\nos._exit(7)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE) as unread:
+        assert unread.wait(300) == 7
 
 
 def test_the_traceback_of_a_crash_goes_to_the_original_stderr():
