@@ -1,9 +1,10 @@
-"""Lets a parameter of a request kill the worker, for `inferpool chaos` only.
+"""Lets a parameter of a request kill or disturb the worker, for `inferpool chaos` only.
 
 Runs in worker processes. Chaos names `Poisonable` as the source instead of the user's; otherwise
 the model is the user's own.
 """
 
+import contextlib
 import os
 import signal
 from collections.abc import Mapping, Sequence
@@ -17,9 +18,14 @@ from inferpool.models.item import Features, Item
 from inferpool.models.sources.registry import build
 
 PARAMETER = "inferpool_chaos"
-"""Parameter of a request: "preprocess", "forward" or "render", then anything after a hyphen."""
+"""Parameter of a request: where it acts ("preprocess", "forward" or "render"), how ("die",
+"scribble" or "exit"), and anything more, with hyphens between."""
+HOWS = ("die", "scribble", "exit")
+"""Kills its process; writes to all its descriptors; raises SystemExit."""
 _MARK = "inferpool_chaos.poison"
-"""Tensor that marks a poisoned instance and its batch; the user's model never sees it."""
+"""Tensor that marks a poisoned instance and its batch with a way to act, and that the user's model
+never sees."""
+_JUNK = b"\xff" * 64
 
 
 class Poisonable(Model):
@@ -38,13 +44,13 @@ class Poisonable(Model):
 
 
 class _Poisoned(Model):
-    """Comes before the user's class and dies where the parameter says."""
+    """Comes before the user's class and acts where the parameter says."""
 
     def preprocess(self, item: Item) -> Features:
-        """Mark the instance, or die."""
-        place = _place_of(item.parameters)
+        """Mark the instance, or act."""
+        place, how = _poison_of(item.parameters)
         if place == "preprocess":
-            _die()
+            _act(how)
         if not place:
             return super().preprocess(item)
         # The model may refuse parameters that it does not know.
@@ -52,35 +58,57 @@ class _Poisoned(Model):
         features = super().preprocess(
             Item(kind=item.kind, payload=item.payload, headers=item.headers, parameters=rest)
         )
-        return {**features, _MARK: torch.tensor(1)} if place == "forward" else features
+        marked = place == "forward"
+        return {**features, _MARK: torch.tensor(HOWS.index(how))} if marked else features
 
     def collate(self, instances: Sequence[Features]) -> Features:
         """Mark a batch with a marked instance."""
-        if not any(_MARK in each for each in instances):
+        marks = [each[_MARK] for each in instances if _MARK in each]
+        if not marks:
             return super().collate(instances)
         batch = super().collate(
             [{name: each[name] for name in each if name != _MARK} for each in instances]
         )
-        return {**batch, _MARK: torch.tensor(1)}
+        return {**batch, _MARK: marks[0]}
 
     def forward(self, batch: Features) -> Features:
-        """Die of a marked batch."""
+        """Act on a marked batch."""
         if _MARK in batch:
-            _die()
+            _act(HOWS[int(batch[_MARK])])
+            batch = {name: tensor for name, tensor in batch.items() if name != _MARK}
         return super().forward(batch)
 
     def render_batch(
         self, outputs: Features, parameters: Sequence[Mapping[str, object]]
     ) -> Sequence[object]:
-        """Die between the computation and the answer."""
-        if any(_place_of(each) == "render" for each in parameters):
-            _die()
+        """Act between the computation and the answer."""
+        for place, how in map(_poison_of, parameters):
+            if place == "render":
+                _act(how)
         return super().render_batch(outputs, parameters)
 
 
-def _place_of(parameters: Mapping[str, object]) -> str:
-    return str(parameters[PARAMETER]).partition("-")[0] if PARAMETER in parameters else ""
+def _poison_of(parameters: Mapping[str, object]) -> tuple[str, str]:
+    place, _, rest = str(parameters.get(PARAMETER, "")).partition("-")
+    how = rest.partition("-")[0]
+    return place, how if how in HOWS else "die"
 
 
-def _die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+def _act(how: str) -> None:
+    if how == "exit":
+        raise SystemExit(0)
+    if how == "scribble":
+        _scribble()
+    else:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _scribble() -> None:
+    """Write to each descriptor of anonymous memory or of a pipe, but not to the user's files."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # it cannot be written, or was the listing's own
+            kind = os.readlink(f"/proc/self/fd/{name}")
+            if kind.startswith("/memfd:"):
+                os.pwrite(int(name), _JUNK, 0)
+            elif kind.startswith("pipe:") and int(name) > 2:
+                os.write(int(name), _JUNK)

@@ -22,14 +22,38 @@ from inferpool.service.tools.chaos.load import PATIENCE_S, ChaosTally
 from inferpool.service.tools.chaos.plan import Fault
 from inferpool.service.tools.chaos.questions import Question, is_refusal, problem_code
 from inferpool.service.tools.chaos.swaps import Swaps
+from inferpool.service.tools.chaos.unread import UnreadConnections
 from inferpool.service.tools.chaos.watch import FORKSERVER, Recovery, Watch, decoder_name
 from inferpool.service.tools.trial.connection import Address, NoAnswerError, connected
 from inferpool.service.tools.trial.health import DecoderState, WorkerState
 
 PLACES = ("preprocess", "forward", "render")
-"""Places where a poisoned input kills its worker: see `models.sources.poisonable`."""
+"""Places where a poisoned input acts: see `models.sources.poisonable`."""
 PARAMETER = "inferpool_chaos"
 
+
+@dataclass(frozen=True, slots=True)
+class Poison:
+    """A kind of poisoned inputs."""
+
+    how: str
+    """What the model's code does: see `models.sources.poisonable`."""
+    answer: tuple[int, str]
+    """Right status and code of the answer."""
+    is_deadly: bool = True
+    """Its workers die, so it is quarantined."""
+
+
+POISONS: Mapping[Fault, Poison] = {
+    "poison": Poison("die", (500, "worker_crashed")),
+    "scribble": Poison("scribble", (500, "worker_crashed")),
+    "exit": Poison("exit", (500, "model_error"), is_deadly=False),
+}
+BURST = 5
+"""Forkservers that a burst kills in a row."""
+
+_WAITING: tuple[Fault, ...] = ("kill", "stop", "host", "burst")
+"""Faults that wait until what they strike is there."""
 _FIRST_POISON = 10**15
 _RETRY_S = 0.1
 _WAIT_S = 0.02
@@ -52,11 +76,12 @@ def schedule(seed: int, every_s: Mapping[Fault, float]) -> Iterator[tuple[float,
 
 @dataclass(slots=True)
 class Poisonings:
-    """Counts of the inputs that kill their workers."""
+    """Counts of the inputs that kill or disturb their workers."""
 
     num_sent: int = 0
     right: int = 0
-    """Inputs answered with 500 `worker_crashed`, and with 422 `quarantined` when asked again."""
+    """Inputs with the answer that their kind should have, and with 422 `quarantined` when asked
+    again if their workers died."""
     num_quarantined: int = 0
     num_attempts: int = 0
     refused: Counter[int] = field(default_factory=Counter)
@@ -76,6 +101,7 @@ class Faults:
     keeps_quarantine: bool
     swaps: Swaps
     hosts: HostFaults
+    unread: UnreadConnections
     counts: Counter[Fault] = field(default_factory=Counter)
     poisonings: Poisonings = field(default_factory=Poisonings)
     _rng: random.Random = field(init=False)
@@ -91,10 +117,9 @@ class Faults:
         return self.every_s[fault] > 0
 
     async def run(self) -> None:
-        """Follow the schedule until cancelled; see a poisoning and a swap through."""
+        """Follow the schedule until cancelled; see what takes a while through."""
         began = time.monotonic()
-        poisoning: asyncio.Task[None] | None = None
-        swap: asyncio.Task[None] | None = None
+        under_way: dict[Fault, asyncio.Task[None]] = {}
         try:
             for moment, fault in schedule(self.seed, self.every_s):
                 await asyncio.sleep(began + moment - time.monotonic())
@@ -103,25 +128,39 @@ class Faults:
                 elif fault == "decoder":
                     if not await self._strike_decoder():
                         continue  # none is well
-                elif fault == "swap":
-                    if swap is not None and not swap.done():
-                        continue
-                    swap = asyncio.create_task(self.swaps.swap())
-                elif fault == "host" or fault == "kill" or fault == "stop":
-                    await (self.hosts.strike() if fault == "host" else self._strike(fault))
+                elif fault in _WAITING:
+                    await self._wait_and_strike(fault)
                     # What had to wait puts all else off, so that nothing comes in a burst.
                     began = max(began, time.monotonic() - moment)
-                elif poisoning is not None and not poisoning.done():
-                    continue  # one at a time: each costs three workers their lives
                 else:
-                    poisoning = asyncio.create_task(self._poison(self.counts[fault]))
+                    kind: Fault = "poison" if fault in POISONS else fault
+                    if kind in under_way and not under_way[kind].done():
+                        continue  # one at a time: each poison costs three workers their lives
+                    under_way[kind] = asyncio.create_task(self._begin(fault))
                 self.counts[fault] += 1
         finally:
             self._kill_stopped_decoders()
             await self.hosts.settle()
-            for task in (poisoning, swap):
-                if task is not None:
-                    await task
+            for task in under_way.values():
+                await task
+
+    async def _wait_and_strike(self, fault: Fault) -> None:
+        if fault == "burst":
+            await self._strike_forkservers()
+        elif fault == "host":
+            await self.hosts.strike()
+        else:
+            assert fault == "kill" or fault == "stop"
+            await self._strike(fault)
+
+    async def _begin(self, fault: Fault) -> None:
+        """See a fault through that takes a while, during which others happen."""
+        if fault == "swap":
+            await self.swaps.swap()
+        elif fault == "unread":
+            await self.unread.open()
+        else:
+            await self._poison(fault, self.poisonings.num_sent)
 
     async def _strike(self, kind: Literal["kill", "stop"]) -> None:
         """Kill or stop a process of a worker that is well, as soon as there is one.
@@ -157,6 +196,31 @@ class Faults:
                 began=began,
             )
             self.watch.add(recovery)
+
+    async def _strike_forkservers(self) -> None:
+        """Kill the forkserver and its successors as soon as they are there, ready or not."""
+        last = -1
+        for number in range(BURST):
+            while True:
+                with contextlib.suppress(OSError, NoAnswerError):
+                    forkserver = (await self.watch.look()).forkserver
+                    if forkserver is not None and forkserver.incarnation > last:
+                        break
+                await asyncio.sleep(_WAIT_S)
+            last = forkserver.incarnation
+            with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+                process = psutil.Process(forkserver.pid)
+                began = time.monotonic()
+                os.kill(forkserver.pid, signal.SIGKILL)
+                if number == BURST - 1:
+                    recovery = Recovery(
+                        kind="forkserver",
+                        worker=FORKSERVER,
+                        incarnation=last,
+                        processes=[process],
+                        began=began,
+                    )
+                    self.watch.add(recovery)
 
     async def _strike_decoder(self) -> bool:
         """Kill or stop a decoder that has worked, in turns; return whether there was one.
@@ -240,14 +304,15 @@ class Faults:
         self.watch.add(recovery)
         return True
 
-    async def _poison(self, index: int) -> None:
+    async def _poison(self, fault: Fault, index: int) -> None:
         question = self.questions[index % len(self.questions)]
+        poison = POISONS[fault]
         number = _FIRST_POISON + index
-        place = PLACES[index % len(PLACES)]
-        request = question.request(number, f"?{PARAMETER}={place}-{index}")
+        place = PLACES[self.counts[fault] % len(PLACES)]
+        request = question.request(number, f"?{PARAMETER}={place}-{poison.how}-{index}")
         self.poisonings.num_sent += 1
-        if await self._ask(number, request, 500, "worker_crashed"):
-            if not self.keeps_quarantine:
+        if await self._ask(number, request, *poison.answer):
+            if not self.keeps_quarantine or not poison.is_deadly:
                 self.poisonings.right += 1
             elif await self._ask(number, request, 422, "quarantined"):
                 self.poisonings.right += 1

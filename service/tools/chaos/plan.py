@@ -11,10 +11,21 @@ from typing import Literal, get_args
 
 from inferpool.service.tools.trial.flags import count, folder, non_negative
 
-Fault = Literal["kill", "stop", "poison", "forkserver", "decoder", "swap", "host"]
+Fault = Literal[
+    "kill", "stop", "poison", "forkserver", "decoder", "swap", "host",
+    "scribble", "exit", "burst", "unread",
+]  # fmt: skip
 
-SCARCE: tuple[Fault, ...] = ("stop", "poison", "forkserver", "swap")
+EXTRA: tuple[Fault, ...] = ("scribble", "exit", "burst", "unread")
+"""Faults that are off unless they are asked for, but for swaps."""
+SCARCE: tuple[Fault, ...] = ("stop", "poison", "forkserver", "swap", *EXTRA)
 """The run goes on until there was one of each of these, unless its interval is 0."""
+PLURALS: Mapping[Fault, str] = {
+    "kill": "kills", "stop": "stops", "poison": "poisons", "forkserver": "forkservers",
+    "decoder": "decoders", "host": "hosts", "swap": "swaps", "scribble": "scribbling inputs",
+    "exit": "inputs that exit", "burst": "bursts", "unread": "rounds of unread connections",
+}  # fmt: skip
+"""Names of several faults of a kind."""
 HOST_STRIKES = 3
 """And until so many hosts were struck, each in another way."""
 _OWN_FLAGS = ("requests", "kills", "seconds", "clients", "seed", "inputs", "tolerance", "hosts")
@@ -121,6 +132,10 @@ def add_flags(parser: ArgumentParser) -> None:
             5.0,
             "with --hosts: SIGKILL an agent, SIGSTOP it and its workers, or SIGTERM it, in turn,",
         ),
+        ("scribble", 0.0, "send an input whose model code writes to every descriptor it has,"),
+        ("exit", 0.0, "send an input whose model code raises SystemExit,"),
+        ("burst", 0.0, "SIGKILL the process that forks workers five times in a row,"),
+        ("unread", 0.0, "open connections that ask and read nothing,"),
     ):
         faults.add_argument(
             f"--{kind}-every",
@@ -145,7 +160,8 @@ def plan_of(args: Namespace) -> ChaosPlan:
     """Return the plan that the flags make."""
     every_s = {fault: getattr(args, f"{fault}_every") for fault in get_args(Fault)}
     # The front end of several hosts forks no workers, and has no host to lose if it is alone.
-    every_s["forkserver" if args.hosts else "host"] = 0.0
+    for fault in ("forkserver", "burst") if args.hosts else ("host",):
+        every_s[fault] = 0.0
     return ChaosPlan(
         every_s=every_s,
         is_json=args.json,

@@ -9,7 +9,7 @@ from typing import TextIO
 from inferpool.service.telemetry.versions import version_of
 from inferpool.service.tools.chaos.faults import Poisonings
 from inferpool.service.tools.chaos.load import ChaosTally
-from inferpool.service.tools.chaos.plan import Fault
+from inferpool.service.tools.chaos.plan import EXTRA, PLURALS, Fault
 from inferpool.service.tools.chaos.resources import Holdings, LedgerReading
 from inferpool.service.tools.chaos.swaps import MOST_COMPARED, Swaps
 from inferpool.service.tools.chaos.watch import Kind, Recovery
@@ -177,7 +177,8 @@ class ChaosReport:
             f"{self.poisonings.num_sent} poisoned inputs, "
             f"{self.faults.get('forkserver', 0)} signals to the forkserver"
             + (f", {decoders} to decoders" if decoders is not None else "")
-            + (f", {hosts} hosts" if hosts is not None else ""),
+            + (f", {hosts} hosts" if hosts is not None else "")
+            + "".join(f", {n} {PLURALS[kind]}" for kind, n in self.faults.items() if kind in EXTRA),
         )
         if (swaps := self.swaps).num_begun:
             yield "swaps", f"{swaps.num_done} done, {len(swaps.refused)} refused"

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import uvloop
 
 from inferpool.service.settings.loader import LoadedSettings
-from inferpool.service.tools.chaos.faults import Faults
+from inferpool.service.tools.chaos.faults import POISONS, Faults
 from inferpool.service.tools.chaos.hosts import HostFaults
 from inferpool.service.tools.chaos.load import ChaosTally, NumberedLoad
-from inferpool.service.tools.chaos.plan import HOST_STRIKES, SCARCE, ChaosPlan, Fault
+from inferpool.service.tools.chaos.plan import HOST_STRIKES, PLURALS, SCARCE, ChaosPlan, Fault
 from inferpool.service.tools.chaos.questions import (
     EchoQuestion,
     Question,
@@ -33,6 +33,7 @@ from inferpool.service.tools.chaos.resources import (
 )
 from inferpool.service.tools.chaos.subject import rows_for
 from inferpool.service.tools.chaos.swaps import Swaps
+from inferpool.service.tools.chaos.unread import UnreadConnections
 from inferpool.service.tools.chaos.watch import Watch
 from inferpool.service.tools.trial import inputs
 from inferpool.service.tools.trial.agents import TrialAgents
@@ -65,7 +66,8 @@ _TICK_S = 0.1
 def run(loaded: LoadedSettings, plan: ChaosPlan) -> int:
     """Test the promise on a service with these settings; returns the exit status."""
     try:
-        rows = rows_for(loaded, can_be_poisoned=plan.every_s["poison"] > 0)
+        can_be_poisoned = any(plan.every_s[fault] for fault in POISONS)
+        rows = rows_for(loaded, can_be_poisoned=can_be_poisoned)
         key = secrets.token_urlsafe(24)
         with (
             TrialAgents(plan.hosts) as agents,
@@ -201,7 +203,7 @@ class _ChaosRun:
                 f"{self._subject.log_tail()}"
             ) from error
         poisonable = [question for question in questions if question.num_instances == 1]
-        if not poisonable and plan.every_s["poison"]:
+        if not poisonable and any(plan.every_s[fault] for fault in POISONS):
             notes.append("no input is a single instance, so none was poisoned")
         return _Knowledge(questions, poisonable, num_indistinct, notes)
 
@@ -229,9 +231,9 @@ class _ChaosRun:
     ) -> Faults:
         every_s = dict(self._plan.every_s)
         if not knowledge.poisonable:
-            every_s["poison"] = 0.0
+            every_s |= dict.fromkeys(POISONS, 0.0)
         if health.forkserver is None:  # this host has none
-            every_s["forkserver"] = 0.0
+            every_s["forkserver"] = every_s["burst"] = 0.0
         if not any(worker.decoders for worker in health.workers):
             every_s["decoder"] = 0.0
         return Faults(
@@ -246,6 +248,7 @@ class _ChaosRun:
             keeps_quarantine=self._settings.quarantine_s > 0 and not every_s["swap"],
             swaps=self._swaps,
             hosts=HostFaults(watch=watch, agents=self._agents.agents, seed=self._plan.seed),
+            unread=UnreadConnections(address=self._subject.address),
         )
 
     async def _disturb(
@@ -266,16 +269,14 @@ class _ChaosRun:
                     shares.append(faults.counts[fault] / least)
             return min(shares)
 
+        shown = [kind for kind in PLURALS if faults.does(kind)]
+
         async def tell() -> None:
             while True:
                 figures = (
                     f"{tally.num_sent:,} sent, {tally.right:,} right, {tally.wrong} wrong, "
                     f"{tally.lost} lost, {tally.duplicated} duplicated; "
-                    f"{faults.counts['kill']} kills, {faults.counts['stop']} stops, "
-                    f"{faults.counts['poison']} poisons, "
-                    f"{faults.counts['forkserver']} forkservers, "
-                    f"{faults.counts['decoder']} decoders, {faults.counts['host']} hosts, "
-                    f"{self._swaps.num_done} swaps"
+                    f"{', '.join(f'{faults.counts[kind]} {PLURALS[kind]}' for kind in shown)}"
                 )
                 screen.show(share(tally), figures)
                 await asyncio.sleep(_TICK_S)

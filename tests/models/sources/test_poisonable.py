@@ -1,3 +1,4 @@
+import contextlib
 import os
 
 import pytest
@@ -82,10 +83,45 @@ def test_poisoned_input_dies_where_it_says():
         model.render_batch(outputs, [for_render.parameters])
 
 
-def test_chaos_and_the_model_mean_the_same_parameter_and_places():
-    from inferpool.service.tools.chaos.faults import PARAMETER, PLACES
+@pytest.mark.parametrize("place", ["preprocess", "forward", "render"])
+def test_poison_that_exits_or_scribbles_does_so_where_it_says(
+    place: str, monkeypatch: pytest.MonkeyPatch
+):
+    written: list[str] = []
+    monkeypatch.setattr(poisonable, "_scribble", lambda: written.append(place))
+    with pytest.raises(SystemExit):
+        ask(wrapped(), item(inferpool_chaos=f"{place}-exit-1"))
+    assert ask(wrapped(), item(), item(inferpool_chaos=f"{place}-scribble-2")) == [6, 6]
+    assert written == [place]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # the child only writes
+def test_scribbling_writes_to_shared_memory_and_pipes_and_to_no_file(tmp_path):
+    memory = os.memfd_create("region")
+    reader, writer = os.pipe()
+    with (tmp_path / "file").open("w+") as file:
+        file.write("kept")
+        file.flush()
+        child = os.fork()
+        if not child:  # which has no descriptor of the test's
+            for fd in {*range(3, 4096)} - {memory, reader, writer, file.fileno()}:
+                with contextlib.suppress(OSError):
+                    os.close(fd)
+            poisonable._scribble()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert os.pread(memory, 4, 0) == os.read(reader, 4) == b"\xff" * 4
+        file.seek(0)
+        assert file.read() == "kept"
+    for fd in (memory, reader, writer):
+        os.close(fd)
+
+
+def test_chaos_and_the_model_mean_the_same_parameter_places_and_ways():
+    from inferpool.service.tools.chaos.faults import PARAMETER, PLACES, POISONS
 
     assert PARAMETER == poisonable.PARAMETER
+    assert {each.how for each in POISONS.values()} == set(poisonable.HOWS)
     for place in PLACES:
         with pytest.raises(DeathError):
             ask(wrapped(), item(inferpool_chaos=f"{place}-0"))

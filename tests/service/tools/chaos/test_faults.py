@@ -7,14 +7,16 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import get_args
 
-from inferpool.service.tools.chaos.faults import Faults, schedule
+from inferpool.service.tools.chaos.faults import BURST, Faults, schedule
 from inferpool.service.tools.chaos.hosts import HostFaults
 from inferpool.service.tools.chaos.load import ChaosTally
 from inferpool.service.tools.chaos.plan import Fault
 from inferpool.service.tools.chaos.swaps import Swaps
+from inferpool.service.tools.chaos.unread import UnreadConnections
 from inferpool.service.tools.chaos.watch import Recovery, Watch
 from inferpool.service.tools.trial.health import (
     DecoderState,
+    ForkserverState,
     ModelState,
     Rank,
     ServiceHealth,
@@ -58,6 +60,7 @@ def faults_on(watch: Watch, seed: int = 1, **every_s: float) -> Faults:
         every_s=dict.fromkeys(get_args(Fault), 0.0) | every_s,
         timeout_s=1, keeps_quarantine=True, swaps=NO_SWAPS,
         hosts=HostFaults(watch=watch, agents=[], seed=1),
+        unread=UnreadConnections(address=("127.0.0.1", 1)),
     )  # fmt: skip
 
 
@@ -93,6 +96,22 @@ async def test_decoders_that_have_worked_are_killed_and_stopped_in_turn():
         assert idle.poll() is None
         faults._kill_stopped_decoders()
         assert second.wait(60) == -signal.SIGKILL
+
+
+async def test_burst_kills_each_forkserver_that_follows_and_watches_the_last():
+    with sleeping(BURST) as living:
+        watch = SeenWatch([])
+        seen = [ForkserverState(state="starting", incarnation=n, pid=each.pid)
+                for n, each in enumerate(living)]  # fmt: skip
+
+        async def look() -> ServiceHealth:
+            dead = [each for each in living if each.poll() is not None]
+            return ServiceHealth(models=[], forkserver=seen[min(len(dead), BURST - 1)])
+
+        watch.look = look  # type: ignore[method-assign]
+        await faults_on(watch, burst=1)._strike_forkservers()
+        assert {each.wait(60) for each in living} == {-signal.SIGKILL}
+        assert [each.incarnation for each in watch.recoveries] == [BURST - 1]
 
 
 async def test_decoder_that_is_not_there_is_noticed_and_not_back_and_no_worker_waits_for_it():

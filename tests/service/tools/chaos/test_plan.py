@@ -50,6 +50,7 @@ def test_wrong_flag_is_named_before_anything_starts(capsys, flag: str, message: 
         ("--swap-every 3", " and one forkserver and one swap"),
         ("--kill-every 0 --stop-every 0 --poison-every 0 --forkserver-every 0", "10,000 requests"),
         ("--seconds 3", "for 3 s"),
+        ("--burst-every 3 --exit-every 2", " and one forkserver and one exit and one burst"),
         ("--hosts 3", " and one stop and one poison, and 3 hosts struck"),
     ],
 )
