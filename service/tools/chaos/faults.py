@@ -17,6 +17,7 @@ from typing import Literal
 
 import psutil
 
+from inferpool.service.tools.chaos.greed import Greed
 from inferpool.service.tools.chaos.hosts import HostFaults
 from inferpool.service.tools.chaos.load import PATIENCE_S, ChaosTally
 from inferpool.service.tools.chaos.plan import Fault
@@ -102,6 +103,9 @@ class Faults:
     swaps: Swaps
     hosts: HostFaults
     unread: UnreadConnections
+    greed: Greed
+    key: str = ""
+    """API key of poisoned inputs; empty for none."""
     counts: Counter[Fault] = field(default_factory=Counter)
     poisonings: Poisonings = field(default_factory=Poisonings)
     _rng: random.Random = field(init=False)
@@ -159,6 +163,8 @@ class Faults:
             await self.swaps.swap()
         elif fault == "unread":
             await self.unread.open()
+        elif fault == "greed":
+            await self.greed.ask()
         else:
             await self._poison(fault, self.poisonings.num_sent)
 
@@ -309,7 +315,8 @@ class Faults:
         poison = POISONS[fault]
         number = _FIRST_POISON + index
         place = PLACES[self.counts[fault] % len(PLACES)]
-        request = question.request(number, f"?{PARAMETER}={place}-{poison.how}-{index}")
+        query = f"?{PARAMETER}={place}-{poison.how}-{index}"
+        request = question.request(number, query, self.key)
         self.poisonings.num_sent += 1
         if await self._ask(number, request, *poison.answer):
             if not self.keeps_quarantine or not poison.is_deadly:

@@ -71,6 +71,8 @@ class NumberedLoad:
     timeout_s: float
     is_over: Callable[[], bool]
     patience_s: float = PATIENCE_S
+    key: str = ""
+    """API key of the clients; empty for none."""
 
     async def run(self, numbers: Iterator[int], num_clients: int) -> None:
         """Have clients share the numbers, until it is over."""
@@ -98,7 +100,7 @@ class NumberedLoad:
         """
         tally = self.tally
         question = self.questions[number % len(self.questions)]
-        request = question.request(number)
+        request = question.request(number, key=self.key)
         began = time.monotonic()
         while True:
             if connection is None or not connection.is_open:

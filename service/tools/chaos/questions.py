@@ -54,9 +54,10 @@ class KnownQuestion:
         self.num_instances = num_instances
         self._path = path
 
-    def request(self, number: int, query: str = "") -> bytes:
-        """Return the whole HTTP request; its X-Request-ID is the number."""
-        return _numbered(self._path + query, self.given.body, self.given.content_type, str(number))
+    def request(self, number: int, query: str = "", key: str = "") -> bytes:
+        """Return the whole HTTP request, maybe with an API key; its X-Request-ID is the number."""
+        given = self.given
+        return _numbered(self._path + query, given.body, given.content_type, str(number), key)
 
     def complaint(self, number: int, body: bytes) -> str:
         """Say what is wrong with an answer; empty if nothing is."""
@@ -73,10 +74,10 @@ class EchoQuestion:
         letters = "abcdefghijklmnopqrstuvwxyz"
         self._texts = "".join(random.Random(seed).choices(letters, k=1024))
 
-    def request(self, number: int, query: str = "") -> bytes:
+    def request(self, number: int, query: str = "", key: str = "") -> bytes:
         """See `KnownQuestion`."""
         body = b'{"instances":[%s]}' % self._instance(number)
-        return _numbered(self._path + query, body, "application/json", str(number))
+        return _numbered(self._path + query, body, "application/json", str(number), key)
 
     def complaint(self, number: int, body: bytes) -> str:
         """See `KnownQuestion`."""
@@ -93,12 +94,13 @@ Question = EchoQuestion | KnownQuestion
 """A request that can be sent under any number."""
 
 
-def _numbered(path: str, body: bytes, content_type: str, request_id: str) -> bytes:
-    return post_request(path, body, content_type, {"X-Request-ID": request_id})
+def _numbered(path: str, body: bytes, content_type: str, request_id: str, key: str) -> bytes:
+    headers = {"X-Request-ID": request_id} | ({"X-API-Key": key} if key else {})
+    return post_request(path, body, content_type, headers)
 
 
 async def learn(
-    connection: TrialConnection, path: str, given: TrialInput, tolerance: float
+    connection: TrialConnection, path: str, given: TrialInput, tolerance: float, key: str = ""
 ) -> KnownQuestion:
     """Ask a healthy service twice, and take its answer for the right one.
 
@@ -106,7 +108,7 @@ async def learn(
         TrialError: The input is refused, or has two answers.
         NoAnswerError: There is no answer.
     """
-    request = _numbered(path, given.body, given.content_type, "learn")
+    request = _numbered(path, given.body, given.content_type, "learn", key)
     bodies = []
     for _ in range(2):
         answer = await connection.ask(request, _ASK_ALONE_S)

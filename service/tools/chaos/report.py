@@ -1,5 +1,6 @@
 """The report of `inferpool chaos`: was the promise kept, and the figures."""
 
+import itertools
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,6 +23,10 @@ _PLAIN = (
     "workers", "hosts", "clients", "seed", "is_complete", "is_interrupted", "planned_kills",
     "exit_code", "left_over",
 )  # fmt: skip
+_DEADLY: Sequence[Fault] = (
+    "kill", "stop", "poison", "forkserver", "decoder", "swap", "host", "scribble", "burst",
+)  # fmt: skip
+"""Faults that cost workers, so that anybody may be refused for a while."""
 _SIGNALS: Mapping[Kind, str] = {
     "kill": "SIGKILL", "stop": "SIGSTOP", "forkserver": "forkserver", "decoder": "decoder",
     "host kill": "host SIGKILL", "host stop": "host SIGSTOP", "host end": "host SIGTERM",
@@ -50,6 +55,8 @@ class ChaosReport:
     chaos: ChaosTally
     faults: Mapping[Fault, int]
     poisonings: Poisonings
+    greedy: ChaosTally
+    """Requests with the second key."""
     swaps: Swaps
     recoveries: Sequence[Recovery]
     indistinct: int
@@ -70,8 +77,14 @@ class ChaosReport:
     @property
     def attempts(self) -> int:
         """Instances that were sent in all, refused ones included."""
-        poisoned = self.poisonings.num_attempts
-        return self.quiet.num_instances_sent + self.chaos.num_instances_sent + poisoned
+        return self.poisonings.num_attempts + sum(each.num_instances_sent for each in self._tallies)
+
+    def _sum_of(self, name: str) -> int:
+        return sum(getattr(each, name) for each in self._tallies)
+
+    @property
+    def _tallies(self) -> Sequence[ChaosTally]:
+        return self.quiet, self.chaos, self.greedy
 
     @property
     def untried(self) -> list[str]:
@@ -80,13 +93,13 @@ class ChaosReport:
 
     def problems(self) -> list[str]:
         """Say what broke the promise; empty if it was kept."""
-        found = []
-        for name in ("wrong", "lost", "duplicated"):
-            count = getattr(self.chaos, name) + getattr(self.quiet, name)
-            if count:
-                found.append(f"{count} {name}")
-        if self.chaos.late or self.quiet.late:
-            found.append(f"{self.chaos.late + self.quiet.late} answered long after their deadline")
+        counts = {name: self._sum_of(name) for name in ("wrong", "lost", "duplicated")}
+        found = [f"{count} {name}" for name, count in counts.items() if count]
+        if num_late := self._sum_of("late"):
+            found.append(f"{num_late} answered long after their deadline")
+        num_refused = sum(self.chaos.refused.values())
+        if num_refused and self.faults.get("greed") and not any(map(self.faults.get, _DEADLY)):
+            found.append(f"{num_refused} were refused for the greed of another key")
         if not self.is_complete and not self.is_interrupted:
             found.append("the run ended before its time")
         found += self.swaps.failed
@@ -120,6 +133,7 @@ class ChaosReport:
                 "quarantined": self.poisonings.num_quarantined,
             },
             "swaps": {"done": self.swaps.num_done, "refused": self.swaps.refused},
+            "greedy": _tally_dict(self.greedy),
             "quiet": _tally_dict(self.quiet),
             "chaos": _tally_dict(self.chaos),
             "recovery_ms": {
@@ -137,7 +151,7 @@ class ChaosReport:
         rows = list(self._rows())
         width = max(len(name) for name, _ in rows)
         stream.writelines(f"{name:{width}}  {text}".rstrip() + "\n" for name, text in rows)
-        for text in [*self.chaos.examples, *self.quiet.examples]:
+        for text in itertools.chain(*(each.examples for each in self._tallies)):
             stream.write(f"  {text}\n")
         problems = self.problems()
         kept = "kept until the interruption" if self.is_interrupted else "kept"
@@ -163,13 +177,19 @@ class ChaosReport:
         )
         yield "right", f"{chaos.right:,}"
         for name in ("wrong", "lost", "duplicated"):
-            yield name, f"{getattr(chaos, name) + getattr(quiet, name):,}"
+            yield name, f"{self._sum_of(name):,}"
         refused = chaos.refused + quiet.refused
         by_status = ", ".join(f"{count:,} with {status}" for status, count in refused.items())
         yield "refused", f"{sum(refused.values()):,}" + (f": {by_status}" if by_status else "")
         yield "expired, late", f"{chaos.expired + quiet.expired:,}, {chaos.late + quiet.late:,}"
         kills = self.faults.get("kill", 0)
         planned = f" of {self.planned_kills} planned" if kills < self.planned_kills else ""
+        if (greedy := self.greedy).num_sent:
+            num_refused = sum(greedy.refused.values())
+            yield (
+                "greedy",
+                (f"{greedy.num_sent:,} sent, {greedy.right:,} right, {num_refused:,} refusals"),
+            )
         decoders, hosts = self.faults.get("decoder"), self.faults.get("host")
         yield (
             "faults",
@@ -258,9 +278,9 @@ class ChaosReport:
                 f"{self.attempts} instances were sent, and the service counted "
                 f"{ledger.accepted} accepted and {ledger.rejected} refused"
             )
-        succeeded = self.chaos.num_instances_right + self.quiet.num_instances_right
+        succeeded = sum(each.num_instances_right for each in self._tallies)
         is_so = 0 <= ledger.succeeded - succeeded <= most_compared
-        if not is_so and not (self.chaos.wrong or self.quiet.wrong):
+        if not is_so and not any(each.wrong for each in self._tallies):
             yield f"{succeeded} were answered right, and the service counted {ledger.succeeded}"
         if ledger.arena_used_bytes:
             yield f"{ledger.arena_used_bytes} bytes of the arena were not given back"

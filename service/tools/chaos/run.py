@@ -15,6 +15,7 @@ import uvloop
 
 from inferpool.service.settings.loader import LoadedSettings
 from inferpool.service.tools.chaos.faults import POISONS, Faults
+from inferpool.service.tools.chaos.greed import Greed
 from inferpool.service.tools.chaos.hosts import HostFaults
 from inferpool.service.tools.chaos.load import ChaosTally, NumberedLoad
 from inferpool.service.tools.chaos.plan import HOST_STRIKES, PLURALS, SCARCE, ChaosPlan, Fault
@@ -68,13 +69,15 @@ def run(loaded: LoadedSettings, plan: ChaosPlan) -> int:
     try:
         can_be_poisoned = any(plan.every_s[fault] for fault in POISONS)
         rows = rows_for(loaded, can_be_poisoned=can_be_poisoned)
-        key = secrets.token_urlsafe(24)
+        key, *own_keys = (secrets.token_urlsafe(24) for _ in range(3))
+        if not plan.every_s["greed"]:
+            own_keys = []  # then everybody may ask, as usual
         with (
             TrialAgents(plan.hosts) as agents,
-            TrialService([*agents.rows, *rows], admin_key=key) as subject,
+            TrialService([*agents.rows, *rows], admin_key=key, predict_keys=own_keys) as subject,
         ):
             swaps = Swaps(address=subject.address, models=list(loaded.settings.models), key=key)
-            report = uvloop.run(_ChaosRun(subject, agents, loaded, plan, swaps).run())
+            report = uvloop.run(_ChaosRun(subject, agents, loaded, plan, swaps, own_keys).run())
     except KeyboardInterrupt:
         sys.stderr.write("inferpool chaos: ended at once, without a report\n")
         return EXIT_INTERRUPTED
@@ -105,7 +108,10 @@ class _ChaosRun:
         loaded: LoadedSettings,
         plan: ChaosPlan,
         swaps: Swaps,
+        keys: Sequence[str],
     ) -> None:
+        self._keys = keys
+        """Keys of the clients that are watched and of the greedy ones, if there are any."""
         self._subject = subject
         self._agents = agents
         self._swaps = swaps
@@ -119,7 +125,7 @@ class _ChaosRun:
             screen.begin("starting the service")
             await self._subject.until_ready(_MAX_START_S)
             await self._agents.until_ready(self._subject, _MAX_START_S)
-            watch = Watch(self._subject.address)
+            watch = Watch(self._subject.address, self._subject.key)
             health = await watch.look()
             screen.begin("learning the right answers")
             knowledge = await self._learn(health)
@@ -157,6 +163,7 @@ class _ChaosRun:
             chaos=chaos,
             faults={kind: faults.counts[kind] for kind in self._plan.every_s if faults.does(kind)},
             poisonings=faults.poisonings,
+            greedy=faults.greed.tally,
             swaps=self._swaps,
             recoveries=watch.recoveries,
             indistinct=knowledge.num_indistinct,
@@ -188,7 +195,10 @@ class _ChaosRun:
                         if plan.inputs
                         else inputs.made_up(model, plan.seed, _NUM_INPUTS)
                     )
-                    known = [await learn(connection, path, each, plan.tolerance) for each in given]
+                    known = [
+                        await learn(connection, path, each, plan.tolerance, self._subject.key)
+                        for each in given
+                    ]
                     questions += known
                     if pairs := indistinct(known, plan.tolerance):
                         num_indistinct += len(pairs)
@@ -219,6 +229,7 @@ class _ChaosRun:
             tally=tally,
             timeout_s=self._settings.default_timeout_s,
             is_over=lambda: self._interruption.has_come or is_over(tally),
+            key=self._subject.key,
         )
         try:
             await load.run(self._numbers, self._plan.clients)
@@ -249,6 +260,14 @@ class _ChaosRun:
             swaps=self._swaps,
             hosts=HostFaults(watch=watch, agents=self._agents.agents, seed=self._plan.seed),
             unread=UnreadConnections(address=self._subject.address),
+            greed=Greed(
+                address=self._subject.address,
+                questions=knowledge.questions,
+                key=self._keys[-1] if self._keys else "",
+                num_clients=self._plan.clients,
+                timeout_s=self._settings.default_timeout_s,
+            ),
+            key=self._subject.key,
         )
 
     async def _disturb(
@@ -321,7 +340,7 @@ class _ChaosRun:
 
     async def _ledger(self) -> LedgerReading | None:
         with contextlib.suppress(OSError, NoAnswerError):
-            async with connected(self._subject.address) as connection:
+            async with connected(self._subject.address, key=self._subject.key) as connection:
                 return await read_ledger(connection)
         return None
 

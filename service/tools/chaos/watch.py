@@ -84,9 +84,10 @@ _NOT_THERE = _Sight("absent", -1)
 class Watch:
     """Reads /health, often after a fault. Lives in the event loop."""
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: Address, key: str = "") -> None:
         self.recoveries: list[Recovery] = []
         self._address = address
+        self._key = key
         self._connection: TrialConnection | None = None
         self._is_asking = asyncio.Lock()
         self._is_wanted = asyncio.Event()
@@ -100,7 +101,7 @@ class Watch:
         """Return the state of all workers now."""
         async with self._is_asking:
             if self._connection is None or not self._connection.is_open:
-                self._connection = await connect(self._address)
+                self._connection = await connect(self._address, key=self._key)
             return await read_health(self._connection)
 
     def add(self, recovery: Recovery) -> None:

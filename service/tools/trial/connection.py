@@ -55,9 +55,15 @@ OnEnd = Callable[["TrialConnection", TrialAnswer | str], None]
 class TrialConnection(asyncio.Protocol):
     """One connection with one request at a time. Lives in the event loop."""
 
-    def __init__(self, on_stray: Callable[[], None] = lambda: None) -> None:
-        """`on_stray` is called for each answer, or piece of one, that no request had asked for."""
+    def __init__(self, on_stray: Callable[[], None] = lambda: None, key: str = "") -> None:
+        """Make a connection that is not open.
+
+        Args:
+            on_stray: Called for each answer, or piece of one, that no request had asked for.
+            key: API key for `read`; empty for none.
+        """
         self.is_open = False
+        self._key = key
         self._on_stray = on_stray
         self._on_end: OnEnd | None = None
         self._transport: asyncio.Transport | None = None
@@ -111,7 +117,8 @@ class TrialConnection(asyncio.Protocol):
         Raises:
             NoAnswerError: There is no answer, or it is not 200.
         """
-        request = f"GET {path} HTTP/1.1\r\nHost: inferpool\r\n\r\n".encode("latin-1")
+        key = f"X-API-Key: {self._key}\r\n" if self._key else ""
+        request = f"GET {path} HTTP/1.1\r\nHost: inferpool\r\n{key}\r\n".encode("latin-1")
         answer = await self.ask(request, timeout_s)
         if answer.status != 200:
             raise NoAnswerError(f"{path} answers with {answer.status}")
@@ -256,25 +263,26 @@ async def connect(
     address: Address,
     on_stray: Callable[[], None] = lambda: None,
     tls: ssl.SSLContext | None = None,
+    key: str = "",
 ) -> TrialConnection:
-    """Open a connection.
+    """Open a connection; see `TrialConnection` for the key.
 
     Raises:
         OSError: Nobody listens there, or the certificate is not to be trusted.
     """
     loop = asyncio.get_running_loop()
     _, connection = await loop.create_connection(
-        lambda: TrialConnection(on_stray), *address, ssl=tls
+        lambda: TrialConnection(on_stray, key), *address, ssl=tls
     )
     return connection
 
 
 @asynccontextmanager
 async def connected(
-    address: Address, on_stray: Callable[[], None] = lambda: None
+    address: Address, on_stray: Callable[[], None] = lambda: None, key: str = ""
 ) -> AsyncIterator[TrialConnection]:
-    """Open a connection for the block."""
-    connection = await connect(address, on_stray)
+    """Open a connection for the block; see `TrialConnection` for the key."""
+    connection = await connect(address, on_stray, key=key)
     try:
         yield connection
     finally:

@@ -43,11 +43,17 @@ _LEFT_OUT = (
 class TrialService:
     """A service while it runs. A context manager: leaving it kills all its processes."""
 
-    def __init__(self, rows: Sequence[Row], admin_key: str = "") -> None:
+    def __init__(
+        self, rows: Sequence[Row], admin_key: str = "", predict_keys: Sequence[str] = ()
+    ) -> None:
         """Take settings, except where the service listens and how it logs.
 
-        With a key it has the paths of administrators.
+        Args:
+            rows: The settings.
+            admin_key: With it, the service has the paths of administrators.
+            predict_keys: Keys that calls need; the first of them reads the state of the service.
         """
+        self.key = predict_keys[0] if predict_keys else ""
         self.address: Address = (HOST, free_port())
         own: list[Row] = [
             (("host",), HOST, "trial"),
@@ -56,11 +62,12 @@ class TrialService:
             (("job_store",), "none", "trial"),
         ]
         self._folder = tempfile.TemporaryDirectory(prefix="inferpool-trial-")
-        if admin_key:
-            keys = Path(self._folder.name, "admin-keys")
-            keys.touch(mode=0o600)
-            keys.write_text(admin_key, encoding="utf-8")
-            own.append((("admin_keys_file",), str(keys), "trial"))
+        for kind, keys in (("admin", [admin_key] if admin_key else []), ("predict", predict_keys)):
+            if keys:
+                file = Path(self._folder.name, f"{kind}-keys")
+                file.touch(mode=0o600)
+                file.write_text("\n".join(keys), encoding="utf-8")
+                own.append(((f"{kind}_keys_file",), str(file), "trial"))
         self._rows = [*own, *rows]
         self._log = Path(self._folder.name, "service.log")
         self._process: subprocess.Popen[bytes] | None = None
@@ -108,7 +115,7 @@ class TrialService:
 
     async def health(self) -> ServiceHealth:
         """Return the state of its workers."""
-        async with connected(self.address) as connection:
+        async with connected(self.address, key=self.key) as connection:
             return await read_health(connection)
 
     async def until_ready(self, timeout_s: float) -> None:

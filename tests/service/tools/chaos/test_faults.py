@@ -8,6 +8,7 @@ from itertools import islice
 from typing import get_args
 
 from inferpool.service.tools.chaos.faults import BURST, Faults, schedule
+from inferpool.service.tools.chaos.greed import Greed
 from inferpool.service.tools.chaos.hosts import HostFaults
 from inferpool.service.tools.chaos.load import ChaosTally
 from inferpool.service.tools.chaos.plan import Fault
@@ -61,6 +62,9 @@ def faults_on(watch: Watch, seed: int = 1, **every_s: float) -> Faults:
         timeout_s=1, keeps_quarantine=True, swaps=NO_SWAPS,
         hosts=HostFaults(watch=watch, agents=[], seed=1),
         unread=UnreadConnections(address=("127.0.0.1", 1)),
+        greed=Greed(
+            address=("127.0.0.1", 1), questions=[], key="k", num_clients=1, timeout_s=1
+        ),
     )  # fmt: skip
 
 

@@ -37,7 +37,7 @@ def report(**changes: object) -> ChaosReport:
     whole = ChaosReport(
         models=["echo"], workers=2, clients=4, seed=1, seconds=2.0,
         is_complete=True, is_interrupted=False, planned_kills=1,
-        quiet=tally(10), chaos=tally(100), faults={"kill": 1, "poison": 1},
+        quiet=tally(10), chaos=tally(100), greedy=tally(0), faults={"kill": 1, "poison": 1},
         poisonings=Poisonings(num_sent=1, right=1, num_attempts=2), swaps=_SWAPS,
         recoveries=[_RECOVERY], indistinct=0, ledger=_LEDGER, before=_HOLDINGS, after=_HOLDINGS,
         exit_code=0, left_over=0,
@@ -49,6 +49,20 @@ def written(**changes: object) -> str:
     stream = io.StringIO()
     report(**changes).write(stream)
     return stream.getvalue()
+
+
+def test_greedy_key_may_be_refused_and_the_watched_one_only_if_workers_are_struck_too():
+    greedy = tally(5)
+    greedy.refused[429] = 9
+    told = {"greedy": greedy, "ledger": replace(_LEDGER, accepted=116, succeeded=115)}
+    assert report(faults={"greed": 1}, **told).problems() == []
+    assert "5 sent, 5 right, 9 refusals" in written(faults={"greed": 1}, **told)
+    watched = tally(100)
+    watched.refused[503] = 2
+    (problem,) = report(faults={"greed": 1}, chaos=watched, **told).problems()
+    assert problem == "2 were refused for the greed of another key"
+    assert report(faults={"greed": 1, "kill": 1}, chaos=watched, **told).problems() == []
+    assert report(greedy=tally(5, wrong=1), ledger=told["ledger"]).problems() == ["1 wrong"]
 
 
 def test_what_swaps_compare_is_counted_by_the_service_alone():

@@ -27,6 +27,6 @@ async def test_connections_send_all_that_goes_out_read_nothing_and_are_closed():
         )
         await connections.open()
         reads_until.set()
-        while sum(received):
+        while sum(received):  # noqa: ASYNC110  # until each has noticed the end
             await asyncio.sleep(0.01)
     assert received.count(1) == received.count(-1) == 3
