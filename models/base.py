@@ -50,6 +50,14 @@ class Model:
     finite_outputs: bool = True
     """Outputs have no NaN and no infinity; an instance whose outputs have one fails alone. Set it
     to False if they mean something."""
+    repeatable: bool = True
+    """The same instance gets the same outputs each time, within `tolerance`. Set it to False if the
+    model draws random numbers or keeps a state: a worker checks it before it is ready."""
+    alone_as_in_batch: bool = True
+    """An instance gets the same outputs alone as beside others, within `tolerance`. Set it to False
+    if the batch is meant to change them, as in detectors that pad to the largest picture."""
+    flaws: Sequence[str] = ()
+    """Reasons why the answers cannot be right that `load` has found: such a model is refused."""
     max_image_pixels = MAX_IMAGE_PIXELS
     """The setting of that name, for `decode_image`. The worker sets it before `load`."""
     decode: Decoding = "exact"
@@ -72,7 +80,8 @@ class Model:
     has_fixed_shapes: bool = False
     """Inputs of `network` always have the same shapes, except for the batch."""
     tolerance: Tolerance = ValueTolerance()
-    """How far the outputs of a speed preset may be from the exact ones, after `postprocess`."""
+    """How far outputs may be from each other, after `postprocess`: those of a speed preset from the
+    exact ones, and those of an instance alone from those of the same beside others."""
     split_points: Sequence[str] = ()
     """Submodules of the network with which a new stage of a pipeline begins, one fewer than there
     are stages. By default the cuts are found. The network's class may have this instead."""
@@ -226,7 +235,8 @@ class Model:
     def warmup(self) -> Sequence[Item]:
         """Return instances to compute before the worker counts as ready; by default none.
 
-        The first is computed again as a health check whenever the worker is idle.
+        The first is computed again as a health check whenever the worker is idle, if the model has
+        no `example`.
         """
         return ()
 

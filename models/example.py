@@ -3,6 +3,7 @@
 import base64
 import logging
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -27,19 +28,37 @@ def reads_own_form(model: Model) -> bool:
     return is_overridden(model, "preprocess") and model.preprocessed is None
 
 
-def example_of(model: Model, samples: Sequence[Item]) -> bytes:
-    """Return a loaded model's `example`, else a short JSON sample of its warm-up, else nothing.
+class Example(NamedTuple):
+    """An instance of the model's own."""
 
-    An example that cannot be shown, or that the model's own `preprocess` refuses, is left out, and
-    the log says why: the attribute may also mean something else to the model.
+    item: Item | None
+    """The instance as the model gets it; None if it cannot be read."""
+    text: bytes
+    """The instance as JSON."""
+
+
+def own_example(model: Model) -> Example | None:
+    """Return a loaded model's `example`; None if it has none.
+
+    If it cannot be read, the log says why: the attribute may mean something else to the model.
     """
     try:
         value = model.example() if callable(model.example) else model.example
-        if value is None:
-            return _short_sample(samples)
-        item, text = _read(model, value)
+        return None if value is None else _read(model, value)
     except Exception as error:  # the model is the user's: it may raise anything
         logger.warning("the model's example is not shown: %s", described(error))
+        return Example(None, b"")
+
+
+def shown_example(model: Model, example: Example | None, samples: Sequence[Item]) -> bytes:
+    """Return the example as JSON, else a short JSON sample of the warm-up, else nothing.
+
+    An example that the model's own `preprocess` refuses is left out, and the log says why.
+    """
+    if example is None:
+        return _short_sample(samples)
+    item, text = example
+    if item is None:
         return b""
     if len(text) > MAX_EXAMPLE_BYTES:
         logger.warning(
@@ -59,22 +78,22 @@ def example_of(model: Model, samples: Sequence[Item]) -> bytes:
     return text
 
 
-def _read(model: Model, value: object) -> tuple[Item, bytes]:
-    """Return the example as the model would get it, and as JSON."""
+def _read(model: Model, value: object) -> Example:
     match value:
         case (bytes() as data, str() as content_type):
             bare = content_type.partition(";")[0].strip().lower()
             if bare == "application/json":
-                return Item(kind="json", payload=memoryview(data)), data
+                return Example(Item(kind="json", payload=memoryview(data)), data)
             if bare == "text/plain":
                 text = msgspec.json.encode(data.decode("utf-8", "replace"))
-                return Item(kind="json", payload=memoryview(text)), text
+                return Example(Item(kind="json", payload=memoryview(text)), text)
             if bare.startswith("image/") or bare == "application/octet-stream":
                 item = Item(
                     kind="image" if bare.startswith("image/") else "bytes",
                     payload=memoryview(data),
                 )
-                return item, msgspec.json.encode({"b64": base64.b64encode(data).decode()})
+                text = msgspec.json.encode({"b64": base64.b64encode(data).decode()})
+                return Example(item, text)
             types = "image/*, application/octet-stream, text/plain or application/json"
             raise BadReturnError(f"the content type of `example` must be {types}, not {bare!r}")
         case bytes():
@@ -83,7 +102,7 @@ def _read(model: Model, value: object) -> tuple[Item, bytes]:
         text = msgspec.json.encode(value)
     except (TypeError, ValueError, RecursionError) as error:
         raise _bad(model, f"{type(value).__name__}: {error}") from None
-    return Item(kind="json", payload=memoryview(text)), text
+    return Example(Item(kind="json", payload=memoryview(text)), text)
 
 
 def _bad(model: Model, found: str) -> BadReturnError:

@@ -61,7 +61,7 @@ class FaultModel(Model):
 
         Args:
             load: "ok", "raise", "wrong" (a permanent error), "exit", "hang", "kill" or "dumb"
-                (its first forward pass after the warm-up hangs).
+                (its first forward pass after the warm-up and the check hangs).
             load_s: Seconds that loading takes.
             forward_s: Seconds that each forward pass takes.
             prepare_s: Seconds that each preparation takes.
@@ -114,7 +114,7 @@ class FaultModel(Model):
                 file.write("".join(f"{n}\n" for n in x_BA[:, 0].tolist()))
         time.sleep(self._forward_s)
         self._num_forwards += 1
-        if self._load == "dumb" and self._num_forwards > 2:
+        if self._load == "dumb" and self._num_forwards > 4:
             time.sleep(3600)
         if len(x_BA) > self._max_rows:
             raise torch.OutOfMemoryError(f"{len(x_BA)} rows are too many for me")

@@ -11,6 +11,22 @@ from inferpool.models.split.report import SplitReport
 ErrorDetail = Literal["name", "text", "traceback"]
 """Detail of a model's exceptions in answers to clients: only the type, the text too, or all."""
 
+CheckMode = Literal["on", "warn", "off"]
+"""What the check of a model at its start does: refuse the model, only warn, or nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckReport:
+    """Findings of the check that a version passed before its first worker was ready."""
+
+    warnings: tuple[str, ...] = ()
+    not_checked: tuple[str, ...] = ()
+    """Parts that were left out, and why."""
+    declared: tuple[str, ...] = ()
+    """Parts that the model's class has turned off, as it writes them: `repeatable = False`."""
+    is_sample_finite: bool | None = None
+    """The outputs for the canaries' sample were finite; None if that is unknown."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
@@ -60,7 +76,8 @@ class HostPart:
 class WorkerConfig:
     """Configuration of one worker.
 
-    A later incarnation gets the findings of an earlier one in `chosen` and `known_split`.
+    A later incarnation gets the findings of an earlier one in `chosen`, `known_split` and
+    `checked`.
     """
 
     model: ModelConfig
@@ -98,6 +115,9 @@ class WorkerConfig:
     """Preset that an earlier incarnation chose; None makes it choose by `speed`."""
     known_split: SplitReport | None = None
     """Split that an earlier incarnation used; None makes it find one."""
+    check: CheckMode = "on"
+    checked: CheckReport | None = None
+    """Findings of another worker, which this one need not check again; None makes it check."""
     error_detail: ErrorDetail = "name"
     batch_timeout_s: float | None = None
     """Seconds after which a batch counts as hung; None derives them from the warm-up."""

@@ -17,6 +17,7 @@ from inferpool.models.files.opened import FileMark
 from inferpool.models.spec import TensorHeader, TensorSpec
 from inferpool.models.speed.names import SpeedReport
 from inferpool.models.split.report import RankPart, SplitReport
+from inferpool.workers.config import CheckReport
 
 Kind = Literal["image", "bytes", "json", "tensors"]
 """Copy of `models.item.Kind`, which the front end cannot import without torch."""
@@ -166,6 +167,8 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     """An example of an instance, as JSON; empty if there is none."""
     reads_own_form: bool = False
     """True if its `preprocess` reads another form than `inputs` describe."""
+    checked: CheckReport = CheckReport()
+    """Findings of the check of the model, by this worker or by another one."""
     files: list[FileMark] = []
     """Files that its model has loaded."""
     is_accelerated: bool = False

@@ -13,6 +13,7 @@ import torch
 from torch import SymInt, Tensor
 from torch.export import ExportedProgram
 from torch.export.passes import move_to_device_pass
+from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from inferpool.models.errors import ModelError, SourceError
@@ -20,6 +21,11 @@ from inferpool.models.files.checkpoint import archive_kind, first_line
 from inferpool.models.item import Features
 from inferpool.models.sources.modules import TensorModel, dtype_name, named_outputs
 from inferpool.models.spec import Placement, TensorSpec
+
+_MOST_NAMED = 8
+"""Most nodes that a message names."""
+_RATES = ("p", "dropout", "dropout_p", "upper")
+"""Arguments of operators that say how much chance there is in training."""
 
 
 class ExportedModel(TensorModel):
@@ -31,12 +37,25 @@ class ExportedModel(TensorModel):
     Args:
         path: The archive.
         finite_outputs: Whether NaN and infinities in the outputs are errors.
+        repeatable: See `Model`.
+        alone_as_in_batch: See `Model`.
     """
 
     can_run_ahead = True
 
-    def __init__(self, path: Path, *, finite_outputs: bool = True) -> None:
-        super().__init__(finite_outputs=finite_outputs)
+    def __init__(
+        self,
+        path: Path,
+        *,
+        finite_outputs: bool = True,
+        repeatable: bool = True,
+        alone_as_in_batch: bool = True,
+    ) -> None:
+        super().__init__(
+            finite_outputs=finite_outputs,
+            repeatable=repeatable,
+            alone_as_in_batch=alone_as_in_batch,
+        )
         self._path = path
 
     def build_network(self, placement: Placement) -> Callable[..., object]:
@@ -51,8 +70,9 @@ class ExportedModel(TensorModel):
         self.smallest, self.largest = _batch_range(program, inputs)
         self.inputs = [_spec(name, value) for name, value in inputs.items()]
         self.outputs = [_spec(name, value) for name, value in _results(program, self._fixed_size)]
+        self.flaws = self._flaws_of(program)
         program = move_to_device_pass(program, self.device)
-        module = program.module()
+        module = self._module = program.module()
         in_spec = program.call_spec.in_spec
         assert in_spec is not None
 
@@ -71,6 +91,22 @@ class ExportedModel(TensorModel):
         pieces = zip(*(tensor.split(min(self.largest, num_rows)) for tensor in inputs), strict=True)
         parts = [self._run_filled(piece) for piece in pieces]
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+    def _flaws_of(self, program: ExportedProgram) -> list[str]:
+        """Return what makes the program train rather than infer, unless the options say so."""
+        random, of_batch = training_nodes(program)
+        flaws = []
+        for nodes, says_so, option in (
+            (random, not self.repeatable, "repeatable"),
+            (of_batch, not self.alone_as_in_batch, "alone_as_in_batch"),
+        ):
+            if nodes and not says_so:
+                flaws.append(
+                    f"{self._path} was exported in training mode: {_listed(nodes)}; export it "
+                    f"after `network.eval()`, or set options = {{ {option} = false }} if that is "
+                    "meant"
+                )
+        return flaws
 
     @property
     def _fixed_size(self) -> int | None:
@@ -94,6 +130,8 @@ class ScriptedModel(TensorModel):
         inputs: Inputs of forward, in order; by default one float32 tensor of any shape.
         outputs: Its outputs, in order; by default found by a trial.
         finite_outputs: Whether NaN and infinities in the outputs are errors.
+        repeatable: See `Model`.
+        alone_as_in_batch: See `Model`.
     """
 
     def __init__(
@@ -103,8 +141,16 @@ class ScriptedModel(TensorModel):
         inputs: Sequence[TensorSpec] = (),
         outputs: Sequence[TensorSpec] = (),
         finite_outputs: bool = True,
+        repeatable: bool = True,
+        alone_as_in_batch: bool = True,
     ) -> None:
-        super().__init__(inputs=inputs, outputs=outputs, finite_outputs=finite_outputs)
+        super().__init__(
+            inputs=inputs,
+            outputs=outputs,
+            finite_outputs=finite_outputs,
+            repeatable=repeatable,
+            alone_as_in_batch=alone_as_in_batch,
+        )
         self._path = path
 
     def build_network(self, placement: Placement) -> Callable[..., object]:
@@ -124,6 +170,40 @@ class ScriptedModel(TensorModel):
         except Exception as error:  # a damaged archive makes it raise almost anything
             raise SourceError(f"{self._path} cannot be read: {first_line(error)}") from error
         return network.eval()
+
+
+def training_nodes(program: ExportedProgram) -> tuple[list[str], list[str]]:
+    """Name the nodes that only training has: those that draw by chance, and those of the batch.
+
+    The latter normalise by the mean of their batch although they keep a mean of the training.
+    """
+    random, of_batch = [], []
+    for node in program.graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if node.op != "call_function" or schema is None:
+            continue
+        names = [argument.name for argument in schema.arguments]
+        given = {argument.name: argument.default_value for argument in schema.arguments}
+        given |= dict(zip(names, node.args, strict=False)) | node.kwargs
+        trains = given.get("train", given.get("training"))
+        rate = next((given[name] for name in _RATES if name in given), None)
+        if trains is True and given.get("running_mean") is not None:
+            of_batch.append(_place_of(node))
+        elif rate and (trains is True or "dropout_p" in given):
+            random.append(_place_of(node))
+    return random, of_batch
+
+
+def _place_of(node: Node) -> str:
+    """Return a node's name with the submodule that it is in."""
+    stack = [*(node.meta.get("nn_module_stack") or {}).values()]
+    path = str(stack[-1][0]).removeprefix("L['self'].") if stack else ""
+    return f"{node.name} ({path})" if path else str(node.name)
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(names[:_MOST_NAMED]) + more
 
 
 def _check_kind(path: Path, wanted: str) -> None:

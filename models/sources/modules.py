@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from inferpool.models.base import Model
 from inferpool.models.errors import ModelError, SourceError
 from inferpool.models.item import Features, Item
-from inferpool.models.spec import DTYPE_BYTES, Placement, TensorHeader, TensorSpec
+from inferpool.models.made_up import made_up
+from inferpool.models.spec import DTYPE_BYTES, Placement, TensorSpec
 
 _ANY_INPUT = TensorSpec(name="input", dtype="float32", shape=())
 _NUM_SAMPLES = 16
@@ -31,10 +32,14 @@ class TensorModel(Model, ABC):
         inputs: Sequence[TensorSpec] = (),
         outputs: Sequence[TensorSpec] = (),
         finite_outputs: bool = True,
+        repeatable: bool = True,
+        alone_as_in_batch: bool = True,
     ) -> None:
         self.inputs = list(inputs) or [_ANY_INPUT]
         self.outputs = list(outputs)
         self.finite_outputs = finite_outputs
+        self.repeatable = repeatable
+        self.alone_as_in_batch = alone_as_in_batch
         self.has_fixed_shapes = all(_is_known(spec) for spec in self.inputs)
 
     @abstractmethod
@@ -62,15 +67,19 @@ class TensorModel(Model, ABC):
         return self._named(self.network(*arguments))
 
     def warmup(self) -> Sequence[Item]:
-        """Return zeros, if the shapes of the inputs are known."""
-        return [_zeros(self.inputs)] if all(_is_known(spec) for spec in self.inputs) else []
+        """Return two instances with numbers by chance, if the shapes of the inputs are known."""
+        return self._made_up(2, torch.rand) if all(map(_is_known, self.inputs)) else []
 
     def samples(self) -> Sequence[Item]:
         """Return random numbers, if all inputs are float32 of known shapes."""
         if not all(_is_known(spec) and spec.dtype == "float32" for spec in self.inputs):
             return []
+        return self._made_up(_NUM_SAMPLES, torch.randn)
+
+    def _made_up(self, num: int, numbers: Callable[..., Tensor]) -> Sequence[Item]:
         generator = torch.Generator().manual_seed(0)
-        return [_random(self.inputs, generator) for _ in range(_NUM_SAMPLES)]
+        found = (made_up(self.inputs, generator, numbers) for _ in range(num))
+        return [item for item in found if item is not None]
 
     def _named(self, result: object) -> dict[str, Tensor]:
         outputs = named_outputs(result)
@@ -118,6 +127,8 @@ class ModuleModel(TensorModel):
         inputs: Inputs of forward, in order; by default one float32 tensor of any shape.
         outputs: Its outputs, in order; by default found by a trial.
         finite_outputs: Whether NaN and infinities in the outputs are errors.
+        repeatable: See `Model`.
+        alone_as_in_batch: See `Model`.
     """
 
     def __init__(
@@ -128,8 +139,16 @@ class ModuleModel(TensorModel):
         inputs: Sequence[TensorSpec] = (),
         outputs: Sequence[TensorSpec] = (),
         finite_outputs: bool = True,
+        repeatable: bool = True,
+        alone_as_in_batch: bool = True,
     ) -> None:
-        super().__init__(inputs=inputs, outputs=outputs, finite_outputs=finite_outputs)
+        super().__init__(
+            inputs=inputs,
+            outputs=outputs,
+            finite_outputs=finite_outputs,
+            repeatable=repeatable,
+            alone_as_in_batch=alone_as_in_batch,
+        )
         self._build = build
         self._weights = weights
 
@@ -201,20 +220,3 @@ def _is_known(spec: TensorSpec) -> bool:
 
 def _zero_rows(spec: TensorSpec, num_rows: int) -> Tensor:
     return torch.zeros((num_rows, *spec.instance_shape), dtype=getattr(torch, spec.dtype))
-
-
-def _random(inputs: Sequence[TensorSpec], generator: torch.Generator) -> Item:
-    item = _zeros(inputs)
-    numbers = torch.randn(len(item.payload) // 4, generator=generator)
-    payload = memoryview(bytearray(numbers.numpy().tobytes()))
-    return Item(kind="tensors", payload=payload, headers=item.headers)
-
-
-def _zeros(inputs: Sequence[TensorSpec]) -> Item:
-    headers = []
-    offset = 0
-    for spec in inputs:
-        header = TensorHeader(spec.name, spec.dtype, spec.instance_shape, offset)
-        headers.append(header)
-        offset += header.num_bytes
-    return Item(kind="tensors", payload=memoryview(bytearray(offset)), headers=headers)

@@ -22,7 +22,7 @@ _FORMS = (
     "the folder of a training run, or a file: .pt2 (torch.export), .pt, .ts or .torchscript "
     "(TorchScript)"
 )
-_WRAPPER_OPTIONS = ("inputs", "outputs", "finite_outputs")
+_WRAPPER_OPTIONS = ("inputs", "outputs", "finite_outputs", "repeatable", "alone_as_in_batch")
 """Options of `ModuleModel`; the others go to the user's network."""
 _SCRIPT_SUFFIXES = (".pt", ".ts", ".torchscript")
 _WEIGHT_SUFFIXES = (".pth", ".safetensors")
@@ -38,8 +38,8 @@ def build(source: str, weights: str | None, options: Mapping[str, object]) -> Mo
         weights: "DEFAULT" for the source's own, a named weight of torchvision, a checkpoint's path,
             or None for random weights.
         options: Keyword arguments of the class. For networks and TorchScript, `inputs` and
-            `outputs`
-            declare the tensors; all that take tensors allow NaN with `finite_outputs = false`.
+            `outputs` declare the tensors; for archives too, `finite_outputs`, `repeatable` and
+            `alone_as_in_batch` are those of `Model`.
 
     Raises:
         SourceError: The source names nothing that can be built; the message says what would.

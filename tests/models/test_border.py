@@ -13,7 +13,7 @@ import torch
 from inferpool.models.base import Model
 from inferpool.models.border import checked, place_of
 from inferpool.models.errors import BadReturnError, InputError
-from inferpool.models.example import example_of
+from inferpool.models.example import own_example, shown_example
 from inferpool.models.item import Features, Item
 from inferpool.models.spec import Placement, TensorSpec
 from inferpool.workers.inside.compute import Computer
@@ -257,7 +257,7 @@ def assert_serves(kind: type[Sums]) -> None:
         model = checked(kind())
         model.load(CPU)
         samples = list(model.warmup())
-        example_of(model, samples)
+        shown_example(model, own_example(model), samples)
         computer = Computer(model, num_threads=1)
         if samples:
             computer.warm_up(samples, (1, 2))
@@ -283,7 +283,8 @@ def test_example_that_cannot_be_shown_is_logged(caplog: pytest.LogCaptureFixture
     class Own(Sums):
         example = torch.zeros(1, 3)
 
-    assert example_of(checked(Own()), []) == b""
+    model = checked(Own())
+    assert shown_example(model, own_example(model), []) == b""
     assert "example is not shown: BadReturnError: " in caplog.text
     assert "Own.example must be" in caplog.text
 

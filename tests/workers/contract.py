@@ -112,8 +112,8 @@ class EngineContract:
         stages: list[str] = []
         began = time.monotonic()
         worker = await engine.start(WorkerId(model="m", slot=0), config_of(), stages.append)
-        assert stages[-2].startswith("loading tests.")
-        assert stages[-1] == "warming up"
+        assert stages[-3].startswith("loading tests.")
+        assert stages[-2:] == ["warming up", "checking its answers"]
         assert worker.ready.device == "cpu"
         assert worker.ready.example == b'{"n": 0}'
         assert [spec.name for spec in worker.ready.outputs] == ["twice", "share"]

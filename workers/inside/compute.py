@@ -8,9 +8,12 @@ declares, the group is halved until the items at fault are alone, so that the ot
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import torch
+from torch import Tensor
 
 from inferpool.models.accelerator.device import is_accelerator, mark_here, synchronize
 from inferpool.models.accelerator.failures import RAISED, is_lost_device, is_out_of_memory
@@ -41,6 +44,17 @@ logger = logging.getLogger(__name__)
 
 _CHEAP_BYTES = 1 << 16
 """JSON answers up to this size are not counted: no batch has enough of them to matter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """The result of one pass of instances that no client sent, as far as the first of them goes."""
+
+    outputs: Features
+    """Outputs of the first instance, after `postprocess`, with the batch dimension."""
+    is_finite: bool
+    """They are finite, or need not be."""
+    took_s: float
 
 
 class Computer:
@@ -87,7 +101,12 @@ class Computer:
         self._encode = msgspec.json.Encoder(enc_hook=plain_value).encode
 
     def warm_up(
-        self, samples: Sequence[Item], sizes: Sequence[int], *, needed: int | None = None
+        self,
+        samples: Sequence[Item],
+        sizes: Sequence[int],
+        *,
+        needed: int | None = None,
+        on_pass: Callable[[int, Pass], None] = lambda size, one: None,
     ) -> float:
         """Compute batches of samples in some sizes.
 
@@ -96,6 +115,7 @@ class Computer:
             sizes: The sizes, in rising order.
             needed: Larger sizes are computed only as far as they fit into memory, and until one
                 takes long; None for all.
+            on_pass: Called with the size and the result of each pass.
 
         Returns:
             Seconds of the longest batch, including the preparation of its samples.
@@ -113,9 +133,11 @@ class Computer:
                 chosen = [features[i % len(features)] for i in range(size)]
                 may_end = needed is not None and needed <= size < sizes[-1]
                 try:
-                    took_s = self._warm(chosen)
+                    one = self._warm(chosen)
+                    on_pass(size, one)
+                    took_s = one.took_s
                     if may_end:  # the first of a size is no measure
-                        took_s = min(took_s, self._warm(chosen))
+                        took_s = min(took_s, self._warm(chosen).took_s)
                 except (RuntimeError, MemoryError) as error:
                     if needed is None or size <= needed or not is_out_of_memory(error):
                         raise
@@ -130,15 +152,25 @@ class Computer:
                 self._staging.compare(*outputs)
         return longest_s
 
-    def _warm(self, chosen: Sequence[Features]) -> float:
-        """Compute a batch, and return how long it took."""
-        began = time.monotonic()
-        outputs = dict(self._model.postprocess(self._once(chosen)))
+    def _warm(self, chosen: Sequence[Features]) -> Pass:
         try:
-            self._checks.check_shapes(outputs, len(chosen))
+            return self.try_out(chosen)
         except BrokenPromiseError as error:
             raise ModelError(str(error)) from error
-        return time.monotonic() - began
+
+    def try_out(self, chosen: Sequence[Features]) -> Pass:
+        """Compute features that are no batch of a client.
+
+        Raises:
+            BrokenPromiseError: The outputs have another form than the model declares.
+        """
+        began = time.monotonic()
+        outputs = dict(self._model.postprocess(self._once(chosen)))
+        self._checks.check_shapes(outputs, len(chosen))
+        is_finite = 0 not in self._checks.non_finite_rows(outputs)
+        took_s = time.monotonic() - began
+        first = {name: _first_of(output) for name, output in outputs.items()}
+        return Pass(outputs=first, is_finite=is_finite, took_s=took_s)
 
     def give_to(self, give_decoders: GiveDecoders) -> None:
         """Use decoders, which are given what they can prepare of a batch."""
@@ -148,6 +180,10 @@ class Computer:
         """Decode, transform and collate. May run while another batch is in `compute`."""
         return self.finish(self.begin(id, refs, payloads))
 
+    def use_sample(self, sample: Item | None, is_finite: bool | None) -> None:
+        """Let canaries compute an instance, whose outputs are finite if that is known."""
+        self._sample, self._is_sample_finite = sample, is_finite
+
     def prepare_sample(self, id: int) -> Prepared:
         """Prepare a canary: the model's sample, or nothing if it has none."""
         return self._preparer.prepare_sample(id, self._sample)
@@ -155,8 +191,8 @@ class Computer:
     def judge_sample(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
         """Return the error of a canary, if there is one.
 
-        A good model may return NaN for a sample of zeros, so non-finite outputs count as an error
-        only if an earlier canary had finite ones.
+        A good model may return NaN for a sample that was made up, so non-finite outputs count as an
+        error only if the model once had finite ones for it.
         """
         errors = [outcome for outcome in outcomes if isinstance(outcome, ItemError)]
         is_finite = not any(error.code == "non_finite_output" for error in errors)
@@ -376,8 +412,9 @@ class Computer:
         if len(rows) > 1:
             return [indices[row] for row in rows]
         i = indices[rows[0]]
-        extra = prepared.refs[i].log_ids()
-        logger.error("the model's output for an input is not finite", extra=extra)
+        if not prepared.is_canary:  # which the host tells of
+            extra = prepared.refs[i].log_ids()
+            logger.error("the model's output for an input is not finite", extra=extra)
         prepared.outcomes[i] = ItemError(
             "non_finite_output", "the model's output for this input has NaN or an infinity in it"
         )
@@ -433,3 +470,10 @@ def _in_time(prepared: Prepared, indices: Sequence[int]) -> list[int]:
     """Return the items whose deadline has not passed."""
     now = time.monotonic()
     return [i for i in indices if prepared.refs[i].deadline > now]
+
+
+def _first_of(output: Any) -> Any:
+    """Copy the first row, since the model may reuse the memory."""
+    if not isinstance(output, Tensor):  # its own `render` reads anything that has a shape
+        return output[:1]
+    return (output if output.layout is torch.strided else output.to_dense())[:1].clone()

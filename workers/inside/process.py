@@ -25,7 +25,7 @@ import torch
 
 from inferpool.models.accelerator.device import is_accelerator, name_of
 from inferpool.models.base import load_model
-from inferpool.models.example import example_of, reads_own_form
+from inferpool.models.example import own_example, reads_own_form, shown_example
 from inferpool.models.files.opened import OpenedFiles
 from inferpool.models.speed.choose import SpeedOptions, choose
 from inferpool.models.speed.sizes import largest_batch, sizes_to_warm
@@ -50,6 +50,7 @@ from inferpool.workers.inside.own_process import (
 )
 from inferpool.workers.inside.pools import started_pool
 from inferpool.workers.inside.preparing import Prepared
+from inferpool.workers.inside.readiness import ReadyCheck
 from inferpool.workers.inside.worker_queue import WorkerQueue
 from inferpool.workers.memory import has_room_beside
 from inferpool.workers.messages import BatchDone, ItemRef, Ready, StartProgress, Stored
@@ -363,11 +364,13 @@ def load(
     )
     speed = choose(model, options, tell)
     samples = list(model.warmup())
+    example = own_example(model)
+    own = example.item if example else None
+    check = ReadyCheck(model, config, own, samples, preset=speed.preset)
     computer = Computer(
         model,
         num_threads=config.prepare_threads,
         device=device,
-        sample=samples[0] if samples else None,
         on_progress=on_progress,
         keep=keep,
         error_detail=config.error_detail,
@@ -375,9 +378,14 @@ def load(
     warmup_s: float | None = None
     if samples:
         tell("warming up")
-        warmup_s = computer.warm_up(
-            samples, sizes_to_warm(device, most), needed=config.max_batch_size
-        )
+        sizes = sizes_to_warm(device, most)
+        with check.warming():
+            warmup_s = computer.warm_up(
+                samples, sizes, needed=config.max_batch_size, on_pass=check.on_warm
+            )
+    if not check.is_off:
+        tell("checking its answers")
+    checked = check.run(computer)
     crew = crew_for(config, model, door, on_progress) if door is not None else None
     if crew is not None:
         computer.give_to(crew.begin)
@@ -392,8 +400,9 @@ def load(
         speed=speed,
         part=model.split_network.part if model.split_network else None,
         split=model.split_network.report if model.split_network else None,
-        example=example_of(model, samples),
+        example=shown_example(model, example, samples),
         reads_own_form=reads_own_form(model),
+        checked=checked,
         files=opened.marks(),
         is_accelerated=is_accelerator(device),
         decoding=crew.plan if crew else None,

@@ -1,3 +1,4 @@
+import re
 import warnings
 import zipfile
 
@@ -51,7 +52,7 @@ def test_a_program_says_what_it_takes_and_gives(tmp_path):
     assert model.outputs == [spec("logits", "float32", -1, 3), spec("sum", "float32", -1, 4)]
     with pytest.raises(InputError, match=r"instance\.x: expected 4 numbers, found 1"):
         model.preprocess(json_item({"x": [1], "y": [0, 0, 0, 0]}))
-    assert run(model, model.warmup())["sum"].tolist() == [[0.0] * 4]
+    assert run(model, model.warmup())["sum"].shape == (2, 4)
 
 
 @pytest.mark.parametrize(
@@ -127,6 +128,34 @@ def test_a_program_without_batches_of_tensors_is_refused(tmp_path, function, arg
         exported(tmp_path / "a.pt2", Wrapped(), args, dynamic_shapes=shapes)
 
 
+class Trained(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return self.norm(self.first(x))
+
+
+@pytest.mark.parametrize("decomposed", [False, True])
+def test_a_program_that_was_exported_in_training_mode_names_its_nodes(tmp_path, decomposed):
+    path = tmp_path / "a.pt2"
+    for is_training in (True, False):
+        program = torch.export.export(
+            Trained().train(is_training), (torch.rand(3, 4),), dynamic_shapes=({0: BATCH},)
+        )
+        torch.export.save(program.run_decompositions({}) if decomposed else program, path)
+        flaws = loaded(ExportedModel(path)).flaws
+        assert len(flaws) == 2 * is_training
+        if is_training:
+            assert re.search(r"dropout \(first\.1\); .*`network\.eval\(\)`", flaws[0])
+            assert "options = { repeatable = false }" in flaws[0]
+            assert re.search(r"batch_norm\w* \(norm\); .*alone_as_in_batch = false", flaws[1])
+            meant = ExportedModel(path, repeatable=False, alone_as_in_batch=False)
+            assert loaded(meant).flaws == []
+
+
 # TorchScript
 
 
@@ -141,7 +170,7 @@ def test_torchscript_takes_the_inputs_that_the_settings_declare(tmp_path):
     outputs = run(model, [tensor_item({"second": y, "first": x})])
     with torch.inference_mode():
         assert torch.allclose(outputs["logits"][0], module(x[None], y[None])["logits"][0])
-    assert run(model, model.warmup())["sum"].shape == (1, 4)
+    assert run(model, model.warmup())["sum"].shape == (2, 4)
 
 
 @scripting

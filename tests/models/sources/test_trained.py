@@ -10,7 +10,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from inferpool.models.errors import ModelError
-from inferpool.models.example import example_of
+from inferpool.models.example import own_example, shown_example
 from inferpool.models.files.run_folder import RunFolder
 from inferpool.models.item import Item
 from inferpool.models.sources.registry import build
@@ -87,7 +87,7 @@ def test_held_out_images_are_what_presets_are_tried_on_and_people_are_shown(colo
     assert len(model.samples()) == len(model.encoded_samples()) == 24
     labels = [label_of(model, bytes(item.payload)) for item in model.samples()]
     assert labels == [label for label in COLOURS for _ in range(8)]
-    encoded = json.loads(example_of(model, []))["b64"]
+    encoded = json.loads(shown_example(model, own_example(model), []))["b64"]
     assert encoded
 
 
@@ -101,7 +101,7 @@ def test_a_large_example_is_made_small(tmp_path):
     data, kind = model.example()
     assert kind == "image/jpeg"
     assert len(data) <= 8192
-    assert example_of(model, [])
+    assert shown_example(model, own_example(model), [])
 
 
 def test_without_its_images_a_run_is_tried_on_photographs_and_shows_no_example(colours):

@@ -1,0 +1,378 @@
+"""The check of a model on its own example, before its worker is ready."""
+
+import re
+from collections.abc import Mapping, Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from inferpool.models.base import Model
+from inferpool.models.border import checked
+from inferpool.models.errors import InputError, ModelError
+from inferpool.models.example import own_example
+from inferpool.models.item import Features, Item
+from inferpool.models.spec import Placement, TensorSpec
+from inferpool.workers.config import CheckReport
+from inferpool.workers.inside.compute import Computer
+from inferpool.workers.inside.process import load
+from inferpool.workers.inside.readiness import ReadyCheck
+from inferpool.workers.messages import Ready
+from tests.workers.contract import config_of
+
+HERE = Path(__file__).name
+
+
+def picture(width: int, height: int) -> bytes:
+    encoded = BytesIO()
+    Image.linear_gradient("L").resize((width, height)).convert("RGB").save(encoded, "PNG")
+    return encoded.getvalue()
+
+
+class Sound(Model):
+    inputs: Sequence[TensorSpec] = (TensorSpec(name="x", dtype="float32", shape=(-1, 3)),)
+    outputs: Sequence[TensorSpec] = (TensorSpec(name="y", dtype="float32", shape=(-1, 3)),)
+    example: object = [1.0, 2.0, 3.0]
+    num_forwards = 0
+
+    def forward(self, batch: Features) -> Any:
+        self.num_forwards += 1
+        return {"y": self.compute(batch["x"])}
+
+    def compute(self, x: Tensor) -> Any:
+        return x * 2
+
+
+class Raising(Sound):
+    def compute(self, x: Tensor) -> Any:
+        raise KeyError("weights")  # the line that must be named
+
+
+class OfList(Sound):
+    def forward(self, batch: Features) -> Any:
+        return [batch["x"]]
+
+
+class OfGenerator(Sound):
+    def forward(self, batch: Features) -> Any:
+        yield batch["x"]
+
+
+class Squeezed(Sound):
+    def compute(self, x: Tensor) -> Any:
+        return x.squeeze(0)
+
+
+class AnotherShape(Sound):
+    outputs = (TensorSpec(name="y", dtype="float32", shape=(-1, 4)),)
+
+
+class WrongExample(Sound):
+    example: object = [1.0, 2.0]
+
+
+class OwnExampleRefused(Sound):
+    def preprocess(self, item: Item) -> Features:
+        raise InputError("send something else")
+
+
+class NotFinite(Sound):
+    def compute(self, x: Tensor) -> Any:
+        return x / 0
+
+
+class UnsayableRender(Sound):
+    def render(self, outputs: Features, parameters: Mapping[str, object]) -> object:
+        return object()
+
+
+class RaisingRender(Sound):
+    def render(self, outputs: Features, parameters: Mapping[str, object]) -> object:
+        return [][0]
+
+
+class Random(Sound):
+    def compute(self, x: Tensor) -> Any:
+        return x + torch.rand(3)
+
+
+class RandomAtFirst(Sound):
+    def preprocess(self, item: Item) -> Features:
+        return {"x": torch.rand(3)}
+
+
+class Counting(Sound):
+    def compute(self, x: Tensor) -> Any:
+        return x * self.num_forwards
+
+
+class OfBatch(Sound):
+    def compute(self, x: Tensor) -> Any:
+        return x - x.mean(0)
+
+
+class OneByOne(Sound):
+    def compute(self, x: Tensor) -> Any:
+        assert len(x) == 1
+        return x
+
+
+class ForgotEval(Sound):
+    net: nn.Module
+
+    def load(self, placement: Placement) -> None:
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))
+
+    def compute(self, x: Tensor) -> Any:
+        return self.net(x)
+
+
+class ForgotEvalOfNorm(ForgotEval):
+    def load(self, placement: Placement) -> None:
+        self.net = nn.Sequential(nn.Conv1d(1, 1, 1), nn.BatchNorm1d(1))
+
+    def compute(self, x: Tensor) -> Any:
+        return self.net(x[:, None])[:, 0]
+
+
+class BrokenWeights(ForgotEval):
+    def load(self, placement: Placement) -> None:
+        self.net = nn.Linear(3, 3).eval()
+        with torch.no_grad():
+            self.net.weight[1, 1] = torch.nan
+
+
+class Flawed(Sound):
+    def load(self, placement: Placement) -> None:
+        self.flaws = ["it was exported in training mode"]
+
+
+class Padding(Model):
+    """Pads pictures to the largest one of the batch, and counts the pixels."""
+
+    example = (picture(40, 30), "image/png")
+    outputs = (TensorSpec(name="size", dtype="float32", shape=(-1, 1)),)
+
+    def preprocess(self, item: Item) -> Features:
+        with Image.open(BytesIO(item.payload)) as image:
+            return {"size": torch.tensor([image.height, image.width])}
+
+    def collate(self, instances: Sequence[Features]) -> Features:
+        sizes = torch.stack([each["size"] for each in instances])
+        return {"size": sizes.amax(0).expand(len(sizes), 2)}
+
+    def forward(self, batch: Features) -> Features:
+        return {"size": batch["size"].prod(1, keepdim=True).float()}
+
+
+class PaddingUp(Padding):
+    """Counts at least the pixels of a small picture, since its example is one."""
+
+    example = (picture(10, 10), "image/png")
+
+    def preprocess(self, item: Item) -> Features:
+        size = super().preprocess(item)["size"]
+        return {"size": size * 4 if size.prod() < 100 else size}
+
+
+class PaddedTexts(Model):
+    example = "a text"
+
+    def preprocess(self, item: Item) -> Features:
+        return {"ids": torch.tensor([*str(item.json()).encode()])}
+
+    def collate(self, instances: Sequence[Features]) -> Features:
+        ids = [each["ids"] for each in instances]
+        return {"ids": nn.utils.rnn.pad_sequence(ids, batch_first=True)}
+
+    def forward(self, batch: Features) -> Features:
+        return {"mean": batch["ids"].float().mean(1)}  # over the padding, too
+
+
+REFUSED: dict[type[Model], str] = {
+    Raising: rf"fails on its own example: forward raised KeyError: 'weights' \(.*{HERE}:\d+\)",
+    OfList: rf"forward must return a dict of tensors by name, got list \(.*{HERE}:\d+\)",
+    OfGenerator: rf"got a generator \(it has a `yield` in it\) \(.*{HERE}:\d+\)",
+    Squeezed: r"returned 3 rows of 'y' for a batch of 1",
+    AnotherShape: r"returned 'y' of shape \[3\] for each instance, where it declares \[4\]",
+    WrongExample: r"preprocess raised InputError: instance: expected 3 numbers, found 2",
+    OwnExampleRefused: r"preprocess raised InputError: send something else",
+    NotFinite: r"gives NaN or an infinity in 'y' for its own example.*`finite_outputs = False`",
+    BrokenWeights: r"in 'y' for its own example: its weight `net.weight` is not finite",
+    UnsayableRender: rf"render must return a value that JSON can say.*{HERE}:\d+\)",
+    RaisingRender: rf"render raised IndexError: list index out of range \(.*{HERE}:\d+\)",
+    Random: rf"asked the same again.*off by.*{HERE}:\d+\); say `repeatable = False`",
+    RandomAtFirst: r"asked the same again",
+    Counting: r"asked the same again.*off by 1 ",
+    OfBatch: r"beside another instance than alone.*`alone_as_in_batch = False`",
+    OneByOne: rf"beside itself.*forward raised AssertionError.*{HERE}:\d+\)",
+    ForgotEval: r"`net.1` \(Dropout\) is in training mode: call `self.net.eval\(\)` in `load`",
+    ForgotEvalOfNorm: r"beside another.*`net.1` \(BatchNorm1d\) is in training mode",
+    Flawed: r"^it was exported in training mode",
+    PaddingUp: r"beside another instance than alone.*`alone_as_in_batch = False`",
+    PaddedTexts: r"beside another instance than alone.*`alone_as_in_batch = False`",
+}
+
+
+def ready_of(kind: type[Model], **changes: Any) -> Ready:
+    return load(config_of(f"{__name__}:{kind.__name__}", **changes), None, lambda stage: None)[1]
+
+
+@pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)
+def test_model_that_cannot_answer_its_own_example_rightly_is_refused(kind: type[Model]):
+    with pytest.raises(ModelError, match=REFUSED[kind]) as caught:
+        ready_of(kind)
+    assert str(caught.value).endswith('set check = "warn" or "off" to serve it as it is')
+    report = ready_of(kind, check="warn").checked
+    (warning,) = report.warnings
+    assert re.search(REFUSED[kind], warning)
+    assert ready_of(kind, check="off").checked == CheckReport()
+    assert ready_of(kind, checked=report).checked is report
+
+
+DECLARED: dict[type[Model], dict[str, bool]] = {
+    Random: {"repeatable": False},
+    Counting: {"repeatable": False},
+    ForgotEval: {"repeatable": False},
+    OfBatch: {"alone_as_in_batch": False},
+    PaddingUp: {"alone_as_in_batch": False},
+    NotFinite: {"finite_outputs": False},
+}
+
+
+@pytest.mark.parametrize("kind", DECLARED, ids=lambda kind: kind.__name__)
+def test_what_a_class_says_is_meant_is_not_refused(
+    kind: type[Model], monkeypatch: pytest.MonkeyPatch
+):
+    for name, value in DECLARED[kind].items():
+        monkeypatch.setattr(kind, name, value, raising=False)
+    report = ready_of(kind).checked
+    assert report.declared == tuple(f"{name} = False" for name in DECLARED[kind])
+    assert report.warnings == ()
+
+
+@pytest.mark.parametrize("kind", [Sound, Padding], ids=lambda kind: kind.__name__)
+def test_sound_model_passes(kind: type[Model]):
+    assert ready_of(kind).checked == CheckReport(is_sample_finite=True)
+
+
+@pytest.mark.parametrize("kind", [OfBatch, OneByOne], ids=lambda kind: kind.__name__)
+def test_nothing_is_put_beside_the_example_where_batches_have_one_instance(kind: type[Model]):
+    assert ready_of(kind, max_batch_size=1).checked == CheckReport(is_sample_finite=True)
+
+
+class Bare(Sound):
+    """Shows no instance, so one is made up from `inputs`."""
+
+    example = None
+
+
+class BareAndRaising(Bare):
+    def compute(self, x: Tensor) -> Any:
+        raise ValueError("no such numbers")
+
+
+class BareAndRandom(Bare, Random):
+    pass
+
+
+class BareAndNotFinite(Bare, NotFinite):
+    pass
+
+
+class BareAndBroken(BrokenWeights):
+    example = None
+
+
+class ReadsItsOwn(Raising):
+    example = None
+
+    def preprocess(self, item: Item) -> Features:
+        return {"x": torch.zeros(3)}
+
+
+def test_what_an_instance_that_was_made_up_shows_is_only_warned_of():
+    assert ready_of(Bare).checked == CheckReport(is_sample_finite=True)
+    for kind, told in (
+        (BareAndRaising, "fails on an instance that was made up: forward raised ValueError"),
+        (BareAndRandom, "asked the same again"),
+        (BareAndNotFinite, "gives NaN or an infinity in 'y' for an instance that was made up"),
+    ):
+        (warning,) = ready_of(kind).checked.warnings
+        assert told in warning
+    with pytest.raises(ModelError, match=r"its weight `net\.weight` is not finite"):
+        ready_of(BareAndBroken)  # which is certain
+
+
+def test_no_instance_is_made_up_for_a_model_that_reads_its_own_form():
+    report = ready_of(ReadsItsOwn).checked
+    assert report == CheckReport(not_checked=("its answers, since it has no `example`",))
+
+
+class Counted(Sound):
+    sizes: ClassVar[list[int]] = []
+
+    def compute(self, x: Tensor) -> Any:
+        self.sizes.append(len(x))
+        return x
+
+
+class Warmed(Counted):
+    example = None
+
+    def warmup(self) -> Sequence[Item]:
+        return [Item(kind="json", payload=memoryview(b"[1, 2, 3]"))]
+
+
+class WarmedTwice(Warmed):
+    def warmup(self) -> Sequence[Item]:
+        return [*super().warmup(), Item(kind="json", payload=memoryview(b"[4, 5, 6]"))]
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [(Counted, [1, 1, 2]), (Warmed, [1, 8, 1, 2]), (WarmedTwice, [1, 8, 1])],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_passes_of_the_warm_up_are_not_repeated(
+    kind: type[Counted], sizes: list[int], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(kind, "sizes", [])
+    ready_of(kind)
+    assert kind.sizes == sizes
+    kind.sizes.clear()
+    ready_of(kind, checked=CheckReport())
+    assert kind.sizes == [each for each in sizes[:2] if kind is not Counted]
+
+
+def test_pass_that_takes_long_is_not_repeated(monkeypatch: pytest.MonkeyPatch):
+    model = checked(Counted())
+    monkeypatch.setattr(Counted, "sizes", [])
+    example = own_example(model)
+    assert example is not None
+    check = ReadyCheck(model, config_of(), example.item, [], long_s=0.0)
+    report = check.run(Computer(model, num_threads=1))
+    assert Counted.sizes == [1]
+    assert report.not_checked == (
+        "the same again, since it took 0.0 s",
+        "beside another one, since it took 0.0 s",
+    )
+
+
+class Rounding(Sound):
+    """Answers like a network of 16 bits, whose sums depend on the size of the batch."""
+
+    def load(self, placement: Placement) -> None:
+        self.net = nn.Linear(3, 3, dtype=torch.bfloat16)
+
+    def compute(self, x: Tensor) -> Any:
+        return x * (1 + 0.03 * (len(x) - 1))
+
+
+def test_rounding_of_a_network_of_16_bits_is_no_difference():
+    assert ready_of(Rounding).checked.warnings == ()

@@ -1,0 +1,452 @@
+"""Checks a loaded model on an instance of its own, before its worker is ready. In workers only.
+
+The instance goes the whole way of a call: alone, again, and beside another one. A model that fails
+on it, whose answer cannot be sent or is not finite, or that answers otherwise another time, is
+refused. What an instance that was made up shows is only a warning.
+"""
+
+import logging
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from inferpool.models.accelerator.failures import is_lost_device, lacks_resources
+from inferpool.models.agreement import ValueTolerance
+from inferpool.models.base import Model
+from inferpool.models.border import bad_return, is_overridden, place_of
+from inferpool.models.errors import InputError, ModelError
+from inferpool.models.item import Features, Item
+from inferpool.models.made_up import made_up, shuffled, varied
+from inferpool.models.sources.modules import TensorModel
+from inferpool.models.texts import described, text_of
+from inferpool.workers.config import CheckReport, WorkerConfig
+from inferpool.workers.inside.checks import BrokenPromiseError
+from inferpool.workers.inside.compute import Computer, Pass
+from inferpool.workers.inside.outcomes import TensorOutputs, check_size, plain_value
+from inferpool.workers.inside.preparing import RAISED
+
+logger = logging.getLogger(__name__)
+
+LONG_S = 1.0
+"""A pass that took longer is not repeated."""
+_LEAST_ROUNDING = 1e-5
+_ROUNDINGS = {"bf16": 2**-4, "fp16": 2**-7, "tf32": 2**-7}
+"""Part of its largest value by which an output may differ with a preset, or with a network of such
+floats: kernels for another size of the batch add up in another order. Eight times their epsilon."""
+_LEAST = 1e-6
+"""Difference that is rounding whatever it is compared with."""
+_TRAINED = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm, nn.RNNBase, nn.RReLU)
+"""Modules that compute otherwise while they train."""
+_HARDLY_SUPPORTED = (torch.uint16, torch.uint32, torch.uint64)
+_ROOT = Path(__file__).resolve().parents[2]
+_OURS = tuple(f"{_ROOT / name}/" for name in ("models", "workers", "inferpool"))
+_INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+_PROMISES = ("repeatable", "alone_as_in_batch", "finite_outputs")
+_TURN_OFF = 'set check = "warn" or "off" to serve it as it is'
+_encode = msgspec.json.Encoder(enc_hook=plain_value).encode
+
+
+class ReadyCheck:
+    """Check of one model, which is loaded. Use it in the thread that computes."""
+
+    def __init__(
+        self,
+        model: Model,
+        config: WorkerConfig,
+        example: Item | None,
+        samples: Sequence[Item],
+        *,
+        preset: str = "exact",
+        long_s: float = LONG_S,
+    ) -> None:
+        """Choose the instance: the model's example, its first sample, or one that is made up.
+
+        Args:
+            model: The model.
+            config: Configuration of the worker; says whether the model is checked here.
+            example: The model's own example.
+            samples: Instances of its warm-up.
+            preset: Speed preset that it computes with.
+            long_s: Seconds of a pass from which on it is not repeated.
+        """
+        self._model = model
+        self._config = config
+        self._example = example
+        self._samples = samples
+        self._long_s = long_s
+        self._rounding = _ROUNDINGS.get(preset.rpartition("_")[2], _LEAST_ROUNDING)
+        self._is_made_up = example is None and (not samples or isinstance(model, TensorModel))
+        self._generator = torch.Generator().manual_seed(0)
+        self._item = example or (samples[0] if samples else None)
+        if self._item is None and not is_overridden(model, "preprocess"):
+            self._item = made_up(model.inputs, self._generator)
+        self._step = "preprocess"
+        self._known: dict[int, Pass] = {}
+        """Passes of the warm-up that begin with the instance, by the size of the batch."""
+        self._warnings: list[str] = []
+        self._not_checked: list[str] = []
+
+    @property
+    def is_off(self) -> bool:
+        """True if the settings say so, or another worker of the version has done it."""
+        return self._config.check == "off" or self._config.checked is not None
+
+    def on_warm(self, size: int, one: Pass) -> None:
+        """Keep a pass of the warm-up, so that it need not be repeated."""
+        if self._samples and self._item is self._samples[0]:
+            self._known[size] = one
+
+    @contextmanager
+    def warming(self) -> Iterator[None]:
+        """Refuse the model if its warm-up fails on the instance alone, unless that was made up."""
+        try:
+            yield
+        except RAISED as error:
+            is_ours = self._samples and self._item is self._samples[0] and not self._known
+            if is_ours and not self._is_made_up and not self.is_off:
+                self._step = "the warm-up"
+                self._refuse_raised(error, "")
+            raise
+
+    def run(self, computer: Computer) -> CheckReport:
+        """Check the model, unless that is off, and choose the sample of the canaries.
+
+        Raises:
+            ModelError: The model is refused; says why, and what to do.
+        """
+        report = self._config.checked or CheckReport()
+        if not self.is_off:
+            report = self._checked(computer)
+        first = self._samples[0] if self._samples else None
+        sample = self._example if self._example and report.is_sample_finite else first
+        is_known = self._item is not None and sample is self._item
+        computer.use_sample(sample, report.is_sample_finite if is_known else None)
+        return report
+
+    def _checked(self, computer: Computer) -> CheckReport:
+        is_finite: bool | None = None
+        for flaw in self._model.flaws:
+            self._refuse(flaw, is_certain=True)
+        if self._item is not None:
+            with torch.inference_mode():
+                is_finite = self._run(computer, self._item)
+        elif is_overridden(self._model, "preprocess"):
+            self._not_checked.append("its answers, since it has no `example`")
+        else:
+            self._not_checked.append("its answers, since it has no `example` or complete `inputs`")
+        declared = [name for name in _PROMISES if not getattr(self._model, name)]
+        return CheckReport(
+            warnings=tuple(self._warnings),
+            not_checked=tuple(self._not_checked),
+            declared=tuple(f"{name} = False" for name in declared),
+            is_sample_finite=is_finite,
+        )
+
+    def _run(self, computer: Computer, item: Item) -> bool | None:
+        """Check the instance; return whether its outputs were finite, if they were computed."""
+        model = self._model
+        try:
+            features = self._prepared(item)
+            alone = self._known.get(1) or self._computed(computer, [features])
+            answer = self._answer(item, alone.outputs)
+        except RAISED as error:
+            self._refuse_raised(error, "")
+            return None
+        if not alone.is_finite:
+            self._refuse_non_finite(alone)
+            return False
+        if not model.repeatable:
+            return True
+        if alone.took_s > self._long_s:
+            self._not_checked.append(f"the same again, since it took {alone.took_s:.1f} s")
+        elif not self._is_repeated(computer, item, alone, answer):
+            return True
+        if model.alone_as_in_batch and self._config.max_batch_size > 1:
+            self._check_beside(computer, item, features, alone, answer)
+        return True
+
+    def _is_repeated(self, computer: Computer, item: Item, alone: Pass, answer: object) -> bool:
+        try:
+            again = self._computed(computer, [self._prepared(item)])
+            other = self._answer(item, again.outputs)
+        except RAISED as error:
+            self._refuse_raised(error, " when it is asked again")
+            return False
+        if difference := self._difference(alone, again, answer, other):
+            self._refuse(
+                f"{self._name} answers otherwise when it is asked the same again ({difference})"
+                f"{self._hint('repeatable')}"
+            )
+        return not difference
+
+    def _check_beside(
+        self, computer: Computer, item: Item, features: Features, alone: Pass, answer: object
+    ) -> None:
+        sizes = [size for size in self._known if size > 1]
+        if sizes and len(self._samples) > 1:
+            beside: Pass | None = self._known[max(sizes)]
+        elif alone.took_s > self._long_s:
+            self._not_checked.append(f"beside another one, since it took {alone.took_s:.1f} s")
+            return
+        else:
+            beside = self._beside(computer, item, features)
+        if beside is None:
+            return
+        try:
+            other = self._answer(item, beside.outputs)
+        except RAISED as error:
+            self._refuse_raised(error, " beside another instance")
+            return
+        if difference := self._difference(alone, beside, answer, other):
+            self._refuse(
+                f"{self._name} answers otherwise beside another instance than alone "
+                f"({difference}){self._hint('alone_as_in_batch')}"
+            )
+
+    def _beside(self, computer: Computer, item: Item, features: Features) -> Pass | None:
+        """Compute the instance before another one, or before itself if no other one fits."""
+        for other in self._others(item, features):
+            try:
+                return self._computed(computer, [features, other()])
+            except RAISED as error:  # it may be the other's fault
+                if is_lost_device(error) or lacks_resources(error):
+                    raise
+                logger.debug("another instance does not fit beside it", exc_info=True)
+        try:
+            return self._computed(computer, [features, features])
+        except RAISED as error:
+            self._refuse_raised(error, " beside itself (is max_batch_size = 1 meant?)")
+            return None
+
+    def _others(self, item: Item, features: Features) -> Iterator[Callable[[], Features]]:
+        """Yield what makes the features of other instances, the best first."""
+        if others := [each for each in self._samples[:2] if each is not item]:
+            yield lambda: self._alike(features, self._prepared(others[-1]))
+        yield lambda: self._alike(features, self._prepared(_there(varied(item))))
+        if not is_overridden(self._model, "preprocess"):
+            yield lambda: shuffled(features, self._generator)
+
+    def _alike(self, features: Features, others: Features) -> Features:
+        """Return the others' features, if the model puts both into one batch."""
+        if self._model.bucket(features) != self._model.bucket(others):
+            raise ValueError("another bucket")
+        self._model.collate([features, others])
+        return others
+
+    def _prepared(self, item: Item) -> Features:
+        self._step = "preprocess"
+        return self._model.preprocess(item)
+
+    def _computed(self, computer: Computer, chosen: Sequence[Features]) -> Pass:
+        self._step = "forward"
+        hash(self._model.bucket(chosen[0]))
+        return computer.try_out(chosen)
+
+    def _answer(self, item: Item, outputs: Features) -> object:
+        """Return the answer as JSON, if the model renders it itself; check that it can be sent."""
+        model = self._model
+        names = [name for name in ("render_batch", "render") if is_overridden(model, name)]
+        if not names:
+            TensorOutputs(outputs, 1)
+            return None
+        self._step = names[0]
+        (value,) = model.render_batch(outputs, [item.parameters])
+        if isinstance(value, InputError):
+            raise value
+        try:
+            text = _encode(value)
+        except (TypeError, ValueError, RecursionError) as error:
+            must = "a value that JSON can say"
+            raise bad_return(model, "render", must, text_of(error)) from None
+        check_size(len(text))
+        return msgspec.json.decode(text)
+
+    def _difference(self, first: Pass, other: Pass, answer: object, another: object) -> str:
+        """Return how two passes differ by more than the model's tolerance; empty if they do not."""
+        one, two = _floats_of(first.outputs), _floats_of(other.outputs)
+        forms = [{name: (x.dtype, x.shape) for name, x in each.items()} for each in (one, two)]
+        if forms[0] != forms[1] or len(one) < len(first.outputs):
+            # Outputs of another size, or in another form, than tensors: the answers must tell.
+            if is_overridden(self._model, "render") or is_overridden(self._model, "render_batch"):
+                return "" if _are_close(answer, another) else "another answer"
+            return f"outputs of the form {_form_text(two)} instead of {_form_text(one)}"
+        most = max(self._rounding, _rounding_of(self._model, one))
+        if all(_is_rounding(one[name], two[name], most) for name in one):
+            return ""
+        for name in one:
+            one[name], two[name] = _without_same(one[name], two[name])
+        try:
+            agreement = self._model.tolerance.judge(one, two)
+        except Exception:  # a tolerance may need more than one instance
+            logger.debug("the tolerance cannot judge one instance", exc_info=True)
+            agreement = ValueTolerance().judge(one, two)
+        return "" if agreement.is_within else agreement.text
+
+    def _refuse_non_finite(self, alone: Pass) -> None:
+        names = [
+            name
+            for name, x in _floats_of(alone.outputs).items()
+            if x.is_floating_point() and not x.isfinite().all()
+        ]
+        weights = _non_finite_weight(self._model)
+        because = f": its weight `{weights}` is not finite" if weights else ""
+        self._refuse(
+            f"{self._name} gives NaN or an infinity in {', '.join(map(repr, names))} for "
+            f"{self._instance}{because}; if that is meant, say `finite_outputs = False`",
+            is_certain=bool(weights),
+        )
+
+    def _refuse_raised(self, error: BaseException, when: str) -> None:
+        if is_lost_device(error) or lacks_resources(error):
+            raise error
+        line = _line_of(error, self._model)
+        where = f" ({line})" if line else ""
+        is_ours = isinstance(error, ModelError | BrokenPromiseError)  # which says all by itself
+        step = "" if is_ours else f"{self._step} raised "
+        text = (text_of(error) if is_ours else described(error)).partition("\n")[0]
+        level = logging.WARNING if self._is_made_up else logging.ERROR
+        logger.log(level, "%s fails on %s", self._name, self._instance, exc_info=error)
+        hint = _training_text(self._model)
+        self._refuse(f"{self._name} fails on {self._instance}{when}: {step}{text}{where}{hint}")
+
+    def _refuse(self, text: str, *, is_certain: bool = False) -> None:
+        """Refuse the model, or warn if it was made up what shows it and that is not certain."""
+        if self._config.check == "on" and (is_certain or not self._is_made_up):
+            raise ModelError(f"{text}; {_TURN_OFF}")
+        logger.warning("%s", text)
+        self._warnings.append(text)
+
+    @property
+    def _name(self) -> str:
+        return type(self._model).__name__
+
+    @property
+    def _instance(self) -> str:
+        return "an instance that was made up" if self._is_made_up else "its own example"
+
+    def _hint(self, promise: str) -> str:
+        """Return what to do about answers that differ."""
+        place = place_of(self._model, "forward")
+        where = f" ({place})" if place and not place.startswith(_OURS) else ""
+        training = _training_text(self._model)
+        says = f"say `{promise} = False` in its class, or in its options, if that is meant"
+        return f"{where}{training}; {says}"
+
+
+def _there(item: Item | None) -> Item:
+    if item is None:
+        raise ValueError("nothing can be made of it")
+    return item
+
+
+def _line_of(error: BaseException, model: Model) -> str:
+    """Return the line of the user's code that an error comes from, as "file:line"; or ""."""
+    walk = traceback.walk_tb(error.__traceback__)
+    frames = [(frame.f_code.co_filename, line) for frame, line in walk]
+    theirs = [(file, line) for file, line in frames if not file.startswith((*_OURS, "<"))]
+    own = sys.modules.get(type(model).__module__)
+    installed = getattr(own, "__file__", None)
+    for file, line in reversed(theirs):
+        if file == installed or not file.startswith(_INSTALLED):
+            return f"{file}:{line}"
+    return ""
+
+
+def _training_text(model: Model) -> str:
+    """Name the networks of a model that are in training mode, and compute otherwise for that."""
+    for name, network in _networks_of(model):
+        trained = [(path, each) for path, each in network.named_modules() if each.training]
+        if found := [(path, each) for path, each in trained if isinstance(each, _TRAINED)]:
+            path, each = found[0]
+            where = f"`{name}.{path}`" if path else f"`{name}`"
+            return (
+                f"; {where} ({type(each).__name__}) is in training mode: call `self.{name}.eval()` "
+                "in `load`"
+            )
+    return ""
+
+
+def _non_finite_weight(model: Model) -> str:
+    """Return the name of a weight with NaN or an infinity; empty if there is none."""
+    for name, network in _networks_of(model):
+        buffers = [each for each in network.named_buffers() if "running_" in each[0]]
+        for path, tensor in (*network.named_parameters(), *buffers):
+            if tensor.is_floating_point() and not tensor.isfinite().all():
+                return f"{name}.{path}"
+    return ""
+
+
+def _networks_of(model: Model) -> Iterator[tuple[str, nn.Module]]:
+    for name, value in vars(model).items():
+        if isinstance(value, nn.Module):
+            yield name, value
+
+
+def _rounding_of(model: Model, outputs: Mapping[str, Tensor]) -> float:
+    """Return the part of their largest value by which rounding may change outputs."""
+    if model.decode == "device":  # it may decode one picture otherwise than several
+        return _ROUNDINGS["bf16"]
+    tensors = [*outputs.values()]
+    for _, network in _networks_of(model):
+        tensors += network.parameters()
+    kinds = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+    return max((8 * torch.finfo(kind).eps for kind in kinds), default=0.0)
+
+
+def _floats_of(outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the outputs that are tensors, in forms that can be compared."""
+    found = {}
+    for name, output in outputs.items():
+        if isinstance(output, Tensor):
+            if output.is_complex():
+                output = torch.view_as_real(output.resolve_conj())
+            elif output.is_quantized:
+                output = output.dequantize()
+            elif output.dtype in _HARDLY_SUPPORTED:
+                output = output.to(torch.int64)
+            found[name] = output
+    return found
+
+
+def _is_rounding(one: Tensor, two: Tensor, most: float) -> bool:
+    """Return whether two outputs differ by rounding alone; what is not finite must be the same."""
+    if not one.is_floating_point():
+        return torch.equal(one, two)
+    one, two = one.double(), two.double()
+    same = (one == two) | (one.isnan() & two.isnan())
+    if bool(same.all()):
+        return True
+    difference = (one - two)[~same].abs().max().item()
+    finite = one[one.isfinite()]
+    largest = finite.abs().max().item() if finite.numel() else 0.0
+    return difference <= max(most * largest, _LEAST)  # never so if it is NaN
+
+
+def _without_same(one: Tensor, two: Tensor) -> tuple[Tensor, Tensor]:
+    """Return two outputs with zeros where they are not finite in the same way."""
+    if not one.is_floating_point():
+        return one, two
+    same = ((one == two) | (one.isnan() & two.isnan())) & ~one.isfinite()
+    return one.masked_fill(same, 0.0), two.masked_fill(same, 0.0)
+
+
+def _are_close(one: object, two: object) -> bool:
+    """Return whether two JSON values are the same but for rounding."""
+    if isinstance(one, list) and isinstance(two, list):
+        return len(one) == len(two) and all(map(_are_close, one, two))
+    if isinstance(one, dict) and isinstance(two, dict):
+        return one.keys() == two.keys() and all(_are_close(one[key], two[key]) for key in one)
+    if isinstance(one, float) and isinstance(two, float | int):
+        return one == two or abs(one - two) <= 1e-3 * max(abs(one), abs(two)) + _LEAST
+    return one == two
+
+
+def _form_text(outputs: Mapping[str, Tensor]) -> str:
+    return ", ".join(f"{name!r} {list(x.shape)}" for name, x in outputs.items()) or "nothing"
