@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from inferpool.service.api.routes.health import (
+    CheckHealth,
     DecoderHealth,
     ForkserverHealth,
     FrontHealth,
@@ -27,7 +28,7 @@ from inferpool.service.api.routes.models import ModelInfo
 from inferpool.service.queue.pool import Pool
 from inferpool.service.speed import SearchProgress, SpeedSearch
 from inferpool.service.telemetry.versions import version_of
-from inferpool.workers.host.engine import DecoderVitals, ForkserverVitals, RankVitals
+from inferpool.workers.host.engine import DecoderVitals, ForkserverVitals, RankVitals, Vitals
 from inferpool.workers.host.gpu_watch import GpuVitals
 from inferpool.workers.host.slots import WorkerSlot
 
@@ -126,9 +127,24 @@ def _model_health(info: ModelInfo, pools: Sequence[Pool], search: SearchProgress
         ],
         example=serving.example,
         reads_own_form=serving.reads_own_form,
+        check=_check_health(serving),
         speed_search=SpeedSearchHealth(state=search.state, text=search.text),
         restart=RestartHealth(state=restart.state, text=restart.text),
         workers=[_worker_health(slot) for slot in serving.slots],
+    )
+
+
+def _check_health(pool: Pool) -> CheckHealth:
+    report = pool.check.report
+    if any(slot.config.check == "off" for slot in pool.slots):
+        return CheckHealth(state="off")
+    if report is None:
+        return CheckHealth(state="none")
+    return CheckHealth(
+        state="warned" if report.warnings else "passed",
+        warnings=report.warnings,
+        not_checked=report.not_checked,
+        declared=report.declared,
     )
 
 
@@ -143,7 +159,7 @@ def _worker_health(slot: WorkerSlot) -> WorkerHealth:
     return WorkerHealth(
         name=slot.id.worker,
         host=slot.config.host,
-        state="stalled" if slot.handle and slot.handle.is_stalled else slot.state,
+        state=_state(slot, vitals),
         device=str(slot.config.placement),
         incarnation=slot.id.incarnation,
         pid=vitals.pid if vitals else None,
@@ -161,9 +177,22 @@ def _worker_health(slot: WorkerSlot) -> WorkerHealth:
         speed_gain=round(speed.gain, 2) if speed else None,
         speed_deviation=speed.deviation if speed else None,
         decode=speed.decode if speed else None,
-        reason={"starting": slot.stage, "ready": ""}.get(slot.state, slot.reason),
+        reason=_reason(slot, vitals),
         last_ending=_last_ending(slot),
     )
+
+
+def _state(slot: WorkerSlot, vitals: Vitals | None) -> str:
+    if slot.handle and slot.handle.is_stalled:
+        return "stalled"
+    return "degraded" if slot.state == "ready" and vitals and vitals.failure else slot.state
+
+
+def _reason(slot: WorkerSlot, vitals: Vitals | None) -> str:
+    if slot.state == "ready":
+        failure = vitals.failure if vitals else ""
+        return f"it failed on a sample of its own: {failure}" if failure else ""
+    return slot.stage if slot.state == "starting" else slot.reason
 
 
 def forkserver_health(vitals: ForkserverVitals) -> ForkserverHealth:

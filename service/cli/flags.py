@@ -51,6 +51,7 @@ _SETTINGS_FLAGS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "weights": ("WHICH", '"DEFAULT", "none", a name or a file'),
         "max-batch-size": ("N", "instances per forward pass"),
         "objective-p99-ms": ("MS", "answer 99 of 100 within it, refuse the rest"),
+        "check": ("HOW", 'check its example first: "on", "warn" or "off"'),
         "speed": ("HOW", '"auto", "exact" or a preset\'s name'),
         "decode": ("HOW", "auto, exact or fast"),
         "decoders": ("N", "processes that decode pictures for each worker"),

@@ -3,7 +3,7 @@
 import { $, h, keep, setText } from "./dom.js";
 import { age, bytes, number, plural, timeOfDay } from "./format.js";
 
-const LEVELS = { ready: "good", starting: "idle", stalled: "warn", backoff: "warn", failed: "bad", stopped: "idle" };
+const LEVELS = { ready: "good", starting: "idle", stalled: "warn", degraded: "warn", backoff: "warn", failed: "bad", stopped: "idle" };
 const CAUSES = {
   asked: "Replaced", canary: "Failed its check", device: "Device fault", exit: "Exited",
   files: "Files changed", hang: "Hung", host: "Host lost", memory: "Out of memory",

@@ -26,6 +26,7 @@ from inferpool.workers.config import WorkerConfig
 from inferpool.workers.host.engine import Cause, Engine, RankVitals, WorkerHandle, WorkerId
 from inferpool.workers.host.replica_files import ReplicaFiles
 from inferpool.workers.host.restart_policy import RestartPolicy
+from inferpool.workers.host.shared_check import SharedCheck
 from inferpool.workers.host.slots import WorkerSlot
 from inferpool.workers.host.supervisor import WorkerSupervisor
 from inferpool.workers.messages import UNREADABLE, ItemRef
@@ -145,8 +146,9 @@ class Pool:
         files = ReplicaFiles[WorkerHandle](
             lambda worker: worker.ready.files, self._forget_found_out
         )
-        self._supervisor = WorkerSupervisor(engine.start, self, policy, files)
-        self.replacer = Replacer(name, self._supervisor, self._note_successor)
+        self.check = SharedCheck(engine.start)
+        self._supervisor = WorkerSupervisor(self.check.start, self, policy, files)
+        self.replacer = Replacer(name, self._supervisor, self._note_successor, self.check.forget)
 
     @property
     def slots(self) -> Sequence[WorkerSlot]:
@@ -350,7 +352,8 @@ class Pool:
             )
 
     def _forget_found_out(self) -> None:
-        """Forget what was measured: other files may make another network."""
+        """Forget what was found out: other files may make another network."""
+        self.check.forget()
         for slot in self.slots:
             slot.config = replace(slot.config, chosen=None, known_split=None)
 

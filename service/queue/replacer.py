@@ -36,12 +36,18 @@ class Replacer:
     """Replaces the workers of one model, one at a time."""
 
     def __init__(
-        self, name: str, supervisor: WorkerSupervisor, on_succession: Callable[[WorkerId], None]
+        self,
+        name: str,
+        supervisor: WorkerSupervisor,
+        on_succession: Callable[[WorkerId], None],
+        on_renewal: Callable[[], None],
     ) -> None:
+        """Store what to call when a worker was replaced, and before all of them load new files."""
         self.restart = Restart()
         self._name = name
         self._supervisor = supervisor
         self._on_succession = on_succession
+        self._on_renewal = on_renewal
         self._lock = asyncio.Lock()
         """Held while a worker is replaced: a restart and a change of presets take turns."""
 
@@ -85,6 +91,8 @@ class Replacer:
         # Each loads the files as they are at that time. If they have changed since the first was
         # replaced, it is replaced again.
         renews = len(slots) == len(self._supervisor.slots)
+        if renews:
+            self._on_renewal()
         waiting, replaced = list(slots), set[WorkerSlot]()
         for _ in range(_NUM_TRIES):
             errors: dict[str, str] = {}

@@ -15,7 +15,7 @@ from inferpool.service.settings.sources import (
     is_source,
     source_hint,
 )
-from inferpool.workers.config import ErrorDetail, ModelConfig, WorkerConfig
+from inferpool.workers.config import CheckMode, ErrorDetail, ModelConfig, WorkerConfig
 from inferpool.workers.host.devices import Host, parse_devices
 from inferpool.workers.host.placing import PlacementRequest, place
 
@@ -99,6 +99,10 @@ class ModelSettings(SettingsTable):
     """Batches that a worker may hold at once: one that runs, the rest in preparation. A pipeline
     runs one for each stage (four at most), and holds more for that; a worker with decoders holds
     one more."""
+    check: CheckMode = "on"
+    """The check of the model on its own example, before its first worker is ready. `on`: a model
+    that fails on it, gives NaN, or answers otherwise again or beside another instance is refused;
+    `warn`: that is only logged, and shown in `/health`; `off`: nothing is checked."""
     max_restarts: int = Field(5, ge=0)
     """A worker that has never been ready is given up after this many restarts in a row."""
     threads_per_replica: Auto | PositiveInt = "auto"
@@ -267,6 +271,7 @@ class ModelSettings(SettingsTable):
             measures_speed=not searches_speed or placement.devices != ("cpu",),
             cache_dir=cache_dir,
             load_timeout_s=self.load_timeout_s,
+            check=self.check,
             batch_timeout_s=None if self.batch_timeout_s == "auto" else self.batch_timeout_s,
             max_image_pixels=max_image_pixels,
             error_detail=error_detail,

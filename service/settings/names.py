@@ -23,8 +23,8 @@ FLAGS: Mapping[str, str] = {
         *("host", "port", "front_ends", "predict_keys_file", "metrics_keys_file"),
         *("admin_keys_file", "cors_origins", "tls_certificate", "tls_key", "log_format"),
         *("log_level", "replicas", "devices", "placement", "devices_per_replica"),
-        *("gpu_memory_fraction", "weights", "max_batch_size", "objective_p99_ms", "speed"),
-        *("decode", "decoders", "watch", "job_store", "cluster_host", "cluster_port"),
+        *("gpu_memory_fraction", "weights", "max_batch_size", "objective_p99_ms", "check"),
+        *("speed", "decode", "decoders", "watch", "job_store", "cluster_host", "cluster_port"),
         *("cluster_keys_file", "cluster_certificate", "cluster_key", "cluster_authority"),
         "standby_of",
     )

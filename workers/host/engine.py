@@ -131,6 +131,8 @@ class Vitals:
     num_batches: int
     last_answer_age_s: float
     """Seconds since its last good answer, to a batch or to a canary."""
+    failure: str = ""
+    """Error of its last canary; empty if it gave a good answer to that, or to a batch since."""
     batch_age_s: float = 0.0
     """Seconds for which it has computed its present batch; 0 if it has none."""
     ranks: Sequence[RankVitals] = ()

@@ -182,6 +182,7 @@ class LocalWorker(RankedWorker):
             last_beat_age_s=ranks[0].last_beat_age_s,
             num_batches=0 if is_gone else self.lead.heartbeat.num_batches,
             last_answer_age_s=now - proven_at if proven_at else 0.0,
+            failure=self.carrier.canary.failure,
             batch_age_s=0.0 if is_gone else self.carrier.held.oldest_age_s(now),
             ranks=() if self._is_alone else ranks,
             decoders=decoders,

@@ -127,7 +127,7 @@ class HostedWorkers:
 
         Unclaimed workers on the same devices are stopped before a new one is loaded.
         """
-        key = replace(config, chosen=None, known_split=None, host="", cache_dir=None)
+        key = replace(config, chosen=None, known_split=None, checked=None, host="", cache_dir=None)
         if (worker := await self._loaded(key)) is not None:
             logger.info("%s: a worker that is loaded already is used again", id)
         else:

@@ -75,7 +75,8 @@ class WorkerHealth:
     name: str
     state: str
     """`starting`, `ready`, `backoff`, `failed` or `stopped`, as the supervisor says; or `stalled`:
-    ready, but without a sign of life while it has no work."""
+    ready, but without a sign of life while it has no work; or `degraded`: ready, but it raised or
+    gave nothing finite on its own example, when it was last asked."""
     device: str
     incarnation: int
     """Counts the lives of the worker, from 0."""
@@ -126,6 +127,19 @@ class InputDescription:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheckHealth:
+    """The check of a version on its own example, before its workers were ready."""
+
+    state: str
+    """`none` (not yet done, or refused: the workers say why), `off`, `passed` or `warned`."""
+    warnings: Sequence[str] = ()
+    not_checked: Sequence[str] = ()
+    """Parts that were left out, and why."""
+    declared: Sequence[str] = ()
+    """Parts that the model's class has turned off, such as `repeatable = False`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedSearchHealth:
     """The search for a faster speed preset while workers serve."""
 
@@ -168,6 +182,7 @@ class ModelHealth:
     """An instance that it takes, as JSON; null if it shows none."""
     reads_own_form: bool = False
     """Its own `preprocess` reads something else than `inputs` say."""
+    check: CheckHealth = CheckHealth(state="none")
     speed_search: SpeedSearchHealth = SpeedSearchHealth(state="off")
     restart: RestartHealth = RestartHealth(state="none")
     workers: Sequence[WorkerHealth] = ()

@@ -20,6 +20,7 @@ STATE_STYLES = {
     "starting": "cyan",
     "backoff": "yellow",
     "stalled": "magenta",
+    "degraded": "magenta",
     "failed": "bold red",
     "stopped": "dim",
     "connected": "green",
