@@ -314,6 +314,8 @@ def _serve(
             served.sort(key=lambda name: name != settings.default_model)
             lines = [try_or_ask(url, service.pools[name], settings) for name in served]
             console.serving(url, served, lines, service.loading())
+        elif any(pool.is_refused for pool in service.pools.values()):
+            logger.error("no model is ready; /health says why, at %s", url)
         while True:  # models come and go later too
             await service.until_changed()
             served = [name for name in served if name in service.pools]

@@ -312,6 +312,7 @@ class Service:
             self._settled.set()
         self._has_served = self._has_served or any(pool.has_served for pool in pools)
         is_final = self._door is None  # other hosts may join
+        is_final = is_final and not any(pool.is_refused for pool in pools)  # /health says why
         if is_final and pools and not self._has_served and all(pool.is_lost for pool in pools):
             self._lost.set()
 

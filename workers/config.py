@@ -13,6 +13,8 @@ ErrorDetail = Literal["name", "text", "traceback"]
 
 CheckMode = Literal["on", "warn", "off"]
 """What the check of a model at its start does: refuse the model, only warn, or nothing."""
+REFUSED = 'set check = "warn" or "off" to serve it as it is'
+"""End of the reason for which the check refuses a model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -62,7 +62,7 @@ _MODEL_GROUPS: Mapping[str, str] = {
     ),
     "Its batches": "max_batch_size batch_wait_ms objective_p99_ms credit",
     "Its speed": "speed decode",
-    "Its faults": "batch_timeout_s load_timeout_s max_restarts",
+    "Its faults": "check batch_timeout_s load_timeout_s max_restarts",
 }
 _OTHERS = "Other"
 _OF_A_MODEL = "models.NAME."

@@ -22,7 +22,7 @@ from inferpool.service.queue.numbers import SlotNumbers
 from inferpool.service.queue.replacer import Replacer
 from inferpool.service.queue.turns.gate import DeviceGate, GateMember
 from inferpool.service.telemetry.metrics import ModelMetrics
-from inferpool.workers.config import WorkerConfig
+from inferpool.workers.config import REFUSED, WorkerConfig
 from inferpool.workers.host.engine import Cause, Engine, RankVitals, WorkerHandle, WorkerId
 from inferpool.workers.host.replica_files import ReplicaFiles
 from inferpool.workers.host.restart_policy import RestartPolicy
@@ -174,6 +174,11 @@ class Pool:
     def is_lost(self) -> bool:
         """Every worker is given up, so this model will never be served again."""
         return bool(self.slots) and all(slot.state == "failed" for slot in self.slots)
+
+    @property
+    def is_refused(self) -> bool:
+        """The model is lost since its answers are wrong, which an operator may look into."""
+        return self.is_lost and all(slot.reason.endswith(REFUSED) for slot in self.slots)
 
     @property
     def has_served(self) -> bool:

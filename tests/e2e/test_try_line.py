@@ -122,6 +122,7 @@ def test_every_try_line_works_when_pasted(tmp_path: Path):
         name: {"source": source, "replicas": 1, "threads_per_replica": 1}
         for name, source in sources.items()
     }
+    models["refused"]["check"] = "warn"  # its own preprocess refuses its example
     settings = {"predict_keys_file": key, "models": models}
     with running(settings=settings, cwd=tmp_path, ready=False) as service:
         service.wait_for_log("serving echo")

@@ -38,6 +38,10 @@ class SharedCheck:
         self.report: CheckReport | None = None
         """Findings; None while the version is not checked."""
 
+    def _is_done(self) -> bool:
+        """True if there are findings."""
+        return self.report is not None
+
     def forget(self) -> None:
         """Have the next worker check anew, since it may load other files."""
         self.report = None
@@ -50,7 +54,7 @@ class SharedCheck:
         Raises:
             WorkerStartError: It did not become ready, or another worker has refused the version.
         """
-        if self.report is not None or config.check == "off":
+        if self._is_done() or config.check == "off":
             return await self._start(id, replace(config, checked=self.report), on_progress)
         if self._verdict is None:
             return await self._check(id, config, on_progress)
@@ -58,7 +62,7 @@ class SharedCheck:
         worker = await self._start(id, replace(config, checked=_ELSEWHERE), on_progress)
         try:
             patience_s = 2 * (asyncio.get_running_loop().time() - began) + self._patience_s
-            while self.report is None and (verdict := self._verdict) is not None:
+            while not self._is_done() and (verdict := self._verdict) is not None:
                 on_progress("waiting until another worker has checked the model")
                 await asyncio.wait([verdict], timeout=patience_s)
                 if not verdict.done():
@@ -68,7 +72,7 @@ class SharedCheck:
         except BaseException:
             await worker.stop(0)
             raise
-        if self.report is not None:
+        if self._is_done():
             return worker
         await worker.stop(0)
         return await self._check(id, config, on_progress)

@@ -26,7 +26,7 @@ from inferpool.models.item import Features, Item
 from inferpool.models.made_up import made_up, shuffled, varied
 from inferpool.models.sources.modules import TensorModel
 from inferpool.models.texts import described, text_of
-from inferpool.workers.config import CheckReport, WorkerConfig
+from inferpool.workers.config import REFUSED, CheckReport, WorkerConfig
 from inferpool.workers.inside.checks import BrokenPromiseError
 from inferpool.workers.inside.compute import Computer, Pass
 from inferpool.workers.inside.outcomes import TensorOutputs, check_size, plain_value
@@ -49,7 +49,6 @@ _ROOT = Path(__file__).resolve().parents[2]
 _OURS = tuple(f"{_ROOT / name}/" for name in ("models", "workers", "inferpool"))
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 _PROMISES = ("repeatable", "alone_as_in_batch", "finite_outputs")
-_TURN_OFF = 'set check = "warn" or "off" to serve it as it is'
 _encode = msgspec.json.Encoder(enc_hook=plain_value).encode
 
 
@@ -319,7 +318,7 @@ class ReadyCheck:
     def _refuse(self, text: str, *, is_certain: bool = False) -> None:
         """Refuse the model, or warn if it was made up what shows it and that is not certain."""
         if self._config.check == "on" and (is_certain or not self._is_made_up):
-            raise ModelError(f"{text}; {_TURN_OFF}")
+            raise ModelError(f"{text}; {REFUSED}")
         logger.warning("%s", text)
         self._warnings.append(text)
 
