@@ -216,6 +216,8 @@ class Model:
     ) -> Sequence[object]:
         """Turn the outputs of a whole batch into JSON values; by default, call `render` for each.
 
+        A class below that overrides `render` alone has that called for each.
+
         Args:
             outputs: Tensors with the batch dimension first.
             parameters: Parameters of each instance, in the order of the batch.

@@ -8,7 +8,7 @@ each other are not checked.
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from functools import wraps
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -57,6 +57,18 @@ def is_overridden(model: Model, method: str) -> bool:
     return getattr(own, "__func__", own) is not getattr(Model, method)
 
 
+def rendering_of(model: Model) -> tuple[str, Callable[..., Sequence[object]]]:
+    """Return the name of the method that renders, and what renders a batch with it.
+
+    Of `render` and `render_batch` the one that is defined nearer to the model's class counts, and
+    `render_batch` if one class defines both.
+    """
+    if _distance_of(model, "render") < _distance_of(model, "render_batch"):
+        return "render", MethodType(Model.render_batch, model)
+    is_own = is_overridden(model, "render_batch")
+    return "render_batch" if is_own else "render", model.render_batch
+
+
 def forward_can_run_ahead(model: Model) -> bool:
     """Return whether the class that defines `forward`, or one below it, says `can_run_ahead`."""
     for each in type(model).__mro__:
@@ -79,6 +91,19 @@ def bad_return(model: Model, method: str, must: str, found: str) -> BadReturnErr
     place = place_of(model, method)
     where = f" ({place})" if place else ""
     return BadReturnError(f"{method} must return {must}, got {found}{where}")
+
+
+def _distance_of(model: Model, method: str) -> int:
+    """Return how many classes lie between an object and the one that defines its method.
+
+    `checked` also puts methods that a class inherits on the class itself, so the last one counts.
+    """
+    if method in vars(model):
+        return -1
+    mine = inspect.unwrap(inspect.getattr_static(type(model), method))
+    classes = enumerate(type(model).__mro__)
+    found = ((number, vars(each).get(method)) for number, each in classes)
+    return max(n for n, value in found if value is not None and inspect.unwrap(value) is mine)
 
 
 def _checking(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from inferpool.models.base import Model
-from inferpool.models.border import checked, place_of
+from inferpool.models.border import checked, place_of, rendering_of
 from inferpool.models.errors import BadReturnError, InputError
 from inferpool.models.example import own_example, shown_example
 from inferpool.models.item import Features, Item
@@ -339,3 +339,66 @@ def test_declarations_are_checked_once_the_model_is_loaded(name: str, specs: Any
     setattr(model, name, specs)
     with pytest.raises(BadReturnError, match=f"Good.{name}.*{told}"):
         model.load(CPU)
+
+
+class Batched(Model):
+    def render_batch(self, outputs: Any, parameters: Any) -> Any:
+        return ["batch"] * len(parameters)
+
+
+class RenderedBelow(Batched):
+    def render(self, outputs: Any, parameters: Any) -> Any:
+        return "one"
+
+
+class BothBelow(RenderedBelow):
+    def render(self, outputs: Any, parameters: Any) -> Any:
+        return "one"
+
+    def render_batch(self, outputs: Any, parameters: Any) -> Any:
+        return ["batch again"] * len(parameters)
+
+
+class Mixin:
+    def render(self, outputs: Any, parameters: Any) -> Any:
+        return "mixed in"
+
+
+class MixedIn(Mixin, BothBelow):
+    pass
+
+
+class BatchBelow(RenderedBelow):
+    def render_batch(self, outputs: Any, parameters: Any) -> Any:
+        return super().render_batch(outputs, parameters)
+
+
+class JustBelow(RenderedBelow):
+    pass
+
+
+class Plain(Model):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "answers"),
+    [
+        (Batched, "render_batch", ["batch", "batch"]),
+        (RenderedBelow, "render", ["one", "one"]),
+        (BothBelow, "render_batch", ["batch again", "batch again"]),
+        (MixedIn, "render", ["mixed in", "mixed in"]),
+        (BatchBelow, "render_batch", ["batch", "batch"]),
+        (JustBelow, "render", ["one", "one"]),
+        (Plain, "render", [[1.0], [2.0]]),
+    ],
+)
+def test_of_the_methods_that_render_the_nearest_in_the_class_order_is_used(
+    kind: type[Model], name: str, answers: list[object]
+):
+    for model in (kind(), checked(kind()), checked(kind())):  # whose methods are put on the class
+        found, render_batch = rendering_of(model)
+        assert (found, render_batch({"y": torch.tensor([[1.0], [2.0]])}, [{}, {}])) == (
+            name,
+            answers,
+        )

@@ -18,7 +18,7 @@ from torch import Tensor
 from inferpool.models.accelerator.device import is_accelerator, mark_here, synchronize
 from inferpool.models.accelerator.failures import RAISED, is_lost_device, is_out_of_memory
 from inferpool.models.base import Model
-from inferpool.models.border import bad_return, is_overridden
+from inferpool.models.border import bad_return, rendering_of
 from inferpool.models.errors import InputError, ModelError
 from inferpool.models.item import Features, Item
 from inferpool.models.speed.names import LONG_S
@@ -90,7 +90,7 @@ class Computer:
         self._error_detail = error_detail
         self._is_sample_finite: bool | None = None
         self._checks = OutputChecks(model)
-        self._renders_in = "render_batch" if is_overridden(model, "render_batch") else "render"
+        self._renders_in, self._render_batch = rendering_of(model)
         self._safe_sizes = SafeSizes()
         self._staging = Staging(model, device) if is_accelerator(device) else None
         self._preparer = Preparer(
@@ -445,7 +445,7 @@ class Computer:
     def _render(self, prepared: Prepared, indices: list[int], outputs: Features) -> None:
         items, outcomes, encode = prepared.items, prepared.outcomes, self._encode
         prepared.step = self._renders_in
-        values = self._model.render_batch(outputs, [items[i].parameters for i in indices])
+        values = self._render_batch(outputs, [items[i].parameters for i in indices])
         for i, value in zip(indices, values, strict=True):
             if isinstance(value, InputError):
                 outcomes[i] = self._error_of(value, "render", prepared.refs[i])

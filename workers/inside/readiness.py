@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from inferpool.models.accelerator.failures import is_lost_device, lacks_resources
 from inferpool.models.agreement import ValueTolerance
 from inferpool.models.base import Model
-from inferpool.models.border import bad_return, is_overridden, place_of
+from inferpool.models.border import bad_return, is_overridden, place_of, rendering_of
 from inferpool.models.errors import InputError, ModelError
 from inferpool.models.item import Features, Item
 from inferpool.models.made_up import made_up, shuffled, varied
@@ -251,12 +251,11 @@ class ReadyCheck:
     def _answer(self, item: Item, outputs: Features) -> object:
         """Return the answer as JSON, if the model renders it itself; check that it can be sent."""
         model = self._model
-        names = [name for name in ("render_batch", "render") if is_overridden(model, name)]
-        if not names:
+        self._step, render_batch = rendering_of(model)
+        if not is_overridden(model, self._step):
             TensorOutputs(outputs, 1)
             return None
-        self._step = names[0]
-        (value,) = model.render_batch(outputs, [item.parameters])
+        (value,) = render_batch(outputs, [item.parameters])
         if isinstance(value, InputError):
             raise value
         try:
@@ -273,7 +272,7 @@ class ReadyCheck:
         forms = [{name: (x.dtype, x.shape) for name, x in each.items()} for each in (one, two)]
         if forms[0] != forms[1] or len(one) < len(first.outputs):
             # Outputs of another size, or in another form, than tensors: the answers must tell.
-            if is_overridden(self._model, "render") or is_overridden(self._model, "render_batch"):
+            if is_overridden(self._model, rendering_of(self._model)[0]):
                 return "" if _are_close(answer, another) else "another answer"
             return f"outputs of the form {_form_text(two)} instead of {_form_text(one)}"
         most = max(self._rounding, _rounding_of(self._model, one))
