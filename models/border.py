@@ -260,6 +260,8 @@ def _check_specs(model: Model, name: str, specs: object) -> None:
                 f"{place}: the shape of {spec.name!r} must be whole numbers, -1 for any length, "
                 f"not {spec.shape!r}"
             )
+        if spec.batch_fault:
+            raise BadReturnError(f"{place}: {spec.batch_fault}")
 
 
 def _kind_of(value: object) -> str:

@@ -48,6 +48,17 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes with the batch dimension first; -1 for any size. Empty for any shape."""
 
     @property
+    def batch_fault(self) -> str:
+        """What is wrong if the shape does not begin with the batch, and what to write; or ""."""
+        if not self.shape or self.shape[0] == -1:
+            return ""
+        right = (-1, *self.shape[self.shape[0] == 1 :])  # a batch of one is what people forget
+        return (
+            f"the shape of {self.name!r} must begin with -1, which stands for the batch: write "
+            f"{list(right)}, not {list(self.shape)}"
+        )
+
+    @property
     def instance_shape(self) -> tuple[int, ...]:
         """The shape of one instance: without the batch dimension."""
         return self.shape[1:]

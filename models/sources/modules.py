@@ -211,6 +211,8 @@ def specs_of(value: object, option: str) -> list[TensorSpec]:
         if spec.dtype not in DTYPE_BYTES:
             known = ", ".join(DTYPE_BYTES)
             raise SourceError(f"option {option!r}: no dtype {spec.dtype!r}; known are {known}")
+        if spec.batch_fault:
+            raise SourceError(f"option {option!r}: {spec.batch_fault}")
     return specs
 
 

@@ -330,6 +330,10 @@ def test_preprocess_may_yield_what_it_declares_beside_the_inputs():
         ([("x", "float32", (3,))], "must be a list of specs such as .*, not of tuple"),
         ([TensorSpec(name="x", dtype=torch.float32, shape=(-1,))], "not torch.float32"),  # type: ignore[arg-type]
         ([TensorSpec(name="x", dtype="float", shape=(-1,))], "must be one of .*, not 'float'"),
+        (
+            [TensorSpec(name="x", dtype="int8", shape=(2, 3))],
+            r"the shape of 'x' must begin with -1.*: write \[-1, 2, 3\], not \[2, 3\]",
+        ),
         ([TensorSpec(name="x", dtype="int8", shape=(None, 3))], r"not \(None, 3\)"),  # type: ignore[arg-type]
         ([TensorSpec(name="x", dtype="int8", shape=3)], "whole numbers, .*, not 3"),  # type: ignore[arg-type]
     ],

@@ -1,3 +1,4 @@
+import re
 from collections import namedtuple
 
 import pytest
@@ -96,6 +97,16 @@ def test_malformed_specs_are_refused_with_an_example(value):
         specs_of(value, "inputs")
     with pytest.raises(SourceError, match="no dtype 'float'; known are bool"):
         specs_of([{"name": "x", "dtype": "float", "shape": [-1]}], "inputs")
+
+
+@pytest.mark.parametrize(
+    ("shape", "right"), [([3, 8], "[-1, 3, 8]"), ([3], "[-1, 3]"), ([1, 3], "[-1, 3]")]
+)
+def test_spec_without_the_batch_is_refused_with_the_shape_to_write(shape, right):
+    with pytest.raises(SourceError, match=re.escape("'inputs': the shape of 'x' must")) as caught:
+        specs_of([{"name": "x", "dtype": "float32", "shape": shape}], "inputs")
+    assert str(caught.value).endswith(f"write {right}, not {shape}")
+    assert specs_of([{"name": "x", "dtype": "float32", "shape": []}], "inputs")[0].shape == ()
 
 
 def test_finite_outputs_are_promised_unless_the_options_say_otherwise():
