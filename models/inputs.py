@@ -46,6 +46,30 @@ def features_of(item: Item, inputs: Sequence[TensorSpec]) -> Features:
     raise InputError(f"this model takes {describe(inputs)} as tensors or as JSON, not {found}")
 
 
+def non_finite_input(item: Item, features: Features | None = None) -> str | None:
+    """Return where the tensors of a client have NaN or an infinity, or None.
+
+    Args:
+        item: The instance.
+        features: Its tensors if they are the numbers that the client sent, in whatever form.
+    """
+    sent = item.views() if item.kind == "tensors" else features
+    for name, tensor in (sent or {}).items():
+        if isinstance(tensor, Tensor) and (place := place_of_non_finite(name, tensor)):
+            return place
+    return None
+
+
+def place_of_non_finite(name: str, tensor: Tensor) -> str | None:
+    """Return the first NaN or infinity with its place: "tensor 'x': nan at [0, 3]"; or None."""
+    is_finite = tensor.isfinite()
+    if is_finite.all():
+        return None
+    place = is_finite.logical_not().nonzero()[0].tolist()
+    where = f" at {place}" if place else ""
+    return f"tensor {name!r}: {tensor[tuple(place)].item()}{where}"
+
+
 def describe(inputs: Sequence[TensorSpec]) -> str:
     """Describe inputs in words: "'x' (float32 [any, 4])"."""
     return " and ".join(f"{spec.name!r} ({spec.dtype} {shape_text(spec)})" for spec in inputs)

@@ -21,7 +21,13 @@ from torch import Tensor, nn
 from inferpool.models.agreement import LabelTolerance, Tolerance
 from inferpool.models.base import Model
 from inferpool.models.errors import InputError, ModelError
-from inferpool.models.inputs import json_array, json_bytes, json_place, json_texts
+from inferpool.models.inputs import (
+    json_array,
+    json_bytes,
+    json_place,
+    json_texts,
+    place_of_non_finite,
+)
 from inferpool.models.item import Features, Item
 from inferpool.models.spec import Decoding, Placement, TensorHeader, TensorSpec
 from inferpool.models.vision.gpu_jpegs import GpuJpegs, decoder_on
@@ -302,8 +308,8 @@ class Classifier(Model):
         edge = self.transform.crop
         if tuple(x_CHW.shape) != (3, edge, edge):
             raise InputError(f"{self._takes()}, not float32 {list(x_CHW.shape)}")
-        if not x_CHW.isfinite().all():
-            raise InputError("the input holds NaN or infinity")
+        if place := place_of_non_finite("image", x_CHW):
+            raise InputError(f"{place}: the input must be finite")
         return x_CHW
 
     def _takes(self) -> str:

@@ -18,8 +18,9 @@ from torch import Tensor
 from inferpool.models.accelerator.device import is_accelerator, mark_here, synchronize
 from inferpool.models.accelerator.failures import RAISED, is_lost_device, is_out_of_memory
 from inferpool.models.base import Model
-from inferpool.models.border import bad_return, rendering_of
+from inferpool.models.border import bad_return, is_overridden, rendering_of
 from inferpool.models.errors import InputError, ModelError
+from inferpool.models.inputs import non_finite_input
 from inferpool.models.item import Features, Item
 from inferpool.models.speed.names import LONG_S
 from inferpool.models.texts import described, text_of
@@ -32,6 +33,7 @@ from inferpool.workers.inside.outcomes import (
     check_size,
     client_text,
     error_of,
+    non_finite_in,
     plain_value,
 )
 from inferpool.workers.inside.preparing import GiveDecoders, Prepared, Preparer
@@ -90,6 +92,7 @@ class Computer:
         self._error_detail = error_detail
         self._is_sample_finite: bool | None = None
         self._checks = OutputChecks(model)
+        self._preprocesses_itself = is_overridden(model, "preprocess")
         self._renders_in, self._render_batch = rendering_of(model)
         self._safe_sizes = SafeSizes()
         self._staging = Staging(model, device) if is_accelerator(device) else None
@@ -338,7 +341,9 @@ class Computer:
         is_shortage = is_out_of_memory(error)
         first = indices[0]
         if len(indices) == 1:
-            failure = self._error_of(error, prepared.step, prepared.refs[first])
+            failure = self._refusal_of_non_finite(prepared, first) or self._error_of(
+                error, prepared.step, prepared.refs[first]
+            )
             if is_shortage:
                 text = (
                     f"out of memory on this input alone: {client_text(error, self._error_detail)}"
@@ -412,13 +417,29 @@ class Computer:
         if len(rows) > 1:
             return [indices[row] for row in rows]
         i = indices[rows[0]]
-        if not prepared.is_canary:  # which the host tells of
-            extra = prepared.refs[i].log_ids()
-            logger.error("the model's output for an input is not finite", extra=extra)
-        prepared.outcomes[i] = ItemError(
-            "non_finite_output", "the model's output for this input has NaN or an infinity in it"
-        )
+        what = "output for this input has NaN or an infinity in it"
+        prepared.outcomes[i] = self._non_finite(prepared, i, what)
         return []
+
+    def _non_finite(self, prepared: Prepared, i: int, what: str) -> ItemError:
+        """Return the error for an item with an output or answer that is not finite."""
+        if refusal := self._refusal_of_non_finite(prepared, i):
+            return refusal
+        if not prepared.is_canary:  # which the host tells of
+            logger.error("the model's %s", what, extra=prepared.refs[i].log_ids())
+        return ItemError("non_finite_output", f"the model's {what}")
+
+    def _refusal_of_non_finite(self, prepared: Prepared, i: int) -> ItemError | None:
+        """Return the error for a failed item if its client sent NaN or an infinity, else None.
+
+        Nobody looks for them before: some models want them, and to search all tensors costs more
+        than to compute a small network.
+        """
+        features = None if self._preprocesses_itself else prepared.features[i]
+        place = None if prepared.is_canary else non_finite_input(prepared.items[i], features)
+        if place is None:
+            return None
+        return ItemError("invalid_input", f"{place}: this model computes no answer from it")
 
     def _settle(self, prepared: Prepared, indices: list[int], outputs: Features) -> None:
         if prepared.is_canary:  # nobody reads its answer, which may not be serialisable
@@ -451,7 +472,13 @@ class Computer:
                 outcomes[i] = self._error_of(value, "render", prepared.refs[i])
                 continue
             try:
-                outcomes[i] = text = encode(value)
+                text = encode(value)
+                # NaN becomes null; few answers have one, so few are searched.
+                if self._checks.are_finite and b"null" in text and (found := non_finite_in(value)):
+                    what = f"answer to this input has {found}, for which JSON has no form"
+                    outcomes[i] = self._non_finite(prepared, i, what)
+                    continue
+                outcomes[i] = text
                 if (size := len(text)) > _CHEAP_BYTES:
                     prepared.num_bytes += size
                     check_size(size)

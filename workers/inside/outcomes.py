@@ -5,8 +5,10 @@ errors are limited before they are formatted. An instance that exceeds a limit f
 """
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -130,6 +132,26 @@ def plain_value(value: object) -> object:
     if num > MAX_JSON_NUMBERS:
         raise ValueError(f"a {type(value).__name__} of {num:,} numbers, too many for JSON")
     return value.tolist()
+
+
+def non_finite_in(value: object) -> str | None:
+    """Return the first NaN or infinity of a rendered answer with its place: "nan at [3].score"."""
+    waiting = [("", msgspec.to_builtins(value, str_keys=True, enc_hook=_plain_or_none))]
+    while waiting:
+        place, each = waiting.pop()
+        if isinstance(each, float) and not math.isfinite(each):
+            return f"{each} at {place}" if place else str(each)
+        members: list[tuple[str, object]] = []
+        if isinstance(each, dict):
+            members = [(f"{place}.{name}".removeprefix("."), one) for name, one in each.items()]
+        elif isinstance(each, list | tuple):
+            members = [(f"{place}[{i}]", one) for i, one in enumerate(each) if one is not None]
+        waiting += reversed(members)
+    return None
+
+
+def _plain_or_none(value: object) -> object:
+    return None if isinstance(value, msgspec.Raw) else plain_value(value)
 
 
 def _num_inline(outcome: Outcome) -> int:

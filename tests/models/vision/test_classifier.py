@@ -105,7 +105,7 @@ def test_normalised_inputs_go_with_images_in_one_batch(model):
         (tensor_item({"": torch.zeros(4, 4, 4, dtype=torch.uint8)}), r"not uint8 \[4, 4, 4\]"),
         (tensor_item({"": torch.zeros(4, 4, 3, dtype=torch.int64)}), r"not int64 \[4, 4, 3\]"),
         (tensor_item({"": torch.zeros(0, 4, 3, dtype=torch.uint8)}), "no pixels: it is 4 x 0"),
-        (tensor_item({"": torch.full((3, 32, 32), torch.nan)}), "NaN or infinity"),
+        (tensor_item({"": torch.full((3, 32, 32), torch.nan)}), r"'image': nan at \[0, 0, 0\]"),
         (json_item([[[1, 2, 3]], [[1, 2]]]), r"instance\[1\]\[0\]: expected 3 numbers, found 2"),
         (json_item([[[1, 2, 300]]]), r"instance\[0\]\[0\]\[2\]: 300 is out of range for uint8"),
         (json_item([[[1, 2, 0.5]]]), r"\[2\]: expected a whole number, found the number 0.5"),

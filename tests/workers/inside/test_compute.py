@@ -1,5 +1,6 @@
 """Outcomes of each item of a batch, in one process, with models that fail on purpose."""
 
+import base64
 import json
 import logging
 import math
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -25,6 +27,7 @@ from inferpool.workers.inside.checks import BrokenPromiseError
 from inferpool.workers.inside.compute import Computer
 from inferpool.workers.inside.outcomes import TensorOutputs
 from inferpool.workers.messages import ItemError, ItemRef, Outcome
+from tests.models.items import json_item, tensor_item
 
 
 @pytest.fixture(autouse=True)
@@ -183,6 +186,76 @@ def test_model_may_declare_that_its_outputs_need_not_be_finite():
         finite_outputs = False
 
     assert compute(UncheckedModel(torch.sqrt), [4, -1]) == [2, None]
+
+
+RENDERED = (
+    (math.nan, "nan"),
+    ([1.0, [None, float("inf")]], "inf at [1][1]"),
+    ({"scores": [{"score": 1.0}, {"score": float("-inf")}]}, "-inf at scores[1].score"),
+    ({"a": np.float32("nan")}, "nan at a"),
+    ({"a": np.array([0.5, np.nan])}, "nan at a[1]"),
+    ({"a": torch.tensor([[1.0], [math.nan]])}, "nan at a[1][0]"),
+    ((1, (2, math.nan)), "nan at [1][1]"),
+)
+
+
+@pytest.mark.parametrize(("answer", "found"), RENDERED, ids=[found for _, found in RENDERED])
+def test_rendered_answer_that_is_not_finite_fails_alone_and_its_place_is_named(
+    answer: object, found: str, caplog: pytest.LogCaptureFixture
+):
+    class Odd(DoublingModel):
+        def render(self, outputs: Features, parameters: Mapping[str, object]) -> object:
+            return answer if outputs["y"].item() == 4 else null
+
+    null = [None, "null", {"null": None}]
+    assert compute(Odd(), [1, 2, 3]) == [null, "non_finite_output", null]
+    assert f"the model's answer to this input has {found}, for which" in caplog.text
+    meant = type("Meant", (Odd,), {"finite_outputs": False})()
+    assert "non_finite_output" not in compute(meant, [1, 2, 3])
+
+
+class RootModel(Model):
+    """Takes the square root of what clients send, or raises if that is NaN."""
+
+    inputs = (TensorSpec(name="x", dtype="float32", shape=(-1, 2)),)
+
+    def __init__(self, *, raises: bool = False) -> None:
+        self.raises = raises
+
+    def forward(self, batch: Features) -> Features:
+        if self.raises and batch["x"].isnan().any():
+            raise ValueError("NaN")
+        return {"y": batch["x"].sqrt()}
+
+
+def ask_root(model: Model, item: Item) -> Outcome:
+    computer = computer_of(model)
+    ref = ItemRef(item.kind, 0, len(item.payload), math.inf, headers=tuple(item.headers))
+    (outcome,) = computer.compute(computer.prepare(1, [ref], [item.payload]))
+    return outcome
+
+
+def test_nan_that_a_client_sent_is_the_clients_error(caplog: pytest.LogCaptureFixture):
+    sent = torch.tensor([1.0, math.nan])
+    as_json = json_item({"x": {"b64": base64.b64encode(sent.numpy()).decode()}})
+    for raises in (False, True):
+        for item in (tensor_item({"x": sent}), tensor_item({"": sent}), as_json):
+            outcome = ask_root(RootModel(raises=raises), item)
+            assert isinstance(outcome, ItemError)
+            assert outcome.code == "invalid_input"
+            assert re.match(r"tensor 'x?': nan at \[1\]: ", outcome.message)
+    assert "ERROR" not in caplog.text
+    outcome = ask_root(RootModel(), tensor_item({"x": torch.tensor([1.0, -1.0])}))
+    assert isinstance(outcome, ItemError)
+    assert outcome.code == "non_finite_output"
+
+
+def test_model_that_answers_nan_with_a_number_gets_it():
+    class Counting(RootModel):
+        def forward(self, batch: Features) -> Features:
+            return {"y": batch["x"].isnan().sum(1)}
+
+    assert ask_root(Counting(), tensor_item({"x": torch.tensor([1.0, math.nan])})) == b"1"
 
 
 def test_output_that_is_missing_fails_the_input_that_causes_it():
