@@ -60,6 +60,20 @@ def check_exif(num_bytes: int) -> None:
         )
 
 
+def png_bits(data: bytes) -> tuple[int, int]:
+    """Return the bits of a PNG's samples, and how many of them are significant (its sBIT chunk).
+
+    `check_container` has bounded its chunks.
+    """
+    num_bits = data[24] if len(data) > 24 else 8
+    position = 8
+    while (kind := data[position + 4 : position + 8]) not in (b"", b"IDAT"):
+        if kind == b"sBIT" and len(data) > position + 8 and data[position + 8] > 0:
+            return num_bits, min(num_bits, data[position + 8])
+        position += 12 + int.from_bytes(data[position : position + 4], "big")
+    return num_bits, num_bits
+
+
 def _max_pieces(data: bytes) -> int:
     """Return a limit for chunks, segments or blocks, which cost Pillow up to 5 us each.
 

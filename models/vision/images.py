@@ -10,7 +10,6 @@ from collections.abc import Callable
 from functools import cache, partial
 from io import BytesIO
 
-import numpy as np
 from PIL import ExifTags, Image, _imaging
 from PIL.BmpImagePlugin import BmpImageFile
 from PIL.GifImagePlugin import GifImageFile
@@ -24,6 +23,7 @@ from inferpool.models.accelerator.failures import lacks_resources
 from inferpool.models.errors import InputError
 from inferpool.models.spec import MAX_IMAGE_PIXELS
 from inferpool.models.vision.containers import check_container, check_exif
+from inferpool.models.vision.gray import samples_of, to_8_bits
 
 _OPENERS: dict[bytes, type[ImageFile]] = {
     b"\xff\xd8\xff": JpegImageFile,
@@ -67,8 +67,8 @@ def decode_image(
     """Decode a picture to RGB, turned upright as its EXIF orientation says.
 
     An animation yields its first frame. Grayscale, CMYK and palettes become RGB as Pillow's
-    `convert("RGB")` makes them; so does alpha, which is dropped. Gray of 16 bits keeps its high
-    byte, where `convert` would clip nearly all of it to white.
+    `convert("RGB")` makes them; so does alpha, which is dropped. Gray of more than 8 bits is scaled
+    by what the file says, where `convert` would clip nearly all of it to white.
 
     Args:
         data: One encoded picture.
@@ -132,6 +132,7 @@ def decode_scaled(
         image.load()
         turn = _turn(image)
         upright = image if turn is None else image.transpose(turn)
+        upright = to_8_bits(upright, samples_of(image, data))
         return _to_rgb(upright), (height, width) if turn in _QUARTER_TURNS else (width, height)
     except InputError:
         raise
@@ -201,9 +202,6 @@ def _turn(image: Image.Image) -> Image.Transpose | None:
 def _to_rgb(image: Image.Image) -> Image.Image:
     if image.mode == "RGB":
         return image
-    if image.mode.startswith("I"):
-        high = np.asarray(image) >> 8
-        return Image.fromarray(high.clip(0, 255).astype(np.uint8)).convert("RGB")
     # It changes no colour here, and makes `convert` warn about palettes.
     image.info.pop("transparency", None)
     return image.convert("RGB")

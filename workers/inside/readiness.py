@@ -17,7 +17,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from inferpool.models.accelerator.failures import is_lost_device, lacks_resources
+from inferpool.models.accelerator.failures import RAISED, is_lost_device, lacks_resources
 from inferpool.models.agreement import ValueTolerance
 from inferpool.models.base import Model
 from inferpool.models.border import bad_return, is_overridden, place_of, rendering_of
@@ -30,7 +30,6 @@ from inferpool.workers.config import REFUSED, CheckReport, WorkerConfig
 from inferpool.workers.inside.checks import BrokenPromiseError
 from inferpool.workers.inside.compute import Computer, Pass
 from inferpool.workers.inside.outcomes import TensorOutputs, check_size, plain_value
-from inferpool.workers.inside.preparing import RAISED
 
 logger = logging.getLogger(__name__)
 
