@@ -5,7 +5,7 @@ import re
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import torch
@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from inferpool.models.errors import CheckpointError
+from inferpool.models.files.kinds import problem_of_weights
 from inferpool.models.files.opened import announce
 
 _WRAPPERS = ("state_dict", "model_state_dict", "model")
@@ -20,7 +21,6 @@ _WRAPPERS = ("state_dict", "model_state_dict", "model")
 _PREFIXES = ("module.", "_orig_mod.")
 """Prefixes that DistributedDataParallel and torch.compile put before every name."""
 _INDEX_SUFFIX = ".safetensors.index.json"
-_WHOLE_MODELS = {"torchscript": "TorchScript", "export": "torch.export"}
 _SHOWN = 4
 
 
@@ -122,33 +122,15 @@ def read_weights(path: Path | str) -> dict[str, Tensor]:
     return StoredWeights(path).mapped()
 
 
-def archive_kind(path: Path) -> Literal["torchscript", "export", "checkpoint", "other"]:
-    """Tell apart the archives that torch writes, by the names of the files inside."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            names = {name.partition("/")[2] for name in archive.namelist()}
-    except (OSError, zipfile.BadZipFile):
-        return "other"
-    if "archive_format" in names:
-        return "export"
-    if "constants.pkl" in names:
-        return "torchscript"
-    return "checkpoint" if "data.pkl" in names else "other"
-
-
 def _open(path: Path) -> object:
     if not path.is_file():
         raise CheckpointError(f"{path}: there is no such file")
-    if not path.stat().st_size:
-        raise CheckpointError(f"{path} is not a checkpoint: the file is empty")
+    if problem := problem_of_weights(path):
+        raise CheckpointError(problem)
     if path.name.endswith(_INDEX_SUFFIX):
         return _open_index(path)
     if path.suffix == ".safetensors":
         return _open_safetensors(path)
-    if called := _WHOLE_MODELS.get(archive_kind(path)):
-        raise CheckpointError(
-            f"{path} is a {called} archive, a whole model: name it as the source, not as weights"
-        )
     return _unwrapped(_read_pickle(path), path)
 
 

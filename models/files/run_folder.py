@@ -9,6 +9,7 @@ from typing import Literal
 import msgspec
 
 from inferpool.models.errors import SourceError
+from inferpool.models.files.kinds import what_it_is
 from inferpool.models.files.reading import read_file
 
 CARD_FILE = "card.json"
@@ -202,6 +203,10 @@ def why_no_run(folder: Path) -> str:
             f"the run in {folder} has not ended: `inferpool train --output {folder} --resume` goes "
             "on with it"
         )
+    if known := what_it_is(folder):
+        return known
+    if os.path.isfile(folder):
+        return f"{folder} is a file of an unknown kind, and no folder of a training run"
     if os.path.isdir(folder):
         return f"{folder} is no folder of a finished training run: it has no {CARD_FILE}"
     return f"there is no folder {folder} (looked for from {Path.cwd()})"

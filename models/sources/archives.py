@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import SymInt, Tensor
@@ -17,7 +17,8 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from inferpool.models.errors import ModelError, SourceError
-from inferpool.models.files.checkpoint import archive_kind, first_line
+from inferpool.models.files.checkpoint import first_line
+from inferpool.models.files.kinds import problem_of_archive
 from inferpool.models.item import Features
 from inferpool.models.sources.modules import TensorModel, dtype_name, named_outputs
 from inferpool.models.spec import Placement, TensorSpec
@@ -206,20 +207,9 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_MOST_NAMED]) + more
 
 
-def _check_kind(path: Path, wanted: str) -> None:
-    kind = archive_kind(path)
-    if kind == wanted:
-        return
-    if kind == "checkpoint":
-        raise SourceError(
-            f"{path} holds weights or pickled objects, not a whole model: name the network as "
-            "the source (torchvision:NAME, package.module:Class) and this file as its weights"
-        )
-    if kind == "other":
-        raise SourceError(f"{path} is not an archive of torch's, or is cut short")
-    called = {"export": "torch.export", "torchscript": "TorchScript"}[kind]
-    suffix = {"export": ".pt2", "torchscript": ".pt or .torchscript"}[kind]
-    raise SourceError(f"{path} is a {called} archive: give it a name that ends in {suffix}")
+def _check_kind(path: Path, wanted: Literal["torchscript", "export"]) -> None:
+    if problem := problem_of_archive(path, wanted):
+        raise SourceError(problem)
 
 
 def _read_program(path: Path) -> ExportedProgram:

@@ -6,7 +6,6 @@ import importlib.machinery as machinery
 import inspect
 import os
 import sys
-import sysconfig
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
@@ -19,10 +18,10 @@ from typing import Any, TypeVar
 
 from inferpool.models.accelerator.failures import RAISED
 from inferpool.models.errors import ModelError, SourceError
+from inferpool.models.files.modules import is_installed, is_standard, nearest_modules
 from inferpool.models.sources import importing
 
 _Built = TypeVar("_Built")
-_INSTALLED = {"site-packages", "dist-packages"}
 
 
 def find_class(module_name: str, class_name: str) -> type:
@@ -106,7 +105,7 @@ def _import(name: str, wanted: str) -> ModuleType:
             raise SourceError(f"a module is named without .py: {module}:CLASS") from error
         raise SourceError(
             f"there is no module {error.name!r}: it must be installed, or lie under {folder}"
-            f"{_near_modules(error.name, folder)}"
+            f"{nearest_modules(error.name, Path(folder))}"
         ) from error
     except RAISED as error:  # a user's module may do anything
         raise SourceError(f"module {name!r} fails on import: {_last_line(error)}") from error
@@ -149,14 +148,8 @@ class _FinderOfSource:
 def _may_change(origin: str | None) -> bool:
     """Return whether a file is a user's own, and so may change while a service runs."""
     file = Path(origin or "").absolute()
-    ours = sysconfig.get_path("stdlib"), Path(__file__).absolute().parents[2]
-    return _INSTALLED.isdisjoint(file.parts) and not any(file.is_relative_to(each) for each in ours)
-
-
-def _near_modules(name: str, folder: str) -> str:
-    names = [path.stem for path in Path(folder).iterdir() if path.suffix == ".py" or path.is_dir()]
-    near = get_close_matches(name, names)
-    return f", which has {', '.join(near)}" if near else ""
+    ours = Path(__file__).absolute().parents[2]
+    return not (is_installed(file) or is_standard(file) or file.is_relative_to(ours))
 
 
 def _attribute(module: ModuleType, name: str) -> object:

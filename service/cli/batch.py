@@ -141,9 +141,12 @@ def _check(args: Namespace) -> None:
 
 def _load(args: Namespace) -> "LoadedSettings":
     from inferpool.service.settings.loader import load
+    from inferpool.service.settings.unloadable import check_loadable
 
     flags = {name: getattr(args, name) for name in SETTINGS if getattr(args, name) is not None}
-    return load(flags, os.environ, Path.cwd())
+    loaded = load(flags, os.environ, Path.cwd())
+    check_loadable(loaded.settings, loaded.origins)
+    return loaded
 
 
 def _about(

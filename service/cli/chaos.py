@@ -6,6 +6,7 @@ from pathlib import Path
 
 from inferpool.service.cli.flags import settings_in
 from inferpool.service.settings.loader import load
+from inferpool.service.settings.unloadable import check_loadable
 from inferpool.service.tools.chaos.plan import plan_of
 from inferpool.service.tools.chaos.run import run as disturb
 
@@ -16,4 +17,6 @@ def run(args: Namespace) -> int:
     Raises:
         SettingsError: The settings cannot be used.
     """
-    return disturb(load(settings_in(args), os.environ, Path.cwd()), plan_of(args))
+    loaded = load(settings_in(args), os.environ, Path.cwd())
+    check_loadable(loaded.settings, loaded.origins)
+    return disturb(loaded, plan_of(args))

@@ -12,6 +12,7 @@ from inferpool.service.settings.names import FlagError, SettingsError
 from inferpool.service.settings.settings import Settings
 from inferpool.service.settings.sources import modules_to_preload
 from inferpool.service.settings.tls import CLUSTER, TlsError, mutual_context, server_context
+from inferpool.service.settings.unloadable import check_loadable
 
 
 def run(args: Namespace) -> int:
@@ -26,6 +27,8 @@ def run(args: Namespace) -> int:
     _check_tls(loaded.settings)
     if args.reload and not args.debug:
         raise FlagError("--reload needs --debug")
+    if not args.reload:  # which waits for a change of what is wrong
+        check_loadable(loaded.settings, loaded.origins)
     if args.debug:
         if loaded.settings.cluster_port is not None:
             raise FlagError("--debug computes in this process: leave out cluster_port")

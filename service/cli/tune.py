@@ -7,6 +7,7 @@ from pathlib import Path
 from inferpool.service.cli.flags import settings_in
 from inferpool.service.settings.loader import load
 from inferpool.service.settings.names import FlagError
+from inferpool.service.settings.unloadable import check_loadable
 from inferpool.service.tools.tune.plan import plan_of, problem_with
 from inferpool.service.tools.tune.run import run as search
 
@@ -28,6 +29,7 @@ def run(args: Namespace) -> int:
     names = list(loaded.settings.models)
     if len(names) > 1:
         raise FlagError(f"which of the models? inferpool tune {' | '.join(names)}")
+    check_loadable(loaded.settings, loaded.origins)
     # MODEL leaves the other models out, but the file keeps them.
     whole = load({"config": given["config"]} if "config" in given else {}, os.environ, cwd)
     return search(loaded, whole, plan)

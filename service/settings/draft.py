@@ -20,6 +20,7 @@ from inferpool.service.settings.names import (
     SettingsError,
     dotted,
     is_foreign,
+    place_of,
 )
 from inferpool.service.settings.problems import (
     PIPE_WAIT_S,
@@ -371,11 +372,7 @@ class Draft:
             yield f"{self._place(key)}: {shown(value)} {right}"
 
     def _place(self, key: Key) -> str:
-        """Return the place of a value, as the person who gave it would look for it."""
-        kind, _, where = self._places.get(key, "default").partition(" ")
-        if kind == "file":
-            return f"{where}: {dotted(key)}"
-        return where or dotted(key)
+        return place_of(key, self._places.get(key, "default"))
 
     def _name_model(self, name: str, place: str) -> bool:
         if not MODEL_NAME.fullmatch(name):

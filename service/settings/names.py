@@ -40,6 +40,19 @@ def dotted(key: Key) -> str:
     return ".".join(part if re.fullmatch(r"[A-Za-z0-9_-]+", part) else f'"{part}"' for part in key)
 
 
+def place_of(key: Key, origin: str) -> str:
+    """Return the place of a value, as the person who gave it would look for it.
+
+    Args:
+        key: The setting.
+        origin: Its origin: "default", "file PATH", "environment VAR", "flag --x" and the like.
+    """
+    kind, _, where = origin.partition(" ")
+    if kind in ("file", "state"):
+        return f"{where}: {dotted(key)}"
+    return where or dotted(key)
+
+
 def is_foreign(variable: str, text: str) -> bool:
     """Return whether a variable with our prefix is not one of our settings.
 

@@ -12,10 +12,11 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from importlib.machinery import PathFinder
 from pathlib import Path
 
 from inferpool.models.errors import SourceError
+from inferpool.models.files.kinds import what_it_is
+from inferpool.models.files.modules import file_of, is_installed, is_standard, with_parents
 from inferpool.models.files.run_folder import has_begun, is_run, read_card, why_no_run
 
 DEFAULT_SOURCE = "efficientnet_lite0"
@@ -44,8 +45,6 @@ _KNOWN = frozenset(
 they have started no thread and opened no GPU."""
 _MAX_FILES = 50
 """Files to read for one source. With more, the rest is unknown."""
-_INSTALLED = frozenset(("site-packages", "dist-packages"))
-_STDLIB = Path(os.__file__).parent
 _OURS = "inferpool"
 _TELLING = {
     "os": frozenset(("environ", "environb", "putenv", "unsetenv", "*")),
@@ -67,7 +66,9 @@ def is_run_source(text: str) -> bool:
     """Return whether a source is the folder of a training run: it is there, or has a slash."""
     if is_run(Path(text)):
         return text not in BUILT_IN_SOURCES
-    return "/" in text and ":" not in text and not text.endswith(_FILE_SUFFIXES)
+    if "/" not in text or ":" in text or text.endswith(_FILE_SUFFIXES):
+        return False
+    return not os.path.isfile(text)
 
 
 def slug(source: str) -> str:
@@ -80,14 +81,18 @@ def slug(source: str) -> str:
 
 def source_hint(text: str, candidates: Sequence[str]) -> str:
     """Return a hint about a text that was meant as a source, with the nearest of the candidates."""
-    if text.endswith(_WEIGHT_FILE_SUFFIXES):
-        return (
-            "this is a file of weights: give the network as the source, and this file as --weights"
-        )
     if text.endswith(".toml"):
         return f"this is a file of settings: use --config {text}"
     if has_begun(Path(text)):
         return why_no_run(Path(text))
+    if known := what_it_is(Path(text)):
+        return known
+    if text.endswith(_WEIGHT_FILE_SUFFIXES):
+        return (
+            "this is a file of weights: give the network as the source, and this file as --weights"
+        )
+    if os.path.isfile(text):
+        return f"{text} is a file of an unknown kind: a source is {_SOURCE_FORMS}"
     if _TORCHVISION_NAME.fullmatch(text.lower()):
         near = did_you_mean(text, candidates).removeprefix("did you mean ")
         return f"did you mean torchvision:{text.lower()}{' or ' + near.rstrip() if near else '?'}"
@@ -136,8 +141,8 @@ def _network_of(source: str, folder: Path) -> str:
 
 def _is_installed(module: str, places: Sequence[str]) -> bool:
     """Return whether the first package of that name is an installed one, not the user's own."""
-    file = _file_of(module.partition(".")[0], places)
-    return file is not None and not _INSTALLED.isdisjoint(file.parts)
+    file = file_of(module.partition(".")[0], places)
+    return file is not None and is_installed(file)
 
 
 def _imported_by(name: str, places: Sequence[str]) -> list[str] | None:
@@ -147,13 +152,13 @@ def _imported_by(name: str, places: Sequence[str]) -> list[str] | None:
     files.
     """
     found: list[str] = []
-    waiting = _with_parents(name)
+    waiting = with_parents(name)
     seen = set(waiting)
     num_files = 0
     while waiting:
         name = waiting.pop(0)
-        file = _file_of(name, places)
-        if file is None or not _INSTALLED.isdisjoint(file.parts) or _STDLIB in file.parents:
+        file = file_of(name, places)
+        if file is None or is_installed(file) or is_standard(file):
             continue
         num_files += 1
         nodes = _nodes_of(file)
@@ -164,34 +169,11 @@ def _imported_by(name: str, places: Sequence[str]) -> list[str] | None:
             if module.partition(".")[0] in _KNOWN:
                 found.append(f"{module}:{attribute}" if attribute else module)
                 continue
-            for each in _with_parents(f"{module}.{attribute}" if attribute else module):
+            for each in with_parents(f"{module}.{attribute}" if attribute else module):
                 if each not in seen and each.partition(".")[0] != _OURS:
                     seen.add(each)
                     waiting.append(each)
     return found
-
-
-def _with_parents(name: str) -> list[str]:
-    """Return a module and the packages that it is in, outermost first: all of them are run."""
-    parts = name.split(".")
-    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
-
-
-def _file_of(name: str, places: Sequence[str]) -> Path | None:
-    """Return the source file of a module. Nothing is imported, not even its package."""
-    found = None
-    parts = name.split(".")
-    for end in range(1, len(parts) + 1):
-        try:
-            found = PathFinder.find_spec(".".join(parts[:end]), list(places))
-        except (ImportError, ValueError, OSError):
-            return None
-        if found is None:
-            return None
-        places = found.submodule_search_locations or []
-    if found is None or found.origin is None or not found.origin.endswith(".py"):
-        return None
-    return Path(found.origin)
 
 
 def _nodes_of(file: Path) -> list[ast.AST]:

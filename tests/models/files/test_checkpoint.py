@@ -9,10 +9,10 @@ from torch import nn
 from inferpool.models.errors import CheckpointError
 from inferpool.models.files.checkpoint import (
     StoredWeights,
-    archive_kind,
     load_weights,
     read_weights,
 )
+from inferpool.models.files.kinds import archive_kind
 
 # torch.jit is deprecated, and still what users have.
 scripting = pytest.mark.filterwarnings("ignore:`torch.jit")
@@ -123,6 +123,8 @@ def test_a_file_cut_short_cannot_be_read(tmp_path, name, keep):
 def test_rubbish_is_no_checkpoint(tmp_path):
     path = tmp_path / "a.pth"
     path.write_bytes(b"<html>404</html>" * 40)
+    assert "a.pth is a page of HTML, perhaps that of a failed download" in refused(path)
+    path.write_bytes(b"<p>404</p>" * 40)
     text = refused(path)
     assert text.startswith(f"{path} is not a checkpoint: torch.load finds no pickled tensors in it")
     assert "weights_only" not in text

@@ -82,8 +82,11 @@ def test_a_version_that_is_worse_is_refused_with_its_figures(models):
 
 def test_what_cannot_be_done_says_why(models, monkeypatch, tmp_path: Path):
     status, out, err = models("add", "birds", "--source", "no_such_module:Birds")
+    assert (status, out) == (2, "")
+    assert "source: there is no module 'no_such_module'" in err
+    status, out, err = models("add", "birds", "--source", "tests.no_such_module:Birds")
     assert (status, out) == (1, "")
-    assert "there is no module 'no_such_module'" in err
+    assert "there is no module 'tests.no_such_module'" in err
     assert "it is not served" in err
     for what in ("versions", "remove", "swap", "rollback"):
         status, _, err = models(what, "cast")

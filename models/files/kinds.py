@@ -1,0 +1,179 @@
+"""Says what kind of file a path is, by its first bytes, and what to do with it. No torch."""
+
+import re
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+_HEAD_BYTES = 512
+_RECIPES = "docs/recipes.md has an example"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileKind:
+    """A kind of files that people give to a server of models."""
+
+    called: str
+    """What it is, with its article."""
+    advice: str
+
+    def of(self, path: Path | str) -> str:
+        """Return a sentence about a file of this kind."""
+        return f"{path} is {self.called}: {self.advice}"
+
+
+_CLASS = f"write a class that loads it, and give package.module:Class as the source; {_RECIPES}"
+_AGAIN = "copy or download the file itself"
+_NAMED = "give the network as the source (torchvision:NAME, package.module:Class), and this file as"
+_KINDS = {
+    "checkpoint": (
+        "a file that holds weights or pickled objects, not a whole model",
+        f"{_NAMED} --weights",
+    ),
+    "safetensors": ("a file of weights (safetensors)", f"{_NAMED} --weights"),
+    "torchscript": ("a TorchScript archive", "give it a name that ends in .pt or .torchscript"),
+    "export": ("a torch.export archive", "give it a name that ends in .pt2"),
+    "onnx": ("an ONNX file", _CLASS.replace("loads it", "runs it with onnxruntime")),
+    "pickle": (
+        "a pickle of Python objects, such as pickle and joblib write",
+        f"{_CLASS}. To load it runs code in it",
+    ),
+    "hdf5": ("an HDF5 file, such as Keras writes", _CLASS),
+    "keras": ("a Keras archive", _CLASS),
+    "tflite": ("a TensorFlow Lite file", _CLASS),
+    "gguf": ("a GGUF file of llama.cpp", "this server does not generate texts"),
+    "engine": ("a TensorRT engine", _CLASS),
+    "mar": (
+        "an archive of TorchServe",
+        "unpack it, and serve what is in it; docs/moving-from-torchserve.md says how",
+    ),
+    "lfs": ("a pointer of Git LFS, not the file itself", "run `git lfs pull` where it lies"),
+    "html": ("a page of HTML, perhaps that of a failed download", _AGAIN),
+    "xml": ("an XML file, perhaps the error of a failed download", _AGAIN),
+    "npy": ("a file of numpy arrays", "a source is a model; inputs go to `inferpool predict`"),
+    "picture": ("a picture", "a source is a model; inputs go to `inferpool predict`"),
+    "tar": ("a tar archive", "unpack it, and give what is in it"),
+    "cut": ("an archive that is damaged or cut short", _AGAIN),
+    "zip": ("a zip archive, and no model of torch's", "unpack it, and give what is in it"),
+    "compressed": ("a compressed file", "uncompress it, and give what is in it"),
+    "python": ("a file of Python", "give the class in it as the source: package.module:Class"),
+    "notebook": ("a notebook", "put the class into a .py file, and give module:Class"),
+    "empty": ("an empty file", _AGAIN),
+}
+KINDS = {name: FileKind(called=called, advice=advice) for name, (called, advice) in _KINDS.items()}
+_MAGICS = (
+    (0, rb"version https://git-lfs", "lfs"),
+    (0, rb"\s*(<!--.*?-->\s*)*(?i:<!doctype html|<html)", "html"),
+    (0, rb"\s*<\?xml", "xml"),
+    (0, rb"\x89HDF\r\n\x1a\n", "hdf5"),
+    (0, rb"GGUF", "gguf"),
+    (4, rb"TFL3", "tflite"),
+    (0, rb"ftrt|ptrt", "engine"),
+    (0, rb"\x93NUMPY", "npy"),
+    (0, rb"\xff\xd8\xff|\x89PNG|GIF8|RIFF....WEBP", "picture"),
+    (257, rb"ustar", "tar"),
+    (0, rb"\x1f\x8b|BZh|\xfd7zXZ\x00|\x28\xb5\x2f\xfd", "compressed"),
+    (5, rb'\x00\x00\x00\{\s*"', "safetensors"),
+    (0, rb"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19\.", "checkpoint"),  # torch before 1.6
+    (0, rb"\x80[\x02-\x05]", "pickle"),
+    (0, rb"\x08[\x01-\x14][\x12\x1a\x22\x28\x32\x3a\x42]", "onnx"),  # fields of its ModelProto
+)
+"""Where each kind has which bytes; the first that fits counts."""
+_SUFFIXES = {
+    ".onnx": "onnx", ".pkl": "pickle", ".pickle": "pickle", ".joblib": "pickle", ".h5": "hdf5",
+    ".hdf5": "hdf5", ".keras": "keras", ".tflite": "tflite", ".gguf": "gguf", ".engine": "engine",
+    ".plan": "engine", ".mar": "mar", ".html": "html", ".py": "python", ".ipynb": "notebook",
+    ".pth": "checkpoint", ".ckpt": "checkpoint", ".safetensors": "safetensors",
+}  # fmt: skip
+"""Kinds by the names of files whose content does not say more."""
+
+
+def archive_kind(path: Path) -> Literal["torchscript", "export", "checkpoint", "other"]:
+    """Tell apart the archives that torch writes, by the names of the files inside."""
+    names = {name.partition("/")[2] for name in _members(path)}
+    if "archive_format" in names:
+        return "export"
+    if "constants.pkl" in names:
+        return "torchscript"
+    return "checkpoint" if "data.pkl" in names else "other"
+
+
+def kind_of(path: Path) -> str | None:
+    """Return the kind of a file, a key of `KINDS`; None if it is not there or not known."""
+    try:
+        if not path.is_file():
+            return None
+        with path.open("rb") as file:
+            head = file.read(_HEAD_BYTES)
+    except (OSError, ValueError):
+        return None
+    if not head:
+        return "empty"
+    if head.startswith(b"PK"):
+        return _kind_of_zip(path)
+    for place, pattern, kind in _MAGICS:
+        if re.match(pattern, head[place:], re.DOTALL):
+            return kind
+    return _SUFFIXES.get(path.suffix.lower())
+
+
+def what_it_is(path: Path) -> str:
+    """Return a sentence about a file that is no source as it is; empty if there is nothing to say.
+
+    A folder gets one too if others than us write such folders.
+    """
+    if kind := kind_of(path):
+        return KINDS[kind].of(path)
+    if (path / "saved_model.pb").is_file():
+        return FileKind(called="a SavedModel of TensorFlow", advice=_CLASS).of(path)
+    if (path / "config.json").is_file():
+        advice = f"encoder:{path} serves it if it is an encoder of texts; else {_CLASS}"
+        return FileKind(called="a folder in Hugging Face's form", advice=advice).of(path)
+    return ""
+
+
+def problem_of_archive(path: Path, wanted: Literal["torchscript", "export"]) -> str:
+    """Return why a file is not an archive of a whole model; empty if it is one."""
+    kind = kind_of(path)
+    if kind == wanted:
+        return ""
+    if kind is None or kind == "cut":
+        return f"{path} is not an archive of torch's, or is cut short"
+    return KINDS[kind].of(path)
+
+
+def problem_of_weights(path: Path) -> str:
+    """Return why a file cannot hold weights, as far as its first bytes say; empty if it may."""
+    kind = kind_of(path)
+    if kind == "empty":
+        return f"{path} is not a checkpoint: the file is empty"
+    if kind in ("torchscript", "export"):
+        called = "TorchScript" if kind == "torchscript" else "torch.export"
+        return f"{path} is a {called} archive, a whole model: name it as the source, not as weights"
+    if path.suffix == ".safetensors":
+        return "" if kind in (None, "safetensors") else KINDS[kind].of(path)
+    if kind == "safetensors":
+        return f"{path} holds safetensors: give it a name that ends in .safetensors"
+    return "" if kind in (None, "cut", "checkpoint", "pickle", "tar") else KINDS[kind].of(path)
+
+
+def _kind_of_zip(path: Path) -> str:
+    if not zipfile.is_zipfile(path):
+        return "cut"
+    if (kind := archive_kind(path)) != "other":
+        return kind
+    names = _members(path)
+    if "MAR-INF/MANIFEST.json" in names:
+        return "mar"
+    if "model.weights.h5" in names:
+        return "keras"
+    return "npy" if names and all(name.endswith(".npy") for name in names) else "zip"
+
+
+def _members(path: Path) -> list[str]:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.namelist()
+    except (OSError, zipfile.BadZipFile):
+        return []

@@ -1,0 +1,54 @@
+"""Finds the files of modules by their names, without importing anything. No torch."""
+
+import difflib
+import sysconfig
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+
+_INSTALLED = frozenset(("site-packages", "dist-packages"))
+_STANDARD = Path(sysconfig.get_path("stdlib"))
+
+
+def spec_of(name: str, places: Sequence[str]) -> ModuleSpec | None:
+    """Find a module or package in some folders; not even its parents are imported."""
+    found = None
+    for end, _ in enumerate(parts := name.split("."), start=1):
+        try:
+            found = PathFinder.find_spec(".".join(parts[:end]), list(places))
+        except (ImportError, ValueError, OSError):
+            return None
+        if found is None:
+            return None
+        places = found.submodule_search_locations or []
+    return found
+
+
+def file_of(name: str, places: Sequence[str]) -> Path | None:
+    """Return the source file of a module; None if it has none, or cannot be found."""
+    found = spec_of(name, places)
+    is_source = found is not None and found.origin is not None and found.origin.endswith(".py")
+    return Path(found.origin) if found and found.origin and is_source else None
+
+
+def with_parents(name: str) -> list[str]:
+    """Return a module and the packages that it is in, outermost first: all of them are run."""
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+
+
+def is_installed(file: Path) -> bool:
+    """Return whether a file is that of an installed package, not a user's own."""
+    return not _INSTALLED.isdisjoint(file.parts)
+
+
+def is_standard(file: Path) -> bool:
+    """Return whether a file is of Python's own library."""
+    return not is_installed(file) and file.is_relative_to(_STANDARD)
+
+
+def nearest_modules(name: str, folder: Path) -> str:
+    """Return a hint that names the modules in a folder that are called almost so; or nothing."""
+    names = [path.stem for path in folder.iterdir() if path.suffix == ".py" or path.is_dir()]
+    near = difflib.get_close_matches(name, names)
+    return f", which has {', '.join(near)}" if near else ""

@@ -1,0 +1,191 @@
+"""Models that certainly cannot be loaded are refused before torch is imported."""
+
+import io
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from inferpool.models.files.kinds import KINDS, kind_of
+from inferpool.service.settings.model import ModelSettings
+from inferpool.service.settings.unloadable import problem_of
+from tests.run_folders import TINY, write_run
+
+_RUN_EACH = """
+import contextlib, io, json, sys
+from inferpool.service.cli.main import run
+
+for argv in json.load(sys.stdin):
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+        status = run(argv)
+    print(json.dumps([status, said.getvalue(), "torch" in sys.modules]))
+"""
+
+
+def run_each(commands: Sequence[Sequence[str]], folder: Path) -> list[tuple[int, str, bool]]:
+    """Run commands one after another in a process; return status, stderr, whether with torch."""
+    done = subprocess.run(
+        [sys.executable, "-c", _RUN_EACH],
+        input=json.dumps(commands),
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
+
+
+def write(folder: Path) -> None:
+    """Write files that are no models, and modules."""
+    (folder / "net.onnx").write_bytes(b"\x08\x07\x12\x07pytorch\x1a\x052.2.1")
+    (folder / "lfs.pt2").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0")
+    (folder / "page.pth").write_text("<!DOCTYPE html><html></html>")
+    (folder / "odd.xyz").write_text("odd")
+    (folder / "broken.py").write_text("class Net:\n    def forward(self)\n")
+    (folder / "fine.py").write_text(
+        "import torch.nn as nn\nfrom torch import nn\nclass Net(nn.Module):\n    pass\n"
+        "class Own(Base):\n    pass\n"
+    )
+    (folder / "inferpool.toml").write_text('[models.cats]\nsource = "fine:Net"\nweights = "a.pth"')
+    (folder / "two.toml").write_text(
+        '[models.a]\nsource = "no_such_module:Net"\n[models.b]\nsource = "./gone"'
+    )
+
+
+CASES = [
+    (["serve", "gone.pt2"], "MODEL: there is no file gone.pt2 (looked for from "),
+    (["serve", "no_such_module:Net"], "MODEL: there is no module 'no_such_module': it must be"),
+    (["serve", "fin:Net"], ", which has fine"),
+    (["serve", "fine.py:Net"], "a module is named without .py: fine:CLASS"),
+    (["serve", "broken:Net"], "module 'broken' fails on import: SyntaxError: expected ':' ("),
+    (["serve", "torchvision:resnet81"], "torchvision has no classifier 'resnet81': did you mean"),
+    (["serve", "torchvision:resnet18", "--weights", "gone.pth"], "--weights: gone.pth: there is"),
+    (["serve", "fine:Net", "--weights", "gone.pth"], "--weights: gone.pth: there is no such file"),
+    (["serve", "encoder:gone"], "MODEL: there is no folder gone"),
+    (["serve", "./gone"], "MODEL: there is no folder gone"),
+    (["serve", "net.onnx"], "net.onnx is an ONNX file: write a class that runs it with onnxrun"),
+    (["serve", "./net.onnx"], "net.onnx is an ONNX file: "),
+    (["serve", "odd.xyz"], "odd.xyz is a file of an unknown kind: a source is "),
+    (["serve", "lfs.pt2"], "lfs.pt2 is a pointer of Git LFS, not the file itself: run `git lfs"),
+    (["serve", "lfs.pt2", "--debug"], "MODEL: lfs.pt2 is a pointer of Git LFS"),
+    (["serve", "cats"], "inferpool.toml: models.cats.weights: a.pth: there is no such file"),
+    (["serve"], "inferpool.toml: models.cats.weights: a.pth: there is no such file"),
+    (["serve", "--config", "two.toml"], "two.toml: models.b.source: there is no folder gone"),
+    (["serve", "efficientnet_lite0", "--weights", "page.pth"], "page.pth is a page of HTML"),
+    (["batch", "*.py", "--model", "gone.pt2"], "MODEL: there is no file gone.pt2"),
+    (["tune", "no_such_module:Net", "--force"], "MODEL: there is no module 'no_such_module'"),
+    (["chaos", "gone.pt2"], "MODEL: there is no file gone.pt2"),
+]
+
+
+def test_each_command_names_what_cannot_be_loaded_without_torch(tmp_path: Path):
+    write(tmp_path)
+    answers = run_each([command for command, _ in CASES], tmp_path)
+    for (command, said), (status, text, has_torch) in zip(CASES, answers, strict=True):
+        assert said in text, (command, text)
+        assert (status, has_torch, "Traceback" in text) == (2, False, False), command
+
+
+def test_a_file_with_one_model_that_may_work_is_worth_a_start(tmp_path: Path, monkeypatch):
+    from inferpool.service.settings.loader import load
+    from inferpool.service.settings.unloadable import check_loadable
+
+    monkeypatch.chdir(tmp_path)
+    Path("inferpool.toml").write_text('[models.a]\nsource = "gone.pt2"\n[models.echo]\n')
+    loaded = load({}, {}, tmp_path)
+    check_loadable(loaded.settings, loaded.origins)
+
+
+def model(source: str, weights: str = "DEFAULT") -> ModelSettings:
+    return ModelSettings(source=source, weights=weights)
+
+
+def test_what_only_the_users_code_can_tell_is_left_to_the_load(tmp_path: Path, monkeypatch):
+    write(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack" / "__init__.py").write_text("import sys\n")
+    for source, weights in (
+        ("fine:FromElsewhere", "DEFAULT"),
+        ("fine:Own", "some/name"),  # a class of its own may call anything its weights
+        ("pack.gone:Net", "DEFAULT"),
+        ("torchvision:resnet18", "IMAGENET1K_V9"),
+        ("echo", "DEFAULT"),
+        ("efficientnet_lite0", "none"),
+    ):
+        assert problem_of(model(source, weights)) is None
+    write_run(tmp_path / "run", model=TINY)
+    assert problem_of(model(str(tmp_path / "run"))) is None
+    (tmp_path / "run" / "model.safetensors").unlink()
+    assert "model.safetensors: there is no such file" in str(
+        problem_of(model(str(tmp_path / "run")))
+    )
+
+
+def test_every_installed_classifier_is_known_by_its_file():
+    torchvision = pytest.importorskip("torchvision")
+    for name in torchvision.models.list_models(module=torchvision.models):
+        assert problem_of(model(f"torchvision:{name}")) is None, name
+    assert problem_of(model("torchvision:fasterrcnn_resnet50_fpn")) is not None
+
+
+def zipped(*names: str) -> bytes:
+    into = io.BytesIO()
+    with zipfile.ZipFile(into, "w") as archive:
+        for name in names:
+            archive.writestr(name, b"")
+    return into.getvalue()
+
+
+def tarred() -> bytes:
+    into = io.BytesIO()
+    with tarfile.open(fileobj=into, mode="w") as archive:
+        archive.addfile(tarfile.TarInfo("a"))
+    return into.getvalue()
+
+
+SAMPLES = {
+    "checkpoint": zipped("net/data.pkl"),
+    "safetensors": b'\x10\x00\x00\x00\x00\x00\x00\x00{"a": {}}       ',
+    "torchscript": zipped("net/constants.pkl", "net/data.pkl"),
+    "export": zipped("net/archive_format"),
+    "onnx": b"\x08\x09\x3a\x10",
+    "pickle": pickle.dumps({"a": 1}),
+    "hdf5": b"\x89HDF\r\n\x1a\n",
+    "keras": zipped("config.json", "model.weights.h5"),
+    "tflite": b"\x1c\x00\x00\x00TFL3",
+    "gguf": b"GGUF\x03",
+    "engine": b"ftrt\x00",
+    "mar": zipped("MAR-INF/MANIFEST.json"),
+    "lfs": b"version https://git-lfs.github.com/spec/v1\n",
+    "html": b"\n<html>",
+    "xml": b"<?xml version='1.0'?>",
+    "npy": b"\x93NUMPY\x01",
+    "picture": b"\x89PNG\r\n",
+    "tar": tarred(),
+    "cut": zipped("net/data.pkl")[:40],
+    "zip": zipped("a.txt"),
+    "compressed": b"\x1f\x8b\x08",
+    "empty": b"",
+}
+BY_NAME = {"python": "net.py", "notebook": "net.ipynb", "onnx": "net.onnx", "pickle": "a.joblib"}
+
+
+def test_every_kind_of_file_is_told_by_its_content_or_its_name(tmp_path: Path):
+    path = tmp_path / "file"
+    for kind, content in SAMPLES.items():
+        path.write_bytes(content)
+        assert kind_of(path) == kind
+    for kind, name in BY_NAME.items():
+        (tmp_path / name).write_text("text")
+        assert kind_of(tmp_path / name) == kind
+    assert KINDS.keys() == SAMPLES.keys() | BY_NAME.keys()
