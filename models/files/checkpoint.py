@@ -3,7 +3,7 @@
 import pickle
 import re
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,8 @@ from inferpool.models.files.opened import announce
 
 _WRAPPERS = ("state_dict", "model_state_dict", "model")
 """Keys under which training scripts save the weights beside an optimizer's state."""
-_PREFIXES = ("module.", "_orig_mod.")
-"""Prefixes that DistributedDataParallel and torch.compile put before every name."""
+_PREFIXES = ("module.", "_orig_mod.", "model.")
+"""Prefixes that DistributedDataParallel, torch.compile and Lightning put before every name."""
 _INDEX_SUFFIX = ".safetensors.index.json"
 _SHOWN = 4
 
@@ -34,7 +34,7 @@ def load_weights(network: nn.Module, path: Path | str) -> None:
     Raises:
         CheckpointError: The file cannot be read, or its weights belong to another network.
     """
-    weights = read_weights(path)
+    weights = read_weights(path, network)
     check_fit(network, {name: tensor.shape for name, tensor in weights.items()}, path)
     network.load_state_dict(weights, strict=False)
 
@@ -74,16 +74,22 @@ class StoredWeights:
     """The tensors of a checkpoint, each read when it is asked for, whole or in part.
 
     The file is a .safetensors file, the .safetensors.index.json of several, or a .pth or .pt file
-    of a state_dict or a training checkpoint. Prefixes of wrappers are cut off the names. Files are
-    mapped, so tensors that are not read take no memory.
+    of a state_dict or a training checkpoint. Files are mapped, so tensors that are not read take no
+    memory.
+
+    Args:
+        path: The file.
+        network: The network that they are for. Prefixes of wrappers are cut off the names until it
+            has one of them: it may have a part of its own that is called `model`.
 
     Raises:
         CheckpointError: A file is missing, unreadable, or holds more than tensors.
     """
 
-    def __init__(self, path: Path | str) -> None:
+    def __init__(self, path: Path | str, network: nn.Module) -> None:
         self.path = Path(path)
-        self._parts = _without_prefixes(_open(self.path), self.path)
+        own = network.state_dict().keys()
+        self._parts = _without_prefixes(_open(self.path), self.path, own)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -113,13 +119,13 @@ class StoredWeights:
         }
 
 
-def read_weights(path: Path | str) -> dict[str, Tensor]:
+def read_weights(path: Path | str, network: nn.Module) -> dict[str, Tensor]:
     """Read a checkpoint's tensors by name onto the CPU; see `StoredWeights`.
 
     Raises:
         CheckpointError: A file is missing, unreadable, or holds more than tensors.
     """
-    return StoredWeights(path).mapped()
+    return StoredWeights(path, network).mapped()
 
 
 def _open(path: Path) -> object:
@@ -195,7 +201,7 @@ def _unwrapped(value: object, path: Path) -> object:
     raise CheckpointError(f"{path} holds a {type(value).__name__}, not a state_dict")
 
 
-def _without_prefixes(value: object, path: Path) -> dict[str, Any]:
+def _without_prefixes(value: object, path: Path, own: Set[str]) -> dict[str, Any]:
     """Return what can be sliced for each tensor: a Tensor, or a slice of safetensors."""
     assert isinstance(value, Mapping)
     odd = [
@@ -207,7 +213,10 @@ def _without_prefixes(value: object, path: Path) -> dict[str, Any]:
         found = _listed("these are not tensors", odd) or "it is empty"
         raise CheckpointError(f"{path} is not a state_dict: {found}")
     weights = {str(name): part for name, part in value.items()}
-    while prefix := next((p for p in _PREFIXES if _all_start_with(weights, p)), None):
+    while own.isdisjoint(weights):
+        prefix = next((p for p in _PREFIXES if _all_start_with(weights, p)), None)
+        if prefix is None:
+            break
         weights = {name.removeprefix(prefix): tensor for name, tensor in weights.items()}
     return weights
 

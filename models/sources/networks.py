@@ -192,8 +192,8 @@ def _loaded(
     build: Callable[[int], nn.Module], file: Path, num_classes: int, model: str
 ) -> nn.Module:
     """Load a checkpoint, whose last layer may be for another number of classes."""
-    weights = read_weights(file)
     network = build(num_classes)
+    weights = read_weights(file, network)
     name, head = _named_head(network, num_classes)
     own = head.state_dict()
     prefix = f"{name}." if name else ""

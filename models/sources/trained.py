@@ -128,7 +128,7 @@ class TrainedClassifier(Classifier):
         Raises:
             CheckpointError: They are, or the weights cannot be read.
         """
-        shapes = StoredWeights(path).shapes
+        shapes = StoredWeights(path, network).shapes
         num = len(self.labels)
         for name, tensor in network.state_dict().items():
             shape = shapes.get(name, tensor.shape)

@@ -296,7 +296,8 @@ def _load_stage(
     ranks: Ranks, network: NetworkToSplit, choose: Callable[[ForwardSteps], SplitReport]
 ) -> Pipeline:
     meta = MetaNetwork(network.build)
-    stored = None if network.weights is None else StoredWeights(network.weights)
+    path = network.weights
+    stored = None if path is None else StoredWeights(path, meta.network)
     shapes = stored.shapes if stored else {}
     if stored:
         check_fit(meta.network, shapes, stored.path)

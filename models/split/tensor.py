@@ -181,7 +181,7 @@ def load_tensor_parallel(ranks: Ranks, wanted: NetworkToSplit) -> TensorParallel
     network = meta.network
     source: Weights = BuiltWeights(meta)
     if wanted.weights is not None:
-        source = StoredWeights(wanted.weights)
+        source = StoredWeights(wanted.weights, network)
         check_fit(network, source.shapes, wanted.weights)
     can_verify = has_all_shapes(wanted.example)
     plan, text = choose_plan(network, ranks.size, wanted.tensor_plan, can_verify=can_verify)

@@ -133,8 +133,8 @@ def write_stack(folder: Path, num_blocks: int) -> Path:
 
 def compute_by_blocks(index: Path, num_blocks: int, x: Tensor) -> Tensor:
     """Compute the stack with one block of it in memory at a time."""
-    stored = StoredWeights(index)
     block = StackBlock().eval()
+    stored = StoredWeights(index, block)
     with torch.inference_mode():
         for number in range(num_blocks):
             state = {name: stored.read(f"blocks.{number}.{name}") for name in block.state_dict()}

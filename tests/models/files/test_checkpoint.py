@@ -36,7 +36,7 @@ def saved(path, value, **options):
 
 
 def assert_loads(path):
-    assert all(tensor.device.type == "cpu" for tensor in read_weights(path).values())
+    assert all(tensor.device.type == "cpu" for tensor in read_weights(path, Net()).values())
     network = Net()
     load_weights(network, path)
     assert all(torch.equal(network.state_dict()[name], tensor) for name, tensor in state().items())
@@ -48,12 +48,34 @@ def refused(path, network=None):
     return str(info.value)
 
 
+PREFIXES = ("", "module.", "_orig_mod.", "module._orig_mod.", "model.", "model._orig_mod.")
+
+
 @pytest.mark.parametrize("wrapper", [None, "state_dict", "model_state_dict", "model"])
-@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod."])
+@pytest.mark.parametrize("prefix", PREFIXES)
 def test_a_state_dict_is_found_in_what_training_scripts_save(tmp_path, wrapper, prefix):
     weights = {prefix + name: tensor for name, tensor in state().items()}
     value = weights if wrapper is None else {"epoch": 3, wrapper: weights, "lr": 0.1}
     assert_loads(saved(tmp_path / "a.pth", value))
+
+
+class Wrapped(nn.Module):
+    """A network that has parts of its own with the names of wrappers."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.add_module(name, Net())
+
+
+@pytest.mark.parametrize("part", ["model", "module", "_orig_mod"])
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_a_part_that_is_called_like_a_wrapper_keeps_its_name(tmp_path, part, prefix):
+    weights = Wrapped(part).state_dict()
+    value = {prefix + name: tensor for name, tensor in weights.items()}
+    network = Wrapped(part)
+    load_weights(network, saved(tmp_path / "a.pth", value))
+    for name, tensor in network.state_dict().items():
+        assert torch.equal(tensor, weights[name])
 
 
 def test_safetensors_and_files_older_than_the_zip_format_load(tmp_path):
@@ -87,7 +109,7 @@ def test_a_part_of_a_tensor_is_read_alone_and_copied(tmp_path, suffix):
     weights = {f"module.{name}": tensor for name, tensor in state().items()}
     path = tmp_path / f"a.{suffix}"
     (save_file if suffix == "safetensors" else torch.save)(weights, path)
-    stored = StoredWeights(path)
+    stored = StoredWeights(path, Net())
     whole = state()["first.weight"]
     assert stored.shapes["first.weight"] == (4, 3)
     assert torch.equal(stored.read("first.weight", slice(1, 3)), whole[1:3])

@@ -71,7 +71,9 @@ def test_the_network_pads_as_tensorflow_does_where_the_total_is_odd(model):
 
 
 def test_weights_may_come_from_a_checkpoint_or_be_random(model, tmp_path):
-    weights = {n: t.contiguous() for n, t in read_weights(packaged_weights()).items()}
+    weights = {
+        n: t.contiguous() for n, t in read_weights(packaged_weights(), model.network).items()
+    }
     weights["_fc.bias"] = torch.arange(1000.0)
     save_file(weights, tmp_path / "own.safetensors")
     own = loaded(EfficientNetLite0(weights=str(tmp_path / "own.safetensors")))
