@@ -19,6 +19,7 @@ from inferpool.service.api.wire.handshakes import TlsHandshake
 from inferpool.service.api.wire.listening import BACKLOG
 from inferpool.service.api.wire.protocol import PredictProtocol
 from inferpool.service.errors import StartError
+from inferpool.service.settings.names import FlagError
 from inferpool.service.settings.settings import Settings
 from inferpool.service.telemetry.logs import LogThrottle
 from inferpool.service.telemetry.metrics import ModelMetrics, recorder
@@ -98,6 +99,8 @@ def make_tracer(settings: Settings, metrics: Callable[[str], ModelMetrics]) -> "
     except OSError as error:
         path = settings.trace_certificate
         raise TraceError(f"trace_certificate: {path} cannot be used: {error}") from error
+    except FlagError as error:
+        raise TraceError(f"traces are to go to {settings.trace_endpoint}, but {error}") from error
 
 
 def make_predict(

@@ -20,6 +20,7 @@ from inferpool.service.client.options import (
     SubmitOptions,
 )
 from inferpool.service.client.results import Health, ModelInfo, Prediction, Reply
+from inferpool.service.connecting import open_async_client
 from inferpool.service.settings.urls import DEFAULT_URL
 
 _T = TypeVar("_T")
@@ -43,12 +44,11 @@ class AsyncClient:
         """Check the options; the first call connects. See `Client`."""
         self._calls = Calls(url, options)
         self._job_calls = JobCalls(self._calls)
-        self._http = httpx.AsyncClient(
+        self._http = open_async_client(
+            self._calls.way,
             transport=transport,
             limits=self._calls.limits,
             verify=self._calls.verify,
-            proxy=self._calls.proxy or None,
-            trust_env=self._calls.proxy != "",
         )
         # One per connection. httpx looks at all waiting requests whenever one begins or ends, so
         # without this a thousand predictions at once cost five times as much.

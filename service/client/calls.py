@@ -50,6 +50,7 @@ from inferpool.service.client.retries import (
     raise_unanswered,
     refusal_of,
 )
+from inferpool.service.connecting import find_way
 from inferpool.service.settings.urls import DEFAULT_URL, problem_of_address, without_password
 
 _T = TypeVar("_T")
@@ -140,7 +141,7 @@ class Calls:
         self.verify = (
             ssl.create_default_context(cafile=verify) if isinstance(verify, str) else verify
         )
-        self.proxy = options.get("proxy")
+        self.way = find_way(self.url, options.get("proxy"))
         self.limits = httpx.Limits(
             max_connections=self.max_concurrency,
             max_keepalive_connections=self.max_concurrency,
@@ -311,10 +312,10 @@ class Calls:
             InferpoolError: There is no answer, or another one.
         """
         if isinstance(outcome, httpx.RequestError):
-            raise_unanswered(outcome, deadline, self.url, request_id)
+            raise_unanswered(outcome, deadline, self.url + self.way.through, request_id)
         assert outcome is not None, "only a request has an outcome"
         if outcome.status not in _GOOD:
-            raise refusal_of(outcome, request_id)
+            raise refusal_of(outcome, request_id, self.way.through)
         return outcome
 
     def deadline(self, timeout_s: float | None) -> float:

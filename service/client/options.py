@@ -55,7 +55,8 @@ class ClientOptions(TypedDict, total=False):
     headers: Mapping[str, str]
     """Extra headers for each request."""
     proxy: str | None
-    """URL of a proxy. None uses the environment (`HTTP_PROXY`, ...); "" uses no proxy."""
+    """URL of a proxy; "" uses none. None uses the environment (`HTTP_PROXY`, `HTTPS_PROXY` and
+    `ALL_PROXY`), but not for this host, nor for what `NO_PROXY` names."""
 
 
 class _SharedOptions(TypedDict, total=False):

@@ -152,9 +152,15 @@ def retry_after_s(headers: httpx.Headers) -> float | None:
 
 
 def raise_unanswered(
-    error: httpx.RequestError, deadline: float, url: str, request_id: str
+    error: httpx.RequestError, deadline: float, place: str, request_id: str
 ) -> NoReturn:
     """Raise our error for one of httpx's, after which there is no answer.
+
+    Args:
+        error: The error.
+        deadline: Moment of `time.monotonic`.
+        place: URL of the service, and the proxy on the way to it.
+        request_id: Name of the request in the service's log.
 
     Raises:
         InferpoolError: Always.
@@ -170,10 +176,10 @@ def raise_unanswered(
     if isinstance(error, httpx.TimeoutException) and (
         has_no_room or time.monotonic() >= deadline - _EARLY_S
     ):
-        what = "no connection was free" if has_no_room else "no answer"
+        what = "no connection was free" if has_no_room else f"no answer from {place}"
         raise DeadlineExceededError(f"{what} in time", request_id=request_id) from error
     raise ConnectError(
-        f"no answer from {url}: {message}",
+        f"no answer from {place}: {message}",
         request_id=request_id,
         is_retryable=not _is_untrusted(error),
     ) from error
@@ -188,8 +194,14 @@ def _is_untrusted(error: BaseException | None) -> bool:
     return False
 
 
-def refusal_of(reply: Reply, request_id: str) -> InferpoolError:
-    """Return the error in an answer: from its problem document, or else from its status."""
+def refusal_of(reply: Reply, request_id: str, through: str = "") -> InferpoolError:
+    """Return the error in an answer: from its problem document, or else from its status.
+
+    Args:
+        reply: The answer.
+        request_id: Name of the request in the service's log.
+        through: Words that name the proxy on the way.
+    """
     status = reply.status
     problem: Json = None
     if reply.headers.get("content-type", "").startswith("application/problem+json"):
@@ -213,16 +225,17 @@ def refusal_of(reply: Reply, request_id: str) -> InferpoolError:
                 retry_after_s=wait_s,
                 errors=[each for each in several if each is not None],
             )
+    came = through and f", it came{through}"
     start = " ".join(reply.content[:200].decode("utf-8", "replace").split())
     if status < 400:
         leads = f", a redirect to {place}" if (place := reply.headers.get("location")) else ""
         return ProtocolError(
-            f"an answer of status {status} is not one of inferpool's{leads}: {start!r}",
+            f"an answer of status {status} is not one of inferpool's{leads}{came}: {start!r}",
             status=status,
             request_id=request_id,
         )
     return error_class("", status)(
-        f"the answer is not one of inferpool's; a proxy may have sent it: {start!r}",
+        f"the answer is not one of inferpool's; a proxy may have sent it{came}: {start!r}",
         code=f"http_{status}",
         status=status,
         request_id=request_id,

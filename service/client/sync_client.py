@@ -22,6 +22,7 @@ from inferpool.service.client.options import (
     SubmitOptions,
 )
 from inferpool.service.client.results import Health, ModelInfo, Prediction, Reply
+from inferpool.service.connecting import open_client
 from inferpool.service.settings.urls import DEFAULT_URL
 
 _T = TypeVar("_T")
@@ -52,7 +53,7 @@ class Client:
             **options: See `ClientOptions`.
 
         Raises:
-            ValueError: The URL, the key or another option is invalid.
+            ValueError: The URL, the key, the proxy or another option is invalid.
         """
         self._calls = Calls(url, options)
         self._job_calls = JobCalls(self._calls)
@@ -260,12 +261,11 @@ class Client:
                     steps.throw(InferpoolError("cancelled: the caller left the loop"))
 
     def _open(self) -> None:
-        self._http = httpx.Client(
+        self._http = open_client(
+            self._calls.way,
             transport=self._transport,
             limits=self._calls.limits,
             verify=self._calls.verify,
-            proxy=self._calls.proxy or None,
-            trust_env=self._calls.proxy != "",
         )
         self._process = os.getpid()
 

@@ -22,6 +22,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceResponse,
 )
 
+from inferpool.service.connecting import find_way, open_client
 from inferpool.service.settings.settings import Settings
 from inferpool.service.settings.tracing import pairs_of
 from inferpool.service.telemetry.metrics import ModelMetrics
@@ -82,6 +83,7 @@ class Tracer:
 
         Raises:
             OSError: The certificate cannot be read, or is not one.
+            UnusableProxyError: The proxy on the way to the collector cannot be used.
         """
         assert settings.trace_endpoint is not None
         self.recorder = Recorder(
@@ -100,6 +102,7 @@ class Tracer:
         self._resource = _resource(settings)
         self._scheme = "http" if settings.tls_certificate is None else "https"
         self._verify = _verify(settings)
+        self._way = find_way(self._endpoint, None)
         self._num_exported = 0
         self._num_lost = 0
         self._taken = (0, 0)
@@ -136,8 +139,11 @@ class Tracer:
 
     def _run(self) -> None:
         recorder = self.recorder
-        with httpx.Client(
-            headers=self._headers, timeout=self._periods.request_s, verify=self._verify
+        with open_client(
+            self._way,
+            headers=self._headers,
+            timeout=httpx.Timeout(self._periods.request_s),
+            verify=self._verify,
         ) as client:
             while True:
                 recorder.wake.wait(_EXPORT_EVERY_S)

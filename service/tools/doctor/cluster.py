@@ -17,6 +17,7 @@ import httpx
 import msgspec
 
 from inferpool.service.checks.findings import Finding, error, note, ok, warning
+from inferpool.service.connecting import STRAIGHT, open_client
 from inferpool.service.settings.urls import without_password
 from inferpool.service.tools.trial.health import KnownHost, LostHost, ServiceHealth
 from inferpool.service.tools.trial.reaching import why_unreached
@@ -84,10 +85,10 @@ class ClusterConnection:
         self._url = url
         self._key = key or admin_key
         self._admin_key = admin_key
-        self._http = httpx.Client(
+        self._http = open_client(
+            STRAIGHT,
             verify=context,
             timeout=httpx.Timeout(_TIMEOUT_S, connect=_CONNECT_S),
-            trust_env=False,  # a proxy is for the world outside
             transport=transport,
         )
 

@@ -99,11 +99,13 @@ def _is_ours(settings: Settings, failure: StartError, answer_s: float) -> bool:
         return False
     import httpx  # only if the address is taken
 
+    from inferpool.service.connecting import STRAIGHT, open_client
+
     scheme = "http" if settings.tls_certificate is None else "https"
     url = httpx.URL(scheme=scheme, host=settings.host, port=settings.port, path="/health/live")
     try:
         with (
-            httpx.Client(verify=False, timeout=answer_s, trust_env=False) as client,
+            open_client(STRAIGHT, verify=False, timeout=httpx.Timeout(answer_s)) as client,
             client.stream("GET", url) as answer,
         ):
             return answer.status_code == 200 and next(answer.iter_raw(64), b"") == _LIVE

@@ -16,6 +16,7 @@ from urllib.parse import quote
 import httpx
 import msgspec
 
+from inferpool.service.connecting import STRAIGHT, open_client
 from inferpool.service.settings.sources import did_you_mean
 from inferpool.service.settings.urls import without_password
 from inferpool.service.tools.models.plan import KEY_VARIABLE
@@ -126,11 +127,11 @@ class AdminConnection:
         self.place = without_password(url)
         self._url = url
         self._has_key = bool(key)
-        self._http = httpx.Client(
+        self._http = open_client(
+            STRAIGHT,
             headers={"Authorization": f"Bearer {key}"} if key else {},
             verify=context,
             timeout=httpx.Timeout(_TIMEOUT_S, connect=_CONNECT_S),
-            trust_env=False,  # a proxy is for the world outside
             transport=transport,
         )
 

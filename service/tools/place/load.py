@@ -9,6 +9,7 @@ import httpx
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
+from inferpool.service.connecting import STRAIGHT, open_client
 from inferpool.service.settings.urls import without_password
 from inferpool.service.tools.place.plan import METRICS_KEY_VARIABLE
 from inferpool.service.tools.place.scaling import Demand
@@ -81,11 +82,11 @@ class FrontLoad:
         self._place = without_password(url)
         self._url = url
         self._objective_s = objective_s
-        self._client = httpx.Client(
+        self._client = open_client(
+            STRAIGHT,
             headers={"Authorization": f"Bearer {key}"} if key else {},
             verify=context,
-            timeout=_TIMEOUT_S,
-            trust_env=False,  # a proxy is for the world outside
+            timeout=httpx.Timeout(_TIMEOUT_S),
             transport=transport,
         )
         self._before: tuple[float, LoadCounts] | None = None

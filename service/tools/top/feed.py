@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 import httpx
 import msgspec
 
+from inferpool.service.connecting import STRAIGHT, open_async_client
 from inferpool.service.settings.urls import without_password
 from inferpool.service.tools.top.plan import KEY_VARIABLE
 from inferpool.service.tools.trial.reaching import is_hopeless, why_unreached
@@ -39,12 +40,12 @@ class EventFeed:
         self.place = without_password(url)
         self._url = url
         self._has_key = bool(key)
-        self._client = httpx.AsyncClient(
+        self._client = open_async_client(
+            STRAIGHT,
             headers={"Accept": _TYPE, "Accept-Encoding": "identity"}
             | ({"Authorization": f"Bearer {key}"} if key else {}),
             verify=context,
             timeout=httpx.Timeout(_SILENCE_S, connect=_CONNECT_S),
-            trust_env=False,  # a proxy is for the world outside
         )
 
     async def events(self) -> AsyncGenerator[bytes, None]:

@@ -311,7 +311,8 @@ def test_client_imports_nothing_of_the_service():
     loaded = set(done.stdout.split())
     assert not loaded & {"torch", "numpy", "PIL", "fastapi", "uvicorn", "pydantic"}
     ours = {name for name in loaded if name.startswith("inferpool.")}
-    known = {"service", "service.settings", "service.settings.urls"}
+    settings = {f"service.settings.{name}" for name in ("names", "proxies", "urls")}
+    known = {"service", "service.connecting", "service.settings", *settings}
     others = {name for name in ours if not name.startswith("inferpool.service.client")}
     assert others <= {f"inferpool.{name}" for name in known}
 

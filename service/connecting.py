@@ -1,0 +1,52 @@
+"""Makes the HTTP clients that ask a service: those of the client, and those of the commands."""
+
+import os
+import ssl
+
+import httpx
+
+from inferpool.service.settings.proxies import Way, way_to
+
+STRAIGHT = Way()
+"""The way of operators, who are on the network of the service: their keys go to no proxy."""
+_NO_LIMITS = httpx.Limits()
+_TIMEOUT = httpx.Timeout(5.0)
+
+
+def find_way(url: str, proxy: str | None) -> Way:
+    """Return the way to a service, by a proxy of the environment if `proxy` is None.
+
+    Raises:
+        UnusableProxyError: The proxy cannot be used.
+    """
+    return way_to(url, proxy, os.environ)
+
+
+def open_client(
+    way: Way,
+    *,
+    verify: bool | ssl.SSLContext,
+    transport: httpx.BaseTransport | None = None,
+    limits: httpx.Limits = _NO_LIMITS,
+    timeout: httpx.Timeout = _TIMEOUT,
+    headers: dict[str, str] | None = None,
+) -> httpx.Client:
+    """Make a client that takes a way; `transport` replaces the network (see httpx)."""
+    if transport is None:  # its trust_env is for SSL_CERT_FILE, the client's for proxies
+        transport = httpx.HTTPTransport(verify=verify, limits=limits, proxy=way.proxy)
+    return httpx.Client(transport=transport, timeout=timeout, headers=headers, trust_env=False)
+
+
+def open_async_client(
+    way: Way,
+    *,
+    verify: bool | ssl.SSLContext,
+    transport: httpx.AsyncBaseTransport | None = None,
+    limits: httpx.Limits = _NO_LIMITS,
+    timeout: httpx.Timeout = _TIMEOUT,
+    headers: dict[str, str] | None = None,
+) -> httpx.AsyncClient:
+    """Make a client that takes a way; see `open_client`."""
+    if transport is None:
+        transport = httpx.AsyncHTTPTransport(verify=verify, limits=limits, proxy=way.proxy)
+    return httpx.AsyncClient(transport=transport, timeout=timeout, headers=headers, trust_env=False)
