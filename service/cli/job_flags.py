@@ -60,11 +60,16 @@ def _add_submit(parser: ArgumentParser) -> None:
     add("--priority", type=int, metavar="N", help="priority among jobs, from 1 to 9 (default: 5)")
     add("--webhook", metavar="URL", help="URL that the service tells when the job is over")
     add("--id", metavar="ID", help="the id of the job; the same again makes no second job")
-    add("--wait", action="store_true", help="wait for its end, as `inferpool jobs wait` does")
-    _add_timeout(parser, "with --wait: the longest wait (default: no limit)")
+    add("--wait", action="store_true", help="wait for its end; progress goes to stderr")
+    add(
+        "--result",
+        action="store_true",
+        help="wait for its end, and print its predictions instead of its id, which goes to stderr",
+    )
+    _add_timeout(parser, "with --wait or --result: the longest wait (default: no limit)")
     parser.epilog = (
         "Exit status: 0 once the service has the job, 1 if it does not take it, 2 for wrong "
-        "arguments; with --wait that of `inferpool jobs wait`."
+        "arguments; with --wait or --result that of `inferpool jobs wait`."
     )
 
 

@@ -9,7 +9,7 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Self
+from typing import IO, TYPE_CHECKING, Self, TextIO
 
 from inferpool.service.cli.asking import (
     access_of,
@@ -80,7 +80,7 @@ def _do(client: Client, args: Namespace) -> int:
         case "result":
             return _print_result(client.job(args.id), args)
         case "wait":
-            return _wait(client, args.id, args.timeout_s)
+            return _wait(client, args.id, args.timeout_s, sys.stdout)
         case "cancel":
             return max([_end(client, id, deletes=False) for id in args.id])
     return max([_end(client, id, deletes=True) for id in args.id])
@@ -96,9 +96,14 @@ def _submit(client: Client, args: Namespace) -> int:
             webhook=args.webhook,
             id=args.id,
         )
-    sys.stdout.write(f"{job.id}\n")
+    (sys.stderr if args.result else sys.stdout).write(f"{job.id}\n")
     sys.stdout.flush()
-    return _wait(client, [job.id], args.timeout_s) if args.wait else 0
+    if not (args.wait or args.result):
+        return 0
+    status = _wait(client, [job.id], args.timeout_s, sys.stderr)
+    if args.result and status != INTERRUPTED:
+        _write_lines(job, sys.stdout.buffer)
+    return status
 
 
 @contextlib.contextmanager
@@ -170,15 +175,19 @@ def _print_result(job: Job, args: Namespace) -> int:
             f"predictions as they come, `inferpool jobs wait {info.id}` waits for the end\n"
         )
         return _FAILED
+    with _output(args.output) as output:
+        _write_lines(job, output, first=args.first, flushes=args.follow)
+    return _status_of(job.info)
+
+
+def _write_lines(job: Job, output: IO[bytes], *, first: int = 0, flushes: bool = False) -> None:
     try:
-        with _output(args.output) as output:
-            for line in job.lines(first=args.first):
-                output.write(line + b"\n")
-                if args.follow:
-                    output.flush()
+        for line in job.lines(first=first):
+            output.write(line + b"\n")
+            if flushes:
+                output.flush()
     finally:
         sys.stdout.flush()
-    return _status_of(job.info)
 
 
 @contextlib.contextmanager
@@ -194,7 +203,8 @@ def _output(path: Path | None) -> Iterator[IO[bytes]]:
         yield file
 
 
-def _wait(client: Client, ids: Sequence[str], timeout_s: float | None) -> int:
+def _wait(client: Client, ids: Sequence[str], timeout_s: float | None, stream: TextIO) -> int:
+    """Wait until jobs are over; write what became of each to the stream."""
     end = None if timeout_s is None else time.monotonic() + timeout_s
     statuses = []
     try:
@@ -209,8 +219,8 @@ def _wait(client: Client, ids: Sequence[str], timeout_s: float | None) -> int:
                 statuses.append(_FAILED)
                 continue
             reason = f" ({info.error.detail})" if info.error else ""
-            sys.stdout.write(f"{id}: {info.state}, {_counts(info)}{reason}\n")
-            sys.stdout.flush()
+            stream.write(f"{id}: {info.state}, {_counts(info)}{reason}\n")
+            stream.flush()
             statuses.append(_status_of(info))
     except KeyboardInterrupt:
         sys.stderr.write("inferpool jobs: the jobs go on; `inferpool jobs list` shows them\n")

@@ -101,22 +101,28 @@ def test_a_job_is_submitted_waited_for_read_and_deleted(jobs, tmp_path: Path):
 def test_files_are_an_instance_each_and_lines_of_stdin_too(jobs, tmp_path: Path, monkeypatch):
     (tmp_path / "a.jpg").write_bytes(jpeg("chelsea"))
     (tmp_path / "b.txt").write_text("hello")
-    status, out, _ = jobs("submit", tmp_path / "a.jpg", tmp_path / "b.txt", "--wait")
-    id, waited = out.splitlines()
-    assert (status, waited) == (0, f"{id}: succeeded, 2 of 2 done")
+    status, out, err = jobs("submit", tmp_path / "a.jpg", tmp_path / "b.txt", "--wait")
+    (id,) = out.splitlines()
+    assert (status, err) == (0, f"{id}: succeeded, 2 of 2 done\n")
     first, second = [json.loads(line)["prediction"] for line in jobs("result", id)[1].splitlines()]
     assert (first["num_bytes"], second) == (len(jpeg("chelsea")), "hello")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'"a"\nno json\n')))
-    status, out, _ = jobs("submit", "-", "--wait")
-    assert (status, out.splitlines()[1].partition(": ")[2]) == (
-        4, "succeeded, 2 of 2 done, 1 failed",
-    )  # fmt: skip
+    status, out, err = jobs("submit", "-", "--wait")
+    assert (status, err.partition(": ")[2]) == (4, "succeeded, 2 of 2 done, 1 failed\n")
     status, out, _ = jobs("result", out.splitlines()[0])
     assert status == 4
     assert json.loads(out.splitlines()[1])["error"]["code"] == "bad_request"
-    status, out, _ = jobs("submit", tmp_path / "b.txt", "--model", "held", "--wait")
+    status, _, err = jobs("submit", tmp_path / "b.txt", "--model", "held", "--wait")
     assert status == 1
-    assert "failed, 1 of 1 done, 1 failed" in out
+    assert "failed, 1 of 1 done, 1 failed" in err
+
+
+def test_the_result_of_a_job_is_all_that_stdout_has(jobs, tmp_path: Path):
+    (tmp_path / "in.jsonl").write_text('"a"\n"b"\n')
+    status, out, err = jobs("submit", tmp_path / "in.jsonl", "--result")
+    assert [json.loads(line)["prediction"] for line in out.splitlines()] == ["a", "b"]
+    id, waited = err.splitlines()
+    assert (status, waited) == (0, f"{id}: succeeded, 2 of 2 done")
 
 
 def test_jobs_are_listed_newest_first(jobs, tmp_path: Path):
