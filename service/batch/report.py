@@ -1,5 +1,6 @@
 """The progress of a run, and its report at the end, on stderr."""
 
+import asyncio
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -15,6 +16,8 @@ _MAX_LISTED = 1000
 _MAX_CLASSES = 20
 _MAX_CONFUSIONS = 10
 _TOP = 5
+_LINE_S = 10.0
+_STARTS = "the model starts"
 _SHOW_S = 0.1
 """How often the bar changes: the rate costs as much as counting a hundred answers."""
 
@@ -25,7 +28,17 @@ _Answered = tuple[str, str, str]
 class BatchReport:
     """Counts answers, shows how far the run is, and tells the outcome."""
 
-    def __init__(self, stream: TextIO, num_inputs: int, *, is_quiet: bool = False) -> None:
+    def __init__(
+        self, stream: TextIO, num_inputs: int, *, is_quiet: bool = False, line_s: float = _LINE_S
+    ) -> None:
+        """Show nothing yet.
+
+        Args:
+            stream: Where to write: a bar if it is a terminal, else lines.
+            num_inputs: Number of all inputs.
+            is_quiet: Show no progress.
+            line_s: How often a line is written while nothing else is.
+        """
         self.num_failed = 0
         self.num_done = 0
         self._num_earlier = 0
@@ -45,15 +58,40 @@ class BatchReport:
             console=self._console,
             disable=is_quiet or not stream.isatty(),
         )
-        self._task = self._progress.add_task("the model starts", total=None, rate="")
+        self._has_lines = not is_quiet and not stream.isatty()
+        self._line_s = line_s
+        self._doing = f"inputs: {num_inputs:,}; torch is imported"
+        self._began = time.monotonic()
+        self._task = self._progress.add_task(self._doing, total=None, rate="")
         self._next_show = 0.0
 
     def start(self) -> None:
-        """Show the bar, on a terminal."""
+        """Show the bar, or say in a line what is done."""
         self._progress.start()
+        self._say_on_pipe(self._doing)
+
+    def wait_for_model(self) -> None:
+        """Show that the model starts."""
+        self._doing = _STARTS
+        self._progress.update(self._task, description=self._doing)
+        self._say_on_pipe(self._doing)
+
+    async def keep_saying(self) -> None:
+        """Say in a line now and then how far it is, unless there is a bar; until cancelled."""
+        while self._has_lines:
+            await asyncio.sleep(self._line_s)
+            spent = f" ({time.monotonic() - self._began:.0f} s)"
+            if self._doing:
+                self._say(f"{self._doing}{spent}")
+            else:
+                done = f"{self.num_done:,} of {self._num_inputs:,} done"
+                self._say(f"{done}, {self.num_failed:,} failed{spent}")
 
     def begin(self) -> None:
-        """Show that the model has started: the rate is of the time from now on."""
+        """Show that answers may come: the rate is of the time from now on."""
+        if self._doing == _STARTS:
+            self._say_on_pipe(f"the model is ready after {time.monotonic() - self._began:.1f} s")
+        self._doing = ""
         self._progress.remove_task(self._task)
         self._task = self._progress.add_task(
             "", total=self._num_inputs, completed=self.num_done, rate=""
@@ -133,6 +171,10 @@ class BatchReport:
         for number, label, *cells in rows:  # by hand: a table of rich leaves out what has no room
             shown = [f"{cell:>{width}}" for cell, width in zip(cells, widths[2:], strict=True)]
             self._say("  ".join([f"{number:>{widths[0]}}", f"{label:{widths[1]}}", *shown]))
+
+    def _say_on_pipe(self, text: str) -> None:
+        if self._has_lines:
+            self._say(text)
 
     def _say(self, text: str) -> None:
         self._console.print(on_one_line(text))

@@ -27,6 +27,7 @@ from inferpool.service.settings.address import key_of, url_of
 from inferpool.service.settings.names import FlagError
 
 if TYPE_CHECKING:
+    from inferpool.service.batch.report import BatchReport
     from inferpool.service.batch.target import BatchTarget
     from inferpool.service.settings.loader import LoadedSettings
 
@@ -76,9 +77,24 @@ def _run(
     if args.readers != 0:
         _start_forkserver()
     from inferpool.service.batch.report import BatchReport
-    from inferpool.service.batch.run import BatchRun, TooManyErrorsError
 
     report = BatchReport(sys.stderr, len(source), is_quiet=args.quiet)
+    report.start()
+    try:
+        return _compute(args, source, output, open_target, report)
+    finally:
+        report.stop()
+
+
+def _compute(
+    args: Namespace,
+    source: BatchSource,
+    output: Journal | LineStream,
+    open_target: Callable[[], AbstractAsyncContextManager["BatchTarget"]],
+    report: "BatchReport",
+) -> int:
+    from inferpool.service.batch.run import BatchRun, TooManyErrorsError  # imports torch
+
     run = BatchRun(
         source,
         output,
@@ -94,6 +110,7 @@ def _run(
 
     async def compute() -> None:
         nonlocal elapsed_s
+        saying = asyncio.create_task(report.keep_saying())
         async with open_target() as target:
             report.begin()
             began = time.monotonic()  # the model's start is not part of the rate
@@ -101,12 +118,16 @@ def _run(
                 await run.run(target, missing, num_readers=readers, chunk=_CHUNK)
             finally:
                 elapsed_s = time.monotonic() - began
+                saying.cancel()
 
     status, reason = 0, ""
     try:
         run.check_errors()
-        if missing:
-            report.start()
+        if not missing:
+            report.begin()
+        else:
+            if args.url is None:
+                report.wait_for_model()
             asyncio.run(compute())
         output.finish()
     except (StartError, RunLostError) as error:

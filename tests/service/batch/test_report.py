@@ -1,9 +1,11 @@
 """The report of a run."""
 
+import asyncio
 import io
 
 from inferpool.service.batch.inputs import BatchAnswer
 from inferpool.service.batch.report import BatchReport
+from tests.service.pools import until
 
 
 def report_of(answers, elapsed_s=1.0):
@@ -95,3 +97,29 @@ def test_a_thousand_failures_are_listed_and_the_others_counted():
     failed = [BatchAnswer(index=n, name=str(n), code="x", message="no") for n in range(1200)]
     told = report_of(failed).splitlines()
     assert told[999:1001] == ["999: no", "and 200 more, which the output names"]
+
+
+async def test_a_pipe_is_told_what_is_done_while_there_are_no_answers():
+    stream = io.StringIO()
+    report = BatchReport(stream, 2, line_s=0.001)
+    report.start()
+    assert stream.getvalue() == "inputs: 2; torch is imported\n"
+    saying = asyncio.create_task(report.keep_saying())
+    report.wait_for_model()
+    await until(lambda: "the model starts\nthe model starts (0 s)\n" in stream.getvalue())
+    report.begin()
+    await until(lambda: "the model is ready after 0." in stream.getvalue())
+    report.add(classified("cat", "cat"))
+    await until(lambda: "1 of 2 done, 0 failed (0 s)\n" in stream.getvalue())
+    saying.cancel()
+    report.stop()
+
+
+def test_a_quiet_run_says_nothing():
+    stream = io.StringIO()
+    report = BatchReport(stream, 2, is_quiet=True)
+    report.start()
+    report.wait_for_model()
+    report.begin()
+    report.stop()
+    assert stream.getvalue() == ""

@@ -123,7 +123,7 @@ def test_a_proxy_that_cannot_be_used_is_a_sentence(verb, monkeypatch, tmp_path, 
             assert run([*argv, "--url", "http://service.example"]) == 2
         err = capsys.readouterr().err
         assert said in err
-        assert err.startswith(f"inferpool {verb}: {name}: ")
+        assert f"inferpool {verb}: {name}: " in err
         assert "secret" not in err
         assert "NO_PROXY" in err
 
