@@ -200,9 +200,9 @@ class SpeedSearch:
             logger.info("%s speed: %s stays%s", pool.name, present.preset, figures)
             progress.state, progress.text = "waiting", f"{present.preset} stays{figures}"
             return found.is_final or present.is_provisional
-        before, after = present.preset, found.text()
-        logger.info("%s speed: changing from %s to %s%s", pool.name, before, after, figures)
-        progress.state, progress.text = "changing", f"from {before} to {after}"
+        change = found.change_from(present)
+        logger.info("%s speed: changing %s%s", pool.name, change, figures)
+        progress.state, progress.text = "changing", change
         for slot in slots:
             if _speed_of(slot).key != present.key:
                 continue  # it has loaded other weights meanwhile
@@ -212,8 +212,8 @@ class SpeedSearch:
                 progress.state = "failed"
                 progress.text = f"{slot.id.worker} did not come up with {found.preset}"
                 return False
-        logger.info("%s speed: changed from %s to %s", pool.name, before, after)
-        progress.state, progress.text = "waiting", f"changed from {before} to {after}{figures}"
+        logger.info("%s speed: changed %s", pool.name, change)
+        progress.state, progress.text = "waiting", f"changed {change}{figures}"
         return found.is_final or present.is_provisional
 
 

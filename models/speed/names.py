@@ -89,3 +89,10 @@ class SpeedReport(msgspec.Struct, frozen=True, kw_only=True):
         way = {"exact": "", "fast": "fast", "device": "on the device"}[self.decode]
         decode = f", decoding {way}, {self.decode_gain:.2f} x" if way else ""
         return f"{self.preset}{gain}{decode}, largest deviation {self.deviation:.2g}"
+
+    def change_from(self, former: "SpeedReport") -> str:
+        """Return words that follow "changed": what this choice does otherwise than a former one."""
+        if self.preset != former.preset:
+            return f"from {former.preset} to {self.text()}"
+        figures = f"{self.decode_gain:.2f} x, largest deviation {self.deviation:.2g}"
+        return f"its decoding from {former.decode} to {self.decode}, {figures}"

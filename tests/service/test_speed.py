@@ -149,7 +149,7 @@ async def test_another_way_to_decode_is_a_reason_to_change_over():
     pool = RaisedPool()
     decoding = replace(FIRST, decode="fast", is_provisional=False, is_final=True)
     text = await search_to(pool, FakeSearch(decoding), "done", FIRST)
-    assert text.startswith("changed from exact to exact, decoding fast")
+    assert text.startswith("changed its decoding from exact to fast, ")
     assert len(pool.changed) == 2
 
 
