@@ -78,7 +78,7 @@ def add_flags(parser: ArgumentParser) -> None:
         type=positive,
         default=120.0,
         metavar="S",
-        help="what all of it may take; much of that is starts (default: 120)",
+        help="what all of it may take, if that suffices for one candidate (default: 120)",
     )
     course.add_argument(
         "--inputs",

@@ -158,12 +158,6 @@ class TuneReport:
         warning = ", so that it is a part of what was measured" if cores > _BUSY_CORES else ""
         yield f"The clients kept {cores:.2f} cores busy{warning}."
 
-    @property
-    def is_too_short(self) -> bool:
-        """The budget was too short for any candidate beside the user's settings."""
-        is_over = self.is_interrupted or bool(self.failure)
-        return len(self.outcome.tried) < 2 and bool(self.outcome.untried) and not is_over
-
     def comments(self) -> Iterator[str]:
         """Return the comments at the head of the settings file."""
         first, best = self.outcome.tried[0], self.best

@@ -7,7 +7,6 @@ import signal
 import sys
 import time
 from datetime import UTC, datetime
-from math import ceil
 
 import uvloop
 
@@ -27,7 +26,7 @@ EXIT_TUNED = 0
 EXIT_UNWRITTEN = 1
 """The settings were found, and the file could not be written."""
 EXIT_UNMEASURED = 3
-"""There was no service, no input for it, no time to try anything, or it stopped answering."""
+"""There was no service, no input for it, or it stopped answering."""
 EXIT_INTERRUPTED = 130
 """128 and the number of SIGINT, as in shells."""
 _TICK_S = 0.2
@@ -48,27 +47,21 @@ def run(loaded: LoadedSettings, whole: LoadedSettings, plan: TunePlan) -> int:
         sys.stderr.write(f"inferpool tune: {reason}\n")
         return EXIT_INTERRUPTED if report.is_interrupted else EXIT_UNMEASURED
     text = settings_text(loaded, whole, report.best.changes, report.comments())
-    is_whole = not (report.is_interrupted or report.failure or report.is_too_short)
+    is_whole = not (report.is_interrupted or report.failure)
     # First, since what took minutes to find is not to be lost with whoever reads our output.
     unwritten = _write_files(plan, report, text, has_settings=is_whole)
     people = sys.stderr if plan.is_json else sys.stdout
     report.write(people)
     if plan.is_json:
         sys.stdout.write(json.dumps(report.as_dict(), indent=1) + "\n")
-    if report.is_too_short:
-        people.write(
-            f"\nNo settings are written: a budget of {plan.budget_s:g} s is too short to try any "
-            f"other than yours. --budget {ceil(report.outcome.needed_s)} suffices for one, and "
-            "several times as much for all.\n"
-        )
-    elif plan.output is None or unwritten or not is_whole:
+    if plan.output is None or unwritten or not is_whole:
         people.write(f"\n{text}")
     else:
         people.write(f"Written to {plan.output}.\n")
     if unwritten:
         sys.stderr.write(f"inferpool tune: {unwritten}\n")
         return EXIT_UNWRITTEN
-    if report.failure or report.is_too_short:
+    if report.failure:
         return EXIT_UNMEASURED
     return EXIT_INTERRUPTED if report.is_interrupted else EXIT_TUNED
 

@@ -152,7 +152,11 @@ class Search:
         budget_s: float,
         on_trial: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Take a budget, after which nothing ends; `on_trial` gets what is done now."""
+        """Take a budget; `on_trial` gets what is done now.
+
+        Nothing ends after the budget, unless it is too short for one candidate: one is tried
+        anyway.
+        """
         self.outcome = SearchOutcome(connections=goal.connections)
         self._starter = starter
         self._goal = goal
@@ -201,7 +205,8 @@ class Search:
                 changes = {**self.outcome.best.changes, **step}
                 if any(each.changes == changes for each in self.outcome.tried):
                     break  # it led here, or nowhere
-                if self._needed_s() > self._budget_s:
+                has_tried = len(self.outcome.tried) > 1  # more than the user's settings
+                if has_tried and self._needed_s() > self._budget_s:
                     self.outcome.needed_s = self._needed_s()
                     if knob.name not in self.outcome.untried:
                         self.outcome.untried.append(knob.name)

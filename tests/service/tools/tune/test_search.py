@@ -120,6 +120,13 @@ def test_budget_limits_what_is_tried_and_the_rest_is_named():
     assert len(with_more.tried) == len(outcome.tried) + 1
 
 
+def test_one_candidate_is_tried_however_small_the_budget_is():
+    outcome = tune(FakeStarter(peak(batch=64, credit=4)), budget_s=1.0)
+    assert len(outcome.tried) == 2
+    assert outcome.untried
+    assert outcome.is_confirmed
+
+
 def test_hopeless_candidate_gets_one_pair_of_rounds():
     starter = FakeStarter(lambda changes: 500.0 if changes else 1000.0)
     tune(starter, knobs=[line("batch", (16,))])
