@@ -137,8 +137,8 @@ VERBS: Mapping[str, Verb] = {
         summary="measure which settings serve a model best here, and write them to a file",
         description="Start services with different settings, load them in turns, and "
         "write the best settings to a file. Exit status: 0 if that was done, 1 if the file could "
-        "not be written, 2 for wrong arguments, 3 if nothing could be measured, and then no file is "
-        "written, 130 after Ctrl-C, which prints the results so far and writes no settings.",
+        "not be written, 2 for wrong arguments, 3 if nothing could be measured, and then no file "
+        "is written, 130 after Ctrl-C, which prints the results so far and writes no settings.",
         flags="inferpool.service.tools.tune.plan:add_flags",
         code="inferpool.service.cli.tune:run",
         takes_settings=True,

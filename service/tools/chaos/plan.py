@@ -4,7 +4,7 @@ Imported whenever the command's line is read, so it imports little.
 """
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -68,6 +68,15 @@ class ChaosPlan:
         rest = f", and one {' and one '.join(others)}" if others else ""
         hosts = f", and {HOST_STRIKES} hosts struck" if self.every_s["host"] else ""
         return f"until there are at least {self.requests:,} requests{kills}{rest}{hosts}"
+
+
+def shown_share(shares: Sequence[float]) -> float:
+    """Return how much of a run is done, from 0 to 1, for people.
+
+    It moves with each thing that has to be done. The least of them would stay at 0 until the
+    rarest fault has struck, and jump to 1 then.
+    """
+    return sum(min(share, 1.0) for share in shares) / len(shares)
 
 
 def add_flags(parser: ArgumentParser) -> None:

@@ -18,7 +18,14 @@ from inferpool.service.tools.chaos.faults import POISONS, Faults
 from inferpool.service.tools.chaos.greed import Greed
 from inferpool.service.tools.chaos.hosts import HostFaults
 from inferpool.service.tools.chaos.load import ChaosTally, NumberedLoad
-from inferpool.service.tools.chaos.plan import HOST_STRIKES, PLURALS, SCARCE, ChaosPlan, Fault
+from inferpool.service.tools.chaos.plan import (
+    HOST_STRIKES,
+    PLURALS,
+    SCARCE,
+    ChaosPlan,
+    Fault,
+    shown_share,
+)
 from inferpool.service.tools.chaos.questions import (
     EchoQuestion,
     Question,
@@ -279,14 +286,15 @@ class _ChaosRun:
         enough: dict[Fault, int] = {"kill": plan.kills, "host": HOST_STRIKES}
         enough |= dict.fromkeys(SCARCE, 1)
 
-        def share(tally: ChaosTally) -> float:
+        def shares(tally: ChaosTally) -> list[float]:
+            """Return how much is done of each thing that has to be before the end."""
             if plan.seconds is not None:
-                return (time.monotonic() - began) / plan.seconds if plan.seconds else 1.0
-            shares = [tally.num_sent / plan.requests]
+                return [(time.monotonic() - began) / plan.seconds if plan.seconds else 1.0]
+            parts = [tally.num_sent / plan.requests]
             for fault, least in enough.items():
                 if faults.does(fault):
-                    shares.append(faults.counts[fault] / least)
-            return min(shares)
+                    parts.append(faults.counts[fault] / least)
+            return parts
 
         shown = [kind for kind in PLURALS if faults.does(kind)]
 
@@ -297,7 +305,7 @@ class _ChaosRun:
                     f"{tally.lost} lost, {tally.duplicated} duplicated; "
                     f"{', '.join(f'{faults.counts[kind]} {PLURALS[kind]}' for kind in shown)}"
                 )
-                screen.show(share(tally), figures)
+                screen.show(shown_share(shares(tally)), figures)
                 await asyncio.sleep(_TICK_S)
 
         watching, telling = asyncio.create_task(watch.run()), asyncio.create_task(tell())
@@ -305,7 +313,9 @@ class _ChaosRun:
         tasks = (harming, watching, telling)
 
         def is_over(tally: ChaosTally) -> bool:
-            return share(tally) >= 1 or any(task.done() for task in tasks)  # done: it has failed
+            return min(shares(tally)) >= 1 or any(
+                task.done() for task in tasks
+            )  # done: it has failed
 
         try:
             await self._load(knowledge.questions, tally, is_over)

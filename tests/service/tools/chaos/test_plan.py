@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from inferpool.service.settings.loader import load
-from inferpool.service.tools.chaos.plan import ChaosPlan, add_flags, plan_of
+from inferpool.service.tools.chaos.plan import ChaosPlan, add_flags, plan_of, shown_share
 from inferpool.service.tools.chaos.subject import rows_for
 
 _FILE = """
@@ -24,6 +24,11 @@ def plan(line: str) -> ChaosPlan:
     parser = ArgumentParser()
     add_flags(parser)
     return plan_of(parser.parse_args(line.split()))
+
+
+def test_the_progress_moves_with_each_thing_that_is_to_be_done():
+    shown = [shown_share(shares) for shares in ([0, 0], [0.5, 0], [7.0, 0], [7.0, 1], [8.0, 2.0])]
+    assert shown == [0, 0.25, 0.5, 1, 1]
 
 
 @pytest.mark.parametrize(
