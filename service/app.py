@@ -47,6 +47,7 @@ from inferpool.service.fronts.number import number_of_fronts
 from inferpool.service.fronts.only_front import OnlyFront
 from inferpool.service.jobs.http.routes import jobs_router
 from inferpool.service.service import ClosableEngine, Service
+from inferpool.service.settings.problems import with_ways
 from inferpool.service.settings.settings import Settings
 from inferpool.service.settings.state import StateFile
 from inferpool.service.settings.tls import TlsError
@@ -110,7 +111,7 @@ def run(
             )
             tls = tls_context(settings)
         except (StartError, DeviceError, TlsError) as error:
-            logger.critical("%s", error)
+            logger.critical("%s", with_ways(str(error)))
             return EXIT_CANNOT_START
         warn_if_open(settings, listener)
         try:

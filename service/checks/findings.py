@@ -37,17 +37,25 @@ def ok(check: str, message: str) -> Finding:
 
 def note(check: str, message: str, advice: str = "") -> Finding:
     """Return a finding that is good to know."""
-    return Finding(check=check, level="note", message=message, advice=advice)
+    return Finding(check=check, level="note", message=message, advice=_with_ways(advice))
 
 
 def warning(check: str, message: str, advice: str) -> Finding:
     """Return a finding that may cost speed or requests."""
-    return Finding(check=check, level="warning", message=message, advice=advice)
+    return Finding(check=check, level="warning", message=message, advice=_with_ways(advice))
 
 
 def error(check: str, message: str, advice: str, *, is_fatal: bool = False) -> Finding:
     """Return a finding that something will not work."""
-    return Finding(check=check, level="error", message=message, advice=advice, is_fatal=is_fatal)
+    return Finding(
+        check=check, level="error", message=message, advice=_with_ways(advice), is_fatal=is_fatal
+    )
+
+
+def _with_ways(advice: str) -> str:
+    from inferpool.service.settings.problems import with_ways  # who only shows findings needs none
+
+    return with_ways(advice)
 
 
 def grouped(findings: Iterable[Finding], models: Collection[str]) -> list[Finding]:

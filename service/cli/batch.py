@@ -166,6 +166,7 @@ def _load(args: Namespace) -> "LoadedSettings":
 
     flags = {name: getattr(args, name) for name in SETTINGS if getattr(args, name) is not None}
     loaded = load(flags, os.environ, Path.cwd())
+    sys.stderr.writelines(f"inferpool batch: {each}\n" for each in loaded.warnings)
     check_loadable(loaded.settings, loaded.origins)
     return loaded
 

@@ -1,6 +1,7 @@
 """The verb `chaos`: kills workers of its own service under load."""
 
 import os
+import sys
 from argparse import Namespace
 from pathlib import Path
 
@@ -18,5 +19,6 @@ def run(args: Namespace) -> int:
         SettingsError: The settings cannot be used.
     """
     loaded = load(settings_in(args), os.environ, Path.cwd())
+    sys.stderr.writelines(f"inferpool chaos: {each}\n" for each in loaded.warnings)
     check_loadable(loaded.settings, loaded.origins)
     return disturb(loaded, plan_of(args))

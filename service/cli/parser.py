@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from inferpool.service.cli.verbs import VERBS
+from inferpool.service.settings.names import way_to_set
 
 USAGE_ERROR = 2
 """Exit status for a wrong command line or wrong settings."""
@@ -84,7 +85,25 @@ def unrecognised(word: str, parser: ArgumentParser) -> str:
         return f"one MODEL at most; what is {word!r}? Several models are served from a file"
     flag = word.partition("=")[0]
     known = re.findall(r"--[a-z0-9-]+", parser.format_help())
+    if "--config" in known and (hint := _setting_hint(flag)):
+        return f"there is no flag {flag}, but {hint}"
     return f"there is no flag {flag}; {nearest(flag, sorted(set(known)))}"
+
+
+def _setting_hint(flag: str) -> str:
+    """Return how a setting is given that a word means as a flag; empty if it means none."""
+    from inferpool.service.settings.fields import fields_of  # only once something is wrong
+
+    name = flag.removeprefix("--").replace("-", "_")
+    for module, table, where in (
+        ("settings", "Settings", "at the top of inferpool.toml"),
+        ("model", "ModelSettings", "under [models.NAME] in inferpool.toml"),
+    ):
+        fields = fields_of(f"inferpool.service.settings.{module}", table)
+        if any(field.name == name for field in fields):
+            way = way_to_set(name, of_model=table == "ModelSettings")
+            return f"a setting: `{name} = ...` {where}, or the variable {way}"
+    return ""
 
 
 def nearest(word: str, candidates: Sequence[str]) -> str:

@@ -1,6 +1,7 @@
 """The verb `tune`: finds the best settings for a model on this machine."""
 
 import os
+import sys
 from argparse import Namespace
 from pathlib import Path
 
@@ -29,6 +30,7 @@ def run(args: Namespace) -> int:
     names = list(loaded.settings.models)
     if len(names) > 1:
         raise FlagError(f"which of the models? inferpool tune {' | '.join(names)}")
+    sys.stderr.writelines(f"inferpool tune: {each}\n" for each in loaded.warnings)
     check_loadable(loaded.settings, loaded.origins)
     # MODEL leaves the other models out, but the file keeps them.
     whole = load({"config": given["config"]} if "config" in given else {}, os.environ, cwd)

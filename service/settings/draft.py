@@ -30,6 +30,7 @@ from inferpool.service.settings.problems import (
     unknown_argument,
     unknown_variable,
     unreadable,
+    with_ways,
 )
 from inferpool.service.settings.settings import Settings
 from inferpool.service.settings.sources import (
@@ -59,6 +60,7 @@ class Draft:
         self._models: dict[str, str] = {}
         """The names of the models, with the place that named each first."""
         self._problems: list[str] = []
+        self._warnings: list[str] = []
         self._trace_problem = ""
         """Mistake in the variables of OpenTelemetry, all of which are ignored then."""
 
@@ -211,6 +213,7 @@ class Draft:
                 )
                 return
             source, model = model, slug(model)
+            self._warn_of_merging(source, model)
             self._models.setdefault(model, "MODEL")
             self._set(("models", model, "source"), source, "argument MODEL")
         self._models = {model: self._models[model]}
@@ -218,6 +221,16 @@ class Draft:
             del self._values[key], self._places[key]
         if self._values.get(("default_model",), model) != model:
             self._set(("default_model",), model, "argument MODEL")
+
+    def _warn_of_merging(self, source: str, model: str) -> None:
+        """Say that a source has the name of a model of the settings, which has more settings."""
+        place = self._models.get(model, "")
+        more = [dotted(key[2:]) for key in self._values if key[:2] == ("models", model)]
+        if others := [name for name in more if name != "source"]:
+            self._warnings.append(
+                f"{source} is served as {model}, so it has settings of {place} too: "
+                f"{', '.join(others)}"
+            )
 
     def add_arguments(self, arguments: Mapping[str, object]) -> None:
         """Add keyword arguments of Python.
@@ -342,7 +355,7 @@ class Draft:
         tree: dict[str, object] = {"models": {name: {} for name in self._models}}
         for key, value in self._values.items():
             _plant(tree, key, value)
-        warnings = []
+        warnings = self._warnings
         if self._trace_problem and self._values.get(("trace_endpoint",)) is not None:
             self._problems.append(self._trace_problem)
         elif self._trace_problem:
@@ -367,12 +380,14 @@ class Draft:
                 continue
             seen.add(key)
             raw = error.get("ctx", {}).get("error")
-            right = str(raw) if raw else f"is not {expected(_field(key))}"
+            right = with_ways(str(raw)) if raw else f"is not {expected(_field(key))}"
             value = self._values.get(key, error["input"])
             yield f"{self._place(key)}: {shown(value)} {right}"
 
     def _place(self, key: Key) -> str:
-        return place_of(key, self._places.get(key, "default"))
+        place = place_of(key, self._places.get(key, "default"))
+        # Nobody has given it, so say how it is given.
+        return with_ways(place) if place == key[0] else place
 
     def _name_model(self, name: str, place: str) -> bool:
         if not MODEL_NAME.fullmatch(name):

@@ -83,7 +83,10 @@ def _default_of(value: ast.expr) -> object:
     """Return the default that an expression gives: a constant, or a call of pydantic's `Field`."""
     match value:
         case ast.Call(args=[first, *_]):
-            return ast.literal_eval(first)
+            return _default_of(first)
         case ast.Call():
             return {}  # with a factory, which only tables need
-    return ast.literal_eval(value)
+    try:
+        return ast.literal_eval(value)
+    except ValueError:  # a computed one
+        return {}

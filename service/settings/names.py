@@ -40,6 +40,11 @@ def dotted(key: Key) -> str:
     return ".".join(part if re.fullmatch(r"[A-Za-z0-9_-]+", part) else f'"{part}"' for part in key)
 
 
+def way_to_set(name: str, *, of_model: bool) -> str:
+    """Return how to give a setting: its flag, or else its variable."""
+    return FLAGS.get(name) or f"{PREFIX}{'MODELS__NAME__' if of_model else ''}{name.upper()}"
+
+
 def place_of(key: Key, origin: str) -> str:
     """Return the place of a value, as the person who gave it would look for it.
 

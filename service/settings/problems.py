@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 from collections.abc import Sequence
 from types import UnionType
 from typing import Annotated, Literal, Union, get_args, get_origin
@@ -11,7 +12,7 @@ from pydantic.fields import FieldInfo
 
 from inferpool.service.settings.keys import Keys
 from inferpool.service.settings.model import ModelSettings
-from inferpool.service.settings.names import PREFIX, Key, dotted
+from inferpool.service.settings.names import FLAGS, PREFIX, Key, dotted, way_to_set
 from inferpool.service.settings.settings import Settings
 from inferpool.service.settings.sources import did_you_mean
 from inferpool.service.settings.tracing import TraceHeaders
@@ -55,6 +56,23 @@ def unknown_variable(parts: Sequence[str]) -> str:
     if len(parts) == 3 and parts[2] in here:
         return f"this setting belongs to no model: {PREFIX}{parts[2].upper()}"
     return f"there is no such setting{_or_nearest(PREFIX + '__'.join(parts).upper(), names)}"
+
+
+def with_ways(text: str) -> str:
+    """Return a text with the variable after each setting in it that no flag gives.
+
+    A name of one word may be any word, and is left alone.
+    """
+
+    def way(found: re.Match[str]) -> str:
+        name = found[0]
+        of_model = name in ModelSettings.model_fields
+        is_setting = "_" in name and (of_model or name in Settings.model_fields)
+        if not is_setting or name in FLAGS:
+            return name
+        return f"{name} ({way_to_set(name, of_model=of_model)})"
+
+    return re.sub(r"(?<![\w.\"'/(-])[a-z][a-z0-9_]+(?![\w.=(-]| \()", way, text)
 
 
 def _or_nearest(name: str, candidates: Sequence[str]) -> str:

@@ -186,7 +186,9 @@ def test_only_models_that_leave_auto_are_told_to_return_to_it(tmp_path: Path):
         more.write("replicas = 3\n")  # for the last model
     settings = load({}, {}, tmp_path).settings
     (found,) = limits.check_cores(gather(settings, TWO_CORES), settings)
-    assert found.advice == "lower replicas or threads_per_replica of m5, or leave both at auto"
+    variable = "INFERPOOL_MODELS__NAME__THREADS_PER_REPLICA"  # no flag gives it
+    named = f"threads_per_replica ({variable})"
+    assert found.advice == f"lower replicas or {named} of m5, or leave both at auto"
 
 
 def test_same_findings_of_several_models_become_one():

@@ -115,6 +115,17 @@ def test_wrong_settings_are_one_line_each_and_exit_2(command, tmp_path):
             "inferpool serve: there is no flag --prot; did you mean --port?",
         ),
         (
+            ["serve", "--max-queue-length", "1"],
+            "inferpool serve: there is no flag --max-queue-length, but a setting: "
+            "`max_queue_length = ...` at the top of inferpool.toml, or the variable "
+            "INFERPOOL_MAX_QUEUE_LENGTH",
+        ),
+        (
+            ["batch", "x", "--credit", "1"],
+            "inferpool batch: there is no flag --credit, but a setting: `credit = ...` under "
+            "[models.NAME] in inferpool.toml, or the variable INFERPOOL_MODELS__NAME__CREDIT",
+        ),
+        (
             ["serve", "--objective-p", "1"],
             "inferpool serve: there is no flag --objective-p; did you mean --objective-p99-ms?",
         ),

@@ -236,7 +236,8 @@ def test_a_model_named_like_a_built_in_source_needs_no_source(loading):
         ),
         (
             "max_body_bytes = 1048576\narena_bytes = 1048576",
-            "arena_bytes: 1048576 is less than twice max_body_bytes, which makes 2097152",
+            "arena_bytes: 1048576 is less than twice max_body_bytes (INFERPOOL_MAX_BODY_BYTES), "
+            "which makes 2097152",
         ),
     ],
 )
@@ -303,7 +304,8 @@ WEIGHTS_HINT = "give the network as the source, and this file as --weights"
             "default_timeout_s = 400",
             {},
             {},
-            "max_timeout_s: 300.0 is less than default_timeout_s, which is 400",
+            "max_timeout_s (INFERPOOL_MAX_TIMEOUT_S): 300.0 is less than default_timeout_s "
+            "(INFERPOOL_DEFAULT_TIMEOUT_S), which is 400",
             "",
         ),
         (

@@ -95,6 +95,23 @@ def test_each_command_names_what_cannot_be_loaded_without_torch(tmp_path: Path):
         assert (status, has_torch, "Traceback" in text) == (2, False, False), command
 
 
+def test_settings_that_a_file_has_for_a_model_of_the_same_name_are_named(tmp_path: Path):
+    (tmp_path / "mlp.pt2").write_bytes(SAMPLES["export"])
+    (tmp_path / "inferpool.toml").write_text(
+        '[models.mlp]\nsource = "nets:Mlp"\nweights = "w.pth"\noptions = { hidden = 8 }\n'
+    )
+    ((status, said, _),) = run_each([["batch", "*", "--model", "mlp.pt2"]], tmp_path)
+    assert (status, said.splitlines()) == (
+        2,
+        [
+            "inferpool batch: mlp.pt2 is served as mlp, so it has settings of inferpool.toml: "
+            "models.mlp too: weights, options.hidden",
+            "inferpool: inferpool.toml: models.mlp.weights: mlp.pt2 takes no weights, but was "
+            "given 'w.pth'",
+        ],
+    )
+
+
 def test_a_file_with_one_model_that_may_work_is_worth_a_start(tmp_path: Path, monkeypatch):
     from inferpool.service.settings.loader import load
     from inferpool.service.settings.unloadable import check_loadable
