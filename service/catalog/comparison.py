@@ -187,7 +187,7 @@ async def asked(
             return GivenUpError(f"none of its workers is left ({pool.reason})")
         ref = item_ref(sample, until - time.monotonic(), wants_tensors=wants_tensors)
         try:
-            return await pool.comparing.submit(ref, (sample.payload,), is_solo=True)
+            return await pool.comparing.submit(ref, (sample.payload,), is_compared=True)
         except NO_ROOM as error:
             if until - time.monotonic() < _AGAIN_AFTER_S:
                 return error

@@ -36,6 +36,7 @@ from inferpool.service.queue.instance import (
     SENT,
     SETTLED,
     Buffer,
+    ComparedInstance,
     Instance,
     InstanceSteps,
     SlotOwner,
@@ -100,6 +101,8 @@ class Dispatcher:
         self._lanes = Lanes()
         self._entrance = Entrance(admission, self._queue, self._lanes, arena)
         self._ledger = Ledger(metrics, self._on_deadline, self._unsettled)
+        self._compared = self._ledger.beside()
+        """Accounts of instances that no client sent."""
         filler = BatchFiller(self._queue, work, self._limit, admission.rate, self._objective)
         self.scheduler = BatchScheduler(
             self._queue,
@@ -144,7 +147,7 @@ class Dispatcher:
     @property
     def num_unsettled(self) -> int:
         """Instances that have no answer yet."""
-        return self._metrics.in_flight
+        return self._metrics.in_flight + self._compared.metrics.in_flight
 
     @property
     def is_draining(self) -> bool:
@@ -168,7 +171,7 @@ class Dispatcher:
         steps: InstanceSteps | None = None,
         owner: SlotOwner | None = None,
         *,
-        is_solo: bool = False,
+        is_compared: bool = False,
     ) -> Instance:
         """Admit one instance: copy its payload into the arena, if it is not there, and queue it.
 
@@ -181,7 +184,8 @@ class Dispatcher:
                 copy.
             steps: Notes what happens to the instance, if its call is traced.
             owner: The owner of the payload's slot, if it is in the arena already.
-            is_solo: Compute it in a batch of its own, and find it a place in a full queue, too.
+            is_compared: Compute it for a comparison of versions: in a batch of its own, even if the
+                queue is full, and without counting it as traffic.
 
         Returns:
             The future of its result, which may raise a `ServiceError`. Cancelling it gives it up.
@@ -202,7 +206,7 @@ class Dispatcher:
         queue = self._queue_of(ref)
         if queue is self._background:
             self._entrance.check_background(ref)
-        elif not is_solo:
+        elif not is_compared:
             self._entrance.check(ref, now)
         if owner is None:
             owner = self._arena
@@ -210,14 +214,16 @@ class Dispatcher:
                 self._admission.key_share.check_bytes(self._arena, ref)
             offset = self._arena.put(chunks, num_bytes, ref.caller)
             if offset is None:
-                self._metrics.rejected["arena_full"] += 1
+                if not is_compared:
+                    self._metrics.rejected["arena_full"] += 1
                 raise OverloadedError("the arena for payloads is full", retry_after_s=1)
             ref.offset = offset
-        instance = Instance(self, ref, owner, now)
-        if is_solo or is_suspect:
+        ledger = self._compared if is_compared else self._ledger
+        instance = (ComparedInstance if is_compared else Instance)(self, ref, owner, now)
+        if is_compared or is_suspect:
             instance.is_solo = True
             instance.num_crashes = int(is_suspect)
-        self._ledger.open(instance, now, steps)
+        ledger.open(instance, now, steps)
         queue.push(instance, now)
         if not self.scheduler.is_due:
             self.scheduler.soon()
@@ -249,10 +255,10 @@ class Dispatcher:
         """
         for instance in (*self._queue, *self._background):
             self._unqueue(instance)
-            self._ledger.fail(instance, error())
+            self._ledger_of(instance).fail(instance, error())
         for instance in self._lanes.held():
             if instance.state != SETTLED:
-                self._ledger.fail(instance, error())
+                self._ledger_of(instance).fail(instance, error())
 
     def cut_off(self, reason: str) -> None:
         """Admit nothing more, and answer everything in flight."""
@@ -262,21 +268,27 @@ class Dispatcher:
     async def settled(self, most_s: float) -> None:
         """Wait until everything is settled, for so long at most."""
         with contextlib.suppress(TimeoutError):
-            await self._ledger.drained(most_s)
+            await self._drained(most_s)
 
     async def drain(self, grace_s: float) -> None:
         """Admit nothing more, wait until all is settled, and fail the rest after `grace_s`."""
         self._admission.is_draining = True
         try:
-            await self._ledger.drained(grace_s)
+            await self._drained(grace_s)
         except TimeoutError:
-            logger.warning("%s: %d requests cut off", self.name, self._metrics.in_flight)
+            logger.warning("%s: %d requests cut off", self.name, self.num_unsettled)
             self.cut_off("this server is shutting down and ran out of time")
 
     def on_cancelled(self, instance: Instance) -> None:
         """Forget an instance whose caller has gone."""
         self._unqueue(instance)
-        self._ledger.cancel(instance)
+        self._ledger_of(instance).cancel(instance)
+
+    async def _drained(self, grace_s: float) -> None:
+        await asyncio.gather(self._ledger.drained(grace_s), self._compared.drained(grace_s))
+
+    def _ledger_of(self, instance: Instance) -> Ledger:
+        return self._compared if instance.is_compared else self._ledger
 
     def _unsettled(self) -> Iterator[Instance]:
         yield from (*self._queue, *self._background)
@@ -289,7 +301,7 @@ class Dispatcher:
             return
         where = "in the queue" if instance.state == QUEUED else "in a worker"
         self._unqueue(instance)
-        self._ledger.expire(instance, f"the deadline passed {where}")
+        self._ledger_of(instance).expire(instance, f"the deadline passed {where}")
 
     def _queue_of(self, ref: ItemRef) -> Batcher[Instance]:
         return self._background if ref.priority >= BACKGROUND else self._queue
@@ -332,7 +344,7 @@ class Dispatcher:
             extra=instance.ref.log_ids(),
         )
         instance.owner.free(instance.ref.offset)
-        self._ledger.fail(
+        self._ledger_of(instance).fail(
             instance, InternalError("this input cannot be sent to a worker; see the log")
         )
 
@@ -374,7 +386,8 @@ class Dispatcher:
                 self._objective.note(batch, now)
             self._plan(self._objective, now)
         self._suspects.note_answers(batch, done.outcomes)
-        self._ledger.settle_batch(batch, done, now)
+        ledger = self._compared if batch[0].is_compared else self._ledger
+        ledger.settle_batch(batch, done, now)
 
     def _arrange(self, now: float) -> None:
         """Order what waits by priority, unless some of it would miss its deadline then."""
@@ -397,7 +410,7 @@ class Dispatcher:
         for instance in (*self._queue, *self._background):
             if refusal := self._suspects.refusal(instance):
                 self._unqueue(instance)
-                self._ledger.fail(instance, refusal)
+                self._ledger_of(instance).fail(instance, refusal)
 
     def _take_back(
         self, lane: Lane, batch: list[Instance], error: WorkerLostError, now: float
@@ -416,9 +429,9 @@ class Dispatcher:
             if instance.state == SETTLED:
                 instance.owner.free(instance.ref.offset)
             elif instance.num_crashes >= MAX_CRASHES:
-                self._metrics.faults += 1
+                self._ledger_of(instance).metrics.faults += 1
                 instance.owner.free(instance.ref.offset)
-                self._ledger.fail(
+                self._ledger_of(instance).fail(
                     instance,
                     WorkerCrashedError(
                         f"{instance.num_crashes} workers died while they computed this input "
@@ -428,11 +441,11 @@ class Dispatcher:
             elif instance.num_hosts_lost >= MAX_HOSTS_LOST:
                 instance.owner.free(instance.ref.offset)
                 text = f"{MAX_HOSTS_LOST} hosts were lost while they held it (the last: {error})"
-                self._ledger.fail(instance, WorkerCrashedError(text))
+                self._ledger_of(instance).fail(instance, WorkerCrashedError(text))
             elif refusal := self._suspects.refusal(instance):
                 instance.owner.free(instance.ref.offset)
-                self._ledger.fail(instance, refusal)
+                self._ledger_of(instance).fail(instance, refusal)
             else:
-                self._metrics.retried += 1
+                self._ledger_of(instance).metrics.retried += 1
                 instance.state = QUEUED
                 self._queue_of(instance.ref).push_front(instance)

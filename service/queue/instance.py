@@ -92,6 +92,9 @@ class Instance(asyncio.Future[Result]):
         self.bucket: Bucket
         self.tick = NO_TICK
 
+    is_compared = False
+    """See `ComparedInstance`; an attribute of the class, since instances are many."""
+
     __hash__ = asyncio.Future.__hash__
 
     def cancel(self, msg: object = None) -> bool:
@@ -100,6 +103,15 @@ class Instance(asyncio.Future[Result]):
             return False
         self.dispatcher.on_cancelled(self)
         return super().cancel(msg)
+
+
+class ComparedInstance(Instance):
+    """An instance of a comparison of versions: no client sent it, so it is no traffic."""
+
+    __slots__ = ()
+    is_compared = True
+
+    __hash__ = asyncio.Future.__hash__
 
 
 class CanaryShare(msgspec.Struct, frozen=True, array_like=True):

@@ -8,6 +8,7 @@ alone.
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
 from math import ceil
 
 from inferpool.service.errors import (
@@ -65,6 +66,13 @@ class Ledger:
         self._deadlines = Deadlines(on_due, unsettled)
         self._traced = TracedInstances()
         self._drained = asyncio.Event()
+
+    def beside(self) -> "Ledger":
+        """Return another ledger of the same dispatcher, whose counters nobody is shown."""
+        other = copy(self)
+        other.metrics = ModelMetrics(self.metrics.name)
+        other._drained = asyncio.Event()
+        return other
 
     def open(self, instance: Instance, now: float, steps: InstanceSteps | None) -> None:
         """Open the account of an admitted instance; `steps` are given if it is traced."""

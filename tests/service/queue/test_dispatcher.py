@@ -1,6 +1,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from copy import copy
 from functools import partial
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ from inferpool.service.errors import (
 from inferpool.service.queue.dispatcher import MAX_HOSTS_LOST
 from inferpool.service.queue.instance import Instance, Result
 from inferpool.service.queue.ledger import TICK_S
+from inferpool.service.telemetry.distribution import Distribution
 from inferpool.service.telemetry.metrics import ModelMetrics
 from inferpool.workers.arena import Arena
 from inferpool.workers.messages import ItemError
@@ -392,6 +394,55 @@ async def test_solo_instance_goes_to_an_idle_worker_and_nothing_goes_behind_it(b
     second.answer()
     await asyncio.gather(poison, innocent)
     b.check_books()
+
+
+async def test_instances_of_a_comparison_are_no_traffic_however_they_end(bench):
+    b = bench()
+    untouched = counts_of(b.metrics)
+    worker = b.worker()
+
+    def submit(timeout_s: float = 30.0) -> Instance:
+        return b.dispatcher.submit(ref_to(b"x", timeout_s), [b"x"], is_compared=True)
+
+    good, bad = submit(), submit()
+    await turn()
+    worker.answer()
+    await turn()
+    worker.answer([ItemError("model_error", "no")])
+    await turn()
+    late, cancelled, retried = submit(0.001), submit(), submit()
+    cancelled.cancel()
+    await asyncio.sleep(0.1)
+    worker.die()
+    second = b.worker()
+    await turn()
+    assert second.batches or retried.done()
+    while second.batches:
+        await answer(second)
+    for instance, error in (
+        (bad, ModelFailedError),
+        (late, DeadlineExceededError),
+    ):
+        with pytest.raises(error):
+            await instance
+    await asyncio.gather(good, retried)
+    waiting = submit()
+    draining = asyncio.create_task(b.dispatcher.drain(30))
+    await turn()
+    assert not draining.done()
+    await answer(second)
+    await asyncio.gather(draining, waiting)
+    assert counts_of(b.metrics) == untouched
+    b.check_books()
+
+
+def counts_of(metrics: ModelMetrics) -> dict[str, object]:
+    """Return what metrics show of instances and batches."""
+    return {
+        name: value.count if isinstance(value, Distribution) else copy(value)
+        for name, value in vars(metrics).items()
+        if name != "exemplars"
+    }
 
 
 async def test_sooner_wake_up_is_not_lost_behind_a_later_one(bench):
