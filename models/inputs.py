@@ -15,6 +15,7 @@ from torch import Tensor
 
 from inferpool.models.errors import InputError
 from inferpool.models.item import Features, Item
+from inferpool.models.json_errors import JsonErrors, json_message
 from inferpool.models.spec import TensorSpec, matches
 
 _MAX_RANK = 16
@@ -25,7 +26,6 @@ class _Encoded(msgspec.Struct, forbid_unknown_fields=True):
 
 
 _encoded = msgspec.json.Decoder(_Encoded)
-_BAD_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def features_of(item: Item, inputs: Sequence[TensorSpec]) -> Features:
@@ -87,8 +87,8 @@ def json_texts(payload: memoryview, names: Sequence[str]) -> dict[str, memoryvie
         return {names[0]: payload}
     try:
         texts = msgspec.json.decode(payload, type=dict[str, msgspec.Raw])
-    except _BAD_JSON as error:
-        raise InputError(f"instance: {error}") from None
+    except JsonErrors as error:
+        raise InputError(f"instance: {json_message(error, payload)}") from None
     _check_names(list(texts), names)
     return {name: memoryview(text) for name, text in texts.items()}
 
@@ -108,8 +108,8 @@ def json_string(text: memoryview, where: str = "instance") -> str:
     """
     try:
         value = msgspec.json.decode(text)
-    except _BAD_JSON as error:
-        raise InputError(f"{where}: {error}") from None
+    except JsonErrors as error:
+        raise InputError(f"{where}: {json_message(error, text)}") from None
     if not isinstance(value, str):
         raise InputError(f"{where}: {_expected('a string', value)}")
     return value
@@ -128,8 +128,8 @@ def json_bytes(text: memoryview, where: str = "instance") -> bytes | None:
     except msgspec.ValidationError as error:
         if str(error).endswith("`$.b64`"):
             raise InputError(f"{where}.b64: not base64 in a string") from None
-    except _BAD_JSON as error:
-        raise InputError(f"{where}: {error}") from None
+    except JsonErrors as error:
+        raise InputError(f"{where}: {json_message(error, text)}") from None
     return None
 
 
@@ -153,7 +153,7 @@ def json_array(
         array = np.array(nested, np.float64 if numpy_dtype.kind == "f" else numpy_dtype)
         with np.errstate(over="ignore"):  # what is too large becomes infinite, and is found below
             array = array.astype(numpy_dtype, copy=False)
-    except (*_BAD_JSON, ValueError, OverflowError) as error:
+    except (*JsonErrors, ValueError, OverflowError) as error:
         raise _explanation(text, numpy_dtype, shape, where, error) from None
     if shape is not None and not matches(array.shape, shape):
         raise _explanation(text, numpy_dtype, shape, where, None)
@@ -274,15 +274,15 @@ def _explanation(
     """Make the error that names the first wrong place in a value."""
     try:
         value = msgspec.json.decode(text)
-    except _BAD_JSON as bad:
-        return InputError(f"{where}: {bad}")
+    except JsonErrors as bad:
+        return InputError(f"{where}: {json_message(bad, text)}")
     lengths = _lengths(value)
     if shape is not None:
         own = [*lengths, *([-1] * len(shape))]
         lengths = [own[i] if want == -1 else want for i, want in enumerate(shape)]
     found = _culprit(value, lengths, dtype)
     if found is None:
-        return InputError(f"{where}: {error}")
+        return InputError(f"{where}: {json_message(error, text)}" if error else where)
     path, complaint = found
     return InputError(f"{where}{''.join(f'[{i}]' for i in path)}: {complaint}")
 

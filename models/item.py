@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from inferpool.models.errors import InputError
+from inferpool.models.json_errors import JsonErrors, json_message
 from inferpool.models.spec import TensorHeader
 
 _B64_KEY = re.compile(rb'"b64"')
@@ -49,8 +50,8 @@ class Item(msgspec.Struct, kw_only=True, eq=False, gc=False):
             raise InputError(f"this model takes JSON, not {self.kind}")
         try:
             return msgspec.json.decode(self.payload)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise InputError(str(error)) from None
+        except JsonErrors as error:
+            raise InputError(f"instance: {json_message(error, self.payload)}") from None
 
     def tensors(self) -> dict[str, Tensor]:
         """Copy the tensors of a payload of kind "tensors" to CPU memory, by name.

@@ -102,9 +102,11 @@ class NotAcceptableError(ServiceError):
 
 
 class UnsupportedTypeError(ServiceError):
-    """No codec reads this content type."""
+    """No codec reads this content type, or this encoding."""
 
     code = "unsupported_type"
+    is_encoding = False
+    """It is the `Content-Encoding`."""
 
 
 class InvalidInputError(ServiceError):

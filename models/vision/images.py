@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import cache, partial
 from io import BytesIO
 
-from PIL import ExifTags, Image, _imaging
+from PIL import ExifTags, Image, ImageChops, _imaging
 from PIL.BmpImagePlugin import BmpImageFile
 from PIL.GifImagePlugin import GifImageFile
 from PIL.ImageFile import ImageFile
@@ -44,6 +44,15 @@ _FORMATS = "JPEG, PNG, WEBP, GIF, BMP and TIFF"
 _TILE_WIDTH, _TILE_LENGTH = 322, 323
 """TIFF 6.0, section 15."""
 _SMALL_TILE_PIXELS = 1 << 20
+
+_JPEG_END = b"\xff\xd9"
+_END_BYTES = 64
+_STRAYS = [
+    b"".join([stray, *(bytes((0xFF, marker)) + stray for marker in range(0xD0, 0xD8))])
+    for stray in (b"\x35\xca\x93\x6c" * 8, b"\x7e\xe7\x81\x18" * 8, b"\xda\x5b\x24\xa4" * 8)
+]
+"""Bytes that no picture goes on with: also behind each of the markers that begin a new part of the
+entropy-coded data (ITU-T T.81, B.1.1.2), one of which libjpeg may wait for."""
 
 # EXIF 2.3, 4.6.4 A, tag 274: what undoes each orientation.
 _UPRIGHT = {
@@ -127,9 +136,10 @@ def decode_scaled(
             _silence_libtiff()
             _check_tile(image)
         width, height = image.size
-        if least_edge is not None and isinstance(image, JpegImageFile):
-            image.draft(None, (least_edge, least_edge))
-        image.load()
+        if isinstance(image, JpegImageFile):
+            image = _loaded_jpeg(data, image, least_edge)
+        else:
+            image.load()
         turn = _turn(image)
         upright = image if turn is None else image.transpose(turn)
         upright = to_8_bits(upright, samples_of(image, data))
@@ -165,6 +175,38 @@ def _opener_of(head: bytes) -> type[ImageFile] | None:
         if head.startswith(magic):
             return opener
     return None
+
+
+def _loaded_jpeg(data: bytes, image: JpegImageFile, least_edge: int | None) -> JpegImageFile:
+    """Decode a JPEG, which may be smaller; one that lacks nothing but its end marker as well.
+
+    Raises:
+        OSError: It is damaged, or cut short.
+    """
+    if least_edge is not None:
+        image.draft(None, (least_edge, least_edge))
+    try:
+        image.load()
+    except OSError:
+        whole = data.rstrip(b"\xff")  # half a marker
+        if b"\xff\xd9" in data[-_END_BYTES:] or not _is_whole_without_end(whole):
+            raise
+        image = JpegImageFile(BytesIO(whole + _JPEG_END))
+        if least_edge is not None:
+            image.draft(None, (least_edge, least_edge))
+        image.load()
+    return image
+
+
+def _is_whole_without_end(data: bytes) -> bool:
+    """Return whether a JPEG without its end marker has all its pixels.
+
+    libjpeg fills up what is missing, and does not say so. But where something is missing, it takes
+    whatever comes next for it, and the pixels differ with that; else it skips that.
+    """
+    image = JpegImageFile(BytesIO(data + _JPEG_END))
+    others = (JpegImageFile(BytesIO(data + stray + _JPEG_END)) for stray in _STRAYS)
+    return all(ImageChops.difference(image, other).getbbox() is None for other in others)
 
 
 @cache

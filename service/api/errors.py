@@ -160,6 +160,10 @@ _CHALLENGE = (b"www-authenticate", b'Bearer realm="inferpool"')
 """A header that a 401 must have (RFC 9110, 11.6.1)."""
 
 
+_ENCODINGS = (b"accept-encoding", b"identity")
+"""The header of a 415 for the encoding of a body (RFC 9110, 15.5.16)."""
+
+
 class InstanceError(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Why one instance of several has no prediction."""
 
@@ -228,7 +232,7 @@ def problem(
     retry_after_s = error.retry_after_s
     if kind.is_retryable and kind.status in _RETRY_STATUSES:
         retry_after_s = max(1, retry_after_s or 1)
-    return _render(
+    status, headers, body = _render(
         kind.status,
         kind.title,
         error.code,
@@ -240,6 +244,9 @@ def problem(
         errors=errors,
         figures=error.figures,
     )
+    if isinstance(error, UnsupportedTypeError) and error.is_encoding:
+        headers.append(_ENCODINGS)
+    return status, headers, body
 
 
 def problem_response(request: Request, error: ServiceError) -> Response:

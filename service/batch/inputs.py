@@ -9,6 +9,7 @@ import stat
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from inferpool.models.json_errors import BYTE_ORDER_MARK
 from inferpool.service.api.codecs.json import decode_instance, is_image
 from inferpool.service.api.codecs.names import kind_by_name
 from inferpool.service.errors import ServiceError
@@ -110,7 +111,7 @@ def input_of_cell(index: int, name: str, value: object, folder: str) -> BatchInp
 def _json_input(index: int, name: str, data: bytes, label: str | None = None) -> BatchInput:
     """Make an input of JSON, as it would be in a call to a service: {"b64": ...} is bytes."""
     try:
-        payload = decode_instance(data)
+        payload = decode_instance(data.removeprefix(BYTE_ORDER_MARK))
     except ServiceError as error:
         return failed_input(index, name, error.message, label)
     assert payload.kind != "tensors", "which JSON never is"

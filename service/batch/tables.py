@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from inferpool.models.json_errors import BYTE_ORDER_MARK
 from inferpool.service.batch.inputs import (
     MAX_FILE_BYTES,
     BatchInput,
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     import pyarrow.parquet as pq
 
 TABLE_SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
+_SPACE = b" \t\r\n"
+"""White space of JSON: a line of nothing else is none, as in the bodies of jobs."""
 _ROWS = 64
 """Rows of Parquet that are in memory at a time. They may hold pictures."""
 _BUFFER_BYTES = 1 << 20
@@ -94,7 +97,7 @@ class JsonlSource(LineSource):
         position = end = 0
         with open(path, "rb") as file:
             for line in file:
-                if not line.isspace():
+                if (line if position else line.removeprefix(BYTE_ORDER_MARK)).strip(_SPACE):
                     self._starts.append(position)
                     end = position + len(line)
                 position += len(line)

@@ -15,6 +15,7 @@ from torch import Tensor
 from inferpool.models.accelerator.failures import lacks_resources
 from inferpool.models.base import MAX_JSON_NUMBERS
 from inferpool.models.errors import InputError
+from inferpool.models.json_errors import first_in, placed
 from inferpool.models.texts import described, name_of, text_of, traceback_of
 from inferpool.workers.config import ErrorDetail
 from inferpool.workers.inside.checks import BrokenPromiseError
@@ -136,18 +137,9 @@ def plain_value(value: object) -> object:
 
 def non_finite_in(value: object) -> str | None:
     """Return the first NaN or infinity of a rendered answer with its place: "nan at [3].score"."""
-    waiting = [("", msgspec.to_builtins(value, str_keys=True, enc_hook=_plain_or_none))]
-    while waiting:
-        place, each = waiting.pop()
-        if isinstance(each, float) and not math.isfinite(each):
-            return f"{each} at {place}" if place else str(each)
-        members: list[tuple[str, object]] = []
-        if isinstance(each, dict):
-            members = [(f"{place}.{name}".removeprefix("."), one) for name, one in each.items()]
-        elif isinstance(each, list | tuple):
-            members = [(f"{place}[{i}]", one) for i, one in enumerate(each) if one is not None]
-        waiting += reversed(members)
-    return None
+    plain = msgspec.to_builtins(value, str_keys=True, enc_hook=_plain_or_none)
+    found = first_in(plain, lambda each: isinstance(each, float) and not math.isfinite(each))
+    return found and placed(*found)
 
 
 def _plain_or_none(value: object) -> object:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from inferpool.models.json_errors import BYTE_ORDER_MARK
 from inferpool.service.api.codecs.body import BodyContext, Payload
 from inferpool.service.api.codecs.json import decode_instance, image_or_bytes, is_image
 from inferpool.service.api.codecs.names import FileKind, kind_by_name
@@ -16,6 +17,8 @@ from inferpool.service.errors import (
 )
 
 NPY_TYPES = ("application/x-npy", "application/npy")
+OCTET_TYPES = ("", "application/octet-stream", "binary/octet-stream")
+"""Types that say nothing of the content."""
 
 _TYPES: Mapping[FileKind, str] = {"image": "image/*", "npy": NPY_TYPES[0]}
 
@@ -43,7 +46,7 @@ def read_typed_file(
     try:
         if content_type in NPY_TYPES or content.startswith(NPY_MAGIC):
             return instances_of([read_npy([content], place)], head).payloads
-        if content_type in ("", "application/octet-stream"):
+        if content_type in OCTET_TYPES:
             if is_image(content):  # forms say octet-stream for unknown types
                 return [image_or_bytes(content)]
             bare = BodyContext({}, b"", head.inputs, head.limits)
@@ -80,7 +83,7 @@ def read_named_file(name: str, content: bytes, place: str, head: BodyContext) ->
         return Payload("json", (msgspec.json.encode(text),))
     if kind == "json" and content:
         try:
-            return decode_instance(content)
+            return decode_instance(content.removeprefix(BYTE_ORDER_MARK))
         except ServiceError as error:
             raise type(error)(f"{place}: {error.message}") from None
     payloads = read_typed_file(_TYPES.get(kind, ""), content, place, head)

@@ -12,6 +12,7 @@ from multipart import (  # type: ignore[import-untyped]  # ships without annotat
     parse_options_header,
 )
 
+from inferpool.models.json_errors import BYTE_ORDER_MARK, JsonErrors, json_message
 from inferpool.service.api.codecs import parameters
 from inferpool.service.api.codecs.body import BodyContext, Decoded, Payload
 from inferpool.service.api.codecs.files import NPY_TYPES, place_of_file, read_typed_file
@@ -202,13 +203,14 @@ class _Part(NamedTuple):
             return parameters.literal(self.content.decode("utf-8", "replace"))
         if self.content_type != "application/json":
             return msgspec.json.encode({"b64": self.content})
+        text = self.content.removeprefix(BYTE_ORDER_MARK)
         try:
-            if parameters.is_too_deep(self.content):
+            if parameters.is_too_deep(text):
                 raise InvalidInputError(f"{place}: nested more than {parameters.MAX_DEPTH} deep")
-            msgspec.json.decode(self.content.decode())
-        except parameters.JsonErrors as error:
-            raise BadRequestError(f"{place}: {parameters.json_message(error)}") from None
-        return self.content
+            msgspec.json.decode(text.decode())
+        except JsonErrors as error:
+            raise BadRequestError(f"{place}: {json_message(error, text)}") from None
+        return text
 
 
 def _names(names: Iterable[str]) -> str:

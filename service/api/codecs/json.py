@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
+from inferpool.models.json_errors import BYTE_ORDER_MARK, JsonErrors, json_message
 from inferpool.service.api.codecs import parameters
 from inferpool.service.api.codecs.body import BodyContext, Decoded, Payload
 from inferpool.service.errors import (
@@ -54,7 +55,7 @@ def decode_json(chunks: Sequence[bytes], head: BodyContext) -> Decoded:
         InvalidInputError: It is JSON of another form.
         TooLargeError: It is too long, or has too many instances or too long parameters.
     """
-    text = b"".join(chunks)
+    text = b"".join(chunks).removeprefix(BYTE_ORDER_MARK)
     if len(text) > head.limits.max_json_bytes:
         raise TooLargeError(
             f"the body is larger than {head.limits.max_json_bytes} bytes, the limit for JSON (the "
@@ -73,8 +74,8 @@ def decode_json(chunks: Sequence[bytes], head: BodyContext) -> Decoded:
         body = _decode_large(text, max_instances) if is_large else _body.decode(text)
     except msgspec.ValidationError as error:
         raise _misshapen(str(error), max_instances) from None
-    except parameters.JsonErrors as error:
-        raise BadRequestError(f"the body: {parameters.json_message(error)}") from None
+    except JsonErrors as error:
+        raise BadRequestError(f"the body: {json_message(error, text)}") from None
     if not body.instances:
         raise InvalidInputError("instances: is empty; one instance at least is needed")
     if len(body.instances) > max_instances:
@@ -101,8 +102,8 @@ def decode_instance(text: bytes) -> Payload:
         if not text.isascii():
             text.decode()  # msgspec skips over strings, as in `decode_json`
         _any.decode(text)
-    except parameters.JsonErrors as error:
-        raise BadRequestError(parameters.json_message(error)) from None
+    except JsonErrors as error:
+        raise BadRequestError(json_message(error, text)) from None
     return _payload(memoryview(text))
 
 
@@ -144,8 +145,8 @@ def _decode_b64(text: memoryview) -> Payload | None:
         return image_or_bytes(_encoded.decode(text).b64)
     except msgspec.ValidationError as error:
         message = str(error)
-    except parameters.JsonErrors as error:
-        raise BadRequestError(f"b64: {parameters.json_message(error)}") from None
+    except JsonErrors as error:
+        raise BadRequestError(f"b64: {json_message(error, text)}") from None
     if not message.endswith("`$.b64`"):
         return None
     raise InvalidInputError(

@@ -5,12 +5,18 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 from multipart import parse_options_header  # type: ignore[import-untyped]  # has no annotations
 
+from inferpool.models.json_errors import BYTE_ORDER_MARK
 from inferpool.service.api.codecs import parameters
 from inferpool.service.api.codecs.body import BodyContext, Decoded, Payload
 from inferpool.service.api.codecs.files import NPY_TYPES
 from inferpool.service.api.codecs.forms import decode_form
-from inferpool.service.api.codecs.json import decode_json
-from inferpool.service.api.codecs.tensors import decode_npy, decode_raw, decode_safetensors
+from inferpool.service.api.codecs.json import decode_json, is_image
+from inferpool.service.api.codecs.tensors import (
+    NPY_MAGIC,
+    decode_npy,
+    decode_raw,
+    decode_safetensors,
+)
 from inferpool.service.errors import (
     BadRequestError,
     InvalidInputError,
@@ -31,9 +37,13 @@ TYPES = (
 )
 """The content types that are read, for messages and for the documentation."""
 
+_START_BYTES = 64
+"""Bytes that tell what a body is; each chunk has one at least."""
+
 _DECODERS: dict[bytes, Decoder] = {
     b"application/json": decode_json,
     b"application/octet-stream": decode_raw,
+    b"binary/octet-stream": decode_raw,  # what S3 says of files without a type
     b"application/x-npy": decode_npy,
     b"application/npy": decode_npy,
     b"application/safetensors": decode_safetensors,
@@ -43,7 +53,12 @@ _DECODERS: dict[bytes, Decoder] = {
 
 
 def decode(
-    content_type: bytes, chunks: Sequence[bytes], head: BodyContext, types: Sequence[str] = TYPES
+    content_type: bytes,
+    chunks: Sequence[bytes],
+    head: BodyContext,
+    types: Sequence[str] = TYPES,
+    *,
+    may_guess: bool = True,
 ) -> Decoded:
     """Read a body.
 
@@ -52,6 +67,7 @@ def decode(
         chunks: The body, in pieces as they came.
         head: Everything else about it.
         types: The content types to name if this one is unknown.
+        may_guess: A body without a content type is what its first bytes say, if they do.
 
     Raises:
         BadRequestError: The body cannot be read.
@@ -60,6 +76,8 @@ def decode(
         UnsupportedTypeError: Nothing here reads its type or encoding.
     """
     decoder = _DECODERS.get(content_type)
+    if decoder is None and may_guess and not content_type.strip():
+        decoder = _guess(chunks, head)
     if decoder is None:
         decoder = (
             _decode_image if content_type.startswith(b"image/") else _find(content_type, types)
@@ -76,10 +94,37 @@ def check_encoding(headers: Mapping[bytes, bytes]) -> None:
     """
     encoding = headers.get(b"content-encoding")
     if encoding is not None and encoding.strip().lower() not in (b"", b"identity"):
-        raise UnsupportedTypeError(
+        error = UnsupportedTypeError(
             f"Content-Encoding: {encoding[:40].decode('latin-1')} is not supported; send the body "
             "without an encoding"
         )
+        error.is_encoding = True
+        raise error
+
+
+def _guess(chunks: Sequence[bytes], head: BodyContext) -> Decoder | None:
+    """Return the decoder of a body without a content type; None if its start does not tell."""
+    start = _start_of(chunks)
+    if b"x-tensor-dtype" in head.headers or b"x-tensor-shape" in head.headers:
+        return decode_raw
+    if is_image(start):
+        # The next body under this head may be something else, so this one has been looked at.
+        return lambda chunks, head: msgspec.structs.replace(
+            _decode_image(chunks, head), is_whole=False
+        )
+    if start.startswith(NPY_MAGIC):
+        return decode_npy
+    if start[8:9] == b"{" and int.from_bytes(start[:8], "little") < sum(map(len, chunks)):
+        return decode_safetensors
+    return decode_json if _is_json_object(start) else None
+
+
+def _start_of(chunks: Sequence[bytes]) -> bytes:
+    return b"".join(chunk[:_START_BYTES] for chunk in chunks[:_START_BYTES])[:_START_BYTES]
+
+
+def _is_json_object(start: bytes) -> bool:
+    return start.removeprefix(BYTE_ORDER_MARK).lstrip()[:1] == b"{"
 
 
 def _find(content_type: bytes, types: Sequence[str]) -> Decoder:
@@ -105,7 +150,7 @@ def _find(content_type: bytes, types: Sequence[str]) -> Decoder:
 
 def _decode_untyped(chunks: Sequence[bytes], head: BodyContext) -> Decoded:
     """Read what curl sends with -d alone: JSON under a type that nobody has chosen."""
-    if next(filter(None, (chunk.lstrip() for chunk in chunks)), b"")[:1] == b"{":
+    if _is_json_object(_start_of(chunks)):
         return decode_json(chunks, head)
     raise UnsupportedTypeError(
         "application/x-www-form-urlencoded is what curl sends by default; only a JSON object may "

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from inferpool.models.json_errors import JsonErrors, json_message
 from inferpool.models.spec import DTYPE_BYTES, TensorHeader, TensorSpec
 from inferpool.service.api.codecs import parameters
 from inferpool.service.api.codecs.body import BodyContext, Decoded, Payload
@@ -376,8 +377,8 @@ def _read_entries(text: bytes) -> list[tuple[str, _SafetensorsEntry]]:
                 f"the body: {len(raws)} tensors; from 1 to {_MAX_TENSORS} are taken"
             )
         entries = [(name, _entry.decode(raw)) for name, raw in raws.items()]
-    except parameters.JsonErrors as error:
-        raise BadRequestError(f"the safetensors header: {parameters.json_message(error)}") from None
+    except JsonErrors as error:
+        raise BadRequestError(f"the safetensors header: {json_message(error, text)}") from None
     return sorted(entries, key=lambda each: each[1].data_offsets)
 
 

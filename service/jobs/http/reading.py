@@ -13,6 +13,7 @@ from typing import TypeVar
 import msgspec
 from multipart import MultipartSegment  # type: ignore[import-untyped]  # has no annotations
 
+from inferpool.models.json_errors import BYTE_ORDER_MARK
 from inferpool.service.api.codecs import parameters
 from inferpool.service.api.codecs.body import BodyContext, Limits, Payload
 from inferpool.service.api.codecs.files import place_of_file, read_named_file, read_typed_file
@@ -28,8 +29,8 @@ from inferpool.service.jobs.records import JobProblem, StoredInstance
 MAX_INSTANCES = 1_000_000
 """The most instances of a job."""
 LINES_TYPES = (
-    *("application/jsonl", "application/x-ndjson", "application/jsonlines"),
-    "application/x-jsonlines",
+    *("application/jsonl", "application/x-ndjson", "application/ndjson"),
+    *("application/jsonlines", "application/x-jsonlines"),
 )
 TAR_TYPE = "application/x-tar"
 JOB_TYPES = (*TYPES, LINES_TYPES[0], TAR_TYPE)
@@ -43,7 +44,6 @@ _BUFFER_BYTES = 256 * 1024
 _TURN_S = 0.0005
 _PAUSE_S = 1e-6
 _SPACE = b" \t\r\n"
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 T = TypeVar("T")
@@ -126,7 +126,7 @@ def _read_whole(content_type: bytes, path: Path, head: BodyContext) -> JobBody:
     try:
         if path.stat().st_size > head.limits.max_body_bytes:
             raise head.limits.too_large()
-        decoded = decode(content_type, [path.read_bytes()], head, JOB_TYPES)
+        decoded = decode(content_type, [path.read_bytes()], head, JOB_TYPES, may_guess=False)
     except TooLargeError as error:
         raise TooLargeError(
             f"{error.message}. {LINES_TYPES[0]} and {TAR_TYPE} may hold up to {MAX_INSTANCES} "
@@ -136,33 +136,27 @@ def _read_whole(content_type: bytes, path: Path, head: BodyContext) -> JobBody:
 
 
 def _read_lines(path: Path, head: BodyContext) -> Iterator[StoredInstance]:
-    """Read lines of JSON, each an instance. Empty lines at the end are none."""
+    """Read lines of JSON, each an instance. Empty lines are none, as in `inferpool batch`."""
     most = head.limits.max_body_bytes
     with path.open("rb", buffering=_BUFFER_BYTES) as file:
-        if file.read(len(_BYTE_ORDER_MARK)) != _BYTE_ORDER_MARK:
+        if file.read(len(BYTE_ORDER_MARK)) != BYTE_ORDER_MARK:
             file.seek(0)
         number = num_empty = 0
         while line := file.readline(most + 1):
             number += 1
-            text = line.strip(_SPACE)
-            is_too_long = len(line) > most and not line.endswith(b"\n")
-            if not text and not is_too_long:
-                num_empty += 1
-                if num_empty > MAX_INSTANCES:
-                    raise TooLargeError(f"the body has more than {MAX_INSTANCES} empty lines")
-                continue
-            for empty in range(number - num_empty, number):
-                yield _problem(InvalidInputError("is empty"), f"line {empty}")
-            num_empty = 0
-            if is_too_long:
+            if len(line) > most and not line.endswith(b"\n"):
                 while line and not line.endswith(b"\n"):
                     line = file.readline(_BUFFER_BYTES)
                 yield _problem(_too_long(most), f"line {number}")
-                continue
-            try:
-                yield _stored(decode_instance(text))
-            except ServiceError as error:
-                yield _problem(error, f"line {number}")
+            elif line.strip(_SPACE):
+                try:
+                    yield _stored(decode_instance(line))
+                except ServiceError as error:
+                    yield _problem(error, f"line {number}")
+            else:
+                num_empty += 1
+                if num_empty > MAX_INSTANCES:
+                    raise TooLargeError(f"the body has more than {MAX_INSTANCES} empty lines")
 
 
 def _read_tar(path: Path, head: BodyContext) -> Iterator[StoredInstance]:

@@ -45,7 +45,7 @@ from inferpool.service.jobs.records import STATES, Job, JobState
 _MOST_LISTENERS = 256
 _MOST_FIRST = 2**31 - 1
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_NO_ID = "the id of a job has 1 to 64 letters, digits, '.', '_' and '-'"
+_NO_ID = "the id of a job has 1 to 64 letters, digits, '.', '_' and '-', a letter or digit first"
 
 _Responses = dict[int | str, dict[str, Any]]
 _NO_JOB: _Responses = {404: {"description": "No such job, or it is another key's."}}

@@ -1,3 +1,4 @@
+import re
 import struct
 import warnings
 import zlib
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
 from inferpool.models.errors import InputError
-from inferpool.models.vision.images import decode_image
+from inferpool.models.vision.images import decode_image, decode_scaled
 from tests.models.items import encoded, orientation_exif, photo, pixels_of
 from tests.properties import untimed
 
@@ -177,6 +178,32 @@ def test_a_caller_may_refuse_a_picture_by_its_header():
 
     with pytest.raises(InputError, match=r"not \(90, 60\)"):
         decode_image(encoded(CHELSEA), check=check)
+
+
+JPEGS = {
+    "sequential": {},
+    "progressive": {"progressive": True},
+    "with all colours": {"subsampling": 0, "quality": 100},
+    "with restarts": {"restart_marker_blocks": 2},
+    "with a restart per row": {"restart_marker_rows": 1},
+}
+
+
+@pytest.mark.parametrize("name", JPEGS)
+def test_jpeg_that_lacks_only_its_end_marker_is_decoded_and_a_shorter_one_is_not(name: str):
+    data = encoded(COFFEE.resize((101, 67)), **JPEGS[name])
+    assert data.endswith(b"\xff\xd9")
+    for least_edge in (None, 20):
+        expected, size = decode_scaled(data, least_edge=least_edge)
+        for lacking in (1, 2):
+            found, found_size = decode_scaled(data[:-lacking], least_edge=least_edge)
+            assert np.array_equal(pixels_of(found), pixels_of(expected))
+            assert found_size == size
+    restarts = [each.start() for each in re.finditer(rb"\xff[\xd0-\xd7]", data)][:10]
+    assert restarts or "restart" not in name
+    for end in [len(data) - cut for cut in range(3, 40)] + restarts:
+        with pytest.raises(InputError, match="cannot be decoded: "):
+            decode_image(data[:end])
 
 
 SAMPLES = [

@@ -52,13 +52,35 @@ def test_parameters_come_from_the_body_and_the_query() -> None:
         (b'{"instances":[NaN]}', "malformed JSON"),
         (b'{"instances":["\xff"]}', "the body: not UTF-8"),
         (b'{"instances":[1]} x', "malformed JSON"),
-        (b'\xef\xbb\xbf{"instances":[1]}', "malformed JSON"),
+        (
+            b'{"instances":["a\\ud800"]}',
+            "the body: malformed JSON: half of a surrogate pair (byte 16)",
+        ),
+        (
+            b'{"instances":["\\ud83d\\ude00 \\\\ud800 \\udc00 x"]}',
+            "half of a surrogate pair (byte 36)",
+        ),
+        (b'{"instances":[{"\\ud800":1}]}', "half of a surrogate pair (byte 16)"),
+        (b'{"instances":["a', "the body: malformed JSON: it ends too early, after 16 bytes"),
+        (
+            b'{"instances":[1],"parameters":{"a":[0,-1e999]}}',
+            "parameters: -1e999 at a[1] is out of range",
+        ),
+        (
+            b'{"instances":[1],"parameters":{"a":{"b":1%s}}}' % (b"0" * 4301),
+            "parameters: 1%s... (4302 characters) at a.b is out of range" % ("0" * 29),
+        ),
         (b'{"instances":[{"b64":"\\q"}]}', "malformed JSON"),
     ],
 )
 def test_a_body_that_is_not_json_is_a_bad_request(text: bytes, message: str) -> None:
     with pytest.raises(BadRequestError, match=re.escape(message)):
         decode_json([text], head())
+
+
+def test_a_byte_order_mark_is_ignored() -> None:
+    decoded = decode_json([b"\xef\xbb", b'\xbf{"instances":[1]}'], head())
+    assert kinds(decoded) == [("json", b"1")]
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,10 @@ import re
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from inferpool.service.api.codecs.requests import decode
+from inferpool.service.api.errors import problem
 from inferpool.service.errors import (
     BadRequestError,
     InvalidInputError,
@@ -75,8 +77,43 @@ def test_a_text_is_one_instance_as_a_string_in_json_would_be() -> None:
 
 def test_a_compressed_body_is_refused() -> None:
     assert decode(b"image/png", [b"x"], head(headers={b"content-encoding": b"Identity"}))
-    with pytest.raises(UnsupportedTypeError, match="Content-Encoding: gzip"):
+    with pytest.raises(UnsupportedTypeError, match="Content-Encoding: gzip") as raised:
         decode(b"image/png", [b"x"], head(headers={b"content-encoding": b"gzip"}))
+    status, headers, _ = problem(raised.value, "id", "/predict")
+    assert status == 415
+    assert (b"accept-encoding", b"identity") in headers
+
+
+GUESSED = {
+    "JPEG": (b"\xff\xd8\xff\xe0rest", "image"),
+    "WebP": (b"RIFF\0\0\0\0WEBPVP8 ", "image"),
+    "JSON": (b' \n{"instances": [1]}', "json"),
+    "JSON with a mark": (b'\xef\xbb\xbf{"instances": [1]}', "json"),
+    "npy": (npy(np.zeros(3, np.float32)), "tensors"),
+    "safetensors": (safetensors.numpy.save({"x": np.zeros(3, np.float32)}), "tensors"),
+}
+
+
+@pytest.mark.parametrize("name", GUESSED)
+def test_a_body_without_a_type_is_what_its_first_bytes_say(name: str) -> None:
+    body, kind = GUESSED[name]
+    for pieces in ([body], [body[i : i + 1] for i in range(len(body))]):
+        decoded = decode(b"", pieces, head())
+        assert [each.kind for each in decoded.payloads] == [kind]
+        assert not decoded.is_whole
+    with pytest.raises(UnsupportedTypeError, match="Content-Type is missing"):
+        decode(b"", [body], head(), may_guess=False)
+
+
+def test_a_body_without_a_type_is_a_tensor_if_a_header_says_so() -> None:
+    tensor = {b"x-tensor-dtype": b"uint8", b"x-tensor-shape": b"5"}
+    decoded = decode(b"", [b"{abc}"], head(headers=tensor))
+    assert decoded.payloads[0].headers[0].shape == (5,)
+
+
+def test_octets_are_known_by_both_of_their_names() -> None:
+    for content_type in (b"application/octet-stream", b"binary/octet-stream"):
+        assert kinds(decode(content_type, [b"x"], head())) == [("bytes", b"x")]
 
 
 def test_a_limit_is_named_with_its_setting() -> None:

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from inferpool.service.api.codecs.body import BodyContext
 from inferpool.service.api.codecs.requests import decode
+from inferpool.service.batch.sources import open_source
 from inferpool.service.errors import (
     BadRequestError,
     InvalidInputError,
@@ -96,8 +97,8 @@ def test_each_line_is_one_instance_in_its_place(
     lines = [*lines, last]
     lines[0] = lines[0].removeprefix(b"\xef\xbb\xbf")
     found = read(JSONL, b"\n".join(lines) + end, tmp_path_factory.getbasetemp() / "body")
-    assert len(found) == len(lines)
-    for number, (line, instance) in enumerate(zip(lines, found, strict=True), 1):
+    numbered = [each for each in enumerate(lines, 1) if each[1].strip(b" \t\r\n")]
+    for (number, line), instance in zip(numbered, found, strict=True):
         if instance.problem is not None:
             assert instance.kind is None
             assert instance.problem.message.startswith(f"line {number}: ")
@@ -131,16 +132,17 @@ def test_lines_are_read_as_the_elements_of_instances(path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        (b"{", "bad_request line 2: Input data was truncated"),
-        (b"", "invalid_input line 2: is empty"),
-        (b" \t\r", "invalid_input line 2: is empty"),
+        (b"{", "bad_request line 2: malformed JSON: it ends too early, after 1 bytes"),
         (b"1 2", "bad_request line 2: malformed JSON: trailing characters (byte 3)"),
         (b"\xef\xbb\xbf1", "bad_request line 2: malformed JSON: invalid character (byte 0)"),
         (b'"\xff"', "bad_request line 2: not UTF-8"),
         (b"[" * 101, "invalid_input line 2: nested more than 100 deep"),
         (b"[" * 60_000, "invalid_input line 2: nested more than 100 deep"),
         (b'{"b64": "?"}', "invalid_input line 2: b64: not base64 in a string"),
-        (b'{"b64": "\\ud800"}', "bad_request line 2: Input data was truncated"),
+        (
+            b'{"b64": "\\ud800"}',
+            "bad_request line 2: malformed JSON: half of a surrogate pair (byte 9)",
+        ),
         (
             b"1" * 600_001,
             "too_large line 2: is larger than the limit for an instance, 600000 bytes (the setting "
@@ -174,14 +176,18 @@ def test_lines_without_an_instance_are_refused(body: bytes, path: Path) -> None:
         read(JSONL, body, path)
 
 
-def test_empty_lines_count_where_others_follow(path: Path) -> None:
-    assert problems(read(JSONL, b"\n\n1\n\n2\n\n\n", path)) == [
-        "invalid_input line 1: is empty",
-        "invalid_input line 2: is empty",
-        None,
-        "invalid_input line 4: is empty",
-        None,
-    ]
+def test_empty_lines_are_left_out_as_by_batch(path: Path) -> None:
+    body = b"\xef\xbb\xbf\n\n1\n \t\n{\n\r\n2\n\n\n"
+    assert [each and each[:27] for each in problems(read(JSONL, body, path))] == [
+        None, "bad_request line 5: malform", None
+    ]  # fmt: skip
+    lines = path.with_suffix(".jsonl")
+    lines.write_bytes(body)
+    source = open_source(str(lines))
+    found = [source.read(index) for index in range(len(source))]
+    assert [(each.data, bool(each.error)) for each in found] == [
+        (b"1", False), (b"", True), (b"2", False)
+    ]  # fmt: skip
 
 
 # Archives
@@ -238,7 +244,7 @@ def test_a_file_that_is_no_instance_is_an_error_in_its_own_place(path: Path) -> 
     found = read(TAR, archive_of(*files), path, head(inputs=[spec(-1, 2)], max_body_bytes=1000))
     assert problems(found) == [
         "invalid_input file 0 ('0.jpg'): is empty",
-        "bad_request file 1 ('1.json'): Input data was truncated",
+        "bad_request file 1 ('1.json'): malformed JSON: it ends too early, after 1 bytes",
         "bad_request file 2 ('2.txt'): byte 0 is not UTF-8",
         "invalid_input file 3 ('3.txt'): is empty",
         "bad_request file 4 ('4.npy'): not an npy file (numpy.save makes one)",
