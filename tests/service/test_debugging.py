@@ -14,6 +14,7 @@ from tests.e2e.running import ROOT
 from tests.pty_screen import on_terminal
 
 NETS = """
+import torch
 from inferpool.models.base import Model
 from inferpool.models.spec import TensorSpec
 
@@ -22,7 +23,7 @@ class Net(Model):
     inputs = [TensorSpec(name="x", dtype="float32", shape=(-1,))]
 
     def load(self, placement):
-        print("loading it")
+        print(f"loading it {torch.rand(1).item():.9f}")
 
     def forward(self, batch):
         doubled = batch["x"] * FACTOR
@@ -54,7 +55,7 @@ def test_author_debugs_and_edits_a_model(tmp_path: Path, client: ThreadPoolExecu
     arguments = ("serve", "nets:Net", "--debug", "--reload", "--port", "0")
     env = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     with on_terminal(*arguments, cwd=tmp_path, env=env) as terminal:
-        terminal.wait_for_next("loading it")
+        drawn = {terminal.wait_for_next(r"loading it (0\.\d+)")[1]}
         url = terminal.wait_for_next(r"Serving net at (http\S+)")[1]
         assert ask(1.0).result(60).json() == {"predictions": [2.0]}
 
@@ -81,6 +82,8 @@ def test_author_debugs_and_edits_a_model(tmp_path: Path, client: ThreadPoolExecu
         terminal.wait_for_next(r"SyntaxError.*\(.*nets.py:1\)")
         terminal.wait_for_next("waiting for a file to change")
         nets.write_text(NETS.replace("FACTOR", "3"))
+        drawn.add(terminal.wait_for_next(r"loading it (0\.\d+)")[1])
+        assert len(drawn) == 2
         url = terminal.wait_for_next(r"Serving net at (http\S+)")[1]
         assert ask(1.0).result(60).json() == {"predictions": [3.0]}
 

@@ -215,6 +215,8 @@ class Refusing(nn.Module):
             raise ValueError(f"{float(x.max()):g} is too much")
         if x.min() < -100:
             raise MemoryError
+        if x.max() == 99:
+            raise SystemExit("no more")
         return x
 
 

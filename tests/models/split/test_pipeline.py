@@ -137,6 +137,8 @@ def test_an_input_that_a_stage_refuses_fails_alone(pair):
         with pytest.raises(RaisedError, match="RankError: rank 1: MemoryError") as short:
             model(-1000 * good)
         assert short.value.is_shortage
+        with pytest.raises(RaisedError, match="RankError: rank 1: SystemExit: no more"):
+            model(99 * good)
         with pytest.raises(RaisedError, match=r"RankError: .*same dtype"):
             model(good.double())
         assert torch.equal(model(good), expected)
