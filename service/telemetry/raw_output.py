@@ -41,7 +41,7 @@ class RawOutput:
         self._originals = originals
         self._readers = readers
         self._rests = dict.fromkeys(readers, b"")
-        """What was read and is not logged yet: output from before the log, or a line's begin."""
+        """Output that is not logged yet: all from before the log, or the begin of a line."""
         self._num_dropped = dict.fromkeys(readers, 0)
         self._is_logging = False
         self._is_closed = False

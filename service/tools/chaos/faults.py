@@ -22,6 +22,7 @@ from inferpool.service.tools.chaos.hosts import HostFaults
 from inferpool.service.tools.chaos.load import PATIENCE_S, ChaosTally
 from inferpool.service.tools.chaos.plan import Fault
 from inferpool.service.tools.chaos.questions import Question, is_refusal, problem_code
+from inferpool.service.tools.chaos.stores import StoreFaults
 from inferpool.service.tools.chaos.swaps import Swaps
 from inferpool.service.tools.chaos.unread import UnreadConnections
 from inferpool.service.tools.chaos.watch import FORKSERVER, Recovery, Watch, decoder_name
@@ -38,7 +39,7 @@ class Poison:
     """A kind of poisoned inputs."""
 
     how: str
-    """What the model's code does: see `models.sources.poisonable`."""
+    """Name of the act of the model's code: see `models.sources.poisonable`."""
     answer: tuple[int, str]
     """Right status and code of the answer."""
     is_deadly: bool = True
@@ -104,6 +105,7 @@ class Faults:
     hosts: HostFaults
     unread: UnreadConnections
     greed: Greed
+    stores: StoreFaults
     key: str = ""
     """API key of poisoned inputs; empty for none."""
     counts: Counter[Fault] = field(default_factory=Counter)
@@ -165,6 +167,8 @@ class Faults:
             await self.unread.open()
         elif fault == "greed":
             await self.greed.ask()
+        elif fault == "store":
+            await self.stores.lose()
         else:
             await self._poison(fault, self.poisonings.num_sent)
 

@@ -13,10 +13,10 @@ from inferpool.service.tools.trial.flags import count, folder, non_negative
 
 Fault = Literal[
     "kill", "stop", "poison", "forkserver", "decoder", "swap", "host",
-    "scribble", "exit", "burst", "unread", "greed",
+    "scribble", "exit", "burst", "unread", "greed", "store",
 ]  # fmt: skip
 
-EXTRA: tuple[Fault, ...] = ("scribble", "exit", "burst", "unread", "greed")
+EXTRA: tuple[Fault, ...] = ("scribble", "exit", "burst", "unread", "greed", "store")
 """Faults that are off unless they are asked for, but for swaps."""
 SCARCE: tuple[Fault, ...] = ("stop", "poison", "forkserver", "swap", *EXTRA)
 """The run goes on until there was one of each of these, unless its interval is 0."""
@@ -24,7 +24,7 @@ PLURALS: Mapping[Fault, str] = {
     "kill": "kills", "stop": "stops", "poison": "poisons", "forkserver": "forkservers",
     "decoder": "decoders", "host": "hosts", "swap": "swaps", "scribble": "scribbling inputs",
     "exit": "inputs that exit", "burst": "bursts", "unread": "rounds of unread connections",
-    "greed": "greedy rounds",
+    "greed": "greedy rounds", "store": "stores deleted",
 }  # fmt: skip
 """Names of several faults of a kind."""
 HOST_STRIKES = 3
@@ -147,6 +147,7 @@ def add_flags(parser: ArgumentParser) -> None:
         ("burst", 0.0, "SIGKILL the process that forks workers five times in a row,"),
         ("unread", 0.0, "open connections that ask and read nothing,"),
         ("greed", 0.0, "ask with a second key and eight times the clients,"),
+        ("store", 0.0, "delete the folder of the job store while jobs run,"),
     ):
         faults.add_argument(
             f"--{kind}-every",

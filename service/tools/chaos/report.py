@@ -12,6 +12,7 @@ from inferpool.service.tools.chaos.faults import Poisonings
 from inferpool.service.tools.chaos.load import ChaosTally
 from inferpool.service.tools.chaos.plan import EXTRA, PLURALS, Fault
 from inferpool.service.tools.chaos.resources import Holdings, LedgerReading
+from inferpool.service.tools.chaos.stores import StoreFaults
 from inferpool.service.tools.chaos.swaps import MOST_COMPARED, Swaps
 from inferpool.service.tools.chaos.watch import Kind, Recovery
 from inferpool.service.tools.trial.report import machine
@@ -57,6 +58,7 @@ class ChaosReport:
     poisonings: Poisonings
     greedy: ChaosTally
     """Requests with the second key."""
+    stores: StoreFaults
     swaps: Swaps
     recoveries: Sequence[Recovery]
     indistinct: int
@@ -102,7 +104,7 @@ class ChaosReport:
             found.append(f"{num_refused} were refused for the greed of another key")
         if not self.is_complete and not self.is_interrupted:
             found.append("the run ended before its time")
-        found += self.swaps.failed
+        found += self.swaps.failed + self.stores.failed
         found += self.agent_complaints
         found += self._of_ledger()
         found += self._of_holdings()
@@ -271,7 +273,7 @@ class ChaosReport:
             return
         if ledger.in_flight:
             yield f"the service's ledger does not balance: {ledger.in_flight} have no end"
-        most_compared = MOST_COMPARED * self.swaps.num_begun
+        most_compared = MOST_COMPARED * self.swaps.num_begun + self.stores.most_computed
         num_compared = ledger.accepted + ledger.rejected - self.attempts
         if not 0 <= num_compared <= most_compared:
             yield (

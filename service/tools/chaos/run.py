@@ -39,6 +39,7 @@ from inferpool.service.tools.chaos.resources import (
     holdings_of,
     read_ledger,
 )
+from inferpool.service.tools.chaos.stores import StoreFaults
 from inferpool.service.tools.chaos.subject import rows_for
 from inferpool.service.tools.chaos.swaps import Swaps
 from inferpool.service.tools.chaos.unread import UnreadConnections
@@ -81,7 +82,12 @@ def run(loaded: LoadedSettings, plan: ChaosPlan) -> int:
             own_keys = []  # then everybody may ask, as usual
         with (
             TrialAgents(plan.hosts) as agents,
-            TrialService([*agents.rows, *rows], admin_key=key, predict_keys=own_keys) as subject,
+            TrialService(
+                [*agents.rows, *rows],
+                admin_key=key,
+                predict_keys=own_keys,
+                keeps_jobs=plan.every_s["store"] > 0,
+            ) as subject,
         ):
             swaps = Swaps(address=subject.address, models=list(loaded.settings.models), key=key)
             report = uvloop.run(_ChaosRun(subject, agents, loaded, plan, swaps, own_keys).run())
@@ -141,12 +147,16 @@ class _ChaosRun:
             quiet = ChaosTally()
             until = time.monotonic() + _QUIET_S
             await self._load(knowledge.questions, quiet, lambda _: time.monotonic() > until)
+            stores = self._stores(knowledge)
+            if stores.folder is not None:
+                with contextlib.suppress(OSError, NoAnswerError):
+                    await stores.compute()  # so that the store is open
             health = await watch.look()  # decoders start after their worker
             watch.close()  # which asks for a connection when it needs one
             before = await self._settled_holdings(None)
             screen.begin(f"asking under faults, {self._plan.text}")
             chaos = ChaosTally()
-            faults = self._faults(watch, chaos, knowledge, health)
+            faults = self._faults(watch, chaos, knowledge, health, stores)
             seconds, is_complete = await self._disturb(watch, faults, chaos, knowledge, screen)
             screen.begin("looking at what is left")
             grace_s = _SETTLE_S if is_complete else 0.0
@@ -171,6 +181,7 @@ class _ChaosRun:
             faults={kind: faults.counts[kind] for kind in self._plan.every_s if faults.does(kind)},
             poisonings=faults.poisonings,
             greedy=faults.greed.tally,
+            stores=stores,
             swaps=self._swaps,
             recoveries=watch.recoveries,
             indistinct=knowledge.num_indistinct,
@@ -244,8 +255,21 @@ class _ChaosRun:
             tally.lost += tally.num_sent - tally.num_settled
             tally.note(f"the service is gone: {error.exceptions[0]}{self._subject.log_tail()}")
 
+    def _stores(self, knowledge: _Knowledge) -> StoreFaults:
+        return StoreFaults(
+            address=self._subject.address,
+            folder=self._subject.job_store,
+            questions=knowledge.questions,
+            key=self._subject.key,
+        )
+
     def _faults(
-        self, watch: Watch, tally: ChaosTally, knowledge: _Knowledge, health: ServiceHealth
+        self,
+        watch: Watch,
+        tally: ChaosTally,
+        knowledge: _Knowledge,
+        health: ServiceHealth,
+        stores: StoreFaults,
     ) -> Faults:
         every_s = dict(self._plan.every_s)
         if not knowledge.poisonable:
@@ -274,6 +298,7 @@ class _ChaosRun:
                 num_clients=self._plan.clients,
                 timeout_s=self._settings.default_timeout_s,
             ),
+            stores=stores,
             key=self._subject.key,
         )
 

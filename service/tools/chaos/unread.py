@@ -12,7 +12,7 @@ _NUM_REQUESTS = 500
 _REQUEST = b"GET / HTTP/1.1\r\nHost: inferpool\r\n\r\n"
 _RECEIVE_BYTES = 4096
 _OTHER_PEER = "127.0.0.2"
-"""Where they come from: the service may limit what one address has open."""
+"""Address that they come from: the service may limit what one address has open."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -44,7 +44,12 @@ class TrialService:
     """A service while it runs. A context manager: leaving it kills all its processes."""
 
     def __init__(
-        self, rows: Sequence[Row], admin_key: str = "", predict_keys: Sequence[str] = ()
+        self,
+        rows: Sequence[Row],
+        admin_key: str = "",
+        predict_keys: Sequence[str] = (),
+        *,
+        keeps_jobs: bool = False,
     ) -> None:
         """Take settings, except where the service listens and how it logs.
 
@@ -52,6 +57,7 @@ class TrialService:
             rows: The settings.
             admin_key: With it, the service has the paths of administrators.
             predict_keys: Keys that calls need; the first of them reads the state of the service.
+            keeps_jobs: It has a store of jobs, in a folder of its own.
         """
         self.key = predict_keys[0] if predict_keys else ""
         self.address: Address = (HOST, free_port())
@@ -59,9 +65,10 @@ class TrialService:
             (("host",), HOST, "trial"),
             (("port",), self.address[1], "trial"),
             (("log_format",), "json", "trial"),
-            (("job_store",), "none", "trial"),
         ]
         self._folder = tempfile.TemporaryDirectory(prefix="inferpool-trial-")
+        self.job_store = Path(self._folder.name, "jobs") if keeps_jobs else None
+        own.append((("job_store",), str(self.job_store or "none"), "trial"))
         for kind, keys in (("admin", [admin_key] if admin_key else []), ("predict", predict_keys)):
             if keys:
                 file = Path(self._folder.name, f"{kind}-keys")
@@ -186,7 +193,7 @@ def rows_of(loaded: LoadedSettings) -> list[Row]:
     """Return the user's settings that matter for a service that only this host sees.
 
     It sends no traces: people who watch the user's services would take the trial for real work. It
-    keeps no jobs: it would compute those of the user's service.
+    has not the user's store of jobs, whose jobs it would compute.
     """
     return [row for row in loaded.rows() if row[0][0] not in _LEFT_OUT]
 

@@ -12,6 +12,7 @@ from inferpool.service.tools.chaos.greed import Greed
 from inferpool.service.tools.chaos.hosts import HostFaults
 from inferpool.service.tools.chaos.load import ChaosTally
 from inferpool.service.tools.chaos.plan import Fault
+from inferpool.service.tools.chaos.stores import StoreFaults
 from inferpool.service.tools.chaos.swaps import Swaps
 from inferpool.service.tools.chaos.unread import UnreadConnections
 from inferpool.service.tools.chaos.watch import Recovery, Watch
@@ -61,6 +62,7 @@ def faults_on(watch: Watch, seed: int = 1, **every_s: float) -> Faults:
         every_s=dict.fromkeys(get_args(Fault), 0.0) | every_s,
         timeout_s=1, keeps_quarantine=True, swaps=NO_SWAPS,
         hosts=HostFaults(watch=watch, agents=[], seed=1),
+        stores=StoreFaults(address=("127.0.0.1", 1), folder=None, questions=[]),
         unread=UnreadConnections(address=("127.0.0.1", 1)),
         greed=Greed(
             address=("127.0.0.1", 1), questions=[], key="k", num_clients=1, timeout_s=1

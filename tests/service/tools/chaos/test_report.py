@@ -9,6 +9,7 @@ from inferpool.service.tools.chaos.faults import Poisonings
 from inferpool.service.tools.chaos.load import ChaosTally
 from inferpool.service.tools.chaos.report import ChaosReport, spread_ms
 from inferpool.service.tools.chaos.resources import Holdings, LedgerReading
+from inferpool.service.tools.chaos.stores import StoreFaults
 from inferpool.service.tools.chaos.swaps import Swaps
 from inferpool.service.tools.chaos.watch import Recovery
 from inferpool.service.tools.trial.tally import LatencyHistogram
@@ -39,6 +40,7 @@ def report(**changes: object) -> ChaosReport:
         is_complete=True, is_interrupted=False, planned_kills=1,
         quiet=tally(10), chaos=tally(100), greedy=tally(0), faults={"kill": 1, "poison": 1},
         poisonings=Poisonings(num_sent=1, right=1, num_attempts=2), swaps=_SWAPS,
+        stores=StoreFaults(address=("h", 1), folder=None, questions=[]),
         recoveries=[_RECOVERY], indistinct=0, ledger=_LEDGER, before=_HOLDINGS, after=_HOLDINGS,
         exit_code=0, left_over=0,
     )  # fmt: skip
