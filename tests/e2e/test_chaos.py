@@ -80,6 +80,41 @@ def test_the_promise_is_kept_while_hosts_are_killed_stopped_and_ended(tmp_path: 
     assert all(each["recovered"] for each in times.values())
 
 
+def chaos_of(tmp_path: Path, *faults: str) -> dict:
+    """Have these faults alone strike a service with two workers; return the report."""
+    config = tmp_path / "inferpool.toml"
+    config.write_text(
+        '[models.echo]\nsource = "echo"\nreplicas = 2\nbatch_timeout_s = 1.5\n'
+        "options = { delay_s = 0.01 }\n"
+    )
+    usual = [f"--{each}-every=0" for each in ("kill", "stop", "poison", "forkserver")]
+    wanted = [f"--{each}-every=2" for each in faults]
+    done = chaos("--config", str(config), "--json", "--requests", "500", *usual, *wanted)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert report["chaos"]["right"] == report["chaos"]["sent"] >= 500
+    assert all(report["faults"][each] for each in faults)
+    return report
+
+
+@pytest.mark.alone
+def test_the_promise_is_kept_beside_scribbling_code_greed_bursts_and_unread_answers(tmp_path: Path):
+    report = chaos_of(tmp_path, "scribble", "greed", "burst", "unread")
+    assert report["poisonings"]["right"] == report["poisonings"]["sent"] >= 1
+    assert report["greedy"]["right"] == report["greedy"]["sent"] > 0
+
+
+@pytest.mark.alone
+def test_model_that_exits_costs_its_own_instance_alone(tmp_path: Path):
+    report = chaos_of(tmp_path, "exit")
+    assert report["ledger"]["restarts"] == 0
+
+
+@pytest.mark.alone
+def test_jobs_are_made_again_after_the_folder_of_their_store_was_deleted(tmp_path: Path):
+    chaos_of(tmp_path, "store")
+
+
 def test_service_that_does_not_start_is_exit_3_with_the_reason():
     done = chaos("tests.nowhere:Nothing")
     assert done.returncode == 3
