@@ -30,6 +30,8 @@ _PASS_ON_S = 2.0
 """Seconds that the reader of the original streams may take for what was never logged."""
 _STEP_BYTES = select.PIPE_BUF
 """Bytes that a pipe takes without blocking if it can be written to at all (POSIX, `write`)."""
+_MOST_READS = 64
+"""Reads in a row of one stream: a process that writes without end must not keep us from closing."""
 _BEGIN = b"b"
 _FOR_MAIN_THREAD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
@@ -50,8 +52,10 @@ class RawOutput:
         self._thread = threading.Thread(target=self._run, name="raw output", daemon=True)
         # Signals go to the main thread, whose write to a full pipe they interrupt.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_MAIN_THREAD)
-        self._thread.start()
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        try:
+            self._thread.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     @classmethod
     def take(cls) -> "RawOutput":
@@ -149,7 +153,9 @@ class RawOutput:
     def _read(self, fd: int) -> None:
         """Read what is there, and log the complete lines, or hold them until there is a log."""
         with contextlib.suppress(BlockingIOError):
-            while data := os.read(self._readers[fd], 65536):
+            for _ in range(_MOST_READS):
+                if not (data := os.read(self._readers[fd], 65536)):
+                    return
                 if self._is_logging:
                     self._rests[fd] += data
                     self._log_lines(fd)

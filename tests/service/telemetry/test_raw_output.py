@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[3]
 
 
@@ -79,6 +81,21 @@ def test_output_without_a_log_is_passed_on_as_far_as_it_fits_and_is_read():
     )
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE) as unread:
         assert unread.wait(300) == 7
+
+
+@pytest.mark.parametrize("begin", ["", "raw.start()"])
+def test_it_is_closed_though_another_process_writes_without_end(begin: str):
+    code = f"""
+import subprocess
+raw = raw_output.RawOutput.take()
+logs = inferpool.service.telemetry.logs.configure("json", stream=raw.stderr)
+{begin}
+endless = subprocess.Popen(["yes"], stderr=2)
+raw.close()
+endless.kill()
+logs.close()
+"""
+    outputs(code)
 
 
 def test_the_traceback_of_a_crash_goes_to_the_original_stderr():
