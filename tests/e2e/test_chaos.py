@@ -111,6 +111,11 @@ def test_model_that_exits_costs_its_own_instance_alone(tmp_path: Path):
 
 
 @pytest.mark.alone
+def test_slow_uploads_of_one_key_keep_no_other_from_making_a_job(tmp_path: Path):
+    chaos_of(tmp_path, "upload")
+
+
+@pytest.mark.alone
 def test_jobs_are_made_again_after_the_folder_of_their_store_was_deleted(tmp_path: Path):
     chaos_of(tmp_path, "store")
 

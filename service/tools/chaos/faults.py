@@ -25,6 +25,7 @@ from inferpool.service.tools.chaos.questions import Question, is_refusal, proble
 from inferpool.service.tools.chaos.stores import StoreFaults
 from inferpool.service.tools.chaos.swaps import Swaps
 from inferpool.service.tools.chaos.unread import UnreadConnections
+from inferpool.service.tools.chaos.uploads import SlowUploads
 from inferpool.service.tools.chaos.watch import FORKSERVER, Recovery, Watch, decoder_name
 from inferpool.service.tools.trial.connection import Address, NoAnswerError, connected
 from inferpool.service.tools.trial.health import DecoderState, WorkerState
@@ -106,6 +107,7 @@ class Faults:
     unread: UnreadConnections
     greed: Greed
     stores: StoreFaults
+    uploads: SlowUploads
     key: str = ""
     """API key of poisoned inputs; empty for none."""
     counts: Counter[Fault] = field(default_factory=Counter)
@@ -139,9 +141,12 @@ class Faults:
                     # What had to wait puts all else off, so that nothing comes in a burst.
                     began = max(began, time.monotonic() - moment)
                 else:
+                    # One at a time: each poison costs three workers their lives, and a job that
+                    # is made meanwhile needs the store.
                     kind: Fault = "poison" if fault in POISONS else fault
+                    kind = "store" if fault == "upload" else kind
                     if kind in under_way and not under_way[kind].done():
-                        continue  # one at a time: each poison costs three workers their lives
+                        continue
                     under_way[kind] = asyncio.create_task(self._begin(fault))
                 self.counts[fault] += 1
         finally:
@@ -169,6 +174,8 @@ class Faults:
             await self.greed.ask()
         elif fault == "store":
             await self.stores.lose()
+        elif fault == "upload":
+            await self.uploads.hold()
         else:
             await self._poison(fault, self.poisonings.num_sent)
 

@@ -13,10 +13,10 @@ from inferpool.service.tools.trial.flags import count, folder, non_negative
 
 Fault = Literal[
     "kill", "stop", "poison", "forkserver", "decoder", "swap", "host",
-    "scribble", "exit", "burst", "unread", "greed", "store",
+    "scribble", "exit", "burst", "unread", "greed", "store", "upload",
 ]  # fmt: skip
 
-EXTRA: tuple[Fault, ...] = ("scribble", "exit", "burst", "unread", "greed", "store")
+EXTRA: tuple[Fault, ...] = ("scribble", "exit", "burst", "unread", "greed", "store", "upload")
 """Faults that are off unless they are asked for, but for swaps."""
 SCARCE: tuple[Fault, ...] = ("stop", "poison", "forkserver", "swap", *EXTRA)
 """The run goes on until there was one of each of these, unless its interval is 0."""
@@ -25,6 +25,7 @@ PLURALS: Mapping[Fault, str] = {
     "decoder": "decoders", "host": "hosts", "swap": "swaps", "scribble": "scribbling inputs",
     "exit": "inputs that exit", "burst": "bursts", "unread": "rounds of unread connections",
     "greed": "greedy rounds", "store": "stores deleted",
+    "upload": "rounds of slow uploads",
 }  # fmt: skip
 """Names of several faults of a kind."""
 HOST_STRIKES = 3
@@ -148,6 +149,7 @@ def add_flags(parser: ArgumentParser) -> None:
         ("unread", 0.0, "open connections that ask and read nothing,"),
         ("greed", 0.0, "ask with a second key and eight times the clients,"),
         ("store", 0.0, "delete the folder of the job store while jobs run,"),
+        ("upload", 0.0, "hold 64 uploads of jobs open with a second key,"),
     ):
         faults.add_argument(
             f"--{kind}-every",

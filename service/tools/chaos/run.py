@@ -43,6 +43,7 @@ from inferpool.service.tools.chaos.stores import StoreFaults
 from inferpool.service.tools.chaos.subject import rows_for
 from inferpool.service.tools.chaos.swaps import Swaps
 from inferpool.service.tools.chaos.unread import UnreadConnections
+from inferpool.service.tools.chaos.uploads import SlowUploads
 from inferpool.service.tools.chaos.watch import Watch
 from inferpool.service.tools.trial import inputs
 from inferpool.service.tools.trial.agents import TrialAgents
@@ -78,7 +79,7 @@ def run(loaded: LoadedSettings, plan: ChaosPlan) -> int:
         can_be_poisoned = any(plan.every_s[fault] for fault in POISONS)
         rows = rows_for(loaded, can_be_poisoned=can_be_poisoned)
         key, *own_keys = (secrets.token_urlsafe(24) for _ in range(3))
-        if not plan.every_s["greed"]:
+        if not plan.every_s["greed"] and not plan.every_s["upload"]:
             own_keys = []  # then everybody may ask, as usual
         with (
             TrialAgents(plan.hosts) as agents,
@@ -86,7 +87,7 @@ def run(loaded: LoadedSettings, plan: ChaosPlan) -> int:
                 [*agents.rows, *rows],
                 admin_key=key,
                 predict_keys=own_keys,
-                keeps_jobs=plan.every_s["store"] > 0,
+                keeps_jobs=plan.every_s["store"] > 0 or plan.every_s["upload"] > 0,
             ) as subject,
         ):
             swaps = Swaps(address=subject.address, models=list(loaded.settings.models), key=key)
@@ -272,6 +273,7 @@ class _ChaosRun:
         stores: StoreFaults,
     ) -> Faults:
         every_s = dict(self._plan.every_s)
+        greedy_key = self._keys[-1] if self._keys else ""
         if not knowledge.poisonable:
             every_s |= dict.fromkeys(POISONS, 0.0)
         if health.forkserver is None:  # this host has none
@@ -294,11 +296,12 @@ class _ChaosRun:
             greed=Greed(
                 address=self._subject.address,
                 questions=knowledge.questions,
-                key=self._keys[-1] if self._keys else "",
+                key=greedy_key,
                 num_clients=self._plan.clients,
                 timeout_s=self._settings.default_timeout_s,
             ),
             stores=stores,
+            uploads=SlowUploads(address=self._subject.address, stores=stores, key=greedy_key),
             key=self._subject.key,
         )
 

@@ -50,7 +50,7 @@ class StoreFaults:
         assert self.folder is not None
         try:
             for _ in range(_NUM_JOBS):
-                await self._submit()
+                await self.submit()
             await asyncio.to_thread(shutil.rmtree, self.folder, ignore_errors=True)
             await self.compute(await self._until_back(self.folder))
         except (OSError, NoAnswerError) as error:
@@ -63,7 +63,7 @@ class StoreFaults:
             OSError: The service cannot be reached.
             NoAnswerError: There is no answer.
         """
-        made = made or await self._submit()
+        made = made or await self.submit()
         if made.status != 202:
             return  # it is told already
         id = msgspec.json.decode(made.body)["id"]
@@ -75,7 +75,7 @@ class StoreFaults:
         """Return the answer to the first job that is made after the folder was deleted."""
         until = time.monotonic() + self.back_s
         while True:
-            answer = await self._submit()
+            answer = await self.submit()
             if answer.status == 202:
                 if await asyncio.to_thread(_is_empty, folder):
                     self.failed.append("a job was accepted though the folder of its store is gone")
@@ -90,7 +90,13 @@ class StoreFaults:
             await asyncio.to_thread(folder.mkdir, exist_ok=True)
             await asyncio.sleep(_RETRY_S)
 
-    async def _submit(self) -> TrialAnswer:
+    async def submit(self) -> TrialAnswer:
+        """Make a job of one question.
+
+        Raises:
+            OSError: The service cannot be reached.
+            NoAnswerError: There is no answer.
+        """
         number = next(self._numbers)
         question = self.questions[number % len(self.questions)]
         self.most_computed += _COMPUTED * question.num_instances

@@ -15,6 +15,7 @@ from inferpool.service.tools.chaos.plan import Fault
 from inferpool.service.tools.chaos.stores import StoreFaults
 from inferpool.service.tools.chaos.swaps import Swaps
 from inferpool.service.tools.chaos.unread import UnreadConnections
+from inferpool.service.tools.chaos.uploads import SlowUploads
 from inferpool.service.tools.chaos.watch import Recovery, Watch
 from inferpool.service.tools.trial.health import (
     DecoderState,
@@ -57,12 +58,13 @@ class SeenWatch(Watch):
 
 
 def faults_on(watch: Watch, seed: int = 1, **every_s: float) -> Faults:
+    stores = StoreFaults(address=("127.0.0.1", 1), folder=None, questions=[])
     return Faults(
         address=("127.0.0.1", 1), watch=watch, tally=ChaosTally(), questions=[], seed=seed,
         every_s=dict.fromkeys(get_args(Fault), 0.0) | every_s,
         timeout_s=1, keeps_quarantine=True, swaps=NO_SWAPS,
         hosts=HostFaults(watch=watch, agents=[], seed=1),
-        stores=StoreFaults(address=("127.0.0.1", 1), folder=None, questions=[]),
+        stores=stores, uploads=SlowUploads(address=stores.address, stores=stores, key="k"),
         unread=UnreadConnections(address=("127.0.0.1", 1)),
         greed=Greed(
             address=("127.0.0.1", 1), questions=[], key="k", num_clients=1, timeout_s=1

@@ -8,6 +8,7 @@ import pytest
 
 from inferpool.service.tools.chaos.questions import EchoQuestion
 from inferpool.service.tools.chaos.stores import StoreFaults
+from inferpool.service.tools.chaos.uploads import SlowUploads
 
 Answer = tuple[int, dict[str, str]]
 GONE: Answer = (503, {"detail": "the job store /jobs is not there"})
@@ -73,3 +74,27 @@ async def test_store_that_is_not_opened_again_breaks_the_promise(tmp_path: Path)
         await faults.lose()
     (problem,) = faults.failed
     assert "the job store is not back after 0 s: 503" in problem
+
+
+@pytest.mark.parametrize(("status", "num_problems"), [(202, 0), (503, 1)])
+async def test_job_is_made_while_uploads_of_another_key_are_open(
+    tmp_path: Path, status: int, num_problems: int
+):
+    async with service(tmp_path / "jobs", lambda _: (status, {"id": "one"})) as faults:
+        held: list[bytes] = []
+        is_over = asyncio.Event()
+
+        async def stall(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            held.append(await reader.readuntil(b"\r\n\r\n"))
+            await reader.read()  # until it hangs up
+            writer.close()
+            if len(held) == 3:
+                is_over.set()
+
+        server = await asyncio.start_server(stall, "127.0.0.1", 0)
+        async with server:
+            address = server.sockets[0].getsockname()[:2]
+            await SlowUploads(address=address, stores=faults, key="k2", num_uploads=3).hold()
+            await asyncio.wait_for(is_over.wait(), 60)
+    assert [b"X-API-Key: k2\r\n" in head for head in held] == [True] * 3
+    assert len(faults.failed) == num_problems
