@@ -381,7 +381,7 @@ def load(
         sizes = sizes_to_warm(device, most)
         with check.warming():
             warmup_s = computer.warm_up(
-                samples, sizes, needed=config.max_batch_size, on_pass=check.on_warm
+                check.to_warm(), sizes, needed=config.max_batch_size, on_pass=check.on_warm
             )
     if not check.is_off:
         tell("checking its answers")

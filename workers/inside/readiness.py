@@ -86,6 +86,8 @@ class ReadyCheck:
         if self._item is None and not is_overridden(model, "preprocess"):
             self._item = made_up(model.inputs, self._generator)
         self._step = "preprocess"
+        self._has_other = len(samples) > 1
+        """The warm-up has instances besides the first one."""
         self._known: dict[int, Pass] = {}
         """Passes of the warm-up that begin with the instance, by the size of the batch."""
         self._warnings: list[str] = []
@@ -95,6 +97,25 @@ class ReadyCheck:
     def is_off(self) -> bool:
         """True if the settings say so, or another worker of the version has done it."""
         return self._config.check == "off" or self._config.checked is not None
+
+    def to_warm(self) -> Sequence[Item]:
+        """Return the samples of the warm-up, and another one if a single one has one that fits.
+
+        Then the passes of the warm-up show what the sample gets beside another one.
+        """
+        model, samples = self._model, self._samples
+        is_one = len(samples) == 1 and self._item is samples[0] and self._config.max_batch_size > 1
+        if self.is_off or not is_one or not (model.repeatable and model.alone_as_in_batch):
+            return samples
+        try:
+            other = _there(varied(samples[0]))
+            with torch.inference_mode():
+                one, two = model.preprocess(samples[0]), model.preprocess(other)
+                fits = _form_of(one) == _form_of(two) and model.bucket(one) == model.bucket(two)
+        except RAISED:  # the model is the user's: it may refuse what was made up
+            return samples
+        self._has_other = self._has_other or fits
+        return [*samples, other] if fits else samples
 
     def on_warm(self, size: int, one: Pass) -> None:
         """Keep a pass of the warm-up, so that it need not be repeated."""
@@ -170,7 +191,7 @@ class ReadyCheck:
             return True
         if model.alone_as_in_batch and self._config.max_batch_size > 1:
             sizes = [size for size in self._known if size > 1]
-            if sizes and len(self._samples) > 1:
+            if sizes and self._has_other:
                 beside: Pass | None = self._known[max(sizes)]
             elif took_s > self._long_s:
                 beside = None
@@ -267,8 +288,7 @@ class ReadyCheck:
     def _difference(self, first: Pass, other: Pass, answer: object, another: object) -> str:
         """Return how two passes differ by more than the model's tolerance; empty if they do not."""
         one, two = _floats_of(first.outputs), _floats_of(other.outputs)
-        forms = [{name: (x.dtype, x.shape) for name, x in each.items()} for each in (one, two)]
-        if forms[0] != forms[1] or len(one) < len(first.outputs):
+        if _form_of(one) != _form_of(two) or len(one) < len(first.outputs):
             # Outputs of another size, or in another form, than tensors: the answers must tell.
             if is_overridden(self._model, rendering_of(self._model)[0]):
                 return "" if _are_close(answer, another) else "another answer"
@@ -442,6 +462,10 @@ def _are_close(one: object, two: object) -> bool:
     if isinstance(one, float) and isinstance(two, float | int):
         return one == two or abs(one - two) <= 1e-3 * max(abs(one), abs(two)) + _LEAST
     return one == two
+
+
+def _form_of(tensors: Mapping[str, Tensor]) -> Mapping[str, object]:
+    return {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
 
 
 def _form_text(outputs: Mapping[str, Tensor]) -> str:
