@@ -49,7 +49,7 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def batch_fault(self) -> str:
-        """What is wrong if the shape does not begin with the batch, and what to write; or ""."""
+        """Complaint about a shape that does not begin with the batch, with the right one; or ""."""
         if not self.shape or self.shape[0] == -1:
             return ""
         right = (-1, *self.shape[self.shape[0] == 1 :])  # a batch of one is what people forget

@@ -12,7 +12,7 @@ ErrorDetail = Literal["name", "text", "traceback"]
 """Detail of a model's exceptions in answers to clients: only the type, the text too, or all."""
 
 CheckMode = Literal["on", "warn", "off"]
-"""What the check of a model at its start does: refuse the model, only warn, or nothing."""
+"""Effect of the check of a model at its start: it refuses the model, only warns, or is left out."""
 REFUSED = 'set check = "warn" or "off" to serve it as it is'
 """End of the reason for which the check refuses a model."""
 

@@ -101,8 +101,7 @@ class Dispatcher:
         self._lanes = Lanes()
         self._entrance = Entrance(admission, self._queue, self._lanes, arena)
         self._ledger = Ledger(metrics, self._on_deadline, self._unsettled)
-        self._compared = self._ledger.beside()
-        """Accounts of instances that no client sent."""
+        self._compared = self._ledger.beside()  # for instances that no client sent
         filler = BatchFiller(self._queue, work, self._limit, admission.rate, self._objective)
         self.scheduler = BatchScheduler(
             self._queue,

@@ -99,6 +99,7 @@ MODEL = {
     "batch_timeout_s": 9.0,
     "load_timeout_s": 90.0,
     "credit": 3,
+    "check": "warn",
     "max_restarts": 7,
     "threads_per_replica": 2,
     "speed": "exact",

@@ -8,12 +8,9 @@ declares, the group is halved until the items at fault are alone, so that the ot
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 import torch
-from torch import Tensor
 
 from inferpool.models.accelerator.device import is_accelerator, mark_here, synchronize
 from inferpool.models.accelerator.failures import RAISED, is_lost_device, is_out_of_memory
@@ -25,7 +22,7 @@ from inferpool.models.item import Features, Item
 from inferpool.models.speed.names import LONG_S
 from inferpool.models.texts import described, text_of
 from inferpool.workers.config import ErrorDetail
-from inferpool.workers.inside.checks import BrokenPromiseError, OutputChecks
+from inferpool.workers.inside.checks import BrokenPromiseError, OutputChecks, Pass
 from inferpool.workers.inside.outcomes import (
     MAX_BATCH_BYTES,
     TensorOutputs,
@@ -46,17 +43,6 @@ logger = logging.getLogger(__name__)
 
 _CHEAP_BYTES = 1 << 16
 """JSON answers up to this size are not counted: no batch has enough of them to matter."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pass:
-    """The result of one pass of instances that no client sent, as far as the first of them goes."""
-
-    outputs: Features
-    """Outputs of the first instance, after `postprocess`, with the batch dimension."""
-    is_finite: bool
-    """They are finite, or need not be."""
-    took_s: float
 
 
 class Computer:
@@ -136,11 +122,10 @@ class Computer:
                 chosen = [features[i % len(features)] for i in range(size)]
                 may_end = needed is not None and needed <= size < sizes[-1]
                 try:
-                    one = self._warm(chosen)
-                    on_pass(size, one)
+                    on_pass(size, one := self.try_out(chosen))
                     took_s = one.took_s
                     if may_end:  # the first of a size is no measure
-                        took_s = min(took_s, self._warm(chosen).took_s)
+                        took_s = min(took_s, self.try_out(chosen).took_s)
                 except (RuntimeError, MemoryError) as error:
                     if needed is None or size <= needed or not is_out_of_memory(error):
                         raise
@@ -155,25 +140,18 @@ class Computer:
                 self._staging.compare(*outputs)
         return longest_s
 
-    def _warm(self, chosen: Sequence[Features]) -> Pass:
-        try:
-            return self.try_out(chosen)
-        except BrokenPromiseError as error:
-            raise ModelError(str(error)) from error
-
     def try_out(self, chosen: Sequence[Features]) -> Pass:
         """Compute features that are no batch of a client.
 
         Raises:
-            BrokenPromiseError: The outputs have another form than the model declares.
+            ModelError: The outputs have another form than the model declares.
         """
         began = time.monotonic()
         outputs = dict(self._model.postprocess(self._once(chosen)))
-        self._checks.check_shapes(outputs, len(chosen))
-        is_finite = 0 not in self._checks.non_finite_rows(outputs)
-        took_s = time.monotonic() - began
-        first = {name: _first_of(output) for name, output in outputs.items()}
-        return Pass(outputs=first, is_finite=is_finite, took_s=took_s)
+        try:
+            return self._checks.judged(outputs, len(chosen), time.monotonic() - began)
+        except BrokenPromiseError as error:
+            raise ModelError(str(error)) from error
 
     def give_to(self, give_decoders: GiveDecoders) -> None:
         """Use decoders, which are given what they can prepare of a batch."""
@@ -497,10 +475,3 @@ def _in_time(prepared: Prepared, indices: Sequence[int]) -> list[int]:
     """Return the items whose deadline has not passed."""
     now = time.monotonic()
     return [i for i in indices if prepared.refs[i].deadline > now]
-
-
-def _first_of(output: Any) -> Any:
-    """Copy the first row, since the model may reuse the memory."""
-    if not isinstance(output, Tensor):  # its own `render` reads anything that has a shape
-        return output[:1]
-    return (output if output.layout is torch.strided else output.to_dense())[:1].clone()

@@ -27,8 +27,16 @@ from inferpool.models.made_up import made_up, shuffled, varied
 from inferpool.models.sources.modules import TensorModel
 from inferpool.models.texts import described, text_of
 from inferpool.workers.config import REFUSED, CheckReport, WorkerConfig
-from inferpool.workers.inside.checks import BrokenPromiseError
-from inferpool.workers.inside.compute import Computer, Pass
+from inferpool.workers.inside.checks import BrokenPromiseError, Pass
+from inferpool.workers.inside.compute import Computer
+from inferpool.workers.inside.likeness import (
+    are_close,
+    floats_of,
+    form_of,
+    form_text,
+    is_rounding,
+    without_same,
+)
 from inferpool.workers.inside.outcomes import TensorOutputs, check_size, plain_value
 
 logger = logging.getLogger(__name__)
@@ -39,11 +47,8 @@ _LEAST_ROUNDING = 1e-5
 _ROUNDINGS = {"bf16": 2**-4, "fp16": 2**-7, "tf32": 2**-7}
 """Part of its largest value by which an output may differ with a preset, or with a network of such
 floats: kernels for another size of the batch add up in another order. Eight times their epsilon."""
-_LEAST = 1e-6
-"""Difference that is rounding whatever it is compared with."""
 _TRAINED = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm, nn.RNNBase, nn.RReLU)
 """Modules that compute otherwise while they train."""
-_HARDLY_SUPPORTED = (torch.uint16, torch.uint32, torch.uint64)
 _ROOT = Path(__file__).resolve().parents[2]
 _OURS = tuple(f"{_ROOT / name}/" for name in ("models", "workers", "inferpool"))
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
@@ -111,7 +116,7 @@ class ReadyCheck:
             other = _there(varied(samples[0]))
             with torch.inference_mode():
                 one, two = model.preprocess(samples[0]), model.preprocess(other)
-                fits = _form_of(one) == _form_of(two) and model.bucket(one) == model.bucket(two)
+                fits = form_of(one) == form_of(two) and model.bucket(one) == model.bucket(two)
         except RAISED:  # the model is the user's: it may refuse what was made up
             return samples
         self._has_other = self._has_other or fits
@@ -287,17 +292,17 @@ class ReadyCheck:
 
     def _difference(self, first: Pass, other: Pass, answer: object, another: object) -> str:
         """Return how two passes differ by more than the model's tolerance; empty if they do not."""
-        one, two = _floats_of(first.outputs), _floats_of(other.outputs)
-        if _form_of(one) != _form_of(two) or len(one) < len(first.outputs):
+        one, two = floats_of(first.outputs), floats_of(other.outputs)
+        if form_of(one) != form_of(two) or len(one) < len(first.outputs):
             # Outputs of another size, or in another form, than tensors: the answers must tell.
             if is_overridden(self._model, rendering_of(self._model)[0]):
-                return "" if _are_close(answer, another) else "another answer"
-            return f"outputs of the form {_form_text(two)} instead of {_form_text(one)}"
+                return "" if are_close(answer, another) else "another answer"
+            return f"outputs of the form {form_text(two)} instead of {form_text(one)}"
         most = max(self._rounding, _rounding_of(self._model, one))
-        if all(_is_rounding(one[name], two[name], most) for name in one):
+        if all(is_rounding(one[name], two[name], most) for name in one):
             return ""
         for name in one:
-            one[name], two[name] = _without_same(one[name], two[name])
+            one[name], two[name] = without_same(one[name], two[name])
         try:
             agreement = self._model.tolerance.judge(one, two)
         except Exception:  # a tolerance may need more than one instance
@@ -308,7 +313,7 @@ class ReadyCheck:
     def _refuse_non_finite(self, alone: Pass) -> None:
         names = [
             name
-            for name, x in _floats_of(alone.outputs).items()
+            for name, x in floats_of(alone.outputs).items()
             if x.is_floating_point() and not x.isfinite().all()
         ]
         weights = _non_finite_weight(self._model)
@@ -414,59 +419,3 @@ def _rounding_of(model: Model, outputs: Mapping[str, Tensor]) -> float:
         tensors += network.parameters()
     kinds = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
     return max((8 * torch.finfo(kind).eps for kind in kinds), default=0.0)
-
-
-def _floats_of(outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the outputs that are tensors, in forms that can be compared."""
-    found = {}
-    for name, output in outputs.items():
-        if isinstance(output, Tensor):
-            if output.is_complex():
-                output = torch.view_as_real(output.resolve_conj())
-            elif output.is_quantized:
-                output = output.dequantize()
-            elif output.dtype in _HARDLY_SUPPORTED:
-                output = output.to(torch.int64)
-            found[name] = output
-    return found
-
-
-def _is_rounding(one: Tensor, two: Tensor, most: float) -> bool:
-    """Return whether two outputs differ by rounding alone; what is not finite must be the same."""
-    if not one.is_floating_point():
-        return torch.equal(one, two)
-    one, two = one.double(), two.double()
-    same = (one == two) | (one.isnan() & two.isnan())
-    if bool(same.all()):
-        return True
-    difference = (one - two)[~same].abs().max().item()
-    finite = one[one.isfinite()]
-    largest = finite.abs().max().item() if finite.numel() else 0.0
-    return difference <= max(most * largest, _LEAST)  # never so if it is NaN
-
-
-def _without_same(one: Tensor, two: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two outputs with zeros where they are not finite in the same way."""
-    if not one.is_floating_point():
-        return one, two
-    same = ((one == two) | (one.isnan() & two.isnan())) & ~one.isfinite()
-    return one.masked_fill(same, 0.0), two.masked_fill(same, 0.0)
-
-
-def _are_close(one: object, two: object) -> bool:
-    """Return whether two JSON values are the same but for rounding."""
-    if isinstance(one, list) and isinstance(two, list):
-        return len(one) == len(two) and all(map(_are_close, one, two))
-    if isinstance(one, dict) and isinstance(two, dict):
-        return one.keys() == two.keys() and all(_are_close(one[key], two[key]) for key in one)
-    if isinstance(one, float) and isinstance(two, float | int):
-        return one == two or abs(one - two) <= 1e-3 * max(abs(one), abs(two)) + _LEAST
-    return one == two
-
-
-def _form_of(tensors: Mapping[str, Tensor]) -> Mapping[str, object]:
-    return {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-
-
-def _form_text(outputs: Mapping[str, Tensor]) -> str:
-    return ", ".join(f"{name!r} {list(x.shape)}" for name, x in outputs.items()) or "nothing"
