@@ -1,6 +1,7 @@
 """Models that are not ready, and workers that count as degraded, for what their example shows."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -51,7 +52,7 @@ def test_model_that_cannot_answer_its_example_is_not_ready(tmp_path: Path):
     with running("--replicas", "2", settings=settings, cwd=tmp_path, ready=False) as service:
         service.wait_until_listening()
 
-        def of(name: str) -> dict[str, object]:
+        def of(name: str) -> Any:
             health = service.get("/health").json()["models"]
             return next(each for each in health if each["name"] == name)
 

@@ -22,6 +22,7 @@ from inferpool.workers.inside.compute import Computer
 from inferpool.workers.inside.process import load
 from inferpool.workers.inside.readiness import ReadyCheck
 from inferpool.workers.messages import Ready
+from tests.small_classifier import SmallClassifier
 from tests.workers.contract import config_of
 
 HERE = Path(__file__).name
@@ -376,3 +377,40 @@ class Rounding(Sound):
 
 def test_rounding_of_a_network_of_16_bits_is_no_difference():
     assert ready_of(Rounding).checked.warnings == ()
+
+
+class Pictured(SmallClassifier):
+    """Records the sizes of its batches."""
+
+    sizes: ClassVar[list[int]] = []
+
+    def forward(self, batch: Features) -> Features:
+        self.sizes.append(len(batch["image"]))
+        return super().forward(batch)
+
+
+def test_other_picture_goes_with_the_warm_up_if_it_fits(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Pictured, "sizes", [])
+    assert ready_of(Pictured).checked == CheckReport(is_sample_finite=True)
+    assert Pictured.sizes == [1, 8, 1]
+
+
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")
+def test_archive_that_trains_or_has_broken_weights_is_refused(tmp_path: Path):
+    def ready(network: nn.Module, **options: object) -> Ready:
+        path = tmp_path / "a.pt2"
+        free = ({0: torch.export.Dim("batch", max=64)},)
+        example = (torch.rand(3, 4),)
+        torch.export.save(torch.export.export(network, example, dynamic_shapes=free), path)
+        return load(config_of(str(path), options=options), None, lambda stage: None)[1]
+
+    training = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).train()
+    with pytest.raises(ModelError, match=r"exported in training mode: dropout \(1\)"):
+        ready(training)
+    assert ready(training, repeatable=False).checked.declared == ("repeatable = False",)
+    broken = nn.Linear(4, 4).eval()
+    with torch.no_grad():
+        broken.bias[0] = torch.inf
+    with pytest.raises(ModelError, match=r"its weight `_module\.bias` is not finite"):
+        ready(broken)
+    assert ready(nn.Linear(4, 4).eval()).checked == CheckReport(is_sample_finite=True)
