@@ -43,8 +43,7 @@ def own_example(model: Model) -> Example | None:
     If it cannot be read, the log says why: the attribute may mean something else to the model.
     """
     try:
-        value = model.example() if callable(model.example) else model.example
-        return None if value is None else _read(model, value)
+        return _read(model)
     except Exception as error:  # the model is the user's: it may raise anything
         logger.warning("the model's example is not shown: %s", described(error))
         return Example(None, b"")
@@ -78,8 +77,22 @@ def shown_example(model: Model, example: Example | None, samples: Sequence[Item]
     return text
 
 
-def _read(model: Model, value: object) -> Example:
+def example_item(model: Model) -> Item | None:
+    """Return a model's `example` as its `preprocess` would get it; None if it has none.
+
+    Raises:
+        Exception: It cannot be read.
+    """
+    found = _read(model)
+    return found and found.item
+
+
+def _read(model: Model) -> Example | None:
+    """Return the example as the model would get it, and as JSON; None if there is none."""
+    value = model.example() if callable(model.example) else model.example
     match value:
+        case None:
+            return None
         case (bytes() as data, str() as content_type):
             bare = content_type.partition(";")[0].strip().lower()
             if bare == "application/json":

@@ -94,10 +94,14 @@ class TensorBlob(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class ItemError(msgspec.Struct, frozen=True, gc=False):
-    """Why one instance of a batch has no prediction."""
+    """Why one instance of a batch has no prediction.
+
+    An "unfit_input" made the model's `preprocess` raise; clients see it as "invalid_input".
+    """
 
     code: Literal[
         "invalid_input",
+        "unfit_input",
         "model_error",
         "non_finite_output",
         "deadline_exceeded",

@@ -203,7 +203,7 @@ def _config_maker(
         max_image_pixels=settings.max_image_pixels,
         cache_dir=cache_dir,
         searches_speed=settings.speed_search and cache_dir is not None and not is_successor,
-        error_detail="text" if settings.show_errors else "name",
+        error_detail="text" if settings.show_errors is True else "name",
     )
 
 

@@ -24,6 +24,7 @@ _SETTINGS_FLAGS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "watch": ("FOLDER", "serve the models in a folder as they come and go"),
         "front-ends": ("N", 'processes that take requests (default: "auto")'),
         "job-store": ("PLACE", 'a folder or postgresql://… for jobs, or "none"'),
+        "show-errors": ("", "show clients the texts of exceptions that a model raises"),
     },
     "access": {
         "predict-keys-file": ("PATH", "API keys for predictions, one per line"),
@@ -61,7 +62,8 @@ _SETTINGS_FLAGS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "log-level": ("LEVEL", "debug, info, warning or error"),
     },
 }
-"""Flags of settings by the group in which --help shows them: each one's value, and its help."""
+"""Flags of settings by the group in which --help shows them: each one's value, and its help.
+Those without a value turn something on."""
 
 
 def add_settings_flags(parser: ArgumentParser) -> None:
@@ -70,7 +72,10 @@ def add_settings_flags(parser: ArgumentParser) -> None:
     for title, flags in _SETTINGS_FLAGS.items():
         group = parser.add_argument_group(title) if title else parser
         for name, (metavar, text) in flags.items():
-            group.add_argument(f"--{name}", metavar=metavar, help=text)
+            if metavar:
+                group.add_argument(f"--{name}", metavar=metavar, help=text)
+            else:
+                group.add_argument(f"--{name}", action="store_const", const="true", help=text)
 
 
 def settings_in(args: Namespace) -> Mapping[str, str]:

@@ -37,7 +37,8 @@ def run(args: Namespace) -> int:
         del os.environ[name]
     # CUDA reads this variable in the workers, wherever the setting came from.
     os.environ["CUDA_MPS_PIPE_DIRECTORY"] = loaded.settings.cuda_mps_pipe_directory
-    settings = loaded.settings
+    shows_errors = loaded.settings.shows_errors_at(terminal=sys.stderr.isatty())
+    settings = loaded.settings.model_copy(update={"show_errors": shows_errors})
     modules = None  # other hosts compute
     if settings.cluster_port is None:
         modules = modules_to_preload(settings.sources(), Path.cwd())

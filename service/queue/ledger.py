@@ -152,7 +152,8 @@ class Ledger:
             self.metrics.faults += 1
         if error.code == "deadline_exceeded":
             self.expire(instance, error.message)
-        elif error.code == "invalid_input":
+        elif error.code in ("invalid_input", "unfit_input"):
+            self.metrics.unfit += error.code == "unfit_input"
             self.fail(instance, InvalidInputError(error.message))
         elif error.code == "non_finite_output":
             self.fail(instance, NonFiniteOutputError(error.message))

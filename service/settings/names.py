@@ -21,7 +21,14 @@ FLAGS: Mapping[str, str] = {
     name: f"--{name.replace('_', '-')}"
     for name in (
         *("host", "port", "front_ends", "predict_keys_file", "metrics_keys_file"),
-        *("admin_keys_file", "cors_origins", "tls_certificate", "tls_key", "log_format"),
+        *(
+            "admin_keys_file",
+            "show_errors",
+            "cors_origins",
+            "tls_certificate",
+            "tls_key",
+            "log_format",
+        ),
         *("log_level", "replicas", "devices", "placement", "devices_per_replica"),
         *("gpu_memory_fraction", "weights", "max_batch_size", "objective_p99_ms", "check"),
         *("speed", "decode", "decoders", "watch", "job_store", "cluster_host", "cluster_port"),

@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Mapping, Sequence
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import parse_qs
@@ -22,6 +23,14 @@ from inferpool.workers.host.placing import share_cores
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9_.-]+|\[[0-9a-f:.]+\])(:\d{1,5})?")
 """An origin as browsers write it (RFC 6454, 6.1)."""
 _MIB = 2**20
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this host can reach an address to listen on."""
+    try:
+        return host == "localhost" or ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:  # the name of a host
+        return False
 
 
 class Settings(SettingsTable):
@@ -127,9 +136,10 @@ class Settings(SettingsTable):
     max_image_pixels: int = Field(MAX_IMAGE_PIXELS, ge=1)
     """Pixels of an encoded image, by its header; more are refused with 422 before decoding.
     Decoding takes a worker 4 to 17 bytes a pixel (a WebP the most)."""
-    show_errors: bool = False
-    """Show clients the text of an exception that a model raises. By default they get its type, and
-    the log has the rest under the id of the request."""
+    show_errors: Auto | bool = "auto"
+    """Show clients the text of an exception that a model raises. Else they get its type, and the
+    log has the rest under the id of the request. `auto`: with `--reload`, and where `serve` runs at
+    a terminal, listens on a loopback address and has no keys."""
     default_timeout_s: float = Field(30.0, gt=0, allow_inf_nan=False)
     """How long a call may take if it does not say."""
     max_timeout_s: float = Field(300.0, gt=0, allow_inf_nan=False)
@@ -308,6 +318,16 @@ class Settings(SettingsTable):
     def key_share(self) -> float:
         """The `per_key_share` in force: 1, which is no bound, where no two keys could share."""
         return self.per_key_share if len(self.predict_keys) > 1 else 1.0
+
+    def shows_errors_at(self, *, terminal: bool) -> bool:
+        """Return the `show_errors` in force, where `serve` runs at a terminal or not.
+
+        Clients of a loopback address may be anybody if there are keys: a proxy stands before it.
+        """
+        if self.show_errors != "auto":
+            return self.show_errors
+        has_keys = self.predict_keys or self.metrics_keys or self.admin_keys
+        return terminal and not has_keys and is_loopback(self.host)
 
     @property
     def has_jobs(self) -> bool:

@@ -87,6 +87,8 @@ class ModelMetrics:
         self.in_flight = 0
         self.faults = 0
         """Instances among `failed` that the model failed on, or that ended workers."""
+        self.unfit = 0
+        """Instances among `failed` with JSON that made the model's `preprocess` raise."""
         self.retried = 0
         """Instances sent again after the worker that held them was lost."""
         self.rejected: dict[RejectReason, int] = dict.fromkeys(get_args(RejectReason), 0)
@@ -410,6 +412,7 @@ def _requests(models: Sequence[ModelMetrics]) -> Metric:
 
 def _counters(models: Sequence[ModelMetrics]) -> Iterator[Metric]:
     instances = _counter("instances", "Instances accepted, and how they ended.", "outcome")
+    unfit = _counter("instances_unfit", "Instances with JSON that preprocess raised on: 422.")
     retried = _counter("instances_retried", "Instances sent again after a worker was lost.")
     rejected = _counter("rejected", "Instances that were not admitted, and why.", "reason")
     restarts = _counter(
@@ -418,12 +421,13 @@ def _counters(models: Sequence[ModelMetrics]) -> Iterator[Metric]:
     for model in models:
         for outcome in ("accepted", "succeeded", "failed", "expired", "cancelled"):
             instances.add_metric((model.name, outcome), getattr(model, outcome))
+        unfit.add_metric((model.name,), model.unfit)
         retried.add_metric((model.name,), model.retried)
         for reason, count in model.rejected.items():
             rejected.add_metric((model.name, reason), count)
         for cause, count in model.restarts.items():
             restarts.add_metric((model.name, cause), count)
-    yield from (instances, retried, rejected, restarts)
+    yield from (instances, unfit, retried, rejected, restarts)
 
 
 def _counter(name: str, text: str, *labels: str) -> CounterMetricFamily:

@@ -30,7 +30,7 @@ from inferpool.workers.decoding.ring import (
 )
 from inferpool.workers.decoding.slots import decodable, digest_of, in_slot, write_to
 from inferpool.workers.heartbeat import Heartbeat
-from inferpool.workers.inside.outcomes import error_of
+from inferpool.workers.inside.outcomes import PreprocessErrors
 from inferpool.workers.inside.own_process import (
     ToldToLeave,
     build_model,
@@ -115,7 +115,7 @@ class DecoderLoop:
         heartbeat: Heartbeat,
     ) -> None:
         self._model = model
-        self._error_detail = config.error_detail
+        self._errors = PreprocessErrors(model, config.error_detail)
         self._seat = seat
         self._arena = memoryview(arena)
         self._ring = memoryview(ring)
@@ -138,10 +138,11 @@ class DecoderLoop:
     def _answer(self, task: Task) -> FromDecoder:
         ref = task.ref
         payload = self._arena[ref.offset : ref.offset + ref.num_bytes]
+        item = item_of(ref, payload)
         try:
-            features = self._model.preprocess(item_of(ref, payload))
+            features = self._model.preprocess(item)
         except RAISED as error:
-            return Refused(task.id, error_of(error, "preprocess", ref, self._error_detail))
+            return Refused(task.id, self._errors.outcome_of(error, item, ref))
         placed = in_slot(features, self._layout.slot_bytes)
         if placed is None:
             return Unfit(task.id)

@@ -7,15 +7,20 @@ errors are limited before they are formatted. An instance that exceeds a limit f
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from traceback import walk_tb
 
 import msgspec
 import torch
 from torch import Tensor
 
-from inferpool.models.accelerator.failures import lacks_resources
-from inferpool.models.base import MAX_JSON_NUMBERS
+from inferpool.models.accelerator.failures import RAISED, lacks_resources
+from inferpool.models.base import MAX_JSON_NUMBERS, Model
+from inferpool.models.border import place_of
 from inferpool.models.errors import InputError
-from inferpool.models.json_errors import first_in, placed
+from inferpool.models.example import example_item
+from inferpool.models.inputs import non_finite_input
+from inferpool.models.item import Item
+from inferpool.models.json_errors import first_in, number_out_of_range, placed
 from inferpool.models.texts import described, name_of, text_of, traceback_of
 from inferpool.workers.config import ErrorDetail
 from inferpool.workers.inside.checks import BrokenPromiseError
@@ -29,6 +34,11 @@ MAX_BATCH_BYTES = 1 << 29
 """Approximate limit of the answers to a batch in one message; it may reach twice as much."""
 MAX_OUTPUTS = 1024
 _MAX_NAME_CHARS = 256
+
+_OF_JSON = (KeyError, IndexError, TypeError, ValueError, OverflowError)
+"""What code raises on JSON of another form than it expects."""
+_MOST_WHOLE = 2.0**63
+"""Larger numbers fit into no integer of torch."""
 
 Keep = Callable[[memoryview], bytes | Stored]
 """Function that copies the bytes of an output, whose memory the model may reuse."""
@@ -114,11 +124,74 @@ def error_of(error: BaseException, step: str, ref: ItemRef, detail: ErrorDetail)
     return ItemError("model_error", f"{step} raised {client_text(error, detail)}")
 
 
+class PreprocessErrors:
+    """Tells whether the client or the model is at fault where `preprocess` raises."""
+
+    def __init__(self, model: Model, detail: ErrorDetail) -> None:
+        self._model = model
+        self._detail = detail
+        self._is_own: dict[tuple[str, str], bool] = {}
+        """Whether the model's example raises an error too, by its type and its line."""
+
+    def outcome_of(self, error: BaseException, item: Item, ref: ItemRef) -> ItemError:
+        """Return the outcome for an item on which `preprocess` raised; log what is worth it."""
+        if not isinstance(error, InputError) and not lacks_resources(error):
+            if found := non_finite_input(item):
+                return ItemError("invalid_input", f"{found}: this model computes no answer from it")
+            if item.kind == "json":
+                if found := number_out_of_range(item.payload, most_whole=_MOST_WHOLE):
+                    return ItemError("invalid_input", f"instance: {found} is out of range")
+                if isinstance(error, _OF_JSON) and not self._is_models_own(error, ref):
+                    text = text_for(error, self._detail)
+                    return ItemError("unfit_input", f"preprocess raised {text} on this input")
+        return error_of(error, "preprocess", ref, self._detail)
+
+    def _is_models_own(self, error: BaseException, ref: ItemRef) -> bool:
+        """Return whether the example raises the error too; log each line's error once."""
+        key = name_of(error), self._line_of(error)
+        if key not in self._is_own:
+            self._is_own[key] = is_own = self._example_raises(key)
+            if not is_own:
+                logger.warning(
+                    "preprocess raised %s on a client's JSON at %s; what this line raises is not "
+                    "logged again",
+                    described(error),
+                    key[1],
+                    exc_info=error,
+                    extra=ref.log_ids(),
+                )
+        return self._is_own[key]
+
+    def _example_raises(self, key: tuple[str, str]) -> bool:
+        try:
+            item = example_item(self._model)
+            if item is not None:
+                self._model.preprocess(item)
+        except RAISED as error:
+            return key == (name_of(error), self._line_of(error))
+        return False
+
+    def _line_of(self, error: BaseException) -> str:
+        """Return the last line that ran in the file of the model's `preprocess`, as "file:line"."""
+        file = place_of(self._model, "preprocess").rpartition(":")[0]
+        lines = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
+        own = [each for each in lines if each[0] == file]
+        found, line = (own or lines or [(file, 0)])[-1]
+        return f"{found}:{line}"
+
+
 def client_text(error: BaseException, detail: ErrorDetail) -> str:
     """Describe an exception of the model to a client, who may be a stranger."""
+    if detail == "name":
+        return f"{name_of(error)}; the service's log has the rest"
+    return text_for(error, detail)
+
+
+def text_for(error: BaseException, detail: ErrorDetail) -> str:
+    """Return as much of an exception as clients may see."""
     match detail:
         case "name":
-            return f"{name_of(error)}; the service's log has the rest"
+            return name_of(error)
         case "text":
             return described(error)
         case "traceback":

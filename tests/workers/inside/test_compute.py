@@ -605,6 +605,94 @@ def test_the_method_that_failed_is_named(method: str):
     assert outcome.message.startswith(f"{method} raised ValueError")
 
 
+class ReadingModel(DoublingModel):
+    """Reads JSON as a careless author would."""
+
+    example: object = {"x": [1]}
+
+    def preprocess(self, item: Item) -> Features:
+        value: Any = item.json()
+        if value == "bug":
+            raise RuntimeError("bug")
+        x = value["x"]
+        if x == "long":
+            raise OverflowError
+        return {"x": torch.tensor(float(x[0]))}
+
+
+UNFIT = [
+    ({"y": 1}, "KeyError"),
+    ([], "TypeError"),
+    ({"x": []}, "IndexError"),
+    ({"x": ["a"]}, "ValueError"),
+    ({"x": "long"}, "OverflowError"),
+    ({"x": [None]}, "TypeError"),
+]
+
+
+def test_json_that_preprocess_raises_on_is_the_clients_error_logged_once_for_each_line(
+    caplog: pytest.LogCaptureFixture,
+):
+    computer = computer_of(ReadingModel())
+    for _ in range(2):
+        answers = compute(ReadingModel(), [value for value, _ in UNFIT], computer)
+        assert answers == ["unfit_input"] * len(UNFIT)
+    assert {record.levelname for record in caplog.records} == {"WARNING"}
+    # `[]` and `{"y": 1}` raise at one line, each another error; the last two of one type at one.
+    assert len(caplog.records) == 6
+    assert "preprocess raised KeyError: 'x' on a client's JSON at " in caplog.text
+    caplog.clear()
+    assert compute(ReadingModel(), ["bug"], computer) == ["model_error"]
+    assert "ERROR" in caplog.text
+
+
+@pytest.mark.parametrize("detail", ["name", "text"])
+def test_setting_decides_whether_clients_see_what_preprocess_raised(detail: ErrorDetail):
+    computer = computer_of(ReadingModel(), error_detail=detail)
+    for value, name in UNFIT:
+        body = json.dumps(value).encode()
+        ref = ItemRef("json", 0, len(body), math.inf)
+        (outcome,) = computer.compute(computer.prepare(1, [ref], [memoryview(body)]))
+        assert isinstance(outcome, ItemError)
+        text = rf"{name}: .*" if detail == "text" else name
+        assert re.fullmatch(rf"preprocess raised {text} on this input", outcome.message)
+
+
+def test_error_that_the_models_own_example_raises_too_is_the_models(
+    caplog: pytest.LogCaptureFixture,
+):
+    class Odd(ReadingModel):
+        example: object = {"z": 1}
+
+    assert compute(Odd(), [{"y": 1}, [], {"x": ["a"]}]) == [
+        "model_error", "unfit_input", "unfit_input"
+    ]  # fmt: skip
+    assert "preprocess failed on an input: KeyError: 'x'" in caplog.text
+
+
+def test_only_json_of_a_client_is_to_blame_for_what_preprocess_raises():
+    class Picky(RootModel):
+        def preprocess(self, item: Item) -> Features:
+            raise ValueError("no")
+
+    assert read(ask_root(Picky(), tensor_item({"x": torch.ones(2)}))) == "model_error"
+    outcome = ask_root(Picky(), tensor_item({"x": torch.tensor([1, math.inf])}))
+    assert isinstance(outcome, ItemError)
+    assert outcome.message.startswith("tensor 'x': inf at [1]")
+
+
+@pytest.mark.parametrize("digits", [20, 400])
+def test_whole_number_that_no_tensor_can_hold_is_named_with_its_place(digits: int):
+    class Counting(ReadingModel):
+        def preprocess(self, item: Item) -> Features:
+            return {"x": torch.tensor(item.json()["x"])}  # type: ignore[index]  # of any form
+
+    outcome = ask_root(Counting(), json_item(b'{"x": [1, %s]}' % (b"9" * digits)))
+    assert isinstance(outcome, ItemError)
+    assert outcome.code == "invalid_input"
+    assert re.fullmatch(r"instance: 9{20,30}.* at x\[1\] is out of range", outcome.message)
+
+
 @pytest.mark.parametrize(
     ("detail", "told"),
     [
