@@ -1,4 +1,4 @@
-"""What is wrong with JSON, and where. Any process."""
+"""Messages about JSON that is wrong, with the place. Any process."""
 
 import json
 import math

@@ -5,7 +5,7 @@ neither given nor certain is refused.
 """
 
 from numbers import Real
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -101,7 +101,7 @@ def _check_high_bits(image: Image.Image) -> None:
         )
 
 
-def _range_of(values: NDArray[np.generic], samples: Samples) -> tuple[float, float]:
+def _range_of(values: NDArray[Any], samples: Samples) -> tuple[float, float]:
     """Return the values of the two ends of the range, black and white.
 
     Raises:
@@ -129,7 +129,7 @@ def _range_of(values: NDArray[np.generic], samples: Samples) -> tuple[float, flo
     return 0, (1 << _num_bits(values, samples, int(highest))) - 1
 
 
-def _num_bits(values: NDArray[np.generic], samples: Samples, highest: int) -> int:
+def _num_bits(values: NDArray[Any], samples: Samples, highest: int) -> int:
     """Return in how many bits unsigned samples are.
 
     PNG (11.3.2.4) says that samples of fewer bits are scaled up to those that are stored. Some
@@ -151,7 +151,7 @@ def _num_bits(values: NDArray[np.generic], samples: Samples, highest: int) -> in
     return stored
 
 
-def _scaled(values: NDArray[np.generic], least: float, most: float) -> NDArray[np.uint8]:
+def _scaled(values: NDArray[Any], least: float, most: float) -> NDArray[np.uint8]:
     """Scale samples to bytes, some rows at a time; whole ones of 8 bits and more by a shift."""
     num_bits = int(most).bit_length()
     is_shift = (

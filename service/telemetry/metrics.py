@@ -412,21 +412,18 @@ def _requests(models: Sequence[ModelMetrics]) -> Metric:
 
 def _counters(models: Sequence[ModelMetrics]) -> Iterator[Metric]:
     instances = _counter("instances", "Instances accepted, and how they ended.", "outcome")
-    unfit = _counter("instances_unfit", "Instances with JSON that preprocess raised on: 422.")
+    unfit = _counter("instances_unfit", "Instances of JSON that preprocess raised on: 422.")
     retried = _counter("instances_retried", "Instances sent again after a worker was lost.")
     rejected = _counter("rejected", "Instances that were not admitted, and why.", "reason")
-    restarts = _counter(
-        "worker_restarts", "Workers that ended or did not start, and why.", "reason"
-    )
+    restarts = _counter("worker_restarts", "Workers that ended or did not start: why.", "reason")
     for model in models:
         for outcome in ("accepted", "succeeded", "failed", "expired", "cancelled"):
             instances.add_metric((model.name, outcome), getattr(model, outcome))
         unfit.add_metric((model.name,), model.unfit)
         retried.add_metric((model.name,), model.retried)
-        for reason, count in model.rejected.items():
-            rejected.add_metric((model.name, reason), count)
-        for cause, count in model.restarts.items():
-            restarts.add_metric((model.name, cause), count)
+        for family, counts in ((rejected, model.rejected), (restarts, model.restarts)):
+            for reason, count in counts.items():
+                family.add_metric((model.name, reason), count)
     yield from (instances, unfit, retried, rejected, restarts)
 
 

@@ -9,7 +9,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-import msgspec
 import torch
 
 from inferpool.models.accelerator.device import is_accelerator, mark_here, synchronize
@@ -17,7 +16,6 @@ from inferpool.models.accelerator.failures import RAISED, is_lost_device, is_out
 from inferpool.models.base import Model
 from inferpool.models.border import bad_return, is_overridden, rendering_of
 from inferpool.models.errors import InputError, ModelError
-from inferpool.models.inputs import non_finite_input
 from inferpool.models.item import Features, Item
 from inferpool.models.speed.names import LONG_S
 from inferpool.models.texts import described, text_of
@@ -25,13 +23,14 @@ from inferpool.workers.config import ErrorDetail
 from inferpool.workers.inside.checks import BrokenPromiseError, OutputChecks, Pass
 from inferpool.workers.inside.outcomes import (
     MAX_BATCH_BYTES,
+    NotFiniteAnswerError,
     TensorOutputs,
     bounded,
     check_size,
     client_text,
+    encoder,
     error_of,
-    non_finite_in,
-    plain_value,
+    refusal_of,
 )
 from inferpool.workers.inside.preparing import GiveDecoders, Prepared, Preparer
 from inferpool.workers.inside.shapes import ShapeGroup
@@ -87,7 +86,7 @@ class Computer:
         )
         # Called for each batch, so without a step between.
         self.begin, self.finish = self._preparer.begin, self._preparer.finish
-        self._encode = msgspec.json.Encoder(enc_hook=plain_value).encode
+        self._encode = encoder(are_finite=model.finite_outputs)
 
     def warm_up(
         self,
@@ -319,7 +318,7 @@ class Computer:
         is_shortage = is_out_of_memory(error)
         first = indices[0]
         if len(indices) == 1:
-            failure = self._refusal_of_non_finite(prepared, first) or self._error_of(
+            failure = self._refusal(prepared, first) or self._error_of(
                 error, prepared.step, prepared.refs[first]
             )
             if is_shortage:
@@ -401,23 +400,16 @@ class Computer:
 
     def _non_finite(self, prepared: Prepared, i: int, what: str) -> ItemError:
         """Return the error for an item with an output or answer that is not finite."""
-        if refusal := self._refusal_of_non_finite(prepared, i):
+        if refusal := self._refusal(prepared, i):
             return refusal
         if not prepared.is_canary:  # which the host tells of
             logger.error("the model's %s", what, extra=prepared.refs[i].log_ids())
         return ItemError("non_finite_output", f"the model's {what}")
 
-    def _refusal_of_non_finite(self, prepared: Prepared, i: int) -> ItemError | None:
-        """Return the error for a failed item if its client sent NaN or an infinity, else None.
-
-        Nobody looks for them before: some models want them, and to search all tensors costs more
-        than to compute a small network.
-        """
+    def _refusal(self, prepared: Prepared, i: int) -> ItemError | None:
+        """Return the error for a failed item if its client sent NaN or an infinity, else None."""
         features = None if self._preprocesses_itself else prepared.features[i]
-        place = None if prepared.is_canary else non_finite_input(prepared.items[i], features)
-        if place is None:
-            return None
-        return ItemError("invalid_input", f"{place}: this model computes no answer from it")
+        return None if prepared.is_canary else refusal_of(prepared.items[i], features)
 
     def _settle(self, prepared: Prepared, indices: list[int], outputs: Features) -> None:
         if prepared.is_canary:  # nobody reads its answer, which may not be serialisable
@@ -450,16 +442,12 @@ class Computer:
                 outcomes[i] = self._error_of(value, "render", prepared.refs[i])
                 continue
             try:
-                text = encode(value)
-                # NaN becomes null; few answers have one, so few are searched.
-                if self._checks.are_finite and b"null" in text and (found := non_finite_in(value)):
-                    what = f"answer to this input has {found}, for which JSON has no form"
-                    outcomes[i] = self._non_finite(prepared, i, what)
-                    continue
-                outcomes[i] = text
+                outcomes[i] = text = encode(value)
                 if (size := len(text)) > _CHEAP_BYTES:
                     prepared.num_bytes += size
                     check_size(size)
+            except NotFiniteAnswerError as error:
+                outcomes[i] = self._non_finite(prepared, i, str(error))
             except (TypeError, ValueError, RecursionError) as error:
                 must, found = "a value that JSON can say", text_of(error)
                 wrong = bad_return(self._model, "render", must, found)

@@ -19,7 +19,7 @@ from inferpool.models.border import place_of
 from inferpool.models.errors import InputError
 from inferpool.models.example import example_item
 from inferpool.models.inputs import non_finite_input
-from inferpool.models.item import Item
+from inferpool.models.item import Features, Item
 from inferpool.models.json_errors import first_in, number_out_of_range, placed
 from inferpool.models.texts import described, name_of, text_of, traceback_of
 from inferpool.workers.config import ErrorDetail
@@ -36,7 +36,7 @@ MAX_OUTPUTS = 1024
 _MAX_NAME_CHARS = 256
 
 _OF_JSON = (KeyError, IndexError, TypeError, ValueError, OverflowError)
-"""What code raises on JSON of another form than it expects."""
+"""Errors that code raises on JSON of another form than it expects."""
 _MOST_WHOLE = 2.0**63
 """Larger numbers fit into no integer of torch."""
 
@@ -124,6 +124,17 @@ def error_of(error: BaseException, step: str, ref: ItemRef, detail: ErrorDetail)
     return ItemError("model_error", f"{step} raised {client_text(error, detail)}")
 
 
+def refusal_of(item: Item, features: Features | None = None) -> ItemError | None:
+    """Return the error for an item that failed if its client sent NaN or an infinity, else None.
+
+    Nobody looks for them before: some models want them, and to search all tensors costs more than
+    to compute a small network. For the features see `non_finite_input`.
+    """
+    if (found := non_finite_input(item, features)) is None:
+        return None
+    return ItemError("invalid_input", f"{found}: this model computes no answer from it")
+
+
 class PreprocessErrors:
     """Tells whether the client or the model is at fault where `preprocess` raises."""
 
@@ -131,19 +142,19 @@ class PreprocessErrors:
         self._model = model
         self._detail = detail
         self._is_own: dict[tuple[str, str], bool] = {}
-        """Whether the model's example raises an error too, by its type and its line."""
+        """True for an error that the model's example raises too, by its type and its line."""
 
     def outcome_of(self, error: BaseException, item: Item, ref: ItemRef) -> ItemError:
         """Return the outcome for an item on which `preprocess` raised; log what is worth it."""
         if not isinstance(error, InputError) and not lacks_resources(error):
-            if found := non_finite_input(item):
-                return ItemError("invalid_input", f"{found}: this model computes no answer from it")
+            if refusal := refusal_of(item):
+                return refusal
             if item.kind == "json":
                 if found := number_out_of_range(item.payload, most_whole=_MOST_WHOLE):
                     return ItemError("invalid_input", f"instance: {found} is out of range")
                 if isinstance(error, _OF_JSON) and not self._is_models_own(error, ref):
                     text = text_for(error, self._detail)
-                    return ItemError("unfit_input", f"preprocess raised {text} on this input")
+                    return ItemError("unfit_input", f"instance: preprocess raised {text}")
         return error_of(error, "preprocess", ref, self._detail)
 
     def _is_models_own(self, error: BaseException, ref: ItemRef) -> bool:
@@ -208,8 +219,30 @@ def plain_value(value: object) -> object:
     return value.tolist()
 
 
-def non_finite_in(value: object) -> str | None:
-    """Return the first NaN or infinity of a rendered answer with its place: "nan at [3].score"."""
+class NotFiniteAnswerError(Exception):
+    """An answer has NaN or an infinity in it, which JSON has no form for."""
+
+
+def encoder(*, are_finite: bool) -> Callable[[object], bytes]:
+    """Return a function that renders answers as JSON.
+
+    If these are to be finite, it raises `NotFiniteAnswerError` for one that is not. Else null
+    stands in the place of NaN and infinities.
+    """
+    encode = msgspec.json.Encoder(enc_hook=plain_value).encode
+
+    def encode_finite(value: object) -> bytes:
+        text = encode(value)
+        if b"null" in text and (found := _non_finite_in(value)):  # few have it, few are searched
+            raise NotFiniteAnswerError(
+                f"answer to this input has {found}, for which JSON has no form"
+            )
+        return text
+
+    return encode_finite if are_finite else encode
+
+
+def _non_finite_in(value: object) -> str | None:
     plain = msgspec.to_builtins(value, str_keys=True, enc_hook=_plain_or_none)
     found = first_in(plain, lambda each: isinstance(each, float) and not math.isfinite(each))
     return found and placed(*found)

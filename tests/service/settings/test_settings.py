@@ -37,6 +37,32 @@ def test_keys_have_shares_only_where_there_are_several(tmp_path):
     assert key_share(two, "1") == 1
 
 
+@pytest.mark.parametrize(
+    ("env", "at_terminal", "elsewhere"),
+    [
+        ({}, True, False),
+        ({"HOST": "::1"}, True, False),
+        ({"HOST": "localhost"}, True, False),
+        ({"HOST": "0.0.0.0"}, False, False),
+        ({"HOST": "example.org"}, False, False),
+        *(
+            ({key: "k" * 40}, False, False)
+            for key in ("PREDICT_KEYS", "METRICS_KEYS", "ADMIN_KEYS")
+        ),
+        ({"SHOW_ERRORS": "true", "HOST": "0.0.0.0", "PREDICT_KEYS": "k" * 40}, True, True),
+        ({"SHOW_ERRORS": "false"}, False, False),
+        ({"SHOW_ERRORS": "auto"}, True, False),
+    ],
+)
+def test_texts_of_errors_are_shown_where_only_their_author_is(
+    env: dict[str, str], at_terminal: bool, elsewhere: bool, tmp_path: Path
+):
+    variables = {f"INFERPOOL_{name}": value for name, value in env.items()}
+    settings = load({}, variables, tmp_path).settings
+    assert settings.shows_errors_at(terminal=True) is at_terminal
+    assert settings.shows_errors_at(terminal=False) is elsewhere
+
+
 def test_every_field_is_documented():
     for table in (Settings, ModelSettings):
         for name, field in table.model_fields.items():

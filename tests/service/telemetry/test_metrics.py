@@ -43,6 +43,7 @@ def test_a_scrape_reads_what_was_recorded(metrics, accept):
     model.expired += 1
     model.cancelled += 1
     model.rejected["queue_full"] += 2
+    model.unfit += 3
     model.restarts["hang"] += 1
     model.batch_size.observe(4)
     model.prepare_duration.observe(0.002)
@@ -60,6 +61,7 @@ def test_a_scrape_reads_what_was_recorded(metrics, accept):
     assert found["inferpool_instances_total", "model=resnet,outcome=accepted"] == 9
     assert found["inferpool_instances_in_flight", "model=resnet"] == 2
     assert found["inferpool_rejected_total", "model=resnet,reason=queue_full"] == 2
+    assert found["inferpool_instances_unfit_total", "model=resnet"] == 3
     assert found["inferpool_worker_restarts_total", "model=resnet,reason=hang"] == 1
     assert found["inferpool_batch_size_bucket", "le=4.0,model=resnet"] == 1
     assert found["inferpool_batch_size_sum", "model=resnet"] == 4

@@ -602,7 +602,7 @@ def test_the_method_that_failed_is_named(method: str):
         computer.prepare(1, [ItemRef("json", 0, 1, math.inf)], [memoryview(b"1")])
     )
     assert isinstance(outcome, ItemError)
-    assert outcome.message.startswith(f"{method} raised ValueError")
+    assert outcome.message.removeprefix("instance: ").startswith(f"{method} raised ValueError")
 
 
 class ReadingModel(DoublingModel):
@@ -655,7 +655,7 @@ def test_setting_decides_whether_clients_see_what_preprocess_raised(detail: Erro
         (outcome,) = computer.compute(computer.prepare(1, [ref], [memoryview(body)]))
         assert isinstance(outcome, ItemError)
         text = rf"{name}: .*" if detail == "text" else name
-        assert re.fullmatch(rf"preprocess raised {text} on this input", outcome.message)
+        assert re.fullmatch(rf"instance: preprocess raised {text}", outcome.message)
 
 
 def test_error_that_the_models_own_example_raises_too_is_the_models(
