@@ -8,9 +8,13 @@ Serve it from Python, mount it in your application, and test it:
 Ask a running service with these:
     Client, AsyncClient, Prediction, Label, Timing, Retry, Health, ModelInfo, Progress; Job,
     AsyncJob, JobInfo
-    These raise InferpoolError: ConnectError, ProtocolError, DeadlineExceededError, AnswerError,
-    InvalidInputError, ModelFailedError, OverloadedError, UnavailableError, UnsendableError
-    (`inferpool.service.client.errors` has all of them)
+    These raise InferpoolError: AnswerError, BadRequestError, ConflictError, ConnectError,
+    DeadlineExceededError, ForbiddenError, GivenUpError, IdempotencyError, InternalError,
+    InvalidInputError, JobCancelledError, ModelFailedError, NonFiniteOutputError,
+    NotAcceptableError, NotFoundError, OverQuotaError, OverShareError, OverloadedError,
+    ProtocolError, QuarantinedError, SlowBodyError, StoreFullError, TooLargeError,
+    UnauthorizedError, UnavailableError, UnknownJobError, UnknownModelError, UnsendableError,
+    UnsupportedTypeError, WorkerCrashedError. `inferpool.service.client.errors` draws their tree.
 
 Each name is imported when it is first used, so a client needs neither torch nor the server.
 """
@@ -23,28 +27,51 @@ if TYPE_CHECKING:
     from inferpool.models.item import Features, Item
     from inferpool.models.spec import Placement, TensorSpec
     from inferpool.service.client import (
-        AnswerError,
         AsyncClient,
         AsyncJob,
         Client,
-        ConnectError,
-        DeadlineExceededError,
         Health,
-        InferpoolError,
-        InvalidInputError,
         Job,
         JobInfo,
         Label,
-        ModelFailedError,
         ModelInfo,
-        OverloadedError,
         Prediction,
         Progress,
-        ProtocolError,
         Retry,
         Timing,
+    )
+    from inferpool.service.client.errors import (
+        AnswerError,
+        BadRequestError,
+        ConflictError,
+        ConnectError,
+        DeadlineExceededError,
+        ForbiddenError,
+        GivenUpError,
+        IdempotencyError,
+        InferpoolError,
+        InternalError,
+        InvalidInputError,
+        JobCancelledError,
+        ModelFailedError,
+        NonFiniteOutputError,
+        NotAcceptableError,
+        NotFoundError,
+        OverloadedError,
+        OverQuotaError,
+        OverShareError,
+        ProtocolError,
+        QuarantinedError,
+        SlowBodyError,
+        StoreFullError,
+        TooLargeError,
+        UnauthorizedError,
         UnavailableError,
+        UnknownJobError,
+        UnknownModelError,
         UnsendableError,
+        UnsupportedTypeError,
+        WorkerCrashedError,
     )
     from inferpool.service.embedded.mounted import MountedApp, asgi_app
     from inferpool.service.embedded.serve import RunningService, serve
@@ -58,10 +85,19 @@ _PLACES = {
     "models.errors": "InputError SourceError",
     "models.item": "Features Item",
     "models.spec": "Placement TensorSpec",
-    "service.client": "AnswerError AsyncClient AsyncJob Client ConnectError "
-    "DeadlineExceededError Health InferpoolError InvalidInputError Job JobInfo Label "
-    "ModelFailedError ModelInfo OverloadedError Prediction Progress ProtocolError Retry Timing "
-    "UnavailableError UnsendableError",
+    "service.client": (
+        "AsyncClient AsyncJob Client Health Job JobInfo Label ModelInfo Prediction Progress "
+        "Retry Timing"
+    ),
+    "service.client.errors": (
+        "AnswerError BadRequestError ConflictError ConnectError DeadlineExceededError "
+        "ForbiddenError GivenUpError IdempotencyError InferpoolError InternalError "
+        "InvalidInputError JobCancelledError ModelFailedError NonFiniteOutputError "
+        "NotAcceptableError NotFoundError OverQuotaError OverShareError OverloadedError "
+        "ProtocolError QuarantinedError SlowBodyError StoreFullError TooLargeError "
+        "UnauthorizedError UnavailableError UnknownJobError UnknownModelError UnsendableError "
+        "UnsupportedTypeError WorkerCrashedError"
+    ),
     "service.embedded.mounted": "MountedApp asgi_app",
     "service.embedded.serve": "RunningService serve",
     "service.errors": "StartError",
@@ -73,36 +109,57 @@ __all__ = [
     "AnswerError",
     "AsyncClient",
     "AsyncJob",
+    "BadRequestError",
     "Client",
+    "ConflictError",
     "ConnectError",
     "DeadlineExceededError",
     "Features",
+    "ForbiddenError",
+    "GivenUpError",
     "Health",
+    "IdempotencyError",
     "InferpoolError",
     "InputError",
+    "InternalError",
     "InvalidInputError",
     "Item",
     "Job",
+    "JobCancelledError",
     "JobInfo",
     "Label",
     "Model",
     "ModelFailedError",
     "ModelInfo",
     "MountedApp",
+    "NonFiniteOutputError",
+    "NotAcceptableError",
+    "NotFoundError",
+    "OverQuotaError",
+    "OverShareError",
     "OverloadedError",
     "Placement",
     "Prediction",
     "Progress",
     "ProtocolError",
+    "QuarantinedError",
     "Retry",
     "RunningService",
     "SettingsError",
+    "SlowBodyError",
     "SourceError",
     "StartError",
+    "StoreFullError",
     "TensorSpec",
     "Timing",
+    "TooLargeError",
+    "UnauthorizedError",
     "UnavailableError",
+    "UnknownJobError",
+    "UnknownModelError",
     "UnsendableError",
+    "UnsupportedTypeError",
+    "WorkerCrashedError",
     "asgi_app",
     "serve",
     "testing",

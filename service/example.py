@@ -1,39 +1,55 @@
 """Tells a person what to try first: a command to paste, or how to ask."""
 
 import json
+import os
 import shlex
 from collections.abc import Sequence
 from math import prod
+from pathlib import Path
 
 from inferpool.models.spec import DTYPE_BYTES, TensorSpec
 from inferpool.service.api.openapi.predict import PIXEL
 from inferpool.service.api.predict import PREFIX
 from inferpool.service.queue.pool import Pool
 from inferpool.service.settings.settings import Settings
+from inferpool.service.settings.tls import is_trusted
 
+_PHOTO = Path(__file__).parents[1] / "models" / "vision" / "photos" / "chelsea.jpg"
+"""The packaged photograph of a cat."""
 _MAX_NUMBERS = 32
 """The most numbers to show in a command."""
 _MAX_SHOWN_BYTES = 1000
 """The longest body to show in a command."""
 
 
-def try_or_ask(url: str, pool: Pool, settings: Settings) -> tuple[str, str]:
+def try_or_ask(
+    url: str, pool: Pool, settings: Settings, *, photo: Path = _PHOTO
+) -> tuple[str, str]:
     """Return a command that asks a model for a prediction, or else a sentence that says how.
 
     Args:
         url: The address of the service.
         pool: The model's pool.
-        settings: The settings, which may demand a key.
+        settings: The settings, which may demand a key, or have a certificate of their own.
+        photo: A picture to send to models that take pictures.
 
     Returns:
         "try" with a command that works as it is, or "ask" with a sentence.
     """
     url = f"{_from_here(url)}{PREFIX}/{pool.name}"
-    kind, text = _command(url, pool)
-    return kind, text + (_key_arguments(settings) if kind == "try" else "")
+    kind, text = _command(url, pool, photo)
+    if kind == "try":
+        text += _key_arguments(settings) + _trust_arguments(settings)
+    return kind, text
 
 
-def _command(url: str, pool: Pool) -> tuple[str, str]:
+def _is_container() -> bool:
+    """Return whether this is what a container runs, and no command of somebody inside."""
+    marks = ("/.dockerenv", "/run/.containerenv", "/var/run/secrets/kubernetes.io")
+    return os.getppid() <= 1 and any(map(os.path.exists, marks))  # 1: it may have an init
+
+
+def _command(url: str, pool: Pool, photo: Path) -> tuple[str, str]:
     if pool.example is not None:
         return _json_command(url, pool.example) or (
             "ask",
@@ -44,8 +60,10 @@ def _command(url: str, pool: Pool) -> tuple[str, str]:
             f"POST to {url} what its `preprocess` reads; the model shows no `example` to try"
         )
     if _takes_images(pool.inputs):
-        # One pixel can be pasted. The reader's own picture is the next thing to try.
-        return _json_command(url, {"b64": PIXEL}) or ("", "")
+        if not photo.is_file() or _is_container():  # commands are pasted outside of it
+            return _json_command(url, {"b64": PIXEL}) or ("", "")
+        sent = f"--data-binary @{shlex.quote(str(photo))}"
+        return "try", f"curl {url} -H 'Content-Type: image/jpeg' {sent}"
     if all(spec.shape for spec in pool.inputs):
         shapes = {spec.name: [max(n, 1) for n in spec.instance_shape] for spec in pool.inputs}
         if sum(prod(shape) for shape in shapes.values()) <= _MAX_NUMBERS:
@@ -65,6 +83,14 @@ def _key_arguments(settings: Settings) -> str:
     if settings.predict_keys_file:
         return f' -H "X-API-Key: $(head -n 1 {shlex.quote(settings.predict_keys_file)})"'
     return ' -H "X-API-Key: ${INFERPOOL_PREDICT_KEYS%%,*}"'
+
+
+def _trust_arguments(settings: Settings) -> str:
+    """Return the argument that curl needs for a certificate that this host does not trust."""
+    certificate = settings.tls_certificate
+    if certificate is None or is_trusted(certificate, settings.tls_key):
+        return ""
+    return f" --cacert {shlex.quote(os.path.abspath(certificate))}"
 
 
 def _takes_images(inputs: Sequence[TensorSpec]) -> bool:

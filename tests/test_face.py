@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import inferpool
+from inferpool.service.client import errors
 from tests.e2e.running import ROOT
 
 _SERVERS = {"torch", "numpy", "fastapi", "starlette", "uvicorn", "pydantic", "msgspec"}
@@ -30,6 +31,11 @@ def test_every_name_can_be_imported():
     assert inferpool.__all__ == sorted(inferpool.__all__)
     with pytest.raises(AttributeError, match="has no attribute 'Modell'"):
         inferpool.Modell  # type: ignore[attr-defined]  # noqa: B018  # as a user may type it
+
+
+def test_all_errors_of_the_client_can_be_imported():
+    every = {name for name, each in vars(errors).items() if isinstance(each, type)}
+    assert {name for name in every if name.endswith("Error")} <= {*inferpool.__all__}
 
 
 def test_version_is_that_of_the_package():

@@ -126,6 +126,29 @@ def expiry_warning(certificate: str, now: datetime | None = None) -> str:
     return ""
 
 
+def is_trusted(certificate: str, key: str | None) -> bool:
+    """Return whether clients of this host trust a server's certificate without being told to.
+
+    Both sides speak in memory. The certificate's names are not compared with any address.
+
+    Raises:
+        TlsError: A file cannot be used.
+    """
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    client = context.wrap_bio(to_client, to_server)
+    server = server_context(certificate, key).wrap_bio(to_server, to_client, server_side=True)
+    for side in (client, server, client):
+        try:
+            side.do_handshake()
+        except ssl.SSLWantReadError:
+            continue
+        except ssl.SSLError:
+            return False
+    return True
+
+
 def _no_password() -> str:
     raise ssl.SSLError("PASSWORD")
 

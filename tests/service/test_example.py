@@ -1,3 +1,6 @@
+import re
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,6 +10,7 @@ from inferpool.models.spec import TensorSpec
 from inferpool.service.api.openapi.predict import PIXEL
 from inferpool.service.example import try_or_ask
 from inferpool.service.settings.settings import Settings
+from tests.certificates import make_authority, make_certificate, make_signed
 from tests.service.api.fakes import spec
 
 URL = "http://127.0.0.1:1"
@@ -32,17 +36,37 @@ def told(
             (spec(-1), spec(-1, 2, name="y")),
             """'{"instances": [{"x": 0, "y": [0, 0]}]}'""",
         ),
-        (
-            None,
-            (spec(-1, -1, -1, 3, name="image", dtype="uint8"),),
-            f"""'{{"instances": [{{"b64": "{PIXEL}"}}]}}'""",
-        ),
     ],
 )
 def test_the_command_fits_the_model(example: object, inputs: tuple[TensorSpec, ...], data: str):
     kind, command = told(*inputs, example=example)
     assert kind == "try"
     assert command == f"curl {URL}/predict/m -H 'Content-Type: application/json' -d {data}"
+
+
+def test_a_model_of_pictures_gets_the_packaged_one_or_a_pixel_where_that_is_gone(tmp_path: Path):
+    image = spec(-1, -1, -1, 3, name="image", dtype="uint8")
+    kind, command = told(image)
+    assert kind == "try"
+    (photo,) = re.findall(r" -H 'Content-Type: image/jpeg' --data-binary @(\S+)$", command)
+    assert Path(photo).read_bytes().startswith(b"\xff\xd8")
+    pool: Any = SimpleNamespace(name="m", example=None, inputs=(image,), reads_own_form=False)
+    settings = Settings.model_construct(predict_keys=())
+    assert PIXEL in try_or_ask(URL, pool, settings, photo=tmp_path / "gone.jpg")[1]
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+def test_a_certificate_of_ones_own_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pool: Any = SimpleNamespace(name="m", example=1, inputs=(), reads_own_form=True)
+    authority = make_authority(tmp_path)
+    pairs = make_certificate(tmp_path), make_signed(tmp_path, "signed", authority)
+    for certificate, key in pairs:
+        settings = Settings.model_construct(
+            predict_keys=(), tls_certificate=str(certificate), tls_key=str(key)
+        )
+        assert try_or_ask(URL, pool, settings)[1].endswith(f" --cacert {certificate}")
+    monkeypatch.setenv("SSL_CERT_FILE", str(authority[0]))  # as if the system knew it
+    assert "--cacert" not in try_or_ask(URL, pool, settings)[1]
 
 
 def test_zeros_that_are_too_many_to_write_out_are_sent_as_bytes():
