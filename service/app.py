@@ -4,6 +4,7 @@ import asyncio
 import gc
 import logging
 import multiprocessing
+import signal
 import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
@@ -51,6 +52,7 @@ from inferpool.service.settings.problems import with_ways
 from inferpool.service.settings.settings import Settings
 from inferpool.service.settings.state import StateFile
 from inferpool.service.settings.tls import TlsError
+from inferpool.service.signals import RETRY_SIGNAL
 from inferpool.service.telemetry import logs as log_setup
 from inferpool.service.telemetry.console import Console
 from inferpool.service.telemetry.metrics import Metrics, Reading
@@ -336,8 +338,12 @@ def _serve(
     async def main() -> None:
         tasks = [asyncio.create_task(announce()), asyncio.create_task(leave_when_lost())]
         tasks.append(asyncio.create_task(leave_when_changed()))
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(RETRY_SIGNAL, service.operations.retry_lost)
         gc.freeze()  # modules are never freed, so later collections can skip them
         await server.serve(sockets=[listener] if num_fronts == 1 else None)
+        loop.remove_signal_handler(RETRY_SIGNAL)
+        signal.signal(RETRY_SIGNAL, signal.SIG_IGN)  # or a late one would end this process at once
         for task in tasks:
             task.cancel()
 

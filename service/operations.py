@@ -76,6 +76,22 @@ class Operations:
         task.add_done_callback(lambda task: self._on_done(model, task))
         return [each.id.worker for each in slots]
 
+    def retry_lost(self) -> None:
+        """Try the models again whose workers were all given up.
+
+        A signal asks for it, and the kernel has checked whose it is, so it needs no key.
+        """
+        lost = [name for name, pool in self._pools.items() if pool.is_lost]
+        if not lost:
+            logger.info("no model to try again: none was given up")
+        for name in lost:
+            try:
+                self.restart(name, None, old_first=False)
+            except ConflictError as error:
+                logger.warning("%s is not tried again: %s", name, error.message)
+            else:
+                logger.info("%s is tried again", name)
+
     async def until_restarted(self, model: str) -> bool:
         """See `AdminTarget`."""
         task = self._restarts.get(model)

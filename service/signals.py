@@ -30,6 +30,10 @@ class EarlyStop:
         raise SystemExit(SHELL_OFFSET + signum)
 
 
+RETRY_SIGNAL = signal.SIGUSR2
+"""It has the models tried again that were given up."""
+
+
 def stop_signals() -> list[signal.Signals]:
     """Return the signals that stop a service: SIGHUP too, unless it was ignored before."""
     signals = [signal.SIGINT, signal.SIGTERM]
@@ -39,11 +43,19 @@ def stop_signals() -> list[signal.Signals]:
 
 
 def end_early() -> None:
-    """Let SIGTERM and SIGHUP end this process in order from now on, as SIGINT does anyway."""
+    """Let SIGTERM and SIGHUP end this process in order from now on, as SIGINT does anyway.
+
+    `RETRY_SIGNAL`, whose default would end it at once, does nothing.
+    """
     stop = EarlyStop()
     for signum in stop_signals():
         if signum is not signal.SIGINT:
             signal.signal(signum, stop)
+    signal.signal(RETRY_SIGNAL, _ignore)  # SIG_IGN would be inherited by all children
+
+
+def _ignore(signum: int, _: FrameType | None) -> None:
+    """Do nothing: nothing can have been given up yet."""
 
 
 def _drop_unread() -> None:

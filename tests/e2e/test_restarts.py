@@ -159,3 +159,23 @@ def test_replicas_never_differ_though_files_change_between_their_starts(tmp_path
         assert are_ready(service)
         assert answers(service) == {-3.0}
         assert all(worker["num_batches"] for worker in service.workers())
+
+
+def test_a_model_that_was_given_up_is_tried_again_by_a_signal(tmp_path: Path):
+    write(tmp_path, "torch.load('answer.pt')")
+    net = {"source": "net:Net", "replicas": 1, "max_restarts": 0}
+    models = {"echo": {"source": "echo", "replicas": 1}, "net": net}
+    settings = {"models": models, "default_model": "echo"}
+    with running(settings=settings, cwd=tmp_path, ready=False) as service:
+        service.wait_until_listening()
+
+        def models_shown() -> dict[str, bool]:
+            return {each["name"]: each["ready"] for each in service.get("/health").json()["models"]}
+
+        until(lambda: sorted(each["state"] for each in service.workers()) == ["failed", "ready"])
+        put(tmp_path, 2.0)
+        service.signal(signal.SIGUSR2)
+        until(lambda: models_shown() == {"echo": True, "net": True})
+        assert service.post("/predict/net", json={"instances": [1]}).json()["predictions"] == [2.0]
+        service.signal(signal.SIGUSR2)  # nothing is left to do
+        service.wait_for_log("no model to try again")

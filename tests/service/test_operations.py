@@ -24,6 +24,7 @@ class HeldPool:
         self.replaced: list[list[str]] = []
         self.may_end = asyncio.Event()
         self.failure = ""
+        self.is_lost = False
         self.replacer = self
 
     async def replace(self, slots, grace_s: float, *, old_first: bool) -> None:
@@ -73,6 +74,22 @@ async def test_a_failed_restart_says_what_failed():
     target.restart("m", None, old_first=False)
     with pytest.raises(RestartFailedError, match="SyntaxError"):
         await target.until_restarted("m")
+
+
+async def test_only_models_that_were_given_up_are_tried_again():
+    pool = HeldPool(2)
+    target = operations(pool)
+    target.retry_lost()
+    await asyncio.sleep(0)
+    assert pool.replaced == []
+    pool.is_lost = True
+    target.retry_lost()
+    target.retry_lost()  # it is being tried
+    await asyncio.sleep(0)
+    assert pool.replaced == [["m/0", "m/1"]]
+    await target.stop()
+    target.retry_lost()
+    assert pool.replaced == [["m/0", "m/1"]]
 
 
 @pytest.mark.usefixtures("virtual_time")
