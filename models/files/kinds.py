@@ -15,7 +15,7 @@ class FileKind:
     """A kind of files that people give to a server of models."""
 
     called: str
-    """What it is, with its article."""
+    """The name of the kind, with its article."""
     advice: str
 
     def of(self, path: Path | str) -> str:
@@ -79,7 +79,7 @@ _MAGICS = (
     (0, rb"\x80[\x02-\x05]", "pickle"),
     (0, rb"\x08[\x01-\x14][\x12\x1a\x22\x28\x32\x3a\x42]", "onnx"),  # fields of its ModelProto
 )
-"""Where each kind has which bytes; the first that fits counts."""
+"""The place and the bytes of each kind; the first that fits counts."""
 _SUFFIXES = {
     ".onnx": "onnx", ".pkl": "pickle", ".pickle": "pickle", ".joblib": "pickle", ".h5": "hdf5",
     ".hdf5": "hdf5", ".keras": "keras", ".tflite": "tflite", ".gguf": "gguf", ".engine": "engine",

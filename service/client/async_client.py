@@ -20,7 +20,7 @@ from inferpool.service.client.options import (
     SubmitOptions,
 )
 from inferpool.service.client.results import Health, ModelInfo, Prediction, Reply
-from inferpool.service.connecting import open_async_client
+from inferpool.service.settings.connecting import open_async_client
 from inferpool.service.settings.urls import DEFAULT_URL
 
 _T = TypeVar("_T")

@@ -50,7 +50,7 @@ from inferpool.service.client.retries import (
     raise_unanswered,
     refusal_of,
 )
-from inferpool.service.connecting import find_way
+from inferpool.service.settings.connecting import find_way
 from inferpool.service.settings.urls import DEFAULT_URL, problem_of_address, without_password
 
 _T = TypeVar("_T")

@@ -17,7 +17,7 @@ class UnusableProxyError(FlagError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class ServiceWay:
     """The way to a service."""
 
     proxy: str | None = None
@@ -26,7 +26,7 @@ class Way:
     """Words for a person that name the proxy and who set it; empty if there is none."""
 
 
-def way_to(url: str, proxy: str | None, environ: Mapping[str, str]) -> Way:
+def way_to(url: str, proxy: str | None, environ: Mapping[str, str]) -> ServiceWay:
     """Return the way to a URL.
 
     Args:
@@ -41,14 +41,14 @@ def way_to(url: str, proxy: str | None, environ: Mapping[str, str]) -> Way:
     if proxy is None:
         origin, given = _proxy_in(environ, url)
     if not given:
-        return Way()
+        return ServiceWay()
     address = given if "://" in given else f"http://{given}"
     shown = without_password(address)
     cure = "unset it, or name the service in NO_PROXY" if proxy is None else "give another"
     if problem := _problem_of(address):
         raise UnusableProxyError(f"{origin}: {shown} cannot be used: {problem}; {cure}")
     advice = "; NO_PROXY names hosts to reach without it" if proxy is None else ""
-    return Way(proxy=address, through=f" through the proxy {shown} ({origin}{advice})")
+    return ServiceWay(proxy=address, through=f" through the proxy {shown} ({origin}{advice})")
 
 
 def _proxy_in(environ: Mapping[str, str], url: str) -> tuple[str, str]:

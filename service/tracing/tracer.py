@@ -22,7 +22,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceResponse,
 )
 
-from inferpool.service.connecting import find_way, open_client
+from inferpool.service.settings.connecting import find_way, open_client
 from inferpool.service.settings.settings import Settings
 from inferpool.service.settings.tracing import pairs_of
 from inferpool.service.telemetry.metrics import ModelMetrics

@@ -17,7 +17,7 @@ import httpx
 import msgspec
 
 from inferpool.service.checks.findings import Finding, error, note, ok, warning
-from inferpool.service.connecting import STRAIGHT, open_client
+from inferpool.service.settings.connecting import STRAIGHT, open_client
 from inferpool.service.settings.urls import without_password
 from inferpool.service.tools.trial.health import KnownHost, LostHost, ServiceHealth
 from inferpool.service.tools.trial.reaching import why_unreached

@@ -16,7 +16,7 @@ from urllib.parse import quote
 import httpx
 import msgspec
 
-from inferpool.service.connecting import STRAIGHT, open_client
+from inferpool.service.settings.connecting import STRAIGHT, open_client
 from inferpool.service.settings.sources import did_you_mean
 from inferpool.service.settings.urls import without_password
 from inferpool.service.tools.models.plan import KEY_VARIABLE

@@ -9,7 +9,7 @@ import httpx
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from inferpool.service.connecting import STRAIGHT, open_client
+from inferpool.service.settings.connecting import STRAIGHT, open_client
 from inferpool.service.settings.urls import without_password
 from inferpool.service.tools.place.plan import METRICS_KEY_VARIABLE
 from inferpool.service.tools.place.scaling import Demand

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 import httpx
 import msgspec
 
-from inferpool.service.connecting import STRAIGHT, open_async_client
+from inferpool.service.settings.connecting import STRAIGHT, open_async_client
 from inferpool.service.settings.urls import without_password
 from inferpool.service.tools.top.plan import KEY_VARIABLE
 from inferpool.service.tools.trial.reaching import is_hopeless, why_unreached

@@ -5,15 +5,15 @@ import ssl
 
 import httpx
 
-from inferpool.service.settings.proxies import Way, way_to
+from inferpool.service.settings.proxies import ServiceWay, way_to
 
-STRAIGHT = Way()
+STRAIGHT = ServiceWay()
 """The way of operators, who are on the network of the service: their keys go to no proxy."""
 _NO_LIMITS = httpx.Limits()
 _TIMEOUT = httpx.Timeout(5.0)
 
 
-def find_way(url: str, proxy: str | None) -> Way:
+def find_way(url: str, proxy: str | None) -> ServiceWay:
     """Return the way to a service, by a proxy of the environment if `proxy` is None.
 
     Raises:
@@ -23,7 +23,7 @@ def find_way(url: str, proxy: str | None) -> Way:
 
 
 def open_client(
-    way: Way,
+    way: ServiceWay,
     *,
     verify: bool | ssl.SSLContext,
     transport: httpx.BaseTransport | None = None,
@@ -38,7 +38,7 @@ def open_client(
 
 
 def open_async_client(
-    way: Way,
+    way: ServiceWay,
     *,
     verify: bool | ssl.SSLContext,
     transport: httpx.AsyncBaseTransport | None = None,
