@@ -1,5 +1,6 @@
 """Says what kind of file a path is, by its first bytes, and what to do with it. No torch."""
 
+import os
 import re
 import zipfile
 from dataclasses import dataclass
@@ -125,9 +126,9 @@ def what_it_is(path: Path) -> str:
     """
     if kind := kind_of(path):
         return KINDS[kind].of(path)
-    if (path / "saved_model.pb").is_file():
+    if os.path.isfile(path / "saved_model.pb"):  # it never raises, whatever text the path is
         return FileKind(called="a SavedModel of TensorFlow", advice=_CLASS).of(path)
-    if (path / "config.json").is_file():
+    if os.path.isfile(path / "config.json"):
         advice = f"encoder:{path} serves it if it is an encoder of texts; else {_CLASS}"
         return FileKind(called="a folder in Hugging Face's form", advice=advice).of(path)
     return ""

@@ -11,6 +11,7 @@ import importlib.util
 import os
 import re
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal
@@ -65,17 +66,19 @@ def problem_of(model: ModelSettings) -> Problem | None:
     """Return why a model certainly cannot be loaded, from the current folder."""
     source, weights = model.source, model.weights
     prefix, colon, name = source.partition(":")
-    text, is_path = "", weights.endswith(_WEIGHT_SUFFIXES) or "/" in weights
-    if source in BUILT_IN_SOURCES:
-        is_path = is_path and source != "echo"
+    is_own = weights == "DEFAULT" or weights.lower() == "none"
+    text, is_path = "", not is_own
+    if source == "echo" or source.endswith(MODEL_FILE_SUFFIXES):
+        text, is_path = "" if source == "echo" else _problem_of_archive(source), False
+        if not (text or is_own):
+            return "weights", f"{source} takes no weights, but was given {weights!r}"
+    elif source in BUILT_IN_SOURCES:
+        pass
     elif is_run_source(source):
         text = _problem_of_run(Path(source), has_weights=weights != "DEFAULT")
-    elif source.endswith(MODEL_FILE_SUFFIXES):
-        text, is_path = _problem_of_archive(source), False
-        if not text and weights not in ("DEFAULT", "none"):
-            return "weights", f"{source} takes no weights, but was given {weights!r}"
     elif prefix == "torchvision" and colon:
         text = _problem_of_torchvision(name)
+        is_path = is_path and (weights.endswith(_WEIGHT_SUFFIXES) or "/" in weights)
     elif prefix == "encoder" and colon:
         if not Path(name).is_dir():
             text = f"there is no folder {name} (looked for from {Path.cwd()})"
@@ -146,10 +149,9 @@ def _classifiers(folder: Path) -> Iterator[str]:
 
 
 def _problem_of_module(module: str) -> str:
-    if module.endswith(".py"):
+    if module.endswith(".py") and Path(module).is_file():
         named = module.removesuffix(".py").replace("/", ".")
-        is_file = Path(module).is_file()
-        return f"a module is named without .py: {named}:CLASS" if is_file else ""
+        return f"a module is named without .py: {named}:CLASS"
     places = [os.getcwd(), *sys.path]
     top = module.partition(".")[0]
     try:
@@ -160,26 +162,41 @@ def _problem_of_module(module: str) -> str:
         hint = nearest_modules(top, Path.cwd())
         return f"there is no module {top!r}: it must be installed, or lie under {Path.cwd()}{hint}"
     for name in with_parents(module):
+        spec = spec_of(name, places)
+        if spec is not None and spec.origin is None:
+            continue  # a folder without __init__.py, which runs nothing
         file = file_of(name, places)
         if file is None or is_installed(file):
             return ""
         try:
-            tree = ast.parse(file.read_bytes(), str(file))
+            body = _body_of(file)
         except SyntaxError as error:
             text = f"{type(error).__name__}: {error.msg}"
             return f"module {name!r} fails on import: {text} ({file}:{error.lineno})"
         except (OSError, ValueError, RecursionError):
             return ""
-        if any(not isinstance(node, ast.Expr) for node in tree.body):
+        if any(not isinstance(node, ast.Expr) for node in body):
             return ""  # a package's own code may decide how its modules are found
     return ""
+
+
+def _body_of(file: Path) -> list[ast.stmt]:
+    """Return the statements of a file that Python can compile.
+
+    Raises:
+        SyntaxError: It cannot.
+    """
+    with warnings.catch_warnings(action="ignore"):  # the worker shows them
+        tree = ast.parse(file.read_bytes(), str(file))
+        compile(tree, str(file), "exec", dont_inherit=True)
+    return tree.body
 
 
 def _is_plain_network(module: str, name: str) -> bool:
     """Return whether a module defines a class as an `nn.Module`, whose weights are a checkpoint."""
     file = file_of(module, [os.getcwd(), *sys.path])
     try:
-        body = ast.parse(file.read_bytes()).body if file else []
+        body = _body_of(file) if file else []
     except (OSError, SyntaxError, ValueError, RecursionError):
         return False
     torch_names = {

@@ -49,6 +49,8 @@ def write(folder: Path) -> None:
     (folder / "net.onnx").write_bytes(b"\x08\x07\x12\x07pytorch\x1a\x052.2.1")
     (folder / "lfs.pt2").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0")
     (folder / "page.pth").write_text("<!DOCTYPE html><html></html>")
+    (folder / "folder").mkdir()
+    (folder / "folder" / "broken.py").write_text("return 1\n")
     (folder / "odd.xyz").write_text("odd")
     (folder / "broken.py").write_text("class Net:\n    def forward(self)\n")
     (folder / "fine.py").write_text(
@@ -67,6 +69,13 @@ CASES = [
     (["serve", "fin:Net"], ", which has fine"),
     (["serve", "fine.py:Net"], "a module is named without .py: fine:CLASS"),
     (["serve", "broken:Net"], "module 'broken' fails on import: SyntaxError: expected ':' ("),
+    (["serve", "gone.py:Net"], "MODEL: there is no module 'gone': it must be installed"),
+    (["serve", "folder.broken:Net"], "module 'folder.broken' fails on import: SyntaxError: 'retur"),
+    (
+        ["serve", "efficientnet_lite0", "--weights", "gone"],
+        "--weights: gone: there is no such file",
+    ),
+    (["serve", "echo", "--weights", "a.pth"], "echo takes no weights, but was given 'a.pth'"),
     (["serve", "torchvision:resnet81"], "torchvision has no classifier 'resnet81': did you mean"),
     (["serve", "torchvision:resnet18", "--weights", "gone.pth"], "--weights: gone.pth: there is"),
     (["serve", "fine:Net", "--weights", "gone.pth"], "--weights: gone.pth: there is no such file"),
@@ -137,7 +146,8 @@ def test_what_only_the_users_code_can_tell_is_left_to_the_load(tmp_path: Path, m
         ("pack.gone:Net", "DEFAULT"),
         ("torchvision:resnet18", "IMAGENET1K_V9"),
         ("echo", "DEFAULT"),
-        ("efficientnet_lite0", "none"),
+        ("efficientnet_lite0", "None"),
+        ("echo", "NONE"),
     ):
         assert problem_of(model(source, weights)) is None
     write_run(tmp_path / "run", model=TINY)
