@@ -211,7 +211,7 @@ def make_app(service: Service, predict: Predict, guard: Guard) -> App:
     routers = [
         health_router(service, guard),
         metrics_router(service.metrics),
-        events_router(service.live),
+        events_router(service.live, guard),
     ]
     if service.settings.admin_keys:
         routers += [admin_router(service.operations), models_router(service.changes)]

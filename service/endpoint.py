@@ -45,6 +45,7 @@ def make_guard(settings: Settings) -> Guard:
         metrics=settings.metrics_keys,
         admin=settings.admin_keys,
         tells_apart=settings.key_share < 1,
+        share=settings.per_key_share,
     )
 
 

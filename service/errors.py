@@ -14,7 +14,7 @@ ServiceError
 +-- IdempotencyError           this idempotency key belongs to another job: 422
 +-- QuarantinedError           this very input has killed workers lately: 422
 +-- OverloadedError            the queue or the arena is full, or the deadline cannot be met: 429
-|   +-- OverShareError         its API key has its share of the queue or of the arena: 429
+|   +-- OverShareError         its key or address has its share of what clients share: 429
 |   +-- OverQuotaError         its API key has as many jobs, or bytes of them, as it may: 429
 +-- ModelFailedError           the model raised on this input: 500
 |   +-- NonFiniteOutputError   its output has NaN or an infinity in it: 500
@@ -140,7 +140,7 @@ class OverloadedError(ServiceError):
 
 
 class OverShareError(OverloadedError):
-    """The key of this request has its share already, and others may need the rest."""
+    """The key or the address of this request has its share, and others may need the rest."""
 
     code = "over_share"
 

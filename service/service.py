@@ -150,8 +150,9 @@ class Service:
                 retention_s=settings.job_retention_s,
                 max_jobs=settings.max_jobs,
                 max_bytes=settings.max_job_bytes,
+                share=settings.key_share,
             )
-            hooks = Webhooks(settings.webhook_hosts, _webhook_secret(settings))
+            hooks = Webhooks(settings.webhook_hosts, _webhook_secret(settings), settings.key_share)
             default = settings.default_model
             self.jobs = Jobs(settings.job_store, limits, self.pools, default, hooks)
             metrics.gauge_source(self.jobs.read_gauges)

@@ -10,6 +10,7 @@ from typing import Literal
 
 from inferpool.service.api.errors import ForbiddenError, NotFoundError, UnauthorizedError
 from inferpool.service.settings.keys import Keys, digest_of, fingerprint_of, is_same
+from inferpool.service.shares import owner_of_address
 
 logger = logging.getLogger(__name__)
 
@@ -63,17 +64,21 @@ class Guard:
         metrics: Keys | None = None,
         admin: Keys | None = None,
         tells_apart: bool = False,
+        share: float = 1.0,
     ) -> None:
         """Take the keys of each kind. Without keys, calls are open and admin paths do not exist.
 
-        If it tells predict keys apart, each has a number, which is the same in every process.
+        If it tells predict keys apart, each has a number, which is the same in every process. The
+        `share` is the part of what others leave that one caller may have.
         """
+        self.share = share
         given: Mapping[Access, Keys] = {
             "predict": predict or Keys(),
             "metrics": metrics or predict or Keys(),
             "admin": admin or Keys(),
         }
         self._restricted = {access for access, keys in given.items() if keys}
+        self._told_apart = {access for access, keys in given.items() if len(keys) > 1}
         self._accesses: dict[bytes, tuple[bytes, set[Access]]] = {}
         for access, keys in given.items():
             for digest in keys.digests:
@@ -126,6 +131,14 @@ class Guard:
         if access not in known[1]:
             raise ForbiddenError(f"this key is for something else; this needs one of {access}_keys")
         return self._numbers.get(digest, 0)
+
+    def owner_of(self, access: Access, headers: Headers, client: str | None) -> str:
+        """Return whose share of places a call takes, once its key was checked.
+
+        It is the key's, or where no two keys are told apart, that of the client's address.
+        """
+        key = key_of(headers) if access in self._told_apart else None
+        return owner_of_address(client) if key is None else digest_of(key).hex()
 
     def allows(self, access: Access, headers: Headers) -> bool:
         """Return whether a call has a key of a kind, or needs none."""

@@ -231,7 +231,7 @@ class Jobs:
                 self._runner.wake()
         return job, is_new
 
-    async def job(self, id: str, owner: str | None) -> Job:
+    async def job(self, id: str, owner: str) -> Job:
         """Return a job.
 
         Raises:
@@ -243,16 +243,16 @@ class Jobs:
             raise UnknownJobError(f"there is no job {id[:64]!r}; it may have expired")
         return found
 
-    async def until(self, id: str, owner: str | None, timeout_s: float) -> Job:
+    async def until(self, id: str, owner: str, timeout_s: float) -> Job:
         """Return a job when it is over, or as it is when the time is up; see `job`."""
         return await self._watches.until(id, owner, timeout_s)
 
-    def watch(self, id: str, owner: str | None) -> AsyncGenerator[Job, None]:
+    def watch(self, id: str, owner: str) -> AsyncGenerator[Job, None]:
         """Yield a job as it is now, then after each change, until it is over; see `job`."""
         return self._watches.follow(id, owner)
 
     async def jobs(
-        self, owner: str | None, states: Sequence[JobState], limit: int, before: str | None
+        self, owner: str, states: Sequence[JobState], limit: int, before: str | None
     ) -> Sequence[Job]:
         """Return jobs, the newest first; `before` is the id of the last one of the page before."""
         store = await self._opened_store()
@@ -260,7 +260,7 @@ class Jobs:
             lambda: store.jobs(owner=owner, states=states, limit=limit, before=before)
         )
 
-    async def cancel(self, id: str, owner: str | None) -> Job:
+    async def cancel(self, id: str, owner: str) -> Job:
         """End a job, and return it as it is then; see `job`."""
         if (job := await self.job(id, owner)).is_over:
             return job
@@ -272,16 +272,16 @@ class Jobs:
             self._note(ended)
         return ended
 
-    async def delete(self, id: str, owner: str | None) -> None:
+    async def delete(self, id: str, owner: str) -> None:
         """Remove a job and its results; see `job`."""
-        await self.job(id, owner)
+        job = await self.job(id, owner)
         await in_thread((await self._opened_store()).delete, id, owner)
         if self._runner is not None:
-            self._runner.drop(id)
-        self._watches.forget(id)
+            self._runner.drop(job)
+        self._watches.forget(id, owner)
 
     async def answers(
-        self, id: str, owner: str | None, first: int = 0, count: int | None = None
+        self, id: str, owner: str, first: int = 0, count: int | None = None
     ) -> AsyncIterator[Sequence[tuple[int, JobAnswer, int]]]:
         """Yield index, answer and version of what has an answer, in order and in chunks."""
         await self.job(id, owner)
@@ -324,6 +324,7 @@ class Jobs:
             poll_s=_POLL_S,
             periods=self._periods,
             on_change=self._note,
+            share=self._limits.share,
         )
         await self._runner.run()
 
@@ -390,7 +391,7 @@ class Jobs:
             self._num_ended[job.state] += 1
             self.durations.observe((job.ended_at or job.created_at) - job.created_at)
             if self._runner is not None:
-                self._runner.drop(job.id)
+                self._runner.drop(job)
         self._watches.tell(job)
 
     def _log(self, event: str, job: Job) -> None:

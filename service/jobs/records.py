@@ -10,6 +10,7 @@ from typing import Literal, get_args
 import msgspec
 
 from inferpool.models.spec import TensorHeader
+from inferpool.service.shares import allowance
 from inferpool.workers.messages import Kind
 
 JobState = Literal["queued", "running", "succeeded", "failed", "cancelled"]
@@ -67,7 +68,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """A job as it is now."""
 
     id: str
+    """The name that its owner knows it by; another owner's job may have the same."""
     owner: str
+    folder: str = ""
+    """The name of the folder with its files, which no other job ever has."""
     state: JobState
     model: str
     versions: tuple[int, ...] = ()
@@ -105,6 +109,26 @@ class LeaseRoom(msgspec.Struct, frozen=True, kw_only=True):
     num_instances: int
     num_bytes: int
     num_parts: int
+    share: float = 1.0
+    """The part of what others leave that one owner may have."""
+    held: Mapping[str, "LeaseRoom"] = {}
+    """What owners have already."""
+
+    def left_for(self, owner: str) -> "LeaseRoom":
+        """Return the most that an owner may have on top; one without anything may have a part."""
+        own = self.held.get(owner)
+        if own is None:
+            own = LeaseRoom(num_instances=0, num_bytes=0, num_parts=0)
+        least = 0 if own.num_parts else 1
+        more = [
+            max(least, int(allowance(has, left, self.share)))
+            for has, left in (
+                (own.num_instances, self.num_instances),
+                (own.num_bytes, self.num_bytes),
+                (own.num_parts, self.num_parts),
+            )
+        ]
+        return LeaseRoom(num_instances=more[0], num_bytes=more[1], num_parts=more[2])
 
 
 class LeasedPart(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,8 +137,6 @@ class LeasedPart(msgspec.Struct, frozen=True, kw_only=True):
     job: Job
     row: int
     """The number by which the store knows the job."""
-    folder: str
-    """The name of the folder with the job's files."""
     number: int
     """The number of the part in its job, from 0."""
     first: int
@@ -151,6 +173,9 @@ class StoreLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Jobs of one API key, or of all calls if they need none."""
     max_bytes: int
     """Bytes in the store of all its jobs."""
+    share: float = 1.0
+    """The part of what others leave that one key may have: of the workers' turns, of the disk and
+    of calls to webhooks."""
 
 
 class StoreCounts(msgspec.Struct, frozen=True, kw_only=True):
@@ -162,9 +187,20 @@ class StoreCounts(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int
 
 
+class WaitingWebhook(msgspec.Struct, frozen=True, kw_only=True):
+    """A call to a webhook that is due."""
+
+    number: int
+    """The number by which the store knows it."""
+    owner: str
+    receiver: str
+    """The owner and the host that is called. No other owner waits for what the host does to it."""
+
+
 class DueWebhook(msgspec.Struct, frozen=True, kw_only=True):
     """A job that is over, and whose webhook must be told so now."""
 
+    call: WaitingWebhook
     job: Job
     num_attempts: int
     """The attempts that failed."""

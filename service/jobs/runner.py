@@ -93,6 +93,7 @@ class Runner:
         poll_s: float,
         periods: LeasePeriods,
         on_change: Callable[[Job], None],
+        share: float = 1.0,
     ) -> None:
         """Start nothing yet.
 
@@ -102,12 +103,16 @@ class Runner:
             poll_s: How often to look for parts that nobody has announced.
             periods: How long parts are leased.
             on_change: Told each job of which a part was committed.
+            share: The part of what others leave that the jobs of one owner may have in flight.
         """
         self._store = store
         self._pools = pools
         self._poll_s = poll_s
         self._periods = periods
         self._on_change = on_change
+        self._share = share
+        self._callers: dict[str, int] = {"": 0}
+        """Numbers of owners, who take turns in the queues of models. Those of keys are positive."""
         self._parts: dict[str, tuple[LeasedPart, asyncio.Task[None]]] = {}
         """The parts in flight and what computes them, by token."""
         self._committing: set[str] = set()
@@ -135,10 +140,10 @@ class Runner:
         """Look for parts soon: there is a new job, or room for more."""
         self._wake.set()
 
-    def drop(self, id: str) -> None:
+    def drop(self, job: Job) -> None:
         """Give up the parts of a job that is over."""
         for part, task in self._parts.values():
-            if part.job.id == id:
+            if part.job.folder == job.folder:
                 task.cancel()
 
     async def run(self) -> None:
@@ -201,8 +206,25 @@ class Runner:
         if self._in_flight[name] and min(num_instances, num_bytes, num_parts) <= 0:
             return None
         return LeaseRoom(
-            num_instances=num_instances, num_bytes=max(1, num_bytes), num_parts=max(1, num_parts)
+            num_instances=num_instances,
+            num_bytes=max(1, num_bytes),
+            num_parts=max(1, num_parts),
+            share=self._share,
+            held=self._held(name),
         )
+
+    def _held(self, model: str) -> dict[str, LeaseRoom]:
+        """Return what owners have in flight: instances of a model, and bytes and parts of all."""
+        held: dict[str, LeaseRoom] = {}
+        for part, _ in self._parts.values():
+            owner, num = part.job.owner, len(part.instances)
+            own = held.get(owner) or LeaseRoom(num_instances=0, num_bytes=0, num_parts=0)
+            held[owner] = LeaseRoom(
+                num_instances=own.num_instances + (num if part.job.model == model else 0),
+                num_bytes=own.num_bytes + part.num_bytes,
+                num_parts=own.num_parts + 1,
+            )
+        return held
 
     async def _finish(self, part: LeasedPart) -> None:
         token = part.token
@@ -250,6 +272,7 @@ class Runner:
         if instance.kind is None:
             return JobAnswer(value=b"", problem=instance.problem)
         num_tries = 0
+        caller = self._callers.setdefault(job.owner, -len(self._callers))
         while True:
             ref = ItemRef(
                 kind=instance.kind,
@@ -261,6 +284,7 @@ class Runner:
                 request_id=job.request_id,
                 trace=job.trace,
                 priority=BACKGROUND,
+                caller=caller,
             )
             try:
                 queued = pool.submit(ref, [instance.payload])

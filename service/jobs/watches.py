@@ -17,7 +17,7 @@ from inferpool.service.jobs.records import Job
 class Watches:
     """The jobs that somebody waits for."""
 
-    def __init__(self, read: Callable[[str, str | None], Awaitable[Job]], *, poll_s: float) -> None:
+    def __init__(self, read: Callable[[str, str], Awaitable[Job]], *, poll_s: float) -> None:
         """Watch nothing yet.
 
         Args:
@@ -26,7 +26,8 @@ class Watches:
         """
         self._read = read
         self._poll_s = poll_s
-        self._watches: dict[str, _Watch] = {}
+        self._watches: dict[tuple[str, str], _Watch] = {}
+        """By id and owner."""
         self._is_ended = False
 
     @property
@@ -34,14 +35,14 @@ class Watches:
         """How many jobs somebody waits for."""
         return len(self._watches)
 
-    async def until(self, id: str, owner: str | None, timeout_s: float) -> Job:
+    async def until(self, id: str, owner: str, timeout_s: float) -> Job:
         """Return a job when it is over, or as it is when the time is up.
 
         Raises:
             UnknownJobError: There is none, or it was deleted meanwhile.
         """
         end = time.monotonic() + timeout_s
-        with self._of(id) as watch:
+        with self._of(id, owner) as watch:
             job = self._take(watch, await self._read(id, owner))
             if watch.over.is_set():
                 return job
@@ -51,13 +52,13 @@ class Watches:
                 raise UnknownJobError(f"the job {id} was deleted")
             return watch.job
 
-    async def follow(self, id: str, owner: str | None) -> AsyncGenerator[Job, None]:
+    async def follow(self, id: str, owner: str) -> AsyncGenerator[Job, None]:
         """Yield a job as it is now, then after each change, until it is over or deleted.
 
         Raises:
             UnknownJobError: There is none.
         """
-        with self._of(id) as watch:
+        with self._of(id, owner) as watch:
             job = self._take(watch, await self._read(id, owner))
             yield job
             while not watch.over.is_set() or watch.job != job:
@@ -71,12 +72,12 @@ class Watches:
 
     def tell(self, job: Job) -> None:
         """Tell who waits for a job what it has become."""
-        if (watch := self._watches.get(job.id)) is not None:
+        if (watch := self._watches.get((job.id, job.owner))) is not None:
             self._take(watch, job)
 
-    def forget(self, id: str) -> None:
+    def forget(self, id: str, owner: str) -> None:
         """Tell who waits for a job that it was deleted."""
-        if (watch := self._watches.pop(id, None)) is not None:
+        if (watch := self._watches.pop((id, owner), None)) is not None:
             watch.is_deleted = True
             watch.end()
 
@@ -87,8 +88,8 @@ class Watches:
             watch.end()
 
     @contextlib.contextmanager
-    def _of(self, id: str) -> "Iterator[_Watch]":
-        watch = self._watches.setdefault(id, _Watch())
+    def _of(self, id: str, owner: str) -> "Iterator[_Watch]":
+        watch = self._watches.setdefault((id, owner), _Watch())
         watch.num_waiting += 1
         if self._is_ended:
             watch.end()
@@ -96,8 +97,8 @@ class Watches:
             yield watch
         finally:
             watch.num_waiting -= 1
-            if not watch.num_waiting and self._watches.get(id) is watch:
-                del self._watches[id]
+            if not watch.num_waiting and self._watches.get((id, owner)) is watch:
+                del self._watches[id, owner]
 
     def _take(self, watch: "_Watch", job: Job) -> Job:
         """Note what a job has become, and return the newest that is known of it."""
@@ -105,7 +106,7 @@ class Watches:
         before = watch.job
         if before is not None:
             if before.created_at != job.created_at:  # another job has its id by now
-                self.forget(job.id)
+                self.forget(job.id, job.owner)
                 return job
             # Commits are made in threads, and what they tell may overtake each other.
             if before == job or (before.is_over, before.num_done) > (job.is_over, job.num_done):
@@ -132,7 +133,7 @@ class Watches:
             try:
                 self._take(watch, await self._read(watch.job.id, watch.job.owner))
             except UnknownJobError:
-                self.forget(watch.job.id)
+                self.forget(watch.job.id, watch.job.owner)
 
 
 class _Watch:

@@ -15,18 +15,22 @@ import ipaddress
 import logging
 import random
 import socket
+import threading
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
 from inferpool.service.api.errors import ForbiddenError
 from inferpool.service.errors import InvalidInputError, ServiceError
-from inferpool.service.jobs.records import DueWebhook, Job
+from inferpool.service.jobs.records import DueWebhook, Job, WaitingWebhook
 from inferpool.service.jobs.threads import in_thread
+from inferpool.service.shares import Shares
 
 if TYPE_CHECKING:
     import httpx
@@ -37,7 +41,15 @@ _DELAYS_S = (5.0, 30.0, 300.0, 1800.0, 7200.0, 18000.0, 36000.0, 36000.0)
 """Time between attempts, about as the specification proposes; then nobody is told."""
 _ATTEMPT_S = 15.0
 _LEASE_S = 60.0
-_AT_ONCE = 8
+MAX_CALLS = 64
+"""Calls at once. One that nobody answers takes a place for `_ATTEMPT_S`."""
+_CALLS_TO_ONE = 4
+"""Calls at once to one receiver; to one that did not answer last, a single one."""
+_LOOKED_AT = 256
+_LEAST_PAUSE_S, _MOST_PAUSE_S = 5.0, 300.0
+"""A receiver that does not answer is left alone for so long, each time twice as long."""
+_MOST_SILENT = 4096
+"""Receivers without an answer that are remembered."""
 _POLL_S = 2.0
 _MOST_URL = 2000
 _GONE = 410
@@ -54,26 +66,45 @@ _LEAST_SECRET = 24
 class WebhookStore(Protocol):
     """The store, as far as webhooks need it."""
 
-    def due_webhooks(self, limit: int, lease_s: float, now: float) -> Sequence[DueWebhook]:
-        """Take jobs whose webhook must be told now."""
+    def waiting_webhooks(
+        self, limit: int, now: float, busy: Collection[str]
+    ) -> Sequence[WaitingWebhook]:
+        """Return calls that are due, but for those to busy receivers."""
 
-    def note_webhook(self, id: str, next_at: float | None) -> None:
+    def take_webhooks(
+        self, calls: Sequence[WaitingWebhook], lease_s: float, now: float
+    ) -> Sequence[DueWebhook]:
+        """Take calls that are due still."""
+
+    def note_webhook(self, number: int, next_at: float | None) -> None:
         """Keep when a webhook is tried next; None: never again."""
+
+    def postpone_webhooks(self, receiver: str, until: float) -> None:
+        """Let no call to a receiver be due before a moment."""
 
 
 class Webhooks:
     """Sends one event for each job that is over and asked for it."""
 
-    def __init__(self, hosts: Sequence[str], secret: bytes) -> None:
+    def __init__(self, hosts: Sequence[str], secret: bytes, share: float = 1.0) -> None:
         """Take the hosts that may be told, and the key of the signatures.
 
         Args:
             hosts: Names, `*.name` for all below one, or `*`. Only a host that is named in full may
                 have a private address.
             secret: The key of the signatures.
+            share: The part of what others leave that calls of one owner may have.
         """
         self._hosts = [host.lower() for host in hosts]
         self._secret = secret
+        self._places = Shares(MAX_CALLS, share, "calls to webhooks")
+        self._calls_to: Counter[str] = Counter()
+        """Calls that are made now, by receiver."""
+        self._silent: dict[str, tuple[int, float]] = {}
+        """Receivers that did not answer last: how often in a row, and until when they are left
+        alone."""
+        self._ended = asyncio.Event()
+        """A call is over."""
         self.num_calls = {"told": 0, "failed": 0, "given_up": 0}
         """Calls by outcome; one that failed is tried again later."""
 
@@ -106,44 +137,116 @@ class Webhooks:
             return
         import httpx  # only a service with webhooks needs it
 
-        async with httpx.AsyncClient(timeout=_ATTEMPT_S, trust_env=False) as client:
+        async with (
+            httpx.AsyncClient(timeout=_ATTEMPT_S, trust_env=False) as client,
+            asyncio.TaskGroup() as calls,
+        ):
             while True:
-                due: Sequence[DueWebhook] = ()
+                self._ended.clear()
                 with contextlib.suppress(ServiceError):
-                    due = await in_thread(store.due_webhooks, _AT_ONCE, _LEASE_S, time.time())
-                    await asyncio.gather(*(self._tell(client, store, each) for each in due))
-                if not due:
-                    await asyncio.sleep(_POLL_S)
+                    for due in await self._take(store):
+                        calls.create_task(self._tell(client, store, due), name="tell a webhook")
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_POLL_S):
+                        await self._ended.wait()
+
+    async def _take(self, store: WebhookStore) -> Sequence[DueWebhook]:
+        """Take calls that are due and for which there is a place; each has one then."""
+        now = time.time()
+        busy = [receiver for receiver in self._calls_to if not self._may_call(receiver)]
+        chosen: dict[int, WaitingWebhook] = {}
+        for call in await in_thread(store.waiting_webhooks, _LOOKED_AT, now, busy):
+            if self._may_call(call.receiver) and self._places.may_take(call.owner):
+                self._begin(call)
+                chosen[call.number] = call
+        try:
+            if not chosen:
+                return ()
+            due = await in_thread(store.take_webhooks, list(chosen.values()), _LEASE_S, now)
+            for each in due:
+                del chosen[each.call.number]
+            return due
+        finally:
+            for call in chosen.values():
+                self._end(call)
+
+    def _may_call(self, receiver: str) -> bool:
+        return self._calls_to[receiver] < (1 if receiver in self._silent else _CALLS_TO_ONE)
+
+    def _begin(self, call: WaitingWebhook) -> None:
+        self._places.take(call.owner)
+        self._calls_to[call.receiver] += 1
+
+    def _end(self, call: WaitingWebhook) -> None:
+        self._places.give_back(call.owner)
+        self._calls_to[call.receiver] -= 1
+        if not self._calls_to[call.receiver]:
+            del self._calls_to[call.receiver]
+        self._ended.set()
 
     async def _tell(
         self, client: "httpx.AsyncClient", store: WebhookStore, due: DueWebhook
     ) -> None:
-        job, next_at = due.job, None
+        """Make a call, and keep what came of it."""
+        try:
+            with contextlib.suppress(ServiceError):  # the store is gone: the call is due again
+                problem = await self._attempt(client, store, due)
+                await in_thread(store.note_webhook, due.call.number, self._next_at(due, problem))
+        finally:
+            self._end(due.call)
+
+    async def _attempt(
+        self, client: "httpx.AsyncClient", store: WebhookStore, due: DueWebhook
+    ) -> str:
+        """Make a call, and return why it failed; empty if it did not."""
+        job, receiver, began = due.job, due.call.receiver, time.time()
         assert job.webhook is not None
         try:
             async with asyncio.timeout(_ATTEMPT_S):
                 problem = await self._post(client, job, job.webhook)
-        except (OSError, TimeoutError, ServiceError, ValueError) as error:
-            problem = str(error) or type(error).__name__
+        except (ServiceError, ValueError) as error:  # it may not be called, or is no host
+            return str(error) or type(error).__name__
+        except (OSError, TimeoutError) as error:
+            num, until = self._silent.pop(receiver, (0, 0.0))
+            if began >= until:  # else another call has found it out, at about the same time
+                pause_s = min(_LEAST_PAUSE_S * 2**num, _MOST_PAUSE_S)
+                num, until = num + 1, time.time() + pause_s
+                await in_thread(store.postpone_webhooks, receiver, until)
+            self._silent[receiver] = num, until
+            if len(self._silent) > _MOST_SILENT:
+                del self._silent[next(iter(self._silent))]
+            return str(error) or type(error).__name__
+        self._silent.pop(receiver, None)
+        return problem
+
+    def _next_at(self, due: DueWebhook, problem: str) -> float | None:
+        """Count a call, and return when to make it again; None: never."""
+        job = due.job
         if problem and due.num_attempts < len(_DELAYS_S):
             self.num_calls["failed"] += 1
             delay_s = _DELAYS_S[due.num_attempts] * random.uniform(0.9, 1.1)
-            next_at = time.time() + delay_s
             logger.warning(
                 "job %s: its webhook was not told, and is tried again in %.0f s: %s",
                 job.id,
                 delay_s,
                 problem,
             )
-        elif problem:
+            return time.time() + delay_s
+        if problem:
             self.num_calls["given_up"] += 1
             logger.error("job %s: its webhook was not told: %s", job.id, problem)
         else:
             self.num_calls["told"] += 1
-        await in_thread(store.note_webhook, job.id, next_at)
+        return None
 
     async def _post(self, client: "httpx.AsyncClient", job: Job, url: str) -> str:
-        """Send the event, and return why that failed; empty if it did not."""
+        """Send the event, and return why it was not taken; empty if it was.
+
+        Raises:
+            OSError: Nobody answers.
+            ServiceError: It may not be called.
+            ValueError: Its host is no name of one.
+        """
         import httpx
 
         self.check(url)
@@ -156,7 +259,7 @@ class Webhooks:
             "host": parts.netloc,
             "content-type": "application/cloudevents+json; charset=utf-8",
             "user-agent": "inferpool",
-            **signature_headers(self._secret, f"msg_{job.id}", int(time.time()), body),
+            **signature_headers(self._secret, f"msg_{job.folder}", int(time.time()), body),
         }
         try:
             # The name is looked up once, above, so that it cannot lead elsewhere after the check.
@@ -166,8 +269,10 @@ class Webhooks:
             )
             response = await client.send(request, stream=True)
             await response.aclose()
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            return str(error) or type(error).__name__
+        except httpx.InvalidURL as error:
+            return str(error)
+        except httpx.HTTPError as error:
+            raise OSError(str(error) or type(error).__name__) from error
         if response.is_success or response.status_code == _GONE:
             return ""
         return f"it answered with {response.status_code}"
@@ -179,9 +284,7 @@ class Webhooks:
             OSError: There is none.
             UnicodeError: It is no name of a host, such as `a..b`.
         """
-        loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        for _, _, _, _, address in found:
+        for _, _, _, _, address in await _look_up(host, port):
             ip = ipaddress.ip_address(str(address[0]).partition("%")[0])
             if self._is_named(host) or is_public(ip):
                 return str(ip)
@@ -196,6 +299,29 @@ class Webhooks:
             each == "*" or (each.startswith("*.") and name.endswith(each[1:]))
             for each in self._hosts
         )
+
+
+async def _look_up(host: str, port: int) -> Sequence[Any]:
+    """Return what `socket.getaddrinfo` does, in a thread that nothing else waits for.
+
+    A name server that is silent keeps it for half a minute. The loop has four threads for that.
+    """
+    loop = asyncio.get_running_loop()
+    found: asyncio.Future[Sequence[Any]] = loop.create_future()
+
+    def look_up() -> None:
+        tell: Callable[[], None]
+        try:
+            tell = partial(
+                found.set_result, socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            )
+        except Exception as error:
+            tell = partial(found.set_exception, error)
+        with contextlib.suppress(RuntimeError):  # the loop is closed by now
+            loop.call_soon_threadsafe(lambda: None if found.done() else tell())
+
+    threading.Thread(target=look_up, name="look up a webhook", daemon=True).start()
+    return await found
 
 
 def is_public(ip: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
@@ -213,7 +339,7 @@ def event_of(job: Job) -> bytes:
     ended_at = datetime.fromtimestamp(job.ended_at or 0.0, UTC).isoformat()
     event = {
         "specversion": "1.0",
-        "id": f"msg_{job.id}",
+        "id": f"msg_{job.folder}",
         "source": f"/jobs/{job.id}",
         "type": f"inferpool.job.{job.state}",
         "time": ended_at,

@@ -43,7 +43,7 @@ from inferpool.service.queue.instance import (
 )
 from inferpool.service.queue.ledger import Ledger
 from inferpool.service.queue.quarantine import MAX_CRASHES, Quarantine, Suspects
-from inferpool.service.queue.scheduling.background import Background, is_background
+from inferpool.service.queue.scheduling.background import Background, TurnsQueue, is_background
 from inferpool.service.queue.scheduling.entrance import Entrance
 from inferpool.service.queue.scheduling.lanes import Lane, Lanes
 from inferpool.service.queue.scheduling.objective import Objective
@@ -302,7 +302,7 @@ class Dispatcher:
         self._unqueue(instance)
         self._ledger_of(instance).expire(instance, f"the deadline passed {where}")
 
-    def _queue_of(self, ref: ItemRef) -> Batcher[Instance]:
+    def _queue_of(self, ref: ItemRef) -> Batcher[Instance] | TurnsQueue:
         return self._background if ref.priority >= BACKGROUND else self._queue
 
     def _unqueue(self, instance: Instance) -> None:

@@ -4,6 +4,7 @@ The format is that of the HTML standard (9.2). Runs in the event loop.
 """
 
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,13 +12,17 @@ from fastapi import APIRouter, Request, Response
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from inferpool.service.api.auth import Guard
+from inferpool.service.api.codecs.body import joined
+from inferpool.service.api.errors import problem_response
 from inferpool.service.api.routes.health import HealthReport
 from inferpool.service.api.routes.models import VersionState
-from inferpool.service.errors import UnavailableError
+from inferpool.service.errors import OverloadedError
+from inferpool.service.shares import Shares
 from inferpool.workers.host.engine import Cause
 
-_MAX_LISTENERS = 64
-"""Each costs a connection, and some 50 us of every second."""
+MAX_STREAMS = 64
+"""Streams at once. Each costs a connection, and some 50 us of every second."""
 _RETRY_AFTER_S = 5
 WAS_HEAD = "inferpool.was_head"
 """A key in the scope of a HEAD call, which is answered like GET."""
@@ -186,34 +191,34 @@ class Feed(Protocol):
 
 
 class EventStream(StreamingResponse):
-    """Sends the events of a feed until the feed ends or the client goes.
+    """Sends events until they end or the client goes, if its owner has a place left for a stream.
 
     A slow client misses events: none is kept for it. The server cuts off one that reads nothing.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, feed: Feed, listeners: "set[EventStream]", *, is_head: bool) -> None:
-        """Answer from a feed, as one of its listeners; the answer to HEAD has no events."""
+    def __init__(
+        self, events: AsyncIterator[bytes], shares: Shares, owner: str, *, is_head: bool
+    ) -> None:
+        """Answer with events; the answer to HEAD has none, and needs no place."""
         headers = {
             "cache-control": "no-store",
             "x-accel-buffering": "no",  # else nginx holds events back
         }
-        super().__init__(_events_of(feed, is_head=is_head), headers=headers)
-        self._listeners = listeners
-        self._is_head = is_head
+        super().__init__(events, headers=headers)
+        self._place = nullcontext() if is_head else shares.place(owner, _RETRY_AFTER_S)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one ASGI call."""
-        if not self._is_head:
-            self._listeners.add(self)
         # From version 2.4 on, Starlette expects `send` to raise once the client is gone, and does
         # not ask `receive`. An event can be a second away, and not every server's `send` raises.
-        scope = {**scope, "asgi": {**scope.get("asgi", {}), "spec_version": "2.3"}}
+        streaming = {**scope, "asgi": {**scope.get("asgi", {}), "spec_version": "2.3"}}
         try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._listeners.discard(self)
+            with self._place:
+                await super().__call__(streaming, receive, send)
+        except OverloadedError as error:
+            await problem_response(Request(scope), error)(scope, receive, send)
 
 
 async def _events_of(feed: Feed, *, is_head: bool) -> AsyncIterator[bytes]:
@@ -227,17 +232,21 @@ async def _events_of(feed: Feed, *, is_head: bool) -> AsyncIterator[bytes]:
         number, state = number + 1, await feed.next()
 
 
-def events_router(feed: Feed) -> APIRouter:
-    """Return the route, answering from a feed."""
+def events_router(feed: Feed, guard: Guard | None = None) -> APIRouter:
+    """Return the route, answering from a feed; the guard tells whose share of streams each is."""
     router = APIRouter(tags=["health"])
-    listeners: set[EventStream] = set()
+    guard = guard or Guard()
+    streams = Shares(MAX_STREAMS, guard.share, "streams of events")
 
     @router.get(
         "/events",
         summary="What the service does, second by second (server-sent events)",
         status_code=200,  # FastAPI does not take it from the class
         response_class=EventStream,
-        responses={200: {"model": State}},
+        responses={
+            200: {"model": State},
+            429: {"description": "The key or the address has its share of streams."},
+        },
     )
     async def events(request: Request) -> Response:
         """Send one event `state` per second, without an end; its data is one JSON object.
@@ -248,10 +257,13 @@ def events_router(feed: Feed) -> APIRouter:
 
         `curl -N http://127.0.0.1:8000/events`
         """
-        if len(listeners) >= _MAX_LISTENERS:
-            raise UnavailableError(
-                f"{_MAX_LISTENERS} clients listen already", retry_after_s=_RETRY_AFTER_S
-            )
-        return EventStream(feed, listeners, is_head=WAS_HEAD in request.scope)
+        owner = guard.owner_of("metrics", joined(request.headers.raw), client_of(request))
+        is_head = WAS_HEAD in request.scope
+        return EventStream(_events_of(feed, is_head=is_head), streams, owner, is_head=is_head)
 
     return router
+
+
+def client_of(request: Request) -> str | None:
+    """Return the address of a call's client, if it has one."""
+    return None if request.client is None else request.client.host

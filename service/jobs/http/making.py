@@ -24,6 +24,7 @@ from inferpool.service.api.codecs.requests import check_encoding
 from inferpool.service.api.errors import CALL_KEY
 from inferpool.service.api.predict import VERSION_HEADER
 from inferpool.service.api.preferences import Preferences, read_preferences
+from inferpool.service.api.routes.events import client_of
 from inferpool.service.errors import BadRequestError, NotAcceptableError
 from inferpool.service.jobs.http.documents import info_of
 from inferpool.service.jobs.http.reading import read_body
@@ -33,6 +34,7 @@ from inferpool.service.jobs.http.uploads import Uploads
 from inferpool.service.jobs.records import Job, NewJob
 from inferpool.service.jobs.threads import in_thread
 from inferpool.service.settings.keys import digest_of
+from inferpool.service.shares import Shares
 
 MOST_WAIT_S = 60
 """The longest that a call waits for the end of a job."""
@@ -43,7 +45,8 @@ ONE_VERSION = (
     "and its result says which one that was"
 )
 _MOST_KEY = 255
-_NUM_READERS = 4
+NUM_READERS = 4
+"""Bodies that are read and stored at once."""
 _PRIORITIES = {str(priority): priority for priority in range(1, 10)}
 _DEFAULT_PRIORITY = 5
 _CLIENT_GONE = 499
@@ -56,14 +59,19 @@ class JobMaker:
         self._target = target
         self._guard = guard
         self._limits = limits
-        self._uploads = Uploads(limits)
+        self._uploads = Uploads(limits, guard.share)
         # A form with many files takes a minute to read, and nothing else must wait for it.
-        self._readers = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="bodies of jobs")
+        self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="bodies of jobs")
+        self._reading = Shares(NUM_READERS, guard.share, "bodies that are read")
 
     def owner_of(self, request: Request) -> str:
         """Return whose the jobs of a call are: its key's digest, or "" where none is needed."""
         key = key_of(_call(request).headers)
         return digest_of(key).hex() if key and self._guard.restricts_predict else ""
+
+    def caller_of(self, request: Request) -> str:
+        """Return whose share a call takes of what all calls about jobs use."""
+        return self._guard.owner_of("predict", _call(request).headers, client_of(request))
 
     async def answer(self, request: Request, model: str | None, id: str | None) -> Response:
         """Make a job, and answer with what it is.
@@ -125,11 +133,14 @@ class JobMaker:
         if given is not None and given not in _PRIORITIES:
             raise BadRequestError("X-Priority: must be 1 (first) to 9 (last)")
         priority = _DEFAULT_PRIORITY if given is None else _PRIORITIES[given]
-        owner = self.owner_of(request)
+        owner, caller = self.owner_of(request), self.caller_of(request)
         query = urlencode(sorted(fields.items()))
         head = BodyContext(headers, query.encode(), target.inputs_of(model), self._limits)
         content_type = headers.get(b"content-type", b"")
-        async with self._uploads.take(request, owner, target.spool_folder) as spool:
+        async with (
+            self._uploads.take(request, caller, owner, target.spool_folder) as spool,
+            self._reading.turn(caller),
+        ):
             body = await in_thread(read_body, content_type, spool.path, head, threads=self._readers)
             about = [model, query, content_type, priority, webhook, spool.digest()]
             new = NewJob(

@@ -4,22 +4,18 @@ They run in the event loop of the main process.
 """
 
 import re
-from collections.abc import AsyncGenerator
 from typing import Annotated, Any
 from urllib.parse import urlencode
 
 from fastapi import APIRouter, Query, Request, Response
 from starlette.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
 
 from inferpool.service.api.auth import Guard
 from inferpool.service.api.codecs.body import Limits
-from inferpool.service.api.errors import problem_response
-from inferpool.service.api.routes.events import WAS_HEAD
+from inferpool.service.api.routes.events import WAS_HEAD, EventStream
 from inferpool.service.errors import (
     BadRequestError,
     ConflictError,
-    UnavailableError,
     UnknownJobError,
 )
 from inferpool.service.jobs.http.documents import JobInfo, JobList, info_of
@@ -40,9 +36,11 @@ from inferpool.service.jobs.http.results import (
     stream_lines,
 )
 from inferpool.service.jobs.http.target import JobsTarget
-from inferpool.service.jobs.records import STATES, Job, JobState
+from inferpool.service.jobs.records import STATES, JobState
+from inferpool.service.shares import Shares
 
-_MOST_LISTENERS = 256
+MAX_STREAMS = 256
+"""Streams of events of jobs at once."""
 _MOST_FIRST = 2**31 - 1
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _NO_ID = "the id of a job has 1 to 64 letters, digits, '.', '_' and '-', a letter or digit first"
@@ -57,7 +55,7 @@ _ACCEPTED: _Responses = {
     413: {"description": "The body is too large."},
     415: {"description": "Nothing here reads the type of the body."},
     422: {"description": "The body does not fit, or the key belongs to another job."},
-    429: {"description": "The key has all the jobs that it may have."},
+    429: {"description": "The key has all the jobs, or all the uploads, that it may have."},
     507: {"description": "The store has no room."},
 }
 _NO_RESULT: _Responses = {
@@ -65,6 +63,7 @@ _NO_RESULT: _Responses = {
     409: {"description": "The job is not over; ask for a range."},
 }
 _EVENTS: _Responses = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+_NO_PLACE: _Responses = {429: {"description": "The key or address has its share of streams."}}
 _LINES: _Responses = {200: {"content": {JSONL_TYPE: {"schema": {"type": "string"}}}}}
 _Wait = Annotated[float, Query(ge=0, le=MOST_WAIT_S, description="Seconds to wait for its end.")]
 _Model = Annotated[str | None, Query(description="The model; the default one if not given.")]
@@ -77,7 +76,7 @@ def jobs_router(target: JobsTarget, guard: Guard, limits: Limits) -> APIRouter:
     """Return the routes, acting on a target. Whoever serves them checks the key."""
     router = APIRouter(tags=["jobs"])
     maker = JobMaker(target, guard, limits)
-    listeners: set[_JobEvents] = set()
+    streams = Shares(MAX_STREAMS, guard.share, "streams of events")
 
     async def owner_of(request: Request, id: str | None = None) -> str:
         """Return whose jobs a call is about, once the store is open and the id could be one."""
@@ -199,14 +198,15 @@ def jobs_router(target: JobsTarget, guard: Guard, limits: Limits) -> APIRouter:
         "/jobs/{id}/events",
         summary="The progress of a job (server-sent events)",
         response_class=StreamingResponse,
-        responses=_NO_JOB | _EVENTS,
+        responses=_NO_JOB | _EVENTS | _NO_PLACE,
     )
     async def follow_job(request: Request, id: str) -> Response:
         """Send an event `job` now and at each change; the stream ends when the job is over."""
         owner = await owner_of(request, id)
         await target.job(id, owner)
         is_head = WAS_HEAD in request.scope
-        return _JobEvents(target.watch(id, owner), listeners, is_head=is_head)
+        events = stream_events(target.watch(id, owner), is_head=is_head)
+        return EventStream(events, streams, maker.caller_of(request), is_head=is_head)
 
     @router.post("/predict", include_in_schema=False)
     async def predict_later(request: Request) -> Response:
@@ -221,30 +221,3 @@ def jobs_router(target: JobsTarget, guard: Guard, limits: Limits) -> APIRouter:
         return await maker.answer_later(request, model)
 
     return router
-
-
-class _JobEvents(StreamingResponse):
-    """Sends the events of a job until it is over or the client goes."""
-
-    media_type = "text/event-stream"
-
-    def __init__(
-        self, changes: AsyncGenerator[Job, None], listeners: "set[_JobEvents]", *, is_head: bool
-    ) -> None:
-        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
-        super().__init__(stream_events(changes, is_head=is_head), headers=headers)
-        self._listeners = listeners
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one ASGI call."""
-        if len(self._listeners) >= _MOST_LISTENERS:
-            error = UnavailableError(f"{_MOST_LISTENERS} clients listen already", retry_after_s=5)
-            await problem_response(Request(scope), error)(scope, receive, send)
-            return
-        self._listeners.add(self)
-        # As in `EventStream`: an event can be a while away, and `receive` tells of a hang-up.
-        scope = {**scope, "asgi": {**scope.get("asgi", {}), "spec_version": "2.3"}}
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._listeners.discard(self)

@@ -12,7 +12,7 @@ Instances = Callable[[], Iterator[StoredInstance]]
 
 
 class JobsTarget(Protocol):
-    """Keeps jobs and answers for them. An owner sees its own jobs only; None sees all of them.
+    """Keeps jobs and answers for them. An owner sees its own jobs only.
 
     Methods that take the id of a job raise `UnknownJobError` if there is none for its owner.
     """
@@ -55,28 +55,28 @@ class JobsTarget(Protocol):
             ServiceError: It is refused, or its instances cannot be read.
         """
 
-    async def job(self, id: str, owner: str | None) -> Job:
+    async def job(self, id: str, owner: str) -> Job:
         """Return a job as it is now."""
 
-    async def until(self, id: str, owner: str | None, timeout_s: float) -> Job:
+    async def until(self, id: str, owner: str, timeout_s: float) -> Job:
         """Wait until a job is over or the time is up, and return it."""
 
-    def watch(self, id: str, owner: str | None) -> AsyncGenerator[Job, None]:
+    def watch(self, id: str, owner: str) -> AsyncGenerator[Job, None]:
         """Return a job now and at each change; it ends once the job is over or deleted."""
 
     async def jobs(
-        self, owner: str | None, states: Sequence[JobState], limit: int, before: str | None
+        self, owner: str, states: Sequence[JobState], limit: int, before: str | None
     ) -> Sequence[Job]:
         """Return jobs, the newest first, from the one before the job `before` on."""
 
-    async def cancel(self, id: str, owner: str | None) -> Job:
+    async def cancel(self, id: str, owner: str) -> Job:
         """End a job early, and return it."""
 
-    async def delete(self, id: str, owner: str | None) -> None:
+    async def delete(self, id: str, owner: str) -> None:
         """Forget a job that is over."""
 
     def answers(
-        self, id: str, owner: str | None, first: int, count: int | None
+        self, id: str, owner: str, first: int, count: int | None
     ) -> AsyncIterator[Sequence[tuple[int, JobAnswer, int]]]:
         """Return known answers in chunks: number of the instance, answer, version of the model.
 

@@ -11,15 +11,15 @@ from starlette.requests import Request
 
 from inferpool.service.api.codecs.body import Limits
 from inferpool.service.errors import (
-    OverloadedError,
     OverQuotaError,
     SlowBodyError,
     StoreFullError,
 )
 from inferpool.service.jobs.http.reading import most_bytes
 from inferpool.service.jobs.http.spool import Spool
+from inferpool.service.shares import Shares
 
-_MOST_UPLOADS = 64
+MAX_UPLOADS = 64
 """Bodies on their way at once. Each costs a connection, a file and some 300 KiB."""
 _MOST_S = 3600.0
 """A body that takes longer is refused."""
@@ -34,40 +34,44 @@ _RESERVE_SHARE = 0.05
 class Uploads:
     """The bodies that are on their way. In the event loop."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, share: float = 1.0) -> None:
+        """Give each caller at most a `share` of what others leave of all uploads."""
         self._limits = limits
-        self._num = 0
+        self._places = Shares(MAX_UPLOADS, share, "uploads of jobs")
         self._bytes: Counter[str] = Counter()
         """Bytes on the disk by owner."""
 
     @asynccontextmanager
-    async def take(self, request: Request, owner: str, folder: Path) -> AsyncIterator[Spool]:
+    async def take(
+        self, request: Request, caller: str, owner: str, folder: Path
+    ) -> AsyncIterator[Spool]:
         """Take the whole body, and remove it at the end.
+
+        Args:
+            request: The call.
+            caller: The one whose share of uploads it takes.
+            owner: The one whose job it will be.
+            folder: The folder of its file.
 
         Raises:
             ClientDisconnect: The client is gone, and the body is not complete.
-            OverloadedError: Too many bodies are on their way.
+            OverShareError: The caller has its share of uploads, or there are too many.
             OverQuotaError: The owner's bodies on their way would take more than its jobs may.
             SlowBodyError: It does not arrive in time.
             StoreFullError: The disk has no room for it.
             TooLargeError: It is larger than bodies of its type may be.
         """
-        if self._num >= _MOST_UPLOADS:
-            raise OverloadedError(
-                f"{self._num} jobs are being sent already; try again later", retry_after_s=5
-            )
-        self._num += 1
         content_type = request.headers.get("content-type", "").encode("latin-1")
-        spool = Spool(folder, most_bytes(content_type, self._limits))
-        try:
-            await self._fill(spool, request, owner, folder)
-            yield spool
-        finally:
-            self._num -= 1
-            self._bytes[owner] -= spool.num_bytes
-            if not self._bytes[owner]:
-                del self._bytes[owner]
-            spool.close()
+        with self._places.place(caller):
+            spool = Spool(folder, most_bytes(content_type, self._limits))
+            try:
+                await self._fill(spool, request, owner, folder)
+                yield spool
+            finally:
+                self._bytes[owner] -= spool.num_bytes
+                if not self._bytes[owner]:
+                    del self._bytes[owner]
+                spool.close()
 
     async def _fill(self, spool: Spool, request: Request, owner: str, folder: Path) -> None:
         pieces = request.stream()

@@ -32,8 +32,14 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
-from inferpool.service.errors import StartError, StoreFullError, UnavailableError
+from inferpool.service.errors import (
+    OverShareError,
+    StartError,
+    StoreFullError,
+    UnavailableError,
+)
 from inferpool.service.jobs.store.files import sync_folder
+from inferpool.service.shares import allowance
 
 logger = logging.getLogger(__name__)
 
@@ -142,6 +148,27 @@ class Database:
         """Keep other transactions that lock the same name waiting until this one ends."""
         if self.folder is None:  # SQLite has one that writes at a time
             _lock(connection, _LOCKS + crc32(name.encode()))
+
+    def check_share(self, used: int, num_bytes: int, share: float) -> None:
+        """Refuse what would give an owner more than its share of the disk.
+
+        Args:
+            used: The bytes that it has.
+            num_bytes: Those that it wants to write.
+            share: The part of what others leave that it may have.
+
+        Raises:
+            OverShareError: It would have more.
+        """
+        if self.folder is None or not used:
+            return
+        room, reserve = self._room()
+        if num_bytes > allowance(used, max(0, room - reserve), share):
+            raise OverShareError(
+                f"the jobs of this key have its share of the disk (per_key_share = {share:g} of "
+                "what others leave); delete some that are over",
+                retry_after_s=10,
+            )
 
     def check_room(
         self, num_bytes: int, inside: Connection | None = None, *, for_result: bool = False

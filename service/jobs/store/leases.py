@@ -4,7 +4,7 @@ Each method is one transaction and may be called by any thread. Services on the 
 wait for each other in a circle: a transaction locks parts before jobs, and each by its number.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -49,42 +49,49 @@ class PartLeases:
     def lease(
         self, models: Collection[str], room: LeaseRoom, lease_s: float, now: float
     ) -> Sequence[LeasedPart]:
-        """Take parts of jobs that nobody computes, of the most urgent jobs in turn.
+        """Take parts of jobs that nobody computes: of owners in turn, and of their jobs in turn.
+
+        The most urgent jobs of an owner come first; no priority moves it before another owner.
 
         Args:
             models: The models that can compute now.
-            room: How much to take.
+            room: How much to take, and what owners have already.
             lease_s: How long they are this service's alone, unless it renews the lease.
             now: The time.
         """
         is_free = and_(parts.c.job == jobs.c.number, parts.c.leased_until <= self._database.clock)
+        urgent_first = (jobs.c.priority, jobs.c.leased_at, jobs.c.number)
+        turn = func.row_number().over(partition_by=jobs.c.owner, order_by=urgent_first)
+        leased_at = func.max(jobs.c.leased_at).over(partition_by=jobs.c.owner)
         wanted = (
-            select(jobs.c.number)
+            select(jobs.c.number, jobs.c.owner, leased_at.label("leased_at"))
             .where(is_unfinished, jobs.c.model.in_(models))
             .where(select(parts.c.number).where(is_free).exists())
-            .order_by(jobs.c.priority, jobs.c.leased_at, jobs.c.number)
+            .order_by(turn, leased_at)
             .limit(room.num_parts)
         )
         with self._database.reading() as connection:
-            numbers = connection.scalars(wanted).all()
-        if not numbers:
+            rows = connection.execute(wanted).all()
+        if not rows:
             return []
+        by_owner: dict[str, list[int]] = {}
+        for row in sorted(rows, key=lambda row: (_num_held(room, row.owner), row.leased_at)):
+            by_owner.setdefault(row.owner, []).append(row.number)
         with self._database.writing() as connection:
-            taken = self._take(connection, numbers, room)
-            rows = self._note_leased(connection, {part.job for part in taken}, now)
-            taken = [part for part in taken if part.job in rows]
+            taken = self._take_in_turn(connection, by_owner, room)
+            leased = self._note_leased(connection, {part.job for part in taken}, now)
+            taken = [part for part in taken if part.job in leased]
             tokens = [new_token() for _ in taken]
             self._note_tokens(connection, taken, tokens, lease_s)
         return [
             LeasedPart(
-                job=job_of(rows[part.job]),
+                job=job_of(leased[part.job]),
                 row=part.job,
-                folder=rows[part.job].folder,
                 number=part.number,
                 first=part.first,
                 token=token,
                 num_bytes=part.num_bytes,
-                instances=self._instances_of(part, rows[part.job].folder),
+                instances=self._instances_of(part, leased[part.job].folder),
             )
             for part, token in zip(taken, tokens, strict=True)
         ]
@@ -125,21 +132,50 @@ class PartLeases:
             name = result_name(part.number, part.token)
             with told():
                 self._database.check_room(len(outcome), for_result=True)
-                self._files.write(part.folder, {name: outcome})
+                self._files.write(part.job.folder, {name: outcome})
         try:
             with self._database.writing() as connection:
                 job, is_there = self._commit(connection, part, result, outcome, name, now)
         except StoreFullError:  # after other errors, the transaction may have succeeded
             if name is not None:
-                self._files.remove(part.folder, name)
+                self._files.remove(part.job.folder, name)
             raise
         if job is not None:
-            self._files.remove(part.folder, payload_name(part.number))
+            self._files.remove(part.job.folder, payload_name(part.number))
         elif name is not None and is_there:
-            self._files.remove(part.folder, name)
+            self._files.remove(part.job.folder, name)
         elif name is not None:
-            self._files.remove_all(part.folder)
+            self._files.remove_all(part.job.folder)
         return job
+
+    def _take_in_turn(
+        self, connection: Connection, by_owner: Mapping[str, Sequence[int]], room: LeaseRoom
+    ) -> list[Row[Any]]:
+        """Return free parts of the jobs of some owners, of whom each has its share of the room."""
+        taken: list[Row[Any]] = []
+        left = (room.num_instances, room.num_bytes, room.num_parts)
+        for index, (owner, numbers) in enumerate(by_owner.items()):
+            if min(left) <= 0:
+                break
+            own, num_owners = room.left_for(owner), len(by_owner) - index
+            mine = (own.num_instances, own.num_bytes, own.num_parts)
+            if min(mine) <= 0:
+                continue
+            most = [
+                min(each, max(1, all_ // num_owners)) for each, all_ in zip(mine, left, strict=True)
+            ]
+            parts_of_owner = self._take(
+                connection,
+                numbers,
+                LeaseRoom(num_instances=most[0], num_bytes=most[1], num_parts=most[2]),
+            )
+            taken += parts_of_owner
+            left = (
+                left[0] - sum(part.num_instances for part in parts_of_owner),
+                left[1] - sum(part.num_bytes for part in parts_of_owner),
+                left[2] - len(parts_of_owner),
+            )
+        return taken
 
     def _take(
         self, connection: Connection, numbers: Sequence[int], room: LeaseRoom
@@ -269,6 +305,11 @@ class PartLeases:
             values |= ended(state, None, now, self._limits.retention_s)
         changed = update(jobs).where(is_this).values(values)
         return job_of(connection.execute(changed.returning(*jobs.c)).one()), True
+
+
+def _num_held(room: LeaseRoom, owner: str) -> int:
+    held = room.held.get(owner)
+    return 0 if held is None else held.num_instances
 
 
 def lock_parts(connection: Connection, which: ColumnElement[bool]) -> None:

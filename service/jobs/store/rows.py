@@ -21,8 +21,9 @@ def job_of(row: Any) -> Job:
     if row.problem_code is not None:
         problem = JobProblem(code=row.problem_code, message=row.problem_message)
     return Job(
-        id=row.id,
+        id=row.name,
         owner=row.owner,
+        folder=row.folder,
         state=row.state,
         model=row.model,
         versions=tuple(map(int, row.versions.split(","))) if row.versions else (),

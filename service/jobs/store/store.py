@@ -3,7 +3,7 @@
 Each method is one transaction and may be called by any thread; see `leases.py` about locks.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Self
 
 import msgspec
@@ -22,6 +22,7 @@ from inferpool.service.jobs.records import (
     NewJob,
     StoreCounts,
     StoreLimits,
+    WaitingWebhook,
 )
 from inferpool.service.jobs.store.database import Database, told
 from inferpool.service.jobs.store.files import PartFiles
@@ -80,10 +81,10 @@ class JobStore:
         """Return a writer for the instances of a new job."""
         return JobWriter(self._database, self._files, new, self._limits, now)
 
-    def job(self, id: str, owner: str | None = None) -> Job | None:
-        """Return a job, unless it is another owner's; None for `owner` means anyone's."""
+    def job(self, id: str, owner: str = "") -> Job | None:
+        """Return a job of an owner."""
         with self._database.reading() as connection:
-            row = connection.execute(select(jobs).where(jobs.c.id == id, _of(owner))).first()
+            row = connection.execute(select(jobs).where(_is(id, owner))).first()
         return None if row is None else job_of(row)
 
     def former(self, new: NewJob) -> Job | None:
@@ -98,23 +99,26 @@ class JobStore:
     def jobs(
         self,
         *,
-        owner: str | None = None,
+        owner: str = "",
         states: Sequence[JobState] = STATES,
         limit: int,
         before: str | None = None,
     ) -> Sequence[Job]:
-        """Return jobs, the newest first; `before` is the id of the last one of the page before."""
-        wanted = select(jobs).where(_of(owner), jobs.c.state.in_(states))
+        """Return jobs of an owner, the newest first.
+
+        `before` is the id of the last one of the page before.
+        """
+        wanted = select(jobs).where(is_accepted, jobs.c.owner == owner, jobs.c.state.in_(states))
         if before is not None:
-            number = select(jobs.c.number).where(jobs.c.id == before).scalar_subquery()
+            number = select(jobs.c.number).where(_is(before, owner)).scalar_subquery()
             wanted = wanted.where(jobs.c.number < number)
         with self._database.reading() as connection:
             found = connection.execute(wanted.order_by(jobs.c.number.desc()).limit(limit))
             return [job_of(row) for row in found]
 
-    def cancel(self, id: str, now: float, owner: str | None = None) -> Job | None:
+    def cancel(self, id: str, now: float, owner: str = "") -> Job | None:
         """End a job that is not over; return it as it is now, or None if there is none."""
-        is_this = (jobs.c.id == id) & _of(owner)
+        is_this = _is(id, owner)
         problem = JobProblem(code="cancelled", message="the job was cancelled")
         with self._database.writing() as connection:
             values = ended("cancelled", problem, now, self._limits.retention_s)
@@ -122,9 +126,9 @@ class JobStore:
             row = connection.execute(select(jobs).where(is_this)).first()
         return None if row is None else job_of(row)
 
-    def delete(self, id: str, owner: str | None = None) -> None:
+    def delete(self, id: str, owner: str = "") -> None:
         """Remove a job and all that it has, whatever its state."""
-        self._delete((jobs.c.id == id) & _of(owner))
+        self._delete(_is(id, owner))
 
     def fail_jobs(self, model: str, problem: JobProblem, now: float) -> Sequence[Job]:
         """End all unfinished jobs of a model, with a problem for what is not computed."""
@@ -141,7 +145,7 @@ class JobStore:
             return [job_of(row) for row in connection.execute(failed)]
 
     def answers(
-        self, id: str, first: int = 0, count: int | None = None, owner: str | None = None
+        self, id: str, first: int = 0, count: int | None = None, owner: str = ""
     ) -> Iterator[tuple[int, JobAnswer, int]]:
         """Yield index, answer and version of the instances that have an answer, in order.
 
@@ -150,7 +154,7 @@ class JobStore:
         """
         end = None if count is None else first + count
         number = -1
-        is_this = (jobs.c.id == id) & _of(owner)
+        is_this = _is(id, owner)
         while True:
             with self._database.reading() as connection:
                 row = connection.execute(select(jobs).where(is_this)).first()
@@ -205,13 +209,41 @@ class JobStore:
             num_bytes=sum(int(row[3]) for row in rows),
         )
 
-    def due_webhooks(self, limit: int, lease_s: float, now: float) -> Sequence[DueWebhook]:
-        """Take jobs whose webhook must be told now; nobody else takes them for `lease_s`."""
+    def waiting_webhooks(
+        self, limit: int, now: float, busy: Collection[str]
+    ) -> Sequence[WaitingWebhook]:
+        """Return calls to webhooks that are due: of owners in turn, and of their receivers in turn.
+
+        Args:
+            limit: The most of them.
+            now: The time.
+            busy: Receivers that are not to be called now.
+        """
+        is_due = (jobs.c.webhook_due <= now) & jobs.c.receiver.not_in(busy)
+        oldest_first = func.row_number().over(
+            partition_by=jobs.c.receiver, order_by=jobs.c.webhook_due
+        )
+        columns = jobs.c["number", "owner", "receiver", "webhook_due", "webhook_attempts"]
+        due = select(*columns, oldest_first.label("turn")).where(is_due).subquery()
+        turn = func.row_number().over(
+            partition_by=due.c.owner,
+            order_by=(due.c.turn, due.c.webhook_attempts, due.c.webhook_due),
+        )
+        wanted = select(*due.c["number", "owner", "receiver"]).order_by(turn).limit(limit)
+        with self._database.reading() as connection:
+            return [
+                WaitingWebhook(number=row.number, owner=row.owner, receiver=row.receiver)
+                for row in connection.execute(wanted)
+            ]
+
+    def take_webhooks(
+        self, calls: Sequence[WaitingWebhook], lease_s: float, now: float
+    ) -> Sequence[DueWebhook]:
+        """Take calls that are due still; nobody else takes them for `lease_s`."""
+        by_number = {call.number: call for call in calls}
         due = (
             select(jobs)
-            .where(jobs.c.webhook_due <= now)
-            .order_by(jobs.c.webhook_due)
-            .limit(limit)
+            .where(jobs.c.number.in_(by_number), jobs.c.webhook_due <= now)
             .with_for_update(skip_locked=True)
         )
         with self._database.writing() as connection:
@@ -220,16 +252,27 @@ class JobStore:
             connection.execute(
                 update(jobs).where(jobs.c.number.in_(numbers)).values(webhook_due=now + lease_s)
             )
-        return [DueWebhook(job=job_of(row), num_attempts=row.webhook_attempts) for row in rows]
+        return [
+            DueWebhook(
+                call=by_number[row.number], job=job_of(row), num_attempts=row.webhook_attempts
+            )
+            for row in rows
+        ]
 
-    def note_webhook(self, id: str, next_at: float | None) -> None:
+    def note_webhook(self, number: int, next_at: float | None) -> None:
         """Keep when a webhook is tried next after an attempt that failed; None: never again."""
         with self._database.writing() as connection:
             connection.execute(
                 update(jobs)
-                .where(jobs.c.id == id)
+                .where(jobs.c.number == number)
                 .values(webhook_due=next_at, webhook_attempts=jobs.c.webhook_attempts + 1)
             )
+
+    def postpone_webhooks(self, receiver: str, until: float) -> None:
+        """Let no call to a receiver be due before a moment."""
+        with self._database.writing() as connection:
+            is_earlier = (jobs.c.receiver == receiver) & (jobs.c.webhook_due < until)
+            connection.execute(update(jobs).where(is_earlier).values(webhook_due=until))
 
     def _answers_of(self, job: Job, folder: str, part: Row[Any]) -> Sequence[JobAnswer]:
         if part.result_token is None:
@@ -242,7 +285,7 @@ class JobStore:
         try:
             return decode_answers(outcome or b"")
         except msgspec.MsgspecError:
-            if self.job(job.id) is None:  # it was deleted meanwhile
+            if self.job(job.id, job.owner) is None:  # it was deleted meanwhile
                 return []
             problem = JobProblem(
                 code=InternalError.code, message="the store has lost this answer; send it again"
@@ -294,6 +337,6 @@ def _names_of(connection: Connection, job: int) -> set[str]:
     }
 
 
-def _of(owner: str | None) -> ColumnElement[bool]:
-    """Return the condition that a job is an owner's, or anyone's if that is None."""
-    return is_accepted if owner is None else is_accepted & (jobs.c.owner == owner)
+def _is(id: str, owner: str) -> ColumnElement[bool]:
+    """Return the condition that a job is that of an owner with an id."""
+    return (jobs.c.owner == owner) & (jobs.c.name == id)

@@ -1,7 +1,7 @@
 """The tables of the store, as the newest migration leaves them.
 
-A job's row is written when its first parts are. It gets its `id` with the last ones, in the
-transaction that accepts the job: a row without an id is a job on its way, which nobody sees.
+A job's row is written when its first parts are. It gets its `name` with the last ones, in the
+transaction that accepts the job: a row without one is a job on its way, which nobody sees.
 """
 
 from sqlalchemy import (
@@ -31,6 +31,7 @@ jobs = Table(
     tables,
     Column("number", _NUMBER, primary_key=True, autoincrement=True),
     Column("id", String(64), unique=True),
+    Column("name", String(64)),
     Column("folder", String(32), nullable=False, unique=True),
     Column("owner", String(64), nullable=False),
     Column("idempotency_key", Text),
@@ -57,14 +58,20 @@ jobs = Table(
     Column("leased_at", Double, nullable=False, default=0.0),
     Column("problem_code", Text),
     Column("problem_message", Text),
+    Column("receiver", Text),
     UniqueConstraint("owner", "idempotency_key"),
     Index("jobs_by_state", "state", "model"),
-    Index("jobs_by_owner", "owner", "id", "num_bytes"),
+    Index("jobs_by_owner", "owner", "name", "num_bytes"),
+    Index("jobs_by_name", "owner", "name", unique=True),
+    Index("jobs_by_receiver", "receiver", "webhook_due"),
     sqlite_autoincrement=True,
 )
 """`folder` is the name of the folder with its files. Unlike `number`, which a transaction that is
-undone gives back, it is never used again, so a writer knows its job by it. `leased_at` is when a
-part was leased last, and while a job is on its way, when parts were written last."""
+undone gives back, it is never used again, so a writer knows its job by it. `name` is the id that
+clients know, and is its key's own. `id` was the same for all keys in version 0001; nothing uses it
+now, and SQLite cannot remove it. `receiver` is who is called by the webhook, and for whom.
+`leased_at` is when a part was leased last, and while a job is on its way, when parts were written
+last."""
 
 parts = Table(
     "parts",
@@ -85,6 +92,6 @@ parts = Table(
 """`leased_until` is 0 while nobody has the part, and NULL once it has a result. A payload or result
 that is NULL is in a file. Leases count by `Database.clock`."""
 
-is_accepted = jobs.c.id.is_not(None)
+is_accepted = jobs.c.name.is_not(None)
 """The job is there for others, whole."""
 is_unfinished = is_accepted & jobs.c.state.in_(UNFINISHED)

@@ -6,6 +6,7 @@ The order of each step makes it last: files, their folder, the transaction that 
 import contextlib
 from types import TracebackType
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 from sqlalchemy import func, insert, select, update
 from sqlalchemy.engine import Connection
@@ -127,7 +128,7 @@ class JobWriter:
             self._is_uncertain = True
             row = None
             with contextlib.suppress(ServiceError), self._database.reading() as connection:
-                is_mine = (jobs.c.folder == self._folder) & jobs.c.id.is_not(None)
+                is_mine = (jobs.c.folder == self._folder) & jobs.c.name.is_not(None)
                 row = connection.execute(select(jobs).where(is_mine)).first()
             if row is None:
                 raise
@@ -143,7 +144,7 @@ class JobWriter:
         is_accepted = None
         try:
             with self._database.writing() as connection:
-                connection.execute(jobs.delete().where(is_mine, jobs.c.id.is_(None)))
+                connection.execute(jobs.delete().where(is_mine, jobs.c.name.is_(None)))
                 is_accepted = connection.scalar(select(jobs.c.number).where(is_mine))
         except ServiceError:  # it is logged; `clean` deletes the row
             if self._is_uncertain:
@@ -157,7 +158,7 @@ class JobWriter:
             update(jobs)
             .where(jobs.c.number == self._row)
             .values(
-                id=self._new.id,
+                name=self._new.id,
                 idempotency_key=self._new.idempotency_key,
                 num_instances=self._num_instances,
                 num_parts_left=self._num_parts,
@@ -171,7 +172,7 @@ class JobWriter:
     def _check_quota(self, connection: Connection) -> None:
         new, limits = self._new, self._limits
         self._database.lock(connection, new.owner)  # two may not take the last place
-        mine = select(func.count(jobs.c.id), func.coalesce(func.sum(jobs.c.num_bytes), 0))
+        mine = select(func.count(jobs.c.name), func.coalesce(func.sum(jobs.c.num_bytes), 0))
         num_jobs, used = connection.execute(mine.where(jobs.c.owner == new.owner)).one()
         if num_jobs >= limits.max_jobs:
             raise OverQuotaError(
@@ -184,6 +185,8 @@ class JobWriter:
                 "delete some that are over, or send a smaller one",
                 retry_after_s=10,
             )
+        if limits.share < 1:
+            self._database.check_share(used, self._waiting_bytes, limits.share)
 
     def _close_part(self) -> None:
         if not self._part:
@@ -241,6 +244,7 @@ class JobWriter:
             "model": new.model,
             "parameters": new.parameters,
             "webhook": new.webhook,
+            "receiver": new.webhook and f"{new.owner} {urlsplit(new.webhook).netloc.lower()}",
             "priority": new.priority,
             "trace": new.trace,
             "request_id": new.request_id,
@@ -257,15 +261,14 @@ def find_former(connection: Connection, new: NewJob) -> Job | None:
     Raises:
         IdempotencyError: Another call has made a job with this id or key.
     """
-    is_same = jobs.c.id == new.id
+    is_same = jobs.c.name == new.id
     if new.idempotency_key is not None:
-        has_key = jobs.c.idempotency_key == new.idempotency_key
-        is_same |= (jobs.c.owner == new.owner) & has_key
-    for row in connection.execute(select(jobs).where(is_same)):
+        is_same |= jobs.c.idempotency_key == new.idempotency_key
+    for row in connection.execute(select(jobs).where(jobs.c.owner == new.owner, is_same)):
         job = job_of(row)
-        if (job.owner, job.body_digest) == (new.owner, new.body_digest):
+        if job.body_digest == new.body_digest:
             return job
-        what = "id" if row.id == new.id else "Idempotency-Key"
+        what = "id" if row.name == new.id else "Idempotency-Key"
         raise IdempotencyError(
             f"another call has made a job with this {what}; use a new one for another call"
         )

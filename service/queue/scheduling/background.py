@@ -6,6 +6,7 @@ serves nearly as many instances per second as the best one. A larger batch would
 keep the calls that come meanwhile waiting.
 """
 
+from collections.abc import Iterator
 from math import inf
 
 from inferpool.service.queue.batch_sizing import CostCurve
@@ -30,12 +31,71 @@ _MOST_OWED_S = 1.0
 """The most seconds that others can owe it beyond one batch."""
 
 
+class TurnsQueue:
+    """What waits in the background: callers take turns, and what each has comes in its order."""
+
+    def __init__(self) -> None:
+        self._queues: dict[int, Batcher[Instance]] = {}
+        """What waits, by caller; whose turn was last comes last."""
+        self.num_waiting = 0
+
+    def __iter__(self) -> Iterator[Instance]:
+        """Yield those that wait, caller by caller."""
+        for queue in self._queues.values():
+            yield from queue
+
+    def push(self, instance: Instance, now: float) -> None:
+        """Add an instance behind those of its caller."""
+        self._queue_of(instance).push(instance, now)
+        self.num_waiting += 1
+
+    def push_front(self, instance: Instance) -> None:
+        """Put back an instance that was taken before, ahead of those of its caller."""
+        self._queue_of(instance).push_front(instance)
+        self.num_waiting += 1
+
+    def remove(self, instance: Instance) -> None:
+        """Take out an instance that waits."""
+        self._queue_of(instance).remove(instance)
+        self.num_waiting -= 1
+
+    def oldest(self) -> Instance | None:
+        """Return the first instance of the next batch."""
+        return next((queue.oldest() for queue in self._queues.values() if queue.num_waiting), None)
+
+    def next_batch(self, max_size: int) -> list[Instance]:
+        """Take instances of callers in turn, at most `max_size`; a solo instance comes alone."""
+        batch: list[Instance] = []
+        waiting = [(caller, queue) for caller, queue in self._queues.items() if queue.num_waiting]
+        while waiting and len(batch) < max_size:
+            caller, queue = waiting.pop(0)
+            oldest = queue.oldest()
+            assert oldest is not None
+            if oldest.is_solo and batch:
+                break
+            batch += queue.next_batch(1 if waiting else max_size - len(batch))
+            self._queues[caller] = self._queues.pop(caller)
+            if batch[-1].is_solo:
+                break
+            if queue.num_waiting:
+                waiting.append((caller, queue))
+        self.num_waiting -= len(batch)
+        return batch
+
+    def _queue_of(self, instance: Instance) -> Batcher[Instance]:
+        caller = instance.ref.caller
+        queue = self._queues.get(caller)
+        if queue is None:
+            queue = self._queues[caller] = Batcher()
+        return queue
+
+
 class Background:
     """The work of one model in the background, which waits until there is room for it."""
 
     def __init__(self, share: float = 0.0) -> None:
         """Take the part of the workers' time that it gets even if other calls wait."""
-        self.queue: Batcher[Instance] = Batcher()
+        self.queue = TurnsQueue()
         self._owed = share / (1 - share)
         """Seconds that it is owed for each one that others get while it waits."""
         self._owed_s = self._batch_s = 0.0

@@ -106,7 +106,7 @@ async def live(
     for number in order:
         await make(number)
     states = STATES[len(UNFINISHED) :]
-    while len(await jobs.jobs(None, states, 1000, None)) < num_jobs:  # noqa: ASYNC110  # others end some
+    while len(await jobs.jobs("", states, 1000, None)) < num_jobs:  # noqa: ASYNC110  # others end some
         await asyncio.sleep(0.1)
     fate.end()
     await jobs.stop()

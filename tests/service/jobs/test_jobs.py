@@ -67,7 +67,7 @@ async def soon(claim: Callable[[], object]) -> None:
 
 
 async def lines(jobs: Jobs, id: str = "a") -> list[bytes]:
-    found = [chunk async for chunk in jobs.answers(id, None)]
+    found = [chunk async for chunk in jobs.answers(id, "")]
     return [answer.value for chunk in found for _, answer, _ in chunk]
 
 
@@ -76,7 +76,7 @@ async def test_a_job_is_computed(arena: Arena, place: str) -> None:
         job, is_new = await jobs.create(new_job(), lambda: instances(300, 2))
         assert is_new
         assert job.state == "queued"
-        job = await jobs.until("a", None, 60)
+        job = await jobs.until("a", "", 60)
         assert (job.state, job.num_done, job.num_failed) == ("succeeded", 300, 2)
         assert job.versions == (pool.version,)
         assert await lines(jobs) == [b'"yes"'] * 298 + [b""] * 2
@@ -86,7 +86,7 @@ async def test_a_job_is_computed(arena: Arena, place: str) -> None:
 async def test_a_job_of_unreadable_instances_has_failed(arena: Arena, place: str) -> None:
     async with answering(arena) as pool, running(place, {"m": pool}) as jobs:
         await jobs.create(new_job(), lambda: instances(3, 3))
-        job = await jobs.until("a", None, 60)
+        job = await jobs.until("a", "", 60)
         assert (job.state, job.num_failed, job.versions) == ("failed", 3, ())
 
 
@@ -100,13 +100,13 @@ async def test_a_job_waits_for_a_service_that_can_compute_it(arena: Arena, tmp_p
     assert pool.dispatcher.num_unsettled == 0  # given back
     await pool.stop(0)
     async with answering(arena) as pool, running(place, {"m": pool}) as jobs:
-        assert (await jobs.until("a", None, 60)).state == "succeeded"
+        assert (await jobs.until("a", "", 60)).state == "succeeded"
 
 
 async def test_a_watcher_sees_each_change_until_the_end(arena: Arena, place: str) -> None:
     async with answering(arena) as pool, running(place, {"m": pool}) as jobs:
         await jobs.create(new_job(), lambda: instances(200))
-        seen: list[Job] = [job async for job in jobs.watch("a", None)]
+        seen: list[Job] = [job async for job in jobs.watch("a", "")]
         assert [job.num_done for job in seen] == sorted(job.num_done for job in seen)
         assert seen[-1].state == "succeeded"
 
@@ -117,14 +117,14 @@ async def test_a_cancelled_job_is_computed_no_further(arena: Arena, place: str) 
     async with running(place, {"m": pool}) as jobs:
         await jobs.create(new_job(), lambda: instances(100))
         await soon(lambda: engine.started[0].batches)
-        waiting = asyncio.create_task(jobs.until("a", None, 60))
+        waiting = asyncio.create_task(jobs.until("a", "", 60))
         await asyncio.sleep(0)
-        assert (await jobs.cancel("a", None)).state == "cancelled"
+        assert (await jobs.cancel("a", "")).state == "cancelled"
         assert (await waiting).state == "cancelled"
         await soon(lambda: not pool.dispatcher.num_unsettled)
-        await jobs.delete("a", None)
+        await jobs.delete("a", "")
         with pytest.raises(UnknownJobError):
-            await jobs.job("a", None)
+            await jobs.job("a", "")
     await pool.stop(0)
 
 
@@ -147,7 +147,7 @@ async def test_an_error_while_a_body_is_read_leaves_nothing(arena: Arena, place:
     async with answering(arena) as pool, running(place, {"m": pool}) as jobs:
         with pytest.raises(UnknownModelError):
             await jobs.create(new_job(), broken)
-        assert await jobs.jobs(None, ["queued", "running", "succeeded"], 9, None) == []
+        assert await jobs.jobs("", ["queued", "running", "succeeded"], 9, None) == []
 
 
 async def test_a_store_that_cannot_be_opened_is_told(
@@ -156,7 +156,7 @@ async def test_a_store_that_cannot_be_opened_is_told(
     (tmp_path / "jobs").write_text("a file")
     async with running(str(tmp_path / "jobs"), {}) as jobs:
         with pytest.raises(UnavailableError, match="the store cannot be opened") as refused:
-            await jobs.jobs(None, ["queued"], 9, None)
+            await jobs.jobs("", ["queued"], 9, None)
         assert str(tmp_path) not in str(refused.value)
         assert str(tmp_path) in caplog.text
 
@@ -170,16 +170,16 @@ async def test_an_error_that_nobody_foresaw_ends_nothing_else(
     monkeypatch.setattr(JobStore, "counts", fail)
     async with answering(arena) as pool, running(place, {"m": pool}) as jobs:
         await jobs.create(new_job("a"), lambda: instances(1))
-        assert (await jobs.until("a", None, 60)).is_over
+        assert (await jobs.until("a", "", 60)).is_over
         await jobs.create(new_job("b"), lambda: instances(1))
-        assert (await jobs.until("b", None, 60)).is_over
+        assert (await jobs.until("b", "", 60)).is_over
 
 
 async def test_nobody_waits_for_a_job_when_the_service_ends(arena: Arena, place: str) -> None:
     pool = await ready_pool(FakeEngine(), arena)
     async with running(place, {"m": pool}) as jobs:
         await jobs.create(new_job(), lambda: instances(1))
-        waiting = asyncio.create_task(jobs.until("a", None, 3600))
+        waiting = asyncio.create_task(jobs.until("a", "", 3600))
         await soon(lambda: jobs._watches.num_watched)
         jobs.end()
         assert not (await waiting).is_over
@@ -198,10 +198,10 @@ async def test_ends_and_answers_are_counted(arena: Arena, place: str) -> None:
     async with answering(arena) as pool, running(place, {"m": pool}) as jobs:
         await jobs.create(new_job("a"), lambda: instances(5, 2))
         await jobs.create(new_job("b"), lambda: instances(1, 1))
-        assert (await jobs.until("a", None, 60)).is_over
-        assert (await jobs.until("b", None, 60)).is_over
+        assert (await jobs.until("a", "", 60)).is_over
+        assert (await jobs.until("b", "", 60)).is_over
         await jobs.create(new_job("c", model="other"), lambda: instances(2))
-        await asyncio.gather(jobs.cancel("c", None), jobs.cancel("c", None))
+        await asyncio.gather(jobs.cancel("c", ""), jobs.cancel("c", ""))
         found = {(each.name, *each.labels): each.value for each in jobs.read_gauges()}
         assert jobs.durations.count == 3
     for state in ("succeeded", "failed", "cancelled"):

@@ -312,7 +312,7 @@ async def test_a_cancelled_job_frees_the_pool_at_once(store: JobStore, arena: Ar
         bench.add(500, id="a")
         await soon(lambda: bench.pool.dispatcher.num_background > 100)
         store.cancel("a", NOW)
-        bench.runner.drop("a")
+        bench.runner.drop(bench.job("a"))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert bench.pool.dispatcher.num_unsettled == 0

@@ -27,7 +27,7 @@ class OneJob:
         self.job = job
         self.num_reads = 0
 
-    async def read(self, id: str, owner: str | None) -> Job:
+    async def read(self, id: str, owner: str) -> Job:
         await asyncio.sleep(0)
         self.num_reads += 1
         if self.job is None:
@@ -49,7 +49,7 @@ async def next_of(jobs: AsyncGenerator[Job, None]) -> Job:
 async def test_many_who_wait_read_a_job_that_changes_only_once_each() -> None:
     store = OneJob()
     watches = Watches(store.read, poll_s=1000)
-    waiting = [asyncio.create_task(watches.until("a", None, 1000)) for _ in range(1000)]
+    waiting = [asyncio.create_task(watches.until("a", "", 1000)) for _ in range(1000)]
     await soon(lambda: store.num_reads == len(waiting))
     for num_done in range(8):
         watches.tell(at(num_done))
@@ -64,7 +64,7 @@ async def test_many_who_wait_read_a_job_that_changes_only_once_each() -> None:
 async def test_changes_by_other_services_are_read_once_for_all() -> None:
     store = OneJob()
     watches = Watches(store.read, poll_s=0.01)
-    waiting = [asyncio.create_task(watches.until("a", None, 1000)) for _ in range(100)]
+    waiting = [asyncio.create_task(watches.until("a", "", 1000)) for _ in range(100)]
     await soon(lambda: store.num_reads >= len(waiting) + 3)
     store.job = over = at(9, state="failed")
     before = store.num_reads
@@ -75,12 +75,12 @@ async def test_changes_by_other_services_are_read_once_for_all() -> None:
 async def test_nothing_is_left_of_those_who_wait_no_more() -> None:
     watches = Watches(OneJob(None).read, poll_s=1000)
     with pytest.raises(UnknownJobError):
-        await watches.until("a", None, 1000)
+        await watches.until("a", "", 1000)
     assert watches.num_watched == 0
     watches = Watches(OneJob().read, poll_s=0.001)
-    assert await watches.until("a", None, 0.01) == BEGUN
-    waiting = asyncio.create_task(watches.until("a", None, 1000))
-    changes = watches.follow("a", None)
+    assert await watches.until("a", "", 0.01) == BEGUN
+    waiting = asyncio.create_task(watches.until("a", "", 1000))
+    changes = watches.follow("a", "")
     assert await next_of(changes) == BEGUN
     await soon(lambda: watches.num_watched)
     waiting.cancel()
@@ -92,7 +92,7 @@ async def test_nothing_is_left_of_those_who_wait_no_more() -> None:
 
 async def test_what_is_told_late_is_no_change() -> None:
     watches = Watches(OneJob().read, poll_s=1000)
-    changes = watches.follow("a", None)
+    changes = watches.follow("a", "")
     assert await next_of(changes) == BEGUN
     watches.tell(at(4))
     watches.tell(at(2))
@@ -107,24 +107,25 @@ async def test_what_is_told_late_is_no_change() -> None:
 async def test_a_deleted_job_is_not_taken_for_another_of_its_id() -> None:
     store = OneJob()
     watches = Watches(store.read, poll_s=1000)
-    changes = watches.follow("a", None)
+    changes = watches.follow("a", "")
     assert await next_of(changes) == BEGUN
-    waiting = asyncio.create_task(watches.until("a", None, 1000))
+    waiting = asyncio.create_task(watches.until("a", "", 1000))
     await soon(lambda: store.num_reads == 2)
-    watches.tell(at(5, created_at=2.0, owner="ben"))
+    watches.tell(at(5, created_at=9.0, owner="ben"))  # another job, with the same id
+    watches.tell(at(5, created_at=2.0))
     with pytest.raises(UnknownJobError):
         await waiting
     with pytest.raises(StopAsyncIteration):
         await next_of(changes)
-    store.job = over = at(9, created_at=2.0, owner="ben", state="succeeded")
-    assert await watches.until("a", "ben", 1000) == over
+    store.job = over = at(9, created_at=2.0, state="succeeded")
+    assert await watches.until("a", "", 1000) == over
 
 
 async def test_nobody_waits_after_the_end() -> None:
     watches = Watches(OneJob().read, poll_s=1000)
-    waiting = asyncio.create_task(watches.until("a", None, 1000))
+    waiting = asyncio.create_task(watches.until("a", "", 1000))
     await soon(lambda: watches.num_watched)
     watches.end()
     assert await waiting == BEGUN
-    assert await watches.until("a", None, 1000) == BEGUN
-    assert [job async for job in watches.follow("a", None)] == [BEGUN]
+    assert await watches.until("a", "", 1000) == BEGUN
+    assert [job async for job in watches.follow("a", "")] == [BEGUN]

@@ -7,13 +7,13 @@ import hashlib
 import hmac
 import ipaddress
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 
 import pytest
 
 from inferpool.service.errors import ServiceError
 from inferpool.service.jobs import webhooks
-from inferpool.service.jobs.records import DueWebhook, Job
+from inferpool.service.jobs.records import DueWebhook, Job, WaitingWebhook
 from inferpool.service.jobs.webhooks import Webhooks, is_public, read_secret
 
 SECRET = b"s" * 24
@@ -53,22 +53,33 @@ class OneJob:
     """A store with one job that is over."""
 
     def __init__(self, url: str, num_attempts: int = 0) -> None:
-        self.due = [DueWebhook(job=ended(url), num_attempts=num_attempts)]
+        self.calls = [WaitingWebhook(number=1, owner="", receiver=" it")]
+        self.due = DueWebhook(call=self.calls[0], job=ended(url), num_attempts=num_attempts)
         self.noted: asyncio.Queue[float | None] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
 
-    def due_webhooks(self, limit: int, lease_s: float, now: float) -> Sequence[DueWebhook]:
-        due, self.due = self.due, []
-        return due
+    def waiting_webhooks(
+        self, limit: int, now: float, busy: Collection[str]
+    ) -> Sequence[WaitingWebhook]:
+        return self.calls
 
-    def note_webhook(self, id: str, next_at: float | None) -> None:
+    def take_webhooks(
+        self, calls: Sequence[WaitingWebhook], lease_s: float, now: float
+    ) -> Sequence[DueWebhook]:
+        self.calls = []
+        return [self.due]
+
+    def note_webhook(self, number: int, next_at: float | None) -> None:
         self._loop.call_soon_threadsafe(self.noted.put_nowait, next_at)
+
+    def postpone_webhooks(self, receiver: str, until: float) -> None: ...
 
 
 def ended(url: str) -> Job:
     return Job(
         id="a1",
         owner="",
+        folder="f1",
         state="succeeded",
         model="m",
         num_instances=3,
@@ -98,8 +109,8 @@ async def test_the_event_is_signed() -> None:
     ((first, headers, body),) = receiver.calls
     assert first == "POST /told?x=1 HTTP/1.1"
     assert headers["host"] == f"localhost:{receiver.port}"
-    assert headers["webhook-id"] == "msg_a1"
-    signed = f"msg_a1.{headers['webhook-timestamp']}.".encode() + body
+    assert headers["webhook-id"] == "msg_f1"
+    signed = f"msg_f1.{headers['webhook-timestamp']}.".encode() + body
     signature = base64.b64encode(hmac.digest(SECRET, signed, hashlib.sha256)).decode()
     assert headers["webhook-signature"].removeprefix("v1,") == signature
     event = json.loads(body)

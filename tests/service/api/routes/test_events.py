@@ -1,13 +1,16 @@
 import asyncio
 import json
-from collections.abc import MutableMapping
+from collections import Counter
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 import pytest
 from fastapi import FastAPI
 
-from inferpool.service.api.routes.events import events_router
+from inferpool.service.api.auth import Guard
+from inferpool.service.api.routes.events import MAX_STREAMS, events_router
 from inferpool.service.api.web import App
+from inferpool.service.settings.keys import read_keys
 from tests.service.api.fakes import call
 from tests.service.api.server import until
 
@@ -37,7 +40,13 @@ def app_over(feed: FakeFeed) -> FastAPI:
 
 
 async def listen(
-    app: FastAPI, *, method: str = "GET", hang_up: asyncio.Event, spec_version: str = "2.3"
+    app: FastAPI,
+    *,
+    method: str = "GET",
+    hang_up: asyncio.Event,
+    spec_version: str = "2.3",
+    client: str = "10.0.0.1",
+    headers: Sequence[tuple[bytes, bytes]] = (),
 ) -> list[Message]:
     """Return all messages of one call until it is over."""
     sent: list[Message] = []
@@ -58,7 +67,8 @@ async def listen(
         "path": "/events",
         "raw_path": b"/events",
         "query_string": b"",
-        "headers": [],
+        "headers": list(headers),
+        "client": (client, 1),
     }
     await app(scope, receive, send)
     return sent
@@ -90,12 +100,37 @@ async def test_a_stream_is_over_when_its_client_goes_and_its_place_is_free_again
         for _ in range(100):
             await asyncio.sleep(0)
         refused = await listen(app, hang_up=gone)
-        assert refused[0]["status"] == 503
+        assert refused[0]["status"] == 429
         assert (b"retry-after", b"5") in refused[0]["headers"]
         gone.set()
         for sent in await asyncio.gather(*clients):
             assert sent[0]["status"] == 200
             assert sent[1]["body"].startswith(b"event: state\n")
+
+
+@pytest.mark.parametrize("tells_keys_apart", [False, True])
+async def test_whoever_takes_all_streams_leaves_some_for_others(tells_keys_apart: bool) -> None:
+    keys = ["a-key-of-16-characters", "another-of-16-characters"]
+    guard = Guard(predict=read_keys(",".join(keys[: 1 + tells_keys_apart])), share=0.75)
+    app = App(version="0", routers=[events_router(FakeFeed(is_endless=True), guard)], guard=guard)
+    gone = asyncio.Event()
+
+    def stream(number: int) -> asyncio.Task[list[Message]]:
+        who = {"client": f"10.0.0.{number}", "headers": [(b"x-api-key", keys[0].encode())]}
+        if tells_keys_apart:
+            who = {"headers": [(b"x-api-key", keys[number].encode())]}
+        return asyncio.create_task(listen(app, hang_up=gone, **who))  # type: ignore[arg-type]  # of two types
+
+    greedy = [stream(0) for _ in range(MAX_STREAMS)]
+    await until(lambda: sum(each.done() for each in greedy) == MAX_STREAMS // 4)
+    other = stream(1)
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert not other.done()
+    gone.set()
+    assert (await other)[0]["status"] == 200
+    statuses = Counter(sent[0]["status"] for sent in await asyncio.gather(*greedy))
+    assert statuses == {200: MAX_STREAMS * 3 // 4, 429: MAX_STREAMS // 4}
 
 
 async def test_head_gets_the_headers_and_no_stream() -> None:

@@ -6,11 +6,12 @@ import io
 import json
 import os
 import tarfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 import uvicorn
 
@@ -38,11 +39,19 @@ ANN, BEN = "ann-has-a-key-of-her-own", "ben-has-a-key-of-his-own"
 
 @contextlib.asynccontextmanager
 async def serving(
-    pool: Pool, place: Path | str, *, keys: str = "", **limits: float
+    pool: Pool,
+    place: Path | str,
+    *,
+    keys: str = "",
+    share: float = 1.0,
+    hosts: Sequence[str] = ("hooks.example",),
+    **limits: float,
 ) -> AsyncIterator[httpx.AsyncClient]:
     """Serve the jobs of one model on a real socket, and yield a client."""
-    guard = Guard(predict=read_keys(keys) if keys else None)
-    jobs = Jobs(str(place), STORE_LIMITS, {"m": pool}, "m", Webhooks(["hooks.example"], b"k" * 24))
+    guard = Guard(predict=read_keys(keys) if keys else None, share=share)
+    store_limits = msgspec.structs.replace(STORE_LIMITS, share=share)
+    hooks = Webhooks(hosts, b"k" * 24, share)
+    jobs = Jobs(str(place), store_limits, {"m": pool}, "m", hooks)
     predict = endpoint(
         pool,
         guard=guard,

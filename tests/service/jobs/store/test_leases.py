@@ -1,5 +1,7 @@
 """Each part is computed by one service at a time, and its result is kept once."""
 
+from collections import Counter
+
 from inferpool.service.jobs.records import LeaseRoom
 from inferpool.service.jobs.store.store import JobStore
 from tests.service.jobs.stores import NOW, add, compute, take, values
@@ -64,6 +66,28 @@ def test_jobs_share_what_is_leased(store: JobStore) -> None:
     assert [(part.job.id, part.number) for part in leased] == [
         ("a", 0), ("a", 1), ("b", 0), ("b", 1),
     ]  # fmt: skip
+
+
+def test_owners_share_what_is_leased_whatever_their_jobs_and_priorities(store: JobStore) -> None:
+    for number in range(20):
+        add(store, 640, id=f"{number}", owner="ann", priority=1)
+    add(store, 640, id="9", owner="ben", priority=9)
+    room = LeaseRoom(num_instances=256, num_bytes=2**30, num_parts=100, share=0.75)
+    leased = store.leases.lease({"m"}, room, 60.0, NOW)
+    assert Counter(part.job.owner for part in leased) == {"ann": 2, "ben": 2}
+    for owner in ("ann", "ben", "ann"):  # who was served last comes last
+        assert [part.job.owner for part in take(store, 1)] == [owner]
+
+
+def test_an_owner_leaves_a_reserve_for_others(store: JobStore) -> None:
+    add(store, 640, id="a", owner="ann")
+    room = LeaseRoom(num_instances=256, num_bytes=2**30, num_parts=100, share=0.75)
+    assert sum(len(part.instances) for part in store.leases.lease({"m"}, room, 60.0, NOW)) == 192
+    held = {"ann": LeaseRoom(num_instances=192, num_bytes=0, num_parts=3)}
+    room = LeaseRoom(num_instances=64, num_bytes=2**30, num_parts=97, share=0.75, held=held)
+    assert not store.leases.lease({"m"}, room, 60.0, NOW)
+    add(store, 640, id="a", owner="ben")
+    assert [part.job.owner for part in store.leases.lease({"m"}, room, 60.0, NOW)] == ["ben"]
 
 
 def test_no_more_is_leased_than_there_is_room_for(store: JobStore) -> None:

@@ -1,17 +1,20 @@
 """The store keeps jobs through crashes, and gives each part to one service at a time."""
 
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from inferpool.service.errors import (
     IdempotencyError,
     InvalidInputError,
     OverQuotaError,
+    OverShareError,
     StartError,
 )
-from inferpool.service.jobs.records import JobAnswer, JobProblem, PartResult
+from inferpool.service.jobs.records import JobAnswer, JobProblem, PartResult, WaitingWebhook
 from inferpool.service.jobs.store.store import JobStore
 from tests.service.jobs.conftest import LIMITS
 from tests.service.jobs.stores import NOW, add, compute, finish, instance, new_job, take, values
@@ -157,7 +160,23 @@ def test_the_same_call_makes_one_job(store: JobStore) -> None:
     with pytest.raises(IdempotencyError, match="with this id"):
         add(store, id="a", body_digest="other")
     assert add(store, id="d", idempotency_key="k", owner="someone")[1]
-    assert len(store.jobs(limit=10)) == 2
+    assert len(store.jobs(limit=10)) == len(store.jobs(owner="someone", limit=10)) == 1
+
+
+def test_two_owners_may_give_jobs_the_same_id(store: JobStore) -> None:
+    for owner, num in (("ann", 3), ("ben", 4)):
+        assert add(store, num, id="cats", owner=owner, body_digest=owner)[1]
+    with pytest.raises(IdempotencyError, match="with this id"):
+        add(store, id="cats", owner="ben", body_digest="other")
+    finish(store)
+    for owner, num in (("ann", 3), ("ben", 4)):
+        job = store.job("cats", owner)
+        assert job is not None
+        assert (job.owner, job.num_done) == (owner, num)
+        assert len(list(store.answers("cats", owner=owner))) == num
+    store.delete("cats", "ann")
+    assert store.job("cats", "ann") is None
+    assert store.job("cats", "ben") is not None
 
 
 def test_an_owner_sees_its_own_jobs(store: JobStore) -> None:
@@ -165,11 +184,12 @@ def test_an_owner_sees_its_own_jobs(store: JobStore) -> None:
         add(store, id=f"a{number}", owner="ann")
     add(store, id="b", owner="ben")
     assert store.job("b", "ann") is None
-    assert store.job("b", "ben") == store.job("b")
+    assert store.job("b") is None
+    assert store.job("b", "ben") is not None
     page = store.jobs(owner="ann", limit=3)
     assert [job.id for job in page] == ["a4", "a3", "a2"]
     assert [job.id for job in store.jobs(owner="ann", limit=3, before="a2")] == ["a1", "a0"]
-    store.cancel("a1", NOW)
+    store.cancel("a1", NOW, "ann")
     assert [job.id for job in store.jobs(owner="ann", states=["cancelled"], limit=3)] == ["a1"]
 
 
@@ -180,8 +200,21 @@ def test_a_key_has_a_quota_of_jobs_and_bytes(store: JobStore) -> None:
         add(store, id="more")
     with pytest.raises(OverQuotaError, match="max_job_bytes"):
         add(store, 100, id="large", num_bytes=2**20, owner="ben")
-    assert store.job("large") is None
+    assert store.job("large", "ben") is None
     assert add(store, 10, id="small", num_bytes=2**20, owner="ben")[1]
+
+
+def test_a_key_leaves_others_some_of_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = JobStore.open(str(tmp_path), msgspec.structs.replace(LIMITS, share=0.75))
+    monkeypatch.setattr(store._database, "_room", lambda: (2**23 - store.counts().num_bytes, 2**20))
+    for number in range(4):
+        add(store, 1, id=f"{number}", owner="ann", num_bytes=2**20)
+    with pytest.raises(OverShareError, match=r"share of the disk \(per_key_share = 0.75 "):
+        add(store, 2, id="more", owner="ann", num_bytes=2**20)
+    add(store, 2, owner="ben", num_bytes=2**20)
+    store.close()
 
 
 def test_jobs_are_deleted_when_their_time_is_over(store: JobStore) -> None:
@@ -195,19 +228,40 @@ def test_jobs_are_deleted_when_their_time_is_over(store: JobStore) -> None:
     assert not store.jobs(limit=9)
 
 
+def waiting(store: JobStore, now: float, *busy: str) -> Sequence[WaitingWebhook]:
+    return store.waiting_webhooks(9, now, busy)
+
+
 def test_webhooks_are_due_until_they_are_told(store: JobStore) -> None:
     add(store, id="a", webhook="https://a.example/")
     add(store, id="b")
-    assert not store.due_webhooks(9, 60.0, NOW)
+    assert not waiting(store, NOW)
     finish(store)
-    (due,) = store.due_webhooks(9, 60.0, NOW)
+    (call,) = waiting(store, NOW)
+    (due,) = store.take_webhooks([call], 60.0, NOW)
     assert (due.job.id, due.num_attempts) == ("a", 0)
-    assert not store.due_webhooks(9, 60.0, NOW + 59)
-    store.note_webhook("a", NOW + 5)
-    (due,) = store.due_webhooks(9, 60.0, NOW + 5)
+    assert not store.take_webhooks([call], 60.0, NOW)
+    assert not waiting(store, NOW + 59)
+    store.note_webhook(call.number, NOW + 5)
+    (due,) = store.take_webhooks(waiting(store, NOW + 5), 60.0, NOW + 5)
     assert due.num_attempts == 1
-    store.note_webhook("a", None)
-    assert not store.due_webhooks(9, 60.0, NOW + 1000)
+    store.note_webhook(call.number, None)
+    assert not waiting(store, NOW + 1000)
+
+
+def test_webhooks_of_owners_and_of_their_receivers_take_turns(store: JobStore) -> None:
+    for number in range(6):
+        add(store, 1, id=f"{number}", owner="ann", webhook=f"https://{number % 2}.example/")
+    add(store, 1, id="last", owner="ben", webhook="https://0.example/")
+    finish(store)
+    calls = waiting(store, NOW)
+    assert {call.owner for call in calls[:2]} == {"ann", "ben"}
+    receivers = [call.receiver for call in calls if call.owner == "ann"]
+    assert [len(set(receivers[at : at + 2])) for at in (0, 2, 4)] == [2, 2, 2]
+    store.postpone_webhooks("ann 0.example", NOW + 60)
+    assert {call.receiver for call in waiting(store, NOW)} == {"ann 1.example", "ben 0.example"}
+    assert [call.owner for call in waiting(store, NOW, "ann 1.example")] == ["ben"]
+    assert len(waiting(store, NOW + 60)) == 7
 
 
 def test_a_restart_takes_up_what_was_leased(tmp_path: Path) -> None:

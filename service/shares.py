@@ -1,0 +1,145 @@
+"""Shares of what clients use together: no client's greed is another one's refusal.
+
+An owner is an API key, or the address of a client where keys do not tell clients apart. It may have
+a part of what the other owners leave, the same rule as in the queue (`KeyShare`): alone it gets
+that part of the whole, several that ask for more have equal parts, and some stays free for one
+more. An owner that has nothing is refused only if nothing at all is left. In the event loop.
+"""
+
+import asyncio
+import ipaddress
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+from inferpool.service.errors import OverloadedError, OverShareError
+
+_NETWORK_BITS = 64
+"""A client may have all IPv6 addresses that begin with the same bits (RFC 6177)."""
+
+
+class Shares:
+    """Places that owners share, such as uploads at once."""
+
+    def __init__(self, most: int, share: float, what: str) -> None:
+        """Give nothing yet.
+
+        Args:
+            most: All places.
+            share: The part of what others leave that one owner may have; 1 for all of it.
+            what: What has the places, in the plural, for a person.
+        """
+        self.most = most
+        self.share = share
+        self.num = 0
+        """Places that are taken."""
+        self._what = what
+        self._held: Counter[str] = Counter()
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        """Those that wait for a place, by owner. The owner that was served last comes last."""
+
+    def may_take(self, owner: str) -> bool:
+        """Return whether an owner may have one place more."""
+        own, left = self._held[owner], self.most - self.num
+        return left > 0 and (not own or allowance(own, left, self.share) >= 1)
+
+    @contextmanager
+    def place(self, owner: str, retry_after_s: int = 5) -> Iterator[None]:
+        """Keep a place for an owner.
+
+        Raises:
+            OverShareError: It has its share.
+            OverloadedError: Nothing is left.
+        """
+        if not self.may_take(owner):
+            raise self._error(owner, retry_after_s)
+        self.take(owner)
+        try:
+            yield
+        finally:
+            self.give_back(owner)
+
+    @asynccontextmanager
+    async def turn(self, owner: str) -> AsyncIterator[None]:
+        """Wait for a place, and keep it. Of those who wait, the owner with the fewest is next."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(owner, deque()).append(turn)
+        self._serve()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.give_back(owner)
+            else:
+                self._forget(owner, turn)
+            raise
+        try:
+            yield
+        finally:
+            self.give_back(owner)
+
+    def take(self, owner: str) -> None:
+        """Take a place for an owner that may have one; `give_back` follows."""
+        self._held[owner] += 1
+        self.num += 1
+
+    def give_back(self, owner: str) -> None:
+        """Give a place back, and serve those who wait."""
+        self.num -= 1
+        self._held[owner] -= 1
+        if not self._held[owner]:
+            del self._held[owner]
+        self._serve()
+
+    def _serve(self) -> None:
+        """Give places to those who wait, as many as may have one."""
+        while waiting := [owner for owner in self._waiting if self.may_take(owner)]:
+            owner = min(waiting, key=self._held.__getitem__)
+            turns = self._waiting.pop(owner)
+            turn = turns.popleft()
+            if turns:
+                self._waiting[owner] = turns
+            if not turn.done():  # else it was cancelled
+                self.take(owner)
+                turn.set_result(None)
+
+    def _forget(self, owner: str, turn: "asyncio.Future[None]") -> None:
+        turns = self._waiting.get(owner)
+        if turns is not None and turn in turns:
+            turns.remove(turn)
+            if not turns:
+                del self._waiting[owner]
+
+    def _error(self, owner: str, retry_after_s: int) -> OverloadedError:
+        if self.num >= self.most:
+            text = f"all {self.most} places for {self._what} are taken; try again later"
+            return OverloadedError(text, retry_after_s=retry_after_s)
+        return OverShareError(
+            f"the {self._held[owner]} {self._what} of this key or address have its share "
+            f"(per_key_share = {self.share:g} of what others leave)",
+            retry_after_s=retry_after_s,
+        )
+
+
+def allowance(own: float, left: float, share: float) -> float:
+    """Return how much more an owner may have.
+
+    Args:
+        own: What it has.
+        left: What nobody has.
+        share: The part of what others leave that it may have.
+    """
+    return share * (left + own) - own
+
+
+def owner_of_address(host: str | None) -> str:
+    """Return the owner that the address of a client stands for; "" for one without an address."""
+    try:
+        ip = ipaddress.ip_address((host or "").partition("%")[0])
+    except ValueError:
+        return host or ""
+    if isinstance(ip, ipaddress.IPv6Address):
+        if ip.ipv4_mapped is not None:
+            return str(ip.ipv4_mapped)
+        return str(ipaddress.IPv6Network((ip, _NETWORK_BITS), strict=False))
+    return str(ip)
