@@ -182,6 +182,8 @@ def make_service(
     origin = (origins or {}).get("trace_endpoint", "default")
     settings, tracer = set_up_tracing(settings, origin, metrics.model)
     service = Service(settings, host, metrics, console, origins, make_engine, state, door)
+    if service.jobs is not None:
+        service.jobs.hold()
     return service, tracer
 
 

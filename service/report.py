@@ -15,6 +15,7 @@ from inferpool.service.api.routes.health import (
     HostHealth,
     HostStatus,
     InputDescription,
+    JobStoreHealth,
     LastEnding,
     LostHostHealth,
     ModelHealth,
@@ -58,6 +59,7 @@ def report_of(
     *,
     is_draining: bool,
     cluster: ClusterReport = NO_CLUSTER,
+    job_store: JobStoreHealth | None = None,
 ) -> HealthReport:
     """Return the state of everything now, given the loaded versions of each model."""
     told = [_model_health(info, pools, speed_search.progress(info.name)) for info, pools in models]
@@ -71,6 +73,7 @@ def report_of(
         fronts=fronts,
         gpus=[gpu_health(gpu) for gpu in gpus],
         forkserver=forkserver_health(forkserver) if forkserver else None,
+        job_store=job_store,
         version=_VERSIONS["inferpool"],
         torch=_VERSIONS["torch"],
         python=platform.python_version(),

@@ -290,6 +290,7 @@ class Service:
             self._engine.forkserver_vitals() if self._engine else None,
             is_draining=self.is_draining,
             cluster=self.hosts.report(self._slots()),
+            job_store=None if self.jobs is None else self.jobs.store_health(),
         )
 
     def _make_cluster(self, arena: Arena) -> Cluster:

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Literal
 
 from inferpool.service.api.errors import ForbiddenError, NotFoundError, UnauthorizedError
+from inferpool.service.queue.shares import owner_of_address
 from inferpool.service.settings.keys import Keys, digest_of, fingerprint_of, is_same
-from inferpool.service.shares import owner_of_address
 
 logger = logging.getLogger(__name__)
 

@@ -1,8 +1,4 @@
-"""The jobs of a service: makes, shows, ends and computes them. Lives in the event loop.
-
-The store is opened in a thread, since its library takes a moment to import and the database may be
-down. Until it is open, calls wait a moment, and then are told why.
-"""
+"""The jobs of a service: makes, shows, ends and computes them. Lives in the event loop."""
 
 import asyncio
 import contextlib
@@ -10,6 +6,7 @@ import logging
 import shutil
 import tempfile
 import time
+from collections import Counter
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
@@ -26,13 +23,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from inferpool.models.spec import TensorSpec
+from inferpool.service.api.routes.health import JobStoreHealth
 from inferpool.service.errors import (
     ServiceError,
-    StartError,
-    UnavailableError,
     UnknownJobError,
     UnknownModelError,
 )
+from inferpool.service.jobs.keeper import StoreKeeper
 from inferpool.service.jobs.records import (
     STATES,
     UNFINISHED,
@@ -58,8 +55,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_OPEN_S = 10.0
-"""How long a call waits for the store to open."""
 _RETRY_S = 10.0
 """When what has failed is tried again."""
 _POLL_S = 1.0
@@ -84,6 +79,7 @@ class Jobs:
         default_model: str,
         webhooks: Webhooks,
         periods: LeasePeriods | None = None,
+        keeper: StoreKeeper | None = None,
     ) -> None:
         """Open nothing yet.
 
@@ -94,18 +90,17 @@ class Jobs:
             default_model: The model of calls that name none.
             webhooks: Tells who asked that a job is over.
             periods: How long parts of jobs are leased; None for the defaults.
+            keeper: Opens the store; None for one with the default times.
         """
         self._place = place
         self._limits = limits
+        self._keeper = keeper or StoreKeeper(place, limits)
         self._pools = pools
         self._default_model = default_model
         self._webhooks = webhooks
         self._periods = periods or LeasePeriods()
         self._is_shared = "://" in place
-        self._store: JobStore | None = None
         self._runner: Runner | None = None
-        self._opened = asyncio.Event()
-        self._problem = "it is being opened"
         self._running: asyncio.Task[None] | None = None
         self._computing: asyncio.Task[None] | None = None
         self._is_ending = False
@@ -119,6 +114,8 @@ class Jobs:
         """How much the store holds of all services, about a second ago."""
         self._num_free_bytes: int | None = None
         """Room on the disk of the store at that time; None if that is the database's affair."""
+        self._num_answered: Counter[tuple[str, str]] = Counter()
+        """Instances whose answer was kept, by model and outcome."""
         self._num_ended = dict.fromkeys(STATES[len(UNFINISHED) :], 0)
         self.durations = Distribution(_DURATION_EDGES_S)
         """Seconds from the arrival of each job to its end."""
@@ -130,17 +127,25 @@ class Jobs:
 
     @property
     def is_open(self) -> bool:
-        """The store is open, so that jobs are served."""
-        return self._store is not None
+        """The store can be used, so that jobs are served."""
+        return self._keeper.is_open
 
     @property
     def num_answered(self) -> int:
         """Instances whose answers this service has kept."""
-        return 0 if self._runner is None else self._runner.num_answered.total()
+        return self._num_answered.total()
+
+    def store_health(self) -> JobStoreHealth:
+        """Return the state of the store, for /health."""
+        return self._keeper.health()
+
+    def hold(self) -> None:
+        """Keep other services from using the folder; see `StoreKeeper.hold`."""
+        self._keeper.hold()
 
     def start(self) -> None:
         """Begin to open the store and to compute what it holds."""
-        self._running = asyncio.create_task(self._run(), name="jobs")
+        self._running = asyncio.create_task(self._keeper.run(self._use), name="jobs")
 
     def end(self) -> None:
         """Compute nothing more, give back what is not done, and let nobody wait any longer."""
@@ -160,10 +165,7 @@ class Jobs:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
         await in_thread(self._writers.shutdown)
-        if self._store is not None:
-            store, self._store = self._store, None
-            self._problem = "this server is shutting down"
-            await in_thread(store.close)
+        await self._keeper.close()
 
     async def until_open(self) -> None:
         """Wait a moment for the store to open.
@@ -171,7 +173,7 @@ class Jobs:
         Raises:
             UnavailableError: It could not be opened, or the service has not started.
         """
-        await self._opened_store()
+        await self._keeper.store()
 
     def inputs_of(self, model: str) -> Sequence[TensorSpec]:
         """Return the tensors that a model takes; empty if unknown."""
@@ -214,7 +216,7 @@ class Jobs:
             StoreFullError: The store has no room.
             UnavailableError: The store cannot be used.
         """
-        store = await self._opened_store()
+        store = await self._keeper.store()
 
         def write() -> tuple[Job, bool]:
             if (former := store.former(new)) is not None:  # whatever the quota is by now
@@ -238,7 +240,7 @@ class Jobs:
             UnknownJobError: There is none, or it is another owner's.
             UnavailableError: The store cannot be used.
         """
-        found = await in_thread((await self._opened_store()).job, id, owner)
+        found = await in_thread((await self._keeper.store()).job, id, owner)
         if found is None:
             raise UnknownJobError(f"there is no job {id[:64]!r}; it may have expired")
         return found
@@ -255,7 +257,7 @@ class Jobs:
         self, owner: str, states: Sequence[JobState], limit: int, before: str | None
     ) -> Sequence[Job]:
         """Return jobs, the newest first; `before` is the id of the last one of the page before."""
-        store = await self._opened_store()
+        store = await self._keeper.store()
         return await in_thread(
             lambda: store.jobs(owner=owner, states=states, limit=limit, before=before)
         )
@@ -265,7 +267,7 @@ class Jobs:
         if (job := await self.job(id, owner)).is_over:
             return job
         now = time.time()
-        ended = await in_thread((await self._opened_store()).cancel, id, now, owner)
+        ended = await in_thread((await self._keeper.store()).cancel, id, now, owner)
         if ended is None:
             raise UnknownJobError(f"there is no job {id[:64]!r}; it may have expired")
         if ended.ended_at == now:  # else it was over before
@@ -275,7 +277,7 @@ class Jobs:
     async def delete(self, id: str, owner: str) -> None:
         """Remove a job and its results; see `job`."""
         job = await self.job(id, owner)
-        await in_thread((await self._opened_store()).delete, id, owner)
+        await in_thread((await self._keeper.store()).delete, id, owner)
         if self._runner is not None:
             self._runner.drop(job)
         self._watches.forget(id, owner)
@@ -285,7 +287,7 @@ class Jobs:
     ) -> AsyncIterator[Sequence[tuple[int, JobAnswer, int]]]:
         """Yield index, answer and version of what has an answer, in order and in chunks."""
         await self.job(id, owner)
-        found = (await self._opened_store()).answers(id, first, count, owner)
+        found = (await self._keeper.store()).answers(id, first, count, owner)
         while chunk := await in_thread(lambda: list(islice(found, _CHUNK))):
             yield chunk
 
@@ -300,15 +302,14 @@ class Jobs:
             yield Reading(name="job_store_free_bytes", value=self._num_free_bytes)
         for state, num in self._num_ended.items():
             yield Reading(name="jobs_ended", value=num, labels=(state,))
-        answered = {} if self._runner is None else self._runner.num_answered
+        answered = self._num_answered
         for labels in product(self._pools, ("succeeded", "failed")):
             yield Reading(name="job_instances", value=answered.get(labels, 0), labels=labels)
         for outcome, num in self._webhooks.num_calls.items():
             yield Reading(name="webhook_calls", value=num, labels=(outcome,))
 
-    async def _run(self) -> None:
-        store = await self._open()
-        self._opened.set()
+    async def _use(self, store: "JobStore") -> None:
+        """Compute, tell, clean and count what a store holds until cancelled."""
         async with asyncio.TaskGroup() as group:
             if not self._is_ending:
                 computing = _again(partial(self._compute, store), "compute jobs")
@@ -325,40 +326,9 @@ class Jobs:
             periods=self._periods,
             on_change=self._note,
             share=self._limits.share,
+            num_answered=self._num_answered,
         )
         await self._runner.run()
-
-    async def _open(self) -> "JobStore":
-        problem = ""
-        while True:
-            try:
-                return await in_thread(self._open_once)
-            except StartError as error:
-                if str(error) != problem:
-                    logger.error("jobs are not served: %s", error)
-                problem = str(error)
-            except Exception:
-                logger.exception("jobs are not served: the store cannot be opened")
-            # Where it is and what is wrong with it is not for clients.
-            self._problem = "the store cannot be opened; the log of the service says why"
-            self._opened.set()
-            await asyncio.sleep(_RETRY_S)
-
-    def _open_once(self) -> "JobStore":
-        from inferpool.service.jobs.store.store import JobStore  # imports SQLAlchemy, in a thread
-
-        self._store = store = JobStore.open(self._place, self._limits)
-        return store  # if the service stops meanwhile, nobody takes this, but `stop` closes it
-
-    async def _opened_store(self) -> "JobStore":
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_OPEN_S):
-                await self._opened.wait()
-        if self._store is None:
-            raise UnavailableError(
-                f"jobs are not served at the moment: {self._problem}", retry_after_s=5
-            )
-        return self._store
 
     async def _clean(self, store: "JobStore") -> None:
         """Delete what has expired, and end the jobs of models that were removed."""

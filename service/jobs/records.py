@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import msgspec
 
 from inferpool.models.spec import TensorHeader
-from inferpool.service.shares import allowance
+from inferpool.service.queue.shares import allowance
 from inferpool.workers.messages import Kind
 
 JobState = Literal["queued", "running", "succeeded", "failed", "cancelled"]
@@ -112,7 +112,7 @@ class LeaseRoom(msgspec.Struct, frozen=True, kw_only=True):
     share: float = 1.0
     """The part of what others leave that one owner may have."""
     held: Mapping[str, "LeaseRoom"] = {}
-    """What owners have already."""
+    """Parts in flight, by owner."""
 
     def left_for(self, owner: str) -> "LeaseRoom":
         """Return the most that an owner may have on top; one without anything may have a part."""

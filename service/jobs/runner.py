@@ -94,6 +94,7 @@ class Runner:
         periods: LeasePeriods,
         on_change: Callable[[Job], None],
         share: float = 1.0,
+        num_answered: Counter[tuple[str, str]] | None = None,
     ) -> None:
         """Start nothing yet.
 
@@ -104,6 +105,7 @@ class Runner:
             periods: How long parts are leased.
             on_change: Told each job of which a part was committed.
             share: The part of what others leave that the jobs of one owner may have in flight.
+            num_answered: Counts instances whose answer was kept, by model and outcome.
         """
         self._store = store
         self._pools = pools
@@ -126,8 +128,7 @@ class Runner:
         """When each model's workers were last seen ready."""
         self._in_flight: Counter[str] = Counter()
         """Instances in flight by model."""
-        self.num_answered: Counter[tuple[str, str]] = Counter()
-        """Instances whose answer was kept, by model and outcome."""
+        self._num_answered = Counter() if num_answered is None else num_answered
         self._num_bytes = 0
         """Payload bytes in flight."""
         self._problem = ""
@@ -329,7 +330,7 @@ class Runner:
                 pause_s = min(2 * pause_s, _MOST_PAUSE_S)
         if job is not None:
             for answer in result.answers:
-                self.num_answered[job.model, "failed" if answer.problem else "succeeded"] += 1
+                self._num_answered[job.model, "failed" if answer.problem else "succeeded"] += 1
             self._on_change(job)
 
     async def _renew_often(self) -> None:

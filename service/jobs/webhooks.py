@@ -30,7 +30,7 @@ from inferpool.service.api.errors import ForbiddenError
 from inferpool.service.errors import InvalidInputError, ServiceError
 from inferpool.service.jobs.records import DueWebhook, Job, WaitingWebhook
 from inferpool.service.jobs.threads import in_thread
-from inferpool.service.shares import Shares
+from inferpool.service.queue.shares import Shares
 
 if TYPE_CHECKING:
     import httpx

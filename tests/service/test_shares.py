@@ -21,7 +21,7 @@ from inferpool.service.jobs.http.reading import JobBody, read_body
 from inferpool.service.jobs.http.routes import MAX_STREAMS as MAX_JOB_STREAMS
 from inferpool.service.jobs.http.uploads import MAX_UPLOADS
 from inferpool.service.queue.pool import Pool
-from inferpool.service.shares import Shares, owner_of_address
+from inferpool.service.queue.shares import Shares, owner_of_address
 from inferpool.workers.arena import Arena
 from tests.fakes import FakeEngine
 from tests.service.jobs.http.test_routes import ANN, BEN, JSONL, idle, serving
@@ -234,6 +234,7 @@ NOT_SHARED: Mapping[str, str] = {
     "settings/state.py": "of operators",
     "speed.py": "of no client",
     "tools": "of one user's own command",
+    "jobs/keeper.py": "of no client",
     "jobs/watches.py": "for each job",
 }
 """Pools and locks of others."""

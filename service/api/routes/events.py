@@ -18,7 +18,7 @@ from inferpool.service.api.errors import problem_response
 from inferpool.service.api.routes.health import HealthReport
 from inferpool.service.api.routes.models import VersionState
 from inferpool.service.errors import OverloadedError
-from inferpool.service.shares import Shares
+from inferpool.service.queue.shares import Shares
 from inferpool.workers.host.engine import Cause
 
 MAX_STREAMS = 64

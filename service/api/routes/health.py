@@ -289,6 +289,23 @@ class LostHostHealth:
     """Seconds since then."""
 
 
+JobStoreState = Literal["opening", "open", "failing", "gone", "closed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobStoreHealth:
+    """The store of jobs."""
+
+    state: JobStoreState
+    """`opening` at the start; `open`; `failing`: it does not answer, is locked by another program,
+    or cannot be opened; `gone`: its folder or disk is not there, and it is opened when it is again;
+    `closed` at the end."""
+    place: str
+    """The folder, or the URL without user and password."""
+    reason: str = ""
+    """Why it cannot be used."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealthReport:
     """The whole service."""
@@ -303,6 +320,8 @@ class HealthReport:
     """Empty on a host without GPUs, and for a moment after the start."""
     forkserver: ForkserverHealth | None = None
     """Null if workers are started without one, and for a moment after the start."""
+    job_store: JobStoreHealth | None = None
+    """Null if no jobs are kept here. Predictions do not need it."""
     version: str = ""
     """Version of inferpool."""
     torch: str = ""

@@ -33,8 +33,8 @@ from inferpool.service.jobs.http.target import JobsTarget
 from inferpool.service.jobs.http.uploads import Uploads
 from inferpool.service.jobs.records import Job, NewJob
 from inferpool.service.jobs.threads import in_thread
+from inferpool.service.queue.shares import Shares
 from inferpool.service.settings.keys import digest_of
-from inferpool.service.shares import Shares
 
 MOST_WAIT_S = 60
 """The longest that a call waits for the end of a job."""

@@ -37,7 +37,7 @@ from inferpool.service.jobs.http.results import (
 )
 from inferpool.service.jobs.http.target import JobsTarget
 from inferpool.service.jobs.records import STATES, JobState
-from inferpool.service.shares import Shares
+from inferpool.service.queue.shares import Shares
 
 MAX_STREAMS = 256
 """Streams of events of jobs at once."""

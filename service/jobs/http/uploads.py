@@ -14,10 +14,11 @@ from inferpool.service.errors import (
     OverQuotaError,
     SlowBodyError,
     StoreFullError,
+    UnavailableError,
 )
 from inferpool.service.jobs.http.reading import most_bytes
 from inferpool.service.jobs.http.spool import Spool
-from inferpool.service.shares import Shares
+from inferpool.service.queue.shares import Shares
 
 MAX_UPLOADS = 64
 """Bodies on their way at once. Each costs a connection, a file and some 300 KiB."""
@@ -115,8 +116,14 @@ def _check_room(folder: Path) -> None:
 
     Raises:
         StoreFullError: The disk is nearly full.
+        UnavailableError: It is not there.
     """
-    disk = os.statvfs(folder)
+    try:
+        disk = os.statvfs(folder)
+    except OSError as error:
+        raise UnavailableError(
+            f"the folder for the bodies of jobs cannot be used: {error.strerror}", retry_after_s=5
+        ) from error
     reserve = min(_RESERVE_BYTES, int(disk.f_blocks * disk.f_frsize * _RESERVE_SHARE))
     if disk.f_bavail * disk.f_frsize < reserve + _CHECK_BYTES:
         raise StoreFullError(

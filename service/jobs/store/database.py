@@ -2,12 +2,11 @@
 
 import contextlib
 import errno
-import fcntl
 import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -39,15 +38,17 @@ from inferpool.service.errors import (
     UnavailableError,
 )
 from inferpool.service.jobs.store.files import sync_folder
-from inferpool.service.shares import allowance
+from inferpool.service.jobs.store.folder import FileOnDisk, HeldFolder
+from inferpool.service.queue.shares import allowance
 
 logger = logging.getLogger(__name__)
 
 _FILE = "jobs.sqlite3"
-_LOCK = "in-use"
 _MIGRATIONS = Path(__file__).parent / "migrations"
 _BUSY_S = 30.0
-"""How long a transaction of SQLite waits for another one."""
+"""How long a transaction of SQLite waits for another one of this service."""
+_LOCKED_S = 2.0
+"""How long the first one waits for another program. Those behind it are told at once."""
 _CONNECT_S = 5
 _POSTGRESQL = {
     "connect_timeout": _CONNECT_S,
@@ -61,6 +62,8 @@ _RESERVE_SHARE = 0.05
 _RESULTS_SHARE = 0.25
 """The part of that room which results leave: a full SQLite needs some to delete anything."""
 _PAGE_BYTES = 4096
+_INCREMENTAL = 2
+"""SQLite's number of this mode of auto_vacuum."""
 _MOVED_PAGES = 256
 """Pages that SQLite gives back at once."""
 _MIGRATION_LOCK = 7_267_301_945
@@ -74,14 +77,25 @@ _FULL_NAMES = ("SQLITE_FULL", "SQLITE_IOERR_SHMSIZE")
 """SQLite's names of the same; the second one comes with a new connection."""
 
 
+GONE = "the store of jobs (job_store) is gone: its folder was removed or replaced, or its disk"
+SILENT = "the store of jobs (job_store) does not answer"
+LOCKED = "the store of jobs (job_store) is locked by another program"
+_BEGIN = "BEGIN IMMEDIATE"
+
+
+class StoreGoneError(UnavailableError):
+    """The folder of the store is not where it was, so that what is written to it is lost."""
+
+
 class Database:
     """Connections to one database, and transactions on it. May be used by any thread."""
 
-    def __init__(self, place: str) -> None:
+    def __init__(self, place: str, held: HeldFolder | None = None) -> None:
         """Open the database, and bring its tables up to date.
 
         Args:
             place: A folder, which is made if it is not there, or a URL `postgresql://…`.
+            held: The folder, if it is held already; `close` lets it go.
 
         Raises:
             StartError: It cannot be used; the message says why.
@@ -89,7 +103,11 @@ class Database:
         self.folder = None if "://" in place else Path(place)
         """The folder of SQLite; None for PostgreSQL."""
         self._name = place if self.folder is None else str(self.folder)
-        self._lock: int | None = None
+        self._held = held
+        self.file: FileOnDisk | None = None
+        """The file of SQLite."""
+        self._is_locked = False
+        """Another program keeps SQLite from writing."""
         self._writing = threading.Lock()
         """Held by the one transaction of SQLite that may write. Its own lock has no line: whoever
         finds it taken sleeps for up to 0.1 s and tries again."""
@@ -97,8 +115,9 @@ class Database:
             if self.folder is None:
                 self._engine = _postgresql(place)
             else:
-                self._lock = _take_folder(self.folder)
-                self._engine = _sqlite(self.folder / _FILE)
+                self._held = held or HeldFolder(self.folder)
+                self._engine = _sqlite(self.folder / _FILE, self._note_lock)
+                self.file = FileOnDisk(self.folder / _FILE)
             self._migrate()
         except (ArgumentError, SQLAlchemyError, OSError) as error:
             self.close()
@@ -127,8 +146,12 @@ class Database:
             UnavailableError: The database does not answer. If that was during the commit, it is
                 unknown whether anything was changed.
         """
-        with self._turn(), told(), self._engine.begin() as connection:
-            yield connection
+        with self._turn():
+            self._check_file()
+            if self._is_locked:
+                raise UnavailableError(LOCKED, retry_after_s=5)
+            with told(), self._engine.begin() as connection:
+                yield connection
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Connection]:
@@ -143,6 +166,41 @@ class Database:
             connection.begin(),
         ):
             yield connection
+
+    def check(self) -> None:
+        """Check that it can be used; a transaction of this service may be under way.
+
+        Raises:
+            StoreGoneError: What is written to it is lost, for its folder is gone or another one.
+            UnavailableError: It does not answer, or another program keeps it.
+        """
+        if self.folder is None:
+            with told(SILENT), self._engine.connect() as connection:
+                connection.execute(text("SELECT 1"))
+            return
+        assert self._held is not None
+        self._check_file()
+        if not self._held.is_there:
+            raise StoreGoneError(GONE, retry_after_s=5)
+        if self._writing.acquire(blocking=False):
+            try:
+                with told(SILENT), self._engine.begin():
+                    pass
+            except UnavailableError as error:
+                if not self._is_locked:
+                    raise
+                raise UnavailableError(LOCKED, retry_after_s=5) from error.__cause__
+            finally:
+                self._writing.release()
+        elif self._is_locked:
+            raise UnavailableError(LOCKED, retry_after_s=5)
+
+    def _check_file(self) -> None:
+        if self.file is not None and not self.file.is_there:
+            raise StoreGoneError(GONE, retry_after_s=5)
+
+    def _note_lock(self, is_locked: bool) -> None:
+        self._is_locked = is_locked
 
     def lock(self, connection: Connection, name: str) -> None:
         """Keep other transactions that lock the same name waiting until this one ends."""
@@ -220,9 +278,8 @@ class Database:
         engine = getattr(self, "_engine", None)
         if engine is not None:
             engine.dispose()
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        if self._held is not None:
+            self._held.close()
 
     def _room(self) -> tuple[int, int]:
         """Return the free bytes of the disk, and how many of them new jobs leave."""
@@ -259,8 +316,11 @@ class Database:
 
 
 @contextlib.contextmanager
-def told() -> Iterator[None]:
+def told(message: str = "") -> Iterator[None]:
     """Turn what the database or the disk raises into what a caller is told.
+
+    Args:
+        message: The text of the error; empty to refer to the log, and write to it.
 
     Raises:
         StoreFullError: There is no room.
@@ -276,10 +336,10 @@ def told() -> Iterator[None]:
                 "the store of jobs has no room left; delete jobs that are over, or try again later",
                 retry_after_s=10,
             ) from error
-        logger.warning("the store of jobs: %s", _reason(error))
-        raise UnavailableError(
-            "the store of jobs cannot be used at the moment; the log says why", retry_after_s=5
-        ) from error
+        if not message:
+            logger.warning("the store of jobs: %s", _reason(error))
+            message = "the store of jobs cannot be used at the moment; the log says why"
+        raise UnavailableError(message, retry_after_s=5) from error
 
 
 def _num_free(connection: Connection) -> int:
@@ -302,54 +362,37 @@ def _is_full(error: Exception) -> bool:
     return getattr(error.orig, "sqlite_errorname", "") in _FULL_NAMES
 
 
-def _take_folder(folder: Path) -> int:
-    """Make the folder, and hold it against every other service until the descriptor is closed.
-
-    Raises:
-        StartError: Another service has it.
-    """
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for above in folder.absolute().parents:
-        with contextlib.suppress(OSError):  # one that may not be read was not made here
-            sync_folder(above)
-    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        raise StartError(
-            f"another service keeps its jobs in {folder}; name another folder in job_store, or a "
-            "PostgreSQL database, which several services can share"
-        ) from None
-    return lock
-
-
-def _sqlite(file: Path) -> Engine:
+def _sqlite(file: Path, note_lock: Callable[[bool], None]) -> Engine:
     os.close(os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
     sync_folder(file.parent)
-    engine = create_engine(f"sqlite:///{file}", connect_args={"timeout": _BUSY_S})
+    engine = create_engine(f"sqlite:///{file}", connect_args={"timeout": _LOCKED_S})
 
     @event.listens_for(engine, "connect")
     def prepare(connection: Any, _: object) -> None:
         connection.isolation_level = None  # the module begins nothing by itself
-        for pragma in (
-            "auto_vacuum=INCREMENTAL",
-            "journal_mode=WAL",
-            "synchronous=FULL",
-            "foreign_keys=ON",
-        ):
-            try:
+        try:
+            if connection.execute("PRAGMA auto_vacuum").fetchone() != (_INCREMENTAL,):
+                connection.execute("PRAGMA auto_vacuum=INCREMENTAL")  # it waits for who writes
+            for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
                 connection.execute(f"PRAGMA {pragma}")
-            except Exception:
-                connection.close()  # the pool does not know it yet
-                raise
+        except Exception:
+            connection.close()  # the pool does not know it yet
+            raise
 
     @event.listens_for(engine, "begin")
     def begin(connection: Connection) -> None:
         # A transaction that begins as a reader cannot always become a writer (lang_transaction).
-        begin = connection.get_execution_options().get("begin", "BEGIN IMMEDIATE")
-        if begin:
+        begin = connection.get_execution_options().get("begin", _BEGIN)
+        if not begin:
+            return
+        try:
             connection.exec_driver_sql(begin)
+        except DBAPIError as error:
+            if getattr(error.orig, "sqlite_errorname", "").startswith("SQLITE_BUSY"):
+                note_lock(True)
+            raise
+        if begin == _BEGIN:
+            note_lock(False)
 
     return engine
 

@@ -26,6 +26,7 @@ from inferpool.service.jobs.records import (
 )
 from inferpool.service.jobs.store.database import Database, told
 from inferpool.service.jobs.store.files import PartFiles
+from inferpool.service.jobs.store.folder import HeldFolder
 from inferpool.service.jobs.store.leases import PartLeases, lock_jobs, lock_parts
 from inferpool.service.jobs.store.rows import (
     decode_answers,
@@ -57,13 +58,15 @@ class JobStore:
         self.leases = PartLeases(database, self._files, limits)
 
     @classmethod
-    def open(cls, place: str, limits: StoreLimits) -> Self:
+    def open(cls, place: str, limits: StoreLimits, held: HeldFolder | None = None) -> Self:
         """Open the store at a folder or a URL `postgresql://…`, and bring its tables up to date.
+
+        `held` is the folder, if it is held already.
 
         Raises:
             StartError: It cannot be used; the message says why.
         """
-        database = Database(place)
+        database = Database(place, held)
         try:
             store = cls(database, limits)
             if database.folder is not None:  # all leases and writers were those of a dead one
@@ -76,6 +79,16 @@ class JobStore:
     def close(self) -> None:
         """Close the database. Other calls are over."""
         self._database.close()
+
+    def check(self) -> None:
+        """Check that it can be used; see `Database.check`."""
+        self._database.check()
+
+    @property
+    def may_be_opened(self) -> bool:
+        """A store whose folder was gone can be opened again without losing what it held."""
+        file = self._database.file
+        return file is None or file.may_be_opened
 
     def begin(self, new: NewJob, now: float) -> JobWriter:
         """Return a writer for the instances of a new job."""

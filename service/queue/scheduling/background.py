@@ -32,11 +32,11 @@ _MOST_OWED_S = 1.0
 
 
 class TurnsQueue:
-    """What waits in the background: callers take turns, and what each has comes in its order."""
+    """The instances that wait in the background: callers take turns, and have an order each."""
 
     def __init__(self) -> None:
         self._queues: dict[int, Batcher[Instance]] = {}
-        """What waits, by caller; whose turn was last comes last."""
+        """Instances that wait, by caller; the one whose turn was last comes last."""
         self.num_waiting = 0
 
     def __iter__(self) -> Iterator[Instance]:

@@ -24,7 +24,7 @@ async def running(place: str, pools: Mapping[str, Pool]) -> AsyncIterator[Jobs]:
     jobs = Jobs(place, LIMITS, pools, "m", Webhooks((), b""))
     jobs.start()
     try:
-        await jobs._opened.wait()  # calls wait for ten seconds alone
+        await jobs._keeper._settled.wait()  # calls wait for ten seconds alone
         yield jobs
     finally:
         await jobs.stop()
@@ -155,7 +155,7 @@ async def test_a_store_that_cannot_be_opened_is_told(
 ) -> None:
     (tmp_path / "jobs").write_text("a file")
     async with running(str(tmp_path / "jobs"), {}) as jobs:
-        with pytest.raises(UnavailableError, match="the store cannot be opened") as refused:
+        with pytest.raises(UnavailableError, match=r"store of jobs .* cannot be opened") as refused:
             await jobs.jobs("", ["queued"], 9, None)
         assert str(tmp_path) not in str(refused.value)
         assert str(tmp_path) in caplog.text

@@ -65,7 +65,7 @@ async def serving(
     config.load()
     server.lifespan = config.lifespan_class(config)
     jobs.start()
-    await jobs._opened.wait()  # calls wait for ten seconds alone
+    await jobs._keeper._settled.wait()  # calls wait for ten seconds alone
     await server.startup()
     port = server.servers[0].sockets[0].getsockname()[1]
     try:

@@ -208,12 +208,12 @@ def test_a_key_leaves_others_some_of_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = JobStore.open(str(tmp_path), msgspec.structs.replace(LIMITS, share=0.75))
-    monkeypatch.setattr(store._database, "_room", lambda: (2**23 - store.counts().num_bytes, 2**20))
-    for number in range(4):
+    monkeypatch.setattr(store._database, "_room", lambda: (3 * 2**20, 2**20))
+    for number in range(2):
         add(store, 1, id=f"{number}", owner="ann", num_bytes=2**20)
     with pytest.raises(OverShareError, match=r"share of the disk \(per_key_share = 0.75 "):
-        add(store, 2, id="more", owner="ann", num_bytes=2**20)
-    add(store, 2, owner="ben", num_bytes=2**20)
+        add(store, 1, id="more", owner="ann", num_bytes=2**20)
+    add(store, 1, owner="ben", num_bytes=2**20)
     store.close()
 
 
