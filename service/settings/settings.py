@@ -127,8 +127,9 @@ class Settings(SettingsTable):
     """Instances that may wait for each model; more are refused with 429."""
     per_key_share: float = Field(0.75, gt=0, le=1)
     """The largest part of what the others leave that one of several `predict_keys` may take of each
-    model's queue, of the time until its deadlines and of `arena_bytes`; more is refused with 429.
-    1: all of it."""
+    model's queue, of the time until its deadlines, of `arena_bytes` and of what jobs use; more is
+    refused with 429. Uploads and streams of events are shared by address where keys do not tell
+    clients apart. 1: all of it."""
     quarantine_s: float = Field(300.0, ge=0, allow_inf_nan=False)
     """How long an input that has killed workers is refused with 422; 0: it is tried each time."""
     max_instances_per_request: int = Field(256, ge=1)
