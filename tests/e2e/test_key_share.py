@@ -1,5 +1,10 @@
 """Two API keys on a service as a user starts it: one floods, and the other still gets answers."""
 
+import contextlib
+import socket
+from pathlib import Path
+
+import httpx
 import pytest
 
 from tests.e2e.running import asking, running, until
@@ -44,3 +49,33 @@ def test_a_key_that_floods_is_refused_and_the_other_is_answered():
         assert "6 requests of this key that wait have its share" in refusals[0].json()["detail"]
         assert rejected("key_share") == len(refusals)
         assert rejected("queue_full") == 0
+
+
+def test_a_key_with_slow_uploads_at_two_front_ends_leaves_room_for_another(tmp_path: Path):
+    models = {"m": {"source": "echo", "replicas": 1}}
+    settings = {"front_ends": 2, "body_gap_s": 300, "models": models}
+    keys = {"INFERPOOL_PREDICT_KEYS": f"{FLOODER},{QUIET}"}
+    head = f"POST /jobs HTTP/1.1\r\nhost: x\r\nx-api-key: {FLOODER}\r\n"
+    head += "content-type: application/jsonl\r\ncontent-length: 100\r\n\r\n1\n"
+    place = ("--job-store", str(tmp_path / "jobs"))
+    with running(*place, settings=settings, env=keys) as service, contextlib.ExitStack() as stack:
+        address = ("127.0.0.1", int(service.url.rpartition(":")[2]))
+        uploads = [
+            stack.enter_context(socket.create_connection(address, timeout=60)) for _ in range(64)
+        ]
+        for upload in uploads:
+            upload.sendall(head.encode())
+
+        def post(key: str) -> httpx.Response:
+            headers = {"x-api-key": key, "content-type": "application/jsonl"}
+            return service.post("/jobs", content="1\n", headers=headers)
+
+        until(lambda: post(FLOODER).status_code == 429)
+        refused = post(FLOODER).json()
+        assert (refused["code"], "uploads of jobs" in refused["detail"]) == ("over_share", True)
+        made = post(QUIET)
+        assert made.status_code == 202
+        job = service.get(
+            made.headers["location"], headers={"x-api-key": QUIET}, params={"wait": 60}
+        ).json()
+        assert job["state"] == "succeeded"

@@ -38,6 +38,30 @@ async def test_an_idle_worker_takes_one_batch_of_it(arena: Arena) -> None:
     assert dispatcher.num_unsettled == 0
 
 
+async def test_callers_take_turns(arena: Arena) -> None:
+    dispatcher, worker = make_dispatcher(arena), FakeWorker()
+    dispatcher.attach(worker)
+
+    def submit(caller: int, num: int) -> None:
+        for _ in range(num):
+            ref, chunks = background(b"j" * -caller)
+            ref.caller = caller
+            dispatcher.submit(ref, chunks)
+
+    submit(-1, 20)
+    submit(-2, 3)
+    submit(-3, 1)
+    batches = []
+    for _ in range(6):
+        await until(lambda: worker.batches)
+        batches.append(sorted(item.num_bytes for item in worker.batches[0][0]))
+        worker.answer()
+    assert batches[0] == [1, 1, 2, 3]
+    assert batches[1] == [1, 1, 2, 2]
+    assert batches[2:] == [[1] * 4] * 4
+    await until(lambda: dispatcher.num_unsettled == 0)
+
+
 async def test_others_go_first(arena: Arena) -> None:
     dispatcher, worker = make_dispatcher(arena), FakeWorker()
     dispatcher.attach(worker)
