@@ -34,6 +34,7 @@ from inferpool.service.telemetry.metrics import Metrics, Reading, gpu_gauges
 from inferpool.service.watched.model_folder import ModelFolder
 from inferpool.workers.arena import Arena
 from inferpool.workers.beside.searching import search
+from inferpool.workers.cgroups import processes_left
 from inferpool.workers.host.device_memory import DeviceMemory
 from inferpool.workers.host.devices import Host
 from inferpool.workers.host.engine import Engine, ForkserverVitals
@@ -341,7 +342,8 @@ class Service:
 
 def _room_on(host: Host) -> Room:
     memory = DeviceMemory(host.gpus, host.accelerator.library)
-    return Room(partial(needs_of_worker, gpus=host.gpus), memory.free, memory.used_by)
+    estimate = partial(needs_of_worker, gpus=host.gpus)
+    return Room(estimate, memory.free, memory.used_by, processes_left)
 
 
 def _webhook_secret(settings: Settings) -> bytes:

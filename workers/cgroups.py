@@ -4,6 +4,8 @@ Each group above a process may have a limit; the smallest one applies. Files and
 Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst; Documentation/scheduler/sched-bwc.
 """
 
+import os
+import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +48,26 @@ def read_limits(mount: Path = MOUNT, membership: Path = MEMBERSHIP) -> CgroupLim
         num_pids=min((limit for limit, _ in pids), default=None),
         num_pids_left=min((left for _, left in pids), default=None),
     )
+
+
+def processes_left(
+    mount: Path = MOUNT, membership: Path = MEMBERSHIP, proc: Path = Path("/proc")
+) -> int | None:
+    """Return the processes and threads that may still be started; None if no limit is known.
+
+    Those of the kernel count, those of the control groups, and that of the user, who may have
+    others already: how many is not known.
+    """
+    left = [read_limits(mount, membership).num_pids_left]
+    running = _read(proc / "loadavg").split()[3:4]
+    num_running = int(running[0].partition("/")[2]) if running else 0
+    for name in ("threads-max", "pid_max"):
+        limit = _number(proc / "sys/kernel" / name)
+        left.append(None if limit is None else limit - num_running)
+    if os.geteuid():
+        soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+        left.append(None if soft == resource.RLIM_INFINITY else soft)
+    return min((each for each in left if each is not None), default=None)
 
 
 def groups_of(mount: Path, membership: str, controller: str) -> Iterator[Path]:

@@ -91,9 +91,7 @@ class Changes:
     def begin_add(self, settings: Mapping[str, object]) -> str:
         """See `ModelsTarget`."""
         self._catalog.check_hosts()
-        name, model, is_ephemeral = read_add(settings)
-        if name in self._catalog.serving:
-            raise ConflictError(f"there is a model {name!r}; swap it, or remove it first")
+        name, model, is_ephemeral = read_add(settings, self._catalog.serving)
         self._begin(name, "add", partial(self._add, name, model, is_ephemeral))
         return name
 

@@ -122,7 +122,7 @@ class HostPlans:
             if self.is_cluster:
                 logger.warning("%s cannot be served on host %s: %s", name, host, error)
             raise
-        return [replace(config, host=host) for config in plan]
+        return [replace(config, host=host) for config in plan] if host else plan
 
     def _plan_spread(
         self, name: str, settings: Settings, *, is_successor: bool

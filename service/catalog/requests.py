@@ -1,18 +1,20 @@
 """Reads what an operator asks for: the settings of a model, and how to judge another version."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
 
-from inferpool.service.errors import InvalidInputError
+from inferpool.service.errors import ConflictError, InvalidInputError
+from inferpool.service.settings.bounds import MAX_MODELS, Ratio, SecondsOrZero, Text
 from inferpool.service.settings.model import MODEL_NAME, ModelSettings, SettingsTable
 from inferpool.service.settings.problems import expected, shown
 from inferpool.service.settings.sources import did_you_mean
 
 Policy = Literal["verified", "shadow", "canary", "force"]
+_MOST_SETTINGS = 100
+"""Settings in one request: more than there are."""
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-Seconds = Annotated[float, Field(ge=0, le=86_400, allow_inf_nan=False)]
 
 
 class SwapOptions(SettingsTable):
@@ -26,25 +28,25 @@ class SwapOptions(SettingsTable):
     warm up and give finite outputs."""
     min_agreement: Share = 0.99
     """The least share of inputs with the same best label (or text) as now."""
-    max_deviation: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.05
+    max_deviation: Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)] = 0.05
     """The largest difference of any number with a fraction, as a part of the largest such number
     of its output. Whole numbers are classes or tokens, which `min_agreement` is for."""
-    max_latency_ratio: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.5
+    max_latency_ratio: Ratio = 1.5
     """The most that the median time of an input may be, as a multiple of that of now."""
     max_fault_share: Share = 0.001
     """The largest share of inputs that it may fail on while the version of now does not."""
     num_inputs: Annotated[int, Field(ge=1, le=10_000)] = 100
     """Live inputs to compare on. They are kept in memory until it is decided, and never on disk."""
-    wait_s: Seconds = 10.0
+    wait_s: SecondsOrZero = 10.0
     """How long to wait for so many live inputs; without traffic there are fewer."""
     traffic_share: Share = 0.1
     """The share of the traffic that a shadow or a canary gets."""
-    duration_s: Seconds = 60.0
+    duration_s: SecondsOrZero = 60.0
     """How long a shadow or a canary is watched before it serves."""
-    rollback_s: Seconds = 300.0
+    rollback_s: SecondsOrZero = 300.0
     """How long the former version stays loaded, if memory suffices. If errors or latency of the new
     one pass the bounds within that time, the former one serves again."""
-    validation: str | None = None
+    validation: Text | None = None
     """A folder with one subfolder of images for each label, the folder of a training run for those
     that it has held out, a .csv file with the columns path and label, or a file with lines like
     `{"instance": ..., "label": ...}`. All labels are the `label` of an answer, or all are its
@@ -66,6 +68,7 @@ def read_swap(
     Raises:
         InvalidInputError: Something cannot be used; says what.
     """
+    _check_number(request)
     options = {key: value for key, value in request.items() if key in SwapOptions.model_fields}
     changed = {key: value for key, value in request.items() if key not in options}
     try:
@@ -75,12 +78,16 @@ def read_swap(
         raise _invalid(error) from error
 
 
-def read_add(request: Mapping[str, object]) -> tuple[str, ModelSettings, bool]:
+def read_add(
+    request: Mapping[str, object], present: Collection[str] = ()
+) -> tuple[str, ModelSettings, bool]:
     """Read the name and settings of one more model, and whether it is ephemeral.
 
     Raises:
+        ConflictError: There is such a model, or no more can be added to those that are present.
         InvalidInputError: Something cannot be used; says what.
     """
+    _check_number(request)
     settings = dict(request)
     name, ephemeral = settings.pop("name", None), settings.pop("ephemeral", False)
     if not isinstance(name, str) or not MODEL_NAME.fullmatch(name):
@@ -91,7 +98,12 @@ def read_add(request: Mapping[str, object]) -> tuple[str, ModelSettings, bool]:
     if not isinstance(ephemeral, bool):
         raise InvalidInputError("ephemeral: must be true or false")
     settings.setdefault("source", name)
-    return name, read_model(settings), ephemeral
+    model = read_model(settings)
+    if name in present:
+        raise ConflictError(f"there is a model {name!r}; swap it, or remove it first")
+    if len(present) >= MAX_MODELS:
+        raise ConflictError(f"there are {MAX_MODELS} models, which is the most; remove one first")
+    return name, model, ephemeral
 
 
 def read_model(settings: Mapping[str, object]) -> ModelSettings:
@@ -134,6 +146,12 @@ def request_schemas() -> Mapping[str, object]:
             "additionalProperties": False,
         },
     }
+
+
+def _check_number(request: Mapping[str, object]) -> None:
+    """Refuse a request with more settings than there are: to name each would take long."""
+    if len(request) > _MOST_SETTINGS:
+        raise InvalidInputError(f"there are {len(request)} settings; give {_MOST_SETTINGS} at most")
 
 
 def _properties_of(table: type[SettingsTable]) -> dict[str, dict[str, object]]:

@@ -5,14 +5,13 @@ Memory is counted by place: that of the host, and that of each GPU.
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from math import inf
 
 from inferpool.models.spec import Placement
 from inferpool.service.catalog.catalog import Catalog, ModelVersion
+from inferpool.service.catalog.memory import Memory, fits, most_of, num_fitting, refusal, total_of
 from inferpool.service.catalog.requests import SwapOptions
 from inferpool.service.errors import (
     InvalidInputError,
@@ -24,7 +23,6 @@ from inferpool.service.queue.pool import Pool
 from inferpool.service.settings import unloadable
 from inferpool.service.settings.model import ModelSettings
 from inferpool.workers.config import WorkerConfig
-from inferpool.workers.host.device_memory import HOST
 from inferpool.workers.host.devices import DeviceError
 from inferpool.workers.host.engine import WorkerHandle
 from inferpool.workers.host.slots import WorkerSlot
@@ -33,9 +31,6 @@ logger = logging.getLogger(__name__)
 
 _NUM_AT_ONCE = 4
 """Versions that are loaded at once: each takes cores from those that serve."""
-
-Memory = Mapping[str, int]
-"""Bytes by place; see `DeviceMemory`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,9 +66,7 @@ class MemoryShare:
         left = await self._room.left_beside(self)
         returning = total_of(await self.returning())  # read last: a worker may die meanwhile
         self.left = {place: num - returning.get(place, 0) for place, num in left.items()}
-        self.num = 0
-        while self.num < len(self.needs) and fits(total_of(self.needs[: self.num + 1]), self.left):
-            self.num += 1
+        self.num = num_fitting(self.needs, self.left)
 
 
 class Room:
@@ -84,6 +77,7 @@ class Room:
         estimate: Callable[[ModelSettings, Placement], Memory],
         free: Callable[[], Memory],
         used_by: Callable[[WorkerHandle], Memory],
+        processes_left: Callable[[], int | None] = lambda: None,
     ) -> None:
         """Give out nothing yet.
 
@@ -91,10 +85,13 @@ class Room:
             estimate: Returns what a worker will need at least, before it is loaded.
             free: Returns what is free. Blocks.
             used_by: Returns what a worker has. Blocks.
+            processes_left: Returns the processes and threads that may still be started; None if
+                nothing limits them. Blocks.
         """
         self._estimate = estimate
         self._free = free
         self._used_by = used_by
+        self._processes_left = processes_left
         self.is_known = True
         """The figures are known; if not, everything fits."""
         self._shares: list[MemoryShare] = []
@@ -131,7 +128,7 @@ class Room:
         known = [each for each in used.values() if each]
         return PlannedWorkers(
             configs=configs,
-            needs=[_most_of(self._estimate(model, each.placement), known) for each in configs],
+            needs=[most_of(self._estimate(model, each.placement), known) for each in configs],
         )
 
     async def used_by(self, pool: Pool) -> Mapping[int, Memory]:
@@ -176,11 +173,36 @@ class Room:
             InvalidInputError: A requested device is missing.
             VersionRefusedError: It doesn't fit, even if nothing else loads; has the figures.
         """
+        await self._check_least(name, model)
         plan = await self.plan(catalog, name, model)
         async with self.share(plan.needs) as share:
             if share.num < len(plan.needs):
                 raise refusal(name, plan.needs, share.left)
             yield plan
+
+    async def _check_least(self, name: str, model: ModelSettings) -> None:
+        """Check the numbers that the settings ask for before anything is planned for each of them.
+
+        Raises:
+            VersionRefusedError: There are too few processes or too little memory for them.
+        """
+        left = await asyncio.to_thread(self._processes_left)
+        if left is not None and left < model.least_processes:
+            error = VersionRefusedError(
+                f"it needs about {model.least_processes} processes and threads, and {left} more "
+                "are allowed; lower replicas, remove a model, or raise the limit (pids.max, "
+                "ulimit -u)"
+            )
+            logger.warning("%s: a version is refused: %s", name, error.message)
+            raise error
+        if model.replicas == "auto" or self._shares:  # those may give memory back
+            return
+        worker = Placement(devices=("cpu",) * model.least_ranks)
+        bare = model.model_copy(update={"weights": "none"})  # they may go to a GPU
+        least = {place: num * model.replicas for place, num in self._estimate(bare, worker).items()}
+        free = await self.left_beside(None)
+        if not fits(least, free):
+            raise refusal(name, [least], free)
 
     async def needs(
         self, catalog: Catalog, name: str, model: ModelSettings, kept: ModelVersion
@@ -402,45 +424,3 @@ async def _none() -> Sequence[Memory]:
 
 def _refused() -> ServiceError:
     return UnavailableError("the version that was to compute it has left", retry_after_s=1)
-
-
-def total_of(memories: Sequence[Memory]) -> Memory:
-    """Add up memory by place."""
-    total: Counter[str] = Counter()
-    for memory in memories:
-        total.update(memory)
-    return total
-
-
-def fits(needed: Memory, left: Memory) -> bool:
-    """Return whether there is enough in each place. A place that is not known has enough."""
-    return all(num <= left.get(place, inf) for place, num in needed.items())
-
-
-def refusal(
-    name: str,
-    needs: Sequence[Memory],
-    left: Memory,
-    when: str = "beside what serves",
-    cure: str = "",
-) -> VersionRefusedError:
-    """Make the error for workers that do not fit, with the figures; and log it."""
-    needed = total_of(needs)
-    place = next(place for place in needed if needed[place] > left.get(place, inf))
-    free = max(0, int(left[place]))
-    workers = "1 worker needs" if len(needs) == 1 else f"{len(needs)} workers need"
-    where = "" if place == HOST else f" of GPU {place}"
-    error = VersionRefusedError(
-        f"it does not fit into memory: its {workers} about {needed[place] / 2**20:,.0f} MiB"
-        f"{where}, and {free / 2**20:,.0f} MiB are free {when}; {cure}lower replicas, "
-        "remove a model, or raise the container's limit"
-    )
-    error.figures = {"needed_bytes": needed[place], "free_bytes": free}
-    logger.warning("%s: a version is refused: %s", name, error.message)
-    return error
-
-
-def _most_of(estimate: Memory, known: Sequence[Memory]) -> Memory:
-    """Return the most that a worker may need in each place that it uses."""
-    most = {place: max(each.get(place, 0) for each in known) for place in estimate} if known else {}
-    return {place: max(num, most.get(place, 0)) for place, num in estimate.items()}

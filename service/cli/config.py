@@ -154,7 +154,7 @@ def _describe(
             yield SettingDescription(
                 group=group if group != _OTHERS or not prefix else f"{_OTHERS} of a model",
                 name=prefix + name,
-                type=expected(field).replace(" in quotes that is not empty", ""),
+                type=expected(field).replace(" in quotes", ""),
                 default=_default(name, field),
                 variable=variable + name.upper() + ("__KEY" if name == "options" else ""),
                 flag=FLAGS.get(name, ""),

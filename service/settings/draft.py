@@ -429,7 +429,7 @@ def _words(value: object) -> list[str]:
 
 
 def _field(key: Key) -> FieldInfo:
-    fields = ModelSettings.model_fields if key[0] == "models" else Settings.model_fields
+    fields = ModelSettings.model_fields if len(key) > 1 else Settings.model_fields
     return fields[key[-1]]
 
 

@@ -1,7 +1,6 @@
 """The settings of one model, and the configuration that its workers get from them."""
 
 import re
-from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
@@ -9,6 +8,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from inferpool.models.spec import Placement, Split
 from inferpool.models.speed.names import CHOICES
 from inferpool.service.queue.batch_sizing import AUTO_SIZE
+from inferpool.service.settings.bounds import (
+    DAY_S,
+    MAX_PROCESSES,
+    Auto,
+    Copies,
+    Seconds,
+    Table,
+    Text,
+    Tries,
+)
 from inferpool.service.settings.sources import (
     BUILT_IN_SOURCES,
     MODEL_FILE_SUFFIXES,
@@ -20,9 +29,6 @@ from inferpool.workers.host.devices import Host, parse_devices
 from inferpool.workers.host.placing import PlacementRequest, place
 
 MODEL_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
-PositiveInt = Annotated[int, Field(ge=1)]
-PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Auto = Literal["auto"]
 _OWN_CORES = 2
 """Cores of a worker for itself: for the thread that prepares, and the one that computes."""
 _LEAST_CORES = 4
@@ -44,27 +50,27 @@ class SettingsTable(BaseModel):
 class ModelSettings(SettingsTable):
     """The settings of one model: the table `[models.NAME]` of the file."""
 
-    source: str
+    source: Text
     """`efficientnet_lite0`, `minilm_l6`, `echo`, `torchvision:NAME`, `encoder:FOLDER`,
     `package.module:Class`, the folder of a training run, or the path of a .pt2 file (torch.export)
     or of a .pt, .ts or .torchscript file (TorchScript).
 
     A model whose name is that of a built-in source needs none."""
-    weights: str = Field("DEFAULT", min_length=1)
+    weights: Text = Field("DEFAULT", min_length=1)
     """`DEFAULT`, a weight that torchvision names, a .pth or .safetensors file, or `none`."""
-    options: Mapping[str, object] = Field(default_factory=dict)
+    options: Table = Field(default_factory=dict)
     """Keyword arguments of your class, or of a built-in source."""
-    replicas: Auto | PositiveInt = "auto"
+    replicas: Auto | Copies = "auto"
     """The number of loaded copies. `auto`: one per GPU; without a GPU, one per group of CPU cores,
     which all models share. A split model has one, or as many as `devices_per_replica` allows on the
     GPUs. In a cluster it is the number on each host."""
-    devices: str = "auto"
+    devices: Text = "auto"
     """Devices of the replicas: `auto` (every GPU, else the CPU), `cpu`, `cuda`, GPUs such as
     `cuda:0,1`, UUIDs of GPUs or of MIG slices, or several of these separated by commas."""
     placement: Literal["replicate", "pipeline", "tensor"] = "replicate"
     """How a replica lies on devices: whole on one (`replicate`), in stages on several (`pipeline`),
     or with each large matrix divided over several (`tensor`)."""
-    devices_per_replica: Auto | PositiveInt = "auto"
+    devices_per_replica: Auto | Copies = "auto"
     """The number of devices that a replica is split over, each with its own process. `auto`: the
     GPUs divided by `replicas`, or all of them if that is `auto`; 2 on CPUs."""
     spread: bool = False
@@ -85,15 +91,15 @@ class ModelSettings(SettingsTable):
     takes about a millisecond, which only models that compute next to nothing do."""
     batch_wait_ms: float = Field(0.0, ge=0, le=60_000, allow_inf_nan=False)
     """How long an idle worker waits for a batch to fill. 0: it starts with what is there."""
-    objective_p99_ms: float | None = Field(None, gt=0, allow_inf_nan=False)
+    objective_p99_ms: float | None = Field(None, gt=0, le=DAY_S * 1000, allow_inf_nan=False)
     """The time in which 99 of 100 instances should be answered, from their arrival. Batches are
     kept small enough for it, and what would be late is refused with 429. By default there is
     none."""
-    batch_timeout_s: Auto | PositiveSeconds = "auto"
+    batch_timeout_s: Auto | Seconds = "auto"
     """A batch that runs for longer counts as a hang: its worker is killed and replaced. Waits for
     other batches of a pipeline don't count. `auto`: ten times the longest batch of the warm-up, at
     least 10 s; without a warm-up, 60 s."""
-    load_timeout_s: float = Field(600.0, gt=0, allow_inf_nan=False)
+    load_timeout_s: Seconds = 600.0
     """A worker that has not become ready by then is killed and started again."""
     credit: int = Field(2, ge=1, le=64)
     """Batches that a worker may hold at once: one that runs, the rest in preparation. A pipeline
@@ -103,12 +109,12 @@ class ModelSettings(SettingsTable):
     """The check of the model on its own example, before its first worker is ready. `on`: a model
     that fails on it, gives NaN, or answers otherwise again or beside another instance is refused;
     `warn`: that is only logged, and shown in `/health`; `off`: nothing is checked."""
-    max_restarts: int = Field(5, ge=0)
+    max_restarts: Tries = 5
     """A worker that has never been ready is given up after this many restarts in a row."""
-    threads_per_replica: Auto | PositiveInt = "auto"
+    threads_per_replica: Auto | Copies = "auto"
     """Threads that torch uses in each replica, or in each process of a split one. `auto`: an equal
     share of the cores that the model has."""
-    speed: str = "auto"
+    speed: Text = "auto"
     """`exact` serves the network as it is; `auto` uses the fastest preset whose answers agree
     with that. Or name a preset: `channels_last`, `folded`, `bf16`, `fp16`; for CPUs `compiled`,
     `compiled_bf16`; for GPUs `tf32`, `graphed`, `graphed_tf32`, `graphed_bf16`, `graphed_fp16`. A
@@ -117,7 +123,7 @@ class ModelSettings(SettingsTable):
     """How encoded images become pixels: `exact` as the model's authors did it; `fast` decodes large
     JPEGs smaller and rounds differently, or decodes plain JPEGs on the device; `auto` is fast if
     that agrees with exact (and exact if `speed` is)."""
-    prepare_threads: Auto | PositiveInt = "auto"
+    prepare_threads: Auto | Annotated[int, Field(ge=1, le=256)] = "auto"
     """Threads that decode and resize in each worker; `auto`: 1 on a CPU, up to 8 for a GPU."""
     decoders: Auto | Annotated[int, Field(ge=0, le=64)] = "auto"
     """Processes that decode and resize for each worker, if its model allows it: the built-in image
@@ -164,6 +170,19 @@ class ModelSettings(SettingsTable):
             'needs a split model: set placement = "pipeline" or "tensor" too; for several whole '
             "copies, set replicas and devices instead"
         )
+
+    @field_validator("devices_per_replica", "decoders")
+    @classmethod
+    def _check_processes(cls, num: Auto | int, info: ValidationInfo) -> Auto | int:
+        given = [info.data.get(name) for name in ("replicas", "devices_per_replica")]
+        replicas, ranks = (each if isinstance(each, int) else 1 for each in given)
+        each = 1 if num == "auto" else num + ranks if info.field_name == "decoders" else num
+        if replicas * each > MAX_PROCESSES:
+            raise ValueError(
+                f"makes {replicas * each} processes with replicas = {replicas}; a model has "
+                f"{MAX_PROCESSES} at most"
+            )
+        return num
 
     @field_validator("spread")
     @classmethod
@@ -236,6 +255,21 @@ class ModelSettings(SettingsTable):
             return None
         ranks = 1 if self.devices_per_replica == "auto" else self.devices_per_replica
         return self.replicas * self.threads_per_replica * ranks
+
+    @property
+    def least_ranks(self) -> int:
+        """The fewest processes of a replica, whatever the host has; decoders are not counted."""
+        return 1 if self.devices_per_replica == "auto" else self.devices_per_replica
+
+    @property
+    def least_processes(self) -> int:
+        """The fewest processes and threads of all replicas, whatever the host has."""
+        threads, preparing, num_replicas = (
+            1 if each == "auto" else each
+            for each in (self.threads_per_replica, self.prepare_threads, self.replicas)
+        )
+        decoders = 0 if self.decoders == "auto" else self.decoders
+        return num_replicas * (self.least_ranks * (threads + 1) + preparing + decoders)
 
     def model_config_for(self, name: str) -> ModelConfig:
         """Return the part of a worker's configuration that describes the model."""

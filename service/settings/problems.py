@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from types import UnionType
 from typing import Annotated, Literal, Union, get_args, get_origin
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 from pydantic.fields import FieldInfo
 
 from inferpool.service.settings.keys import Keys
@@ -82,7 +82,10 @@ def _or_nearest(name: str, candidates: Sequence[str]) -> str:
 
 def shown(value: object) -> str:
     """Return a value as it was given, shortened, and without the password if it is a URL."""
-    text = without_password(repr(value))
+    try:
+        text = without_password(repr(value))
+    except RecursionError:
+        text = f"a {type(value).__name__} in which there are too many others"
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
@@ -114,20 +117,37 @@ def _expected_of(annotation: object, metadata: Sequence[object]) -> str:
     if annotation is bool:
         return "true or false"
     if annotation is str:
-        return "a text in quotes that is not empty"
+        return f"a text in quotes {_length_of(metadata)}characters"
     if annotation is Keys:
         return "keys"
     if annotation is TraceHeaders:
         return "headers"
     if origin is Sequence:
-        return "a list of texts"
+        each = _expected_of(args[0], ()).removeprefix("a ").replace("text in", "texts in")
+        return f"a list {_length_of(metadata)}{each}"
     if annotation not in (int, float):
-        return "a table"
-    noun = "a whole number" if annotation is int else "a number"
+        return "a table" if annotation is object else f"a table {_length_of(metadata)}entries"
+    return f"{'a whole number' if annotation is int else 'a number'}{_range_of(metadata)}"
+
+
+def _length_of(metadata: Sequence[object]) -> str:
+    low = next((each.min_length for each in metadata if isinstance(each, MinLen)), 0)
+    high = next((each.max_length for each in metadata if isinstance(each, MaxLen)), None)
+    if high is None:
+        return "of "
+    return f"of {low} to {high} " if low else f"of up to {high} "
+
+
+def _range_of(metadata: Sequence[object]) -> str:
     low = next((each.ge for each in metadata if isinstance(each, Ge)), None)
     high = next((each.le for each in metadata if isinstance(each, Le)), None)
+    below = next((each.lt for each in metadata if isinstance(each, Lt)), None)
+    end = f"below {_plain(below)}" if high is None else f"up to {_plain(high)}"
     if any(isinstance(each, Gt) for each in metadata):
-        return f"{noun} above 0" if high is None else f"{noun} above 0 and up to {high}"
-    if low is not None and high is not None:
-        return f"{noun} from {low} to {high}"
-    return noun if low is None else f"{noun} of at least {low}"
+        return f" above 0 and {end}"
+    return f" from {_plain(low)} {end.removeprefix('up ')}"
+
+
+def _plain(bound: object) -> str:
+    """Return a bound without an exponent, as a person would write it."""
+    return str(int(bound)) if isinstance(bound, float) and bound.is_integer() else str(bound)

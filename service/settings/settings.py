@@ -12,8 +12,19 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from inferpool.models.spec import MAX_IMAGE_PIXELS, Placement
 from inferpool.service.settings.address import address_of
+from inferpool.service.settings.bounds import (
+    MAX_MODELS,
+    YEAR_S,
+    Auto,
+    Bytes,
+    Length,
+    Seconds,
+    SecondsOrZero,
+    Text,
+    Texts,
+)
 from inferpool.service.settings.keys import Keys
-from inferpool.service.settings.model import Auto, ModelSettings, PositiveInt, SettingsTable
+from inferpool.service.settings.model import ModelSettings, SettingsTable
 from inferpool.service.settings.tracing import TraceHeaders, endpoint_of, pairs_of
 from inferpool.workers.cgroups import read_limits
 from inferpool.workers.host.devices import Host
@@ -36,14 +47,14 @@ def is_loopback(host: str) -> bool:
 class Settings(SettingsTable):
     """All settings: the top level of the file."""
 
-    host: str = Field("127.0.0.1", min_length=1)
+    host: Text = Field("127.0.0.1", min_length=1)
     """The address to listen on; 0.0.0.0 for every interface."""
     port: int = Field(8000, ge=0, le=65535)
     """The TCP port to listen on; 0 lets the system choose one."""
     front_ends: Auto | Annotated[int, Field(ge=1, le=64)] = "auto"
     """Processes that take calls on the port and share one queue. `auto`: one, or on eight cores and
     more one for every four cores, at most four."""
-    default_model: str
+    default_model: Text
     """The model that `/predict` uses if none is named; by default the first one."""
     log_format: Literal["auto", "human", "json"] = "auto"
     """The form of log lines, for people or for machines. `auto`: for people on a terminal."""
@@ -51,7 +62,7 @@ class Settings(SettingsTable):
     """The least severe log lines to write."""
     color: Literal["auto", "never"] = "auto"
     """Colours on a terminal. The variable NO_COLOR means `never`."""
-    trace_endpoint: str | None = None
+    trace_endpoint: Text | None = None
     """The URL of an OpenTelemetry collector (OTLP over HTTP) to send traces to, such as
     `http://localhost:4318`; a URL without a path gets /v1/traces. The variable
     OTEL_EXPORTER_OTLP_ENDPOINT sets it too. By default nothing is traced."""
@@ -60,125 +71,125 @@ class Settings(SettingsTable):
     OTEL_TRACES_SAMPLER and OTEL_TRACES_SAMPLER_ARG set it too."""
     trace_parent_based: bool = True
     """Let the `traceparent` of a call decide whether it is traced."""
-    trace_service_name: str = Field("inferpool", min_length=1)
+    trace_service_name: Text = Field("inferpool", min_length=1)
     """The name of this service in traces. The variable OTEL_SERVICE_NAME sets it too."""
-    trace_resource: str = ""
+    trace_resource: Text = ""
     """More attributes of this service in traces: `deployment.environment.name=test,host.name=a`.
     The variable OTEL_RESOURCE_ATTRIBUTES sets it too."""
     trace_headers: TraceHeaders = TraceHeaders()
     """Headers that the collector needs, such as a key. Only the environment gives them
     (INFERPOOL_TRACE_HEADERS or OTEL_EXPORTER_OTLP_HEADERS, as `name=value,name=value`)."""
-    trace_certificate: str | None = None
+    trace_certificate: Text | None = None
     """A PEM file with the authority of the collector's certificate, if the system does not know it.
     The variable OTEL_EXPORTER_OTLP_CERTIFICATE sets it too."""
     predict_keys: Keys = Keys()
     """API keys for predictions; without any, everyone may ask. They come only from the environment
     (INFERPOOL_PREDICT_KEYS, separated by commas) and from the files below, never from this file."""
-    predict_keys_file: str | None = None
+    predict_keys_file: Text | None = None
     """A file of such keys, one to a line, such as a docker secret."""
     metrics_keys: Keys = Keys()
     """API keys for /metrics, /health and /events; without any, `predict_keys` open those too."""
-    metrics_keys_file: str | None = None
+    metrics_keys_file: Text | None = None
     """A file of such keys."""
     admin_keys: Keys = Keys()
     """API keys for /admin, which does not exist without any."""
-    admin_keys_file: str | None = None
+    admin_keys_file: Text | None = None
     """A file of such keys."""
-    tls_certificate: str | None = None
+    tls_certificate: Text | None = None
     """A PEM file with this server's certificate and those that lead to a known authority."""
-    tls_key: str | None = None
+    tls_key: Text | None = None
     """A PEM file with the certificate's private key, without a password; by default the key is in
     the file of the certificate."""
     docs: bool = True
     """Serve /docs and /openapi.json, which name the models and need no key."""
-    cors_origins: Sequence[str] = ()
+    cors_origins: Texts = ()
     """Origins whose pages may call this host from a browser (CORS), such as `https://app.example`,
     or `*` for all. Separate them by commas in the variable and the flag. Cookies are not used."""
     page: bool = True
     """Serve the page at /. What it shows needs the keys of /events and /predict."""
-    max_connections: Auto | PositiveInt = "auto"
+    max_connections: Auto | Length = "auto"
     """Connections at once. `auto`: what the limit of open files allows, at most 10,000. Beyond that
     the longest idle one is closed, or the new one is refused with 503 (over TLS, closed)."""
-    head_timeout_s: float = Field(10.0, gt=0, allow_inf_nan=False)
+    head_timeout_s: Seconds = 10.0
     """How long the request line and headers may take to arrive, and a TLS handshake before them."""
-    body_gap_s: float = Field(10.0, gt=0, allow_inf_nan=False)
+    body_gap_s: Seconds = 10.0
     """A body on its way must bring 4 KiB, or its rest, within each such time."""
-    write_timeout_s: float = Field(30.0, gt=0, allow_inf_nan=False)
+    write_timeout_s: Seconds = 30.0
     """A client that reads nothing of its answer for so long is cut off."""
-    max_body_bytes: int = Field(16 * _MIB, ge=1024)
+    max_body_bytes: int = Field(16 * _MIB, ge=1024, le=2**36)
     """The largest body of a request."""
-    max_json_bytes: int = Field(4 * _MIB, ge=1024)
+    max_json_bytes: Bytes = 4 * _MIB
     """The largest JSON body. Parsing holds up all other requests: 4 MiB take 9 ms, and 21 ms at
     worst."""
-    max_unfinished_bytes: int = Field(128 * _MIB, ge=1024)
+    max_unfinished_bytes: Bytes = 128 * _MIB
     """Memory for requests on their way, over all connections: unfinished bodies and heads, and
     calls that wait behind others of their connection. If it is full, the slowest that began more
     than a second ago are refused with 429, or else the new one. One body of `max_body_bytes` always
     has room. Complete bodies are in the arena instead."""
-    max_unread_bytes: int = Field(256 * _MIB, ge=1024)
+    max_unread_bytes: Bytes = 256 * _MIB
     """Memory for answers that clients have not read, over all connections. If it is full, the
     slowest readers are cut off."""
-    arena_bytes: int = Field(
-        default_factory=lambda data: auto_arena_bytes(data["max_body_bytes"]), ge=1024
+    arena_bytes: Bytes = Field(
+        default_factory=lambda data: auto_arena_bytes(data["max_body_bytes"])
     )
     """Shared memory for payloads. `auto`: a tenth of the memory, at most 256 MiB and at least twice
     `max_body_bytes`."""
-    max_queue_length: int = Field(1024, ge=1)
+    max_queue_length: Length = 1024
     """Instances that may wait for each model; more are refused with 429."""
     per_key_share: float = Field(0.75, gt=0, le=1)
     """The largest part of what the others leave that one of several `predict_keys` may take of each
     model's queue, of the time until its deadlines, of `arena_bytes` and of what jobs use; more is
     refused with 429. Uploads and streams of events are shared by address where keys do not tell
     clients apart. 1: all of it."""
-    quarantine_s: float = Field(300.0, ge=0, allow_inf_nan=False)
+    quarantine_s: float = Field(300.0, ge=0, le=YEAR_S, allow_inf_nan=False)
     """How long an input that has killed workers is refused with 422; 0: it is tried each time."""
-    max_instances_per_request: int = Field(256, ge=1)
+    max_instances_per_request: Length = 256
     """Instances in one HTTP call."""
-    max_image_pixels: int = Field(MAX_IMAGE_PIXELS, ge=1)
+    max_image_pixels: int = Field(MAX_IMAGE_PIXELS, ge=1, le=2**32)
     """Pixels of an encoded image, by its header; more are refused with 422 before decoding.
     Decoding takes a worker 4 to 17 bytes a pixel (a WebP the most)."""
     show_errors: Auto | bool = "auto"
     """Show clients the text of an exception that a model raises. Else they get its type, and the
     log has the rest under the id of the request. `auto`: with `--reload`, and where `serve` runs at
     a terminal, listens on a loopback address and has no keys."""
-    default_timeout_s: float = Field(30.0, gt=0, allow_inf_nan=False)
+    default_timeout_s: Seconds = 30.0
     """How long a call may take if it does not say."""
-    max_timeout_s: float = Field(300.0, gt=0, allow_inf_nan=False)
+    max_timeout_s: Seconds = 300.0
     """The longest time that a call may take. One that asks for more gets this."""
-    drain_timeout_s: float = Field(20.0, ge=0, allow_inf_nan=False)
+    drain_timeout_s: SecondsOrZero = 20.0
     """How long accepted work may take to finish at shutdown. Most platforms kill after 30 s."""
-    shutdown_delay_s: float = Field(0.0, ge=0, allow_inf_nan=False)
+    shutdown_delay_s: SecondsOrZero = 0.0
     """How long to go on serving at shutdown while readiness is red, so that load balancers
     notice."""
-    keep_alive_s: float = Field(75.0, gt=0, allow_inf_nan=False)
+    keep_alive_s: Seconds = 75.0
     """How long an idle connection stays open. It is longer than the 60 s of common load balancers,
     which would otherwise send a request into a connection that is just being closed."""
-    cache_dir: str = Field("~/.cache/inferpool", min_length=1)
+    cache_dir: Text = Field("~/.cache/inferpool", min_length=1)
     """The folder where workers keep what they measure about speed; `none` keeps nothing. The
     variable XDG_CACHE_HOME moves it."""
-    state_file: str = Field("auto", min_length=1)
+    state_file: Text = Field("auto", min_length=1)
     """The file that keeps what is changed of models at run time, for the next start; `none` keeps
     nothing. `auto`: beside the file of settings, as `inferpool.state.json`; none without such a
     file, or if MODEL is given."""
-    job_store: str = Field("auto", min_length=1)
+    job_store: Text = Field("auto", min_length=1)
     """The place of jobs: a folder, or `postgresql://USER@HOST/DATABASE`, which several services can
     share; `none`: there are no jobs. `auto`: a folder in the user's state directory, one for each
     file of settings, or for each model and port. Passwords come from PGPASSWORD or ~/.pgpass."""
-    job_retention_s: float = Field(86400.0, gt=0, allow_inf_nan=False)
+    job_retention_s: float = Field(86400.0, gt=0, le=10 * YEAR_S, allow_inf_nan=False)
     """A job and its results are deleted so long after its end."""
     job_share: float = Field(0.0, ge=0, le=0.5)
     """The part of a model's time that its jobs get even if other calls wait. With 0 they get what
     others leave: workers that are idle, and room in batches."""
-    max_jobs: int = Field(10_000, ge=1)
+    max_jobs: int = Field(10_000, ge=1, le=10**9)
     """Jobs that each of `predict_keys`, or all calls without keys, may have in the store."""
-    max_job_bytes: int = Field(16 << 30, ge=1024)
+    max_job_bytes: int = Field(16 << 30, ge=1024, le=2**50)
     """Bytes in the store that these may take."""
-    webhook_hosts: Sequence[str] = ()
+    webhook_hosts: Texts = ()
     """Hosts that may be told when a job is over: names, `*.example.com`, or `*`. A host with a
     private address must be named in full. Separate them by commas in the variable and the flag."""
-    webhook_secret_file: str | None = None
+    webhook_secret_file: Text | None = None
     """A file with the key that signs these calls, as Standard Webhooks say: `whsec_` and base64."""
-    watch: str | None = None
+    watch: Text | None = None
     """A folder of models to serve as they come and go: one subfolder for each, with a numbered one
     for each version, of which the highest serves."""
     watch_policy: Literal["verified", "shadow", "canary", "force"] = "verified"
@@ -187,39 +198,39 @@ class Settings(SettingsTable):
     """Search for faster presets and decoders while workers serve, in a process at low priority,
     and change over to what it finds; for models with `speed` at `auto`, on CPUs. Otherwise workers
     measure before they are ready, and nothing is compiled."""
-    cuda_visible_devices: str | None = None
+    cuda_visible_devices: Text | None = None
     """The GPUs to use, as indices or UUIDs, or `all`; from CUDA_VISIBLE_DEVICES."""
-    cuda_device_order: str = "FASTEST_FIRST"
+    cuda_device_order: Text = "FASTEST_FIRST"
     """The order that these indices follow; from CUDA_DEVICE_ORDER. With `PCI_BUS_ID` it is that of
     `nvidia-smi`. Otherwise it is CUDA's own, which is unknown where there are several kinds of GPU:
     name those by UUID."""
-    cuda_mps_pipe_directory: str = Field(DEFAULT_FOLDER, min_length=1)
+    cuda_mps_pipe_directory: Text = Field(DEFAULT_FOLDER, min_length=1)
     """The folder where CUDA finds the Multi-Process Service, if it runs; from
     CUDA_MPS_PIPE_DIRECTORY."""
     cluster_keys: Keys = Keys()
     """Keys of which an agent must know one to join. Only the environment (INFERPOOL_CLUSTER_KEYS)
     and the file below give them."""
-    cluster_keys_file: str | None = None
+    cluster_keys_file: Text | None = None
     """A file of such keys."""
-    cluster_authority: str | None = None
+    cluster_authority: Text | None = None
     """A PEM file with the authority that has signed the certificates of agents."""
-    cluster_certificate: str | None = None
+    cluster_certificate: Text | None = None
     """A PEM file with the certificate to show agents, which must show one too: TLS on both
     sides."""
-    cluster_key: str | None = None
+    cluster_key: Text | None = None
     """A PEM file with the certificate's private key; by default the key is in the same file."""
     cluster_insecure: bool = False
     """Let agents join without TLS over an address that is not private. Inputs and answers then
     cross the network as they are."""
-    cluster_host: str = Field("127.0.0.1", min_length=1)
+    cluster_host: Text = Field("127.0.0.1", min_length=1)
     """The address that agents join at."""
     cluster_port: int | None = Field(None, ge=0, le=65535)
     """The TCP port that agents join at (`inferpool agent --join`); 0 lets the system choose one.
     With it all models are computed on the hosts of agents, and none on this one. By default there
     is no cluster."""
-    standby_of: str | None = None
+    standby_of: Text | None = None
     """The other front end's cluster address (`HOST:PORT`), if this one is to take over from it."""
-    models: Mapping[str, ModelSettings]
+    models: Mapping[str, ModelSettings] = Field(max_length=MAX_MODELS)
     """The models to serve, by name."""
 
     @field_validator("arena_bytes", mode="before")

@@ -18,8 +18,8 @@ _GROUPS = {
 }
 """Title of the group that begins with a field."""
 _METAVARS = {
-    "N": ("int", "Int"),
-    "X": ("float", "Number"),
+    "N": ("Length", "Copies", "Tries", "int"),
+    "X": ("float", "Ratio"),
     "HOW": ("Literal", "Augmentation", "Precision"),
 }
 """Names of values in the help, by words in the annotation of their field."""
@@ -54,7 +54,7 @@ def _add_flag(field: FieldText, group: _ActionsContainer) -> None:
     kind = field.kind
     if "bool" in kind:
         group.add_argument(field.flag, action=BooleanOptionalAction, default=None, help=field.help)
-    elif kind.startswith("Mapping"):
+    elif kind == "Table":
         group.add_argument(
             field.flag,
             action="append",

@@ -13,9 +13,18 @@ from inferpool.models.errors import DataError
 from inferpool.models.files.run_folder import RunFolder
 from inferpool.models.training.recipe import Augmentation, Precision
 from inferpool.models.training.samples import share_of
+from inferpool.service.settings.bounds import (
+    Auto,
+    Copies,
+    Length,
+    Ratio,
+    Table,
+    Text,
+    Tries,
+)
 from inferpool.service.settings.draft import from_text, toml_value
 from inferpool.service.settings.loader import read_table, write_toml
-from inferpool.service.settings.model import Auto, PositiveInt, SettingsTable
+from inferpool.service.settings.model import SettingsTable
 from inferpool.service.settings.names import Key, SettingsError
 from inferpool.service.settings.problems import expected, shown
 from inferpool.service.settings.sources import did_you_mean
@@ -26,51 +35,50 @@ _TABLES = ("options", "dataset_options")
 """Fields whose values the user names."""
 _NO_PATHS = ("default", "none")
 """Values of `weights`, whatever files there are."""
+_MAX_NODES = 1024
 _NODES = re.compile(r"([1-9]\d*)(?::([1-9]\d*))?")
 _RENDEZVOUS = re.compile(r"\[?[^\s/]+\]?:\d{1,5}")
 _CLASS = re.compile(r"[\w.]+:\w+")
 _UUIDS = ("GPU-", "MIG-")
 
-PositiveNumber = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-
 
 class TrainSettings(SettingsTable):
     """The settings of a training run."""
 
-    data: str = ""
+    data: Text = ""
     """A folder with a subfolder of images for each label, or a .csv file with the columns path and
     label."""
-    val: str = Field("0.2", min_length=1)
+    val: Text = Field("0.2", min_length=1)
     """Images to hold out, which judge the network: a share of each label's, such as 0.2, or another
     folder or .csv file."""
-    dataset: str = ""
+    dataset: Text = ""
     """A torch dataset of your own, instead of a folder: package.module:Class, which yields pairs of
     an image and the number of its class."""
-    dataset_options: Mapping[str, object] = Field(default_factory=dict)
+    dataset_options: Table = Field(default_factory=dict)
     """Keyword arguments of your dataset."""
-    output: str = Field("run", min_length=1)
+    output: Text = Field("run", min_length=1)
     """The folder of the run, which `inferpool serve` then serves."""
-    model: str = Field("torchvision:resnet18", min_length=1)
+    model: Text = Field("torchvision:resnet18", min_length=1)
     """The network: torchvision:NAME, efficientnet_lite0, or package.module:Class of an nn.Module
     that takes `num_classes`."""
-    weights: str = Field("DEFAULT", min_length=1)
+    weights: Text = Field("DEFAULT", min_length=1)
     """Weights to begin with: DEFAULT, a name that torchvision knows, a file, the folder of a run,
     or none for random ones."""
-    options: Mapping[str, object] = Field(default_factory=dict)
+    options: Table = Field(default_factory=dict)
     """Keyword arguments of the network, besides the number of classes."""
-    epochs: Auto | PositiveInt = "auto"
+    epochs: Auto | Length = "auto"
     """How many times each image is trained on. auto: by the number of images."""
-    head_only_epochs: Auto | Annotated[int, Field(ge=0)] = "auto"
+    head_only_epochs: Auto | Tries = "auto"
     """The first epochs, which train only the last layer. auto: 1 if the network begins with
     weights, else 0."""
-    batch_size: Auto | PositiveInt = "auto"
+    batch_size: Auto | Length = "auto"
     """Images of one step, over all processes. auto: 32 to 256, by the number of images."""
-    accumulate: Auto | PositiveInt = "auto"
+    accumulate: Auto | Length = "auto"
     """Passes of each process for one step: the more, the less memory. auto: 1."""
-    learning_rate: Auto | PositiveNumber = "auto"
+    learning_rate: Auto | Ratio = "auto"
     """The highest rate; it rises in the warm-up, and then falls to 0 along half a cosine. auto: by
     the batch, and lower if the network begins with weights."""
-    weight_decay: float = Field(0.05, ge=0, allow_inf_nan=False)
+    weight_decay: float = Field(0.05, ge=0, le=1e9, allow_inf_nan=False)
     """Decay of the weights (AdamW). Biases and norms have none."""
     warmup: float = Field(0.1, ge=0, lt=1)
     """The share of the steps in which the rate rises."""
@@ -101,24 +109,24 @@ class TrainSettings(SettingsTable):
     with bf16."""
     seed: int = Field(0, ge=0, lt=2**63)
     """Seed of all that is random."""
-    devices: str = "auto"
+    devices: Text = "auto"
     """Devices to train on: auto (every GPU, else the CPU), cpu, cuda, or GPUs such as cuda:0,1."""
-    processes: Auto | PositiveInt = "auto"
+    processes: Auto | Copies = "auto"
     """Processes of this host. auto: one for each GPU; 1 on the CPU."""
-    threads: Auto | PositiveInt = "auto"
+    threads: Auto | Copies = "auto"
     """Threads of torch in each process. auto: the cores divided by the processes."""
     workers: Auto | Annotated[int, Field(ge=0, le=64)] = "auto"
     """Processes that read images ahead, for each process that trains. auto: up to 8 for a GPU; 1 on
     the CPU, and 0 for few small images."""
-    nodes: str = "1"
+    nodes: Text = "1"
     """Hosts that train together: a number, or MIN:MAX."""
-    rdzv: str = ""
+    rdzv: Text = ""
     """HOST:PORT where several hosts meet: the name of one of them, the same for all."""
-    rdzv_id: str = "inferpool"
+    rdzv_id: Text = "inferpool"
     """A name for the run, the same for all its hosts."""
-    max_restarts: int = Field(5, ge=0)
+    max_restarts: Tries = 5
     """How often the processes start again from the last checkpoint after one of them died."""
-    checkpoint_minutes: PositiveNumber = 5.0
+    checkpoint_minutes: Ratio = 5.0
     """Minutes between two checkpoints."""
     priority: Literal["idle", "normal"] = "idle"
     """idle: processes on the CPU take only cores that nobody else wants (Linux). normal: they have
@@ -169,6 +177,8 @@ class TrainSettings(SettingsTable):
         found = _NODES.fullmatch(nodes)
         if found is None or int(found[2] or found[1]) < int(found[1]):
             raise ValueError("is neither a number of hosts nor MIN:MAX, such as 2:4")
+        if int(found[2] or found[1]) > _MAX_NODES:
+            raise ValueError(f"is more than {_MAX_NODES} hosts")
         return nodes
 
     @field_validator("rdzv")

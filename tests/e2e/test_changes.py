@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -92,6 +94,55 @@ def test_a_validation_that_cannot_be_used_is_named_in_one_sentence_and_changes_n
     asyncio.run(SwapOperator(photographs.address).until_quiet())
     assert look(photographs)["version"] == before
     assert not {each["state"] for each in look(photographs)["versions"]} & {"comparing", "loading"}
+
+
+SLIPS = (10**9, 10**30, -1, 1e308, True, "many", [1] * 9999, None)
+
+
+@pytest.mark.parametrize("field", ["replicas", "threads_per_replica", "decoders", "num_inputs"])
+def test_a_slip_of_an_operator_is_answered_at_once_and_the_service_goes_on(
+    numbers: Running, field: str
+):
+    before = look(numbers)["version"]
+    for slip in SLIPS:
+        status, answer = swap(numbers, **{field: slip})
+        assert (status, answer["code"]) == (422, "invalid_input")
+        assert answer["detail"].startswith(f"{field}: "), answer
+        assert " to " in answer["detail"]
+        numbers.predict({"n": 1})
+    assert look(numbers)["version"] == before
+
+
+def test_more_workers_than_there_is_memory_for_are_refused_before_any_starts(numbers: Running):
+    body = {"name": "n", "source": LABELS, "replicas": 1024, "decoders": 3}
+    answer = numbers.post("/admin/models", json=body, headers={"X-API-Key": ADMIN})
+    assert answer.status_code == 422, answer.text
+    assert answer.json()["code"] == "version_refused"
+    assert "lower replicas" in answer.json()["detail"]
+    assert numbers.predict({"n": 1})
+
+
+@pytest.mark.measures
+def test_calls_wait_for_no_slip_of_an_operator(numbers: Running):
+    longest_s = [0.0]
+    is_over = threading.Event()
+
+    def ask() -> None:
+        while not is_over.is_set():
+            began = time.perf_counter()
+            numbers.predict({"n": 1})
+            longest_s[0] = max(longest_s[0], time.perf_counter() - began)
+
+    asker = threading.Thread(target=ask)
+    asker.start()
+    try:
+        for slip in SLIPS:
+            for field in ("replicas", "max_batch_size", "wait_s", "options"):
+                assert swap(numbers, **{field: slip})[0] == 422
+    finally:
+        is_over.set()
+        asker.join()
+    assert longest_s[0] < 2
 
 
 @pytest.mark.slow

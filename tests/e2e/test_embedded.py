@@ -186,7 +186,7 @@ def test_port_that_is_taken_is_an_error():
     ("models", "settings", "error", "message"),
     [
         ("echo", {"prot": 1}, SettingsError, r"^prot: there is no such setting; did you mean port"),
-        ("echo", {"replicas": 0}, SettingsError, r"replicas: 0 is not .*whole number of at least"),
+        ("echo", {"replicas": 0}, SettingsError, r"replicas: 0 is not .*whole number from 1"),
         (
             {"e": {"source": "echo", "replicsa": 1}}, {},
             SettingsError, r"models\.e\.replicsa: .* did you mean replicas",

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from inferpool.workers.cgroups import CgroupLimits, read_limits
+from inferpool.workers.cgroups import CgroupLimits, processes_left, read_limits
 
 GIB = 1 << 30
 
@@ -76,3 +76,18 @@ def test_missing_limits_are_none(tmp_path: Path, name: str, text: str):
 
 def test_limits_of_this_very_process_can_be_read():
     read_limits()
+
+
+def test_the_least_of_all_limits_of_processes_counts(tmp_path: Path):
+    def left(files: dict[str, str]) -> int | None:
+        for name, text in {"loadavg": "0.1 0.2 0.3 2/300 999", **files}.items():
+            path = tmp_path / "proc" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text + "\n")
+        return processes_left(tmp_path / "cgroup", tmp_path / "membership", tmp_path / "proc")
+
+    tree(tmp_path, "0::/a\n", {})
+    assert left({"sys/kernel/threads-max": "1000", "sys/kernel/pid_max": "900"}) == 600
+    assert left({"sys/kernel/threads-max": "800"}) == 500
+    tree(tmp_path, "0::/a\n", {"a/pids.max": "100", "a/pids.current": "60"})
+    assert left({}) == 40

@@ -262,6 +262,8 @@ def _share_memory(
                 f"gpu_memory_fraction = {fraction:g} for each of {num} processes is more than "
                 f"{gpus[uuid]} has: set at most {1000 // num / 1000:g}, or auto"
             )
+    if not users:
+        return list(placements)
     shared = []
     for placement in placements:
         shares = [

@@ -35,7 +35,7 @@ _REQUEST_HEADERS: Mapping[str, Json] = {
     "X-Model-Version": _header(
         "The number of a version of the model; by default the one that serves. The path "
         "`/predict/{model}/versions/{version}` says the same.",
-        {"type": "integer", "minimum": 1},
+        {"type": "integer", "minimum": 1, "maximum": 2**53},
     ),
     "X-Request-ID": _header(
         "Sent back, and in the logs; made if it is absent or has another form.",

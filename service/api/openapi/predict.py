@@ -168,7 +168,7 @@ def predict_paths(
         "in": "path",
         "required": True,
         "description": "The number of a version that is loaded.",
-        "schema": {"type": "integer", "minimum": 1},
+        "schema": {"type": "integer", "minimum": 1, "maximum": 2**53},
         "example": 1,
     }
     about = "Predict with one version of a model, whichever serves"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, get_args
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Path, Query, Request, Response
 
 from inferpool.service.api.auth import caller_of
 from inferpool.service.api.errors import CALL_KEY
@@ -51,6 +51,8 @@ OldFirst = Annotated[
         "both. If the successor then fails, nothing serves in its place."
     ),
 ]
+
+WorkerNumber = Annotated[int, Path(ge=0, le=1_000_000, description="Counted from 0.")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +177,11 @@ def admin_router(target: AdminTarget) -> APIRouter:
         responses=_NOT_THERE | _BUSY | _RESTARTING,
     )
     async def restart_worker(
-        request: Request, response: Response, model: str, number: int, old_first: OldFirst = False
+        request: Request,
+        response: Response,
+        model: str,
+        number: WorkerNumber,
+        old_first: OldFirst = False,
     ) -> Restarting:
         """The successor is ready before the old worker leaves; if it fails, the old one stays."""
         return await restarted(request, response, model, number, old_first)

@@ -92,6 +92,21 @@ def examples(node: Any) -> Iterator[tuple[Any, Any]]:
             yield from examples(each)
 
 
+def test_every_number_that_a_caller_gives_has_a_greatest_value(document: Any) -> None:
+    for path, method, operation in operations(document):
+        body = operation.get("requestBody", {}).get("content", {}).get(JSON, {}).get("schema", {})
+        given = [(name, each) for name, each in body.get("properties", {}).items()]
+        for each in operation.get("parameters", ()):
+            parameter = follow(document, each)
+            given.append((parameter["name"], parameter.get("schema", {})))
+        for name, schema in given:
+            for kind in (schema, *schema.get("anyOf", ())):
+                is_number = kind.get("type") in ("integer", "number")
+                is_bounded = kind.keys() & {"maximum", "exclusiveMaximum"}
+                # A timeout of more than the setting allows means as much as that.
+                assert not is_number or is_bounded or name == "X-Timeout-Ms", (method, path, name)
+
+
 def test_every_error_that_predict_can_give_is_documented(document: Any) -> None:
     responses = document["paths"]["/predict"]["post"]["responses"]
     assert {int(status) for status in responses} == PREDICT_STATUSES | {200, 202, 507}

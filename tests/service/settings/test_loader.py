@@ -182,17 +182,23 @@ def test_a_model_named_like_a_built_in_source_needs_no_source(loading):
         ("port = true", "port: True is not a whole number from 0 to 65535"),
         ("port = 65536", "port: 65536 is not a whole number from 0 to 65535"),
         ("[port]", "port: {} is not a whole number from 0 to 65535"),
-        ("default_timeout_s = nan", "default_timeout_s: nan is not a number above 0"),
+        (
+            "default_timeout_s = nan",
+            "default_timeout_s: nan is not a number above 0 and up to 86400",
+        ),
         ('log_format = "xml"', 'log_format: \'xml\' is not "auto" or "human" or "json"'),
         (
             "[models.echo]\nreplicas = 0",
-            'models.echo.replicas: 0 is not "auto" or a whole number of at least 1',
+            'models.echo.replicas: 0 is not "auto" or a whole number from 1 to 1024',
         ),
         (
             '[models.echo]\nprepare_threads = "many"',
-            "models.echo.prepare_threads: 'many' is not \"auto\" or a whole number of at least 1",
+            "models.echo.prepare_threads: 'many' is not \"auto\" or a whole number from 1 to 256",
         ),
-        ("[models.echo]\noptions = 3", "models.echo.options: 3 is not a table"),
+        (
+            "[models.echo]\noptions = 3",
+            "models.echo.options: 3 is not a table of up to 256 entries",
+        ),
         (
             '[models.echo]\ndevices = "gpu"',
             'models.echo.devices: \'gpu\' is not "auto", "cpu", "cuda", GPUs such as '

@@ -245,7 +245,7 @@ def save_for_ever(folder: Path) -> None:
 
     async def change_all():
         for number in range(loaded.state.newest_of("a") + 1, 1_000_000):
-            model = ModelSettings(source="echo", weights="x" * (number * 997 % 30_000 + 1))
+            model = ModelSettings(source="echo", weights="x" * (number * 997 % 4096 + 1))
             await loaded.state.save("a", model, version=number, newest=number)
 
     asyncio.run(change_all())

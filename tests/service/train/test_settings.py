@@ -103,8 +103,14 @@ def test_a_file_of_weights_is_the_same_from_any_folder(tmp_path, monkeypatch):
     ("arguments", "problem"),
     [
         ([], "there is nothing to train on"),
-        (["a", "--epochs", "0"], "--epochs: '0' is not \"auto\" or a whole number of at least 1"),
-        (["a", "--epochs", "x"], "--epochs: 'x' is not \"auto\" or a whole number of at least 1"),
+        (
+            ["a", "--epochs", "0"],
+            "--epochs: '0' is not \"auto\" or a whole number from 1 to 1000000",
+        ),
+        (
+            ["a", "--epochs", "x"],
+            "--epochs: 'x' is not \"auto\" or a whole number from 1 to 1000000",
+        ),
         (
             ["a", "--learning-rate", "-1"],
             "--learning-rate: '-1' is not \"auto\" or a number above 0",

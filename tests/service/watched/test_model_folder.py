@@ -228,7 +228,9 @@ async def test_settings_of_a_folder_say_nothing_that_is_no_setting_of_a_model(
     put(tmp_path, "cats/1/model.toml", 'name = "dogs"\nreplicas = "two"')
     await look_twice(folder)
     assert target.take_all() == []
-    text = "replicas: 'two' is not \"auto\" or a whole number of at least 1; name: there is no such"
+    text = (
+        "replicas: 'two' is not \"auto\" or a whole number from 1 to 1024; name: there is no such"
+    )
     assert f"cats/1 cannot be served: {text}" in caplog.text
     put(tmp_path, "cats/1/model.toml", "ephemeral = false")
     await look_twice(folder)
