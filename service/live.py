@@ -1,7 +1,7 @@
 """Samples what each model did in each of the last seconds, for the feed at `/events`.
 
 One sampler serves all listeners, in the main process's event loop. It reads the counters of
-`/metrics` once a second, which takes 0.1 ms per model. The rest is made only if somebody listens.
+`/metrics` once a second. The rest is made only if somebody listens.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ from inferpool.service.telemetry.versions import version_of
 from inferpool.workers.host.error_guard import ErrorGuard
 
 _NUM_KEPT = 300
-"""Samples kept: five minutes, which take 0.5 MB per model."""
+"""Samples kept: five minutes."""
 _OUTCOMES = ("accepted", "succeeded", "failed", "expired", "cancelled")
 
 

@@ -36,7 +36,7 @@ _TIMEOUT_S = 60.0
 """How long an input may take, with all waiting for room in the queue."""
 _AGAIN_AFTER_S = 0.02
 _CHEAP_BYTES = 1 << 16
-"""Outputs up to this size are compared in the event loop; that takes 0.2 ms."""
+"""Outputs up to this size are compared in the event loop, larger ones in a thread."""
 NO_ROOM = (OverloadedError, UnavailableError, DeadlineExceededError)
 """Errors that say nothing about a version while another serves on the same machine."""
 _MOST_RECORDED_BYTES = 256 * 2**20

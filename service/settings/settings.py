@@ -119,8 +119,7 @@ class Settings(SettingsTable):
     max_body_bytes: int = Field(16 * _MIB, ge=1024, le=2**36)
     """The largest body of a request."""
     max_json_bytes: Bytes = 4 * _MIB
-    """The largest JSON body. Parsing holds up all other requests: 4 MiB take 9 ms, and 21 ms at
-    worst."""
+    """The largest JSON body. Parsing holds up all other requests."""
     max_unfinished_bytes: Bytes = 128 * _MIB
     """Memory for requests on their way, over all connections: unfinished bodies and heads, and
     calls that wait behind others of their connection. If it is full, the slowest that began more

@@ -1,5 +1,6 @@
 """A histogram that is cheap to count in, and fine enough to read percentiles from."""
 
+import functools
 import time
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -10,18 +11,14 @@ from prometheus_client.samples import Exemplar as RenderedExemplar
 from prometheus_client.utils import floatToGoString
 
 _MAX_PENDING = 4096
-"""Values kept before they are counted, which takes about 0.2 ms then."""
+"""Values kept before they are counted."""
 
 Bucket = tuple[str, float] | tuple[str, float, RenderedExemplar]
 """The upper bound, the number of values up to it, and perhaps an exemplar."""
 
 
 class Distribution:
-    """A histogram. `observe` costs about 50 ns, and counting the values later as much again.
-
-    Counting 4,096 at once with numpy is faster than counting each with `bisect` (98 against 130 ns
-    a value, CPython 3.11).
-    """
+    """A histogram. `observe` only appends, and numpy counts many values at once later."""
 
     __slots__ = ("_counts", "_edges", "_parts", "_pending", "_sum")
 
@@ -32,7 +29,7 @@ class Distribution:
             edges: Inclusive upper bounds of the buckets, ascending. One without a bound follows.
             parts: The number of parts that each bucket is counted in.
         """
-        self._edges = np.array(_divided(edges, parts), dtype=np.float64)
+        self._edges = _edges_of(tuple(edges), parts)
         self._parts = parts
         self._counts = np.zeros(len(self._edges) + 1, dtype=np.int64)
         self._sum = 0.0
@@ -186,6 +183,14 @@ class Exemplars:
         for place, (trace_id, value, at) in self._newest.items():
             found[place] = (*buckets[place], RenderedExemplar({"trace_id": trace_id}, value, at))
         return found
+
+
+@functools.lru_cache(maxsize=64)
+def _edges_of(edges: tuple[float, ...], parts: int) -> np.ndarray:
+    """Return the edges of all parts, which distributions with the same buckets share."""
+    fine = np.array(_divided(edges, parts), dtype=np.float64)
+    fine.flags.writeable = False
+    return fine
 
 
 def _divided(edges: Sequence[float], parts: int) -> list[float]:

@@ -4,7 +4,13 @@ from bisect import bisect_left
 import pytest
 
 from inferpool.service.telemetry.distribution import Distribution
-from inferpool.service.telemetry.metrics import BATCH_SIZE_EDGES, DURATION_EDGES_S, DURATION_PARTS
+from inferpool.service.telemetry.metrics import (
+    BATCH_SIZE_EDGES,
+    DURATION_EDGES_S,
+    DURATION_PARTS,
+    Metrics,
+)
+from tests.counted_steps import StepCounter
 
 
 @pytest.mark.parametrize("parts", [1, DURATION_PARTS])
@@ -74,3 +80,11 @@ def test_two_distributions_add_up():
     one.observe(3.0)
     assert (one + other).buckets() == [("1.0", 1), ("2.0", 2), ("+Inf", 3)]
     assert (one + other).sum == pytest.approx(5.2)
+
+
+def test_a_sample_of_a_model_takes_few_steps_since_all_have_the_same_edges():
+    metrics = Metrics(["m"], {})
+    metrics.total("m")
+    with StepCounter() as steps:
+        metrics.total("m")
+    assert 10 < steps.longest < 1000
