@@ -223,12 +223,33 @@ def state(
             gpus=[gpu(0), gpu(1)],
         ),
         host=HostState(connections=12, arena_bytes=256 << 20, arena_used_bytes=9 << 20),
-        models=dict.fromkeys(names, live),
+        models={
+            name: live if name == MODEL else replace(live, endings=(), quarantined=0)
+            for name in names
+        },
         history=[
             Moment(time=now - len(past) + place + 1, models=dict.fromkeys(names, each))
             for place, each in enumerate(past)
         ],
     )
+
+
+def several(samples: Sequence[Sample] = ()) -> State:
+    """Return a service of four models, of which two are not well."""
+    restarted = ending("hang", "its batch ran for more than 10 s", ago_s=12)
+    gone = {"pid": None, "rss_bytes": None, "speed": None, "last_answer_age_s": None}
+    backoff = worker(1, model="faulty", state="backoff", restarts=4, reason="exit code 3", **gone)
+    lost = worker(model="far", state="failed", reason="far.pth: there is no such file", **gone)
+    others = [
+        ModelHealth(name="faulty", ready=True, workers=[worker(model="faulty"), backoff]),
+        ModelHealth(name="far", ready=False, reason="no worker is ready", workers=[lost]),
+        ModelHealth(name="minilm_l6", ready=True, workers=[worker(model="minilm_l6")]),
+    ]
+    own = ending("signal", "SIGKILL from outside, or by the kernel for memory", ago_s=94)
+    before = state(status="degraded", samples=samples, endings=[own], others=others)
+    theirs = replace(restarted, worker="faulty/1")
+    faulty = replace(before.models["faulty"], endings=[theirs])
+    return replace(before, models={**before.models, "faulty": faulty})
 
 
 def version(number: int, state: str, **changes: Any) -> VersionInfo:
@@ -402,6 +423,7 @@ def scenarios() -> dict[str, Scenario]:
     down = [worker(0, state="backoff", restarts=3, reason="exit code 3", **gone), again]
     return {
         "busy": Scenario(events=[state(samples=load, endings=[killed, hung], others=[other])]),
+        "several": Scenario(events=[several(load)]),
         "split": Scenario(events=[state([split], samples=load, inputs=(), example=QUESTION)]),
         "empty": Scenario(events=[state()]),
         "slow": Scenario(

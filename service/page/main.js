@@ -1,11 +1,12 @@
 // Puts the page together: the feed, what it shows of the chosen model, the theme and the keys.
 
 import { redrawCharts, showCharts, startCharts } from "./charts.js";
-import { $, h, keep, setText } from "./dom.js";
+import { $, setText } from "./dom.js";
 import { Feed } from "./feed.js";
 import { showHosts } from "./hosts.js";
 import { showJobs } from "./jobs.js";
 import { forgetKey, hasKey, setKey } from "./keys.js";
+import { showModels, startModels } from "./models.js";
 import { showFigures, showModel, showService, showSituation } from "./overview.js";
 import { situationOf } from "./situation.js";
 import { chooseModel, startTryIt } from "./tryit.js";
@@ -63,7 +64,9 @@ function render() {
   showHosts(state.health);
   showJobs(state.jobs);
   showSituation(situationOf(state, history));
-  showChoice(names);
+  showModels(state, history, chosen);
+  setText($("model-name"), chosen);
+  showRestarts(state.models);
   const model = state.health.models.find((each) => each.name === chosen);
   // The last model may have been removed, and others may come.
   for (const part of document.querySelectorAll(".model-bar, .figures, .columns")) part.hidden = !model;
@@ -72,7 +75,6 @@ function render() {
   showFigures(chosen, state, history);
   showWorkers(model);
   showVersions(model, state.changes);
-  showRestarts(state.models[chosen]?.endings ?? []);
   chooseModel(model);
   showCharts(chosen, history);
 }
@@ -83,14 +85,6 @@ function nameInUrl() {
   } catch {
     return ""; // a link that was cut off
   }
-}
-
-function showChoice(names) {
-  $("model").hidden = names.length < 2;
-  $("model-name").hidden = names.length >= 2;
-  setText($("model-name"), chosen);
-  keep($("model"), names, (name) => name, (name) => h("option", { value: name }, name));
-  if ($("model").value !== chosen) $("model").value = chosen;
 }
 
 function choose(name) {
@@ -115,7 +109,6 @@ function turnTheme() {
   redrawCharts();
 }
 
-$("model").addEventListener("change", () => choose($("model").value));
 $("theme").addEventListener("click", turnTheme);
 $("reconnect").addEventListener("click", () => feed.start());
 $("key-form").addEventListener("submit", (event) => {
@@ -130,6 +123,7 @@ document.addEventListener("visibilitychange", () => {
 addEventListener("hashchange", () => choose(nameInUrl()));
 
 showTheme();
+startModels(choose);
 startTryIt();
 startCharts();
 feed.start();

@@ -21,6 +21,7 @@ const REASONS = {
 export function situationOf(state, history) {
   const { health, models } = state;
   const workers = health.models.flatMap((model) => model.workers);
+  const ofModels = (concerned, text) => titled(health.models, concerned, text);
   if (health.draining) {
     const left = sum(Object.values(models).map((model) => model.in_flight));
     return {
@@ -49,23 +50,25 @@ export function situationOf(state, history) {
   if (lost.length) {
     return {
       level: "bad", badge: lost.length === health.models.length ? "Failed" : "Degraded",
-      title: `${lost.map((model) => model.name).join(", ")} cannot be served.`,
+      title: `${listed(lost.map((model) => model.name))} cannot be served.`,
       text: "Every worker was given up: fix the cause, then restart the service (or, with an admin key, the model).",
       list: lost.flatMap((model) => reasonsOf(model.workers)),
     };
   }
-  const waiting = workers.filter((worker) => worker.state === "starting");
+  const waiting = workers.filter(isStarting);
   if (health.status === "starting") {
     return {
-      level: "idle", badge: "Starting", title: "Starting.",
+      level: "idle", badge: "Starting",
+      title: ofModels(health.models.filter((model) => model.workers.some(isStarting)), "Starting."),
       text: `${plural(waiting.length, "worker")} of ${workers.length} still to come up.`,
       list: reasonsOf(waiting),
     };
   }
-  const down = workers.filter((worker) => worker.state !== "ready");
+  const down = workers.filter((worker) => !isReady(worker));
   if (health.status === "unavailable") {
     return {
-      level: "bad", badge: "Unavailable", title: "Requests are turned away.",
+      level: "bad", badge: "Unavailable",
+      title: ofModels(health.models.filter((model) => !model.workers.some(isReady)), "Requests are turned away."),
       text: "No worker takes batches; they are tried again with growing pauses.",
       list: reasonsOf(down),
     };
@@ -73,9 +76,11 @@ export function situationOf(state, history) {
   const overloaded = overloadOf(models, history);
   if (overloaded) return overloaded;
   if (down.length) {
+    const concerned = health.models.filter((model) => !model.workers.every(isReady));
+    const theirs = concerned.flatMap((model) => model.workers);
     return {
       level: "warn", badge: "Degraded",
-      title: `${plural(down.length, "worker")} of ${workers.length} not ready.`,
+      title: ofModels(concerned, `${plural(down.length, "worker")} of ${theirs.length} not ready.`),
       text: "The others go on.",
       list: reasonsOf(down),
     };
@@ -93,11 +98,20 @@ export function situationOf(state, history) {
   if (quarantined) {
     return {
       level: "good", badge: "Ready", noticeLevel: "warn",
-      title: `${plural(quarantined, "input")} in quarantine.`,
+      title: ofModels(health.models.filter((model) => models[model.name]?.quarantined), `${plural(quarantined, "input")} in quarantine.`),
       text: "Workers died of them, so they are refused for a while.",
     };
   }
   return { level: "good", badge: "Ready" };
+}
+
+const isReady = (worker) => worker.state === "ready";
+const isStarting = (worker) => worker.state === "starting";
+
+/** A title that names the models which it concerns, if there are others too. */
+function titled(all, concerned, text) {
+  if (all.length < 2 || !concerned.length) return text;
+  return `${listed(concerned.map((model) => model.name))}: ${text[0].toLowerCase()}${text.slice(1)}`;
 }
 
 /** Whether much more comes than can be computed, and how that shows. */

@@ -22,6 +22,7 @@ export function startTryIt() {
     $("file").value = ""; // so that the same one can be chosen again
   });
   $("send").addEventListener("click", send);
+  $("sample").addEventListener("click", takeSample);
   for (const choice of document.querySelectorAll("input[name=kind]")) {
     choice.addEventListener("change", () => showKind(choice.value));
   }
@@ -56,6 +57,7 @@ export function chooseModel(health) {
   setText($("try-hint"), isKnown(model) ? "" : UNKNOWN_FORM);
   $("try-hint").hidden = isKnown(model);
   $("file").accept = takesImages(model) ? "image/*" : "";
+  $("sample").hidden = !takesImages(model);
   if (isOther) {
     $("answer").replaceChildren();
     setText($("try-status"), "");
@@ -108,6 +110,16 @@ function take(chosen) {
   file = chosen;
   showFile();
   send();
+}
+
+async function takeSample() {
+  try {
+    const response = await fetch("page/sample.jpg");
+    if (!response.ok) throw new Error(`it answered ${response.status}`);
+    take(new File([await response.blob()], "sample.jpg", { type: "image/jpeg" }));
+  } catch (error) {
+    showProblem($("answer"), { title: "No sample", detail: `The service did not send one: ${error.message}.` });
+  }
 }
 
 async function showFile() {

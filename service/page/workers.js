@@ -1,8 +1,9 @@
-// The workers of the chosen model, the ends of earlier ones, and the GPUs of the host.
+// The workers of the chosen model, the ends of earlier ones of all models, and the GPUs of the host.
 
 import { $, h, keep, setText } from "./dom.js";
 import { age, bytes, number, plural, timeOfDay } from "./format.js";
 
+const NUM_ENDINGS = 50;
 const LEVELS = { ready: "good", starting: "idle", stalled: "warn", degraded: "warn", backoff: "warn", failed: "bad", stopped: "idle" };
 const CAUSES = {
   asked: "Replaced", canary: "Failed its check", device: "Device fault", exit: "Exited",
@@ -50,7 +51,10 @@ function makeWorker(worker) {
       : null);
 }
 
-export function showRestarts(endings) {
+/** Shows the latest ends of workers of all models, the newest first. */
+export function showRestarts(models) {
+  const all = Object.values(models).flatMap((model) => model.endings);
+  const endings = all.sort((one, other) => other.time - one.time).slice(0, NUM_ENDINGS);
   setText($("restarts-count"), endings.length ? `latest ${endings.length}` : "");
   const shown = endings.length ? endings : [null];
   keep($("restarts"), shown, (ending) => (ending ? `${ending.worker}/${ending.incarnation}` : "none"), makeRestart);

@@ -14,10 +14,20 @@ import httpx
 import msgspec
 import pytest
 
+from inferpool.service.api.routes.health import ModelHealth
 from tests.browser import chromium
 from tests.e2e.running import FAULTY, Running, running
 from tests.page_shots import PHOTO
-from tests.page_states import Scenario, changing, scenarios, state, with_jobs, without_models
+from tests.page_states import (
+    MODEL,
+    Scenario,
+    changing,
+    scenarios,
+    state,
+    with_jobs,
+    without_models,
+    worker,
+)
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -35,7 +45,13 @@ BADGES = dict.fromkeys(("busy", "split", "empty", "quarantine"), "Ready") | {
     name: name.capitalize()
     for name in ("starting", "degraded", "unavailable", "failed", "overloaded", "draining")
 }
-BADGES |= {"changing": "Ready", "nothing": "No models", "hosts": "Ready", "no hosts": "No hosts"}
+BADGES |= {
+    "several": "Degraded",
+    "changing": "Ready",
+    "nothing": "No models",
+    "hosts": "Ready",
+    "no hosts": "No hosts",
+}
 """The word that the page shows for each state."""
 
 
@@ -221,7 +237,9 @@ def test_every_state_has_its_word(browser, service):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["busy", "failed", "disconnected", "changing", "jobs", "hosts"])
+@pytest.mark.parametrize(
+    "name", ["busy", "several", "failed", "disconnected", "changing", "jobs", "hosts"]
+)
 def test_a_phone_shows_all_of_it_without_scrolling_sideways(browser, service, name):
     script, charts = scenarios()[name].script(), name == "busy"
     with opened(browser, service.url, script, width=360, charts=charts) as page:
@@ -260,9 +278,80 @@ def test_versions_are_shown_with_their_figures_and_the_change_that_goes_on(brows
         assert "efficientnet_lite0/3/0" in page.inner_text("#workers")
         assert page.inner_text("#workers-count") == "2 of 2 ready"
         assert page.inner_text("#status") == "Ready"
-        page.select_option("#model", "new")  # which loads for the first time
+        page.click("#models a:has-text('new')")  # which loads for the first time
         page.wait_for_selector("#figures :text('no version serves')")
         assert page.inner_text("#change") == "add"
+
+
+def test_several_models_have_an_overview_all_restarts_and_a_banner_that_names_its_model(
+    browser, service
+):
+    with opened(browser, service.url, scenarios()["several"].script()) as page:
+        page.wait_for_selector("#models .worker")
+        cards = {
+            each.inner_text().partition("\n")[0]: each for each in page.locator("#models a").all()
+        }
+        assert [*cards] == ["efficientnet_lite0", "faulty", "far", "minilm_l6"]
+        badges = [each.locator(".badge").inner_text() for each in cards.values()]
+        assert badges == ["ready", "degraded", "failed", "ready"]
+        assert "workers 1 of 2" in cards["faulty"].inner_text()
+        assert "restarts 1" in cards["faulty"].inner_text()
+        assert "far cannot be served." in page.inner_text("#notice")
+        restarts = page.locator("#restarts li").all_inner_texts()
+        assert [text.split(",")[0].split("\n")[-1] for text in restarts] == [
+            "faulty/1",
+            "efficientnet_lite0/0",
+        ]
+        cards["faulty"].click()
+        assert page.evaluate("location.hash") == "#faulty"
+        assert page.inner_text("#model-name") == "faulty"
+        assert "faulty/1" in page.inner_text("#workers")
+        assert page.get_attribute("#models [data-key=faulty] a", "aria-current") == "true"
+        assert "faulty/1" in page.inner_text("#restarts"), "and everybody else's"
+        assert "efficientnet_lite0/0" in page.inner_text("#restarts")
+
+
+def test_a_sample_picture_is_sent_by_one_click(browser, service):
+    with live(browser, service) as page:
+        page.wait_for_selector("body[data-link=live]")
+        page.click("#sample")
+        page.wait_for_selector(".labels li")
+        assert "cat" in page.text_content(".labels li:first-child")
+        page.click("#models a:has-text('faulty')")
+        page.wait_for_selector("#model-name:text('faulty')")
+        assert page.is_hidden("#sample")
+
+
+@pytest.mark.slow
+def test_a_banner_names_its_model_if_there_are_others(browser, service):
+    titles = """async (events) => {
+        const { situationOf } = await import("/page/situation.js");
+        return events.map((text) => {
+            const { history, ...state } = JSON.parse(text);
+            return situationOf(state, history).title;
+        });
+    }"""
+    other = ModelHealth(name="b", ready=True, workers=[worker(model="b")])
+    down = worker(model="a", state="backoff", restarts=1, reason="exit code 3")
+    begins = worker(model="a", state="starting", reason="loading")
+    found = []
+    for status, own, others in (
+        ("degraded", [worker(), down], [other]),
+        ("degraded", [worker(), down], []),
+        ("starting", [begins], [other]),
+        ("unavailable", [down], [other]),
+    ):
+        found.append(state(own, status=status, others=others))
+    found.append(replace(state(others=[other], quarantined=2)))
+    events = [msgspec.json.encode(each).decode() for each in found]
+    with opened(browser, service.url) as page:
+        assert page.evaluate(titles, events) == [
+            f"{MODEL}: 1 worker of 2 not ready.",
+            "1 worker of 2 not ready.",
+            f"{MODEL}: starting.",
+            f"{MODEL}: requests are turned away.",
+            f"{MODEL}: 2 inputs in quarantine.",
+        ]
 
 
 @pytest.mark.slow
@@ -356,7 +445,7 @@ def test_the_keyboard_reaches_everything_in_order(browser, service):
     with opened(browser, service.url, script) as page:
         page.wait_for_selector(".worker")
         reached = []
-        for _ in range(6):
+        for _ in range(7):
             page.keyboard.press("Tab")
             reached.append(
                 page.evaluate("document.activeElement.id || document.activeElement.innerText")
@@ -365,7 +454,12 @@ def test_the_keyboard_reaches_everything_in_order(browser, service):
                 page.keyboard.press("Enter")
                 page.keyboard.press("Enter")
         assert reached[0].startswith("Skip")
-        assert reached[1:] == ["API docs", "metrics", "theme", "model", "file"]
+        assert reached[1:4] == ["API docs", "metrics", "theme"]
+        assert [each.partition("\n")[0] for each in reached[4:6]] == [
+            "efficientnet_lite0",
+            "minilm_l6",
+        ]
+        assert reached[6:] == ["file"]
         outline = "getComputedStyle(document.getElementById('drop')).outlineStyle"
         assert page.evaluate(outline) == "solid"
         assert page.get_attribute("html", "data-theme") == "dark"

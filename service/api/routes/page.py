@@ -24,6 +24,8 @@ from inferpool.service.api.errors import NotFoundError
 
 PAGE_PATH = "/page"
 _FOLDER = Path(__file__).resolve().parents[2] / "page"
+_SAMPLE = _FOLDER.parents[1] / "models/vision/photos/chelsea.jpg"
+"""A picture that the page sends by one click, as `sample.jpg`."""
 _CHARTS = ("plotly", "package_data/plotly.min.js")
 """A package and its file: plotly.js comes with it, so the page asks no other host for it."""
 _TYPES: Mapping[str, str] = {
@@ -31,6 +33,7 @@ _TYPES: Mapping[str, str] = {
     ".css": "text/css; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
+    ".jpg": "image/jpeg",
 }
 _LINK_TO_DOCS = re.compile(rb'<a [^>]*href="docs"[^>]*>.*?</a>', re.DOTALL)
 
@@ -70,6 +73,7 @@ class Page:
         self._paths = {path.name: path for path in _FOLDER.iterdir() if path.suffix in _TYPES}
         charts = file_in_package(*_CHARTS)
         self._paths[charts.name] = charts
+        self._paths["sample.jpg"] = _SAMPLE
         self._files: dict[str, asyncio.Task[PageFile]] = {}
         self._plain: dict[str, asyncio.Task[bytes]] = {}
         """Unzipped files, for clients that take no gzip; all browsers do."""
