@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 MIN_KEY_LENGTH = 16
 """The shortest key. Shorter ones can be guessed over a network in time."""
+_MAX_KEY_LENGTH = 4096
 _KEY = re.compile(r"[\x21-\x2b\x2d-\x7e]+")
 """The characters that a header carries unchanged: visible ASCII, without the separating comma."""
 _QUOTES = ("'", '"')
@@ -84,6 +85,8 @@ def _checked(words: Iterable[str]) -> Iterator[str]:
                 f"key {number} has fewer than {MIN_KEY_LENGTH} characters; "
                 "`openssl rand -hex 32` makes a good one"
             )
+        if len(word) > _MAX_KEY_LENGTH:
+            raise ValueError(f"key {number} has more than {_MAX_KEY_LENGTH} characters")
         if not _KEY.fullmatch(word):
             raise ValueError(f"key {number} has a character that is not visible ASCII")
         yield word

@@ -17,7 +17,7 @@ def test_there_may_be_no_key(text):
     assert not read_keys(text)
 
 
-@pytest.mark.parametrize("word", ["short", "x" * 15, "é" * 16, "has a space inside it"])
+@pytest.mark.parametrize("word", ["short", "x" * 15, "x" * 4097, "é" * 16, "has a space inside it"])
 def test_a_bad_key_is_named_by_its_number_alone(word):
     with pytest.raises(ValueError, match="key 2 has") as caught:
         read_keys(f"{A}\n{word}")

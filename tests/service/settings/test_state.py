@@ -266,4 +266,4 @@ def test_a_service_that_is_killed_at_any_moment_leaves_a_whole_file(started, tmp
         loaded = started()
         assert loaded.state.number_of("a") == loaded.state.newest_of("a") > newest
         newest = loaded.state.newest_of("a")
-        assert len(loaded.settings.models["a"].weights) == newest * 997 % 30_000 + 1
+        assert len(loaded.settings.models["a"].weights) == newest * 997 % 4096 + 1
