@@ -153,6 +153,7 @@ def server_config(
         log_config=None,
         log_level="warning",
         access_log=False,
+        proxy_headers=False,  # it would change the peer's address, which shares and logs follow
         server_header=False,
         headers=[("x-content-type-options", "nosniff")],
         timeout_keep_alive=int(settings.keep_alive_s),
