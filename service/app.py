@@ -34,6 +34,7 @@ from inferpool.service.catalog.requests import request_schemas
 from inferpool.service.checks.quick import check_quickly
 from inferpool.service.cluster.door import ClusterDoor, open_door
 from inferpool.service.endpoint import (
+    make_addresses,
     make_cors,
     make_guard,
     make_predict,
@@ -247,6 +248,7 @@ def _serve(
     settings = service.settings
     url = url_of(listener, is_tls=tls is not None)
     app, predict, limits = make_whole_app(service, tracer)
+    app.addresses = make_addresses(settings)
     exit_code = 0
 
     def on_stopping(reason: str) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 from uvicorn.config import LifespanType
 
+from inferpool.service.api.addresses import Addresses
 from inferpool.service.api.auth import Guard
 from inferpool.service.api.call import Call, ModelEntry, Tracing
 from inferpool.service.api.codecs.body import Limits
@@ -21,6 +22,7 @@ from inferpool.service.api.wire.protocol import PredictProtocol
 from inferpool.service.errors import StartError
 from inferpool.service.settings.names import FlagError
 from inferpool.service.settings.settings import Settings
+from inferpool.service.settings.trust import TrustedPeers
 from inferpool.service.telemetry.logs import LogThrottle
 from inferpool.service.telemetry.metrics import ModelMetrics, recorder
 
@@ -52,6 +54,12 @@ def make_guard(settings: Settings) -> Guard:
 def make_cors(settings: Settings) -> Cors | None:
     """Return which pages may call; None: only those of this host."""
     return Cors(settings.cors_origins) if settings.cors_origins else None
+
+
+def make_addresses(settings: Settings) -> Addresses:
+    """Return whom to believe about the service's own address; by default nobody."""
+    peers = TrustedPeers(settings.forwarded_allow_ips if settings.proxy_headers else ())
+    return Addresses(peers, settings.root_path)
 
 
 def set_up_tracing(
@@ -117,6 +125,7 @@ def make_predict(
     return Predict(
         models,
         default=settings.default_model,
+        root_path=settings.root_path.encode(),
         limits=Limits(
             max_body_bytes=settings.max_body_bytes,
             max_json_bytes=settings.max_json_bytes,

@@ -31,6 +31,8 @@ class Predict:
     _: KW_ONLY
     default: str | None = None
     """The model of `/predict` without a name."""
+    root_path: bytes = b""
+    """The path that may stand before all paths of calls over sockets, as in a URL."""
     limits: Limits = field(default_factory=Limits)
     unfinished: UnfinishedRequests = field(
         default_factory=lambda: UnfinishedRequests(EdgeLimits().max_unfinished_bytes)
@@ -97,7 +99,8 @@ class Predict:
 
     def _name_in(self, call: Call) -> str | None:
         """Return the key in `models` that a call asks for; None if it names nothing."""
-        name = call.path[len(PREFIX) + 1 :] or self.default
+        rest = call.path[len(PREFIX) + 1 :]
+        name = rest.removesuffix("/") if rest else self.default
         version = call.headers.get(VERSION_HEADER)
         if name is None or version is None:
             return name

@@ -17,6 +17,12 @@ from starlette.responses import HTMLResponse, Response
 from starlette.staticfiles import StaticFiles
 from starlette.types import Lifespan, Receive, Scope, Send
 
+from inferpool.service.api.addresses import (
+    Addresses,
+    relative_root_for,
+    root_for,
+    without_last_slash,
+)
 from inferpool.service.api.asgi import answer
 from inferpool.service.api.auth import Guard, policy_of
 from inferpool.service.api.call import Call, Tracing, begin_call
@@ -98,7 +104,9 @@ class App(FastAPI):
             docs_url=None,
             redoc_url=None,
             lifespan=lifespan,
+            redirect_slashes=False,  # `__call__` drops them
         )
+        self.addresses = Addresses()
         self.predict: Predict | None = None
         self.examples: Callable[[], Mapping[str, object]] = dict
         """Returns an instance for each model that shows one."""
@@ -138,7 +146,9 @@ class App(FastAPI):
             if lines is not None:
                 await send_reply(send, preflight_reply(call, lines))
                 return
-        scope = {**scope, CALL_KEY: call}
+        root = scope["path"].removesuffix(path)
+        scope = {**scope, CALL_KEY: call, "path": root + without_last_slash(path)}
+        self.addresses.put_into(scope, path)
         send = with_call_headers(call, with_page_headers(send))
         if self.tracing is None or not call.parent_id:
             await self._answer(call, scope, receive, send)
@@ -188,7 +198,7 @@ class App(FastAPI):
         return names, default if default in names or not names else None
 
     async def _show_document(self, request: Request) -> Response:
-        document = self._current_document(request.scope.get("root_path", "").rstrip("/"))
+        document = self._current_document(root_for(request.scope) or "/")
         headers = {"etag": document.etag, "cache-control": "no-cache"}
         if document.etag in request.headers.get("if-none-match", ""):
             return Response(status_code=304, headers=headers)
@@ -197,17 +207,20 @@ class App(FastAPI):
     def _current_document(self, root: str) -> "_Document":
         """Return the document as bytes; it is made again only after something in it has changed.
 
-        Making it takes the event loop 30 ms, and no key is needed to ask for it.
+        Making it takes the event loop 30 ms, and no key is needed to ask for it. Only the address
+        of the service may differ from call to call, behind a proxy that is trusted.
         """
-        origin = (root, self._served(), dict(self.examples()))
-        if self._document is None or self._document.origin != origin:
-            schema = self.openapi()
-            if root:  # like FastAPI for an application that is mounted
-                schema["servers"] = [{"url": root}]
-            body = msgspec.json.encode(schema)
+        origin = (self._served(), dict(self.examples()))
+        known = self._document
+        if known is None or known.origin != origin:
+            known = _Document(origin, self.openapi(), "", b"", "")
+        if known.root != root:
+            server = {"url": root, "description": "This host."}
+            body = msgspec.json.encode({**known.schema, "servers": [server]})
             etag = f'W/"{hashlib.sha256(body).hexdigest()[:24]}"'
-            self._document = _Document(origin, body, etag)
-        return self._document
+            known = known._replace(root=root, body=body, etag=etag)
+        self._document = known
+        return known
 
     def _log_refusal(self, scope: Scope, call: Call, error: ServiceError) -> None:
         """Show an operator that someone tries keys, without letting that fill the log."""
@@ -231,7 +244,7 @@ class App(FastAPI):
         self.add_route(_DOCUMENT_PATH, self._show_document, include_in_schema=False)
 
     async def _show_docs(self, request: Request) -> HTMLResponse:
-        root = request.scope.get("root_path", "")
+        root = relative_root_for(request.scope)
         page = get_swagger_ui_html(
             openapi_url=f"{root}{_DOCUMENT_PATH}",
             title=self.title,
@@ -251,6 +264,9 @@ class _Document(NamedTuple):
 
     origin: object
     """The objects it was made from, for comparison."""
+    schema: dict[str, object]
+    root: str
+    """The address of `/` in it."""
     body: bytes
     etag: str
 

@@ -32,6 +32,7 @@ _GROUPS: Mapping[str, str] = {
         "predict_keys predict_keys_file metrics_keys metrics_keys_file admin_keys admin_keys_file "
         "tls_certificate tls_key page docs cors_origins"
     ),
+    "Proxies": "root_path proxy_headers forwarded_allow_ips",
     "Cluster": (
         "cluster_port cluster_host cluster_keys cluster_keys_file cluster_certificate cluster_key "
         "cluster_authority cluster_insecure standby_of"

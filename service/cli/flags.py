@@ -33,6 +33,9 @@ _SETTINGS_FLAGS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "cors-origins": ("ORIGINS", 'web pages that may ask, such as "https://a.example"'),
         "tls-certificate": ("PATH", "serve HTTPS with this PEM file"),
         "tls-key": ("PATH", "its private key, if it is in another file"),
+        "root-path": ("PATH", 'the path that a proxy serves this under, such as "/models"'),
+        "proxy-headers": ("", "use X-Forwarded-Proto, -Host and -Prefix of trusted proxies"),
+        "forwarded-allow-ips": ("IPS", 'those proxies, such as "10.0.0.0/8" (default: none)'),
     },
     "cluster": {
         "cluster-port": ("N", "TCP port that agents join at: all models are computed there"),

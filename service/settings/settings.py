@@ -26,6 +26,7 @@ from inferpool.service.settings.bounds import (
 from inferpool.service.settings.keys import Keys
 from inferpool.service.settings.model import ModelSettings, SettingsTable
 from inferpool.service.settings.tracing import TraceHeaders, endpoint_of, pairs_of
+from inferpool.service.settings.trust import OWN_PATHS, TrustedPeers, prefix_of
 from inferpool.workers.cgroups import read_limits
 from inferpool.workers.host.devices import Host
 from inferpool.workers.host.mps import DEFAULT_FOLDER
@@ -105,6 +106,17 @@ class Settings(SettingsTable):
     cors_origins: Texts = ()
     """Origins whose pages may call this host from a browser (CORS), such as `https://app.example`,
     or `*` for all. Separate them by commas in the variable and the flag. Cookies are not used."""
+    root_path: Text = ""
+    """The path that a proxy serves this service under, such as `/models`. Calls may come with it or
+    without, and addresses in answers begin with it. They are relative without, which works behind
+    every proxy that removes its path."""
+    proxy_headers: bool = True
+    """Use `X-Forwarded-Proto`, `X-Forwarded-Host` and `X-Forwarded-Prefix` of the peers below, for
+    addresses in answers and for nothing else."""
+    forwarded_allow_ips: Texts = ()
+    """Addresses and networks of proxies whose headers count, such as `10.0.0.5` or `10.0.0.0/8`, or
+    `*` for everyone. By default nobody's do. Separate them by commas in the variable and the
+    flag."""
     page: bool = True
     """Serve the page at /. What it shows needs the keys of /events and /predict."""
     max_connections: Auto | Length = "auto"
@@ -150,7 +162,7 @@ class Settings(SettingsTable):
     show_errors: Auto | bool = "auto"
     """Show clients the text of an exception that a model raises. Else they get its type, and the
     log has the rest under the id of the request. `auto`: with `--reload`, and where `serve` runs at
-    a terminal, listens on a loopback address and has no keys."""
+    a terminal, listens on a loopback address, and has neither keys nor trusted proxies."""
     default_timeout_s: Seconds = 30.0
     """How long a call may take if it does not say."""
     max_timeout_s: Seconds = 300.0
@@ -239,7 +251,7 @@ class Settings(SettingsTable):
             return auto_arena_bytes(info.data["max_body_bytes"])
         return arena_bytes
 
-    @field_validator("cors_origins", "webhook_hosts", mode="before")
+    @field_validator("cors_origins", "forwarded_allow_ips", "webhook_hosts", mode="before")
     @classmethod
     def _split(cls, listed: object) -> object:
         if isinstance(listed, str):  # from a variable or a flag
@@ -257,6 +269,29 @@ class Settings(SettingsTable):
                     "http://localhost:3000"
                 )
         return tuple(origins)
+
+    @field_validator("root_path")
+    @classmethod
+    def _check_root_path(cls, root_path: str) -> str:
+        prefix = prefix_of(root_path)
+        if prefix is None:
+            raise ValueError(
+                f"is {root_path[:80]!r}, which is not the beginning of a path: write such as "
+                "/models or /teams/vision, as it stands in addresses, without '//' and '..'"
+            )
+        first = prefix[1:].partition("/")[0]
+        if first in OWN_PATHS:
+            raise ValueError(
+                f"begins with /{first}, which is a path of the service itself: have the proxy "
+                "remove its path, and leave this out"
+            )
+        return prefix
+
+    @field_validator("forwarded_allow_ips")
+    @classmethod
+    def _check_peers(cls, peers: Sequence[str]) -> Sequence[str]:
+        TrustedPeers(peers)
+        return tuple(peers)
 
     @field_validator("trace_endpoint")
     @classmethod
@@ -333,12 +368,13 @@ class Settings(SettingsTable):
     def shows_errors_at(self, *, terminal: bool) -> bool:
         """Return the `show_errors` in force, where `serve` runs at a terminal or not.
 
-        Clients of a loopback address may be anybody if there are keys: a proxy stands before it.
+        Clients of a loopback address may be anybody if there are keys or trusted proxies.
         """
         if self.show_errors != "auto":
             return self.show_errors
         has_keys = self.predict_keys or self.metrics_keys or self.admin_keys
-        return terminal and not has_keys and is_loopback(self.host)
+        is_local = is_loopback(self.host) and not self.forwarded_allow_ips
+        return terminal and not has_keys and is_local
 
     @property
     def has_jobs(self) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.parse import urljoin
 
 import httpx
 import psutil
@@ -66,11 +67,15 @@ class Running:
 
     def get(self, path: str, **options: Any) -> httpx.Response:
         """Send a GET request."""
-        return self.http.get(self.url + path, **options)
+        return self.http.get(self.address_of(path), **options)
 
     def post(self, path: str = "/predict", **options: Any) -> httpx.Response:
         """Send a POST request."""
-        return self.http.post(self.url + path, **options)
+        return self.http.post(self.address_of(path), **options)
+
+    def address_of(self, path: str) -> str:
+        """Return the URL of a path, which may be relative as those in answers are."""
+        return self.url + path if path.startswith("/") else urljoin(self.url, path)
 
     def ask(self, *instances: object, **options: Any) -> httpx.Response:
         """Send instances as JSON."""

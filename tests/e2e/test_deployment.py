@@ -2,20 +2,18 @@
 
 import asyncio
 import json
-import os
-import shutil
 import signal
 import subprocess
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import httpx
 import pytest
 
 from inferpool.models.speed.verdicts import checked_content
 from tests.e2e.load import Tally, ask_until
+from tests.e2e.nginx import needs_nginx, nginx
 from tests.e2e.running import ROOT, Running, faulty, left_over, running, until
 from tests.ports import free_port
 
@@ -24,11 +22,7 @@ pytestmark = [pytest.mark.measures, pytest.mark.slow]
 DELAY_S = 3
 """Longer than the two seconds for which nginx sends nothing to a service that has come back."""
 NGINX_CONFIG = ROOT / "docker" / "nginx.conf"
-NGINX_FOLDERS = ("client_body", "proxy", "fastcgi", "scgi", "uwsgi")
 ANSWERED = 'requests_total{code="200",model="m"}'
-needs_nginx = pytest.mark.skipif(
-    shutil.which("nginx") is None, reason="needs nginx: apt-get install nginx-light"
-)
 
 
 class Pair:
@@ -76,34 +70,11 @@ def proxy(folder: Path, port: int, upstream_ports: Sequence[int]) -> Iterator[st
     changes = {"listen 8000;": f"listen 127.0.0.1:{port};"}
     for number, upstream_port in enumerate(upstream_ports, 8001):
         changes[f"127.0.0.1:{number}"] = f"127.0.0.1:{upstream_port}"
-    changes["http {"] = "http {\n" + "".join(
-        f"{name}_temp_path {folder}/{name};\n" for name in NGINX_FOLDERS
-    )
     for old, new in changes.items():
         assert text.count(old) == 1, old
         text = text.replace(old, new)
-    config = folder / "nginx.conf"
-    config.write_text(text)
-    (folder / "log").touch()
-    own = f"daemon off; pid {folder}/pid; error_log {folder}/log warn;"
-    own += " user root;" if os.getuid() == 0 else ""
-    process = subprocess.Popen(
-        ["nginx", "-p", str(folder), "-c", str(config), "-e", f"{folder}/log", "-g", own]
-    )
-    url = f"http://127.0.0.1:{port}"
-
-    def is_up() -> bool:
-        assert process.poll() is None, (folder / "log").read_text()
-        with suppress(httpx.TransportError):
-            return httpx.get(f"{url}/admin").status_code == 404
-        return False
-
-    try:
-        until(is_up)
+    with nginx(folder, text, f"http://127.0.0.1:{port}") as url:
         yield url
-    finally:
-        process.terminate()
-        process.wait(20)
 
 
 @pytest.fixture(scope="module")

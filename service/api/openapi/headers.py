@@ -82,8 +82,10 @@ _ANSWER_HEADERS: Mapping[str, Json] = {
     "Retry-After": _header(
         "Seconds after which another try makes sense.", {"type": "integer", "minimum": 1}
     ),
-    "Location": _header("The path of the job.", _TEXT, "/jobs/5f0c"),
-    "Link": _header("Where the next page is.", _TEXT, '</jobs?after=5f0c>; rel="next"'),
+    "Location": _header(
+        "The address of the job, mostly relative to that of the call.", _TEXT, "./jobs/5f0c"
+    ),
+    "Link": _header("Where the next page is.", _TEXT, '<./jobs?after=5f0c>; rel="next"'),
     "Preference-Applied": _header("The preferences that were followed.", _TEXT, "respond-async"),
     "WWW-Authenticate": _header("How a key is sent.", _TEXT, 'Bearer realm="inferpool"'),
     "Allow": _header("The methods that there are.", _TEXT, "POST"),

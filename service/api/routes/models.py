@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 from fastapi import APIRouter, Request, Response
 
+from inferpool.service.api.addresses import root_for
 from inferpool.service.api.preferences import read_preferences
 from inferpool.service.api.routes.admin import ERRORS, record
 from inferpool.service.api.routes.repeats import AskedChanges
@@ -298,8 +299,7 @@ def _is_asynchronous(request: Request) -> bool:
 
 def _going_on_headers(request: Request, name: str) -> dict[str, str]:
     """Return the headers that say where a change that goes on is shown."""
-    root = request.scope.get("root_path", "").rstrip("/")
-    headers = {"location": f"{root}/admin/models/{name}"}
+    headers = {"location": f"{root_for(request.scope)}/admin/models/{name}"}
     if _is_asynchronous(request):
         headers["preference-applied"] = "respond-async"
     return headers

@@ -10,6 +10,7 @@ import gzip
 import hashlib
 import re
 from collections.abc import Mapping, MutableMapping
+from html import escape
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Send
 
+from inferpool.service.api.addresses import prefix_for
 from inferpool.service.api.errors import NotFoundError
 
 PAGE_PATH = "/page"
@@ -45,6 +47,7 @@ _SOURCES = (
 )
 POLICY = f"{_SOURCES}; script-src 'self'; style-src 'self'"
 """Everything comes from files of this host, and nothing may frame it."""
+_BASE = ("base-uri 'none'", "base-uri 'self'")
 _INLINE_SCRIPT = re.compile(rb"<script>(.*?)</script>", re.DOTALL)
 
 _HEADERS = {
@@ -84,18 +87,34 @@ class Page:
         app.add_route(PAGE_PATH + "/{name}", self._answer_file, include_in_schema=False)
 
     async def _answer_root(self, request: Request) -> Response:
-        return await self._answer(request, "index.html")
+        prefix = prefix_for(request.scope)
+        if prefix is None:
+            return await self._answer(request, "index.html")
+        # At `/models` the page's relative addresses would miss a path: only `/models/` has a slash.
+        base = f'<head>\n  <base href="{escape(prefix)}/">'.encode()
+        body = (await self._unzipped("index.html")).replace(b"<head>", base, 1)
+        headers = {"cache-control": "no-cache", "content-type": _TYPES[".html"]}
+        return Response(body, headers={**headers, POLICY_HEADER: POLICY.replace(*_BASE)})
 
     async def _answer_file(self, request: Request) -> Response:
         return await self._answer(request, request.path_params["name"])
 
-    async def _answer(self, request: Request, name: str) -> Response:
-        if name not in self._paths:
-            raise NotFoundError(f"there is nothing at {PAGE_PATH}/{name[:200]}")
+    async def _file(self, name: str) -> PageFile:
         if name not in self._files:
             reading = asyncio.to_thread(self._read, name)
             self._files[name] = asyncio.create_task(reading, name=f"read {name}")
-        file = await asyncio.shield(self._files[name])  # others may wait for it too
+        return await asyncio.shield(self._files[name])  # others may wait for it too
+
+    async def _unzipped(self, name: str) -> bytes:
+        if name not in self._plain:
+            unzipping = asyncio.to_thread(gzip.decompress, (await self._file(name)).zipped)
+            self._plain[name] = asyncio.create_task(unzipping, name=f"unzip {name}")
+        return await asyncio.shield(self._plain[name])
+
+    async def _answer(self, request: Request, name: str) -> Response:
+        if name not in self._paths:
+            raise NotFoundError(f"there is nothing at {PAGE_PATH}/{name[:200]}")
+        file = await self._file(name)
         headers = {"etag": file.etag, "cache-control": "no-cache", "vary": "accept-encoding"}
         if file.etag in request.headers.get("if-none-match", ""):
             return Response(status_code=304, headers=headers)
@@ -103,10 +122,7 @@ class Page:
         if "gzip" in request.headers.get("accept-encoding", ""):
             headers["content-encoding"] = "gzip"
         else:
-            if name not in self._plain:
-                unzipping = asyncio.to_thread(gzip.decompress, body)
-                self._plain[name] = asyncio.create_task(unzipping, name=f"unzip {name}")
-            body = await asyncio.shield(self._plain[name])
+            body = await self._unzipped(name)
         return Response(body, headers={**headers, "content-type": file.content_type})
 
     def _read(self, name: str) -> PageFile:

@@ -240,6 +240,21 @@ def _too_long() -> LargeHeadError:
     return LargeHeadError(f"trailers or chunk extensions have more than {MAX_TRAILER_BYTES} bytes")
 
 
+def below(root_path: bytes, url: bytes) -> bytes:
+    """Return a URL without a path before ours, which a proxy may have left there.
+
+    Raises:
+        HttpParserError: It is no URL.
+    """
+    if not url.startswith(b"/"):
+        parsed = httptools.parse_url(url)
+        url = (parsed.path or b"/") + (b"?" + parsed.query if parsed.query else b"")
+    path, mark, query = url.partition(b"?")
+    if path == root_path:
+        return b"/" + mark + query
+    return url[len(root_path) :] if path.startswith(root_path + b"/") else url
+
+
 def target_of(url: bytes) -> tuple[str, bytes]:
     """Split a URL into its decoded path and its query, like uvicorn.
 

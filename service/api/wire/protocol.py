@@ -27,6 +27,7 @@ from inferpool.service.api.wire.incoming import (
     MAX_URL_BYTES,
     ChunkLimits,
     IncomingLimits,
+    below,
     check_head,
     error_of,
     target_of,
@@ -68,12 +69,8 @@ class PredictProtocol(HttpConnection):
         cls, predict: Predict, limits: EdgeLimits | None = None
     ) -> type["PredictProtocol"]:
         """Return the class for one endpoint, as `uvicorn.Config(http=...)` takes it."""
-        connection_limits = ConnectionLimits(limits or EdgeLimits(), predict.unfinished)
-        bound = {
-            "predict": predict,
-            "connection_limits": connection_limits,
-            "known_heads": KnownHeads(),
-        }
+        shared = ConnectionLimits(limits or EdgeLimits(), predict.unfinished)
+        bound = {"predict": predict, "connection_limits": shared, "known_heads": KnownHeads()}
         return type(cls.__name__, (cls,), bound)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -211,6 +208,8 @@ class PredictProtocol(HttpConnection):
             self._asks_for_upgrade = True
             return
         self._is_in_body = True
+        if self.predict.root_path:
+            self.url = url = below(self.predict.root_path, url)
         path, query = target_of(url)
         self._is_job = (path != PREFIX or b"prefer" in names) and is_job(path, self.headers)
         if self._is_job or (path != PREFIX and not is_predict(path)):

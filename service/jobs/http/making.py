@@ -8,13 +8,14 @@ import hashlib
 import secrets
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from urllib.parse import quote, urlencode
+from urllib.parse import urlencode
 
 import msgspec
 from fastapi import Request, Response
 from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 
+from inferpool.service.api.addresses import root_for
 from inferpool.service.api.auth import Guard, key_of
 from inferpool.service.api.call import Call
 from inferpool.service.api.codecs.answers import choose_format
@@ -172,15 +173,6 @@ class JobMaker:
         return StreamingResponse(stream, headers=headers, media_type="application/json")
 
 
-def root_of(request: Request) -> str:
-    """Return the path that the service is mounted under, as it stands in a URL.
-
-    A part of it may come from the client: the path of a mount may have parameters.
-    """
-    root: str = request.scope.get("root_path", "")
-    return quote(root.rstrip("/"))
-
-
 def version_header(job: Job) -> dict[str, str]:
     """Return the header of the version that computed the job, if it was one."""
     return {"x-model-version": str(job.versions[0])} if len(job.versions) == 1 else {}
@@ -196,7 +188,7 @@ def _preferences(request: Request) -> Preferences:
 
 
 def _shown(request: Request, job: Job, preferences: Preferences) -> Response:
-    headers = {"location": f"{root_of(request)}/jobs/{job.id}"}
+    headers = {"location": f"{root_for(request.scope)}/jobs/{job.id}"}
     if not job.is_over:
         headers["retry-after"] = RETRY_S
     if preferences.applied:

@@ -10,6 +10,7 @@ from urllib.parse import urlencode
 from fastapi import APIRouter, Query, Request, Response
 from starlette.responses import StreamingResponse
 
+from inferpool.service.api.addresses import root_for
 from inferpool.service.api.auth import Guard
 from inferpool.service.api.codecs.body import Limits
 from inferpool.service.api.routes.events import WAS_HEAD, EventStream
@@ -24,7 +25,6 @@ from inferpool.service.jobs.http.making import (
     ONE_VERSION,
     RETRY_S,
     JobMaker,
-    root_of,
     version_header,
 )
 from inferpool.service.jobs.http.results import (
@@ -135,7 +135,9 @@ def jobs_router(target: JobsTarget, guard: Guard, limits: Limits) -> APIRouter:
         if following is not None:
             fields = [(key, value) for key, value in request.query_params.multi_items()]
             fields = [each for each in fields if each[0] != "after"] + [("after", following)]
-            response.headers["link"] = f'<{root_of(request)}/jobs?{urlencode(fields)}>; rel="next"'
+            response.headers["link"] = (
+                f'<{root_for(request.scope)}/jobs?{urlencode(fields)}>; rel="next"'
+            )
         return JobList(jobs=[info_of(job) for job in page], next=following)
 
     @router.get("/jobs/{id}", summary="A job as it is now, or when it is over", responses=_NO_JOB)

@@ -49,6 +49,7 @@ def test_keys_have_shares_only_where_there_are_several(tmp_path):
             ({key: "k" * 40}, False, False)
             for key in ("PREDICT_KEYS", "METRICS_KEYS", "ADMIN_KEYS")
         ),
+        ({"FORWARDED_ALLOW_IPS": "10.0.0.5"}, False, False),
         ({"SHOW_ERRORS": "true", "HOST": "0.0.0.0", "PREDICT_KEYS": "k" * 40}, True, True),
         ({"SHOW_ERRORS": "false"}, False, False),
         ({"SHOW_ERRORS": "auto"}, True, False),

@@ -124,7 +124,7 @@ async def test_a_job_outlives_the_call_that_makes_it(arena: Arena, tmp_path: Pat
         assert made.status_code == 202
         assert made.headers["retry-after"] == "1"
         location = made.headers["location"]
-        assert location == f"/jobs/{made.json()['id']}"
+        assert location == f"./jobs/{made.json()['id']}"
         assert (made.json()["state"], made.json()["num_instances"]) == ("queued", 2)
         job = await over(client, location)
         assert (job["state"], job["num_done"], job["num_failed"]) == ("succeeded", 2, 0)
@@ -238,7 +238,7 @@ async def test_a_repeat_with_its_key_or_id_is_the_same_job(arena: Arena, tmp_pat
         ):
             assert (other.status_code, other.json()["code"]) == (422, "idempotency_mismatch")
         put = await client.put("/jobs/mine.1", json=body(1))
-        assert (put.status_code, put.headers["location"]) == (202, "/jobs/mine.1")
+        assert (put.status_code, put.headers["location"]) == (202, "../jobs/mine.1")
         assert (await client.put("/jobs/mine.1", json=body(1))).status_code == 202
         assert (await client.put("/jobs/mine.1", json=body(2))).status_code == 422
         assert (await client.put("/jobs/.mine", json=body(2))).status_code == 400
