@@ -64,13 +64,13 @@ def line_of(process: "subprocess.Popen[str]") -> list[str]:
 
 
 def test_what_serves_is_forked_anew_and_imports_the_users_files_again(tmp_path: Path):
-    with running(tmp_path, "open('go').close(); return changed") as process:
+    with running(tmp_path, "open('go').read(); return changed") as process:
         os.mkfifo(tmp_path / "go")
         assert line_of(process) == ["started", "1"]
         seen = []
         for value in (2, 3):
             seen.append(line_of(process))
-            write_user(tmp_path, value, "open('go').close(); return changed")
+            write_user(tmp_path, value, "open('go').read(); return changed")
             (tmp_path / "go").write_text("on")
         seen.append(line_of(process))
         assert [each[3] for each in seen] == ["1", "2", "3"]
