@@ -8,6 +8,7 @@ from the first moment on: whoever writes to a full pipe would wait for ever.
 import contextlib
 import errno
 import faulthandler
+import fcntl
 import logging
 import os
 import select
@@ -28,10 +29,14 @@ _MAX_HELD_BYTES = 1 << 20
 """Output of each stream that is held until there is a log. The rest is dropped and counted."""
 _PASS_ON_S = 2.0
 """Seconds that the reader of the original streams may take for what was never logged."""
+_CLOSE_S = 2.0
+"""Seconds for logging what came at last: a process that writes without end is cut off."""
 _STEP_BYTES = select.PIPE_BUF
 """Bytes that a pipe takes without blocking if it can be written to at all (POSIX, `write`)."""
-_MOST_READS = 64
-"""Reads in a row of one stream: a process that writes without end must not keep us from closing."""
+_READ_BYTES = 1 << 16
+_PIPE_BYTES = 1 << 20
+"""Room of a pipe, if the kernel grants it. A full one stops whoever writes, and a library in C that
+writes with the GIL held stops the reader as well."""
 _BEGIN = b"b"
 _FOR_MAIN_THREAD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
@@ -47,6 +52,7 @@ class RawOutput:
         self._num_dropped = dict.fromkeys(readers, 0)
         self._is_logging = False
         self._is_closed = False
+        self._has_begun = threading.Event()
         self._wake, self._waker = os.pipe()
         # A daemon, like the thread that writes the log.
         self._thread = threading.Thread(target=self._run, name="raw output", daemon=True)
@@ -70,6 +76,8 @@ class RawOutput:
             originals[fd] = os.dup(fd)
             readers[fd], writers[fd] = os.pipe()
             os.set_blocking(readers[fd], False)
+            with contextlib.suppress(AttributeError, OSError):  # or its user's limit
+                fcntl.fcntl(writers[fd], fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         try:
             taken = cls(originals, readers)  # with a reader, before a pipe can be full
         except RuntimeError as error:
@@ -92,9 +100,14 @@ class RawOutput:
         """
         faulthandler.enable(self._originals[2])
         os.write(self._waker, _BEGIN)
+        self._has_begun.wait()  # what comes later came after there was a log
 
-    def close(self) -> None:
-        """Give both descriptors back, and log the rest. Closing again does nothing."""
+    def close(self, pass_on_s: float = _PASS_ON_S) -> None:
+        """Give both descriptors back, and log the rest. Closing again does nothing.
+
+        Args:
+            pass_on_s: Seconds that the reader of the original streams may take, without a log.
+        """
         if self._is_closed:
             return
         self._is_closed = True
@@ -106,13 +119,12 @@ class RawOutput:
         if self._is_logging:
             faulthandler.disable()
         else:
-            self._pass_on()
+            self._pass_on(time.monotonic() + pass_on_s)
         for fd in (*self._originals.values(), *self._readers.values(), self._wake):
             os.close(fd)
 
-    def _pass_on(self) -> None:
+    def _pass_on(self, until: float) -> None:
         """Write what was taken to where it was meant to go, if there never was a log."""
-        until = time.monotonic() + _PASS_ON_S
         for fd, rest in self._rests.items():
             if num_dropped := self._num_dropped[fd]:
                 rest += b"%s\n" % _loss(num_dropped).encode()
@@ -132,6 +144,7 @@ class RawOutput:
             ready = {fd for fd, _ in poll.poll()}
             if self._wake in ready:
                 is_open = os.read(self._wake, 1) == _BEGIN
+                self._drain(error_guard)
                 if is_open:
                     self._begin(error_guard)
             for fd in self._readers:
@@ -144,23 +157,37 @@ class RawOutput:
     def _begin(self, error_guard: ErrorGuard) -> None:
         """Log what was held, and log at once from now on."""
         self._is_logging = True
+        self._has_begun.set()
         for fd in self._readers:
             with error_guard:
                 self._log_lines(fd)
                 if num_dropped := self._num_dropped[fd]:
                     _LOGGERS[fd].warning("%s", _loss(num_dropped))
 
-    def _read(self, fd: int) -> None:
-        """Read what is there, and log the complete lines, or hold them until there is a log."""
+    def _drain(self, error_guard: ErrorGuard) -> None:
+        """Read all that was written until now: no more than a pipe holds, for others go on."""
+        until = time.monotonic() + _CLOSE_S
+        for fd in self._readers:
+            with error_guard:
+                num_left = _PIPE_BYTES
+                while num_left > 0 and time.monotonic() < until and (num := self._read(fd)):
+                    num_left -= num
+
+    def _read(self, fd: int) -> int:
+        """Read what is there, and log complete lines, or hold them until there is a log.
+
+        Returns:
+            The number of bytes; 0 if there were none.
+        """
+        data = b""
         with contextlib.suppress(BlockingIOError):
-            for _ in range(_MOST_READS):
-                if not (data := os.read(self._readers[fd], 65536)):
-                    return
-                if self._is_logging:
-                    self._rests[fd] += data
-                    self._log_lines(fd)
-                else:
-                    self._hold(fd, data)
+            data = os.read(self._readers[fd], _READ_BYTES)
+        if self._is_logging:
+            self._rests[fd] += data
+            self._log_lines(fd)
+        else:
+            self._hold(fd, data)
+        return len(data)
 
     def _hold(self, fd: int, data: bytes) -> None:
         """Keep what fits; once something was dropped, drop all else, too."""
@@ -173,12 +200,11 @@ class RawOutput:
 
     def _log_lines(self, fd: int) -> None:
         *lines, rest = self._rests[fd].split(b"\n")
-        while len(rest) > _MAX_LINE_BYTES:
-            lines.append(rest[:_MAX_LINE_BYTES])
-            rest = rest[_MAX_LINE_BYTES:]
-        self._rests[fd] = rest
-        for line in lines:
-            self._log(fd, line)
+        whole = len(rest) // _MAX_LINE_BYTES * _MAX_LINE_BYTES
+        self._rests[fd] = rest[whole:]
+        for line in (*lines, rest[:whole]):
+            for begin in range(0, len(line), _MAX_LINE_BYTES):
+                self._log(fd, line[begin : begin + _MAX_LINE_BYTES])
 
     def _log(self, fd: int, line: bytes) -> None:
         if text := line.decode("utf-8", "backslashreplace").rstrip():

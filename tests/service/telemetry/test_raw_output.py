@@ -43,6 +43,21 @@ logs.close()
     assert lines[2].endswith('from another process"}')
 
 
+def test_a_long_line_that_comes_at_once_is_divided_as_well():
+    _, stderr = outputs(
+        """
+raw = raw_output.RawOutput.take()
+logs = inferpool.service.telemetry.logs.configure("json", stream=raw.stderr)
+os.write(1, b"x" * 20_000 + b"\\n")
+raw.start()
+raw.close()
+logs.close()
+"""
+    )
+    messages = [json.loads(line)["message"] for line in stderr.splitlines()]
+    assert [len(each) for each in messages] == [8192, 8192, 20_000 - 2 * 8192]
+
+
 FLOOD = """
 raw = raw_output.RawOutput.take()
 for _ in range(3000):
@@ -71,7 +86,7 @@ logs.close()
 
 
 def test_output_without_a_log_is_passed_on_as_far_as_it_fits_and_is_read():
-    _, stderr = outputs(f"{FLOOD}\nraw.close()")
+    _, stderr = outputs(f"{FLOOD}\nraw.close(pass_on_s=60)")
     *held, loss = stderr.splitlines()
     assert len("\n".join(held)) == 1 << 20
     assert "bytes more were dropped" in loss
@@ -86,16 +101,22 @@ def test_output_without_a_log_is_passed_on_as_far_as_it_fits_and_is_read():
 @pytest.mark.parametrize("begin", ["", "raw.start()"])
 def test_it_is_closed_though_another_process_writes_without_end(begin: str):
     code = f"""
-import subprocess
+import logging, subprocess
 raw = raw_output.RawOutput.take()
-logs = inferpool.service.telemetry.logs.configure("json", stream=raw.stderr)
+numbers = []
+class Counting(logging.Handler):
+    def emit(self, record):
+        numbers[-1:] = [numbers[-1] + 1] if numbers else []
+logging.getLogger().addHandler(Counting())
 {begin}
-endless = subprocess.Popen(["yes"], stderr=2)
+endless = subprocess.Popen(["yes"], stderr=2, stdout=2)
+numbers.append(0)
 raw.close()
 endless.kill()
-logs.close()
+print(numbers[0])
 """
-    outputs(code)
+    num_lines = int(outputs(code)[0])
+    assert num_lines <= 3 * (1 << 20) // len("y\n")  # a pipe of each stream, and some
 
 
 def test_the_traceback_of_a_crash_goes_to_the_original_stderr():
