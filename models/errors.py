@@ -7,7 +7,8 @@
     +-- DataError
     InputError
     RankError
-    OutOfStepError
+    PassesThrough
+    +-- OutOfStepError
 
 Imported by the front end too, so nothing here imports torch.
 """
@@ -43,10 +44,17 @@ class RankError(Exception):
         """The rank lacked memory: a smaller batch may succeed."""
 
 
-class OutOfStepError(BaseException):
+class PassesThrough(BaseException):
+    """An error of ours that passes through code of a model, which must not be taken for its own.
+
+    It is no `Exception`, since the model's code may catch those.
+    """
+
+
+class OutOfStepError(PassesThrough):
     """A rank of a split replica raised while others may wait for it in a collective or a transfer.
 
-    Only the end of its process frees them. So this is no `Exception`, which a model might catch.
+    Only the end of its process frees them.
     """
 
 

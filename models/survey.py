@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from inferpool.models.base import Model
-from inferpool.models.errors import ModelError
+from inferpool.models.errors import ModelError, PassesThrough
 from inferpool.models.spec import Placement
 from inferpool.models.split.cuts import (
     cut_positions,
@@ -44,7 +44,7 @@ class Peak(Protocol):
         """Return the peak since then, in bytes."""
 
 
-class FoundNetwork(BaseException):
+class FoundNetwork(PassesThrough):
     """Ends a model's `load` where that calls `load_network`, and holds its arguments."""
 
     def __init__(self, build: Callable[[], nn.Module], example: Example) -> None:

@@ -1,18 +1,15 @@
 """Recognizes errors of models, for want of memory, and of lost devices. Worker processes only."""
 
 import errno
-from asyncio import CancelledError
+import signal
+import sys
+import threading
 
 import torch
 
-from inferpool.models.errors import RankError
+from inferpool.models.errors import PassesThrough, RankError
 from inferpool.models.texts import chain_of
 
-RAISED = (Exception, CancelledError, SystemExit, KeyboardInterrupt, GeneratorExit)
-"""Errors that code of a model may raise, and that fail an instance or a load, and no process.
-
-Those after the first are no `Exception`: what asyncio, `sys.exit` and generators raise.
-"""
 _MESSAGES = (
     "out of memory",  # after "CUDA error: ", "CUDA driver error: ", "HIP error: "; also in NCCL
     "DefaultCPUAllocator: ",  # c10/core/impl/alloc_cpu.cpp: can't allocate, not enough memory
@@ -34,6 +31,26 @@ _ERRNOS = frozenset(
     (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.EAGAIN)
 )
 """Errors of the kernel for want of a resource: the same call may succeed another time."""
+
+
+def raised() -> type[BaseException] | tuple[()]:
+    """Return what an `except` clause around code of a model must catch: all that it may raise.
+
+    Such errors fail an instance or a load, and no process: also those that are no `Exception`, such
+    as what `sys.exit` and asyncio raise, and classes of the model's own. So the clause asks anew
+    about each error: `except raised() as error`.
+    """
+    error = sys.exception()
+    is_ours = isinstance(error, PassesThrough) or (
+        isinstance(error, KeyboardInterrupt) and _may_be_interrupted()
+    )
+    return () if is_ours else BaseException
+
+
+def _may_be_interrupted() -> bool:
+    """Return whether this thread is the one that Ctrl-C interrupts by an exception."""
+    is_main = threading.current_thread() is threading.main_thread()
+    return is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def lacks_resources(error: BaseException) -> bool:

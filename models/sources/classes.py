@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from inferpool.models.accelerator.failures import RAISED
+from inferpool.models.accelerator.failures import raised
 from inferpool.models.errors import ModelError, SourceError
 from inferpool.models.files.modules import is_installed, is_standard, nearest_modules
 from inferpool.models.sources import importing
@@ -51,7 +51,7 @@ def construct(factory: Callable[..., _Built], options: Mapping[str, object], sou
         return factory(**options)
     except ModelError:
         raise
-    except RAISED as error:  # a user's constructor may raise anything
+    except raised() as error:  # a user's constructor may raise anything
         raise SourceError(f"{source} cannot be constructed: {_last_line(error)}") from error
 
 
@@ -107,7 +107,7 @@ def _import(name: str, wanted: str) -> ModuleType:
             f"there is no module {error.name!r}: it must be installed, or lie under {folder}"
             f"{nearest_modules(error.name, Path(folder))}"
         ) from error
-    except RAISED as error:  # a user's module may do anything
+    except raised() as error:  # a user's module may do anything
         raise SourceError(f"module {name!r} fails on import: {_last_line(error)}") from error
 
 

@@ -11,7 +11,7 @@ import threading
 from multiprocessing import parent_process
 from types import ModuleType
 
-from inferpool.models.errors import SourceError
+from inferpool.models.errors import PassesThrough, SourceError
 
 _under_way: dict[threading.Thread, tuple[str, str]] = {}
 """Imports under way by thread: the module, and the class that is wanted."""
@@ -19,7 +19,7 @@ _imported: set[str] = set()
 """Modules whose import for a model has begun in this worker process."""
 
 
-class HasDefinedModelError(BaseException):
+class HasDefinedModelError(PassesThrough):
     """Ends the import of a script. No `Exception`, since the script may catch those."""
 
     def __init__(self, module: ModuleType) -> None:

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from inferpool.models.errors import PassesThrough
 from inferpool.models.files.checkpoint import load_weights
 from inferpool.models.spec import Placement
 from inferpool.models.split.pipeline import load_pipeline
@@ -50,7 +51,7 @@ class SplitNetwork(Protocol):
         """
 
 
-class LoadIsOver(BaseException):
+class LoadIsOver(PassesThrough):
     """Ends `load` on a follower, which has loaded its part: the rest of it is for the lead."""
 
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from inferpool.models.accelerator.device import release_memory
-from inferpool.models.accelerator.failures import RAISED, is_lost_device, is_out_of_memory
+from inferpool.models.accelerator.failures import is_lost_device, is_out_of_memory, raised
 from inferpool.models.accelerator.order import OwnStream
 from inferpool.models.errors import ModelError, RankError
 from inferpool.models.files.checkpoint import StoredWeights, check_fit
@@ -108,7 +108,7 @@ class Pipeline:
             result = join_rows(outputs, rows)
         except (EOFError, torch.AcceleratorError):
             raise
-        except RAISED as error:  # the network is the user's: it may raise anything
+        except raised() as error:  # the network is the user's: it may raise anything
             if num_pieces == 1 or is_out_of_memory(error):
                 raise
             whole = self._whole(inputs)  # raises if it is not for the pieces
@@ -173,7 +173,7 @@ class Pipeline:
                 replies.append(self._reply(call))
             try:
                 self._compute(piece, 0.0)
-            except RAISED as error:  # the network is the user's: it may raise anything
+            except raised() as error:  # the network is the user's: it may raise anything
                 failed = error
                 break
             num_sent += 1
@@ -217,7 +217,7 @@ class Pipeline:
         ranks = self._ranks
         try:
             self._compute(values, held_up_s)
-        except RAISED as error:  # the network is the user's: it may raise anything
+        except raised() as error:  # the network is the user's: it may raise anything
             if is_lost_device(error):
                 raise  # and this rank is lost with it
             is_shortage = is_out_of_memory(error)

@@ -29,7 +29,7 @@ import msgspec
 import torch
 from torch import nn
 
-from inferpool.models.accelerator.failures import RAISED, is_lost_device
+from inferpool.models.accelerator.failures import is_lost_device, raised
 from inferpool.models.errors import ModelError, OutOfStepError
 from inferpool.models.files.checkpoint import StoredWeights, check_fit
 from inferpool.models.split.meta_network import MetaNetwork
@@ -110,7 +110,7 @@ class TensorParallel:
             self._ranks.send(follower, message, tensors)
         try:
             return self._compute(*copied((args, kwargs)))  # it may write to what is still sent
-        except RAISED as error:  # the network is the user's: it may raise anything
+        except raised() as error:  # the network is the user's: it may raise anything
             _raise_if_lost(error)
             self._settle(error)
             raise
@@ -125,7 +125,7 @@ class TensorParallel:
         args, kwargs = unpack(message, tensors, self._ranks.device)
         try:
             self._compute(args, kwargs)
-        except RAISED as error:  # as above
+        except raised() as error:  # as above
             _raise_if_lost(error)
             self._ranks.send(0, self._summary(error))
             try:

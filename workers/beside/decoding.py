@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 import msgspec
 import torch
 
-from inferpool.models.accelerator.failures import RAISED
+from inferpool.models.accelerator.failures import raised
 from inferpool.models.base import Model
 from inferpool.models.errors import ModelError
 from inferpool.models.spec import Placement
@@ -141,7 +141,7 @@ class DecoderLoop:
         item = item_of(ref, payload)
         try:
             features = self._model.preprocess(item)
-        except RAISED as error:
+        except raised() as error:
             return Refused(task.id, self._errors.outcome_of(error, item, ref))
         placed = in_slot(features, self._layout.slot_bytes)
         if placed is None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from inferpool.models.accelerator.device import is_accelerator, mark_here, synchronize
-from inferpool.models.accelerator.failures import RAISED, is_lost_device, is_out_of_memory
+from inferpool.models.accelerator.failures import is_lost_device, is_out_of_memory, raised
 from inferpool.models.base import Model
 from inferpool.models.border import bad_return, is_overridden, rendering_of
 from inferpool.models.errors import InputError, ModelError
@@ -211,7 +211,7 @@ class Computer:
                 prepared.step = "forward"
                 outputs = self._model.forward(batch)
                 group.launch = self._staging.launch(began, outputs)
-            except RAISED as error:
+            except raised() as error:
                 if is_lost_device(error):
                     raise
                 logger.debug("a launch failed", exc_info=True)
@@ -288,7 +288,7 @@ class Computer:
         is_shortage = False
         try:
             again = self._compute_once(prepared, indices, batch, launch)
-        except RAISED as error:
+        except raised() as error:
             if is_lost_device(error):
                 raise
             is_shortage = is_out_of_memory(error)
@@ -452,7 +452,7 @@ class Computer:
                 must, found = "a value that JSON can say", text_of(error)
                 wrong = bad_return(self._model, "render", must, found)
                 outcomes[i] = self._error_of(wrong, "render", prepared.refs[i])
-            except RAISED as error:  # it is too large, or an object in it raises
+            except raised() as error:  # it is too large, or an object in it raises
                 outcomes[i] = self._error_of(error, "render", prepared.refs[i])
 
     def _error_of(self, error: BaseException, step: str, ref: ItemRef) -> ItemError:

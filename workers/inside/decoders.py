@@ -24,7 +24,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from inferpool.models.accelerator.failures import RAISED
+from inferpool.models.accelerator.failures import raised
 from inferpool.models.base import Model
 from inferpool.models.speed.sizes import largest_batch
 from inferpool.models.texts import described
@@ -422,7 +422,7 @@ def crew_for(
     try:
         with torch.inference_mode():
             digest, slot_bytes = digest_of(model, samples)
-    except RAISED as error:
+    except raised() as error:
         logger.error("no decoders: the model cannot prepare its samples: %s", described(error))
         return None
     slot_bytes = -(-slot_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT

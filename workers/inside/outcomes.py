@@ -13,7 +13,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from inferpool.models.accelerator.failures import RAISED, lacks_resources
+from inferpool.models.accelerator.failures import lacks_resources, raised
 from inferpool.models.base import MAX_JSON_NUMBERS, Model
 from inferpool.models.border import place_of
 from inferpool.models.errors import InputError
@@ -178,7 +178,7 @@ class PreprocessErrors:
             item = example_item(self._model)
             if item is not None:
                 self._model.preprocess(item)
-        except RAISED as error:
+        except raised() as error:
             return key == (name_of(error), self._line_of(error))
         return False
 

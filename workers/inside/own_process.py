@@ -18,10 +18,10 @@ from typing import NoReturn
 import torch
 
 from inferpool.models.accelerator.device import limit_memory, module_in_use, use_float32
-from inferpool.models.accelerator.failures import RAISED, lacks_resources
+from inferpool.models.accelerator.failures import lacks_resources, raised
 from inferpool.models.accelerator.kinds import accelerator_of, known_accelerators
 from inferpool.models.base import Model
-from inferpool.models.errors import ModelError
+from inferpool.models.errors import ModelError, PassesThrough
 from inferpool.models.sources.classes import line_of
 from inferpool.models.sources.registry import build
 from inferpool.models.spec import Placement
@@ -44,7 +44,7 @@ _MAX_TEXT_CHARS = 20_000
 _IGNORED_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
-class ToldToLeave(BaseException):
+class ToldToLeave(PassesThrough):
     """The front end has told this process to leave at once."""
 
 
@@ -115,7 +115,7 @@ def reporting_failures(outbox: WorkerQueue) -> Iterator[None]:
         # With more free memory or descriptors, another start may succeed.
         text = text_of(error, _MAX_TEXT_CHARS)
         outbox.put(StartFailed(text, permanent=not lacks_resources(error)))
-    except RAISED as error:
+    except raised() as error:
         trace = traceback_of(error)  # the front end logs it
         last = trace.rpartition("\n")[2][:_MAX_TEXT_CHARS]
         where = f" ({line})" if (line := line_of(error)) else ""

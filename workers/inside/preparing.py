@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from inferpool.models.accelerator.device import HandOver
-from inferpool.models.accelerator.failures import RAISED, is_lost_device
+from inferpool.models.accelerator.failures import is_lost_device, raised
 from inferpool.models.base import Model
 from inferpool.models.item import Features, Item
 from inferpool.workers.config import ErrorDetail
@@ -209,7 +209,7 @@ class Preparer:
                 step = "bucket"
                 prepared.buckets[i] = name = bucket(found)
                 hash(name)  # fail this item, not the batch, if it cannot be hashed
-            except RAISED as error:
+            except raised() as error:
                 if is_lost_device(error):
                     raise
                 prepared.outcomes[i] = (

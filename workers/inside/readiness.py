@@ -17,7 +17,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from inferpool.models.accelerator.failures import RAISED, is_lost_device, lacks_resources
+from inferpool.models.accelerator.failures import is_lost_device, lacks_resources, raised
 from inferpool.models.agreement import ValueTolerance
 from inferpool.models.base import Model
 from inferpool.models.border import bad_return, is_overridden, place_of, rendering_of
@@ -117,7 +117,7 @@ class ReadyCheck:
             with torch.inference_mode():
                 one, two = model.preprocess(samples[0]), model.preprocess(other)
                 fits = form_of(one) == form_of(two) and model.bucket(one) == model.bucket(two)
-        except RAISED:  # the model is the user's: it may refuse what was made up
+        except raised():  # the model is the user's: it may refuse what was made up
             return samples
         self._has_other = self._has_other or fits
         return [*samples, other] if fits else samples
@@ -132,7 +132,7 @@ class ReadyCheck:
         """Refuse the model if its warm-up fails on the instance alone, unless that was made up."""
         try:
             yield
-        except RAISED as error:
+        except raised() as error:
             is_ours = self._samples and self._item is self._samples[0] and not self._known
             if is_ours and not self._is_made_up and not self.is_off:
                 self._step = "the warm-up"
@@ -180,7 +180,7 @@ class ReadyCheck:
             features = self._prepared(item)
             alone = self._known.get(1) or self._computed(computer, [features])
             answer = self._answer(item, alone.outputs)
-        except RAISED as error:
+        except raised() as error:
             self._refuse_raised(error, "")
             return None
         if not alone.is_finite:
@@ -211,7 +211,7 @@ class ReadyCheck:
         try:
             again = self._computed(computer, [self._prepared(item)])
             other = self._answer(item, again.outputs)
-        except RAISED as error:
+        except raised() as error:
             self._refuse_raised(error, " when it is asked again")
             return False
         if difference := self._difference(alone, again, answer, other):
@@ -224,7 +224,7 @@ class ReadyCheck:
     def _compare_beside(self, item: Item, alone: Pass, beside: Pass, answer: object) -> None:
         try:
             other = self._answer(item, beside.outputs)
-        except RAISED as error:
+        except raised() as error:
             self._refuse_raised(error, " beside another instance")
             return
         if difference := self._difference(alone, beside, answer, other):
@@ -238,13 +238,13 @@ class ReadyCheck:
         for other in self._others(item, features):
             try:
                 return self._computed(computer, [features, other()])
-            except RAISED as error:  # it may be the other's fault
+            except raised() as error:  # it may be the other's fault
                 if is_lost_device(error) or lacks_resources(error):
                     raise
                 logger.debug("another instance does not fit beside it", exc_info=True)
         try:
             return self._computed(computer, [features, features])
-        except RAISED as error:
+        except raised() as error:
             self._refuse_raised(error, " beside itself (is max_batch_size = 1 meant?)")
             return None
 

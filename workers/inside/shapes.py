@@ -8,7 +8,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from inferpool.models.accelerator.failures import RAISED, is_lost_device, is_out_of_memory
+from inferpool.models.accelerator.failures import is_lost_device, is_out_of_memory, raised
 from inferpool.models.item import Features
 from inferpool.workers.inside.staging import Launch
 
@@ -70,7 +70,7 @@ def _collated(
 ) -> list[ShapeGroup]:
     try:
         return [ShapeGroup(indices, collate(indices))]
-    except RAISED as error:
+    except raised() as error:
         if is_lost_device(error):
             raise
         is_shortage = is_out_of_memory(error)

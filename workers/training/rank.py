@@ -22,7 +22,7 @@ from torch import distributed, nn
 from torch.utils.data import DataLoader, Subset
 
 from inferpool.models.accelerator.device import is_accelerator, name_of, select
-from inferpool.models.accelerator.failures import is_lost_device
+from inferpool.models.accelerator.failures import is_lost_device, raised
 from inferpool.models.errors import ModelError
 from inferpool.models.files.checkpoint import load_weights
 from inferpool.models.files.run_folder import RunFolder
@@ -90,7 +90,7 @@ def main(argv: list[str]) -> int:
     except (TrainingError, ModelError, NoSpaceError) as error:
         _give_up(folder, str(error))
         return _LOST if place.has_several_hosts else 0  # once more, so that all hosts learn why
-    except Exception as error:  # a user's network or dataset may raise anything
+    except raised() as error:  # a user's network or dataset may raise anything
         is_other = isinstance(error, distributed.DistError | EOFError) or is_lost_device(error)
         if is_other or any(word in str(error) for word in _LOSSES):
             return _LOST

@@ -1,12 +1,20 @@
 """Errors for want of memory and of lost devices, in the words of those that raise them."""
 
 import errno
+import signal
+import subprocess
+import sys
 
 import pytest
 import torch
 
-from inferpool.models.accelerator.failures import is_lost_device, is_out_of_memory, lacks_resources
-from inferpool.models.errors import RankError
+from inferpool.models.accelerator.failures import (
+    is_lost_device,
+    is_out_of_memory,
+    lacks_resources,
+    raised,
+)
+from inferpool.models.errors import OutOfStepError, RankError
 
 SHORTAGES = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total"),
@@ -59,3 +67,37 @@ def test_other_errors_are_no_want_of_memory(error: Exception):
 def test_a_device_is_lost_by_any_error_of_its_own_but_want_of_memory():
     assert is_lost_device(torch.AcceleratorError("CUDA error: unspecified launch failure"))
     assert not is_lost_device(RuntimeError("CUDA error: unspecified launch failure"))
+
+
+def test_what_a_model_raises_is_caught_but_not_what_passes_through_its_code():
+    class OwnError(BaseException):
+        pass
+
+    def caught(error: BaseException) -> bool:
+        try:
+            raise error
+        except raised():
+            return True
+
+    assert all(map(caught, (ValueError(), OwnError(), BaseExceptionGroup("a", [OwnError()]))))
+    with pytest.raises(OutOfStepError):
+        caught(OutOfStepError())
+
+
+def test_ctrl_c_ends_a_program_whose_main_thread_runs_a_model():
+    code = """
+import time
+from inferpool.models.accelerator.failures import raised
+try:
+    print("runs", flush=True)
+    time.sleep(600)
+except raised():
+    print("caught")
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=-1, stderr=-1, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "runs\n"
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=300)
+    assert out == ""
+    assert err.splitlines()[-1] == "KeyboardInterrupt"

@@ -1,10 +1,12 @@
 """Outcomes of each item of a batch, in one process, with models that fail on purpose."""
 
+import asyncio
 import base64
 import json
 import logging
 import math
 import re
+import signal
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
@@ -114,8 +116,32 @@ def test_outputs_that_are_not_finite_or_of_a_wrong_shape_fail_alone(
     assert model.sizes == sizes
 
 
-@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit])
-def test_what_is_no_exception_fails_the_instance_that_raised_it(kind: type[BaseException]):
+class OddError(BaseException):
+    """No `Exception`, as some libraries have them."""
+
+
+@pytest.fixture
+def no_ctrl_c() -> Iterator[None]:
+    """Handle SIGINT by another function than Python's, as workers do."""
+    before = signal.signal(signal.SIGINT, lambda *_: None)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("no_ctrl_c")
+@pytest.mark.parametrize(
+    "error",
+    [
+        SystemExit(),
+        KeyboardInterrupt(),
+        GeneratorExit(),
+        asyncio.CancelledError(),
+        OddError(),
+        BaseExceptionGroup("two", [OddError(), ValueError()]),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_is_no_exception_fails_the_instance_that_raised_it(error: BaseException):
     steps = ("preprocess", "bucket", "collate", "forward", "postprocess", "render", "encode")
 
     class Leaving(DoublingModel):
@@ -153,7 +179,7 @@ def test_what_is_no_exception_fails_the_instance_that_raised_it(kind: type[BaseE
                 self._raise()
 
         def _raise(self) -> None:
-            raise kind
+            raise error
 
     values = [*range(len(steps)), *(-1 - n for n in range(len(steps)))]
     expected = [*(2 * n for n in range(len(steps))), *["model_error"] * len(steps)]
