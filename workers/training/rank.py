@@ -163,7 +163,7 @@ def _prepared(
     place = group.place
     torch.manual_seed(recipe.seed)  # all ranks build the same network
     network, head = _network(recipe, device)
-    torch.manual_seed(recipe.seed + 1 + place.rank)
+    torch.manual_seed(_seed_of(recipe, place.rank, "network"))
     training, held_out = (
         images_of(recipe, read_samples(path, recipe.labels))
         for path in (folder.training, folder.validation)
@@ -230,6 +230,12 @@ def _prepared(
         _share_best(course)
     _announce(course, note, len(training.targets), len(held_out.targets))
     return course
+
+
+def _seed_of(recipe: Recipe, rank: int, use: str) -> int:
+    """Return a seed for a rank, which no run with another seed has for any rank."""
+    digest = hashlib.sha256(f"{recipe.seed} {rank} {use}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1  # all 63 bits that torch has
 
 
 def _network(recipe: Recipe, device: torch.device) -> tuple[nn.Module, nn.Module]:
@@ -312,7 +318,7 @@ def _reading(recipe: Recipe, device: torch.device, rank: int) -> Mapping[str, An
     """Return how a `DataLoader` reads images."""
     # It draws a number whenever it begins: from its own generator, or a run that goes on in the
     # middle of an epoch would have drawn more of them. Its readers are seeded with that number.
-    generator = torch.Generator().manual_seed(recipe.seed + 1 + rank)
+    generator = torch.Generator().manual_seed(_seed_of(recipe, rank, "readers"))
     common = {"pin_memory": is_accelerator(device), "generator": generator}
     if not recipe.num_workers:
         return common
