@@ -57,7 +57,7 @@ class SharedMemory:
             if num_bytes > available:
                 reason = f"{available >> 20} MiB are free"
                 raise SharedMemoryError(_refusal(name, num_bytes, reason))
-            self._fd = open_anonymous(name)
+            self._fd, self._given_fd = _opened(name, writable=writable)
         except OSError as error:
             raise SharedMemoryError(_refusal(name, num_bytes, _explain(error))) from error
         try:
@@ -67,9 +67,8 @@ class SharedMemory:
                 os.ftruncate(self._fd, num_bytes)
             _fix_size(self._fd)
             self.map = mmap.mmap(self._fd, num_bytes)
-            self._given_fd = self._fd if writable else _for_reading(self._fd)
         except OSError as error:
-            os.close(self._fd)
+            self._close_descriptors()
             raise SharedMemoryError(_refusal(name, num_bytes, _explain(error))) from error
 
     @property
@@ -85,9 +84,11 @@ class SharedMemory:
         """Unmap the region here; it exists as long as a worker maps it."""
         with contextlib.suppress(BufferError):  # views keep the mapping alive
             self.map.close()
-        os.close(self._fd)
-        if self._given_fd != self._fd:
-            os.close(self._given_fd)
+        self._close_descriptors()
+
+    def _close_descriptors(self) -> None:
+        for fd in {self._fd, self._given_fd}:
+            os.close(fd)
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pass the descriptor to the process that is being started."""
@@ -116,12 +117,30 @@ def attach(descriptor: object, num_bytes: int, writable: bool) -> mmap.mmap:
         os.close(fd)
 
 
-def _for_reading(fd: int) -> int:
-    """Open a region again for reading alone. A seal would also forbid new mappings for writing."""
-    try:
-        return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:  # a system without /proc: there only the mapping is read-only
-        return os.dup(fd)
+def _opened(name: str, *, writable: bool) -> tuple[int, int]:
+    """Return a descriptor of a new region, and the one for other processes.
+
+    Unless those may write, theirs is opened for reading alone. A seal would do the same, and forbid
+    new mappings for writing here, too.
+    """
+    if writable:
+        fd = open_anonymous(name)
+        return fd, fd
+    if hasattr(os, "memfd_create"):
+        fd = open_anonymous(name)
+        try:
+            return fd, os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            os.close(fd)
+            if error.errno not in (errno.ENOENT, errno.EACCES, errno.EPERM):
+                raise
+    with tempfile.NamedTemporaryFile(prefix=f"inferpool-{name}-") as file:  # no /proc for us
+        given_fd = os.open(file.name, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return os.dup(file.fileno()), given_fd
+        except OSError:
+            os.close(given_fd)
+            raise
 
 
 def _fix_size(fd: int) -> None:

@@ -1,9 +1,12 @@
+import errno
+import mmap
 import os
 import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -80,3 +83,30 @@ def test_refused_region_leaves_no_descriptor():
     with pytest.raises(SharedMemoryError):
         SharedMemory(1 << 50, name="arena", writable=False)
     assert len(set(Path("/proc/self/fd").iterdir()) - before) <= 1  # the listing's own
+
+
+@pytest.mark.parametrize("system", ["Linux", "a system without memfd", "a closed /proc"])
+def test_descriptor_for_readers_cannot_be_written_to_on_any_system(
+    system: str, monkeypatch: pytest.MonkeyPatch
+):
+    if system == "a system without memfd":
+        monkeypatch.delattr(os, "memfd_create")
+    if system == "a closed /proc":
+        really_open = os.open
+
+        def refuse(path: str, *args: Any, **kwargs: Any) -> int:
+            if str(path).startswith("/proc"):
+                raise PermissionError(errno.EACCES, "closed")
+            return really_open(path, *args, **kwargs)
+
+        monkeypatch.setattr(os, "open", refuse)
+    before = os.listdir("/proc/self/fd")
+    memory = SharedMemory(8192, name="arena", writable=False)
+    memory.map[:3] = b"abc"
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.pwrite(memory._given_fd, b"x", 0)
+    with pytest.raises(PermissionError):
+        mmap.mmap(memory._given_fd, 8192)
+    assert mmap.mmap(memory._given_fd, 8192, access=mmap.ACCESS_READ)[:3] == b"abc"
+    memory.close()
+    assert os.listdir("/proc/self/fd") == before
