@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 from inferpool.models.spec import Placement
 from inferpool.service.catalog.spreading import SpreadPlanner
@@ -193,17 +193,23 @@ def plan_model(
 def _config_maker(
     name: str, settings: Settings, cache_dir: str | None, *, is_successor: bool
 ) -> Callable[[Placement], WorkerConfig]:
-    """Return what makes the configuration of a worker of a model on a placement."""
+    """Return what makes the configuration of a worker of a model on a placement.
+
+    Workers on equal placements share one: to make each its own would hold up the event loop where
+    there are a thousand.
+    """
     model = settings.models[name]
     if model.split and model.speed == "auto":
         logger.info("%s speed: exact, as a split model is served", name)
-    return partial(
-        model.worker_config_for,
-        name,
-        max_image_pixels=settings.max_image_pixels,
-        cache_dir=cache_dir,
-        searches_speed=settings.speed_search and cache_dir is not None and not is_successor,
-        error_detail="text" if settings.show_errors is True else "name",
+    return cache(
+        partial(
+            model.worker_config_for,
+            name,
+            max_image_pixels=settings.max_image_pixels,
+            cache_dir=cache_dir,
+            searches_speed=settings.speed_search and cache_dir is not None and not is_successor,
+            error_detail="text" if settings.show_errors is True else "name",
+        )
     )
 
 

@@ -8,6 +8,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import cache
 
 from inferpool.models.spec import Placement
 from inferpool.service.catalog.catalog import Catalog, ModelVersion
@@ -126,10 +127,13 @@ class Room:
             raise InvalidInputError(str(error)) from error
         used = await self.used_by(catalog.serving[name]) if name in catalog.serving else {}
         known = [each for each in used.values() if each]
-        return PlannedWorkers(
-            configs=configs,
-            needs=[most_of(self._estimate(model, each.placement), known) for each in configs],
-        )
+
+        @cache
+        def need(placement: Placement) -> Memory:
+            return most_of(self._estimate(model, placement), known)
+
+        needs = [need(config.placement) for config in configs]
+        return PlannedWorkers(configs=configs, needs=needs)
 
     async def used_by(self, pool: Pool) -> Mapping[int, Memory]:
         """Return what each worker of a version has, by slot: nothing if it isn't there."""
