@@ -55,7 +55,7 @@ async def test_a_swap_that_is_refused_between_two_looks_still_says_why(make):
     asked = make()
     await until(lambda: asked.kept.catalog.serving["m"].is_ready)
     asked.kept.engine.failures = [WorkerStartError("there is no file new.pth", permanent=True)] * 9
-    begun = await asked.http.post("/admin/models/m/versions", json={"weights": "new.pth"})
+    begun = await asked.http.post("/admin/models/m/versions", json={"options": {"path": "new.pth"}})
     assert begun.status_code == 202
     assert begun.headers["location"] == "../../../admin/models/m"
     (change,) = begun.json()["changes"]
@@ -70,6 +70,24 @@ async def test_a_swap_that_is_refused_between_two_looks_still_says_why(make):
     info = (await asked.http.get("/admin/models/m")).json()
     assert [each["state"] for each in info["changes"]] == ["done", "failed"]
     assert [each["state"] for each in info["versions"]][1:] == ["refused", "kept"]
+    await asked.changes.stop()
+
+
+async def test_a_swap_to_what_certainly_cannot_be_loaded_makes_no_version(make):
+    asked = make()
+    await until(lambda: asked.kept.catalog.serving["m"].is_ready)
+    begun = await asked.http.post("/admin/models/m/versions", json={"weights": "new.pth"})
+    ended = await asked.over("m", begun.json()["changes"][0]["id"])
+    assert (ended["state"], ended["code"], ended["version"]) == ("failed", "invalid_input", None)
+    assert "weights: echo takes no weights, but was given 'new.pth'" in str(ended["reason"])
+    await until(lambda: not asked.changes.model_info("m").change)
+    info = (await asked.http.get("/admin/models/m")).json()
+    assert [each["state"] for each in info["versions"]] == ["serving"]
+    now = await asked.http.post(
+        "/admin/models/m/versions", json={"source": "no_such:Net"}, headers={"prefer": ""}
+    )
+    assert (now.status_code, now.json()["code"]) == (422, "invalid_input")
+    assert "source: there is no module 'no_such'" in now.json()["detail"]
     await asked.changes.stop()
 
 
