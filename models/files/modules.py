@@ -1,6 +1,7 @@
 """Finds the files of modules by their names, without importing anything. No torch."""
 
 import difflib
+import sys
 import sysconfig
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
@@ -8,6 +9,16 @@ from pathlib import Path
 
 _INSTALLED = frozenset(("site-packages", "dist-packages"))
 _STANDARD = Path(sysconfig.get_path("stdlib"))
+
+
+def places_from(folder: str) -> list[str]:
+    """Return where a worker in a folder looks for modules: there first, as `python -m` does."""
+    return list(sys.path) if folder in sys.path else [folder, *sys.path]
+
+
+def named_right(path: str) -> str:
+    """Return the name of a module, of which somebody gave the path."""
+    return ".".join(part for part in path.removesuffix(".py").split("/") if part not in ("", "."))
 
 
 def spec_of(name: str, places: Sequence[str]) -> ModuleSpec | None:
@@ -49,6 +60,9 @@ def is_standard(file: Path) -> bool:
 
 def nearest_modules(name: str, folder: Path) -> str:
     """Return a hint that names the modules in a folder that are called almost so; or nothing."""
-    names = [path.stem for path in folder.iterdir() if path.suffix == ".py" or path.is_dir()]
+    try:
+        names = [path.stem for path in folder.iterdir() if path.suffix == ".py" or path.is_dir()]
+    except OSError:  # such as a folder that may be entered, and not listed
+        return ""
     near = difflib.get_close_matches(name, names)
     return f", which has {', '.join(near)}" if near else ""

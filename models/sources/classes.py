@@ -18,7 +18,12 @@ from typing import Any, TypeVar
 
 from inferpool.models.accelerator.failures import raised
 from inferpool.models.errors import ModelError, SourceError
-from inferpool.models.files.modules import is_installed, is_standard, nearest_modules
+from inferpool.models.files.modules import (
+    is_installed,
+    is_standard,
+    named_right,
+    nearest_modules,
+)
 from inferpool.models.sources import importing
 
 _Built = TypeVar("_Built")
@@ -101,8 +106,8 @@ def _import(name: str, wanted: str) -> ModuleType:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise SourceError(f"module {name!r} fails on import: {_last_line(error)}") from error
         if name.endswith(".py"):
-            module = name.removesuffix(".py").replace("/", ".")
-            raise SourceError(f"a module is named without .py: {module}:CLASS") from error
+            named = named_right(name)
+            raise SourceError(f"a module is named without .py: {named}:CLASS") from error
         raise SourceError(
             f"there is no module {error.name!r}: it must be installed, or lie under {folder}"
             f"{nearest_modules(error.name, Path(folder))}"

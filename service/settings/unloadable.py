@@ -10,9 +10,9 @@ import difflib
 import importlib.util
 import os
 import re
-import sys
+import stat
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -21,11 +21,13 @@ from inferpool.models.files.kinds import problem_of_archive, problem_of_weights
 from inferpool.models.files.modules import (
     file_of,
     is_installed,
+    named_right,
     nearest_modules,
+    places_from,
     spec_of,
     with_parents,
 )
-from inferpool.models.files.run_folder import RunFolder, read_card
+from inferpool.models.files.run_folder import RunFolder, is_run, read_card
 from inferpool.service.settings.model import ModelSettings
 from inferpool.service.settings.names import SettingsError, dotted, place_of
 from inferpool.service.settings.settings import Settings
@@ -38,6 +40,9 @@ from inferpool.service.settings.sources import (
 Problem = tuple[Literal["source", "weights"], str]
 """The setting that is wrong, and why."""
 _WEIGHT_SUFFIXES = (".pth", ".pt", ".safetensors", ".safetensors.index.json")
+_BEYOND = (OSError, ValueError, MemoryError, RecursionError)
+"""Errors of what cannot be looked into, such as a file of too deep brackets: it is for the worker
+to say whether it can."""
 _REGISTERED = re.compile(
     r'^@register_model\((?:name=)?"?(\w*)"?\)$.*?^def (\w+)', re.MULTILINE | re.DOTALL
 )
@@ -64,12 +69,20 @@ def check_loadable(settings: Settings, origins: Mapping[str, str]) -> None:
 
 def problem_of(model: ModelSettings) -> Problem | None:
     """Return why a model certainly cannot be loaded, from the current folder."""
+    try:
+        return _problem_of(model)
+    except _BEYOND:
+        return None
+
+
+def _problem_of(model: ModelSettings) -> Problem | None:
     source, weights = model.source, model.weights
     prefix, colon, name = source.partition(":")
     is_own = weights == "DEFAULT" or weights.lower() == "none"
     text, is_path = "", not is_own
-    if source == "echo" or source.endswith(MODEL_FILE_SUFFIXES):
-        text, is_path = "" if source == "echo" else _problem_of_archive(source), False
+    is_archive = source.endswith(MODEL_FILE_SUFFIXES) and not is_run(Path(source))
+    if source == "echo" or is_archive:
+        text, is_path = _problem_of_archive(source) if is_archive else "", False
         if not (text or is_own):
             return "weights", f"{source} takes no weights, but was given {weights!r}"
     elif source in BUILT_IN_SOURCES:
@@ -80,8 +93,7 @@ def problem_of(model: ModelSettings) -> Problem | None:
         text = _problem_of_torchvision(name)
         is_path = is_path and (weights.endswith(_WEIGHT_SUFFIXES) or "/" in weights)
     elif prefix == "encoder" and colon:
-        if not Path(name).is_dir():
-            text = f"there is no folder {name} (looked for from {Path.cwd()})"
+        text = _unread(Path(name), f"there is no folder {name}", is_folder=True)
     elif colon:
         text = _problem_of_module(prefix)
         is_path = is_path and not text and _is_plain_network(prefix, name)
@@ -104,32 +116,37 @@ def _problem_of_run(path: Path, *, has_weights: bool) -> str:
 
 def _problem_of_archive(source: str) -> str:
     path = Path(source)
-    if not path.is_file():
-        return f"there is no file {source} (looked for from {Path.cwd()})"
     wanted: Literal["export", "torchscript"] = "export" if path.suffix == ".pt2" else "torchscript"
-    return _unread(path) or problem_of_archive(path, wanted)
+    return _unread(path, f"there is no file {source}") or problem_of_archive(path, wanted)
 
 
 def _problem_of_weights(weights: str) -> str:
     path = Path(weights)
-    if path.is_dir():
+    if os.path.isdir(path):
         return f"{weights}: this is a folder, not a file of weights"
-    if not path.is_file():
-        return f"{weights}: there is no such file (looked for from {Path.cwd()})"
-    return _unread(path) or problem_of_weights(path)
+    return _unread(path, f"{weights}: there is no such file") or problem_of_weights(path)
 
 
-def _unread(path: Path) -> str:
+def _unread(path: Path, missing: str, *, is_folder: bool = False) -> str:
+    """Return why a file or folder cannot be read, with the words for one that is not there."""
+    lost = f"{missing} (looked for from {Path.cwd()})"
     try:
-        path.open("rb").close()
+        mode = path.stat().st_mode
+        if not (stat.S_ISDIR(mode) if is_folder else stat.S_ISREG(mode)):
+            return lost
+        if not is_folder:
+            path.open("rb").close()
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return lost
     except OSError as error:
         return f"{path} cannot be read: {error.strerror}"
     return ""
 
 
 def _problem_of_torchvision(name: str) -> str:
+    importlib.invalidate_caches()
     spec = importlib.util.find_spec("torchvision")
-    file = file_of("torchvision.models", [os.getcwd(), *sys.path])
+    file = file_of("torchvision.models", places_from(os.getcwd()))
     if spec is None:
         return "torchvision is not installed: `pip install torchvision`, of torch's version"
     names = [] if file is None or not is_installed(file) else list(_classifiers(file.parent))
@@ -149,18 +166,21 @@ def _classifiers(folder: Path) -> Iterator[str]:
 
 
 def _problem_of_module(module: str) -> str:
-    if module.endswith(".py") and Path(module).is_file():
-        named = module.removesuffix(".py").replace("/", ".")
-        return f"a module is named without .py: {named}:CLASS"
-    places = [os.getcwd(), *sys.path]
+    if module.endswith(".py") and os.path.isfile(module):
+        return f"a module is named without .py: {named_right(module)}:CLASS"
+    importlib.invalidate_caches()  # folders may have come since the last look into them
+    places = places_from(os.getcwd())
     top = module.partition(".")[0]
     try:
-        is_there = spec_of(top, places) or importlib.util.find_spec(top)
+        is_there = top and (spec_of(top, places) or importlib.util.find_spec(top))
     except (ImportError, ValueError):  # an odd name, or a module without a spec
         return ""
     if not is_there:
         hint = nearest_modules(top, Path.cwd())
-        return f"there is no module {top!r}: it must be installed, or lie under {Path.cwd()}{hint}"
+        if "/" in module:
+            hint = f"; a module is named with dots: {named_right(module)}:CLASS"
+        name = top or module
+        return f"there is no module {name!r}: it must be installed, or lie under {Path.cwd()}{hint}"
     for name in with_parents(module):
         spec = spec_of(name, places)
         if spec is not None and spec.origin is None:
@@ -172,9 +192,8 @@ def _problem_of_module(module: str) -> str:
             body = _body_of(file)
         except SyntaxError as error:
             text = f"{type(error).__name__}: {error.msg}"
-            return f"module {name!r} fails on import: {text} ({file}:{error.lineno})"
-        except (OSError, ValueError, RecursionError):
-            return ""
+            line = f":{error.lineno}" if error.lineno else ""
+            return f"module {name!r} fails on import: {text} ({file}{line})"
         if any(not isinstance(node, ast.Expr) for node in body):
             return ""  # a package's own code may decide how its modules are found
     return ""
@@ -194,23 +213,42 @@ def _body_of(file: Path) -> list[ast.stmt]:
 
 def _is_plain_network(module: str, name: str) -> bool:
     """Return whether a module defines a class as an `nn.Module`, whose weights are a checkpoint."""
-    file = file_of(module, [os.getcwd(), *sys.path])
-    try:
-        body = _body_of(file) if file else []
-    except (OSError, SyntaxError, ValueError, RecursionError):
-        return False
+    file = file_of(module, places_from(os.getcwd()))
+    body = _body_of(file) if file else []
     torch_names = {
         alias.asname or alias.name
         for node in body
-        if isinstance(node, ast.Import)
-        or (isinstance(node, ast.ImportFrom) and node.module in ("torch", "torch.nn"))
+        if isinstance(node, ast.Import | ast.ImportFrom)
         for alias in node.names
+        if _full_name(node, alias.name) in ("torch", "torch.nn", "torch.nn.Module")
     }
     bases = [
         [ast.unparse(base) for base in node.bases]
         for node in body
-        if isinstance(node, ast.ClassDef) and node.name == name and not node.decorator_list
+        if isinstance(node, ast.ClassDef)
+        and node.name == name
+        and not (node.decorator_list or node.keywords)
     ]
     (only,) = bases if len(bases) == 1 else ([],)
     allowed = {"nn.Module": "nn", "torch.nn.Module": "torch", "Module": "Module"}
-    return len(only) == 1 and allowed.get(only[0]) in torch_names
+    return len(only) == 1 and allowed.get(only[0]) in torch_names and not _may_rebind(body, name)
+
+
+def _full_name(node: ast.Import | ast.ImportFrom, name: str) -> str:
+    return f"{node.module}.{name}" if isinstance(node, ast.ImportFrom) and not node.level else name
+
+
+def _may_rebind(body: Sequence[ast.stmt], name: str) -> bool:
+    """Return whether a module's name may mean something else than the class that it defines."""
+    num_defined = 0
+    for node in (each for statement in body for each in ast.walk(statement)):
+        match node:
+            case ast.ClassDef(name=found) | ast.FunctionDef(name=found):
+                num_defined += found == name
+            case ast.Name(id=found, ctx=ast.Store()) if found == name:
+                return True
+            case ast.alias(name=found, asname=other) if name in (other, found) or found == "*":
+                return True
+            case ast.Name(id="globals" | "setattr" | "exec" | "vars"):
+                return True
+    return num_defined != 1

@@ -158,6 +158,90 @@ def test_what_only_the_users_code_can_tell_is_left_to_the_load(tmp_path: Path, m
     )
 
 
+ODD = [
+    ("a" * 300 + ".pt", "DEFAULT", "cannot be read: File name too long"),
+    ("encoder:" + "a" * 300, "DEFAULT", "cannot be read: File name too long"),
+    ("efficientnet_lite0", "a" * 300, "cannot be read: File name too long"),
+    ("loop.pt", "DEFAULT", "loop.pt cannot be read: Too many levels of symbolic links"),
+    ("torchvision:resnet18", "loop.pt/w.pth", "cannot be read: Too many levels"),
+    ("fine:Net", "pipe.pth", "pipe.pth: there is no such file"),
+    ("a\0.pt", "DEFAULT", "there is no file a\0.pt"),
+    ("nul:Net", "DEFAULT", "cannot contain null bytes (%s/nul.py)"),
+    ("deep:Net", "DEFAULT", None),
+    ("a/b\0", "DEFAULT", None),
+    ("./fine.py:Net", "DEFAULT", "a module is named without .py: fine:CLASS"),
+    ("./fine:Net", "DEFAULT", "a module is named with dots: fine:CLASS"),
+]
+
+
+@pytest.mark.parametrize(
+    ("source", "weights", "said"), ODD, ids=[repr(each[:2])[:40] for each in ODD]
+)
+def test_odd_names_and_files_raise_nothing(tmp_path, monkeypatch, source, weights, said):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path)
+    (tmp_path / "loop.pt").symlink_to("loop.pt")
+    os.mkfifo(tmp_path / "pipe.pth")
+    (tmp_path / "nul.py").write_bytes(b"x\0")
+    (tmp_path / "deep.py").write_text("x = " + "-" * 50_000 + "1")
+    found = problem_of(model(source, weights))
+    assert (found is None) == (said is None)
+    assert said is None or said.replace("%s", str(tmp_path)) in str(found and found[1])
+
+
+def test_a_run_in_a_folder_that_is_called_like_a_file_is_a_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "cats.pt", model=TINY)
+    assert problem_of(model("cats.pt")) is None
+
+
+def test_modules_are_looked_for_in_the_order_of_the_worker(tmp_path, monkeypatch):
+    first, here = tmp_path / "first", tmp_path / "here"
+    here.mkdir()
+    monkeypatch.setattr(sys, "path", [str(first), str(here), *sys.path])
+    monkeypatch.chdir(here)
+    assert problem_of(model("order_of_mine:Net")) is not None
+    first.mkdir()
+    (first / "order_of_mine.py").write_text("")
+    assert problem_of(model("order_of_mine:Net")) is None
+    (here / "order_of_mine.py").write_text("this is no Python\n")
+    assert problem_of(model("order_of_mine:Net")) is None
+
+
+NO_NETWORKS = [
+    "from torch import nn\nclass Net(nn.Module): pass\nNet = wrapped(Net)\n",
+    "from torch import nn\nclass Net(nn.Module): pass\nfrom elsewhere import *\n",
+    "from torch import nn\nclass Net(nn.Module): pass\nif True:\n    from a import B as Net\n",
+    "from torch import nn\nclass Net(nn.Module): pass\nif True:\n    class Net(Own): pass\n",
+    "from torch import nn\nclass Net(nn.Module): pass\nglobals()['Net'] = Own\n",
+    "from torch import nn\nclass Net(nn.Module, metaclass=Own): pass\n",
+    "import mine.nn as nn\nclass Net(nn.Module): pass\n",
+    "from .torch import nn\nclass Net(nn.Module): pass\n",
+    "from mine import nn\nclass Net(nn.Module): pass\n",
+]
+
+
+@pytest.mark.parametrize("text", NO_NETWORKS)
+def test_a_class_that_may_be_no_network_names_its_weights_as_it_likes(tmp_path, monkeypatch, text):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "nets_of_mine.py").write_text(text)
+    assert problem_of(model("nets_of_mine:Net", "v2")) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import torch\nclass Net(torch.nn.Module): pass\n",
+        "import torch.nn as nn\nclass Net(nn.Module): pass\n",
+        "from torch.nn import Module\nclass Net(Module): pass\n",
+    ],
+)
+def test_a_class_that_is_a_network_has_files_of_weights(tmp_path, monkeypatch, text):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "nets_of_mine.py").write_text(text)
+    assert "v2: there is no such file" in str(problem_of(model("nets_of_mine:Net", "v2")))
+
+
 def test_every_installed_classifier_is_known_by_its_file():
     torchvision = pytest.importorskip("torchvision")
     for name in torchvision.models.list_models(module=torchvision.models):
