@@ -97,6 +97,7 @@ class Room:
         """The figures are known; if not, everything fits."""
         self._shares: list[MemoryShare] = []
         self._returned = asyncio.Condition()
+        self._looking = asyncio.Lock()
 
     @classmethod
     def of_other_hosts(cls) -> "Room":
@@ -116,9 +117,13 @@ class Room:
         Raises:
             InvalidInputError: A requested device is missing, or the model cannot be loaded.
             UnavailableError: No host of the cluster is connected.
+            VersionRefusedError: There are too few processes for its workers.
         """
+        serves = catalog.version(name).settings if name in catalog.serving else None
+        await self._check_processes(name, model, serves)
         if self.is_known:  # else the files are on other hosts
-            found = await asyncio.to_thread(unloadable.problem_of, model)
+            async with self._looking:  # it turns warnings off and on for the whole process
+                found = await asyncio.to_thread(unloadable.problem_of, model)
             if found is not None:
                 raise InvalidInputError(f"{found[0]}: {found[1]}")
         try:
@@ -174,31 +179,48 @@ class Room:
         """Keep the memory of a version while it loads, as `share` does.
 
         Raises:
-            InvalidInputError: A requested device is missing.
+            InvalidInputError: A requested device is missing, or the model cannot be loaded.
             VersionRefusedError: It doesn't fit, even if nothing else loads; has the figures.
         """
-        await self._check_least(name, model)
+        await self._check_memory(name, model)
         plan = await self.plan(catalog, name, model)
         async with self.share(plan.needs) as share:
             if share.num < len(plan.needs):
                 raise refusal(name, plan.needs, share.left)
             yield plan
 
-    async def _check_least(self, name: str, model: ModelSettings) -> None:
+    async def _check_processes(
+        self, name: str, model: ModelSettings, serves: ModelSettings | None
+    ) -> None:
         """Check the numbers that the settings ask for before anything is planned for each of them.
 
+        Args:
+            name: The model.
+            model: Its settings.
+            serves: Those of the version that serves, whose workers may leave before.
+
         Raises:
-            VersionRefusedError: There are too few processes or too little memory for them.
+            VersionRefusedError: There are too few processes for them.
         """
         left = await asyncio.to_thread(self._processes_left)
-        if left is not None and left < model.least_processes:
+        if left is None:
+            return
+        left += serves.least_processes if serves else 0
+        if left < model.least_processes:
             error = VersionRefusedError(
-                f"it needs about {model.least_processes} processes and threads, and {left} more "
+                f"it needs about {model.least_processes} processes and threads, and {left} "
                 "are allowed; lower replicas, remove a model, or raise the limit (pids.max, "
                 "ulimit -u)"
             )
             logger.warning("%s: a version is refused: %s", name, error.message)
             raise error
+
+    async def _check_memory(self, name: str, model: ModelSettings) -> None:
+        """Check the least memory of a new model before anything is planned for its workers.
+
+        Raises:
+            VersionRefusedError: There is too little.
+        """
         if model.replicas == "auto" or self._shares:  # those may give memory back
             return
         worker = Placement(devices=("cpu",) * model.least_ranks)
@@ -214,7 +236,7 @@ class Room:
         """Return whether a version fits in only if one that is kept leaves."""
         try:
             plan = await self.plan(catalog, name, model)
-        except (InvalidInputError, UnavailableError):
+        except ServiceError:
             return False  # it is refused in any case
         needed, left = total_of(plan.needs), await self.left_beside(None)
         theirs = await self.used_by(kept.pool)

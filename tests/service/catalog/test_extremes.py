@@ -13,6 +13,7 @@ from inferpool.workers.arena import Arena
 from inferpool.workers.host.device_memory import HOST
 from tests.counted_steps import StepCounter
 from tests.service.catalog.test_catalog import Kept, answering
+from tests.service.pools import until
 
 MIB = 1 << 20
 SPLIT = {"source": "tests.small_classifier:SmallClassifier", "placement": "tensor"}
@@ -83,10 +84,26 @@ async def test_processes_are_checked_before_any_plan(ask):
         ({"replicas": 1, "prepare_threads": 256}, 258),
         ({**SPLIT, "devices_per_replica": 64}, 129),
     ):
-        text = f"needs about {num} processes and threads, and 100 more are allowed"
+        text = f"needs about {num} processes and threads, and 100 are allowed"
         with pytest.raises(VersionRefusedError, match=text):
             await asked.add(**settings)
     assert not asked.num_planned
+    await asked.closed()
+
+
+async def test_a_swap_counts_the_processes_of_the_version_that_leaves(ask):
+    asked = ask(free_mib=10_000_000, processes=100)
+    answering(asked.kept)
+    for replicas, refused in ((3, False), (4, False), (52, True)):
+        changes = asked.changes
+        changes.begin_swap("m", {"replicas": replicas, "policy": "force", "rollback_s": 0})
+        if refused:
+            with pytest.raises(VersionRefusedError, match="156 processes and threads, and 112 are"):
+                await changes.until_decided("m")
+        else:
+            await changes.until_decided("m")
+            await until(lambda: not changes.model_info("m").change)
+    assert asked.num_planned == 2
     await asked.closed()
 
 
