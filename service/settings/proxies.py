@@ -1,15 +1,20 @@
 """Finds the proxy for a URL in the environment, as curl does. A service on this host has none."""
 
 import ipaddress
+import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from urllib.parse import urlsplit
 
 from inferpool.service.settings.names import FlagError
-from inferpool.service.settings.urls import without_password
+from inferpool.service.settings.urls import problem_of_url, without_password
 
 _SCHEMES = ("http", "https", "socks5", "socks5h")
+_PORTS = {"http": 80, "https": 443}
+_OWN_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost", "ip6-loopback")
+"""Names that the hosts files of Linux distributions give this host."""
 
 
 class UnusableProxyError(FlagError):
@@ -40,6 +45,7 @@ def way_to(url: str, proxy: str | None, environ: Mapping[str, str]) -> ServiceWa
     origin, given = "proxy", proxy
     if proxy is None:
         origin, given = _proxy_in(environ, url)
+    given = given.strip()
     if not given:
         return ServiceWay()
     address = given if "://" in given else f"http://{given}"
@@ -55,7 +61,8 @@ def _proxy_in(environ: Mapping[str, str], url: str) -> tuple[str, str]:
     """Return the variable that sets the proxy for a URL, and its value; or two empty texts."""
     parts = urlsplit(url)
     host = (parts.hostname or "").rstrip(".")
-    if is_loopback(host) or _is_exempt(host, parts.port, _value(environ, "no_proxy")[1]):
+    port = parts.port or _PORTS.get(parts.scheme)
+    if is_loopback(host) or _is_exempt(host, port, _value(environ, "no_proxy")[1]):
         return "", ""
     for name in (f"{parts.scheme}_proxy", "all_proxy"):
         variable, text = _value(environ, name)
@@ -75,48 +82,60 @@ def _value(environ: Mapping[str, str], name: str) -> tuple[str, str]:
 
 def is_loopback(host: str) -> bool:
     """Return whether a host's name or address means this host."""
-    if host == "localhost" or host.endswith(".localhost"):
+    if host in _OWN_NAMES or host.endswith(".localhost"):
         return True
+    address = _address_of(host)
+    return address is not None and (address.is_loopback or address.is_unspecified)
+
+
+def _address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Return the address that a host's text is: in any form that connects to it; None for names."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
-        return False
-    return address.is_loopback or address.is_unspecified
+        try:
+            return ipaddress.IPv4Address(socket.inet_aton(host))  # 127.1, for one
+        except (OSError, ValueError):
+            return None
+    return getattr(address, "ipv4_mapped", None) or address
 
 
 def _is_exempt(host: str, port: int | None, no_proxy: str) -> bool:
     """Return whether `NO_PROXY` has a host: its name or a domain, an address or a network, or *."""
-    return any(_is_named(host, port, each.strip().lower()) for each in no_proxy.split(","))
+    return any(_is_named(host, port, each) for each in re.split(r"[,\s]+", no_proxy.lower()))
 
 
 def _is_named(host: str, port: int | None, entry: str) -> bool:
     if entry == "*":
         return True
-    entry = entry.partition("://")[2] or entry
+    entry = (entry.partition("://")[2] or entry).rstrip("/")
+    address = _address_of(host)
     try:
-        return ipaddress.ip_address(host) in ipaddress.ip_network(entry.strip("[]"), strict=False)
+        plain = re.sub(r"^\[([^]]*)\](?=/|$)", r"\1", entry)
+        network = ipaddress.ip_network(plain, strict=False)
+        return address is not None and address in network
     except ValueError:
-        pass  # one of them is a name, or the entry has a port
+        pass  # it is a name, or has a port
     if not entry.endswith("]"):
         name, colon, end = entry.rpartition(":")
         if colon and end.isdecimal():
             if int(end) != port:
                 return False
             entry = name
-    domain = entry.strip("[]").removeprefix("*").removeprefix(".")
+    domain = entry.strip("[]").removeprefix("*").removeprefix(".").rstrip(".")
+    if address is not None:
+        return _address_of(domain) == address
     return bool(domain) and (host == domain or host.endswith(f".{domain}"))
 
 
 def _problem_of(address: str) -> str:
-    try:
-        parts = urlsplit(address)
-        host, _ = parts.hostname, parts.port
-    except ValueError as error:
-        return str(error)
-    if parts.scheme not in _SCHEMES:
+    scheme, _, rest = address.partition("://")
+    scheme = scheme.lower()
+    if scheme not in _SCHEMES:
         return f"a proxy's URL begins with one of {', '.join(f'{each}://' for each in _SCHEMES)}"
-    if not host:
-        return "it names no host"
-    if parts.scheme.startswith("socks") and find_spec("socksio") is None:
+    user, at, place = rest.rpartition("@")
+    if problem := problem_of_url(f"http://{user.replace(' ', '%20')}{at}{place}"):
+        return problem
+    if scheme.startswith("socks") and find_spec("socksio") is None:
         return "it needs the package socksio (`pip install 'httpx[socks]'`)"
     return ""

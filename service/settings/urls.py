@@ -4,6 +4,7 @@ The texts hold nothing of the URL, which may have a password in it.
 """
 
 import re
+from urllib.parse import urlsplit
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 """The URL of a service on this host."""
@@ -33,7 +34,9 @@ def problem_of_url(text: str) -> str:
     try:
         url = httpx.URL(text)
         host = url.host
-    except (httpx.InvalidURL, UnicodeError):  # whose text may show a part of the password
+        url.raw_host.decode("ascii").encode("idna")  # as a look-up does
+        urlsplit(f"//{place.rpartition('@')[2]}")  # which checks brackets
+    except (httpx.InvalidURL, ValueError):  # whose text may show a part of the password
         if "@" in "".join(more):
             return "write /, ? and # in its password as %2F, %3F and %23"
         if "[" not in place and not _PORT.search(place):

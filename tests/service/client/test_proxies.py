@@ -116,7 +116,11 @@ def test_a_proxy_that_cannot_be_used_is_a_sentence(verb, monkeypatch, tmp_path, 
         ("ALL_PROXY", "socks5://u:secret@h:1", "it needs the package socksio (`pip install"),
         ("ALL_PROXY", "ftp://h:1", "a proxy's URL begins with one of http://"),
         ("http_proxy", "http://[h", "http_proxy: http://[h cannot be used: "),
-        ("http_proxy", "http://h:99999", "Port out of range"),
+        ("http_proxy", "http://a..b:1", "http://a..b:1 cannot be used: its host name is not valid"),
+        ("http_proxy", "http://\uff11.b", "its host name is not valid"),
+        ("http_proxy", "http://a\tb:1", "it has spaces or control characters"),
+        ("http_proxy", "http://u:sec/ret@h:1", "write /, ? and # in its password as %2F"),
+        ("http_proxy", "http://h:99999", "its port is not "),
     ):
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
@@ -149,6 +153,20 @@ def test_a_proxy_that_cannot_be_used_is_a_sentence(verb, monkeypatch, tmp_path, 
         ("http://0.0.0.0:8000", {"ALL_PROXY": "q"}, None),
         ("http://LocalHost:8000", {"ALL_PROXY": "q"}, None),
         ("http://localhost.example", {"ALL_PROXY": "q"}, "http://q"),
+        ("http://localhost.:8000", {"ALL_PROXY": "q"}, None),
+        ("http://localhost.localdomain", {"ALL_PROXY": "q"}, None),
+        ("http://127.1:8000", {"ALL_PROXY": "q"}, None),
+        ("http://[::ffff:127.0.0.1]:8000", {"ALL_PROXY": "q"}, None),
+        ("http://10.1", {"ALL_PROXY": "q", "NO_PROXY": "10.0.0.1"}, None),
+        ("https://a.example", {"ALL_PROXY": "q", "NO_PROXY": "a.example:443"}, None),
+        ("http://a.example", {"ALL_PROXY": "q", "NO_PROXY": "a.example:443"}, "http://q"),
+        ("http://a.example", {"ALL_PROXY": "q", "NO_PROXY": "b.example a.example."}, None),
+        ("http://a.example", {"ALL_PROXY": "q", "NO_PROXY": "http://a.example/"}, None),
+        ("http://[fd00::1]", {"ALL_PROXY": "q", "NO_PROXY": "[fd00::]/8"}, None),
+        ("http://[fd00::1]:81", {"ALL_PROXY": "q", "NO_PROXY": "[fd00::1]:80"}, "http://q"),
+        ("http://10.1.2.3:81", {"ALL_PROXY": "q", "NO_PROXY": "10.1.2.3:80,10.1.2.4"}, "http://q"),
+        ("http://10.1.2.3:81", {"ALL_PROXY": "q", "NO_PROXY": "10.1.2.3:81"}, None),
+        ("http://a.example", {"ALL_PROXY": "http://u:p p@q"}, "http://u:p p@q"),
     ],
 )
 def test_the_way_is_that_of_curl(url, environ, expected):
@@ -157,9 +175,12 @@ def test_the_way_is_that_of_curl(url, environ, expected):
     assert way_to(url, "http://own:1", environ).proxy == "http://own:1"
 
 
-def test_a_client_refuses_a_proxy_that_it_cannot_use():
+def test_a_client_refuses_a_proxy_or_a_host_that_it_cannot_use():
     with pytest.raises(UnusableProxyError, match="socksio"):
         Client(proxy="socks5://h:1")
+    for host in ("a..b", "a" * 64, ".a"):  # a look-up raises a `UnicodeError` for them
+        with pytest.raises(ValueError, match="its host name is not valid"):
+            Client(f"http://{host}:1")
 
 
 def test_one_module_makes_the_clients_of_all_that_asks():
