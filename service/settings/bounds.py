@@ -5,7 +5,7 @@ service would plan, allocate or wait as it was told.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -16,28 +16,35 @@ MAX_PROCESSES = 4096
 MAX_MODELS = 1000
 _MAX_ENTRIES = 256
 _MAX_LEVELS = 32
-_MAX_VALUES = 10_000
+_MAX_VALUES = 100_000
+_MAX_NESTED = 10_000
+_NESTED = (Mapping, list, tuple)
 DAY_S = 86_400
 YEAR_S = 366 * DAY_S
 
 
 def _check_tree(table: Mapping[str, object]) -> Mapping[str, object]:
-    """Check how many values a table has, and how deep they are."""
-    level: list[object] = [table]
-    num_values = num_levels = 0
+    """Check how many values a table has, and how deep they are.
+
+    A long list of texts or numbers, such as the labels of a large data set, is only counted.
+    """
+    level: list[Any] = [table]
+    num_values = num_nested = num_levels = 0
     while level:
-        below: list[object] = []
-        for each in level:
-            if isinstance(each, Mapping):
-                below += each.values()
-            elif isinstance(each, Sequence) and not isinstance(each, str | bytes):
-                below += each
-            num_values += 1
-            if len(below) > _MAX_VALUES or num_values > _MAX_VALUES:
-                raise ValueError(f"has more than {_MAX_VALUES} values")
         num_levels += 1
         if num_levels > _MAX_LEVELS + 1:
             raise ValueError(f"has tables in tables over more than {_MAX_LEVELS} levels")
+        below: list[Any] = []
+        for each in level:
+            values = each.values() if isinstance(each, Mapping) else each
+            num_values += len(values)
+            num_nested += 1
+            if num_values > _MAX_VALUES or num_nested > _MAX_NESTED:
+                raise ValueError(
+                    f"has more than {_MAX_VALUES} values, or {_MAX_NESTED} lists and tables"
+                )
+            if any(issubclass(kind, _NESTED) for kind in set(map(type, values))):
+                below += [value for value in values if isinstance(value, _NESTED)]
         level = below
     return table
 

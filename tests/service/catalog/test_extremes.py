@@ -94,8 +94,8 @@ async def test_processes_are_checked_before_any_plan(ask):
 async def test_a_swap_counts_the_processes_of_the_version_that_leaves(ask):
     asked = ask(free_mib=10_000_000, processes=100)
     answering(asked.kept)
+    changes = asked.changes
     for replicas, refused in ((3, False), (4, False), (52, True)):
-        changes = asked.changes
         changes.begin_swap("m", {"replicas": replicas, "policy": "force", "rollback_s": 0})
         if refused:
             with pytest.raises(VersionRefusedError, match="156 processes and threads, and 112 are"):
@@ -113,6 +113,7 @@ GREATEST = [
     {**SPLIT, "replicas": 4, "devices_per_replica": 1024},
     {**SPLIT, "replicas": 1024, "devices_per_replica": 4},
     {"threads_per_replica": 1024, "prepare_threads": 256, "credit": 64},
+    {"options": {"labels": ["cat"] * 99_000}},
     {"max_batch_size": 65_536, "options": {str(number): [0] * 30 for number in range(256)}},
 ]
 

@@ -35,8 +35,12 @@ def test_no_word_means_a_setting_of_a_model_and_a_bound_of_a_swap():
          "at most"),
         ({"replicas": 64, "decoders": 64},
          "decoders: 64 makes 4160 processes with replicas = 64; a model has 4096 at most"),
-        ({"options": {"a": [0] * 10_001}},
-         "options: {'a': [" + "0, " * 23 + "0... has more than 10000 values"),
+        ({"options": {"a": [0] * 100_001}},
+         "options: {'a': [" + "0, " * 23 + "0... has more than 100000 values, or 10000 lists and "
+         "tables"),
+        ({"options": {"a": [[]] * 10_000}},
+         "options: {'a': [" + "[], " * 17 + "[]... has more than 100000 values, or 10000 lists and "
+         "tables"),
         ({"max_latency_ratio": 0},
          "max_latency_ratio: 0 is not a number above 0 and up to 1000000000"),
         ({"validation": 3}, "validation: 3 is not a text in quotes of up to 4096 characters"),
