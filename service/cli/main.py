@@ -39,6 +39,9 @@ def run(argv: Sequence[str] | None = None) -> int:
         _discard_output()
         return OUTPUT_LOST
     except OSError as error:
+        if isinstance(error, FileNotFoundError) and not _has_folder():
+            sys.stderr.write("inferpool: the current folder was deleted; change to another one\n")
+            return USAGE_ERROR
         if error.errno not in _UNWRITABLE:
             raise
         _discard_output()
@@ -83,6 +86,14 @@ def _run(argv: Sequence[str]) -> int:
             "predict and jobs work; `pip install .` in the clone installs the rest\n"
         )
         return NOT_INSTALLED
+
+
+def _has_folder() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _discard_output() -> None:

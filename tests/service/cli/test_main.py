@@ -188,6 +188,31 @@ def test_unwritable_output_gets_no_traceback(tmp_path, line, status, says):
 
 
 @pytest.mark.parametrize(
+    "line",
+    [
+        ["serve", "echo"],
+        ["serve", "net:Net"],
+        ["config"],
+        ["doctor"],
+        ["chaos", "echo"],
+        ["tune", "echo"],
+        ["train", "pictures"],
+        ["batch", "*", "--model", "echo"],
+    ],
+    ids=" ".join,
+)
+def test_a_deleted_folder_gets_a_sentence(tmp_path, monkeypatch, capsys, line):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert run(line) == 2
+    assert capsys.readouterr().err.endswith(
+        "the current folder was deleted; change to another one\n"
+    )
+
+
+@pytest.mark.parametrize(
     ("verb", "late"),
     [
         ("config", "inferpool.service.settings.loader"),
