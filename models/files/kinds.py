@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 _HEAD_BYTES = 512
+_OLD_EXPORT = "serialized_exported_program.json"
+"""A file in the archives that `torch.export.save` wrote before torch 2.8, which it still reads."""
 _RECIPES = "docs/recipes.md has an example"
 
 
@@ -92,8 +94,9 @@ _SUFFIXES = {
 
 def archive_kind(path: Path) -> Literal["torchscript", "export", "checkpoint", "other"]:
     """Tell apart the archives that torch writes, by the names of the files inside."""
-    names = {name.partition("/")[2] for name in _members(path)}
-    if "archive_format" in names:
+    members = _members(path)
+    names = {name.partition("/")[2] for name in members}
+    if "archive_format" in names or _OLD_EXPORT in members:
         return "export"
     if "constants.pkl" in names:
         return "torchscript"

@@ -296,6 +296,8 @@ def test_every_kind_of_file_is_told_by_its_content_or_its_name(tmp_path: Path):
     for kind, content in SAMPLES.items():
         path.write_bytes(content)
         assert kind_of(path) == kind
+    path.write_bytes(zipped("version", "serialized_exported_program.json"))
+    assert kind_of(path) == "export"
     for kind, name in BY_NAME.items():
         (tmp_path / name).write_text("text")
         assert kind_of(tmp_path / name) == kind
