@@ -121,12 +121,14 @@ class Journal:
         """The file with the lines."""
         self._note = _beside(self._path, _NOTE)
         """The file that says what the answers are of."""
-        if self._path.exists() and not self._path.is_file():
+        if os.path.exists(path) and not os.path.isfile(path):  # which raise nothing
             raise SourceUnusableError(f"--output: {path} is no file")
         if format == "parquet":
             _require_pyarrow()
             self._own = _beside(self._path, _LINES)
-        there = [each for each in (self._path, self._own) if each.exists() and each.stat().st_size]
+        there = [
+            each for each in (self._path, self._own) if os.path.exists(each) and each.stat().st_size
+        ]
         if there and not (resumes or overwrites):
             raise SourceUnusableError(
                 f"{there[0]} exists: --resume goes on with it, --overwrite begins anew"

@@ -42,7 +42,7 @@ def weights_file(model: ModelSettings) -> Path | None:
     if model.source.startswith(_ENCODER):
         folder = Path(model.source.removeprefix(_ENCODER))
         files = (folder / name for name in ("model.safetensors", "pytorch_model.bin"))
-        return next((file for file in files if file.is_file()), None)
+        return next((file for file in files if os.path.isfile(file)), None)  # it never raises
     return None
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -112,7 +113,7 @@ def _inputs_of(names: Sequence[str]) -> Iterator[object]:
     paths = [Path(name) for name in names]
     for name, path in zip(names, paths, strict=True):
         check_is_file(name)
-        if path.is_dir():
+        if os.path.isdir(path):  # it raises nothing
             raise FlagError(f"{name} is a folder; name its files, such as {name.rstrip('/')}/*")
         if len(names) > 1 and (name == _STDIN or path.suffix.lower() in _WHOLE):
             raise FlagError(f"{name} is a whole job: submit it alone")

@@ -7,7 +7,6 @@ import time
 import uuid
 from collections.abc import AsyncIterable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TypeVar
 from urllib.parse import quote
 
@@ -109,7 +108,7 @@ class JobCalls:
             is_repeatable = self._calls.retry.max_attempts > 1
             query, piece_s = query_of(parameters), self._calls.job_periods.piece_s
             return JobBody(inputs, query, is_repeatable=is_repeatable, piece_s=piece_s)
-        if isinstance(inputs, os.PathLike) and Path(inputs).is_dir():
+        if isinstance(inputs, os.PathLike) and os.path.isdir(inputs):
             raise UnsendableError(
                 f"{inputs} is a folder: submit its files, such as sorted(folder.iterdir())"
             )

@@ -197,6 +197,9 @@ def test_the_name_tells_the_format():
 
 def test_what_is_no_file_is_no_output(tmp_path):
     os.mkfifo(tmp_path / "out.jsonl")
-    for path in (tmp_path / "out.jsonl", tmp_path, tmp_path / "none" / "out.jsonl"):
-        with pytest.raises(SourceUnusableError, match=r"is no file|No such file"):
+    for path in (
+        *(tmp_path / "out.jsonl", tmp_path, tmp_path / "none" / "out.jsonl"),
+        tmp_path / ("a" * 300 + ".jsonl"),
+    ):
+        with pytest.raises(SourceUnusableError, match=r"is no file|No such file|too long"):
             journal(path)

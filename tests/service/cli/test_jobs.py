@@ -211,6 +211,8 @@ def test_files_and_models_that_are_not_there_are_named(jobs, tmp_path: Path):
     status, out, err = jobs("submit", missing)
     assert (status, out) == (1, "")
     assert str(missing) in err
+    status, _, err = jobs("submit", "a" * 300)
+    assert (status, "File name too long" in err, "Traceback" in err) == (1, True, False)
     (tmp_path / "a.txt").write_text("hello")
     status, _, err = jobs("submit", tmp_path / "a.txt", "--model", "nobody")
     assert status == 1

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from inferpool.models.files.kinds import KINDS, kind_of
+from inferpool.service.checks.weights import weights_file
 from inferpool.service.settings.model import ModelSettings
 from inferpool.service.settings.unloadable import problem_of
 from tests.run_folders import TINY, write_run
@@ -186,6 +187,7 @@ def test_odd_names_and_files_raise_nothing(tmp_path, monkeypatch, source, weight
     (tmp_path / "deep.py").write_text("x = " + "-" * 50_000 + "1")
     found = problem_of(model(source, weights))
     assert (found is None) == (said is None)
+    weights_file(model(source, weights))  # of the check that `doctor` makes
     assert said is None or said.replace("%s", str(tmp_path)) in str(found and found[1])
 
 
