@@ -225,10 +225,10 @@ class Room:
             return
         worker = Placement(devices=("cpu",) * model.least_ranks)
         bare = model.model_copy(update={"weights": "none"})  # they may go to a GPU
-        least = {place: num * model.replicas for place, num in self._estimate(bare, worker).items()}
+        least = [self._estimate(bare, worker)] * model.replicas
         free = await self.left_beside(None)
-        if not fits(least, free):
-            raise refusal(name, [least], free)
+        if not fits(total_of(least), free):
+            raise refusal(name, least, free)
 
     async def needs(
         self, catalog: Catalog, name: str, model: ModelSettings, kept: ModelVersion

@@ -65,7 +65,8 @@ async def test_a_slip_in_replicas_is_refused_with_the_bound(ask, replicas):
 async def test_memory_is_checked_before_any_plan(ask):
     asked = ask(free_mib=1000)
     with pytest.raises(
-        VersionRefusedError, match="about 102,400 MiB, and 1,000 MiB are free"
+        VersionRefusedError,
+        match="its 1024 workers need about 102,400 MiB, and 1,000 MiB are free",
     ) as it:
         await asked.add(replicas=1024)
     assert it.value.figures == {"needed_bytes": 102_400 * MIB, "free_bytes": 1000 * MIB}
