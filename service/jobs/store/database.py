@@ -245,6 +245,8 @@ class Database:
             return  # the disk is the database's
         room, reserve = self._room()
         reserve = int(reserve * _RESULTS_SHARE) if for_result else reserve
+        if inside is not None:
+            room -= self._num_bytes_to_come(inside)
         if room - num_bytes < reserve and inside is not None:
             room += _num_free(inside) * _PAGE_BYTES
         if room - num_bytes < reserve:
@@ -280,6 +282,12 @@ class Database:
             engine.dispose()
         if self._held is not None:
             self._held.close()
+
+    def _num_bytes_to_come(self, connection: Connection) -> int:
+        """Return by how much SQLite's file grows once its journal is copied to it."""
+        assert self.folder is not None
+        num_pages = connection.exec_driver_sql("PRAGMA page_count").scalar_one()
+        return max(0, num_pages * _PAGE_BYTES - (self.folder / _FILE).stat().st_size)
 
     def _room(self) -> tuple[int, int]:
         """Return the free bytes of the disk, and how many of them new jobs leave."""
