@@ -11,6 +11,8 @@ import psutil
 
 _NUM_TAIL_LINES = 15
 _TOLD_TO_PEOPLE = "inferpool.service.telemetry.console"
+_REFUSAL = "inferpool: "
+"""Begins what a service that refuses its settings says before it has a log."""
 """The logger that says what became of each worker."""
 
 
@@ -102,6 +104,8 @@ class LogReader:
         try:
             record = msgspec.json.decode(line, type=LogRecord)
         except msgspec.MsgspecError:
+            if text.startswith(_REFUSAL):
+                self._end = "; ".join(filter(None, [self._end, text.removeprefix(_REFUSAL)]))
             return LogRecord("warning", "stderr", text)
         if record.level == "critical":
             self._end = record.message
