@@ -21,7 +21,7 @@ from types import FrameType
 from tests.bench.frame import Benchmark, benchmark
 from tests.bench.server import HOST, ROOT, BenchError, BenchServer, inferpool
 
-_SIGNAL = signal.SIGUSR2
+_SIGNAL = signal.SIGRTMIN  # which the service does not use
 _OWN = str(ROOT / "inferpool") + os.sep
 _NUM_CALLS = 5
 _WAIT_S = 60.0

@@ -33,7 +33,7 @@ _MAX_KEPT = 100
 _STATUS_LINE = re.compile(rb"HTTP/1\.1 \d{3} [ -~]*")
 _HEADER_LINE = re.compile(rb"([a-zA-Z-]+): [ -~]*")
 _HEADER_NAMES = frozenset(
-    b"accept-ranges allow cache-control connection content-encoding content-length "
+    b"accept-encoding accept-ranges allow cache-control connection content-encoding content-length "
     b"content-security-policy content-type cross-origin-opener-policy date etag last-modified "
     b"location referrer-policy retry-after server server-timing traceparent tracestate "
     b"transfer-encoding vary www-authenticate x-content-type-options x-frame-options "
