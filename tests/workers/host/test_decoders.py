@@ -171,7 +171,7 @@ async def test_errors_are_those_of_the_worker_itself(engine: LocalEngine, put: P
         finally:
             await worker.stop(5)
     assert found[0] == found[1]
-    assert [each.code for each in found[0]] == ["model_error", "invalid_input"]  # type: ignore[union-attr]
+    assert [each.code for each in found[0]] == ["unfit_input", "invalid_input"]  # type: ignore[union-attr]
 
 
 async def test_a_model_that_exits_in_a_decoder_fails_that_instance(engine: LocalEngine, put: Put):
