@@ -171,7 +171,12 @@ def test_a_file_of_lines_decides_between_versions_by_the_command(
 
 def test_a_version_whose_outputs_are_not_finite_is_refused_even_if_it_is_forced(numbers: Running):
     before = look(numbers)["version"]
-    status, answer = swap(numbers, policy="force", options={"nan_in": 1})
+    spoilt = {"policy": "force", "options": {"nan_in": 1}}
+    status, answer = swap(numbers, **spoilt)
+    assert (status, answer["code"]) == (422, "version_refused")
+    assert "did not come up: Worse gives NaN or an infinity in 'share'" in answer["detail"]
+    assert "say `finite_outputs = False`" in answer["detail"]
+    status, answer = swap(numbers, **spoilt, check="warn")
     assert (status, answer["code"]) == (422, "version_refused")
     assert "its outputs cannot be used: non_finite_output" in answer["detail"]
     assert answer["figures"]["num_faults"] == 1
