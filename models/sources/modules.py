@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from inferpool.models.base import Model
 from inferpool.models.errors import ModelError, SourceError
 from inferpool.models.item import Features, Item
-from inferpool.models.made_up import made_up
+from inferpool.models.sources.made_up import made_up
 from inferpool.models.spec import DTYPE_BYTES, Placement, TensorSpec
 
 _ANY_INPUT = TensorSpec(name="input", dtype="float32", shape=())

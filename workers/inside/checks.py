@@ -2,30 +2,16 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from inferpool.models.base import Model
-from inferpool.models.item import Features
 from inferpool.models.spec import matches
 
 
 class BrokenPromiseError(RuntimeError):
     """The outputs of a batch are not what the model declares."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pass:
-    """The result of one pass of instances that no client sent, as far as the first of them goes."""
-
-    outputs: Features
-    """Outputs of the first instance, after `postprocess`, with the batch dimension."""
-    is_finite: bool
-    """They are finite, or need not be."""
-    took_s: float
 
 
 class OutputChecks:
@@ -56,17 +42,6 @@ class OutputChecks:
         if not self._names <= outputs.keys():
             missing = ", ".join(sorted(self._names - outputs.keys()))
             raise BrokenPromiseError(f"the model declares {missing}, and did not return it")
-
-    def judged(self, outputs: Features, num_rows: int, took_s: float) -> Pass:
-        """Check the outputs of a pass, and return it.
-
-        Raises:
-            BrokenPromiseError: See `check_shapes`.
-        """
-        self.check_shapes(outputs, num_rows)
-        is_finite = 0 not in self.non_finite_rows(outputs)
-        first = {name: _first_of(output) for name, output in outputs.items()}
-        return Pass(outputs=first, is_finite=is_finite, took_s=took_s)
 
     def non_finite_rows(self, outputs: Mapping[str, Tensor]) -> list[int]:
         """Return the rows with NaN or an infinity, if the model promises that there are none.
@@ -99,10 +74,3 @@ class OutputChecks:
                 f"where it declares {list(pattern)}"
             )
         self._known[name] = shape
-
-
-def _first_of(output: Any) -> Any:
-    """Copy the first row, since the model may reuse the memory."""
-    if not isinstance(output, Tensor):  # its own `render` reads anything that has a shape
-        return output[:1]
-    return (output if output.layout is torch.strided else output.to_dense())[:1].clone()

@@ -9,18 +9,15 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-import torch
-
 from inferpool.models.accelerator.device import is_accelerator, mark_here, synchronize
 from inferpool.models.accelerator.failures import is_lost_device, is_out_of_memory, raised
 from inferpool.models.base import Model
 from inferpool.models.border import bad_return, is_overridden, rendering_of
-from inferpool.models.errors import InputError, ModelError
+from inferpool.models.errors import InputError
 from inferpool.models.item import Features, Item
-from inferpool.models.speed.names import LONG_S
 from inferpool.models.texts import described, text_of
 from inferpool.workers.config import ErrorDetail
-from inferpool.workers.inside.checks import BrokenPromiseError, OutputChecks, Pass
+from inferpool.workers.inside.checks import OutputChecks
 from inferpool.workers.inside.outcomes import (
     MAX_BATCH_BYTES,
     NotFiniteAnswerError,
@@ -32,6 +29,7 @@ from inferpool.workers.inside.outcomes import (
     error_of,
     refusal_of,
 )
+from inferpool.workers.inside.own_passes import OwnPasses
 from inferpool.workers.inside.preparing import GiveDecoders, Prepared, Preparer
 from inferpool.workers.inside.shapes import ShapeGroup
 from inferpool.workers.inside.shortage import SafeSizes, release
@@ -86,71 +84,9 @@ class Computer:
         )
         # Called for each batch, so without a step between.
         self.begin, self.finish = self._preparer.begin, self._preparer.finish
+        own = OwnPasses(model, self._staging, self._checks)
+        self.warm_up, self.try_out = own.warm_up, own.try_out
         self._encode = encoder(are_finite=model.finite_outputs)
-
-    def warm_up(
-        self,
-        samples: Sequence[Item],
-        sizes: Sequence[int],
-        *,
-        needed: int | None = None,
-        on_pass: Callable[[int, Pass], None] = lambda size, one: None,
-    ) -> float:
-        """Compute batches of samples in some sizes.
-
-        Args:
-            samples: The samples.
-            sizes: The sizes, in rising order.
-            needed: Larger sizes are computed only as far as they fit into memory, and until one
-                takes long; None for all.
-            on_pass: Called with the size and the result of each pass.
-
-        Returns:
-            Seconds of the longest batch, including the preparation of its samples.
-
-        Raises:
-            ModelError: The outputs are not what the model declares.
-        """
-        model = self._model
-        longest_s = 0.0
-        with torch.inference_mode():
-            began = time.monotonic()
-            features = [model.preprocess(item) for item in samples]
-            prepare_s = (time.monotonic() - began) / len(samples)
-            for size in sizes:
-                chosen = [features[i % len(features)] for i in range(size)]
-                may_end = needed is not None and needed <= size < sizes[-1]
-                try:
-                    on_pass(size, one := self.try_out(chosen))
-                    took_s = one.took_s
-                    if may_end:  # the first of a size is no measure
-                        took_s = min(took_s, self.try_out(chosen).took_s)
-                except (RuntimeError, MemoryError) as error:
-                    if needed is None or size <= needed or not is_out_of_memory(error):
-                        raise
-                    release(error)
-                    break
-                longest_s = max(longest_s, prepare_s * size + took_s)
-                if may_end and took_s > LONG_S:
-                    break
-            if self._staging is not None and self._staging.runs_ahead:
-                single = features[:1]
-                outputs = [model.forward(model.collate(single)) for _ in range(2)]
-                self._staging.compare(*outputs)
-        return longest_s
-
-    def try_out(self, chosen: Sequence[Features]) -> Pass:
-        """Compute features that are no batch of a client.
-
-        Raises:
-            ModelError: The outputs have another form than the model declares.
-        """
-        began = time.monotonic()
-        outputs = dict(self._model.postprocess(self._once(chosen)))
-        try:
-            return self._checks.judged(outputs, len(chosen), time.monotonic() - began)
-        except BrokenPromiseError as error:
-            raise ModelError(str(error)) from error
 
     def give_to(self, give_decoders: GiveDecoders) -> None:
         """Use decoders, which are given what they can prepare of a batch."""
@@ -364,17 +300,6 @@ class Computer:
             return self._leave_out(prepared, indices, rows, outputs)
         self._settle(prepared, indices, outputs)
         return []
-
-    def _once(self, chosen: Sequence[Features]) -> Features:
-        """Compute features that are no batch of a client, in the way in which batches go."""
-        model, staging = self._model, self._staging
-        if staging is None:
-            return {name: out.cpu() for name, out in model.forward(model.collate(chosen)).items()}
-        with staging.beside():
-            batch = staging.stage(model.collate(chosen))
-            handed_over = staging.hand_over()
-        take(handed_over, batch)
-        return staging.launch(mark_here(), model.forward(batch)).outputs()
 
     def _collate_again(self, prepared: Prepared, indices: Sequence[int]) -> Features:
         """Collate items that did not fit together with others, in this thread."""

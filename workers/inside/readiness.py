@@ -23,11 +23,11 @@ from inferpool.models.base import Model
 from inferpool.models.border import bad_return, is_overridden, place_of, rendering_of
 from inferpool.models.errors import InputError, ModelError
 from inferpool.models.item import Features, Item
-from inferpool.models.made_up import made_up, shuffled, varied
+from inferpool.models.sources.made_up import made_up, shuffled, varied
 from inferpool.models.sources.modules import TensorModel
 from inferpool.models.texts import described, text_of
 from inferpool.workers.config import REFUSED, CheckReport, WorkerConfig
-from inferpool.workers.inside.checks import BrokenPromiseError, Pass
+from inferpool.workers.inside.checks import BrokenPromiseError
 from inferpool.workers.inside.compute import Computer
 from inferpool.workers.inside.likeness import (
     are_close,
@@ -38,6 +38,7 @@ from inferpool.workers.inside.likeness import (
     without_same,
 )
 from inferpool.workers.inside.outcomes import TensorOutputs, check_size, plain_value
+from inferpool.workers.inside.own_passes import Pass
 
 logger = logging.getLogger(__name__)
 

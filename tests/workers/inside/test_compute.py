@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import inferpool.workers.inside.compute
+import inferpool.workers.inside.own_passes
 import inferpool.workers.inside.preparing
 import inferpool.workers.inside.shortage
 from inferpool.models.base import Model
@@ -324,7 +325,7 @@ def test_sizes_that_may_come_later_are_warmed_up_as_far_as_they_fit_and_take_sho
         return x * 2
 
     clock = SimpleNamespace(monotonic=lambda: now)
-    monkeypatch.setattr(inferpool.workers.inside.compute, "time", clock)
+    monkeypatch.setattr(inferpool.workers.inside.own_passes, "time", clock)
     model = DoublingModel(compute)
     samples = [Item(kind="json", payload=memoryview(b"1"))]
     computer_of(model).warm_up(samples, (1, 2, 4, 8, 16), needed=2)
@@ -350,7 +351,7 @@ def test_warm_up_tells_the_time_of_its_longest_batch_with_the_preparation_of_its
             return super().preprocess(item)
 
     clock = SimpleNamespace(monotonic=lambda: now)
-    monkeypatch.setattr(inferpool.workers.inside.compute, "time", clock)
+    monkeypatch.setattr(inferpool.workers.inside.own_passes, "time", clock)
     samples = [Item(kind="json", payload=memoryview(b"1"))] * 2
     longest_s = computer_of(Slow(compute)).warm_up(samples, (1, 8))
     assert longest_s == pytest.approx(0.3 + 8 * 0.05)
