@@ -56,7 +56,7 @@ class Model:
     alone_as_in_batch: bool = True
     """An instance gets the same outputs alone as beside others, within `tolerance`. Set it to False
     if the batch is meant to change them, as in detectors that pad to the largest picture."""
-    flaws: Sequence[str] = ()
+    _load_flaws: Sequence[str] = ()
     """Reasons why the answers cannot be right that `load` has found: such a model is refused."""
     max_image_pixels = MAX_IMAGE_PIXELS
     """The setting of that name, for `decode_image`. The worker sets it before `load`."""

@@ -71,7 +71,7 @@ class ExportedModel(TensorModel):
         self.smallest, self.largest = _batch_range(program, inputs)
         self.inputs = [_spec(name, value) for name, value in inputs.items()]
         self.outputs = [_spec(name, value) for name, value in _results(program, self._fixed_size)]
-        self.flaws = self._flaws_of(program)
+        self._load_flaws = self._flaws_of(program)
         program = move_to_device_pass(program, self.device)
         module = self._module = program.module()
         in_spec = program.call_spec.in_spec

@@ -9,13 +9,13 @@ import logging
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from inferpool.models.accelerator.failures import is_lost_device, lacks_resources, raised
 from inferpool.models.agreement import ValueTolerance
@@ -37,7 +37,20 @@ from inferpool.workers.inside.likeness import (
     is_rounding,
     without_same,
 )
-from inferpool.workers.inside.outcomes import TensorOutputs, check_size, plain_value
+from inferpool.workers.inside.networks import (
+    BF16_ROUNDING,
+    Formats,
+    non_finite_weight,
+    rounding_in,
+    rounding_of,
+    training_text,
+)
+from inferpool.workers.inside.outcomes import (
+    NotFiniteAnswerError,
+    TensorOutputs,
+    check_size,
+    encoder,
+)
 from inferpool.workers.inside.own_passes import Pass
 
 logger = logging.getLogger(__name__)
@@ -45,16 +58,12 @@ logger = logging.getLogger(__name__)
 LONG_S = 1.0
 """A pass that took longer is not repeated."""
 _LEAST_ROUNDING = 1e-5
-_ROUNDINGS = {"bf16": 2**-4, "fp16": 2**-7, "tf32": 2**-7}
-"""Part of its largest value by which an output may differ with a preset, or with a network of such
-floats: kernels for another size of the batch add up in another order. Eight times their epsilon."""
-_TRAINED = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm, nn.RNNBase, nn.RReLU)
-"""Modules that compute otherwise while they train."""
+_ROUNDINGS = {"bf16": BF16_ROUNDING, "fp16": 2**-7, "tf32": 2**-7}
+"""Part of its largest value by which an output may differ with a preset: eight epsilons."""
 _ROOT = Path(__file__).resolve().parents[2]
 _OURS = tuple(f"{_ROOT / name}/" for name in ("models", "workers", "inferpool"))
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 _PROMISES = ("repeatable", "alone_as_in_batch", "finite_outputs")
-_encode = msgspec.json.Encoder(enc_hook=plain_value).encode
 
 
 class ReadyCheck:
@@ -96,6 +105,10 @@ class ReadyCheck:
         """The warm-up has instances besides the first one."""
         self._known: dict[int, Pass] = {}
         """Passes of the warm-up that begin with the instance, by the size of the batch."""
+        self._formats = Formats()
+        self._is_steady = True
+        """The same outputs are rendered alike each time."""
+        self._encode = encoder(are_finite=model.finite_outputs)
         self._warnings: list[str] = []
         self._not_checked: list[str] = []
 
@@ -157,7 +170,7 @@ class ReadyCheck:
 
     def _checked(self, computer: Computer) -> CheckReport:
         is_finite: bool | None = None
-        for flaw in self._model.flaws:
+        for flaw in self._model._load_flaws:
             self._refuse(flaw, is_certain=True)
         if self._item is not None:
             with torch.inference_mode():
@@ -180,7 +193,10 @@ class ReadyCheck:
         try:
             features = self._prepared(item)
             alone = self._known.get(1) or self._computed(computer, [features])
-            answer = self._answer(item, alone.outputs)
+            answer = None
+            if alone.is_finite:
+                answer = self._answer(item, alone.outputs)
+                self._is_steady = are_close(answer, self._answer(item, alone.outputs))
         except raised() as error:
             self._refuse_raised(error, "")
             return None
@@ -189,6 +205,12 @@ class ReadyCheck:
             return False
         if not model.repeatable:
             return True
+        if not self._is_steady:
+            place = place_of(model, rendering_of(model)[0])
+            self._warn(
+                f"{self._name} renders the same outputs otherwise another time ({place}); say "
+                "`repeatable = False` in its class if that is meant"
+            )
         # The first pass of all is often the slowest one by far.
         took_s = min([alone.took_s, *(one.took_s / size for size, one in self._known.items())])
         if took_s > self._long_s:
@@ -205,7 +227,7 @@ class ReadyCheck:
             else:
                 beside = self._beside(computer, item, features)
             if beside is not None:
-                self._compare_beside(item, alone, beside, answer)
+                self._compare_beside(computer, item, alone, beside, answer)
         return True
 
     def _is_repeated(self, computer: Computer, item: Item, alone: Pass, answer: object) -> bool:
@@ -215,20 +237,22 @@ class ReadyCheck:
         except raised() as error:
             self._refuse_raised(error, " when it is asked again")
             return False
-        if difference := self._difference(alone, again, answer, other):
+        if difference := self._difference(computer, alone, again, answer, other):
             self._refuse(
                 f"{self._name} answers otherwise when it is asked the same again ({difference})"
                 f"{self._hint('repeatable')}"
             )
         return not difference
 
-    def _compare_beside(self, item: Item, alone: Pass, beside: Pass, answer: object) -> None:
+    def _compare_beside(
+        self, computer: Computer, item: Item, alone: Pass, beside: Pass, answer: object
+    ) -> None:
         try:
             other = self._answer(item, beside.outputs)
         except raised() as error:
             self._refuse_raised(error, " beside another instance")
             return
-        if difference := self._difference(alone, beside, answer, other):
+        if difference := self._difference(computer, alone, beside, answer, other):
             self._refuse(
                 f"{self._name} answers otherwise beside another instance than alone "
                 f"({difference}){self._hint('alone_as_in_batch')}"
@@ -280,26 +304,35 @@ class ReadyCheck:
         if not is_overridden(model, self._step):
             TensorOutputs(outputs, 1)
             return None
-        (value,) = render_batch(outputs, [item.parameters])
+        # It may change them in place.
+        copies = {name: x.clone() if isinstance(x, Tensor) else x for name, x in outputs.items()}
+        (value,) = render_batch(copies, [item.parameters])
         if isinstance(value, InputError):
             raise value
         try:
-            text = _encode(value)
+            text = self._encode(value)
+        except NotFiniteAnswerError as error:
+            raise BrokenPromiseError(
+                f"the {error}; if that is meant, say `finite_outputs = False`"
+            ) from None
         except (TypeError, ValueError, RecursionError) as error:
             must = "a value that JSON can say"
             raise bad_return(model, "render", must, text_of(error)) from None
         check_size(len(text))
         return msgspec.json.decode(text)
 
-    def _difference(self, first: Pass, other: Pass, answer: object, another: object) -> str:
+    def _difference(
+        self, computer: Computer, first: Pass, other: Pass, answer: object, another: object
+    ) -> str:
         """Return how two passes differ by more than the model's tolerance; empty if they do not."""
         one, two = floats_of(first.outputs), floats_of(other.outputs)
         if form_of(one) != form_of(two) or len(one) < len(first.outputs):
             # Outputs of another size, or in another form, than tensors: the answers must tell.
             if is_overridden(self._model, rendering_of(self._model)[0]):
-                return "" if are_close(answer, another) else "another answer"
+                is_same = not self._is_steady or are_close(answer, another)
+                return "" if is_same else "another answer"
             return f"outputs of the form {form_text(two)} instead of {form_text(one)}"
-        most = max(self._rounding, _rounding_of(self._model, one))
+        most = max(self._rounding, rounding_of(self._model, one))
         if all(is_rounding(one[name], two[name], most) for name in one):
             return ""
         for name in one:
@@ -309,7 +342,25 @@ class ReadyCheck:
         except Exception:  # a tolerance may need more than one instance
             logger.debug("the tolerance cannot judge one instance", exc_info=True)
             agreement = ValueTolerance().judge(one, two)
-        return "" if agreement.is_within else agreement.text
+        if agreement.is_within:
+            return ""
+        most = self._rounding_seen(computer)
+        return (
+            "" if all(is_rounding(one[name], two[name], most) for name in one) else agreement.text
+        )
+
+    def _rounding_seen(self, computer: Computer) -> float:
+        """Return the rounding of the formats in which the model computes, however it says so."""
+        if not self._formats.found and self._item is not None:
+            try:
+                features = self._prepared(self._item)
+                with self._formats:
+                    self._computed(computer, [features])
+            except raised() as error:  # such as a compiler's that knows no such modes
+                if is_lost_device(error):
+                    raise
+                logger.debug("the formats of the model cannot be seen", exc_info=True)
+        return rounding_in(self._formats.found)
 
     def _refuse_non_finite(self, alone: Pass) -> None:
         names = [
@@ -317,7 +368,7 @@ class ReadyCheck:
             for name, x in floats_of(alone.outputs).items()
             if x.is_floating_point() and not x.isfinite().all()
         ]
-        weights = _non_finite_weight(self._model)
+        weights = non_finite_weight(self._model)
         because = f": its weight `{weights}` is not finite" if weights else ""
         self._refuse(
             f"{self._name} gives NaN or an infinity in {', '.join(map(repr, names))} for "
@@ -335,13 +386,16 @@ class ReadyCheck:
         text = (text_of(error) if is_ours else described(error)).partition("\n")[0]
         level = logging.WARNING if self._is_made_up else logging.ERROR
         logger.log(level, "%s fails on %s", self._name, self._instance, exc_info=error)
-        hint = _training_text(self._model)
+        hint = training_text(self._model)
         self._refuse(f"{self._name} fails on {self._instance}{when}: {step}{text}{where}{hint}")
 
     def _refuse(self, text: str, *, is_certain: bool = False) -> None:
         """Refuse the model, or warn if it was made up what shows it and that is not certain."""
         if self._config.check == "on" and (is_certain or not self._is_made_up):
             raise ModelError(f"{text}; {REFUSED}")
+        self._warn(text)
+
+    def _warn(self, text: str) -> None:
         logger.warning("%s", text)
         self._warnings.append(text)
 
@@ -357,7 +411,7 @@ class ReadyCheck:
         """Return what to do about answers that differ."""
         place = place_of(self._model, "forward")
         where = f" ({place})" if place and not place.startswith(_OURS) else ""
-        training = _training_text(self._model)
+        training = training_text(self._model)
         says = f"say `{promise} = False` in its class, or in its options, if that is meant"
         return f"{where}{training}; {says}"
 
@@ -379,44 +433,3 @@ def _line_of(error: BaseException, model: Model) -> str:
         if file == installed or not file.startswith(_INSTALLED):
             return f"{file}:{line}"
     return ""
-
-
-def _training_text(model: Model) -> str:
-    """Name the networks of a model that are in training mode, and compute otherwise for that."""
-    for name, network in _networks_of(model):
-        trained = [(path, each) for path, each in network.named_modules() if each.training]
-        if found := [(path, each) for path, each in trained if isinstance(each, _TRAINED)]:
-            path, each = found[0]
-            where = f"`{name}.{path}`" if path else f"`{name}`"
-            return (
-                f"; {where} ({type(each).__name__}) is in training mode: call `self.{name}.eval()` "
-                "in `load`"
-            )
-    return ""
-
-
-def _non_finite_weight(model: Model) -> str:
-    """Return the name of a weight with NaN or an infinity; empty if there is none."""
-    for name, network in _networks_of(model):
-        buffers = [each for each in network.named_buffers() if "running_" in each[0]]
-        for path, tensor in (*network.named_parameters(), *buffers):
-            if tensor.is_floating_point() and not tensor.isfinite().all():
-                return f"{name}.{path}"
-    return ""
-
-
-def _networks_of(model: Model) -> Iterator[tuple[str, nn.Module]]:
-    for name, value in vars(model).items():
-        if isinstance(value, nn.Module):
-            yield name, value
-
-
-def _rounding_of(model: Model, outputs: Mapping[str, Tensor]) -> float:
-    """Return the part of their largest value by which rounding may change outputs."""
-    if model.decode == "device":  # it may decode one picture otherwise than several
-        return _ROUNDINGS["bf16"]
-    tensors = [*outputs.values()]
-    for _, network in _networks_of(model):
-        tensors += network.parameters()
-    kinds = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
-    return max((8 * torch.finfo(kind).eps for kind in kinds), default=0.0)

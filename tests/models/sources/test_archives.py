@@ -146,14 +146,14 @@ def test_a_program_that_was_exported_in_training_mode_names_its_nodes(tmp_path, 
             Trained().train(is_training), (torch.rand(3, 4),), dynamic_shapes=({0: BATCH},)
         )
         torch.export.save(program.run_decompositions({}) if decomposed else program, path)
-        flaws = loaded(ExportedModel(path)).flaws
+        flaws = loaded(ExportedModel(path))._load_flaws
         assert len(flaws) == 2 * is_training
         if is_training:
             assert re.search(r"dropout \(first\.1\); .*`network\.eval\(\)`", flaws[0])
             assert "options = { repeatable = false }" in flaws[0]
             assert re.search(r"batch_norm\w* \(norm\); .*alone_as_in_batch = false", flaws[1])
             meant = ExportedModel(path, repeatable=False, alone_as_in_batch=False)
-            assert loaded(meant).flaws == []
+            assert loaded(meant)._load_flaws == []
 
 
 # TorchScript

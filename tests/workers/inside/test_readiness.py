@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -19,6 +20,7 @@ from inferpool.models.item import Features, Item
 from inferpool.models.spec import Placement, TensorSpec
 from inferpool.workers.config import CheckReport
 from inferpool.workers.inside.compute import Computer
+from inferpool.workers.inside.networks import non_finite_weight, rounding_of
 from inferpool.workers.inside.process import load
 from inferpool.workers.inside.readiness import ReadyCheck
 from inferpool.workers.messages import Ready
@@ -150,7 +152,7 @@ class BrokenWeights(ForgotEval):
 
 class Flawed(Sound):
     def load(self, placement: Placement) -> None:
-        self.flaws = ["it was exported in training mode"]
+        self._load_flaws = ["it was exported in training mode"]
 
 
 class Padding(Model):
@@ -414,3 +416,147 @@ def test_archive_that_trains_or_has_broken_weights_is_refused(tmp_path: Path):
     with pytest.raises(ModelError, match=r"its weight `_module\.bias` is not finite"):
         ready(broken)
     assert ready(nn.Linear(4, 4).eval()).checked == CheckReport(is_sample_finite=True)
+
+
+class Listed(ForgotEval):
+    """Keeps its networks in a list, in a dict, and in an object."""
+
+    def load(self, placement: Placement) -> None:
+        torch.manual_seed(0)
+        self.kept = SimpleNamespace(stages={"first": [nn.Linear(3, 3), nn.Dropout(0.5)]})
+
+    def compute(self, x: Tensor) -> Any:
+        for each in self.kept.stages["first"]:
+            x = each(x)
+        return x
+
+
+class ListedBroken(Listed):
+    def load(self, placement: Placement) -> None:
+        super().load(placement)
+        first = self.kept.stages["first"]
+        first[1].eval()
+        with torch.no_grad():
+            first[0].weight[0] = torch.nan
+
+
+def test_networks_in_lists_dicts_and_objects_are_named():
+    with pytest.raises(ModelError, match=r"call `self\.kept\.stages\['first'\]\[1\]\.eval\(\)`"):
+        ready_of(Listed)
+    with pytest.raises(ModelError, match=r"weight `kept\.stages\['first'\]\[0\]\.weight` is not"):
+        ready_of(ListedBroken)
+
+
+class Masked(BareAndNotFinite):
+    """Has a mask among its weights, and no answer for some numbers that nobody sends."""
+
+    def load(self, placement: Placement) -> None:
+        self.net = nn.Linear(3, 3)
+        self.net.mask = nn.Parameter(torch.full((3, 3), -torch.inf).triu(1), requires_grad=False)
+
+
+def test_mask_among_the_weights_is_no_broken_weight():
+    (warning,) = ready_of(Masked).checked.warnings
+    assert "its weight" not in warning
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        dtype
+        for name in dir(torch)
+        if isinstance(dtype := getattr(torch, name), torch.dtype) and dtype.is_floating_point
+    ],
+    ids=str,
+)
+def test_weights_of_every_format_can_be_looked_through(kind: torch.dtype):
+    model = Sound()
+    raw = torch.zeros(4, dtype=torch.uint8).repeat(kind.itemsize).view(kind)
+    vars(model)["net"] = nn.ParameterList([nn.Parameter(raw, requires_grad=False)])
+    assert non_finite_weight(model) == ""
+    assert rounding_of(model, {}) <= 0.125
+
+
+class Stamped(Sound):
+    """Sound, but says when it has answered."""
+
+    num_rendered = 0
+
+    def render(self, outputs: Features, parameters: Mapping[str, object]) -> object:
+        type(self).num_rendered += 1
+        return {"y": outputs["y"].tolist(), "answer": f"number {self.num_rendered}"}
+
+
+class StampedTexts(Stamped):
+    """Pads its outputs, so that only the answers tell whether they are the same."""
+
+    example: object = "a text"
+
+    def preprocess(self, item: Item) -> Features:
+        return {"x": torch.tensor([*str(item.json()).encode()]).float()}
+
+    inputs = ()
+    outputs = ()
+
+    def collate(self, instances: Sequence[Features]) -> Features:
+        x = [each["x"] for each in instances]
+        return {"x": nn.utils.rnn.pad_sequence(x, batch_first=True)}
+
+
+@pytest.mark.parametrize("kind", [Stamped, StampedTexts], ids=lambda kind: kind.__name__)
+def test_render_that_draws_or_tells_the_time_is_told_of_and_not_refused(kind: type[Model]):
+    (warning,) = ready_of(kind).checked.warnings
+    assert re.search(rf"renders the same outputs otherwise.*{HERE}:\d+\)", warning)
+    report = ready_of(kind, check="warn").checked
+    assert report.is_sample_finite
+
+
+class ChangingInPlace(Sound):
+    def render(self, outputs: Features, parameters: Mapping[str, object]) -> object:
+        return outputs["y"].mul_(100).tolist()
+
+
+def test_render_may_change_outputs_in_place():
+    assert ready_of(ChangingInPlace).checked == CheckReport(is_sample_finite=True)
+
+
+class RendersNaN(Sound):
+    def render(self, outputs: Features, parameters: Mapping[str, object]) -> object:
+        return {"score": float("nan")}
+
+
+def test_rendered_answer_that_is_not_finite_is_refused(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(ModelError, match=r"own example: the answer .* has nan at score, for which"):
+        ready_of(RendersNaN)
+    monkeypatch.setattr(RendersNaN, "finite_outputs", False)
+    assert ready_of(RendersNaN).checked.warnings == ()
+
+
+class Autocast(Sound):
+    """Computes in 16 bits, which neither its weights nor its outputs show."""
+
+    def compute(self, x: Tensor) -> Any:
+        y = (x.bfloat16() * 2).float()
+        return y * (1 + 0.004 * (len(x) - 1))
+
+
+class AutocastOfBatch(Autocast):
+    def compute(self, x: Tensor) -> Any:
+        return super().compute(x) - x.mean(0)
+
+
+def test_rounding_of_what_is_computed_in_16_bits_within_is_no_difference():
+    assert ready_of(Autocast).checked == CheckReport(is_sample_finite=True)
+    with pytest.raises(ModelError, match=r"beside another instance than alone"):
+        ready_of(AutocastOfBatch)
+
+
+class HasFlaws(Sound):
+    """Keeps something of its own under a name that a server might use."""
+
+    def load(self, placement: Placement) -> None:
+        self.flaws = ["scratch", "dent"]
+
+
+def test_attributes_of_a_model_are_its_own():
+    assert ready_of(HasFlaws).checked.warnings == ()

@@ -1,0 +1,123 @@
+"""Finds the networks that a user's model keeps, and what is odd about them. Worker processes."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from types import ModuleType
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from inferpool.models.base import Model
+
+BF16_ROUNDING = 2**-4
+"""Part of its largest value by which an output of bfloat16 may differ: kernels for another size of
+the batch add up in another order. It is eight times the epsilon."""
+_ROUNDING_OF_BYTES = 2**-3
+"""The same for formats of 8 bits and less, whose own epsilon is as large: what is computed in them
+is added up in others."""
+_TRAINED = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm, nn.RNNBase, nn.RReLU)
+"""Modules that compute otherwise while they train."""
+_DEPTH = 4
+_MOST_OBJECTS = 2000
+
+
+def networks_of(model: Model) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the networks that a model keeps, with their places: "net", "nets[0]", "pipe.model"."""
+    waiting: deque[tuple[str, object, int]] = deque(_members("", model, 1))
+    seen: set[int] = set()
+    while waiting and len(seen) < _MOST_OBJECTS:
+        place, value, depth = waiting.popleft()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, nn.Module):
+            yield place, value
+        elif depth < _DEPTH:
+            waiting.extend(_members(place, value, depth + 1))
+
+
+def _members(place: str, value: object, depth: int) -> Iterator[tuple[str, object, int]]:
+    found: Iterable[tuple[str, object]] = ()
+    if isinstance(value, dict):
+        found = ((f"{place}[{key!r}]", each) for key, each in islice(value.items(), _MOST_OBJECTS))
+    elif isinstance(value, list | tuple):
+        found = ((f"{place}[{i}]", each) for i, each in enumerate(value[:_MOST_OBJECTS]))
+    elif hasattr(value, "__dict__") and not isinstance(value, type | ModuleType | Tensor):
+        found = ((f"{place}.{name}".lstrip("."), each) for name, each in vars(value).items())
+    for inner, each in found:
+        if not isinstance(each, str | bytes | int | float | None):
+            yield inner, each, depth
+
+
+def training_text(model: Model) -> str:
+    """Name the networks of a model that are in training mode, and compute otherwise for that."""
+    for name, network in networks_of(model):
+        trained = [(path, each) for path, each in network.named_modules() if each.training]
+        if found := [(path, each) for path, each in trained if isinstance(each, _TRAINED)]:
+            path, each = found[0]
+            where = f"`{name}.{path}`" if path else f"`{name}`"
+            return (
+                f"; {where} ({type(each).__name__}) is in training mode: call `self.{name}.eval()` "
+                "in `load`"
+            )
+    return ""
+
+
+def non_finite_weight(model: Model) -> str:
+    """Return the name of a weight with NaN or an infinity; empty if there is none.
+
+    Masks may be parameters, too: they have minus infinity, and nothing else that is not finite.
+    """
+    for name, network in networks_of(model):
+        buffers = [each for each in network.named_buffers() if "running_" in each[0]]
+        for path, tensor in (*network.named_parameters(), *buffers):
+            if tensor.is_floating_point() and _is_broken(tensor):
+                return f"{name}.{path}"
+    return ""
+
+
+def _is_broken(tensor: Tensor) -> bool:
+    try:
+        return not bool((tensor.isfinite() | (tensor == -torch.inf)).all())
+    except (RuntimeError, NotImplementedError):  # it has no values, or few operators know its dtype
+        return False
+
+
+def rounding_of(model: Model, outputs: Mapping[str, Tensor]) -> float:
+    """Return the part of their largest value by which rounding may change outputs."""
+    if model.decode == "device":  # it may decode one picture otherwise than several
+        return BF16_ROUNDING
+    tensors = [*outputs.values()]
+    for _, network in networks_of(model):
+        tensors += network.parameters()
+    return rounding_in({tensor.dtype for tensor in tensors if tensor.is_floating_point()})
+
+
+def rounding_in(formats: Iterable[torch.dtype]) -> float:
+    """Return the part of its largest value by which an output computed in formats may differ."""
+    roundings = (
+        8 * torch.finfo(each).eps if each.itemsize > 1 else _ROUNDING_OF_BYTES for each in formats
+    )
+    return max(roundings, default=0.0)
+
+
+class Formats(TorchDispatchMode):
+    """Records the floating-point formats that are computed in, such as those of autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[torch.dtype] = set()
+
+    def __torch_dispatch__(
+        self, func: object, types: object, args: tuple[object, ...] = (), kwargs: object = None
+    ) -> object:
+        """Compute an operation as ever, and record the formats of its results."""
+        assert callable(func)
+        result: object = func(*args, **(kwargs or {}))  # type: ignore[dict-item]
+        leaves = tree_leaves(result)
+        tensors = [each for each in leaves if isinstance(each, Tensor)]
+        self.found.update(each.dtype for each in tensors if each.is_floating_point())
+        return result
