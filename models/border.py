@@ -46,8 +46,10 @@ def checked(model: Model) -> Model:
     for name, check in checks.items():
         method = inspect.getattr_static(own, name)
         if isinstance(method, FunctionType) and (name == "load" or is_overridden(model, name)):
-            method = getattr(method, "checked_method", method)  # of an object that was built before
-            setattr(own, name, _checking(model, method, check, name))
+            before = vars(own).get(name)  # of an object that was built before, maybe
+            is_own = getattr(before, "is_own_method", before is not None)
+            method = getattr(method, "checked_method", method)
+            setattr(own, name, _checking(model, method, check, name, is_own=is_own))
     return model
 
 
@@ -96,18 +98,23 @@ def bad_return(model: Model, method: str, must: str, found: str) -> BadReturnErr
 def _distance_of(model: Model, method: str) -> int:
     """Return how many classes lie between an object and the one that defines its method.
 
-    `checked` also puts methods that a class inherits on the class itself, so the last one counts.
+    Methods that a class inherits and `checked` has put on the class itself do not count.
     """
     if method in vars(model):
         return -1
-    mine = inspect.unwrap(inspect.getattr_static(type(model), method))
-    classes = enumerate(type(model).__mro__)
-    found = ((number, vars(each).get(method)) for number, each in classes)
-    return max(n for n, value in found if value is not None and inspect.unwrap(value) is mine)
+    for number, each in enumerate(type(model).__mro__):
+        if method in vars(each) and getattr(vars(each)[method], "is_own_method", True):
+            return number
+    raise AttributeError(method)
 
 
 def _checking(
-    checked_one: Model, method: Callable[..., Any], check: Callable[..., None], name: str
+    checked_one: Model,
+    method: Callable[..., Any],
+    check: Callable[..., None],
+    name: str,
+    *,
+    is_own: bool,
 ) -> Callable[..., Any]:
     @wraps(method)
     def call(model: Model, *args: Any, **kwargs: Any) -> object:
@@ -117,6 +124,7 @@ def _checking(
         return result
 
     call.checked_method = method  # type: ignore[attr-defined]  # functions may have attributes
+    call.is_own_method = is_own  # type: ignore[attr-defined]
     return call
 
 

@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Iterator
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -385,6 +386,34 @@ class Plain(Model):
     pass
 
 
+def other_batch(self: Model, outputs: Any, parameters: Any) -> Any:
+    return ["other"] * len(parameters)
+
+
+def wrapped(method: Any) -> Any:
+    """Decorate a method as a user's timer does."""
+
+    @wraps(method)
+    def call(*args: Any) -> Any:
+        return f"wrapped {method(*args)}"
+
+    return call
+
+
+class WrapsInherited(BothBelow):
+    """Wraps the method of a class above, which is still the one that it says itself."""
+
+    render = wrapped(RenderedBelow.render)
+
+
+class Aliased(RenderedBelow):
+    render_batch = other_batch
+
+
+class AliasesOfAbove(BothBelow):
+    render = RenderedBelow.render
+
+
 @pytest.mark.parametrize(
     ("kind", "name", "answers"),
     [
@@ -395,6 +424,9 @@ class Plain(Model):
         (BatchBelow, "render_batch", ["batch", "batch"]),
         (JustBelow, "render", ["one", "one"]),
         (Plain, "render", [[1.0], [2.0]]),
+        (WrapsInherited, "render", ["wrapped one", "wrapped one"]),
+        (Aliased, "render_batch", ["other", "other"]),
+        (AliasesOfAbove, "render", ["one", "one"]),
     ],
 )
 def test_of_the_methods_that_render_the_nearest_in_the_class_order_is_used(
