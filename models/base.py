@@ -1,9 +1,11 @@
 """The class that users subclass to serve a model. Runs in worker processes only."""
 
+import random
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -95,6 +97,8 @@ class Model:
     room_bytes: int = 0
     """Bytes of its device's memory that this rank may take; 0 if unknown. The worker sets it before
     `load`."""
+    _seed_given: int | None = None
+    """The seed of torch that this process was given before the user's code ran; None if unknown."""
     split_network: SplitNetwork | None = None
     """The part of this rank, after `load_network`; None if the model is not split."""
 
@@ -117,7 +121,8 @@ class Model:
 
         `load` calls this once. If the replica is split, each rank keeps its own part, and only the
         lead returns from this call. What `build` draws on the CPU is the same in each process, so
-        all replicas answer alike without a checkpoint, too.
+        all replicas answer alike without a checkpoint, too. A seed that the model's own code has
+        given to torch before is kept.
 
         Args:
             build: Makes the network, the same one each time.
@@ -132,7 +137,8 @@ class Model:
         Raises:
             ModelError: The network cannot be loaded or split.
         """
-        build = partial(_drawn_alike, build)
+        if self._seed_given in (None, torch.initial_seed()):
+            build = partial(_drawn_alike, build)
         if self.ranks is None:
             return load_whole(build, weights, placement)
         if self.split_network is not None:
@@ -284,6 +290,13 @@ def _stacked(tensors: list[Tensor], stack: Callable[[list[Tensor]], Tensor]) -> 
 
 def _drawn_alike(build: Callable[[], nn.Module]) -> nn.Module:
     """Build a network with the random numbers that each process has for it."""
+    ours, numpys = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
-        return build()
+        random.seed(0)
+        np.random.seed(0)
+        try:
+            return build()
+        finally:
+            random.setstate(ours)
+            np.random.set_state(numpys)

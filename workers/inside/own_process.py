@@ -97,7 +97,9 @@ def build_model(config: WorkerConfig, group: Group | None) -> Model:
     Raises:
         ModelError: It cannot be built.
     """
+    seed = torch.initial_seed()
     model = build(config.model.source, config.model.weights, dict(config.model.options))
+    model._seed_given = seed
     model.max_image_pixels = config.max_image_pixels
     model.ranks = group
     model.known_split = config.known_split

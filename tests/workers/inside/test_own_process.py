@@ -1,22 +1,27 @@
-"""Processes that a model's code starts in a worker are like those of any script."""
+"""Processes that a model's code starts in a worker, and the numbers that it draws."""
 
 import json
 import multiprocessing
 import os
+import random
 import signal
 import subprocess
 import sys
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
 from inferpool.models.base import Model
 from inferpool.models.item import Features, Item
 from inferpool.models.spec import Placement
 from inferpool.workers.host.local import LocalEngine
-from tests.workers.contract import pid_of, started
+from inferpool.workers.inside.own_process import build_model
+from inferpool.workers.inside.randomness import seed_anew
+from tests.workers.contract import config_of, pid_of, started
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _FORK = multiprocessing.get_context("fork")
@@ -112,3 +117,43 @@ async def test_processes_that_a_model_starts_do_what_they_do_in_any_script(
         os.kill(pid_of(worker), number)
     assert isinstance((await worker.run([put("pool")])).outcomes[0], bytes)
     await worker.stop(60)
+
+
+class Seeded(Model):
+    """Builds a network whose weights nobody gives, with two libraries' numbers."""
+
+    def __init__(self, *, seed: int = 0) -> None:
+        self._seed = seed
+
+    def load(self, placement: Placement) -> None:
+        if self._seed:
+            torch.manual_seed(self._seed)
+        self.load_network(self._built, None, placement)
+
+    def _built(self) -> nn.Module:
+        network = nn.Linear(1, 1)
+        self.drawn = [network.weight.item(), random.random(), np.random.rand()]
+        return network
+
+
+def drawn(**options: object) -> list[float]:
+    seed_anew()
+    model = build_model(config_of(f"{__name__}:Seeded", options=options), None)
+    assert isinstance(model, Seeded)
+    model.load(config_of("echo").placement)
+    return model.drawn
+
+
+def test_a_network_without_weights_is_drawn_alike_by_each_process_or_by_the_models_own_seed():
+    assert drawn() == drawn()
+    torch.manual_seed(7)
+    expected = nn.Linear(1, 1).weight.item()
+    assert drawn(seed=7)[0] == expected != drawn()[0]
+
+
+def test_numbers_that_are_drawn_after_a_network_is_built_are_other_ones():
+    def after() -> list[float]:
+        drawn()
+        return [torch.rand(1).item(), random.random(), np.random.rand()]
+
+    assert not set(after()) & set(after())
