@@ -86,11 +86,20 @@ def distrust_bytecode() -> None:
         sys.meta_path.insert(0, _FinderOfSource())
 
 
-def line_of(error: BaseException) -> str:
-    """Return the last line of a user's own file that led to an error, as "file:line"; or ""."""
-    frames = reversed(traceback.extract_tb(error.__traceback__))
-    own = (f"{each.filename}:{each.lineno}" for each in frames if _may_change(each.filename))
-    return next(own, "")
+def line_of(error: BaseException, module: str = "") -> str:
+    """Return the last line of a user's own file that led to an error, as "file:line"; or "".
+
+    Args:
+        error: The error.
+        module: The module of the user's class, which may be installed, and is not ours.
+    """
+    installed = getattr(sys.modules.get(module), "__file__", None)
+    for each in reversed(traceback.extract_tb(error.__traceback__)):
+        file = each.filename
+        is_code = file.startswith("<")  # as of a generated function
+        if not is_code and (_may_change(file) or (file == installed and not is_ours(file))):
+            return f"{file}:{each.lineno}"
+    return ""
 
 
 def _import(name: str, wanted: str) -> ModuleType:
@@ -153,8 +162,12 @@ class _FinderOfSource:
 def _may_change(origin: str | None) -> bool:
     """Return whether a file is a user's own, and so may change while a service runs."""
     file = Path(origin or "").absolute()
-    ours = Path(__file__).absolute().parents[2]
-    return not (is_installed(file) or is_standard(file) or file.is_relative_to(ours))
+    return not (is_installed(file) or is_standard(file) or is_ours(file))
+
+
+def is_ours(file: Path | str) -> bool:
+    """Return whether a file is one of this package."""
+    return Path(file).is_relative_to(Path(__file__).absolute().parents[2])
 
 
 def _attribute(module: ModuleType, name: str) -> object:

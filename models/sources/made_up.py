@@ -17,6 +17,8 @@ _FREE_SIZE = 32
 _MOST_BYTES = 64 << 20
 """Most bytes of a tensor with such dimensions."""
 
+_WORD_CHARS = 16
+
 
 def made_up(
     inputs: Sequence[TensorSpec],
@@ -53,7 +55,7 @@ def made_up(
 
 
 def varied(item: Item) -> Item | None:
-    """Return another instance of an item's kind: a smaller, darker picture, or a longer text.
+    """Return another instance of an item's kind: a smaller, darker picture, or a text and a word.
 
     None for other kinds: only their model knows what they may look like.
     """
@@ -66,18 +68,21 @@ def varied(item: Item) -> Item | None:
             other.save(encoded, "JPEG" if image.format == "JPEG" else "PNG")
         return Item(kind="image", payload=memoryview(encoded.getvalue()))
     if item.kind == "json" and isinstance(text := item.plain_json(), str):
-        return Item(kind="json", payload=memoryview(msgspec.json.encode(f"{text} {text}")))
+        word = text.partition(" ")[0][:_WORD_CHARS]  # a model may read few words
+        return Item(kind="json", payload=memoryview(msgspec.json.encode(f"{text} {word}")))
     return None
 
 
-def shuffled(features: Features, generator: torch.Generator) -> Features:
-    """Return other features of the same form and range: floats by chance, the rest turned round."""
-    return {name: _other(tensor, generator) for name, tensor in features.items()}
+def shrunk(features: Features, generator: torch.Generator) -> Features:
+    """Return other features of the same form: each number by chance up to a half nearer to zero.
+
+    A model may look numbers up in tables, and an accelerator fails for good behind their end.
+    """
+    return {name: _nearer(tensor, generator) for name, tensor in features.items()}
 
 
-def _other(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    if not tensor.numel() or not tensor.is_floating_point():
-        return tensor.flip(-1) if tensor.dim() else tensor
-    low, high = tensor.min().item(), tensor.max().item()
-    chance = torch.rand(tensor.shape, generator=generator)
-    return (low + (high - low or 1.0) * chance).to(tensor.dtype)
+def _nearer(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    if tensor.dtype is torch.bool or tensor.is_complex():
+        return tensor
+    nearer = tensor.double() * (1 - torch.rand(tensor.shape, generator=generator) / 2)
+    return (nearer if tensor.is_floating_point() else nearer.ceil()).to(tensor.dtype)

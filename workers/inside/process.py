@@ -378,11 +378,7 @@ def load(
     warmup_s: float | None = None
     if samples:
         tell("warming up")
-        sizes = sizes_to_warm(device, most)
-        with check.warming():
-            warmup_s = computer.warm_up(
-                check.to_warm(), sizes, needed=config.max_batch_size, on_pass=check.on_warm
-            )
+        warmup_s = check.warm_up(computer, sizes_to_warm(device, most))
     if not check.is_off:
         tell("checking its answers")
     checked = check.run(computer)

@@ -6,24 +6,26 @@ refused. What an instance that was made up shows is only a warning.
 """
 
 import logging
-import sys
-import sysconfig
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from functools import partial
 
 import msgspec
 import torch
 from torch import Tensor
 
-from inferpool.models.accelerator.failures import is_lost_device, lacks_resources, raised
+from inferpool.models.accelerator.failures import (
+    is_lost_device,
+    is_out_of_memory,
+    lacks_resources,
+    raised,
+)
 from inferpool.models.agreement import ValueTolerance
 from inferpool.models.base import Model
 from inferpool.models.border import bad_return, is_overridden, place_of, rendering_of
 from inferpool.models.errors import InputError, ModelError
 from inferpool.models.item import Features, Item
-from inferpool.models.sources.made_up import made_up, shuffled, varied
+from inferpool.models.sources.classes import is_ours, line_of
+from inferpool.models.sources.made_up import made_up, shrunk, varied
 from inferpool.models.sources.modules import TensorModel
 from inferpool.models.texts import described, text_of
 from inferpool.workers.config import REFUSED, CheckReport, WorkerConfig
@@ -52,6 +54,7 @@ from inferpool.workers.inside.outcomes import (
     encoder,
 )
 from inferpool.workers.inside.own_passes import Pass
+from inferpool.workers.inside.shortage import release
 
 logger = logging.getLogger(__name__)
 
@@ -60,9 +63,6 @@ LONG_S = 1.0
 _LEAST_ROUNDING = 1e-5
 _ROUNDINGS = {"bf16": BF16_ROUNDING, "fp16": 2**-7, "tf32": 2**-7}
 """Part of its largest value by which an output may differ with a preset: eight epsilons."""
-_ROOT = Path(__file__).resolve().parents[2]
-_OURS = tuple(f"{_ROOT / name}/" for name in ("models", "workers", "inferpool"))
-_INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 _PROMISES = ("repeatable", "alone_as_in_batch", "finite_outputs")
 
 
@@ -117,41 +117,58 @@ class ReadyCheck:
         """True if the settings say so, or another worker of the version has done it."""
         return self._config.check == "off" or self._config.checked is not None
 
-    def to_warm(self) -> Sequence[Item]:
-        """Return the samples of the warm-up, and another one if a single one has one that fits.
+    def warm_up(self, computer: Computer, sizes: Sequence[int]) -> float:
+        """Compute the samples in some sizes, and keep what that shows; see `Computer.warm_up`.
 
-        Then the passes of the warm-up show what the sample gets beside another one.
+        A single sample is computed beside another one, if one that fits can be made of it.
+
+        Raises:
+            ModelError: The model is refused, since it fails on its first sample.
         """
+        warm_up = partial(
+            computer.warm_up,
+            sizes=sizes,
+            needed=self._config.max_batch_size,
+            on_pass=self._keep,
+        )
+        if other := self._other_to_warm():
+            try:
+                longest_s = warm_up([*self._samples, other])
+                self._has_other = True
+                return longest_s
+            except raised() as error:  # it may be the other's fault
+                if is_lost_device(error) or lacks_resources(error):
+                    raise
+                logger.debug("another instance does not fit beside it", exc_info=True)
+                self._known.clear()
+        try:
+            return warm_up(self._samples)
+        except raised() as error:
+            is_ours = self._item is self._samples[0] and not self._known
+            if is_ours and not self._is_made_up and not self.is_off:
+                self._step = "the warm-up"
+                self._refuse_raised(error, "")
+            raise
+
+    def _other_to_warm(self) -> Item | None:
+        """Return an instance to compute beside a single sample; None if that must not be."""
         model, samples = self._model, self._samples
         is_one = len(samples) == 1 and self._item is samples[0] and self._config.max_batch_size > 1
         if self.is_off or not is_one or not (model.repeatable and model.alone_as_in_batch):
-            return samples
+            return None
         try:
             other = _there(varied(samples[0]))
             with torch.inference_mode():
                 one, two = model.preprocess(samples[0]), model.preprocess(other)
                 fits = form_of(one) == form_of(two) and model.bucket(one) == model.bucket(two)
         except raised():  # the model is the user's: it may refuse what was made up
-            return samples
-        self._has_other = self._has_other or fits
-        return [*samples, other] if fits else samples
+            return None
+        return other if fits else None
 
-    def on_warm(self, size: int, one: Pass) -> None:
+    def _keep(self, size: int, one: Pass) -> None:
         """Keep a pass of the warm-up, so that it need not be repeated."""
-        if self._samples and self._item is self._samples[0]:
+        if self._item is self._samples[0]:
             self._known[size] = one
-
-    @contextmanager
-    def warming(self) -> Iterator[None]:
-        """Refuse the model if its warm-up fails on the instance alone, unless that was made up."""
-        try:
-            yield
-        except raised() as error:
-            is_ours = self._samples and self._item is self._samples[0] and not self._known
-            if is_ours and not self._is_made_up and not self.is_off:
-                self._step = "the warm-up"
-                self._refuse_raised(error, "")
-            raise
 
     def run(self, computer: Computer) -> CheckReport:
         """Check the model, unless that is off, and choose the sample of the canaries.
@@ -159,9 +176,8 @@ class ReadyCheck:
         Raises:
             ModelError: The model is refused; says why, and what to do.
         """
-        report = self._config.checked or CheckReport()
-        if not self.is_off:
-            report = self._checked(computer)
+        known = self._config.checked or CheckReport()
+        report = known if self.is_off else self._checked(computer)
         first = self._samples[0] if self._samples else None
         sample = self._example if self._example and report.is_sample_finite else first
         is_known = self._item is not None and sample is self._item
@@ -196,7 +212,8 @@ class ReadyCheck:
             answer = None
             if alone.is_finite:
                 answer = self._answer(item, alone.outputs)
-                self._is_steady = are_close(answer, self._answer(item, alone.outputs))
+                if answer is not None:
+                    self._is_steady = are_close(answer, self._answer(item, alone.outputs))
         except raised() as error:
             self._refuse_raised(error, "")
             return None
@@ -264,12 +281,21 @@ class ReadyCheck:
             try:
                 return self._computed(computer, [features, other()])
             except raised() as error:  # it may be the other's fault
-                if is_lost_device(error) or lacks_resources(error):
+                if is_lost_device(error):
                     raise
+                if lacks_resources(error):
+                    release(error)
+                    break
                 logger.debug("another instance does not fit beside it", exc_info=True)
         try:
             return self._computed(computer, [features, features])
         except raised() as error:
+            if is_out_of_memory(error):  # calls are computed one by one then
+                release(error)
+                self._not_checked.append(
+                    "beside another one, for which the memory does not suffice"
+                )
+                return None
             self._refuse_raised(error, " beside itself (is max_batch_size = 1 meant?)")
             return None
 
@@ -279,7 +305,7 @@ class ReadyCheck:
             yield lambda: self._alike(features, self._prepared(others[-1]))
         yield lambda: self._alike(features, self._prepared(_there(varied(item))))
         if not is_overridden(self._model, "preprocess"):
-            yield lambda: shuffled(features, self._generator)
+            yield lambda: shrunk(features, self._generator)
 
     def _alike(self, features: Features, others: Features) -> Features:
         """Return the others' features, if the model puts both into one batch."""
@@ -307,8 +333,10 @@ class ReadyCheck:
         # It may change them in place.
         copies = {name: x.clone() if isinstance(x, Tensor) else x for name, x in outputs.items()}
         (value,) = render_batch(copies, [item.parameters])
-        if isinstance(value, InputError):
-            raise value
+        if isinstance(value, InputError):  # such as for a parameter, of which it has none
+            told = f"its answers, since render wants more: {text_of(value)}"
+            self._not_checked += [] if told in self._not_checked else [told]
+            return None
         try:
             text = self._encode(value)
         except NotFiniteAnswerError as error:
@@ -379,7 +407,7 @@ class ReadyCheck:
     def _refuse_raised(self, error: BaseException, when: str) -> None:
         if is_lost_device(error) or lacks_resources(error):
             raise error
-        line = _line_of(error, self._model)
+        line = line_of(error, type(self._model).__module__)
         where = f" ({line})" if line else ""
         is_ours = isinstance(error, ModelError | BrokenPromiseError)  # which says all by itself
         step = "" if is_ours else f"{self._step} raised "
@@ -410,7 +438,7 @@ class ReadyCheck:
     def _hint(self, promise: str) -> str:
         """Return what to do about answers that differ."""
         place = place_of(self._model, "forward")
-        where = f" ({place})" if place and not place.startswith(_OURS) else ""
+        where = f" ({place})" if place and not is_ours(place) else ""
         training = training_text(self._model)
         says = f"say `{promise} = False` in its class, or in its options, if that is meant"
         return f"{where}{training}; {says}"
@@ -420,16 +448,3 @@ def _there(item: Item | None) -> Item:
     if item is None:
         raise ValueError("nothing can be made of it")
     return item
-
-
-def _line_of(error: BaseException, model: Model) -> str:
-    """Return the line of the user's code that an error comes from, as "file:line"; or ""."""
-    walk = traceback.walk_tb(error.__traceback__)
-    frames = [(frame.f_code.co_filename, line) for frame, line in walk]
-    theirs = [(file, line) for file, line in frames if not file.startswith((*_OURS, "<"))]
-    own = sys.modules.get(type(model).__module__)
-    installed = getattr(own, "__file__", None)
-    for file, line in reversed(theirs):
-        if file == installed or not file.startswith(_INSTALLED):
-            return f"{file}:{line}"
-    return ""

@@ -560,3 +560,107 @@ class HasFlaws(Sound):
 
 def test_attributes_of_a_model_are_its_own():
     assert ready_of(HasFlaws).checked.warnings == ()
+
+
+class NeedsParameter(Sound):
+    def render(self, outputs: Features, parameters: Mapping[str, object]) -> object:
+        if "top" not in parameters:
+            raise InputError("say how many in `top`")
+        return outputs["y"].tolist()
+
+
+def test_model_whose_answer_needs_a_parameter_is_not_refused_for_lack_of_it():
+    report = ready_of(NeedsParameter).checked
+    assert report == CheckReport(
+        is_sample_finite=True,
+        not_checked=("its answers, since render wants more: say how many in `top`",),
+    )
+
+
+class OneAtOnce(Sound):
+    """Fits into the memory alone, so that calls are computed one by one."""
+
+    def compute(self, x: Tensor) -> Any:
+        if len(x) > 1:
+            raise torch.OutOfMemoryError("too many rows for me")
+        return x
+
+
+def test_model_that_fits_into_the_memory_alone_is_not_refused():
+    report = ready_of(OneAtOnce).checked
+    assert report == CheckReport(
+        is_sample_finite=True,
+        not_checked=("beside another one, for which the memory does not suffice",),
+    )
+
+
+class FindsBright(Pictured):
+    """Fails on a picture without anything bright in it."""
+
+    def warmup(self) -> Sequence[Item]:
+        return [Item(kind="image", payload=memoryview(picture(40, 30)))]
+
+    def forward(self, batch: Features) -> Features:
+        for each in batch["image"]:
+            (each > 0.7 * each.max().clamp(min=self.brightest)).nonzero()[0]
+        return super().forward(batch)
+
+    brightest = 0.0
+
+    def load(self, placement: Placement) -> None:
+        super().load(placement)
+        self.brightest = float(self.preprocess(self.warmup()[0])["image"].max())
+
+
+def test_warm_up_does_not_fail_for_an_instance_that_was_made_up(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Pictured, "sizes", [])
+    report = ready_of(FindsBright).checked
+    assert report.warnings == ()
+    assert report.is_sample_finite
+
+
+class Tabular(Sound):
+    """Looks numbers of a row up in tables, which on a GPU must not fail once."""
+
+    inputs = (
+        TensorSpec(name="ids", dtype="int64", shape=(-1, 2)),
+        TensorSpec(name="x", dtype="float32", shape=(-1, 3)),
+    )
+    example: object = {"ids": [2, 900], "x": [350.0, 1.0, -3.0]}
+    failed: ClassVar[list[str]] = []
+
+    def forward(self, batch: Features) -> Any:
+        ids, kinds = batch["ids"], batch["x"][:, 1].long()
+        if (ids[:, 0] > 2).any() or (ids[:, 1] > 900).any() or (kinds > 1).any() or (ids < 1).any():
+            self.failed.append("index out of range")
+        x = batch["x"] + (ids.float().mean() if self.is_of_batch else 0)
+        return {"y": x}
+
+    is_of_batch = False
+
+
+class TabularOfBatch(Tabular):
+    is_of_batch = True
+
+
+def test_mate_of_an_example_has_no_larger_numbers_than_it():
+    assert ready_of(Tabular).checked == CheckReport(is_sample_finite=True)
+    with pytest.raises(ModelError, match="beside another instance than alone"):
+        ready_of(TabularOfBatch)
+    assert Tabular.failed == []
+
+
+class FewWords(PaddedTexts):
+    """Reads a limited number of words."""
+
+    example = "a text of eight words and no more"
+
+    def preprocess(self, item: Item) -> Features:
+        words = str(item.json()).split()
+        assert len(words) <= 9
+        return super().preprocess(item)
+
+
+def test_mate_of_a_text_is_hardly_longer():
+    with pytest.raises(ModelError, match="beside another instance than alone"):
+        ready_of(FewWords)
