@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import signal
 import threading
 from multiprocessing import (
     popen_forkserver,
@@ -16,6 +17,7 @@ from multiprocessing.context import set_spawning_popen
 from multiprocessing.process import BaseProcess
 from typing import ClassVar
 
+from inferpool.workers.beside.forkserver_process import IGNORED_SIGNALS
 from inferpool.workers.host.forkserver import running_forkserver
 from inferpool.workers.host.orphans import end_group
 
@@ -65,8 +67,10 @@ class _Popen(popen_forkserver.Popen):
         try:
             self.sentinel = os.pidfd_open(self.pid)
         except BaseException:
-            os.close(lifeline)  # the kernel kills the process
-            forkserver.forget(self.pid)  # nobody else will wait for it
+            os.close(lifeline)
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)  # nobody else will wait for it
+            forkserver.forget(self.pid)
             raise
         self.finalizer = util.Finalize(self, _close, (lifeline, self.sentinel))
 
@@ -110,17 +114,21 @@ class _SpawnedPopen(_Popen):
     def _begin(self, body: bytes) -> tuple[int, int]:
         tracker_fd = resource_tracker.getfd()
         data_r, lifeline = os.pipe()
+        # Until it handles them, it must not end by what a whole process group or cgroup gets.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
         try:
             command = spawn.get_command_line(tracker_fd=tracker_fd, pipe_handle=data_r)
+            command.insert(1, "-P")  # else modules of the models' folder would replace Python's
             fds = {data_r, tracker_fd, *self._fds}  # type: ignore[attr-defined]  # private
             pid = util.spawnv_passfds(os.fsencode(spawn.get_executable()), command, [*fds])
         except BaseException:
             os.close(lifeline)
             raise
         finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             os.close(data_r)
         self._forkserver.own(pid)
-        with contextlib.suppress(BrokenPipeError), open(os.dup(lifeline), "wb") as file:
+        with contextlib.suppress(BrokenPipeError), open(lifeline, "wb", closefd=False) as file:
             file.write(body)
         return pid, lifeline
 

@@ -154,6 +154,8 @@ def _guard(heartbeat: Heartbeat) -> None:
     for number in _IGNORED_SIGNALS:
         signal.signal(number, _go_on)
         signal.siginterrupt(number, False)
+    # Where there is no forkserver, they were blocked until now.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, *_IGNORED_SIGNALS))
     give_children_defaults(own=(leave, _go_on))
     os.register_at_fork(after_in_child=_compute_alone)
 

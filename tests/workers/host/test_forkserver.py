@@ -23,10 +23,10 @@ import inferpool.workers.host.forked
 import inferpool.workers.host.forkserver
 from inferpool.service.tools.trial.processes import is_alive
 from inferpool.workers.arena import Arena
-from inferpool.workers.beside.forkserver_process import ANSWER
+from inferpool.workers.beside.forkserver_process import ANSWER, IGNORED_SIGNALS
 from inferpool.workers.errors import WorkerLostError, WorkerStartError
 from inferpool.workers.host.engine import WorkerId
-from inferpool.workers.host.forked import ForkedProcess
+from inferpool.workers.host.forked import ForkedProcess, SpawnedProcess
 from inferpool.workers.host.forkserver import (
     Forkserver,
     ForkserverLostError,
@@ -311,6 +311,7 @@ async def test_workers_come_though_the_forkserver_is_killed_whenever_it_starts(
         try:
             worker = await started(LocalEngine(arena, PATIENT))
             assert answers(await worker.run([put({"n": 2})])) == [4]
+            assert blocked_in(pid_of(worker)) == set()
             with pytest.raises(WorkerLostError, match="SIGSEGV"):
                 await worker.run([put({"n": 3, "do": "segfault"})])
             assert (await worker.wait()).was_at_work
@@ -318,6 +319,38 @@ async def test_workers_come_though_the_forkserver_is_killed_whenever_it_starts(
             assert not server.is_ready
         finally:
             striking.cancel()
+
+
+def blocked_in(pid: int) -> set[int]:
+    """Return the signals that the main thread of a process blocks."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    (mask,) = (int(line.split()[1], 16) for line in lines if line.startswith("SigBlk:"))
+    return {number for number in range(1, 65) if mask >> (number - 1) & 1}
+
+
+async def test_spawned_process_is_not_ended_by_signals_of_its_group_before_it_handles_them():
+    async with light():
+        process = SpawnedProcess(target=signal.pause)
+        process.start()
+        assert process.pid is not None
+        blocked = blocked_in(process.pid)
+        process.kill()
+        process.join(60)
+        assert process.exitcode == -signal.SIGKILL
+        assert blocked == set(IGNORED_SIGNALS)
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
+
+
+async def test_spawned_process_imports_nothing_from_the_models_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "socket.py").write_text("raise ImportError('not the socket of Python')")
+    monkeypatch.chdir(tmp_path)
+    async with light():
+        process = SpawnedProcess(target=os._exit, args=(7,))
+        process.start()
+        process.join(60)
+        assert process.exitcode == 7
 
 
 async def test_forkserver_that_only_crashes_fails_the_starts_that_wait(
