@@ -16,7 +16,7 @@ _PR_SET_PDEATHSIG = 1
 """linux/prctl.h"""
 _F_SETSIG = 10
 """asm-generic/fcntl.h"""
-_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2)
 """Signals that our processes handle."""
 _OOM_SCORE_ADJ = 500
 """Score that makes a process look as if it used half of all memory more than it does."""

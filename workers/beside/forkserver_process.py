@@ -27,9 +27,15 @@ ANSWER = struct.Struct("q")
 READY = b"r"
 MAX_DESCRIPTORS = 250
 """Most descriptors for one process; the kernel passes 253 at once (SCM_MAX_FD)."""
-IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-"""Ignored signals, which a whole process group may get. Only the front end ends this process, by
-closing its channel."""
+IGNORED_SIGNALS = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR2,
+)
+"""Ignored signals, which a whole process group or a cgroup may get. Only the front end ends this
+process, by closing its channel."""
 _NO_PROCESS = 0
 
 

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 EXIT_ACCELERATOR = 70
 """Exit code after the loss of the device's context (EX_SOFTWARE in sysexits.h)."""
 _MAX_TEXT_CHARS = 20_000
-_IGNORED_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_IGNORED_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2)
 
 
 class ToldToLeave(PassesThrough):
@@ -149,7 +149,7 @@ def _guard(heartbeat: Heartbeat) -> None:
             raise ToldToLeave
 
     signal.signal(signal.SIGTERM, leave)
-    # Ctrl-C and a stop of the cgroup reach workers too, but only the front end may end them. A
+    # Ctrl-C and what a cgroup is sent reach workers too, but only the front end may end them. A
     # program that a model starts would inherit SIG_IGN, and not such a handler.
     for number in _IGNORED_SIGNALS:
         signal.signal(number, _go_on)

@@ -139,6 +139,7 @@ STATES = {
             "SIGINT": "_go_on",
             "SIGHUP": "_go_on",
             "SIGQUIT": "_go_on",
+            "SIGUSR2": "_go_on",
             "SIGTERM": "leave",
             "SIGPIPE": str(signal.SIG_IGN),
             "SIGXFSZ": str(signal.SIG_IGN),

@@ -23,7 +23,7 @@ from inferpool.workers.inside.own_process import build_model
 from inferpool.workers.inside.randomness import seed_anew
 from tests.workers.contract import config_of, pid_of, started
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2)
 _FORK = multiprocessing.get_context("fork")
 
 
@@ -110,7 +110,7 @@ async def test_processes_that_a_model_starts_do_what_they_do_in_any_script(
     assert said["loader"] == [1, 2, 3]
     by_sigint, *others = said["terminated"]
     assert by_sigint in (1, -signal.SIGINT)  # after an exception, unless Python has just begun
-    assert others == [-signal.SIGTERM, -signal.SIGHUP, -signal.SIGQUIT]
+    assert others == [-number for number in _SIGNALS[1:]]
     ignored = [*map(str, map(int, (signal.SIGPIPE, signal.SIGXFSZ)))]
     assert said["program"] == ignored
     for number in _SIGNALS:  # only the front end may end the worker
