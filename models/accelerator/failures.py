@@ -41,9 +41,12 @@ def raised() -> type[BaseException] | tuple[()]:
     about each error: `except raised() as error`.
     """
     error = sys.exception()
-    is_ours = isinstance(error, PassesThrough) or (
-        isinstance(error, KeyboardInterrupt) and _may_be_interrupted()
-    )
+    if isinstance(error, BaseExceptionGroup):  # raised by tasks of the model's
+        is_ours = error.subgroup(PassesThrough) is not None
+    elif isinstance(error, KeyboardInterrupt):
+        is_ours = _may_be_interrupted()
+    else:
+        is_ours = isinstance(error, PassesThrough)
     return () if is_ours else BaseException
 
 

@@ -82,6 +82,8 @@ def test_what_a_model_raises_is_caught_but_not_what_passes_through_its_code():
     assert all(map(caught, (ValueError(), OwnError(), BaseExceptionGroup("a", [OwnError()]))))
     with pytest.raises(OutOfStepError):
         caught(OutOfStepError())
+    with pytest.raises(BaseExceptionGroup):
+        caught(BaseExceptionGroup("of tasks", [ValueError(), OutOfStepError()]))
 
 
 def test_ctrl_c_ends_a_program_whose_main_thread_runs_a_model():
