@@ -60,6 +60,16 @@ def refusal(
     return error
 
 
+def refusal_for_processes(name: str, num: int, left: int) -> VersionRefusedError:
+    """Make the error for workers with more processes and threads than are left; and log it."""
+    error = VersionRefusedError(
+        f"it needs about {num} processes and threads, and {left} are allowed; lower replicas, "
+        "remove a model, or raise the limit (pids.max, ulimit -u)"
+    )
+    logger.warning("%s: a version is refused: %s", name, error.message)
+    return error
+
+
 def most_of(estimate: Memory, known: Sequence[Memory]) -> Memory:
     """Return the most that a worker may need in each place that it uses."""
     most = {place: max(each.get(place, 0) for each in known) for place in estimate} if known else {}

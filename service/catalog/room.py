@@ -12,7 +12,15 @@ from functools import cache
 
 from inferpool.models.spec import Placement
 from inferpool.service.catalog.catalog import Catalog, ModelVersion
-from inferpool.service.catalog.memory import Memory, fits, most_of, num_fitting, refusal, total_of
+from inferpool.service.catalog.memory import (
+    Memory,
+    fits,
+    most_of,
+    num_fitting,
+    refusal,
+    refusal_for_processes,
+    total_of,
+)
 from inferpool.service.catalog.requests import SwapOptions
 from inferpool.service.errors import (
     InvalidInputError,
@@ -119,8 +127,7 @@ class Room:
             UnavailableError: No host of the cluster is connected.
             VersionRefusedError: There are too few processes for its workers.
         """
-        serves = catalog.version(name).settings if name in catalog.serving else None
-        await self._check_processes(name, model, serves)
+        await self._check_processes(catalog, name, model)
         if self.is_known:  # else the files are on other hosts
             async with self._looking:  # it turns warnings off and on for the whole process
                 found = await asyncio.to_thread(unloadable.problem_of, model)
@@ -189,31 +196,19 @@ class Room:
                 raise refusal(name, plan.needs, share.left)
             yield plan
 
-    async def _check_processes(
-        self, name: str, model: ModelSettings, serves: ModelSettings | None
-    ) -> None:
+    async def _check_processes(self, catalog: Catalog, name: str, model: ModelSettings) -> None:
         """Check the numbers that the settings ask for before anything is planned for each of them.
 
-        Args:
-            name: The model.
-            model: Its settings.
-            serves: Those of the version that serves, whose workers may leave before.
+        The workers of the version that serves may leave before, and count as free.
 
         Raises:
             VersionRefusedError: There are too few processes for them.
         """
         left = await asyncio.to_thread(self._processes_left)
-        if left is None:
-            return
-        left += serves.least_processes if serves else 0
-        if left < model.least_processes:
-            error = VersionRefusedError(
-                f"it needs about {model.least_processes} processes and threads, and {left} "
-                "are allowed; lower replicas, remove a model, or raise the limit (pids.max, "
-                "ulimit -u)"
-            )
-            logger.warning("%s: a version is refused: %s", name, error.message)
-            raise error
+        if left is not None and name in catalog.serving:
+            left += catalog.version(name).settings.least_processes
+        if left is not None and left < model.least_processes:
+            raise refusal_for_processes(name, model.least_processes, left)
 
     async def _check_memory(self, name: str, model: ModelSettings) -> None:
         """Check the least memory of a new model before anything is planned for its workers.

@@ -45,7 +45,7 @@ def way_to(url: str, proxy: str | None, environ: Mapping[str, str]) -> ServiceWa
     origin, given = "proxy", proxy
     if proxy is None:
         origin, given = _proxy_in(environ, url)
-    given = given.strip()
+    given = (given or "").strip()
     if not given:
         return ServiceWay()
     address = given if "://" in given else f"http://{given}"
