@@ -24,14 +24,16 @@ def named_right(path: str) -> str:
 def spec_of(name: str, places: Sequence[str]) -> ModuleSpec | None:
     """Find a module or package in some folders; not even its parents are imported."""
     found = None
-    for end, _ in enumerate(parts := name.split("."), start=1):
+    for part in name.split("."):
         try:
-            found = PathFinder.find_spec(".".join(parts[:end]), list(places))
+            # A finder uses only the last part of a name. With the whole one, it would look for the
+            # parents of a folder without __init__.py among the imported modules.
+            found = PathFinder.find_spec(part, list(places))
         except (ImportError, ValueError, OSError):
             return None
         if found is None:
             return None
-        places = found.submodule_search_locations or []
+        places = list(found.submodule_search_locations or [])
     return found
 
 

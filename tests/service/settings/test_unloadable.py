@@ -16,6 +16,7 @@ import pytest
 from inferpool.models.files.kinds import KINDS, kind_of
 from inferpool.service.checks.weights import weights_file
 from inferpool.service.settings.model import ModelSettings
+from inferpool.service.settings.sources import modules_to_preload
 from inferpool.service.settings.unloadable import problem_of
 from tests.run_folders import TINY, write_run
 
@@ -208,6 +209,30 @@ def test_modules_are_looked_for_in_the_order_of_the_worker(tmp_path, monkeypatch
     assert problem_of(model("order_of_mine:Net")) is None
     (here / "order_of_mine.py").write_text("this is no Python\n")
     assert problem_of(model("order_of_mine:Net")) is None
+
+
+def test_modules_in_odd_places_are_left_to_the_load(tmp_path, monkeypatch):
+    here, there = tmp_path / "here", tmp_path / "there"
+    for file in (
+        *("here/space_of_mine/a/net.py", "there/space_of_mine/b/c/net.py", "there/only_linked.py"),
+        "here/space_of_mine/a/broken.py",
+    ):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text("class Net\n" if "broken" in file else "")
+    (here / "linked.py").symlink_to(there / "only_linked.py")
+    with zipfile.ZipFile(tmp_path / "mine.zip", "w") as archive:
+        for name in ("in_my_zip.py", "pack_in_my_zip/__init__.py", "pack_in_my_zip/net.py"):
+            archive.writestr(name, "")
+    (here / "only_bytecode.pyc").write_bytes(b"")
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(there), str(tmp_path / "mine.zip")])
+    for module in (
+        *("space_of_mine.a.net", "space_of_mine.b.c.net", "space_of_mine.b.d.net", "linked"),
+        *("in_my_zip", "pack_in_my_zip.net", "only_bytecode", "json.decoder", "sys"),
+    ):
+        assert problem_of(model(f"{module}:Net")) is None, module
+        modules_to_preload([f"{module}:Net"], here)
+    assert "broken.py:1)" in str(problem_of(model("space_of_mine.a.broken:Net")))
 
 
 NO_NETWORKS = [
