@@ -36,15 +36,20 @@ class SharedCheck:
         self._verdict: Future[WorkerStartError | None] | None = None
         """Set while a worker checks; its result is the error if the version is refused."""
         self.report: CheckReport | None = None
-        """Findings; None while the version is not checked."""
+        """The latest findings; None before the first."""
+        self._is_due = True
+        """The next worker checks the version."""
 
     def _is_done(self) -> bool:
-        """True if there are findings."""
-        return self.report is not None
+        """True if there are findings that hold for the workers that start now."""
+        return not self._is_due
 
     def forget(self) -> None:
-        """Have the next worker check anew, since it may load other files."""
-        self.report = None
+        """Have the next worker check anew, since it may load other files.
+
+        The findings stay until there are others: if it is refused, the former workers serve on.
+        """
+        self._is_due = True
 
     async def start(
         self, id: WorkerId, config: WorkerConfig, on_progress: Callable[[str], None]
@@ -85,6 +90,7 @@ class SharedCheck:
         try:
             worker = await self._start(id, replace(config, checked=None), on_progress)
             self.report = worker.ready.checked
+            self._is_due = False
         except WorkerStartError as error:
             refusal = error if error.permanent else None
             raise

@@ -61,10 +61,15 @@ async def test_one_worker_checks_and_the_others_load_meanwhile_and_are_ready_aft
     await starts.finish(0)
     await again
     check.forget()  # since files have changed
+    refused = begin(check, 1)
+    await starts.finish(1, WorkerStartError("it gives NaN", permanent=True))
+    with pytest.raises(WorkerStartError, match="NaN"):
+        await refused
+    assert check.report == CheckReport()  # that of the workers that serve on
     renewed = begin(check, 1)
     await starts.finish(1)
     await renewed
-    assert starts.checks == {"0": [True, False], "1": [False, True]}
+    assert starts.checks == {"0": [True, False], "1": [False, True, True]}
 
 
 async def test_refused_version_is_refused_for_all_of_its_workers():
