@@ -177,7 +177,7 @@ def _problem_of_module(module: str) -> str:
         return ""
     if not is_there:
         hint = nearest_modules(top, Path.cwd())
-        if "/" in module:
+        if "/" in module and not module.startswith(("/", "..")):
             hint = f"; a module is named with dots: {named_right(module)}:CLASS"
         name = top or module
         return f"there is no module {name!r}: it must be installed, or lie under {Path.cwd()}{hint}"

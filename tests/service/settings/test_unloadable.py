@@ -173,6 +173,7 @@ ODD = [
     ("a/b\0", "DEFAULT", None),
     ("./fine.py:Net", "DEFAULT", "a module is named without .py: fine:CLASS"),
     ("./fine:Net", "DEFAULT", "a module is named with dots: fine:CLASS"),
+    ("../fine:Net", "DEFAULT", "or lie under %s"),
 ]
 
 
