@@ -286,7 +286,7 @@ class Database:
     def _num_bytes_to_come(self, connection: Connection) -> int:
         """Return by how much SQLite's file grows once its journal is copied to it."""
         assert self.folder is not None
-        num_pages = connection.exec_driver_sql("PRAGMA page_count").scalar_one()
+        num_pages: int = connection.exec_driver_sql("PRAGMA page_count").scalar_one()
         return max(0, num_pages * _PAGE_BYTES - (self.folder / _FILE).stat().st_size)
 
     def _room(self) -> tuple[int, int]:
