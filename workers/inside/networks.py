@@ -1,7 +1,7 @@
 """Finds the networks that a user's model keeps, and what is odd about them. Worker processes."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from types import ModuleType
 
@@ -108,16 +108,18 @@ class Formats(TorchDispatchMode):
     """Records the floating-point formats that are computed in, such as those of autocast."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no types here
         self.found: set[torch.dtype] = set()
 
     def __torch_dispatch__(
-        self, func: object, types: object, args: tuple[object, ...] = (), kwargs: object = None
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
     ) -> object:
         """Compute an operation as ever, and record the formats of its results."""
-        assert callable(func)
-        result: object = func(*args, **(kwargs or {}))  # type: ignore[dict-item]
-        leaves = tree_leaves(result)
-        tensors = [each for each in leaves if isinstance(each, Tensor)]
+        result = func(*args, **(kwargs or {}))
+        tensors = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
         self.found.update(each.dtype for each in tensors if each.is_floating_point())
         return result
