@@ -122,7 +122,7 @@ def _check_room(folder: Path) -> None:
         disk = os.statvfs(folder)
     except OSError as error:
         raise UnavailableError(
-            f"the folder for the bodies of jobs cannot be used: {error.strerror}", retry_after_s=5
+            f"the store of jobs (job_store) cannot take bodies: {error.strerror}", retry_after_s=5
         ) from error
     reserve = min(_RESERVE_BYTES, int(disk.f_blocks * disk.f_frsize * _RESERVE_SHARE))
     if disk.f_bavail * disk.f_frsize < reserve + _CHECK_BYTES:
