@@ -4,6 +4,7 @@ import errno
 import signal
 import sys
 import threading
+from socket import gaierror
 
 import torch
 
@@ -64,6 +65,13 @@ def lacks_resources(error: BaseException) -> bool:
     return any(
         (isinstance(each, OSError) and each.errno in _ERRNOS) or is_out_of_memory(each)
         for each in chain_of(error)
+    )
+
+
+def is_unanswered(error: BaseException) -> bool:
+    """Return whether an error or its cause was that another service does not answer for now."""
+    return any(
+        isinstance(each, ConnectionError | TimeoutError | gaierror) for each in chain_of(error)
     )
 
 

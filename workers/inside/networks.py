@@ -1,5 +1,6 @@
 """Finds the networks that a user's model keeps, and what is odd about them. Worker processes."""
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
@@ -11,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from inferpool.models.base import Model
+
+logger = logging.getLogger(__name__)
 
 BF16_ROUNDING = 2**-4
 """Part of its largest value by which an output of bfloat16 may differ: kernels for another size of
@@ -33,10 +36,16 @@ def networks_of(model: Model) -> Iterator[tuple[str, nn.Module]]:
         if id(value) in seen:
             continue
         seen.add(id(value))
-        if isinstance(value, nn.Module):
+        try:
+            is_network = isinstance(value, nn.Module)
+            inner = [] if is_network or depth == _DEPTH else [*_members(place, value, depth + 1)]
+        except Exception:  # a proxy may raise anything whoever looks at it
+            logger.debug("%s cannot be looked into", place, exc_info=True)
+            continue
+        waiting.extend(inner)
+        if is_network:
+            assert isinstance(value, nn.Module)
             yield place, value
-        elif depth < _DEPTH:
-            waiting.extend(_members(place, value, depth + 1))
 
 
 def _members(place: str, value: object, depth: int) -> Iterator[tuple[str, object, int]]:
@@ -45,8 +54,9 @@ def _members(place: str, value: object, depth: int) -> Iterator[tuple[str, objec
         found = ((f"{place}[{key!r}]", each) for key, each in islice(value.items(), _MOST_OBJECTS))
     elif isinstance(value, list | tuple):
         found = ((f"{place}[{i}]", each) for i, each in enumerate(value[:_MOST_OBJECTS]))
-    elif hasattr(value, "__dict__") and not isinstance(value, type | ModuleType | Tensor):
-        found = ((f"{place}.{name}".lstrip("."), each) for name, each in vars(value).items())
+    elif not isinstance(value, type | ModuleType | Tensor):
+        own = getattr(value, "__dict__", {})
+        found = ((f"{place}.{name}".lstrip("."), each) for name, each in own.items())
     for inner, each in found:
         if not isinstance(each, str | bytes | int | float | None):
             yield inner, each, depth

@@ -16,6 +16,7 @@ from torch import Tensor
 from inferpool.models.accelerator.failures import (
     is_lost_device,
     is_out_of_memory,
+    is_unanswered,
     lacks_resources,
     raised,
 )
@@ -125,12 +126,8 @@ class ReadyCheck:
         Raises:
             ModelError: The model is refused, since it fails on its first sample.
         """
-        warm_up = partial(
-            computer.warm_up,
-            sizes=sizes,
-            needed=self._config.max_batch_size,
-            on_pass=self._keep,
-        )
+        needed = self._config.max_batch_size
+        warm_up = partial(computer.warm_up, sizes=sizes, needed=needed, on_pass=self._keep)
         if other := self._other_to_warm():
             try:
                 longest_s = warm_up([*self._samples, other])
@@ -405,10 +402,10 @@ class ReadyCheck:
         )
 
     def _refuse_raised(self, error: BaseException, when: str) -> None:
-        if is_lost_device(error) or lacks_resources(error):
-            raise error
-        line = line_of(error, type(self._model).__module__)
-        where = f" ({line})" if line else ""
+        may_pass = lacks_resources(error) or (is_unanswered(error) and self._config.check == "on")
+        if is_lost_device(error) or (may_pass and not self._is_made_up):
+            raise error  # another start may succeed
+        where = f" ({line})" if (line := line_of(error, type(self._model).__module__)) else ""
         is_ours = isinstance(error, ModelError | BrokenPromiseError)  # which says all by itself
         step = "" if is_ours else f"{self._step} raised "
         text = (text_of(error) if is_ours else described(error)).partition("\n")[0]

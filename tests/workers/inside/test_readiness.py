@@ -664,3 +664,51 @@ class FewWords(PaddedTexts):
 def test_mate_of_a_text_is_hardly_longer():
     with pytest.raises(ModelError, match="beside another instance than alone"):
         ready_of(FewWords)
+
+
+class AsksElsewhere(Sound):
+    """Needs another service, which is not there yet."""
+
+    def compute(self, x: Tensor) -> Any:
+        try:
+            raise ConnectionRefusedError("nobody listens")
+        except OSError as error:
+            raise RuntimeError("no features") from error
+
+
+class BareAndLarge(Bare):
+    def compute(self, x: Tensor) -> Any:
+        raise torch.OutOfMemoryError("too much for me")
+
+
+def test_model_that_another_start_may_help_is_not_refused_for_good():
+    with pytest.raises(RuntimeError, match="no features"):
+        ready_of(AsksElsewhere)
+    (warning,) = ready_of(AsksElsewhere, check="warn").checked.warnings
+    assert "no features" in warning
+
+
+def test_instance_that_was_made_up_may_be_too_large():
+    (warning,) = ready_of(BareAndLarge).checked.warnings
+    assert "fails on an instance that was made up: forward raised" in warning
+
+
+class Guarded:
+    """Refuses to be looked at, as proxies do outside of what they stand for."""
+
+    __slots__ = ()
+
+    @property
+    def __dict__(self) -> Any:
+        raise RuntimeError("not here")
+
+
+class KeepsOddThings(ForgotEval):
+    def load(self, placement: Placement) -> None:
+        self.odd = [Guarded(), object(), lambda: 0, {1: self}, [self] * 3]
+        super().load(placement)
+
+
+def test_objects_that_cannot_be_looked_at_are_passed_over():
+    with pytest.raises(ModelError, match=r"call `self\.net\.eval\(\)`"):
+        ready_of(KeepsOddThings)
