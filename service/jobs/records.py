@@ -112,14 +112,17 @@ class LeaseRoom(msgspec.Struct, frozen=True, kw_only=True):
     share: float = 1.0
     """The part of what others leave that one owner may have."""
     held: Mapping[str, "LeaseRoom"] = {}
-    """Parts in flight, by owner."""
+    """What is in flight, by owner: instances of the models to lease for, bytes and parts of all."""
 
     def left_for(self, owner: str) -> "LeaseRoom":
-        """Return the most that an owner may have on top; one without anything may have a part."""
+        """Return the most that an owner may have on top.
+
+        One that has no instances here may have a part, whatever it has of other models.
+        """
         own = self.held.get(owner)
         if own is None:
             own = LeaseRoom(num_instances=0, num_bytes=0, num_parts=0)
-        least = 0 if own.num_parts else 1
+        least = 0 if own.num_instances else 1
         more = [
             max(least, int(allowance(has, left, self.share)))
             for has, left in (

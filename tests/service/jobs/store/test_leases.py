@@ -90,6 +90,16 @@ def test_an_owner_leaves_a_reserve_for_others(store: JobStore) -> None:
     assert [part.job.owner for part in store.leases.lease({"m"}, room, 60.0, NOW)] == ["ben"]
 
 
+def test_an_owner_that_fills_its_share_with_one_model_has_a_part_of_another(
+    store: JobStore,
+) -> None:
+    add(store, 640, id="a", owner="ann")
+    mib = 2**20
+    held = {"ann": LeaseRoom(num_instances=0, num_bytes=48 * mib, num_parts=48)}
+    room = LeaseRoom(num_instances=128, num_bytes=16 * mib, num_parts=464, share=0.75, held=held)
+    assert len(store.leases.lease({"m"}, room, 60.0, NOW)) == 1
+
+
 def test_no_more_is_leased_than_there_is_room_for(store: JobStore) -> None:
     add(store, 20, num_bytes=2**20)
     room = LeaseRoom(num_instances=100, num_bytes=3 * 2**20, num_parts=100)
