@@ -168,7 +168,7 @@ class Webhooks:
             return due
         finally:
             for call in chosen.values():
-                self._end(call)
+                self._give_back(call)
 
     def _may_call(self, receiver: str) -> bool:
         return self._calls_to[receiver] < (1 if receiver in self._silent else _CALLS_TO_ONE)
@@ -178,11 +178,14 @@ class Webhooks:
         self._calls_to[call.receiver] += 1
 
     def _end(self, call: WaitingWebhook) -> None:
+        self._give_back(call)
+        self._ended.set()
+
+    def _give_back(self, call: WaitingWebhook) -> None:
         self._places.give_back(call.owner)
         self._calls_to[call.receiver] -= 1
         if not self._calls_to[call.receiver]:
             del self._calls_to[call.receiver]
-        self._ended.set()
 
     async def _tell(
         self, client: "httpx.AsyncClient", store: WebhookStore, due: DueWebhook

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Collection, Sequence
 
 import pytest
 
-from inferpool.service.errors import ServiceError
+from inferpool.service.errors import ServiceError, UnavailableError
 from inferpool.service.jobs import webhooks
 from inferpool.service.jobs.records import DueWebhook, Job, WaitingWebhook
 from inferpool.service.jobs.webhooks import Webhooks, is_public, read_secret
@@ -158,6 +158,23 @@ async def test_a_url_that_cannot_be_called_fails_alone(url: str) -> None:
     hooks.check(url)
     assert await tell(hooks, store) is not None
     assert hooks.num_calls == {"told": 0, "failed": 1, "given_up": 0}
+
+
+class Unwritable(OneJob):
+    """A store that can be read only, such as one that another program has locked."""
+
+    def take_webhooks(
+        self, calls: Sequence[WaitingWebhook], lease_s: float, now: float
+    ) -> Sequence[DueWebhook]:
+        raise UnavailableError("locked", retry_after_s=5)
+
+
+async def test_a_store_that_cannot_be_written_is_asked_again_after_a_pause() -> None:
+    hooks = Webhooks(["localhost"], SECRET)
+    with pytest.raises(UnavailableError):
+        await hooks._take(Unwritable("http://localhost:1/"))
+    assert not hooks._ended.is_set()  # else it would be asked again and again without one
+    assert (hooks._places.num, hooks._calls_to) == (0, {})
 
 
 async def test_a_receiver_that_is_gone_is_not_told_again() -> None:
