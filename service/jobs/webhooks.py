@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from datetime import UTC, datetime
 from functools import partial
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import SplitResult, urlsplit
 
@@ -101,8 +102,8 @@ class Webhooks:
         self._calls_to: Counter[str] = Counter()
         """Calls that are made now, by receiver."""
         self._silent: dict[str, tuple[int, float]] = {}
-        """Receivers that did not answer last: how often in a row, and until when they are left
-        alone."""
+        """Receivers that did not answer last: how many times the pause was doubled, and until when
+        they are left alone."""
         self._ended = asyncio.Event()
         """A call is over."""
         self.num_calls = {"told": 0, "failed": 0, "given_up": 0}
@@ -137,8 +138,9 @@ class Webhooks:
             return
         import httpx  # only a service with webhooks needs it
 
+        no_cookies = CookieJar(DefaultCookiePolicy(allowed_domains=()))
         async with (
-            httpx.AsyncClient(timeout=_ATTEMPT_S, trust_env=False) as client,
+            httpx.AsyncClient(timeout=_ATTEMPT_S, trust_env=False, cookies=no_cookies) as client,
             asyncio.TaskGroup() as calls,
         ):
             while True:
@@ -195,6 +197,8 @@ class Webhooks:
             with contextlib.suppress(ServiceError):  # the store is gone: the call is due again
                 problem = await self._attempt(client, store, due)
                 await in_thread(store.note_webhook, due.call.number, self._next_at(due, problem))
+        except Exception:  # it must not end the others; it is due again after its lease
+            logger.exception("job %s: its webhook cannot be told", due.job.id)
         finally:
             self._end(due.call)
 
@@ -210,17 +214,21 @@ class Webhooks:
         except (ServiceError, ValueError) as error:  # it may not be called, or is no host
             return str(error) or type(error).__name__
         except (OSError, TimeoutError) as error:
-            num, until = self._silent.pop(receiver, (0, 0.0))
+            num, until = self._silent.get(receiver, (0, 0.0))
             if began >= until:  # else another call has found it out, at about the same time
                 pause_s = min(_LEAST_PAUSE_S * 2**num, _MOST_PAUSE_S)
-                num, until = num + 1, time.time() + pause_s
+                until = time.time() + pause_s
+                self._note_silent(receiver, num + (pause_s < _MOST_PAUSE_S), until)
                 await in_thread(store.postpone_webhooks, receiver, until)
-            self._silent[receiver] = num, until
-            if len(self._silent) > _MOST_SILENT:
-                del self._silent[next(iter(self._silent))]
             return str(error) or type(error).__name__
         self._silent.pop(receiver, None)
         return problem
+
+    def _note_silent(self, receiver: str, num: int, until: float) -> None:
+        self._silent.pop(receiver, None)  # the one that was noted last comes last
+        self._silent[receiver] = num, until
+        if len(self._silent) > _MOST_SILENT:
+            del self._silent[next(iter(self._silent))]
 
     def _next_at(self, due: DueWebhook, problem: str) -> float | None:
         """Count a call, and return when to make it again; None: never."""

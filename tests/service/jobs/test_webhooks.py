@@ -8,7 +8,9 @@ import hmac
 import ipaddress
 import json
 from collections.abc import AsyncIterator, Collection, Sequence
+from typing import Any
 
+import httpx
 import pytest
 
 from inferpool.service.errors import ServiceError, UnavailableError
@@ -34,7 +36,7 @@ class Receiver:
         body = await reader.readexactly(int(headers["content-length"]))
         self.calls.append((first, headers, body))
         status = self.statuses.pop(0)
-        location = "location: http://127.0.0.1:1/\r\n"
+        location = "location: http://127.0.0.1:1/\r\nset-cookie: a=b\r\n"
         writer.write(f"HTTP/1.1 {status} x\r\n{location}content-length: 0\r\n\r\n".encode())
         await writer.drain()
         writer.close()
@@ -175,6 +177,67 @@ async def test_a_store_that_cannot_be_written_is_asked_again_after_a_pause() -> 
         await hooks._take(Unwritable("http://localhost:1/"))
     assert not hooks._ended.is_set()  # else it would be asked again and again without one
     assert (hooks._places.num, hooks._calls_to) == (0, {})
+
+
+async def test_a_receiver_cannot_have_anything_kept_for_it_or_others() -> None:
+    async with receiving(500, 204) as receiver:
+        store = OneJob(f"http://localhost:{receiver.port}/")
+        hooks, waiting = Webhooks(["localhost"], SECRET), store.calls
+        task = asyncio.create_task(hooks.run(store))
+        async with asyncio.timeout(60):
+            assert await store.noted.get() is not None
+            store.calls = waiting
+            assert await store.noted.get() is None
+        task.cancel()
+    assert ["cookie" in headers for _, headers, _ in receiver.calls] == [False, False]
+
+
+class Unpostponed(OneJob):
+    """A store that goes away during a call."""
+
+    def postpone_webhooks(self, receiver: str, until: float) -> None:
+        self._loop.call_soon_threadsafe(self.noted.put_nowait, 0.0)
+        raise UnavailableError("gone", retry_after_s=5)
+
+
+async def test_a_silent_receiver_is_known_even_if_the_store_goes_away() -> None:
+    hooks = Webhooks(["localhost"], SECRET)
+    assert await tell(hooks, Unpostponed("http://localhost:1/")) == 0.0
+    assert list(hooks._silent) == [" it"]
+
+
+async def test_a_receiver_may_be_silent_for_weeks(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(host: str, port: int) -> Sequence[Any]:
+        raise OSError("no such host")
+
+    monkeypatch.setattr(webhooks, "_look_up", fail)
+    hooks, store = Webhooks(["localhost"], SECRET), OneJob("http://localhost:1/")
+    async with httpx.AsyncClient() as client:
+        for _ in range(1100):
+            assert await hooks._attempt(client, store, store.due)
+            hooks._silent[" it"] = (hooks._silent[" it"][0], 0.0)
+
+
+async def test_a_call_that_fails_unforeseen_ends_no_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with receiving(204) as receiver:
+        url = f"http://localhost:{receiver.port}/"
+        store, hooks = OneJob(url), Webhooks(["localhost"], SECRET)
+        waiting, look_up = store.calls, webhooks._look_up
+        has_failed = asyncio.Event()
+
+        async def fail(host: str, port: int) -> Sequence[Any]:
+            has_failed.set()
+            monkeypatch.setattr(webhooks, "_look_up", look_up)
+            raise RuntimeError("unforeseen")
+
+        monkeypatch.setattr(webhooks, "_look_up", fail)
+        telling = asyncio.create_task(tell(hooks, store))
+        async with asyncio.timeout(60):
+            await has_failed.wait()
+            store.calls = waiting
+            assert await telling is None
 
 
 async def test_a_receiver_that_is_gone_is_not_told_again() -> None:
