@@ -164,6 +164,10 @@ class StoreKeeper:
             except ServiceError as error:
                 details = str(error.__cause__ or "").partition("\n")[0]
                 self._note("failing", error.message, details)
+            except Exception as error:
+                logger.exception("the store of jobs cannot be checked")
+                reason = "the store of jobs (job_store) cannot be checked; the log says why"
+                self._note("failing", reason, str(error))
             else:
                 self._note("open")
             finally:

@@ -132,6 +132,22 @@ async def test_those_behind_a_call_that_finds_the_store_locked_do_not_wait(
             assert {type(answer) for answer in answers} == {UnavailableError}
 
 
+async def test_a_check_that_fails_unforeseen_is_no_end(
+    arena: Arena, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from inferpool.service.jobs.store.store import JobStore
+
+    def fail(_: JobStore) -> None:
+        raise RuntimeError("unforeseen")
+
+    async with kept(str(tmp_path), arena) as jobs:
+        with monkeypatch.context() as patch:
+            patch.setattr(JobStore, "check", fail)
+            await until_state(jobs, "failing")
+        await until_state(jobs, "open")
+        await finish(jobs, "a")
+
+
 async def test_a_disk_that_does_not_answer_keeps_nobody_waiting(
     arena: Arena, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
