@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from inferpool.service.errors import (
@@ -188,6 +189,7 @@ class Runner:
                 self._num_bytes += part.num_bytes
                 task = asyncio.create_task(self._finish(part), name="compute a part of a job")
                 self._parts[part.token] = (part, task)
+                task.add_done_callback(partial(self._forget, part))  # one may never begin
         return found
 
     def _take(self, model: str, room: LeaseRoom) -> Sequence[LeasedPart]:
@@ -228,7 +230,6 @@ class Runner:
         return held
 
     async def _finish(self, part: LeasedPart) -> None:
-        token = part.token
         try:
             await self._commit(part, await self._compute(part))
         except Exception as error:
@@ -236,15 +237,17 @@ class Runner:
                 logger.debug("a part of job %s is given back: %s", part.job.id, error)
             else:
                 logger.exception("a part of job %s is given back", part.job.id)
-            self._unused.add(token)
+            self._unused.add(part.token)
             await self._give_back()
             await asyncio.sleep(_PAUSE_S)
-        finally:
-            self._committing.discard(token)
-            del self._parts[token]
-            self._in_flight[part.job.model] -= len(part.instances)
-            self._num_bytes -= part.num_bytes
-            self._wake.set()
+
+    def _forget(self, part: LeasedPart, _: asyncio.Task[None]) -> None:
+        """Give back the room that a part had."""
+        self._committing.discard(part.token)
+        del self._parts[part.token]
+        self._in_flight[part.job.model] -= len(part.instances)
+        self._num_bytes -= part.num_bytes
+        self._wake.set()
 
     async def _compute(self, part: LeasedPart) -> PartResult:
         """Compute all instances of a part with the version that serves now.

@@ -129,6 +129,20 @@ async def soon(claim: Callable[[], object]) -> None:
             await asyncio.sleep(0.002)
 
 
+async def test_a_part_whose_job_ends_before_it_is_begun_is_in_flight_no_more(
+    store: JobStore, arena: Arena
+) -> None:
+    bench = Bench(store, arena)
+    bench.pools["m"] = await ready_pool(bench.engine, arena, 1)
+    bench.add()
+    await bench.runner._lease()
+    bench.runner.drop(bench.job())
+    await soon(lambda: not bench.runner._parts)
+    assert (bench.runner._in_flight["m"], bench.runner._num_bytes) == (0, 0)
+    await bench.runner._end()
+    await bench.pool.stop(0)
+
+
 async def test_each_instance_is_computed_once(store: JobStore, arena: Arena) -> None:
     async with running(store, arena) as bench:
         bench.add(300)
