@@ -4,12 +4,14 @@ An input that cannot be had is one with an error: it never ends the run.
 """
 
 import json
+import math
 import os
+import re
 import stat
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from inferpool.models.json_errors import BYTE_ORDER_MARK
+from inferpool.models.json_errors import BYTE_ORDER_MARK, first_in, placed
 from inferpool.service.api.codecs.json import decode_instance, is_image
 from inferpool.service.api.codecs.names import kind_by_name
 from inferpool.service.errors import ServiceError
@@ -17,6 +19,8 @@ from inferpool.service.settings.names import FlagError
 
 InputKind: TypeAlias = Literal["image", "bytes", "json", "npy"]
 """Form of an input: an encoded picture, opaque bytes, a JSON value, or a file of numpy."""
+_HALF = re.compile("[\ud800-\udfff]")
+"""Half of a surrogate pair, which UTF-8 cannot have."""
 MAX_FILE_BYTES = 1 << 30
 
 
@@ -104,8 +108,22 @@ def input_of_cell(index: int, name: str, value: object, folder: str) -> BatchInp
     try:
         data = json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, TypeError, RecursionError) as error:
-        return failed_input(index, name, f"is no JSON value: {error}")
+        return failed_input(index, name, f"is no JSON value: {_why_no_value(value) or error}")
     return _json_input(index, name, data)
+
+
+def _why_no_value(value: object) -> str:
+    """Return which part of a value JSON cannot have, and where; empty if it is another reason."""
+    if (found := first_in(value, _is_foreign)) is None:
+        return ""
+    part, place = found
+    return placed("half of a surrogate pair" if isinstance(part, str) else part, place)
+
+
+def _is_foreign(part: object) -> bool:
+    if isinstance(part, str):
+        return _HALF.search(part) is not None
+    return isinstance(part, float) and not math.isfinite(part)
 
 
 def _json_input(index: int, name: str, data: bytes, label: str | None = None) -> BatchInput:

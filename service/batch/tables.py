@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from inferpool.models.json_errors import BYTE_ORDER_MARK
+import msgspec
+
+from inferpool.models.json_errors import BYTE_ORDER_MARK, JsonErrors, json_message
 from inferpool.service.batch.inputs import (
     MAX_FILE_BYTES,
     BatchInput,
@@ -107,13 +109,27 @@ class JsonlSource(LineSource):
     def _value(self, row: bytes) -> object:
         try:
             value = json.loads(row)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"is no JSON: {error}") from None
+        except UnicodeDecodeError:
+            raise
+        except ValueError as error:
+            raise ValueError(_why_no_json(row.strip(_SPACE)) or str(error)) from None
         if self._column is None:
             return value
         if not isinstance(value, dict) or self._column not in value:
             raise ValueError(f"it has no field {self._column!r}")
         return value[self._column]
+
+
+def _why_no_json(line: bytes) -> str:
+    """Return why a line is no JSON, in the words of a service; empty if it would not say so.
+
+    `json` reads the lines since it lets a field that is not asked for be NaN, as Python writes it.
+    """
+    try:
+        msgspec.json.decode(line)
+    except JsonErrors as error:
+        return json_message(error, line)
+    return ""
 
 
 class CsvSource(LineSource):

@@ -228,6 +228,27 @@ def test_a_line_that_is_no_json_is_an_error_in_its_place(tmp_path):
     assert found[2].error == "it has no field 'x'"
 
 
+@pytest.mark.parametrize(
+    ("line", "column", "error"),
+    [
+        (b'{"x": [1]', None, "malformed JSON: it ends too early, after 9 bytes"),
+        (b'{"x": 1,}', None, "malformed JSON: trailing comma in object (byte 8)"),
+        (b'{"x": [2, 1e999]}', None, "is no JSON value: inf at x[1]"),
+        (b'{"x": [2, NaN]}', "x", "is no JSON value: nan at [1]"),
+        (b'{"x": "\\ud800"}', None, "is no JSON value: half of a surrogate pair at x"),
+        (
+            b'{"x": 1%s}' % (b"0" * 5000),
+            None,
+            f"1{'0' * 29}... (5001 characters) at x is out of range",
+        ),
+    ],
+)
+def test_a_line_that_is_no_json_says_what_is_wrong_and_where(tmp_path, line, column, error):
+    (tmp_path / "t.jsonl").write_bytes(b'{"x": 1, "y": NaN}\n' + line + b"\n")
+    assert inputs(tmp_path / "t.jsonl", column)[1].error == error
+    assert inputs(tmp_path / "t.jsonl", "x")[0].data == b"1"
+
+
 def test_a_column_of_parquet_is_read_across_row_groups(tmp_path):
     (tmp_path / "p.jpg").write_bytes(b"photo")
     table = pa.table({"x": ["p.jpg", None, *map(str, range(500))]})
