@@ -31,7 +31,21 @@ export function keep(container, items, key, make) {
   });
   const isSame = wanted.length === container.children.length
     && wanted.every((child, place) => container.children[place] === child);
-  if (!isSame) container.replaceChildren(...wanted);
+  if (isSame) return;
+  const focus = focusIn(container);
+  container.replaceChildren(...wanted);
+  // It would be lost each second with figures that change.
+  if (focus) focusable(wanted.find((child) => child.dataset.key === focus.key))[focus.place]?.focus({ preventScroll: true });
+}
+
+/** Which of the things in a child of the container has the focus, if one has it. */
+function focusIn(container) {
+  const child = [...container.children].find((each) => each.contains(document.activeElement));
+  return child && { key: child.dataset.key, place: focusable(child).indexOf(document.activeElement) };
+}
+
+function focusable(child) {
+  return child ? [...child.querySelectorAll("a, button, summary")] : [];
 }
 
 /** Facts in a row: [name, value] pairs; those without a value are left out. */

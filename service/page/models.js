@@ -55,7 +55,6 @@ function makeModel({ name, level, badge, facts, isChosen, reason }) {
   link.addEventListener("click", (event) => {
     event.preventDefault(); // which would scroll to a part of the page that has the model's name
     onChoice(name);
-    document.querySelector(`#models [data-key="${CSS.escape(name)}"] a`).focus(); // it is made anew
   });
   return h("li", { class: "worker", "data-level": level }, link);
 }

@@ -311,6 +311,29 @@ def test_several_models_have_an_overview_all_restarts_and_a_banner_that_names_it
         assert "efficientnet_lite0/0" in page.inner_text("#restarts")
 
 
+@pytest.mark.slow
+def test_a_card_that_is_made_anew_keeps_the_focus(browser, service):
+    focused = """async () => {
+        const { h, keep } = await import("/page/dom.js");
+        const list = document.body.appendChild(h("ul"));
+        const make = ({ name, rate }) => h("li", {}, h("a", { href: "#" }, name), h("button", {}, `${name} ${rate}`));
+        const show = (items) => {
+            keep(list, items, (item) => item.name, make);
+            return document.activeElement.textContent;
+        };
+        show([{ name: "a", rate: 1 }, { name: "b", rate: 1 }]);
+        list.querySelectorAll("button")[1].focus();
+        return [
+            show([{ name: "a", rate: 2 }, { name: "b", rate: 2 }]),
+            show([{ name: "b", rate: 3 }, { name: "a", rate: 2 }]),
+            show([{ name: "a", rate: 3 }]) === document.body.textContent,
+        ];
+    }"""
+    with opened(browser, service.url, scenarios()["several"].script()) as page:
+        page.wait_for_selector("#models .worker")
+        assert page.evaluate(focused) == ["b 2", "b 3", True]
+
+
 def test_a_sample_picture_is_sent_by_one_click(browser, service):
     with live(browser, service) as page:
         page.wait_for_selector("body[data-link=live]")
