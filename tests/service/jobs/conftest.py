@@ -26,10 +26,14 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     if request.param == "sqlite":
         yield str(tmp_path / "jobs")
         return
-    import psycopg
-
     url: str = request.getfixturevalue("postgres_url")
     yield url
+    drop_tables(url)
+
+
+def drop_tables(url: str) -> None:
+    import psycopg
+
     with psycopg.connect(url, autocommit=True) as connection:
         connection.execute("DROP TABLE IF EXISTS parts, jobs, inferpool_schema")
 
