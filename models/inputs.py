@@ -61,13 +61,17 @@ def non_finite_input(item: Item, features: Features | None = None) -> str | None
 
 
 def place_of_non_finite(name: str, tensor: Tensor) -> str | None:
-    """Return the first NaN or infinity with its place: "tensor 'x': nan at [0, 3]"; or None."""
+    """Return the first NaN or infinity with its place: "tensor 'x': nan at [0, 3]"; or None.
+
+    The tensor of a raw body may have no name: "the tensor: nan at [0, 3]".
+    """
     is_finite = tensor.isfinite()
     if is_finite.all():
         return None
     place = is_finite.logical_not().nonzero()[0].tolist()
     where = f" at {place}" if place else ""
-    return f"tensor {name!r}: {tensor[tuple(place)].item()}{where}"
+    which = f"tensor {name!r}" if name else "the tensor"
+    return f"{which}: {tensor[tuple(place)].item()}{where}"
 
 
 def describe(inputs: Sequence[TensorSpec]) -> str:

@@ -60,7 +60,7 @@ class BatchReport:
         )
         self._has_lines = not is_quiet and not stream.isatty()
         self._line_s = line_s
-        self._doing = f"inputs: {num_inputs:,}; torch is imported"
+        self._doing = f"inputs: {num_inputs:,}; importing torch"
         self._began = time.monotonic()
         self._task = self._progress.add_task(self._doing, total=None, rate="")
         self._next_show = 0.0

@@ -316,7 +316,8 @@ def test_a_card_that_is_made_anew_keeps_the_focus(browser, service):
     focused = """async () => {
         const { h, keep } = await import("/page/dom.js");
         const list = document.body.appendChild(h("ul"));
-        const make = ({ name, rate }) => h("li", {}, h("a", { href: "#" }, name), h("button", {}, `${name} ${rate}`));
+        const make = ({ name, rate }) =>
+            h("li", {}, h("a", { href: "#" }, name), h("button", {}, `${name} ${rate}`));
         const show = (items) => {
             keep(list, items, (item) => item.name, make);
             return document.activeElement.textContent;

@@ -158,16 +158,17 @@ class PreprocessErrors:
         return error_of(error, "preprocess", ref, self._detail)
 
     def _is_models_own(self, error: BaseException, ref: ItemRef) -> bool:
-        """Return whether the example raises the error too; log each line's error once."""
+        """Return whether the example raises the error too; log each type of each line once."""
         key = name_of(error), self._line_of(error)
         if key not in self._is_own:
             self._is_own[key] = is_own = self._example_raises(key)
             if not is_own:
                 logger.warning(
-                    "preprocess raised %s on a client's JSON at %s; what this line raises is not "
+                    "preprocess raised %s on a client's JSON at %s; a %s of this line is not "
                     "logged again",
                     described(error),
                     key[1],
+                    key[0],
                     exc_info=error,
                     extra=ref.log_ids(),
                 )

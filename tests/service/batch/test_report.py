@@ -103,7 +103,7 @@ async def test_a_pipe_is_told_what_is_done_while_there_are_no_answers():
     stream = io.StringIO()
     report = BatchReport(stream, 2, line_s=0.001)
     report.start()
-    assert stream.getvalue() == "inputs: 2; torch is imported\n"
+    assert stream.getvalue() == "inputs: 2; importing torch\n"
     saying = asyncio.create_task(report.keep_saying())
     report.wait_for_model()
     await until(lambda: "the model starts\nthe model starts (0 s)\n" in stream.getvalue())

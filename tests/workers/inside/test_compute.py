@@ -270,7 +270,7 @@ def test_nan_that_a_client_sent_is_the_clients_error(caplog: pytest.LogCaptureFi
             outcome = ask_root(RootModel(raises=raises), item)
             assert isinstance(outcome, ItemError)
             assert outcome.code == "invalid_input"
-            assert re.match(r"tensor 'x?': nan at \[1\]: ", outcome.message)
+            assert re.match(r"(tensor 'x'|the tensor): nan at \[1\]: ", outcome.message)
     assert "ERROR" not in caplog.text
     outcome = ask_root(RootModel(), tensor_item({"x": torch.tensor([1.0, -1.0])}))
     assert isinstance(outcome, ItemError)
@@ -668,6 +668,7 @@ def test_json_that_preprocess_raises_on_is_the_clients_error_logged_once_for_eac
     # `[]` and `{"y": 1}` raise at one line, each another error; the last two of one type at one.
     assert len(caplog.records) == 6
     assert "preprocess raised KeyError: 'x' on a client's JSON at " in caplog.text
+    assert "; a KeyError of this line is not logged again" in caplog.text
     caplog.clear()
     assert compute(ReadingModel(), ["bug"], computer) == ["model_error"]
     assert "ERROR" in caplog.text
@@ -706,6 +707,9 @@ def test_only_json_of_a_client_is_to_blame_for_what_preprocess_raises():
     outcome = ask_root(Picky(), tensor_item({"x": torch.tensor([1, math.inf])}))
     assert isinstance(outcome, ItemError)
     assert outcome.message.startswith("tensor 'x': inf at [1]")
+    outcome = ask_root(Picky(), tensor_item({"": torch.tensor([1, math.inf])}))
+    assert isinstance(outcome, ItemError)
+    assert outcome.message.startswith("the tensor: inf at [1]"), "a raw body names none"
 
 
 @pytest.mark.parametrize("digits", [20, 400])
