@@ -228,8 +228,8 @@ class Draft:
         more = [dotted(key[2:]) for key in self._values if key[:2] == ("models", model)]
         if others := [name for name in more if name != "source"]:
             self._warnings.append(
-                f"{source} is served as {model}, so it has settings of {place} too: "
-                f"{', '.join(others)}"
+                f"{source} is served as {model}, so these settings of that model hold for it too: "
+                f"{', '.join(others)} ({place})"
             )
 
     def add_arguments(self, arguments: Mapping[str, object]) -> None:
