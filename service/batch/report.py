@@ -1,6 +1,6 @@
 """The progress of a run, and its report at the end, on stderr."""
 
-import asyncio
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -64,28 +64,22 @@ class BatchReport:
         self._began = time.monotonic()
         self._task = self._progress.add_task(self._doing, total=None, rate="")
         self._next_show = 0.0
+        self._is_over = threading.Event()
+        # The main thread cannot say anything while it imports torch.
+        self._teller = threading.Thread(target=self._keep_saying, name="batch-report", daemon=True)
 
     def start(self) -> None:
-        """Show the bar, or say in a line what is done."""
+        """Show the bar, or say what is done: in a line, and again now and then until `stop`."""
         self._progress.start()
-        self._say_on_pipe(self._doing)
+        if self._has_lines:
+            self._say(self._doing)
+            self._teller.start()
 
     def wait_for_model(self) -> None:
         """Show that the model starts."""
         self._doing = _STARTS
         self._progress.update(self._task, description=self._doing)
         self._say_on_pipe(self._doing)
-
-    async def keep_saying(self) -> None:
-        """Say in a line now and then how far it is, unless there is a bar; until cancelled."""
-        while self._has_lines:
-            await asyncio.sleep(self._line_s)
-            spent = f" ({time.monotonic() - self._began:.0f} s)"
-            if self._doing:
-                self._say(f"{self._doing}{spent}")
-            else:
-                done = f"{self.num_done:,} of {self._num_inputs:,} done"
-                self._say(f"{done}, {self.num_failed:,} failed{spent}")
 
     def begin(self) -> None:
         """Show that answers may come: the rate is of the time from now on."""
@@ -98,8 +92,11 @@ class BatchReport:
         )
 
     def stop(self) -> None:
-        """Remove the bar."""
+        """Remove the bar, or say nothing more of what is done."""
         self._progress.stop()
+        self._is_over.set()
+        if self._teller.is_alive():
+            self._teller.join()
 
     def add(self, answer: BatchAnswer, *, is_earlier: bool = False) -> None:
         """Count an answer, also one of an earlier run."""
@@ -171,6 +168,15 @@ class BatchReport:
         for number, label, *cells in rows:  # by hand: a table of rich leaves out what has no room
             shown = [f"{cell:>{width}}" for cell, width in zip(cells, widths[2:], strict=True)]
             self._say("  ".join([f"{number:>{widths[0]}}", f"{label:{widths[1]}}", *shown]))
+
+    def _keep_saying(self) -> None:
+        while not self._is_over.wait(self._line_s):
+            spent = f" ({time.monotonic() - self._began:.0f} s)"
+            if doing := self._doing:
+                self._say(f"{doing}{spent}")
+            else:
+                done = f"{self.num_done:,} of {self._num_inputs:,} done"
+                self._say(f"{done}, {self.num_failed:,} failed{spent}")
 
     def _say_on_pipe(self, text: str) -> None:
         if self._has_lines:

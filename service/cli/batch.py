@@ -110,7 +110,6 @@ def _compute(
 
     async def compute() -> None:
         nonlocal elapsed_s
-        saying = asyncio.create_task(report.keep_saying())
         async with open_target() as target:
             report.begin()
             began = time.monotonic()  # the model's start is not part of the rate
@@ -118,7 +117,6 @@ def _compute(
                 await run.run(target, missing, num_readers=readers, chunk=_CHUNK)
             finally:
                 elapsed_s = time.monotonic() - began
-                saying.cancel()
 
     status, reason = 0, ""
     try:

@@ -1,11 +1,10 @@
 """The report of a run."""
 
-import asyncio
 import io
 
 from inferpool.service.batch.inputs import BatchAnswer
 from inferpool.service.batch.report import BatchReport
-from tests.service.pools import until
+from tests.e2e.running import until
 
 
 def report_of(answers, elapsed_s=1.0):
@@ -99,20 +98,22 @@ def test_a_thousand_failures_are_listed_and_the_others_counted():
     assert told[999:1001] == ["999: no", "and 200 more, which the output names"]
 
 
-async def test_a_pipe_is_told_what_is_done_while_there_are_no_answers():
+def test_a_pipe_is_told_what_is_done_while_the_main_thread_does_it():
     stream = io.StringIO()
     report = BatchReport(stream, 2, line_s=0.001)
+    importing = "inputs: 2; importing torch"
     report.start()
-    assert stream.getvalue() == "inputs: 2; importing torch\n"
-    saying = asyncio.create_task(report.keep_saying())
+    until(lambda: stream.getvalue().startswith(f"{importing}\n{importing} (0 s)\n"))
     report.wait_for_model()
-    await until(lambda: "the model starts\nthe model starts (0 s)\n" in stream.getvalue())
+    until(lambda: "the model starts (0 s)\n" in stream.getvalue())
     report.begin()
-    await until(lambda: "the model is ready after 0." in stream.getvalue())
-    report.add(classified("cat", "cat"))
-    await until(lambda: "1 of 2 done, 0 failed (0 s)\n" in stream.getvalue())
-    saying.cancel()
+    assert "the model is ready after 0." in stream.getvalue()
+    report.add(BatchAnswer(index=0, name="x"))
+    until(lambda: "1 of 2 done, 0 failed (0 s)\n" in stream.getvalue())
     report.stop()
+    before = stream.getvalue()
+    report.tell(0.1)
+    assert stream.getvalue() == before + "1 of 2 done, 0 failed; 0.1 s, 10.0/s\n"
 
 
 def test_a_quiet_run_says_nothing():
