@@ -180,6 +180,8 @@ class KnownHead(NamedTuple):
     head: bytes
     call: Call
     num_body_bytes: int
+    keep_alive: bool
+    """The client may send another call on the connection."""
 
 
 class KnownHeads(dict[bytes, KnownHead]):
@@ -191,7 +193,7 @@ class KnownHeads(dict[bytes, KnownHead]):
     only.
     """
 
-    def remember(self, head: bytes, call: Call) -> None:
+    def remember(self, head: bytes, call: Call, keep_alive: bool) -> None:
         """Keep the head of a call that passed its checks, before the call is submitted."""
         num_body_bytes = call.headers.get(b"content-length")
         if num_body_bytes is None or not head.endswith(HEAD_END):
@@ -204,7 +206,7 @@ class KnownHeads(dict[bytes, KnownHead]):
             self.clear()
         call = copy(call)
         call.ref = copy(call.ref)
-        self[head] = KnownHead(head, call, int(num_body_bytes))
+        self[head] = KnownHead(head, call, int(num_body_bytes), keep_alive)
 
 
 OnDone = Callable[[str, int, float], None]

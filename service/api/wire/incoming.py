@@ -6,6 +6,7 @@ Event loop.
 import asyncio
 import logging
 from collections.abc import Callable, Sequence, Sized
+from functools import cached_property
 from urllib.parse import unquote
 
 import httptools
@@ -44,8 +45,19 @@ class QueueAwareFlow(FlowControl):
 
     def __init__(self, transport: asyncio.Transport, line: Sized) -> None:
         """Watch a connection and the calls that wait in its line."""
-        super().__init__(transport)
+        # Not uvicorn's own: it makes an event for each connection, which few of them need.
+        self._transport = transport
+        self.read_paused = False
+        self.write_paused = False
         self._line = line
+
+    @cached_property
+    def _is_writable_event(self) -> asyncio.Event:
+        """The event for calls that uvicorn answers."""
+        event = asyncio.Event()
+        if not self.write_paused:
+            event.set()
+        return event
 
     def resume_reading(self) -> None:
         """Read on, unless a call waits."""

@@ -6,12 +6,12 @@ connection is bounded by `IncomingLimits` (heads, and calls in line), `BodyTimer
 (answers that nobody reads) and `ConnectionLimits` (the number of connections).
 """
 
-import asyncio
 from math import inf
 from typing import Any
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+from uvicorn.protocols.utils import get_local_addr, get_remote_addr, is_ssl
 
 from inferpool.service.api.call import HEAD_END, MAX_KNOWN_HEAD_BYTES, KnownHead, KnownHeads
 from inferpool.service.api.codecs.body import BodyTimer
@@ -60,6 +60,10 @@ class PredictProtocol(HttpConnection):
         self._asks_for_upgrade = False
         self._chunk_limits: ChunkLimits | None = None
         """Counts the newest message, if its body is chunked."""
+        self._incoming: IncomingLimits | None = None
+        """Bounds heads that come in pieces and calls in line, once there are any."""
+        self._body_timer: BodyTimer | None = None
+        """Times bodies that come in pieces, once there is one."""
         self._last_head: KnownHead | None = None
         self._new_head = b""
         """Raw head of the first request in the newest data; empty once a second one began."""
@@ -73,29 +77,12 @@ class PredictProtocol(HttpConnection):
         bound = {"predict": predict, "connection_limits": shared, "known_heads": KnownHeads()}
         return type(cls.__name__, (cls,), bound)
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin with a client."""
-        super().connection_made(transport)
-        self._incoming = IncomingLimits(
-            self.flow,
-            self.predict.unfinished,
-            self.connection_limits.limits.head_timeout_s,
-            refuse=self._refuse,
-            give_way=self._give_way,
-            on_late=self._on_late_head,
-        )
-        self._body_timer = BodyTimer(
-            self.predict.limits,
-            lambda: self._num_body_bytes,
-            self._on_garbage,
-            lambda: self.flow.read_paused,
-        )
-
     def connection_lost(self, exc: Exception | None) -> None:
         """End: the client hung up, or the connection was closed."""
-        self._body_timer.stop()
-        self._incoming.end_head()
+        self._end_body()
+        self._end_head()
         super().connection_lost(exc)
+        self._incoming = self._body_timer = None  # they refer to the connection
 
     def shutdown(self) -> None:
         """Refuse half a request, since the server stops; whole ones are still answered."""
@@ -144,10 +131,10 @@ class PredictProtocol(HttpConnection):
         if self._is_in_body:
             self._watch_body()
         if self.pipeline:
-            self._incoming.take_line(len(self.pipeline), len(data))
+            self._limit().take_line(len(self.pipeline), len(data))
         if self._is_in_head:
             # Behind other bytes, we only know that the head has begun.
-            self._incoming.take_head(1 if self._head_has_others_before else len(data))
+            self._limit().take_head(1 if self._head_has_others_before else len(data))
 
     def on_message_begin(self) -> None:
         """Begin a request; uvicorn's scope is made only if it is needed.
@@ -187,9 +174,9 @@ class PredictProtocol(HttpConnection):
         self._is_behind_others = True
         head, self._new_head = self._new_head, b""
         url, is_long = self.url, self._num_read > MAX_HEAD_BYTES
-        if self._incoming.num_head_bytes:
+        if self._incoming is not None and self._incoming.num_head_bytes:
             is_long = True
-            self._incoming.end_head()
+            self._end_head()
         if len(self.pipeline) >= MAX_PIPELINED:
             self._stop_listening()
             return
@@ -226,8 +213,8 @@ class PredictProtocol(HttpConnection):
         exchange.keep_alive = not is_old and parser.should_keep_alive()
         exchange.expects_continue = self.expect_100_continue
         self._take_turn(exchange)
-        if self._active is exchange and exchange.keep_alive and not exchange.response_complete:
-            self.known_heads.remember(head, exchange.call)
+        if self._active is exchange and not exchange.response_complete:
+            self.known_heads.remember(head, exchange.call, exchange.keep_alive)
 
     def on_body(self, body: bytes) -> None:
         """Take a piece of the newest request's body.
@@ -273,6 +260,7 @@ class PredictProtocol(HttpConnection):
             return False
         self._new_head = b""
         self.cycle = self._active = exchange = Exchange.from_known_head(self, self.predict, earlier)
+        exchange.keep_alive = known.keep_alive
         body = data[length:] if earlier.form is None else memoryview(data)[length:]
         if not num_missing:
             exchange.take(body)
@@ -358,14 +346,45 @@ class PredictProtocol(HttpConnection):
                 return
             cycle.count()
             deadline = cycle.call.ref.deadline
-        if not self._ignores_input:
-            self._body_timer.start(deadline)
+        if self._ignores_input:
+            return
+        if self._body_timer is None:
+            self._body_timer = BodyTimer(
+                self.predict.limits,
+                lambda: self._num_body_bytes,
+                self._on_garbage,
+                lambda: self.flow.read_paused,
+            )
+        self._body_timer.start(deadline)
 
     def _end_body(self) -> None:
-        """Stop timing: the body of the newest request has arrived."""
+        """Stop timing: the body of the newest request has arrived, or nobody waits for it."""
         self._is_in_body = False
-        if self._body_timer.is_on:
+        if self._body_timer is not None and self._body_timer.is_on:
             self._body_timer.stop()
+
+    def _limit(self) -> IncomingLimits:
+        """Begin to bound what comes, if that has not begun."""
+        if self._incoming is None:
+            self._incoming = IncomingLimits(
+                self.flow,
+                self.predict.unfinished,
+                self.connection_limits.limits.head_timeout_s,
+                refuse=self._refuse,
+                give_way=self._give_way,
+                on_late=self._on_late_head,
+            )
+        return self._incoming
+
+    def _end_head(self) -> None:
+        """Stop counting a head: it is whole, or nobody waits for it."""
+        if self._incoming is not None:
+            self._incoming.end_head()
+
+    def _end_line(self) -> None:
+        """Stop counting calls in line: none waits any more."""
+        if self._incoming is not None:
+            self._incoming.end_line()
 
     def _on_parser_error(self, error: httptools.HttpParserError) -> None:
         """Refuse bytes that are no HTTP, or that we failed on, after the answers before them."""
@@ -403,7 +422,7 @@ class PredictProtocol(HttpConnection):
         """Refuse a head when it is its turn, and drop everything after it."""
         self._ignores_input = True
         self._is_in_head = False
-        self._incoming.end_head()
+        self._end_head()
         path = self.url[:MAX_URL_BYTES].partition(b"?")[0].decode("ascii", "replace")
         exchange = Exchange.open(self, self.predict, "-", path, b"", self.headers)
         exchange.call.choose(None)
@@ -423,9 +442,15 @@ class PredictProtocol(HttpConnection):
     def _clear_line(self) -> None:
         """Forget the calls that wait for their turn."""
         super()._clear_line()
-        self._incoming.end_line()
+        self._end_line()
 
     def _hand_on(self) -> None:
+        if self.scheme is None:
+            self.server, self.client = (
+                get_local_addr(self.transport),
+                get_remote_addr(self.transport),
+            )
+            self.scheme = "https" if is_ssl(self.transport) else "http"
         url, headers, expect = self.url, self.headers, self.expect_100_continue
         super().on_message_begin()
         self.url, self.expect_100_continue = url, expect
@@ -437,7 +462,7 @@ class PredictProtocol(HttpConnection):
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         """Start a pipelined call of either kind."""
         if not self.pipeline:
-            self._incoming.end_line()
+            self._end_line()
         if isinstance(cycle, Exchange):
             self._active = cycle
             cycle.start()

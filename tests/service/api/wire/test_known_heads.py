@@ -83,7 +83,6 @@ async def test_a_refusal_is_made_anew_and_not_for_the_call_behind_it() -> None:
         b"x-request-id: one\r\n",
         b"traceparent: 00-%b-%b-01\r\n" % (b"1" * 32, b"2" * 16),
         b"expect: 100-continue\r\n",
-        b"connection: close\r\n",
         b"x: %b\r\n" % (b"y" * 3000),
     ],
 )
@@ -92,6 +91,19 @@ async def test_a_head_that_is_of_one_call_is_not_remembered(line: bytes) -> None
         client.send(POST + line + b"content-length: 1\r\n\r\nx")
         await client.read_head()
         assert not server.protocol.known_heads
+
+
+async def test_a_known_head_that_closes_its_connection_closes_each() -> None:
+    call = POST + b"connection: close\r\ncontent-length: 1\r\n\r\nx"
+    async with serve() as server:
+        for _ in range(2):
+            async with server.connect() as client:
+                client.send(call + call)  # the second one comes too late
+                (answer,) = await client.read_all()
+                assert (answer.status, answer.headers["connection"]) == (200, "close")
+            assert len(server.protocol.known_heads) == 1
+        assert server.statuses == [200, 200]
+        assert await server.is_well()
 
 
 async def test_empty_lines_before_a_call_are_not_remembered_as_its_head() -> None:
