@@ -5,8 +5,9 @@ import resource
 MAX_AUTO_CONNECTIONS = 10_000
 """Each costs some 20 KB here besides its buffers in the kernel."""
 MIN_CONNECTIONS = 8
-_RESERVE = 64
-"""For the log, the listener, the arena, the event loop, and connections that are being closed."""
+_RESERVE = 80
+"""For the log, the listener and its handles, the arena, the event loop, and connections that are
+being closed."""
 _RESERVE_PER_PROCESS = 18
 """A process's pipes and memory, twice: its successor's are open before its own are closed."""
 _ENOUGH = 1 << 20

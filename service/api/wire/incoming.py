@@ -52,7 +52,7 @@ class QueueAwareFlow(FlowControl):
         self._line = line
 
     @cached_property
-    def _is_writable_event(self) -> asyncio.Event:
+    def _is_writable_event(self) -> asyncio.Event:  # type: ignore[override]  # uvicorn only reads it
         """The event for calls that uvicorn answers."""
         event = asyncio.Event()
         if not self.write_paused:

@@ -33,6 +33,11 @@ twice when the command that started us passes the signal on."""
 _CLOSE = (b"connection", b"close")
 _MAX_ACCEPTED = 4096
 """Connections at once; more than a backlog holds, unless somebody has raised somaxconn."""
+NUM_HANDLES = 16
+"""Handles of one listening socket. In each turn uvloop accepts one connection of each handle, so
+with a single one, new clients would wait for a turn each while busy ones fill the turns, and their
+calls would come to the queue one by one. An idle handle costs a microsecond in turns that have
+somebody to accept; to accept in Python costs 20 for each connection."""
 _LAST_WORDS_S = 2.0
 """How long a connection may hold up the end after all is answered and read."""
 _LOOK_EVERY_S = 0.02
@@ -56,9 +61,10 @@ class DrainingServer(uvicorn.Server):
         task.add_done_callback(self._arrivals.discard)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen."""
-        await super().startup(sockets)
-        self._listeners = sockets or ()
+        """Listen: on sockets with several handles each, or else where uvicorn's settings say."""
+        self._listeners = listeners = sockets or ()
+        further = [each.dup() for each in listeners for _ in range(NUM_HANDLES - 1)]
+        await super().startup(sockets and [*sockets, *further])
 
     async def move_clients_away(self) -> None:
         """Accept the last connections, and wait a moment for answers to close them."""

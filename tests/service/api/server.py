@@ -16,7 +16,9 @@ from inferpool.service.api.codecs.body import Limits
 from inferpool.service.api.cors import Cors
 from inferpool.service.api.wire.budgets import EdgeLimits, EdgeUse, UnfinishedRequests
 from inferpool.service.api.wire.handshakes import TlsHandshake
+from inferpool.service.api.wire.listening import listen
 from inferpool.service.api.wire.protocol import PredictProtocol
+from inferpool.service.api.wire.server import DrainingServer
 from inferpool.workers.arena import Arena
 from tests.service.api.fakes import FakeModel, as_app, endpoint, in_front
 
@@ -137,10 +139,9 @@ class PredictServer:
         http: Any = "httptools" if way == "asgi" else self.protocol
         if tls is not None:
             http = partial(TlsHandshake, http, tls)
-        self.server = uvicorn.Server(
+        self.server = DrainingServer(
             uvicorn.Config(
                 around(as_app(predict)),
-                port=0,
                 log_config=None,
                 lifespan="off",
                 http=http,
@@ -200,7 +201,7 @@ async def serve(
     server = made.server
     server.config.load()
     server.lifespan = server.config.lifespan_class(server.config)
-    await server.startup()
+    await server.startup([listen("127.0.0.1", 0)])
     try:
         yield made
     finally:
