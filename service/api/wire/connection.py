@@ -8,6 +8,7 @@ from typing import Any
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.utils import get_local_addr, get_remote_addr, is_ssl
 from uvicorn.server import ServerState
 
 from inferpool.service.api.call import begin_call
@@ -15,7 +16,7 @@ from inferpool.service.api.exchange import Exchange
 from inferpool.service.api.predict import Predict
 from inferpool.service.api.replies import CLOSE_LINE, Reply, refusal_of
 from inferpool.service.api.wire.budgets import ConnectionLimits
-from inferpool.service.api.wire.incoming import QueueAwareFlow
+from inferpool.service.api.wire.incoming import IncomingLimits, QueueAwareFlow
 from inferpool.service.api.wire.writing import AnswerWriter
 from inferpool.service.errors import UnavailableError
 
@@ -72,6 +73,8 @@ class HttpConnection(HttpToolsProtocol):
         self._active: Exchange | None = None
         self._unended: Exchange | None = None
         """The call with a large answer that the client has not read."""
+        self._incoming: IncomingLimits | None = None
+        """Bounds heads that come in pieces and calls in line, once there are any."""
         self._idle_timer: asyncio.TimerHandle | None = None
         self._linger_timer: asyncio.TimerHandle | None = None
         self._is_held = False
@@ -118,6 +121,7 @@ class HttpConnection(HttpToolsProtocol):
             self._active.abandon()
             self._active = None
         self._clear_line()
+        self._end_head()
         self._unended = None
         self.cycle = None  # a call refers to its connection: freed at once, not by the collector
         self._writer.close()
@@ -248,6 +252,24 @@ class HttpConnection(HttpToolsProtocol):
     def _clear_line(self) -> None:
         """Forget the calls that wait for their turn."""
         self.pipeline.clear()
+        self._end_line()
+
+    def _end_head(self) -> None:
+        """Stop counting a head: it is whole, or nobody waits for it."""
+        if self._incoming is not None:
+            self._incoming.end_head()
+
+    def _end_line(self) -> None:
+        """Stop counting calls in line: none waits any more."""
+        if self._incoming is not None:
+            self._incoming.end_line()
+
+    def _find_addresses(self) -> None:
+        """Find both ends' addresses, for a call that uvicorn answers."""
+        if self.scheme is None:
+            transport = self.transport
+            self.server, self.client = get_local_addr(transport), get_remote_addr(transport)
+            self.scheme = "https" if is_ssl(transport) else "http"
 
     def _turn_away(self) -> None:
         """Refuse the client: there are too many connections."""

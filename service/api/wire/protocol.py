@@ -11,7 +11,6 @@ from typing import Any
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
-from uvicorn.protocols.utils import get_local_addr, get_remote_addr, is_ssl
 
 from inferpool.service.api.call import HEAD_END, MAX_KNOWN_HEAD_BYTES, KnownHead, KnownHeads
 from inferpool.service.api.codecs.body import BodyTimer
@@ -60,8 +59,6 @@ class PredictProtocol(HttpConnection):
         self._asks_for_upgrade = False
         self._chunk_limits: ChunkLimits | None = None
         """Counts the newest message, if its body is chunked."""
-        self._incoming: IncomingLimits | None = None
-        """Bounds heads that come in pieces and calls in line, once there are any."""
         self._body_timer: BodyTimer | None = None
         """Times bodies that come in pieces, once there is one."""
         self._last_head: KnownHead | None = None
@@ -80,7 +77,6 @@ class PredictProtocol(HttpConnection):
     def connection_lost(self, exc: Exception | None) -> None:
         """End: the client hung up, or the connection was closed."""
         self._end_body()
-        self._end_head()
         super().connection_lost(exc)
         self._incoming = self._body_timer = None  # they refer to the connection
 
@@ -376,16 +372,6 @@ class PredictProtocol(HttpConnection):
             )
         return self._incoming
 
-    def _end_head(self) -> None:
-        """Stop counting a head: it is whole, or nobody waits for it."""
-        if self._incoming is not None:
-            self._incoming.end_head()
-
-    def _end_line(self) -> None:
-        """Stop counting calls in line: none waits any more."""
-        if self._incoming is not None:
-            self._incoming.end_line()
-
     def _on_parser_error(self, error: httptools.HttpParserError) -> None:
         """Refuse bytes that are no HTTP, or that we failed on, after the answers before them."""
         if self._ignores_input:
@@ -439,18 +425,8 @@ class PredictProtocol(HttpConnection):
         self._clear_line()
         self._refuse(error)
 
-    def _clear_line(self) -> None:
-        """Forget the calls that wait for their turn."""
-        super()._clear_line()
-        self._end_line()
-
     def _hand_on(self) -> None:
-        if self.scheme is None:
-            self.server, self.client = (
-                get_local_addr(self.transport),
-                get_remote_addr(self.transport),
-            )
-            self.scheme = "https" if is_ssl(self.transport) else "http"
+        self._find_addresses()
         url, headers, expect = self.url, self.headers, self.expect_100_continue
         super().on_message_begin()
         self.url, self.expect_100_continue = url, expect
