@@ -6,7 +6,19 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.bench import entries, hosts, loops, overload, peers, service, soak, split, steps, trace
+from tests.bench import (
+    connections,
+    entries,
+    hosts,
+    loops,
+    overload,
+    peers,
+    service,
+    soak,
+    split,
+    steps,
+    trace,
+)
 from tests.bench.frame import FAILURES, Benchmark
 from tests.bench.server import INFERPOOL, Popen, require_free
 
@@ -21,6 +33,7 @@ _SHARED = {
 BENCHMARKS = {
     "peers": peers.peers,
     "sweep": peers.sweep,
+    "connections": connections.connections,
     "model": loops.model,
     "presets": loops.presets,
     "front": steps.front,

@@ -119,7 +119,7 @@ PEERS: Mapping[str, Peer] = {
     "fastapi+queue": Peer(arguments=[*_SKETCH, "--queue", "--fastapi"]),
 }  # fmt: skip
 _SETTABLE = {"num_workers": int, "num_model_workers": int, "wait_ms": float, "max_batch_size": int}
-_OPTIONS: Mapping[str, object] = {
+OPTIONS: Mapping[str, object] = {
     "rounds": 5,
     "warm": 2,
     "serve_args": "",
@@ -136,7 +136,7 @@ _OPTIONS: Mapping[str, object] = {
 }
 
 
-@benchmark("inferpool and its peers side by side", **_OPTIONS, secs=4, connections=(1, 16, 64))
+@benchmark("inferpool and its peers side by side", **OPTIONS, secs=4, connections=(1, 16, 64))
 def peers(bench: Benchmark) -> None:
     """Measure all servers at each number of connections."""
     bench.take_turns({
@@ -151,7 +151,7 @@ def peers(bench: Benchmark) -> None:
 
 @benchmark(
     "latency against the arrival rate, open loop, up to collapse",
-    **_OPTIONS,
+    **OPTIONS,
     secs=5,
     connections=(64,),
     rates=((), "requests per second for all; default: shares of the closed loop's"),

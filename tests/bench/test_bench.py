@@ -51,6 +51,9 @@ _WRK_COMMANDS = {
     ),
     "sweep --peers none --workloads echo-1k --rounds 1 --secs 1 --rates 20,40": "good_per_s",
     f"model --replicas 1 --plain plain+malloc {_ONE_CELL}": "cpu_s_per_1000",
+    f"connections --peers none --ours 2=--front-ends=2 --newcomers 24 --calls 2 {_ONE_CELL}": (
+        "requests_per_s"
+    ),
     f"hosts --batches 20 --workloads echo-1k {_ONE_CELL}": "front_cpu_us",
 }
 _SKETCH = [sys.executable, "-m", "tests.bench.servers.sketch_server", "{port}"]
