@@ -150,7 +150,9 @@ class PreprocessErrors:
             if refusal := refusal_of(item):
                 return refusal
             if item.kind == "json":
-                if found := number_out_of_range(item.payload, most_whole=_MOST_WHOLE):
+                if not isinstance(error, LookupError) and (  # which is about a name or a place
+                    found := number_out_of_range(item.payload, most_whole=_MOST_WHOLE)
+                ):
                     return ItemError("invalid_input", f"instance: {found} is out of range")
                 if isinstance(error, _OF_JSON) and not self._is_models_own(error, ref):
                     text = text_for(error, self._detail)

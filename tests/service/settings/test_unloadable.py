@@ -115,8 +115,8 @@ def test_settings_that_a_file_has_for_a_model_of_the_same_name_are_named(tmp_pat
     assert (status, said.splitlines()) == (
         2,
         [
-            "inferpool batch: mlp.pt2 is served as mlp, so these settings of that model hold for it "
-            "too: weights, options.hidden (inferpool.toml: models.mlp)",
+            "inferpool batch: mlp.pt2 is served as mlp, so these settings of that model hold for "
+            "it too: weights, options.hidden (inferpool.toml: models.mlp)",
             "inferpool: inferpool.toml: models.mlp.weights: mlp.pt2 takes no weights, but was "
             "given 'w.pth'",
         ],

@@ -712,6 +712,16 @@ def test_only_json_of_a_client_is_to_blame_for_what_preprocess_raises():
     assert outcome.message.startswith("the tensor: inf at [1]"), "a raw body names none"
 
 
+@pytest.mark.parametrize("value", [{"y": 1}, {"x": []}])
+def test_long_whole_number_that_is_not_what_preprocess_raised_about_is_not_blamed(
+    value: dict[str, object],
+):
+    body = json.dumps({"id": 10**20, **value}).encode()
+    outcome = ask_root(ReadingModel(), json_item(body))
+    assert isinstance(outcome, ItemError)
+    assert outcome.message.startswith("instance: preprocess raised ")
+
+
 @pytest.mark.parametrize("digits", [20, 400])
 def test_whole_number_that_no_tensor_can_hold_is_named_with_its_place(digits: int):
     class Counting(ReadingModel):
