@@ -7,7 +7,7 @@ from starlette.types import Receive, Scope, Send
 from inferpool.service.api.codecs.body import BodyTimer
 from inferpool.service.api.exchange import Exchange
 from inferpool.service.api.predict import Predict
-from inferpool.service.api.replies import Reply, send_reply
+from inferpool.service.api.replies import CLOSE_LINE, Reply, send_reply
 
 _CLIENT_GONE = 499
 _TO_NOBODY: Reply = _CLIENT_GONE, b"content-length: 0\r\n", b""
@@ -43,6 +43,8 @@ async def answer(predict: Predict, path: str, scope: Scope, receive: Receive, se
             listener = group.create_task(_listen(exchange, wire, receive), name="listen")
             reply = await wire
             listener.cancel()
+        if exchange.leaves_body:
+            reply = reply[0], reply[1] + CLOSE_LINE, reply[2]
         await send_reply(send, reply)
         status = reply[0]
     except OSError:  # ASGI 2.4: `send` raises it when the client has gone

@@ -123,8 +123,6 @@ class Call(msgspec.Struct):
     job: str = ""
     """The id of the job that it has become."""
     chosen: AnswerFormat = "json"
-    is_read: bool = False
-    """The whole body has arrived."""
     is_batch: bool = False
     num_instances: int = 0
     outcomes: list[asyncio.Future[Result] | ServiceError] = []

@@ -25,7 +25,7 @@ from inferpool.service.api.codecs.body import BodyContext, Decoded, Payload, add
 from inferpool.service.api.codecs.requests import decode
 from inferpool.service.api.errors import MethodNotAllowedError
 from inferpool.service.api.predict import Predict
-from inferpool.service.api.replies import Reply, preflight_reply, refusal_of, reply_to
+from inferpool.service.api.replies import Reply, is_long, preflight_reply, refusal_of, reply_to
 from inferpool.service.api.trace import new_ids
 from inferpool.service.errors import (
     BadRequestError,
@@ -80,6 +80,7 @@ class Exchange(msgspec.Struct, eq=False):
     """The whole call has arrived."""
     is_started: bool = False
     expects_continue: bool = False
+    """The client waits to be asked for its body."""
     disconnected: bool = False
     response_complete: bool = False
     num_bytes: int = 0
@@ -142,7 +143,18 @@ class Exchange(msgspec.Struct, eq=False):
         if self.is_complete:
             self._submit(self._chunks or (b"",))
         elif self.expects_continue:
+            self.expects_continue = False
             self.wire.send_continue()
+
+    @property
+    def leaves_body(self) -> bool:
+        """It has its answer, and the rest of its body is not to be read for the next call's sake.
+
+        A client that was not asked for its body may send another call in its place.
+        """
+        if self.is_complete:
+            return False
+        return not self.keep_alive or self.expects_continue or is_long(self.call.headers)
 
     def take(self, body: Buffer) -> None:
         """Submit a call with a known head, given its whole body."""
@@ -270,7 +282,6 @@ class Exchange(msgspec.Struct, eq=False):
     def _submit(self, chunks: Sequence[Buffer]) -> None:
         """Submit all instances of the body, and answer when each has its outcome."""
         call = self.call
-        call.is_read = True
         entry, form, ref = call.entry, call.form, call.ref
         assert entry is not None
         try:

@@ -26,7 +26,6 @@ from inferpool.service.errors import (
     InvalidInputError,
     OverloadedError,
     ServiceError,
-    SlowBodyError,
     UnavailableError,
 )
 from inferpool.service.queue.instance import InstanceTiming, Result
@@ -91,9 +90,6 @@ def refusal_of(call: Call, error: Exception) -> Reply:
         body = b""
     if isinstance(error, MethodNotAllowedError):
         lines += b"allow: POST\r\n"
-    is_slow = isinstance(error, SlowBodyError)
-    if not call.is_read and (is_slow or _is_long(call.headers)):
-        lines += CLOSE_LINE
     return status, lines + common_lines(call, None).encode(), body
 
 
@@ -191,8 +187,8 @@ def _longest(outcomes: Sequence[Outcome]) -> InstanceTiming | None:
     )
 
 
-def _is_long(headers: Mapping[bytes, bytes]) -> bool:
-    """Return whether the rest of a refused body is too long to wait for."""
+def is_long(headers: Mapping[bytes, bytes]) -> bool:
+    """Return whether a refused body is too long to read and drop it for the next call's sake."""
     if b"transfer-encoding" in headers:
         return True
     length = headers.get(b"content-length", b"0")

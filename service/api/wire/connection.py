@@ -3,32 +3,31 @@
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 from uvicorn.protocols.utils import get_local_addr, get_remote_addr, is_ssl
 from uvicorn.server import ServerState
 
 from inferpool.service.api.call import begin_call
 from inferpool.service.api.exchange import Exchange
 from inferpool.service.api.predict import Predict
-from inferpool.service.api.replies import CLOSE_LINE, Reply, refusal_of
+from inferpool.service.api.replies import CLOSE_LINE, Reply, is_long, refusal_of
 from inferpool.service.api.wire.budgets import ConnectionLimits
-from inferpool.service.api.wire.incoming import IncomingLimits, QueueAwareFlow
+from inferpool.service.api.wire.incoming import IncomingLimits, Lingering, QueueAwareFlow
 from inferpool.service.api.wire.writing import AnswerWriter
 from inferpool.service.errors import UnavailableError
 
 _COPIED_BODY_BYTES = 64 * 1024
 """Up to this size, head and body are written as one piece."""
 _CLOSE_AND_END = CLOSE_LINE + b"\r\n"
-_OK, _CLIENT_GONE = 200, 499
-_LINGER_S = 2.0
-"""How long a client that is still sending may take to read that it was refused.
-
-A socket that is closed while data arrives is reset, and what the client has not read is lost.
-"""
+_CLIENT_GONE = 499
 
 
 class _UnreadAnswer:
@@ -38,6 +37,17 @@ class _UnreadAnswer:
 
 
 UNREAD = _UnreadAnswer()
+
+
+class CycleTransport:
+    """The transport as uvicorn's cycle uses it, but for how it is closed."""
+
+    __slots__ = ("close", "is_closing", "write")
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self.write = transport.write
+        self.is_closing = transport.is_closing
+        self.close = close
 
 
 class HttpConnection(HttpToolsProtocol):
@@ -76,7 +86,7 @@ class HttpConnection(HttpToolsProtocol):
         self._incoming: IncomingLimits | None = None
         """Bounds heads that come in pieces and calls in line, once there are any."""
         self._idle_timer: asyncio.TimerHandle | None = None
-        self._linger_timer: asyncio.TimerHandle | None = None
+        self._lingering: Lingering | None = None
         self._is_held = False
         """The client does not read its answers: the next call waits."""
         self._ignores_input = False
@@ -114,9 +124,10 @@ class HttpConnection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """End: the client hung up, or the connection was closed."""
         super().connection_lost(exc)
-        for timer in (self._idle_timer, self._linger_timer):
-            if timer is not None:
-                timer.cancel()
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+        if self._lingering is not None:
+            self._lingering.stop()
         if self._active is not None:
             self._active.abandon()
             self._active = None
@@ -139,7 +150,9 @@ class HttpConnection(HttpToolsProtocol):
         if self.server_state.default_headers is not self._default_headers:
             self._take_default_headers()
         end = b"\r\n"
-        if self._default_head_closes or (status != _OK and CLOSE_LINE in lines):
+        if not exchange.is_complete and exchange.leaves_body:
+            exchange.keep_alive = False
+        if self._default_head_closes:
             exchange.keep_alive = False
         elif not exchange.keep_alive:
             end = _CLOSE_AND_END
@@ -170,7 +183,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """Do what uvicorn does after the calls that it answers."""
-        if self._linger_timer is not None:
+        if self._lingering is not None:
             return
         super().on_response_complete()
         if not self._is_held and not self.transport.is_closing():
@@ -239,15 +252,37 @@ class HttpConnection(HttpToolsProtocol):
 
     def _leave(self, *, is_more_to_come: bool) -> None:
         """Close the connection; a client that is still sending first gets time to read."""
-        if not is_more_to_come or not self.transport.can_write_eof():
+        if not is_more_to_come:
             self.close()
-        elif self._linger_timer is None and not self.transport.is_closing():
+        elif self._lingering is None and not self.transport.is_closing():
             self._ignores_input = True
             self._clear_line()
             self.flow.resume_reading()
-            with contextlib.suppress(OSError):  # asyncio raises it if the client has just hung up
-                self.transport.write_eof()
-            self._linger_timer = self.loop.call_later(_LINGER_S, self.close)
+            if self.transport.can_write_eof():  # not under TLS: there the client ends it
+                with contextlib.suppress(OSError):  # asyncio's, if the client has just hung up
+                    self.transport.write_eof()
+            self._lingering = Lingering(self.close)
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        """Start a call that the application answers; its connection ends like any other."""
+        cycle.transport = CycleTransport(
+            self.transport, lambda: self._leave(is_more_to_come=cycle.more_body)
+        )
+
+        async def answer(scope: Any, receive: Any, send: Any) -> None:
+            async def send_on(message: Any) -> None:
+                if cycle.more_body and not cycle.response_started and _leaves_body(cycle):
+                    cycle.keep_alive = False
+                await send(message)
+
+            await app(scope, receive, send_on)
+
+        super()._start_asgi_task(cycle, self._writer.in_pieces(answer))
+
+    def _drop(self, num_bytes: int) -> None:
+        """Count what comes, and nobody will look at."""
+        if self._lingering is not None:
+            self._lingering.take(num_bytes)
 
     def _clear_line(self) -> None:
         """Forget the calls that wait for their turn."""
@@ -303,3 +338,8 @@ class HttpConnection(HttpToolsProtocol):
             self.timeout_keep_alive_handler()
         else:
             self._idle_timer = self.loop.call_later(left_s, self._check_idle)
+
+
+def _leaves_body(cycle: RequestResponseCycle) -> bool:
+    """Return what `Exchange.leaves_body` says, for an incomplete call to the application."""
+    return cycle.waiting_for_100_continue or is_long(dict(cycle.scope["headers"]))

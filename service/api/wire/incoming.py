@@ -1,4 +1,4 @@
-"""Bounds what a connection may send besides bodies: heads, calls in line, chunks, trailers.
+"""Bounds what a connection may send besides bodies that are read: heads, calls in line, and more.
 
 Event loop.
 """
@@ -27,6 +27,12 @@ MAX_HEAD_BYTES = 64 * 1024
 """Bytes of request line and headers."""
 _CALL_BYTES = 4096
 """Memory of a call that waits for its turn, besides its bytes."""
+
+MAX_LINGER_BYTES = 64 * 2**20
+"""Bytes that are read and dropped behind the last answer of a connection."""
+MAX_LINGER_S = 10.0
+_LINGER_GAP_S = 2.0
+"""A client that has sent nothing for so long has had time to read its answer."""
 
 MAX_TRAILER_BYTES = 64 * 1024
 """Names and values of all trailers of a message; nothing here reads them."""
@@ -63,6 +69,43 @@ class QueueAwareFlow(FlowControl):
         """Read on, unless a call waits."""
         if not self._line:
             super().resume_reading()
+
+
+class Lingering:
+    """Bounds what a client sends behind its last answer: it is dropped so that it can read that.
+
+    A socket that is closed while data arrives is reset, and what the client has not read is lost.
+    The connection counts among all as an idle one, which is closed if its place is needed.
+    """
+
+    __slots__ = ("_close", "_last_num_bytes", "_loop", "_num_bytes", "_timer", "_until")
+
+    def __init__(self, close: Callable[[], None]) -> None:
+        """Begin; `close` ends the connection."""
+        self._close = close
+        self._num_bytes = self._last_num_bytes = 0
+        self._loop = asyncio.get_running_loop()
+        self._until = self._loop.time() + MAX_LINGER_S
+        self._timer = self._loop.call_later(_LINGER_GAP_S, self._look)
+
+    def take(self, num_bytes: int) -> None:
+        """Count what has come."""
+        self._num_bytes += num_bytes
+        if self._num_bytes > MAX_LINGER_BYTES:
+            self.stop()
+            self._close()
+
+    def stop(self) -> None:
+        """Stop: the connection is lost."""
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        """Close the connection if nothing has come since the last look, or time is over."""
+        if self._num_bytes == self._last_num_bytes or self._loop.time() >= self._until:
+            self._close()
+            return
+        self._last_num_bytes = self._num_bytes
+        self._timer = self._loop.call_later(_LINGER_GAP_S, self._look)
 
 
 class IncomingLimits:

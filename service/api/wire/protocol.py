@@ -94,6 +94,7 @@ class PredictProtocol(HttpConnection):
     def data_received(self, data: bytes) -> None:
         """Feed the parser, or take the body of a call with a known head."""
         if self._ignores_input:
+            self._drop(len(data))
             return
         cycle = self.cycle
         if (cycle is None or cycle.response_complete) and not (
@@ -446,4 +447,4 @@ class PredictProtocol(HttpConnection):
             if self._is_in_body and cycle is newest:
                 self._watch_body()
         else:
-            super()._start_asgi_task(cycle, self._writer.in_pieces(app))
+            super()._start_asgi_task(cycle, app)
