@@ -1,17 +1,16 @@
 """Forwards all calls but predictions to the main process, over a Unix socket. Runs in a front.
 
 `service.fronts.forwarded` is the other end. Only jobs and changes of models have bodies that
-anybody reads. They are forwarded as they come, if the key is right. Other bodies are not forwarded:
-a client that sends half of one holds up nobody.
+anybody reads. They are forwarded as they come, if the key is right and the main process asks for
+them. Other bodies are not forwarded: a client that sends half of one holds up nobody.
 """
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
-import httpx
 from starlette.types import Receive, Scope, Send
 
 from inferpool.service.api.auth import Guard
@@ -20,6 +19,7 @@ from inferpool.service.api.predict import is_job
 from inferpool.service.api.replies import refusal_of, send_reply
 from inferpool.service.errors import BadRequestError, ServiceError, UnavailableError
 from inferpool.service.fronts.forwarded import CLIENT, IDLE_S, SCHEME
+from inferpool.service.fronts.relay import Header, Relay, RelayBrokenError
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +30,8 @@ _CONNECTION_HEADERS = frozenset(
 _WITH_BODY = "/admin/models"
 """Calls to these paths may have a body."""
 _NOT_FORWARDED = _CONNECTION_HEADERS | {b"content-length", CLIENT, SCHEME}
+_MOST_UNUSED = 8
+"""Connections to the main process that are kept for the next calls."""
 
 
 class Forwarder:
@@ -38,39 +40,25 @@ class Forwarder:
     def __init__(self, path: str, guard: Guard) -> None:
         """Forward to the main process's Unix socket; the guard knows who may send a body."""
         self._guard = guard
-        limits = httpx.Limits(
-            max_connections=None, max_keepalive_connections=8, keepalive_expiry=IDLE_S
-        )
-        self._transport = httpx.AsyncHTTPTransport(uds=path, limits=limits, retries=1)
+        self._relay = Relay(path, most_unused=_MOST_UNUSED, unused_s=IDLE_S)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one ASGI call."""
         call = begin_call(scope["method"], scope["path"], scope["query_string"], scope["headers"])
+        body = _body(receive) if self._may_send_body(call) else None
         try:
-            body = _body(receive) if self._may_send_body(call) else None
-            answer = await self._transport.handle_async_request(_request(scope, body))
+            async with self._relay.connection() as main:
+                headers = _headers_of(scope)
+                start = await main.ask(scope["method"], _target_of(scope), headers, body)
+                await _pass_back(*start, main.pieces(), receive, send)
         except _HungUpError:
             return
-        except (httpx.LocalProtocolError, httpx.InvalidURL) as error:
-            await _refuse(call, send, BadRequestError(f"this cannot be passed on: {error}"))
-            return
-        except httpx.TransportError as error:
-            logger.warning("the main process does not answer: %r", error)
+        except BadRequestError as error:
+            await _refuse(call, send, error)
+        except RelayBrokenError as error:
+            logger.warning("the main process does not answer: %s", error)
             gone = UnavailableError("the main process does not answer", retry_after_s=1)
             await _refuse(call, send, gone)
-            return
-        task = asyncio.current_task()
-        assert task is not None
-        watch = asyncio.create_task(_cancel_when_gone(receive, task), name="forwarding hangup")
-        try:
-            try:
-                await _pass_back(answer, send)
-            finally:
-                watch.cancel()
-                await answer.aclose()
-        except asyncio.CancelledError:
-            if not watch.done() or watch.cancelled():
-                raise
 
     def _may_send_body(self, call: Call) -> bool:
         if call.method not in ("POST", "PUT"):
@@ -85,7 +73,7 @@ class Forwarder:
 
     async def close(self) -> None:
         """Close the connections to the main process."""
-        await self._transport.aclose()
+        self._relay.close()
 
 
 class _HungUpError(Exception):
@@ -102,34 +90,44 @@ async def _body(receive: Receive) -> AsyncGenerator[bytes, None]:
         is_more = message.get("more_body", False)
 
 
-def _request(scope: Scope, body: AsyncGenerator[bytes, None] | None) -> httpx.Request:
+def _target_of(scope: Scope) -> bytes:
+    path: bytes = scope["raw_path"]
+    query: bytes = scope["query_string"]
+    return path + b"?" + query if query else path
+
+
+def _headers_of(scope: Scope) -> list[Header]:
     headers = [each for each in scope["headers"] if each[0] not in _NOT_FORWARDED]
     if scope.get("client"):
         host, port = scope["client"]
         headers.append((CLIENT, f"{host} {port}".encode()))
     headers.append((SCHEME, scope["scheme"].encode()))
-    target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
-    return httpx.Request(
-        scope["method"],
-        "http://main/",
-        headers=headers,
-        content=body,
-        extensions={"target": target},
-    )
+    return headers
 
 
-async def _pass_back(answer: httpx.Response, send: Send) -> None:
-    headers = [each for each in answer.headers.raw if each[0].lower() not in _CONNECTION_HEADERS]
-    start: dict[str, Any] = {"type": "http.response.start", "status": answer.status_code}
-    await send({**start, "headers": headers})
-    assert isinstance(answer.stream, httpx.AsyncByteStream)
+async def _pass_back(
+    status: int, headers: list[Header], body: AsyncIterator[bytes], receive: Receive, send: Send
+) -> None:
+    """Pass an answer back; stop when the client is gone."""
+    headers = [each for each in headers if each[0] not in _CONNECTION_HEADERS]
+    # Before anything is received: that would ask the client for its body.
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    task = asyncio.current_task()
+    assert task is not None
+    watch = asyncio.create_task(_cancel_when_gone(receive, task), name="forwarding hangup")
     try:
-        async for chunk in answer.stream:
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
-    except httpx.TransportError as error:
-        logger.warning("the main process broke an answer off: %r", error)
-        return  # the server closes a connection whose answer is not complete
-    await send({"type": "http.response.body", "body": b""})
+        try:
+            async for piece in body:
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+        except RelayBrokenError as error:
+            # The server closes a connection whose answer is not complete.
+            logger.warning("the main process broke an answer off: %s", error)
+        finally:
+            watch.cancel()
+    except asyncio.CancelledError:
+        if not watch.done() or watch.cancelled():
+            raise
 
 
 async def _cancel_when_gone(receive: Receive, task: "asyncio.Task[Any]") -> None:
