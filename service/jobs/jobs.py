@@ -47,6 +47,7 @@ from inferpool.service.jobs.threads import in_thread
 from inferpool.service.jobs.watches import Watches
 from inferpool.service.jobs.webhooks import Webhooks
 from inferpool.service.queue.pool import Pool
+from inferpool.service.queue.shares import Shares
 from inferpool.service.telemetry.distribution import Distribution
 from inferpool.service.telemetry.metrics import Reading
 
@@ -64,6 +65,8 @@ _CLEAN_S = 30.0
 _COUNT_S = 1.0
 _DURATION_EDGES_S = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14400.0, 86400.0)
 _NUM_WRITERS = 4
+_NUM_USES = 4
+"""Calls of clients that use the store at once, but for those that bring new jobs."""
 _CHUNK = 256
 """Answers that are read in a thread at once."""
 
@@ -106,6 +109,7 @@ class Jobs:
         self._is_ending = False
         # Large bodies take long to write, and must not keep results from being committed.
         self._writers = ThreadPoolExecutor(_NUM_WRITERS, thread_name_prefix="new jobs")
+        self._uses = Shares(_NUM_USES, limits.share, "uses of the store of jobs")
         poll_s = _POLL_S if self._is_shared else _POLL_ALONE_S
         self._watches = Watches(self.job, poll_s=poll_s)
         self._served = set(pools)
@@ -240,7 +244,9 @@ class Jobs:
             UnknownJobError: There is none, or it is another owner's.
             UnavailableError: The store cannot be used.
         """
-        found = await in_thread((await self._keeper.store()).job, id, owner)
+        store = await self._keeper.store()
+        async with self._uses.turn(owner):
+            found = await in_thread(store.job, id, owner)
         if found is None:
             raise UnknownJobError(f"there is no job {id[:64]!r}; it may have expired")
         return found
@@ -258,16 +264,18 @@ class Jobs:
     ) -> Sequence[Job]:
         """Return jobs, the newest first; `before` is the id of the last one of the page before."""
         store = await self._keeper.store()
-        return await in_thread(
-            lambda: store.jobs(owner=owner, states=states, limit=limit, before=before)
-        )
+        async with self._uses.turn(owner):
+            return await in_thread(
+                lambda: store.jobs(owner=owner, states=states, limit=limit, before=before)
+            )
 
     async def cancel(self, id: str, owner: str) -> Job:
         """End a job, and return it as it is then; see `job`."""
         if (job := await self.job(id, owner)).is_over:
             return job
-        now = time.time()
-        ended = await in_thread((await self._keeper.store()).cancel, id, now, owner)
+        now, store = time.time(), await self._keeper.store()
+        async with self._uses.turn(owner):
+            ended = await in_thread(store.cancel, id, now, owner)
         if ended is None:
             raise UnknownJobError(f"there is no job {id[:64]!r}; it may have expired")
         if ended.ended_at == now:  # else it was over before
@@ -277,7 +285,9 @@ class Jobs:
     async def delete(self, id: str, owner: str) -> None:
         """Remove a job and its results; see `job`."""
         job = await self.job(id, owner)
-        await in_thread((await self._keeper.store()).delete, id, owner)
+        store = await self._keeper.store()
+        async with self._uses.turn(owner):
+            await in_thread(store.delete, id, owner)
         if self._runner is not None:
             self._runner.drop(job)
         self._watches.forget(id, owner)
@@ -288,7 +298,11 @@ class Jobs:
         """Yield index, answer and version of what has an answer, in order and in chunks."""
         await self.job(id, owner)
         found = (await self._keeper.store()).answers(id, first, count, owner)
-        while chunk := await in_thread(lambda: list(islice(found, _CHUNK))):
+        while True:
+            async with self._uses.turn(owner):
+                chunk = await in_thread(lambda: list(islice(found, _CHUNK)))
+            if not chunk:
+                return
             yield chunk
 
     def read_gauges(self) -> Iterator[Reading]:

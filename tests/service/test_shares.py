@@ -20,8 +20,11 @@ from inferpool.service.jobs.http import making
 from inferpool.service.jobs.http.reading import JobBody, read_body
 from inferpool.service.jobs.http.routes import MAX_STREAMS as MAX_JOB_STREAMS
 from inferpool.service.jobs.http.uploads import MAX_UPLOADS
+from inferpool.service.jobs.records import Job
+from inferpool.service.jobs.store.store import JobStore
 from inferpool.service.queue.pool import Pool
 from inferpool.service.queue.shares import Shares, owner_of_address
+from inferpool.service.settings.keys import digest_of
 from inferpool.workers.arena import Arena
 from tests.fakes import FakeEngine
 from tests.service.jobs.http.test_routes import ANN, BEN, JSONL, idle, serving
@@ -152,6 +155,27 @@ async def readers_of_bodies(bench: Bench) -> None:
     assert {each.status_code for each in await asyncio.gather(*hers)} == {202}
 
 
+async def threads_of_the_store(bench: Bench) -> None:
+    go_on, read = threading.Event(), JobStore.job
+    bench.ends.callback(go_on.set)
+    for key in (ANN, BEN):
+        await bench.make(key, "cats")
+
+    def read_slowly(store: JobStore, id: str, owner: str = "") -> Job | None:
+        if owner == digest_of(ANN.encode()).hex():
+            go_on.wait(MOST_S)
+        return read(store, id, owner)
+
+    bench.patch.setattr(JobStore, "job", read_slowly)
+    waiting = [asyncio.create_task(bench.is_over(ANN, "cats")) for _ in range(40)]
+    async with asyncio.timeout(MOST_S):
+        for _ in range(8):
+            await bench.is_over(BEN, "cats")
+    assert not any(each.done() for each in waiting)
+    go_on.set()
+    await asyncio.gather(*waiting)
+
+
 async def turns_of_jobs(bench: Bench) -> None:
     for number in range(20):
         await bench.make(ANN, f"{number}", 100, **{"x-priority": "1"})
@@ -211,6 +235,7 @@ SHARED: Mapping[str, Shared] = {
     "streams of events of jobs": Shared("jobs/http/routes.py", "key or address", streams_of_jobs),
     "readers of bodies": Shared("jobs/http/making.py", "key or address", readers_of_bodies),
     "writers of bodies": Shared("jobs/jobs.py", "as their readers", readers_of_bodies),
+    "threads that use the store": Shared("jobs/threads.py", "key", threads_of_the_store),
     "turns of jobs": Shared("jobs/runner.py", "key", turns_of_jobs),
     "queues of models for jobs": Shared("queue/scheduling/background.py", "key", turns_of_jobs),
     "ids of jobs": Shared("jobs/store/tables.py", "key", ids_of_jobs),
@@ -228,17 +253,25 @@ SHARED: Mapping[str, Shared] = {
 }
 """All pools, places, queues and name spaces of the main process that clients share."""
 NOT_SHARED: Mapping[str, str] = {
-    "batch/run.py": "of one user's own command",
+    "api/routes/page.py": "for each file of the page",
+    "batch": "of one user's own command",
+    "catalog": "of operators",
     "client": "of one user's own process",
+    "fronts/front.py": "of no client",
     "queue/replacer.py": "of operators",
     "settings/state.py": "of operators",
     "speed.py": "of no client",
+    "telemetry/logs.py": "of no client",
     "tools": "of one user's own command",
+    "watched": "of operators",
     "jobs/keeper.py": "of no client",
     "jobs/watches.py": "for each job",
 }
 """Pools and locks of others."""
-_POOL = re.compile(r"\b(?:ThreadPoolExecutor|Semaphore|BoundedSemaphore|Shares|asyncio\.Lock)\(")
+_POOL = re.compile(
+    r"\b(?:ThreadPoolExecutor|run_in_executor|to_thread|Semaphore|BoundedSemaphore|Shares|"
+    r"asyncio\.Lock|Condition|\w*Queue)\("
+)
 
 
 @pytest.mark.parametrize(
