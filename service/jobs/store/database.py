@@ -147,7 +147,7 @@ class Database:
                 unknown whether anything was changed.
         """
         with self._turn():
-            self._check_file()
+            self.check_file()
             if self._is_locked:
                 raise UnavailableError(LOCKED, retry_after_s=5)
             with told(), self._engine.begin() as connection:
@@ -179,7 +179,7 @@ class Database:
                 connection.execute(text("SELECT 1"))
             return
         assert self._held is not None
-        self._check_file()
+        self.check_file()
         if not self._held.is_there:
             raise StoreGoneError(GONE, retry_after_s=5)
         if self._writing.acquire(blocking=False):
@@ -195,7 +195,12 @@ class Database:
         elif self._is_locked:
             raise UnavailableError(LOCKED, retry_after_s=5)
 
-    def _check_file(self) -> None:
+    def check_file(self) -> None:
+        """Check that SQLite's file is where it was: what is beside it is lost only if it is.
+
+        Raises:
+            StoreGoneError: It is not.
+        """
         if self.file is not None and not self.file.is_there:
             raise StoreGoneError(GONE, retry_after_s=5)
 

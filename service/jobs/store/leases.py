@@ -245,6 +245,8 @@ class PartLeases:
         if payload is None:
             with told():
                 payload = self._files.read(folder, payload_name(part.number))
+            if payload is None:
+                self._database.check_file()
         try:
             return decode_instances(payload or b"")
         except msgspec.MsgspecError:

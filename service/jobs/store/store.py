@@ -298,6 +298,8 @@ class JobStore:
         if outcome is None:
             with told():
                 outcome = self._files.read(folder, result_name(part.number, part.result_token))
+            if outcome is None:
+                self._database.check_file()
         try:
             return decode_answers(outcome or b"")
         except msgspec.MsgspecError:

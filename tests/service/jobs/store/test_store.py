@@ -13,8 +13,10 @@ from inferpool.service.errors import (
     OverQuotaError,
     OverShareError,
     StartError,
+    UnavailableError,
 )
 from inferpool.service.jobs.records import JobAnswer, JobProblem, PartResult, WaitingWebhook
+from inferpool.service.jobs.store.files import PartFiles
 from inferpool.service.jobs.store.store import JobStore
 from tests.service.jobs.conftest import LIMITS
 from tests.service.jobs.stores import NOW, add, compute, finish, instance, new_job, take, values
@@ -295,3 +297,30 @@ def test_answers_go_on_with_their_own_job_whoever_takes_its_id(store: JobStore) 
     add(store, num)
     finish(store)
     assert len(list(reading)) < num - 1
+
+
+def test_files_of_a_store_that_is_gone_are_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, elsewhere = tmp_path / "jobs", tmp_path / "elsewhere"
+    store = JobStore.open(str(place), LIMITS)
+    add(store, 1, num_bytes=200_000)
+    add(store, 1, num_bytes=200_000, id="b")
+    (part,) = take(store, 1)
+    assert store.leases.commit_part(part, compute(part, num_bytes=200_000), NOW) is not None
+    read = PartFiles.read
+
+    def read_later(files: PartFiles, job: str, name: str) -> bytes | None:
+        place.rename(elsewhere)
+        return read(files, job, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PartFiles, "read", read_later)
+        with pytest.raises(UnavailableError, match="is gone"):
+            list(store.answers("a"))
+        elsewhere.rename(place)
+        with pytest.raises(UnavailableError, match="is gone"):
+            take(store, 1)
+    elsewhere.rename(place)
+    assert values(store, "a") == [0]
+    store.close()
