@@ -34,7 +34,9 @@ _MAX_NICE = 19
 def main(message: dict[str, object]) -> None:
     """Follow the order, report the progress, and exit; exit at once when the front end is gone."""
     signal.signal(signal.SIGTERM, _leave)
-    give_children_defaults(own=[_leave])
+    # `systemctl kill` sends it, which is the front end's alone, to all processes.
+    signal.signal(signal.SIGUSR2, _go_on)
+    give_children_defaults(own=[_leave, _go_on])
     # So that models and native libraries cannot print into the news.
     news = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
@@ -101,6 +103,10 @@ def _search(order: SearchOrder, say: _SendNews) -> None:
         say(found=search(model, options, order.key, lambda stage: say(stage=stage)))
     except (ModelError, SearchError) as error:
         say(refused=str(error))
+
+
+def _go_on(signum: int, _: FrameType | None) -> None:
+    """Ignore a signal."""
 
 
 def _leave(signum: int, frame: FrameType | None) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -93,6 +94,12 @@ asyncio.run(search(slow_to_load(Path(".")), "key", print))
 """
 
 
+def caught(pid: int) -> set[int]:
+    """Return the signals that a process handles, as the kernel says."""
+    (mask,) = re.findall(r"^SigCgt:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.M)
+    return {number for number in range(1, 65) if int(mask, 16) >> number - 1 & 1}
+
+
 @pytest.mark.slow
 def test_search_ends_with_a_killed_front_end(tmp_path):
     command = [sys.executable, "-u", "-c", _FRONT_END]
@@ -101,6 +108,7 @@ def test_search_ends_with_a_killed_front_end(tmp_path):
         assert b"loading" in front_end.stdout.readline()
         family = psutil.Process(front_end.pid).children(recursive=True)
         assert family
+        assert signal.SIGUSR2 in caught(family[0].pid), "which is for the front end"
         front_end.send_signal(signal.SIGKILL)
     assert not left_over(family, 60)
 
