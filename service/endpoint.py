@@ -17,6 +17,7 @@ from inferpool.service.api.cors import Cors
 from inferpool.service.api.predict import Predict
 from inferpool.service.api.wire.budgets import EdgeLimits, UnfinishedRequests
 from inferpool.service.api.wire.handshakes import TlsHandshake
+from inferpool.service.api.wire.held import HeldBytes
 from inferpool.service.api.wire.listening import BACKLOG
 from inferpool.service.api.wire.protocol import PredictProtocol
 from inferpool.service.errors import StartError
@@ -119,8 +120,9 @@ def make_predict(
     tracer: Tracing | None,
     metrics: Callable[[str], ModelMetrics],
     edge: EdgeLimits | None = None,
+    unfinished: HeldBytes | None = None,
 ) -> Predict:
-    """Make the endpoint."""
+    """Make the endpoint; `unfinished` counts requests if several processes do so together."""
     max_unfinished_bytes = (edge or EdgeLimits()).max_unfinished_bytes
     return Predict(
         models,
@@ -135,8 +137,9 @@ def make_predict(
             default_timeout_s=settings.default_timeout_s,
             max_timeout_s=settings.max_timeout_s,
         ),
-        # A front's share may be less than a single body.
-        unfinished=UnfinishedRequests(max(max_unfinished_bytes, settings.max_body_bytes)),
+        unfinished=UnfinishedRequests(
+            max(max_unfinished_bytes, settings.max_body_bytes), share=guard.share, held=unfinished
+        ),
         guard=guard,
         cors=make_cors(settings),
         tracing=tracer,

@@ -4,6 +4,7 @@ import asyncio
 
 from starlette.types import Receive, Scope, Send
 
+from inferpool.service.api.call import Call
 from inferpool.service.api.codecs.body import BodyTimer
 from inferpool.service.api.exchange import Exchange
 from inferpool.service.api.predict import Predict
@@ -17,6 +18,16 @@ class _AsgiWire(asyncio.Future[Reply]):
     """The wire of an exchange under ASGI: a future of its answer, or of one to nobody."""
 
     is_by_exchange = False
+
+    def __init__(self, predict: Predict, client: str | None) -> None:
+        """Expect the answer of a call from a client's address."""
+        super().__init__()
+        self._predict = predict
+        self._client = client
+
+    def owner_of(self, call: Call) -> str:
+        """See `Wire`."""
+        return self._predict.owner_of(call.headers, self._client)
 
     def send_continue(self) -> None:
         """Do nothing: the server sends this when it is asked for the body."""
@@ -32,7 +43,7 @@ class _AsgiWire(asyncio.Future[Reply]):
 
 async def answer(predict: Predict, path: str, scope: Scope, receive: Receive, send: Send) -> None:
     """Answer one ASGI call to `/predict`; its path is relative to the server's mount."""
-    wire = _AsgiWire()
+    wire = _AsgiWire(predict, (scope.get("client") or (None,))[0])
     method, query = scope["method"], scope["query_string"]
     headers = [(name, value.strip(b" \t")) for name, value in scope["headers"]]  # RFC 9112, 5.1
     exchange = Exchange.open(wire, predict, method, path, query, headers)

@@ -51,6 +51,9 @@ class Wire(Protocol):
     def send_continue(self) -> None:
         """Tell the client to send its body."""
 
+    def owner_of(self, call: Call) -> str:
+        """Return whose share of memory a call takes."""
+
     def send_answer(self, exchange: "Exchange", reply: Reply) -> int | None:
         """Send the answer, and return its status: 499 if the client has gone.
 
@@ -192,6 +195,10 @@ class Exchange(msgspec.Struct, eq=False):
                 self.fail(error)
             else:
                 self._is_counted = True
+
+    def owner(self) -> str:
+        """Return whose share its unfinished body takes."""
+        return self.wire.owner_of(self.call)
 
     def fail(self, error: ServiceError) -> None:
         """Refuse the call in its turn: its body cannot be read."""

@@ -13,6 +13,7 @@ from inferpool.service.api.cors import Cors
 from inferpool.service.api.preferences import is_async
 from inferpool.service.api.wire.budgets import EdgeLimits, Refusals, UnfinishedRequests
 from inferpool.service.errors import UnknownModelError
+from inferpool.service.queue.shares import owner_of_address
 
 PREFIX = "/predict"
 JOBS = "/jobs"
@@ -56,6 +57,17 @@ class Predict:
     def names(self) -> list[str]:
         """The models that are served."""
         return [path for path in self.models if "/" not in path]
+
+    def owner_of(self, headers: Mapping[bytes, bytes], client: str | None) -> str:
+        """Return whose share of memory a call takes: its key's if that is known, or its address's.
+
+        Args:
+            headers: Those of the call.
+            client: The address that it comes from.
+        """
+        if self.guard is not None and self.guard.allows("predict", headers):
+            return self.guard.owner_of("predict", headers, client)
+        return owner_of_address(client)
 
     def find(self, call: Call) -> ModelEntry | None:
         """Return the version that a call is for now; None if there is none."""

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from mmap import mmap
 from multiprocessing.connection import Connection
 
+from inferpool.service.api.wire.held import held_bytes
 from inferpool.service.api.wire.protocol import PredictProtocol
 from inferpool.service.api.wire.server import DrainingServer
 from inferpool.service.endpoint import make_guard, make_predict, make_tracer, server_config
@@ -102,6 +103,7 @@ class Front:
         self._send_logs_to_main(config.log_level)
         self._tracer = make_tracer(settings, self._metrics.__getitem__)
         guard = make_guard(settings)
+        unfinished, unread = held_bytes(config.counted, config.number)
         predict = make_predict(
             self._front_side.models,
             settings,
@@ -109,9 +111,10 @@ class Front:
             None if self._tracer is None else self._tracer.recorder,
             self._metrics.__getitem__,
             config.limits,
+            unfinished,
         )
         self._forwarder = Forwarder(config.forwarding_path, guard)
-        http = PredictProtocol.bound_to(predict, config.limits)
+        http = PredictProtocol.bound_to(predict, config.limits, unread)
         self._edge = http.connection_limits
         tls = None
         if settings.tls_certificate is not None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 
 from inferpool.service.api.routes.health import FrontHealth
 from inferpool.service.api.wire.budgets import EdgeLimits
+from inferpool.service.api.wire.held import clear, num_bytes_for
 from inferpool.service.fronts.balancer import ConnectionBalancer
 from inferpool.service.fronts.front_process import FrontProcess
 from inferpool.service.fronts.main_side import ArenaPart, LocalModels
@@ -29,6 +30,7 @@ from inferpool.workers.host.observed import OomKills
 from inferpool.workers.host.restart_policy import RestartPolicy
 from inferpool.workers.host.slots import Slot
 from inferpool.workers.host.supervisor import Supervisor
+from inferpool.workers.memory import SharedMemory
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +74,7 @@ class Fronts:
         self._family = listener.family
         self.forwarding_path = forwarding_path
         self._memory = arena.memory.writable
+        self._counted = SharedMemory(num_bytes_for(num), name="counts of fronts", writable=False)
         self._models = models
         self._metrics = metrics
         self._on_lost = on_lost
@@ -144,6 +147,7 @@ class Fronts:
             await asyncio.wait([self._watching])
         for part in self._parts:
             part.close()
+        self._counted.close()
 
     def health(self) -> list[FrontHealth]:
         """Return the state of each front."""
@@ -178,6 +182,7 @@ class Fronts:
 
     def on_down(self, slot: Slot[ArenaPart, FrontProcess]) -> None:
         """See `Watcher`."""
+        clear(self._counted.map, slot.id.slot)  # what it kept for its clients is gone
         if slot.state == "failed":
             logger.error("%s is given up: %s", slot.id.worker, slot.reason)
         if all(each.state == "failed" for each in self._supervisor.slots):
@@ -205,6 +210,8 @@ class Fronts:
             forwarding_path=self.forwarding_path,
             family=self._family,
             log_level=logging.getLogger().level,
+            number=id.slot,
+            counted=self._counted.writable,
         )
         # The new process inherits this: it ignores these signals from the start, and we end it.
         signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)

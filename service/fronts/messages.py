@@ -5,6 +5,7 @@ of its event loop.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -37,6 +38,11 @@ class FrontConfig:
     family: int
     """The address family of the connections."""
     log_level: int
+    number: int = 0
+    """The front's number among all."""
+    counted: Any = None
+    """The memory in which all fronts count the bytes that they keep for clients: `WritableMemory`,
+    and an `mmap` in the front's process."""
 
 
 class Submission(msgspec.Struct, frozen=True, array_like=True, gc=False):

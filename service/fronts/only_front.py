@@ -8,6 +8,8 @@ from inferpool.service.api.routes.health import FrontHealth
 from inferpool.service.api.wire.budgets import EdgeUse
 from inferpool.service.telemetry.metrics import Reading
 
+_LIMITS = ("max_unfinished_bytes", "max_unread_bytes")
+
 
 class OnlyFront:
     """The main process as the only front: it takes connections itself, and has nothing to start."""
@@ -61,4 +63,6 @@ def read_fronts(fronts: Sequence[FrontHealth], uses: Sequence[EdgeUse]) -> Itera
         yield Reading(name="front_restarts", value=front.restarts, labels=labels)
     yield Reading(name="connections", value=sum(front.num_connections for front in fronts))
     for name in EdgeUse.__struct_fields__:
-        yield Reading(name=name, value=sum(getattr(use, name) for use in uses))
+        values = [getattr(use, name) for use in uses]
+        # All fronts keep to one limit together.
+        yield Reading(name=name, value=max(values, default=0) if name in _LIMITS else sum(values))

@@ -133,13 +133,14 @@ class Settings(SettingsTable):
     max_json_bytes: Bytes = 4 * _MIB
     """The largest JSON body. Parsing holds up all other requests."""
     max_unfinished_bytes: Bytes = 128 * _MIB
-    """Memory for requests on their way, over all connections: unfinished bodies and heads, and
+    """Memory for requests on their way, over all front ends: unfinished bodies and heads, and
     calls that wait behind others of their connection. If it is full, the slowest that began more
-    than a second ago are refused with 429, or else the new one. One body of `max_body_bytes` always
-    has room. Complete bodies are in the arena instead."""
+    than a second ago are refused with 429, those of the key or address that has the most, or else
+    the new one. One body of `max_body_bytes` always has room. Complete bodies are in the arena
+    instead."""
     max_unread_bytes: Bytes = 256 * _MIB
-    """Memory for answers that clients have not read, over all connections. If it is full, the
-    slowest readers are cut off."""
+    """Memory for answers that clients have not read, over all front ends. If it is full, the
+    slowest readers of the key or address that has the most are cut off."""
     arena_bytes: Bytes = Field(
         default_factory=lambda data: auto_arena_bytes(data["max_body_bytes"])
     )

@@ -127,6 +127,65 @@ def test_what_all_clients_make_the_service_keep_is_bounded(front_ends: str) -> N
         until(lambda: not service.metric("unread_bytes"))
 
 
+def test_a_client_that_reads_nothing_costs_others_no_answer_behind_two_front_ends() -> None:
+    most = 64 * MIB
+    env = {"INFERPOOL_MAX_UNREAD_BYTES": str(most), "INFERPOOL_WRITE_TIMEOUT_S": "600"}
+    npy = io.BytesIO()
+    numpy.save(npy, numpy.zeros((1, 4 * MIB), dtype=numpy.uint8))
+    length = b"content-length: %d\r\n\r\n" % len(npy.getvalue())
+    accept = b"accept: application/octet-stream\r\ncontent-type: application/x-npy\r\n"
+    whole = HEAD + accept + length + npy.getvalue()
+    highest = 0.0
+    with running("echo", "--replicas", "1", "--front-ends", "2", env=env) as service:
+
+        def unread() -> float:
+            nonlocal highest
+            num_bytes = service.metric("unread_bytes")
+            highest = max(highest, num_bytes)
+            return num_bytes
+
+        assert service.metric("max_unread_bytes") == most
+        with connections(service, 40, whole, rcvbuf_bytes=4096):
+            until(lambda: service.metric("readers_cut_total") >= 20)
+            until(lambda: unread() <= 0.75 * most)
+            # For both front ends, from another address, and read late.
+            with contextlib.ExitStack() as stack:
+                others = [stack.enter_context(slow_reader(service, whole)) for _ in range(4)]
+                until(lambda: unread() and all(has_answer(each) for each in others))
+                with connections(service, 20, whole, rcvbuf_bytes=4096):
+                    until(lambda: service.metric("readers_cut_total") >= 40)
+                    unread()
+                    for each in others:
+                        assert len(read_answer(each)) == 4 * MIB
+                    assert unread() > most // 4
+        until(lambda: not unread())
+        assert highest <= most
+
+
+def slow_reader(service: Running, data: bytes) -> socket.socket:
+    """Ask from another address, and read nothing yet."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.settimeout(60)
+    client.bind(("127.0.0.2", 0))
+    client.connect(service.address)
+    client.sendall(data)
+    return client
+
+
+def has_answer(client: socket.socket) -> bool:
+    return client.recv(12, socket.MSG_PEEK) == b"HTTP/1.1 200"
+
+
+def read_answer(client: socket.socket) -> bytes:
+    """Return the body of the answer, or as much of it as comes."""
+    with client.makefile("rb") as file:
+        assert file.readline().startswith(b"HTTP/1.1 200")
+        head = b"".join(iter(file.readline, b"\r\n")).lower()
+        length = head.partition(b"content-length: ")[2].partition(b"\r\n")[0]
+        return file.read(int(length))
+
+
 def test_more_connections_than_descriptors_neither_spin_nor_stop_the_service():
     env = {"INFERPOOL_HEAD_TIMEOUT_S": str(HEAD_TIMEOUT_S)}
     with running("echo", "--replicas", "1", env=env, command=LIMITED) as service:

@@ -1,17 +1,19 @@
-"""Bounds the connections of a process: their number, and the memory they hold. Event loop.
+"""Bounds connections: their number in a process, the memory they hold in all. Event loop.
 
 Limits of each connection do not bound a thousand of them: a client that sends half of a large body,
 or reads nothing of a large answer, makes this process keep it.
 """
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
-from inferpool.service.errors import OverloadedError, ServiceError
+from inferpool.service.api.wire.held import HeldBytes, place_of
+from inferpool.service.errors import OverloadedError, OverShareError, ServiceError
 
 _RETRY_AFTER_S = 1
 _MIN_AGE_S = 1.0
@@ -19,6 +21,8 @@ _MIN_AGE_S = 1.0
 _SHARE_LEFT = 7 / 8
 """Share of the limit to go down to, since looking through ten thousand clients takes
 milliseconds."""
+_LOOK_EVERY_S = 0.1
+"""How soon clients of one front are dropped if those of another one need the room."""
 _MOST_REFUSALS = 16
 """Refusals in one turn; they take a millisecond or two."""
 
@@ -51,7 +55,14 @@ def _loop_time() -> float:
     return asyncio.get_running_loop().time()
 
 
-class Sender(Protocol):
+class Client(Protocol):
+    """Has a client make this process keep memory."""
+
+    def owner(self) -> str:
+        """Return whose share of all memory that takes: a key's, or an address's."""
+
+
+class Sender(Client, Protocol):
     """Holds an unfinished request of a client."""
 
     def give_way(self, error: ServiceError) -> None:
@@ -61,40 +72,139 @@ class Sender(Protocol):
 class _Usage:
     """Memory that one client makes this process keep."""
 
-    __slots__ = ("num_at_first", "num_bytes", "since")
+    __slots__ = ("num_at_first", "num_bytes", "owner", "since")
 
-    def __init__(self, since: float, num_at_first: int = 0) -> None:
+    def __init__(self, since: float, owner: int, num_at_first: int = 0) -> None:
         self.since = since
+        self.owner = owner
         self.num_at_first = num_at_first
         """Bytes that it still had to read."""
         self.num_bytes = 0
 
 
-class _Budget(Generic[C]):
-    """The memory that clients make this process keep, and may keep together."""
+class _Budget(ABC, Generic[C]):
+    """The memory that clients make all fronts keep, and may keep together.
 
-    def __init__(self, max_bytes: int, clock: Callable[[], float] = _loop_time) -> None:
+    An owner with several clients may have a `share` of what the other owners leave. What is over
+    that, or over all, is taken from the owner that has the most, from its slowest clients first.
+    """
+
+    def __init__(
+        self,
+        max_bytes: int,
+        clock: Callable[[], float] = _loop_time,
+        *,
+        share: float = 1.0,
+        held: HeldBytes | None = None,
+    ) -> None:
         self.max_bytes = max_bytes
         self.num_bytes = 0
+        """Bytes that the clients of this process have."""
+        self.share = share
+        self.held = held or HeldBytes()
         self._clock = clock
         self._clients: dict[C, _Usage] = {}
+        self._timer: asyncio.TimerHandle | None = None
 
     def give_back(self, client: C) -> None:
         """Stop counting a client: it makes us keep nothing more, or is gone."""
         usage = self._clients.pop(client, None)
         if usage is not None:
-            self.num_bytes -= usage.num_bytes
+            self._add(usage, -usage.num_bytes)
 
-    def _slowest_first(self, num_moved: Callable[[C, _Usage], int], now: float) -> list[C]:
-        """Sort clients by how fast they send or read; those under a second old come last."""
+    @abstractmethod
+    def _num_moved(self, client: C, usage: _Usage) -> int:
+        """Return how many bytes a client has sent or read."""
+
+    @abstractmethod
+    def _drop(self, client: C) -> None:
+        """End a client, which is no longer counted."""
+
+    @abstractmethod
+    def _may_drop(self, client: C, usage: _Usage, now: float) -> bool:
+        """Return whether a client may be dropped for others."""
+
+    def _add(self, usage: _Usage, num_bytes: int) -> None:
+        usage.num_bytes += num_bytes
+        self.num_bytes += num_bytes
+        self.held.add(usage.owner, num_bytes)
+        if self.held.is_shared and self._timer is None and self._clients:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(_LOOK_EVERY_S, self._make_room_for_fronts)
+
+    def _is_over(self, owner: int, alone_bytes: int, num_more: int = 0, part: float = 1) -> bool:
+        """Return whether `num_more` bytes would be too much, for all or for their owner.
+
+        An owner may have all that is left for its only client, which has `alone_bytes`; and one
+        that has less than another one has no excess before that.
+        """
+        own, total = self.held.of(owner) + num_more, self.held.total + num_more
+        most = part * self.max_bytes
+        if total > most:
+            return True
+        if own - num_more <= alone_bytes or own <= self.share * (most - (total - own)):
+            return False
+        return self.held.of(self.held.greatest()) <= own
+
+    def _make_room(self, newcomer: C, usage: _Usage, num_more: int) -> None:
+        """Drop clients until there is room for some time, or none is left to be dropped.
+
+        Nobody's clients are dropped for those of an owner that has more.
+        """
+        lines = self._slowest_first()
+        owner = usage.owner
+        while self._is_over(owner, usage.num_bytes, num_more, _SHARE_LEFT):
+            own = self.held.of(owner) + num_more
+            greater = [each for each in lines if each == owner or self.held.of(each) > own]
+            if not greater:
+                return
+            greatest = max(greater, key=self.held.of)
+            is_enough = not self._is_over(owner, usage.num_bytes, num_more)
+            if is_enough and greatest == owner != self.held.greatest():
+                return  # others in another front have more, and make room soon
+            slowest = lines[greatest].popleft()
+            if not lines[greatest]:
+                del lines[greatest]
+            if slowest is newcomer and (num_more or len(self._clients) == 1):
+                return
+            self.give_back(slowest)
+            self._drop(slowest)
+
+    def _make_room_for_fronts(self) -> None:
+        """Drop clients here if the owner that has the most leaves too little for other fronts."""
+        self._timer = None
+        most = _SHARE_LEFT * self.max_bytes
+        greatest = self.held.greatest() if self.held.total > most else None
+        line = self._slowest_first().get(greatest) if greatest is not None else None
+        while line and self.held.total > most:
+            slowest = line.popleft()
+            if self._clients[slowest].num_bytes == self.held.total:
+                break  # an only one may have more
+            self.give_back(slowest)
+            self._drop(slowest)
+        if self._clients:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(_LOOK_EVERY_S, self._make_room_for_fronts)
+
+    def _slowest_first(self) -> dict[int, deque[C]]:
+        """Sort the clients of each owner by how fast they send or read, those under a second last.
+
+        Clients that may not be dropped are left out.
+        """
+        now = self._clock()
 
         def rank(client: C) -> tuple[bool, float, float]:
             usage = self._clients[client]
             age_s = now - usage.since
-            pace = num_moved(client, usage) / max(age_s, _MIN_AGE_S)
+            pace = self._num_moved(client, usage) / max(age_s, _MIN_AGE_S)
             return age_s < _MIN_AGE_S, pace, usage.since
 
-        return sorted(self._clients, key=rank)
+        lines: dict[int, deque[C]] = {}
+        for client in sorted(self._clients, key=rank):
+            usage = self._clients[client]
+            if self._may_drop(client, usage, now):
+                lines.setdefault(usage.owner, deque()).append(client)
+        return lines
 
 
 class UnfinishedRequests(_Budget[Sender]):
@@ -113,33 +223,42 @@ class UnfinishedRequests(_Budget[Sender]):
         Raises:
             OverloadedError: There is no room, and no slower sender. The sender counts as
                 before.
+            OverShareError: There is room, but not for its owner.
         """
-        held = self._clients.get(sender)
-        num_more = num_bytes - (held.num_bytes if held is not None else 0)
-        if num_more > 0 and self.num_bytes + num_more > self.max_bytes:
-            self._make_room(sender, num_more)
-        if held is None:
-            held = self._clients[sender] = _Usage(self._clock())
-        held.num_bytes = num_bytes
-        self.num_bytes += num_more
+        usage = self._clients.get(sender)
+        is_new = usage is None
+        if usage is None:
+            usage = _Usage(self._clock(), place_of(sender.owner()))
+        num_more = num_bytes - usage.num_bytes
+        if num_more > 0 and self._is_over(usage.owner, usage.num_bytes, num_more):
+            self._make_room(sender, usage, num_more)
+            if self._is_over(usage.owner, usage.num_bytes, num_more):
+                self.num_refused += 1
+                raise self._error(num_more)
+        if is_new:
+            self._clients[sender] = usage
+        self._add(usage, num_more)
 
-    def _make_room(self, newcomer: Sender, num_bytes: int) -> None:
-        now = self._clock()
-        num_before, num_left = self.num_bytes, self.max_bytes * _SHARE_LEFT
-        for slowest in self._slowest_first(lambda _, held: held.num_bytes, now):
-            is_young = now - self._clients[slowest].since < _MIN_AGE_S
-            if slowest is newcomer or is_young or self.num_bytes + num_bytes <= num_left:
-                break
-            self.give_back(slowest)
-            self.num_refused += 1
-            slowest.give_way(self._error(num_before))
-        if self.num_bytes + num_bytes > self.max_bytes:
-            self.num_refused += 1
-            raise self._error(num_before)
+    def _num_moved(self, client: Sender, usage: _Usage) -> int:
+        return usage.num_bytes
 
-    def _error(self, num_bytes: int) -> OverloadedError:
+    def _may_drop(self, client: Sender, usage: _Usage, now: float) -> bool:
+        return now - usage.since >= _MIN_AGE_S
+
+    def _drop(self, client: Sender) -> None:
+        self.num_refused += 1
+        client.give_way(self._error(0))
+
+    def _error(self, num_more: int) -> OverloadedError:
+        total = self.held.total
+        if num_more and total + num_more <= self.max_bytes:
+            return OverShareError(
+                "the unfinished requests of this key or address have their share of "
+                f"{self.max_bytes} bytes (per_key_share = {self.share:g} of what others leave)",
+                retry_after_s=_RETRY_AFTER_S,
+            )
         return OverloadedError(
-            f"unfinished requests take {num_bytes} bytes of at most {self.max_bytes} "
+            f"unfinished requests take {total} bytes of at most {self.max_bytes} "
             "(max_unfinished_bytes): the slowest are refused",
             retry_after_s=_RETRY_AFTER_S,
         )
@@ -176,7 +295,7 @@ class Refusals:
             self.add(self._line.popleft())
 
 
-class SlowReader(Protocol):
+class SlowReader(Client, Protocol):
     """A connection whose client has not read its answer yet."""
 
     @property
@@ -199,29 +318,25 @@ class UnreadAnswers(_Budget[SlowReader]):
 
     def take(self, reader: SlowReader, num_bytes: int) -> None:
         """Count the bytes of a reader's answers, and make room if there are too many."""
-        unread = self._clients.get(reader)
-        if unread is None:
-            unread = self._clients[reader] = _Usage(self._clock(), reader.num_unread_bytes)
-        elif num_bytes > unread.num_bytes:
-            unread.num_at_first += num_bytes - unread.num_bytes
-        self.num_bytes += num_bytes - unread.num_bytes
-        unread.num_bytes = num_bytes
-        if self.num_bytes > self.max_bytes:
-            self._cut_slowest()
+        usage = self._clients.get(reader)
+        if usage is None:
+            owner = place_of(reader.owner())
+            usage = self._clients[reader] = _Usage(self._clock(), owner, reader.num_unread_bytes)
+        elif num_bytes > usage.num_bytes:
+            usage.num_at_first += num_bytes - usage.num_bytes
+        self._add(usage, num_bytes - usage.num_bytes)
+        if self._is_over(usage.owner, usage.num_bytes):
+            self._make_room(reader, usage, 0)
 
-    def _cut_slowest(self) -> None:
-        """Cut off the slowest readers until there is room for some time."""
-        now = self._clock()
+    def _num_moved(self, client: SlowReader, usage: _Usage) -> int:
+        return usage.num_at_first - client.num_unread_bytes
 
-        def num_read(reader: SlowReader, held: _Usage) -> int:
-            return held.num_at_first - reader.num_unread_bytes
+    def _may_drop(self, client: SlowReader, usage: _Usage, now: float) -> bool:
+        return True
 
-        for slowest in self._slowest_first(num_read, now):
-            if len(self._clients) == 1 or self.num_bytes <= self.max_bytes * _SHARE_LEFT:
-                return
-            self.give_back(slowest)
-            self.num_cut += 1
-            slowest.cut_off()
+    def _drop(self, client: SlowReader) -> None:
+        self.num_cut += 1
+        client.cut_off()
 
 
 class EdgeLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -238,13 +353,11 @@ class EdgeLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Memory for unread answers of all connections."""
 
     def share(self, num: int) -> "EdgeLimits":
-        """Return the limits of each of several processes that together keep to these."""
-        return msgspec.structs.replace(
-            self,
-            max_connections=-(-self.max_connections // num),
-            max_unfinished_bytes=self.max_unfinished_bytes // num,
-            max_unread_bytes=self.max_unread_bytes // num,
-        )
+        """Return the limits of each of several processes that together keep to these.
+
+        They count bytes together; see `HeldBytes`.
+        """
+        return msgspec.structs.replace(self, max_connections=-(-self.max_connections // num))
 
 
 class CountedConnection(Protocol):
@@ -268,10 +381,13 @@ class ConnectionLimits:
     If there are too many, the one that has been idle longest is closed; if none is, the new one.
     """
 
-    def __init__(self, limits: EdgeLimits, unfinished: UnfinishedRequests) -> None:
+    def __init__(
+        self, limits: EdgeLimits, unfinished: UnfinishedRequests, unread: HeldBytes | None = None
+    ) -> None:
+        """Begin; `unread` counts the unread answers if several processes do so together."""
         self.limits = limits
         self.unfinished = unfinished
-        self.unread = UnreadAnswers(limits.max_unread_bytes)
+        self.unread = UnreadAnswers(limits.max_unread_bytes, share=unfinished.share, held=unread)
         self._oldest: deque[CountedConnection] = deque()
         """Connections that were idle at the last search, the longest idle first."""
         self._searched_at = float("-inf")

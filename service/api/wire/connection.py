@@ -15,7 +15,7 @@ from uvicorn.protocols.http.httptools_impl import (
 from uvicorn.protocols.utils import get_local_addr, get_remote_addr, is_ssl
 from uvicorn.server import ServerState
 
-from inferpool.service.api.call import begin_call
+from inferpool.service.api.call import Call, begin_call
 from inferpool.service.api.exchange import Exchange
 from inferpool.service.api.predict import Predict
 from inferpool.service.api.replies import CLOSE_LINE, Reply, is_long, refusal_of
@@ -114,7 +114,7 @@ class HttpConnection(HttpToolsProtocol):
         shared = self.connection_limits
         self.flow = QueueAwareFlow(transport, self.pipeline)
         self._writer = AnswerWriter(
-            transport, self.flow, shared.unread, shared.limits.write_timeout_s
+            transport, self.flow, shared.unread, shared.limits.write_timeout_s, self._owner
         )
         self._be_idle()
         everyone: Any = self.connections  # all of this class
@@ -140,6 +140,23 @@ class HttpConnection(HttpToolsProtocol):
     def send_continue(self) -> None:
         """See `Wire`."""
         self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def owner_of(self, call: Call) -> str:
+        """See `Wire`."""
+        return self._owner_of(call.headers)
+
+    def _owner(self) -> str:
+        """Return whose share of memory its newest call takes."""
+        cycle, headers = self.cycle, {}
+        if isinstance(cycle, Exchange):
+            headers = cycle.call.headers
+        elif isinstance(cycle, RequestResponseCycle):
+            headers = dict(cycle.scope["headers"])
+        return self._owner_of(headers)
+
+    def _owner_of(self, headers: Mapping[bytes, bytes]) -> str:
+        self._find_addresses()
+        return self.predict.owner_of(headers, self.client[0] if self.client else None)
 
     def send_answer(self, exchange: Exchange, reply: Reply) -> int:
         """See `Wire`. Then close, go on with what is pipelined, or wait for the next call."""
@@ -300,7 +317,7 @@ class HttpConnection(HttpToolsProtocol):
             self._incoming.end_line()
 
     def _find_addresses(self) -> None:
-        """Find both ends' addresses, for a call that uvicorn answers."""
+        """Find both ends' addresses, for a call that uvicorn answers or that memory is kept for."""
         if self.scheme is None:
             transport = self.transport
             self.server, self.client = get_local_addr(transport), get_remote_addr(transport)

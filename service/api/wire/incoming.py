@@ -113,7 +113,7 @@ class IncomingLimits:
 
     __slots__ = (
         "_flow", "_loop", "_num_in_head", "_num_in_line", "_on_late", "_refuse", "_timeout_s",
-        "_timer", "_unfinished", "give_way", "num_head_bytes",
+        "_timer", "_unfinished", "give_way", "num_head_bytes", "owner",
     )  # fmt: skip
 
     def __init__(
@@ -125,11 +125,13 @@ class IncomingLimits:
         refuse: Callable[[ServiceError], None],
         give_way: Callable[[ServiceError], None],
         on_late: Callable[[], None],
+        owner: Callable[[], str],
     ) -> None:
         """Begin with nothing.
 
         `refuse` gets the error of the head that comes; `give_way` the error if the calls in line
-        are refused too. `on_late` is called if a head takes too long.
+        are refused too. `on_late` is called if a head takes too long. `owner` returns whose share
+        of memory its calls take.
         """
         self._flow = flow
         self._unfinished = unfinished
@@ -137,6 +139,7 @@ class IncomingLimits:
         self._refuse = refuse
         self.give_way = give_way
         self._on_late = on_late
+        self.owner = owner
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self.num_head_bytes = 0

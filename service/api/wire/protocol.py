@@ -19,6 +19,7 @@ from inferpool.service.api.exchange import Exchange
 from inferpool.service.api.predict import PREFIX, Predict, is_job, is_predict
 from inferpool.service.api.wire.budgets import ConnectionLimits, EdgeLimits
 from inferpool.service.api.wire.connection import UNREAD, HttpConnection
+from inferpool.service.api.wire.held import HeldBytes
 from inferpool.service.api.wire.incoming import (
     MAX_HEAD_BYTES,
     MAX_HEADERS,
@@ -67,10 +68,10 @@ class PredictProtocol(HttpConnection):
 
     @classmethod
     def bound_to(
-        cls, predict: Predict, limits: EdgeLimits | None = None
+        cls, predict: Predict, limits: EdgeLimits | None = None, unread: HeldBytes | None = None
     ) -> type["PredictProtocol"]:
         """Return the class for one endpoint, as `uvicorn.Config(http=...)` takes it."""
-        shared = ConnectionLimits(limits or EdgeLimits(), predict.unfinished)
+        shared = ConnectionLimits(limits or EdgeLimits(), predict.unfinished, unread)
         bound = {"predict": predict, "connection_limits": shared, "known_heads": KnownHeads()}
         return type(cls.__name__, (cls,), bound)
 
@@ -346,11 +347,9 @@ class PredictProtocol(HttpConnection):
         if self._ignores_input:
             return
         if self._body_timer is None:
+            limits, flow = self.predict.limits, self.flow
             self._body_timer = BodyTimer(
-                self.predict.limits,
-                lambda: self._num_body_bytes,
-                self._on_garbage,
-                lambda: self.flow.read_paused,
+                limits, lambda: self._num_body_bytes, self._on_garbage, lambda: flow.read_paused
             )
         self._body_timer.start(deadline)
 
@@ -370,14 +369,14 @@ class PredictProtocol(HttpConnection):
                 refuse=self._refuse,
                 give_way=self._give_way,
                 on_late=self._on_late_head,
+                owner=self._owner,
             )
         return self._incoming
 
     def _on_parser_error(self, error: httptools.HttpParserError) -> None:
         """Refuse bytes that are no HTTP, or that we failed on, after the answers before them."""
-        if self._ignores_input:
-            return
-        self._on_garbage(error_of(error))
+        if not self._ignores_input:
+            self._on_garbage(error_of(error))
 
     def _on_garbage(self, error: ServiceError) -> None:
         if not self._is_in_body:

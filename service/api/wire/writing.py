@@ -1,6 +1,7 @@
 """Writes answers as fast as clients read them. Lives in the event loop."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from uvicorn.protocols.http.flow_control import FlowControl
@@ -24,7 +25,10 @@ class AnswerWriter:
         flow: FlowControl,
         unread: UnreadAnswers,
         write_timeout_s: float,
+        owner: Callable[[], str],
     ) -> None:
+        """Write nothing yet; `owner` returns whose share of memory unread answers take."""
+        self.owner = owner
         self._transport = transport
         self._flow = flow
         self._unread = unread
@@ -94,6 +98,7 @@ class AnswerWriter:
             self._timer.cancel()
         self._answer = None
         self._unread.give_back(self)
+        self.owner = str  # it refers to the connection, and nobody asks any more
 
     def in_pieces(self, app: Any) -> Any:
         """Return an application whose large answers are written in pieces, but counted as whole."""

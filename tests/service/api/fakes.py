@@ -10,7 +10,7 @@ import httpx
 
 from inferpool.models.spec import TensorSpec
 from inferpool.service.api.asgi import answer
-from inferpool.service.api.call import ModelEntry
+from inferpool.service.api.call import Call, ModelEntry
 from inferpool.service.api.codecs.body import BodyContext, Decoded, Limits, Payload
 from inferpool.service.api.exchange import Exchange
 from inferpool.service.api.predict import Predict
@@ -106,6 +106,9 @@ class NoWire:
 
     def __init__(self, on_answer: Callable[[Answered], object] = lambda reply: None) -> None:
         self._on_answer = on_answer
+
+    def owner_of(self, call: Call) -> str:
+        return ""
 
     def send_continue(self) -> None:
         pass

@@ -7,6 +7,7 @@ import pytest
 
 import inferpool.service.fronts.fronts
 from inferpool.service.api.wire.budgets import EdgeLimits
+from inferpool.service.api.wire.held import held_bytes, place_of
 from inferpool.service.fronts.fronts import Fronts
 from inferpool.service.settings.model import ModelSettings
 from inferpool.service.settings.settings import Settings
@@ -134,6 +135,22 @@ async def test_a_front_is_replaced_that_does_not_come_up_or_says_nothing(keep):
         await until(lambda: fronts.health()[0].restarts == 1)
         loop = asyncio.get_running_loop()
         assert 10.0 < loop.time() - began < 12.0
+
+
+async def test_a_front_that_dies_gives_back_what_it_kept_for_its_clients(
+    keep, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(FakeMainSide, "has_been_heard", lambda _: True)
+    async with keep() as (fronts, _):
+        await until(lambda: states(fronts) == ["up", "up"])
+        counted = [held_bytes(fronts._counted.map, number) for number in range(2)]
+        for kinds in counted:
+            for held in kinds:
+                held.add(place_of("a client"), 100)
+        fronts._open()[0].kill("signal", "SIGKILL")
+        await until(lambda: fronts.health()[0].restarts == 1)
+        assert [held.total for held in counted[1]] == [100, 100]
+        del counted, kinds, held  # they keep the memory mapped
 
 
 async def test_a_front_that_speaks_now_and_then_is_not_replaced(

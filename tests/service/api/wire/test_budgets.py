@@ -233,9 +233,13 @@ def test_a_body_in_small_pieces_costs_about_as_much_as_it_is_long(size: int) -> 
 class Reader:
     """A connection with so much to be read."""
 
-    def __init__(self, num_unread_bytes: int) -> None:
+    def __init__(self, num_unread_bytes: int, of: str = "") -> None:
         self.num_unread_bytes = num_unread_bytes
+        self.of = of
         self.is_cut_off = False
+
+    def owner(self) -> str:
+        return self.of
 
     def cut_off(self) -> None:
         self.is_cut_off = True
