@@ -112,7 +112,7 @@ class LeaseRoom(msgspec.Struct, frozen=True, kw_only=True):
     share: float = 1.0
     """The part of what others leave that one owner may have."""
     held: Mapping[str, "LeaseRoom"] = {}
-    """What is in flight, by owner: instances of the models to lease for, bytes and parts of all."""
+    """Instances in flight of the models to lease for, by owner, and bytes and parts of all."""
 
     def left_for(self, owner: str) -> "LeaseRoom":
         """Return the most that an owner may have on top.
