@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from multiprocessing import resource_tracker
 from typing import Literal
 
+from inferpool.service.signals import RETRY_SIGNAL
 from inferpool.service.telemetry.logs import is_json
 from inferpool.service.telemetry.raw_output import RawOutput
 from inferpool.workers.host.local import start_forkserver
@@ -45,6 +46,8 @@ def prepared(
                 raw = RawOutput.take()
                 stack.callback(raw.close)
             faulthandler.register(signal.SIGQUIT, 2, chain=False)  # the process goes on afterwards
+            # What starts here is spared a signal to all processes, of which the tracker would die.
+            signal.pthread_sigmask(signal.SIG_BLOCK, {RETRY_SIGNAL})
             # First, since its start unblocks SIGINT.
             resource_tracker.ensure_running()
             # Child processes inherit the block, so Ctrl-C does not reach them; we end them.
@@ -56,7 +59,7 @@ def prepared(
             text = f"workers cannot be started: {error}{_cure(error)}"
             raise NoRoomError(text) from error
         finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, RETRY_SIGNAL})
         yield raw
 
 

@@ -178,8 +178,12 @@ def test_a_model_that_was_given_up_is_tried_again_by_a_signal(tmp_path: Path):
         until(lambda: models_shown() == {"echo": True, "net": True})
         assert service.post("/predict/net", json={"instances": [1]}).json()["predictions"] == [2.0]
         pids = service.worker_pids()
-        for pid in pids:  # `systemctl kill` sends it to all processes
-            os.kill(pid, signal.SIGUSR2)
+        family = service.family()
+        for process in family:  # `systemctl kill` sends it to all processes
+            if process.pid != service.process.pid:
+                process.send_signal(signal.SIGUSR2)
         service.signal(signal.SIGUSR2)  # nothing is left to do
         service.wait_for_log("no model to try again")
         assert service.worker_pids() == pids
+        assert all(process.is_running() for process in family)
+        assert "zombie" not in {process.status() for process in family}
