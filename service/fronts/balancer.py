@@ -54,7 +54,10 @@ class ConnectionBalancer:
         if not self._is_open and not self._is_closed:
             self._is_open = True
             self._timer = None
-            asyncio.get_running_loop().add_reader(self._listener.fileno(), self._accept)
+            loop = asyncio.get_running_loop()
+            loop.add_reader(self._listener.fileno(), self._accept)
+            if self._in_hand is not None:  # else it would wait for the next one to come
+                loop.call_soon(self._accept_if_open)
 
     async def accept_last(self) -> None:
         """Give out all connections that have been made, and let no more come."""
@@ -76,6 +79,10 @@ class ConnectionBalancer:
         if self._in_hand is not None:
             logger.warning("no front takes a connection: it is closed")
             self._in_hand.close()
+
+    def _accept_if_open(self) -> None:
+        if self._is_open:
+            self._accept()
 
     def _accept(self) -> None:
         for _ in range(_MAX_ACCEPTED):

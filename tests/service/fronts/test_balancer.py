@@ -73,6 +73,17 @@ async def test_a_burst_waits_for_fronts_that_take_no_more_for_a_moment(clients: 
     assert last.recv(1) == b""
 
 
+async def test_a_connection_in_hand_needs_no_later_one_to_be_given_out(clients: ConnectedClients):
+    taker = FakeTaker(takes=False)
+    balancer = clients.balance(taker)
+    clients.connect()
+    await until(lambda: balancer._in_hand is not None)
+    taker.takes = True
+    async with asyncio.timeout(60):
+        await until(lambda: taker.num_open)
+    balancer.close()
+
+
 async def test_connections_wait_while_there_is_no_front_and_none_is_lost(clients: ConnectedClients):
     takers: list[FakeTaker] = []
     balancer = ConnectionBalancer(clients.listener, lambda: takers)
