@@ -115,8 +115,8 @@ class Dispatcher:
 
     @property
     def num_queued(self) -> int:
-        """Instances that wait for a worker."""
-        return self._queue.num_waiting
+        """Instances of clients that wait for a worker."""
+        return sum(1 for _ in self._traffic()) if self._num_compared else self._queue.num_waiting
 
     @property
     def num_background(self) -> int:
@@ -130,8 +130,8 @@ class Dispatcher:
 
     @property
     def queued_bytes(self) -> int:
-        """Payload bytes of the instances that wait for a worker."""
-        return sum(instance.ref.num_bytes for instance in self._queue)
+        """Payload bytes of the instances of clients that wait for a worker."""
+        return sum(instance.ref.num_bytes for instance in self._traffic())
 
     @property
     def max_batch_size(self) -> int:
@@ -146,7 +146,7 @@ class Dispatcher:
     @property
     def num_unsettled(self) -> int:
         """Instances that have no answer yet."""
-        return self._metrics.in_flight + self._compared.metrics.in_flight
+        return self._metrics.in_flight + self._num_compared
 
     @property
     def is_draining(self) -> bool:
@@ -201,7 +201,7 @@ class Dispatcher:
         quarantine = self._quarantine
         is_suspect = (
             num_bytes in quarantine.lengths or num_bytes in quarantine.suspect_lengths
-        ) and self._suspects.check(ref, chunks, now)
+        ) and self._suspects.check(ref, chunks, now, is_traffic=not is_compared)
         queue = self._queue_of(ref)
         if queue is self._background:
             self._entrance.check_background(ref)
@@ -285,6 +285,13 @@ class Dispatcher:
 
     async def _drained(self, grace_s: float) -> None:
         await asyncio.gather(self._ledger.drained(grace_s), self._compared.drained(grace_s))
+
+    @property
+    def _num_compared(self) -> int:
+        return self._compared.metrics.in_flight
+
+    def _traffic(self) -> Iterator[Instance]:
+        return (instance for instance in self._queue if not instance.is_compared)
 
     def _ledger_of(self, instance: Instance) -> Ledger:
         return self._compared if instance.is_compared else self._ledger
@@ -381,7 +388,7 @@ class Dispatcher:
         if lane.batches:
             lane.begin(now, was_idle=False)
         if self._objective:
-            if not is_background(batch):
+            if not (is_background(batch) or batch[0].is_compared):
                 self._objective.note(batch, now)
             self._plan(self._objective, now)
         self._suspects.note_answers(batch, done.outcomes)

@@ -210,18 +210,20 @@ class Suspects:
         """The number of inputs that are refused."""
         return self._quarantine.num_inputs(time.monotonic())
 
-    def check(self, ref: ItemRef, chunks: Sequence[Buffer], now: float) -> bool:
+    def check(
+        self, ref: ItemRef, chunks: Sequence[Buffer], now: float, *, is_traffic: bool
+    ) -> bool:
         """Return whether an input must be computed alone, since a worker has died with it.
 
         Raises:
-            QuarantinedError: It must not be computed at all.
+            QuarantinedError: It must not be computed at all, which is counted if it is traffic.
         """
         quarantine = self._quarantine
         whole = chunks[0] if len(chunks) == 1 else b"".join(chunks)
         input = InputContent(ref.kind, ref.headers, ref.parameters, whole)
         left_s = quarantine.left_s(input, now)
         if left_s > 0:
-            self._metrics.rejected["quarantined"] += 1
+            self._metrics.rejected["quarantined"] += is_traffic
             raise _quarantined(left_s)
         return quarantine.is_suspect(input, now)
 

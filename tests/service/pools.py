@@ -12,6 +12,7 @@ from inferpool.service.queue.admission import Admission
 from inferpool.service.queue.dispatcher import Dispatcher
 from inferpool.service.queue.pool import Announcer, Pool
 from inferpool.service.queue.quarantine import Quarantine
+from inferpool.service.queue.scheduling.objective import Objective
 from inferpool.service.queue.turns.gate import DeviceGate
 from inferpool.service.telemetry.metrics import ModelMetrics
 from inferpool.workers.arena import Arena
@@ -35,6 +36,7 @@ def make_dispatcher(
     batch_wait_ms: float = 0.0,
     key_share: float = 1.0,
     job_share: float = 0.0,
+    objective: Objective | None = None,
 ) -> Dispatcher:
     metrics = metrics or ModelMetrics("m")
     admission = Admission(
@@ -52,6 +54,7 @@ def make_dispatcher(
         max_batch_size=max_batch_size,
         batch_wait_ms=batch_wait_ms,
         job_share=job_share,
+        objective=objective,
     )
 
 

@@ -21,6 +21,7 @@ from inferpool.service.errors import (
 from inferpool.service.queue.dispatcher import MAX_HOSTS_LOST
 from inferpool.service.queue.instance import Instance, Result
 from inferpool.service.queue.ledger import TICK_S
+from inferpool.service.queue.scheduling.objective import Objective
 from inferpool.service.telemetry.distribution import Distribution
 from inferpool.service.telemetry.metrics import ModelMetrics
 from inferpool.workers.arena import Arena
@@ -427,12 +428,26 @@ async def test_instances_of_a_comparison_are_no_traffic_however_they_end(bench):
             await instance
     await asyncio.gather(good, retried)
     waiting = submit()
+    assert b.dispatcher.num_queued == b.dispatcher.queued_bytes == 0
     draining = asyncio.create_task(b.dispatcher.drain(30))
     await turn()
     assert not draining.done()
     await answer(second)
     await asyncio.gather(draining, waiting)
     assert counts_of(b.metrics) == untouched
+    b.check_books()
+
+
+async def test_answers_to_a_comparison_do_not_move_the_aim_of_an_objective(bench):
+    objective = Objective(10.0, model="m")
+    b = bench(objective=objective)
+    worker, aim_s = b.worker(), objective.aim_s
+    compared = b.dispatcher.submit(ref_to(b"x"), [b"x"], is_compared=True)
+    await turn()
+    await asyncio.sleep(0.01)
+    await answer(worker)
+    await compared
+    assert objective.aim_s == aim_s
     b.check_books()
 
 
@@ -476,6 +491,8 @@ async def test_input_that_killed_workers_is_refused_at_once_the_next_time(bench)
     assert isinstance(poison.exception(), WorkerCrashedError)
     with pytest.raises(QuarantinedError, match="within the next 60 s"):
         b.dispatcher.submit(ref_to(b"poison"), [b"poi", b"son"])
+    with pytest.raises(QuarantinedError):
+        b.dispatcher.submit(ref_to(b"poison"), [b"poison"], is_compared=True)
     good = b.dispatcher.submit(ref_to(b"poised"), [b"poi", b"sed"])
     await turn()
     worker.answer()
