@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
+from inferpool.models.texts import printable
+
 JsonErrors = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """Every error that msgspec raises on foreign JSON."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -17,6 +19,7 @@ _HIGH = rb"\\u[dD][89abAB][0-9a-fA-F][0-9a-fA-F]"
 _LOW = rb"\\u[dD][c-fC-F][0-9a-fA-F][0-9a-fA-F]"
 _LONE_SURROGATE = re.compile(rb"(?<!\\)(?:\\\\)*(%b(?!%b)|(?<!%b)%b)" % (_HIGH, _LOW, _HIGH, _LOW))
 _MAX_SHOWN = 30
+_MAX_PLACE = 200
 
 
 def json_message(error: Exception, text: bytes | memoryview = b"") -> str:
@@ -85,8 +88,9 @@ def first_in(
 
 
 def placed(value: object, place: str) -> str:
-    """Return a value and its place as messages say it: "1e999 at [3].x"."""
-    return f"{value} at {place.removeprefix('.')}" if place else str(value)
+    """Return a value and its place as messages say it: "1e999 at [3].x". Long places are cut."""
+    shown = printable(place.removeprefix(".")[:_MAX_PLACE])
+    return f"{value} at {shown}{'...' * (len(place) > _MAX_PLACE)}" if place else str(value)
 
 
 class _LongNumber(str):

@@ -70,6 +70,10 @@ def test_parameters_come_from_the_body_and_the_query() -> None:
             b'{"instances":[1],"parameters":{"a":{"b":1%s}}}' % (b"0" * 4301),
             "parameters: 1%s... (4302 characters) at a.b is out of range" % ("0" * 29),
         ),
+        (
+            b'{"instances":[1],"parameters":{"%s":1e999}}' % (b"k" * 9000),
+            "parameters: 1e999 at %s... is out of range" % ("k" * 200),
+        ),
         (b'{"instances":[{"b64":"\\q"}]}', "malformed JSON"),
     ],
 )
