@@ -116,7 +116,8 @@ class Dispatcher:
     @property
     def num_queued(self) -> int:
         """Instances of clients that wait for a worker."""
-        return sum(1 for _ in self._traffic()) if self._num_compared else self._queue.num_waiting
+        num = self._queue.num_waiting
+        return sum(1 for _ in self._traffic()) if self._compared.metrics.in_flight else num
 
     @property
     def num_background(self) -> int:
@@ -146,7 +147,7 @@ class Dispatcher:
     @property
     def num_unsettled(self) -> int:
         """Instances that have no answer yet."""
-        return self._metrics.in_flight + self._num_compared
+        return self._metrics.in_flight + self._compared.metrics.in_flight
 
     @property
     def is_draining(self) -> bool:
@@ -179,12 +180,10 @@ class Dispatcher:
 
         Args:
             ref: Belongs to the instance from now on. Its offset is set here.
-            chunks: The payload, in the pieces in which it came, so that the arena gets the only
-                copy.
+            chunks: The payload in the pieces in which it came; the arena gets the only copy.
             steps: Notes what happens to the instance, if its call is traced.
             owner: The owner of the payload's slot, if it is in the arena already.
-            is_compared: Compute it for a comparison of versions: in a batch of its own, even if the
-                queue is full, and without counting it as traffic.
+            is_compared: Of a comparison: alone in its batch, let into a full queue, no traffic.
 
         Returns:
             The future of its result, which may raise a `ServiceError`. Cancelling it gives it up.
@@ -213,8 +212,7 @@ class Dispatcher:
                 self._admission.key_share.check_bytes(self._arena, ref)
             offset = self._arena.put(chunks, num_bytes, ref.caller)
             if offset is None:
-                if not is_compared:
-                    self._metrics.rejected["arena_full"] += 1
+                self._metrics.rejected["arena_full"] += not is_compared
                 raise OverloadedError("the arena for payloads is full", retry_after_s=1)
             ref.offset = offset
         ledger = self._compared if is_compared else self._ledger
@@ -285,10 +283,6 @@ class Dispatcher:
 
     async def _drained(self, grace_s: float) -> None:
         await asyncio.gather(self._ledger.drained(grace_s), self._compared.drained(grace_s))
-
-    @property
-    def _num_compared(self) -> int:
-        return self._compared.metrics.in_flight
 
     def _traffic(self) -> Iterator[Instance]:
         return (instance for instance in self._queue if not instance.is_compared)
@@ -392,8 +386,7 @@ class Dispatcher:
                 self._objective.note(batch, now)
             self._plan(self._objective, now)
         self._suspects.note_answers(batch, done.outcomes)
-        ledger = self._compared if batch[0].is_compared else self._ledger
-        ledger.settle_batch(batch, done, now)
+        self._ledger_of(batch[0]).settle_batch(batch, done, now)
 
     def _arrange(self, now: float) -> None:
         """Order what waits by priority, unless some of it would miss its deadline then."""

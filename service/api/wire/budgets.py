@@ -7,7 +7,7 @@ or reads nothing of a large answer, makes this process keep it.
 import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
@@ -25,11 +25,6 @@ _LOOK_EVERY_S = 0.1
 """How soon clients of one front are dropped if those of another one need the room."""
 _MOST_REFUSALS = 16
 """Refusals in one turn; they take a millisecond or two."""
-
-_MIN_IDLE_S = 1.0
-"""A connection that has been idle for less may be about to send its request."""
-_SEARCH_EVERY_S = 0.1
-"""Looking through ten thousand connections takes a millisecond."""
 
 
 class EdgeUse(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -358,71 +353,3 @@ class EdgeLimits(msgspec.Struct, frozen=True, kw_only=True):
         They count bytes together; see `HeldBytes`.
         """
         return msgspec.structs.replace(self, max_connections=-(-self.max_connections // num))
-
-
-class CountedConnection(Protocol):
-    """A connection, as far as its place matters."""
-
-    @property
-    def is_idle(self) -> bool:
-        """No call of it is being answered."""
-
-    @property
-    def idle_since(self) -> float:
-        """The beginning of that, in the loop's time."""
-
-    def shed(self) -> None:
-        """Close it at once: its place is needed."""
-
-
-class ConnectionLimits:
-    """The limits and budgets of all connections of a process.
-
-    If there are too many, the one that has been idle longest is closed; if none is, the new one.
-    """
-
-    def __init__(
-        self, limits: EdgeLimits, unfinished: UnfinishedRequests, unread: HeldBytes | None = None
-    ) -> None:
-        """Begin; `unread` counts the unread answers if several processes do so together."""
-        self.limits = limits
-        self.unfinished = unfinished
-        self.unread = UnreadAnswers(limits.max_unread_bytes, share=unfinished.share, held=unread)
-        self._oldest: deque[CountedConnection] = deque()
-        """Connections that were idle at the last search, the longest idle first."""
-        self._searched_at = float("-inf")
-
-    def have_room(self, everyone: Collection[CountedConnection]) -> bool:
-        """Return whether a new connection may stay; an idle one may be closed for it."""
-        if len(everyone) <= self.limits.max_connections:
-            return True
-        return self._shed_an_idle_one(everyone)
-
-    def use(self) -> EdgeUse:
-        """Return what all connections hold now."""
-        unfinished, unread = self.unfinished, self.unread
-        return EdgeUse(
-            unfinished.num_bytes,
-            unfinished.max_bytes,
-            unfinished.num_refused,
-            unread.num_bytes,
-            unread.max_bytes,
-            unread.num_cut,
-        )
-
-    def _shed_an_idle_one(self, everyone: Collection[CountedConnection]) -> bool:
-        now = asyncio.get_running_loop().time()
-        if not self._oldest and now - self._searched_at >= _SEARCH_EVERY_S:
-            self._searched_at = now
-            idle = [each for each in everyone if _is_idle_at(each, now)]
-            self._oldest.extend(sorted(idle, key=lambda each: each.idle_since))
-        while self._oldest:
-            each = self._oldest.popleft()
-            if _is_idle_at(each, now):
-                each.shed()
-                return True
-        return False
-
-
-def _is_idle_at(connection: CountedConnection, now: float) -> bool:
-    return connection.is_idle and now - connection.idle_since >= _MIN_IDLE_S

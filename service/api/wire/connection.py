@@ -19,10 +19,11 @@ from inferpool.service.api.call import Call, begin_call
 from inferpool.service.api.exchange import Exchange
 from inferpool.service.api.predict import Predict
 from inferpool.service.api.replies import CLOSE_LINE, Reply, is_long, refusal_of
-from inferpool.service.api.wire.budgets import ConnectionLimits
 from inferpool.service.api.wire.incoming import IncomingLimits, Lingering, QueueAwareFlow
+from inferpool.service.api.wire.places import ConnectionLimits
 from inferpool.service.api.wire.writing import AnswerWriter
 from inferpool.service.errors import UnavailableError
+from inferpool.service.queue.shares import owner_of_address
 
 _COPIED_BODY_BYTES = 64 * 1024
 """Up to this size, head and body are written as one piece."""
@@ -101,6 +102,12 @@ class HttpConnection(HttpToolsProtocol):
         return (cycle is None or cycle.response_complete) and self._unended is None
 
     @property
+    def address(self) -> str:
+        """The owner that its client's address stands for."""
+        self._find_addresses()
+        return owner_of_address(self.client[0] if self.client else None)
+
+    @property
     def num_unread_bytes(self) -> int:
         """Bytes of its answers that the kernel has not taken yet."""
         return self._writer.num_unread_bytes
@@ -118,7 +125,7 @@ class HttpConnection(HttpToolsProtocol):
         )
         self._be_idle()
         everyone: Any = self.connections  # all of this class
-        if not shared.have_room(everyone):
+        if not shared.have_room(self, everyone):
             self._turn_away()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -11,7 +11,10 @@ import ssl
 from functools import partial
 from typing import Any
 
+from uvicorn.protocols.utils import get_remote_addr
+
 from inferpool.service.api.wire.protocol import PredictProtocol
+from inferpool.service.queue.shares import owner_of_address
 
 
 class TlsHandshake(asyncio.Protocol):
@@ -30,6 +33,8 @@ class TlsHandshake(asyncio.Protocol):
     ) -> None:
         """Expect a connection; `rest` are uvicorn's other arguments for a protocol."""
         self.idle_since = 0.0
+        self.address = ""
+        """The owner that its client's address stands for."""
         self._http_class = http
         self._make_http = partial(http, server_state=server_state, **rest)
         self._everyone = server_state.connections
@@ -40,10 +45,12 @@ class TlsHandshake(asyncio.Protocol):
         """Begin the handshake if there is room for one more connection."""
         loop = asyncio.get_running_loop()
         self.idle_since = loop.time()
+        address = get_remote_addr(transport)
+        self.address = owner_of_address(address[0] if address else None)
         self._everyone.add(self)
         try:
             # A client turned away now is not told why: it could not read that before the handshake.
-            if self._http_class.connection_limits.have_room(self._everyone):
+            if self._http_class.connection_limits.have_room(self, self._everyone):
                 taken = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
                 self._task = loop.create_task(self._shake_hands(taken), name="handshake")
                 self._task.add_done_callback(partial(_close_if_cancelled, taken))

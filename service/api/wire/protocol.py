@@ -17,7 +17,7 @@ from inferpool.service.api.codecs.body import BodyTimer
 from inferpool.service.api.errors import LargeHeadError
 from inferpool.service.api.exchange import Exchange
 from inferpool.service.api.predict import PREFIX, Predict, is_job, is_predict
-from inferpool.service.api.wire.budgets import ConnectionLimits, EdgeLimits
+from inferpool.service.api.wire.budgets import EdgeLimits
 from inferpool.service.api.wire.connection import UNREAD, HttpConnection
 from inferpool.service.api.wire.held import HeldBytes
 from inferpool.service.api.wire.incoming import (
@@ -32,6 +32,7 @@ from inferpool.service.api.wire.incoming import (
     error_of,
     target_of,
 )
+from inferpool.service.api.wire.places import ConnectionLimits
 from inferpool.service.errors import BadRequestError, ServiceError, UnavailableError
 
 _UPGRADE_HEADERS = (b"connection", b"upgrade", b"http2-settings")

@@ -416,3 +416,29 @@ async def test_a_large_answer_arrives_whole(route: str) -> None:
     async with serving(FakeModel(lambda _: result(b'"%b"' % large.encode()))) as server:
         answer = await server.answer_to(ROUTES[route] + b"content-length: 1\r\n\r\nx")
     assert answer.json == {"predictions": [large]}
+
+
+async def test_an_address_whose_connections_are_all_at_work_leaves_some_to_others() -> None:
+    unfinished = UnfinishedRequests(2**20, share=0.75)
+    async with (
+        serve(silent_model(), unfinished=unfinished, max_connections=8) as server,
+        contextlib.AsyncExitStack() as stack,
+    ):
+        address = server.listener.getsockname()
+
+        async def ask(source: str) -> asyncio.StreamReader:
+            reader, writer = await asyncio.open_connection(*address, local_addr=(source, 0))
+            stack.callback(writer.close)
+            writer.write(ONE)
+            return reader
+
+        greedy = [await ask("127.0.0.2") for _ in range(8)]
+        await until(lambda: len(server.model.futures) == 6)
+        for refused in greedy[6:]:
+            assert await refused.read(12) == b"HTTP/1.1 503"
+        other = await ask("127.0.0.3")
+        await until(lambda: len(server.model.futures) == 7)
+        for future in server.model.futures:
+            future.set_result(result())
+        for answered in (*greedy[:6], other):
+            assert await answered.read(12) == b"HTTP/1.1 200"
