@@ -30,6 +30,7 @@ from sqlalchemy import (
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
+from sqlalchemy.pool import ConnectionPoolEntry
 
 from inferpool.service.errors import (
     OverShareError,
@@ -108,6 +109,7 @@ class Database:
         """The file of SQLite."""
         self._is_locked = False
         """Another program keeps SQLite from writing."""
+        self._is_closed = False
         self._writing = threading.Lock()
         """Held by the one transaction of SQLite that may write. Its own lock has no line: whoever
         finds it taken sleeps for up to 0.1 s and tries again."""
@@ -118,6 +120,7 @@ class Database:
                 self._held = held or HeldFolder(self.folder)
                 self._engine = _sqlite(self.folder / _FILE, self._note_lock)
                 self.file = FileOnDisk(self.folder / _FILE)
+            event.listen(self._engine, "checkin", self._close_last)
             self._migrate()
         except (ArgumentError, SQLAlchemyError, OSError) as error:
             self.close()
@@ -160,6 +163,7 @@ class Database:
         Raises:
             UnavailableError: The database does not answer.
         """
+        self._check_file()
         with (
             told(),
             self._engine.connect().execution_options(begin="BEGIN") as connection,
@@ -201,7 +205,7 @@ class Database:
         Raises:
             StoreGoneError: It is not.
         """
-        if self.file is not None and not self.file.is_there:
+        if self._is_closed or (self.file is not None and not self.file.is_there):
             raise StoreGoneError(GONE, retry_after_s=5)
 
     def _note_lock(self, is_locked: bool) -> None:
@@ -281,7 +285,8 @@ class Database:
         return num_left > _MOVED_PAGES
 
     def close(self) -> None:
-        """Close all connections. Transactions are over."""
+        """Close all connections; one that is in use is closed after its transaction."""
+        self._is_closed = True
         engine = getattr(self, "_engine", None)
         if engine is not None:
             engine.dispose()
@@ -293,6 +298,11 @@ class Database:
         assert self.folder is not None
         num_pages: int = connection.exec_driver_sql("PRAGMA page_count").scalar_one()
         return max(0, num_pages * _PAGE_BYTES - (self.folder / _FILE).stat().st_size)
+
+    def _close_last(self, _: object, record: ConnectionPoolEntry) -> None:
+        """Close a connection that comes back late: the pool would keep it, and its files."""
+        if self._is_closed:
+            record.close()
 
     def _room(self) -> tuple[int, int]:
         """Return the free bytes of the disk, and how many of them new jobs leave."""

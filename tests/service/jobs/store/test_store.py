@@ -1,5 +1,7 @@
 """The store keeps jobs through crashes, and gives each part to one service at a time."""
 
+import gc
+import os
 import stat
 from collections.abc import Sequence
 from pathlib import Path
@@ -95,6 +97,20 @@ def test_a_folder_that_cannot_be_used_is_free_for_the_next_try(tmp_path: Path) -
         JobStore.open(str(tmp_path), LIMITS)
     (tmp_path / "parts").unlink()
     JobStore.open(str(tmp_path), LIMITS).close()
+
+
+def test_a_closed_store_keeps_no_file_open(tmp_path: Path) -> None:
+    store = JobStore.open(str(tmp_path / "jobs"), LIMITS)
+    gc.disable()  # else it may help
+    try:
+        with store._database.reading():
+            store.close()
+        with pytest.raises(UnavailableError):
+            store.job("a")
+        open_files = [os.path.realpath(each) for each in Path("/proc/self/fd").iterdir()]
+    finally:
+        gc.enable()
+    assert not [each for each in open_files if each.startswith(str(tmp_path))]
 
 
 def test_a_database_that_does_not_answer_is_named_without_a_traceback() -> None:
