@@ -1,5 +1,6 @@
 """The memory, descriptors, threads and processes of a service, seen from outside. Linux only."""
 
+import contextlib
 import os
 import re
 from collections import Counter
@@ -25,7 +26,8 @@ class Holdings:
     """Resources that the processes of a service hold at one moment."""
 
     descriptors: int
-    """Open files of the front end."""
+    """Open files of the front end, but for those of the job store that are where they were: its
+    threads keep as many connections as were needed at once."""
     threads: int
     processes: int
     pss_bytes: int
@@ -67,8 +69,10 @@ class LedgerReading:
         return LedgerReading(**changes, arena_used_bytes=self.arena_used_bytes)
 
 
-def holdings_of(front_end_pid: int, family: Sequence[psutil.Process]) -> Holdings:
-    """Return what the processes of a service hold."""
+def holdings_of(
+    front_end_pid: int, family: Sequence[psutil.Process], job_store: Path | None = None
+) -> Holdings:
+    """Return what the processes of a service hold, which may keep jobs in a folder."""
     front_end = psutil.Process(front_end_pid)
     others = [each.pid for each in family if each.pid != front_end_pid]
     shared: dict[str, int] = {}
@@ -76,7 +80,7 @@ def holdings_of(front_end_pid: int, family: Sequence[psutil.Process]) -> Holding
         for inode, num_bytes in _shared_of(process.pid).items():
             shared[inode] = max(shared.get(inode, 0), num_bytes)
     return Holdings(
-        descriptors=front_end.num_fds(),
+        descriptors=front_end.num_fds() - _num_open_below(job_store, front_end_pid),
         threads=front_end.num_threads(),
         processes=len(family),
         pss_bytes=pss_of(front_end_pid).total,
@@ -85,6 +89,18 @@ def holdings_of(front_end_pid: int, family: Sequence[psutil.Process]) -> Holding
         shared_files=len(shared),
         dev_shm_files=len(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else 0,
     )
+
+
+def _num_open_below(folder: Path | None, pid: int) -> int:
+    """Return how many files that are in a folder now a process has open."""
+    if folder is None:
+        return 0
+    num, path = 0, os.path.realpath(folder)
+    for each in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # it is closed by now
+            target = os.readlink(each)
+            num += target.startswith(f"{path}/") and not target.endswith(" (deleted)")
+    return num
 
 
 async def read_ledger(connection: TrialConnection) -> LedgerReading:

@@ -365,7 +365,7 @@ class _ChaosRun:
         last: Holdings | None = None
         while True:
             family = [*self._subject.family(), *self._agents.family()]
-            now = holdings_of(self._subject.pid, family)
+            now = holdings_of(self._subject.pid, family, self._subject.job_store)
             is_settled = (
                 last is not None
                 and now.descriptors == last.descriptors
