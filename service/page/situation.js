@@ -51,7 +51,7 @@ export function situationOf(state, history) {
     return {
       level: "bad", badge: lost.length === health.models.length ? "Failed" : "Degraded",
       title: `${listed(lost.map((model) => model.name))} cannot be served.`,
-      text: "Every worker was given up: fix the cause, then restart the service (or, with an admin key, the model).",
+      text: "Every worker was given up: fix the cause, then have it tried again by SIGUSR2 to the service, or restart the model with an admin key.",
       list: lost.flatMap((model) => reasonsOf(model.workers)),
     };
   }

@@ -251,6 +251,7 @@ def test_a_phone_shows_all_of_it_without_scrolling_sideways(browser, service, na
             assert page.is_visible("#reconnect")
         elif name == "failed":
             assert "/0, efficientnet_lite0/1: weights.pth" in page.inner_text("#notice")
+            assert "SIGUSR2" in page.inner_text("#notice-text")
         assert page.evaluate("document.documentElement.scrollWidth") <= 360
 
 
