@@ -163,7 +163,7 @@ class Database:
         Raises:
             UnavailableError: The database does not answer.
         """
-        self._check_file()
+        self.check_file()
         with (
             told(),
             self._engine.connect().execution_options(begin="BEGIN") as connection,
