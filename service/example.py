@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from inferpool.models.spec import DTYPE_BYTES, TensorSpec
 from inferpool.service.api.openapi.predict import PIXEL
@@ -39,7 +40,7 @@ def try_or_ask(
     url = f"{_from_here(url)}{PREFIX}/{pool.name}"
     kind, text = _command(url, pool, photo)
     if kind == "try":
-        text += _key_arguments(settings) + _trust_arguments(settings)
+        text += _key_arguments(settings) + _trust_arguments(settings, urlsplit(url).hostname or "")
     return kind, text
 
 
@@ -85,12 +86,14 @@ def _key_arguments(settings: Settings) -> str:
     return ' -H "X-API-Key: ${INFERPOOL_PREDICT_KEYS%%,*}"'
 
 
-def _trust_arguments(settings: Settings) -> str:
+def _trust_arguments(settings: Settings, host: str) -> str:
     """Return the argument that curl needs for a certificate that this host does not trust."""
-    certificate = settings.tls_certificate
-    if certificate is None or is_trusted(certificate, settings.tls_key):
+    certificate, key = settings.tls_certificate, settings.tls_key
+    if certificate is None or is_trusted(certificate, key, host):
         return ""
-    return f" --cacert {shlex.quote(os.path.abspath(certificate))}"
+    if is_trusted(certificate, key, host, names_it=True):
+        return f" --cacert {shlex.quote(os.path.abspath(certificate))}"
+    return " --insecure"  # it is for other names than the one that reaches the service from here
 
 
 def _takes_images(inputs: Sequence[TensorSpec]) -> bool:

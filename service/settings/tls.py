@@ -126,18 +126,24 @@ def expiry_warning(certificate: str, now: datetime | None = None) -> str:
     return ""
 
 
-def is_trusted(certificate: str, key: str | None) -> bool:
-    """Return whether clients of this host trust a server's certificate without being told to.
+def is_trusted(certificate: str, key: str | None, host: str, *, names_it: bool = False) -> bool:
+    """Return whether clients of this host trust a server with a certificate.
 
-    Both sides speak in memory. The certificate's names are not compared with any address.
+    Both sides speak in memory.
+
+    Args:
+        certificate: A PEM file with the server's certificate first.
+        key: A PEM file with its private key; None if that is in the same file.
+        host: The host that a client names.
+        names_it: Clients are told to trust the certificate, as by curl's `--cacert`.
 
     Raises:
         TlsError: A file cannot be used.
     """
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
-    context = ssl.create_default_context()
-    context.check_hostname = False
-    client = context.wrap_bio(to_client, to_server)
+    context = ssl.create_default_context(cafile=certificate if names_it else None)
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # as curl does
+    client = context.wrap_bio(to_client, to_server, server_hostname=host)
     server = server_context(certificate, key).wrap_bio(to_server, to_client, server_side=True)
     for side in (client, server, client):
         try:

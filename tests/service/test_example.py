@@ -65,6 +65,10 @@ def test_a_certificate_of_ones_own_is_named(tmp_path: Path, monkeypatch: pytest.
             predict_keys=(), tls_certificate=str(certificate), tls_key=str(key)
         )
         assert try_or_ask(URL, pool, settings)[1].endswith(f" --cacert {certificate}")
+    elsewhere = Settings.model_construct(
+        predict_keys=(), tls_certificate=str(authority[0]), tls_key=str(authority[1])
+    )
+    assert try_or_ask(URL, pool, elsewhere)[1].endswith(" --insecure"), "it is for another host"
     monkeypatch.setenv("SSL_CERT_FILE", str(authority[0]))  # as if the system knew it
     assert "--cacert" not in try_or_ask(URL, pool, settings)[1]
 
