@@ -4,7 +4,7 @@ Each method is one transaction and may be called by any thread. Services on the 
 wait for each other in a circle: a transaction locks parts before jobs, and each by its number.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -59,26 +59,17 @@ class PartLeases:
             lease_s: How long they are this service's alone, unless it renews the lease.
             now: The time.
         """
-        is_free = and_(parts.c.job == jobs.c.number, parts.c.leased_until <= self._database.clock)
-        urgent_first = (jobs.c.priority, jobs.c.leased_at, jobs.c.number)
-        turn = func.row_number().over(partition_by=jobs.c.owner, order_by=urgent_first)
-        leased_at = func.max(jobs.c.leased_at).over(partition_by=jobs.c.owner)
-        wanted = (
-            select(jobs.c.number, jobs.c.owner, leased_at.label("leased_at"))
-            .where(is_unfinished, jobs.c.model.in_(models))
-            .where(select(parts.c.number).where(is_free).exists())
-            .order_by(turn, leased_at)
-            .limit(room.num_parts)
-        )
+        leased_at = func.max(jobs.c.leased_at).label("leased_at")
+        with_free = self._with_free_parts(models)
+        wanted = select(jobs.c.owner, leased_at).where(with_free).group_by(jobs.c.owner)
         with self._database.reading() as connection:
             rows = connection.execute(wanted).all()
         if not rows:
             return []
-        by_owner: dict[str, list[int]] = {}
-        for row in sorted(rows, key=lambda row: (_num_held(room, row.owner), row.leased_at)):
-            by_owner.setdefault(row.owner, []).append(row.number)
+        rows = sorted(rows, key=lambda row: (_num_held(room, row.owner), row.leased_at))
         with self._database.writing() as connection:
-            taken = self._take_in_turn(connection, by_owner, room)
+            owners = [row.owner for row in rows]
+            taken = self._take_in_turn(connection, owners, with_free, room)
             leased = self._note_leased(connection, {part.job for part in taken}, now)
             taken = [part for part in taken if part.job in leased]
             tokens = [new_token() for _ in taken]
@@ -148,25 +139,42 @@ class PartLeases:
             self._files.remove_all(part.job.folder)
         return job
 
+    def _with_free_parts(self, models: Collection[str]) -> ColumnElement[bool]:
+        """Return which jobs of some models have parts that nobody computes."""
+        is_free = and_(parts.c.job == jobs.c.number, parts.c.leased_until <= self._database.clock)
+        has_free = select(parts.c.number).where(is_free).exists()
+        return and_(is_unfinished, jobs.c.model.in_(models), has_free)
+
     def _take_in_turn(
-        self, connection: Connection, by_owner: Mapping[str, Sequence[int]], room: LeaseRoom
+        self,
+        connection: Connection,
+        owners: Sequence[str],
+        with_free: ColumnElement[bool],
+        room: LeaseRoom,
     ) -> list[Row[Any]]:
-        """Return free parts of the jobs of some owners, of whom each has its share of the room."""
+        """Return free parts of the jobs of some owners, of whom each has its share of the room.
+
+        The jobs of an owner are looked for when it is its turn: most often the room is taken by a
+        few of them.
+        """
         taken: list[Row[Any]] = []
         left = (room.num_instances, room.num_bytes, room.num_parts)
-        for index, (owner, numbers) in enumerate(by_owner.items()):
+        for index, owner in enumerate(owners):
             if min(left) <= 0:
                 break
-            own, num_owners = room.left_for(owner), len(by_owner) - index
+            own, num_owners = room.left_for(owner), len(owners) - index
             mine = (own.num_instances, own.num_bytes, own.num_parts)
             if min(mine) <= 0:
                 continue
             most = [
                 min(each, max(1, all_ // num_owners)) for each, all_ in zip(mine, left, strict=True)
             ]
+            urgent_first = (jobs.c.priority, jobs.c.leased_at, jobs.c.number)
+            its_jobs = select(jobs.c.number).where(with_free, jobs.c.owner == owner)
+            its_jobs = its_jobs.order_by(*urgent_first).limit(most[2])
             parts_of_owner = self._take(
                 connection,
-                numbers,
+                connection.scalars(its_jobs).all(),
                 LeaseRoom(num_instances=most[0], num_bytes=most[1], num_parts=most[2]),
             )
             taken += parts_of_owner
