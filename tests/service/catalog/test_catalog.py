@@ -126,7 +126,7 @@ async def test_calls_get_to_the_version_that_they_name_or_that_serves(keep):
         assert answer.headers["x-model-version"] == str(version)
     for path, headers, text in (
         ("/predict/m/versions/3", {}, "m has no version '3' loaded; there are: 1, 2"),
-        ("/predict/m/versions/", {}, "m has no version '' loaded; there are: 1, 2"),
+        ("/predict/m/versions/", {}, "no model is called 'm/versions'; there are: m"),
         ("/predict/m", {"X-Model-Version": "no"}, "m has no version 'no' loaded; there are: 1, 2"),
         ("/predict/m/versions/1", {"X-Model-Version": "2"}, "and X-Model-Version for another one"),
         ("/predict/n", {"X-Model-Version": "1"}, "no model is called 'n'; there are: m"),
