@@ -104,8 +104,12 @@ class HttpConnection(HttpToolsProtocol):
     @property
     def address(self) -> str:
         """The owner that its client's address stands for."""
+        return owner_of_address(self._host)
+
+    @property
+    def _host(self) -> str | None:
         self._find_addresses()
-        return owner_of_address(self.client[0] if self.client else None)
+        return self.client[0] if self.client else None
 
     @property
     def num_unread_bytes(self) -> int:
@@ -125,8 +129,8 @@ class HttpConnection(HttpToolsProtocol):
         )
         self._be_idle()
         everyone: Any = self.connections  # all of this class
-        if not shared.have_room(self, everyone):
-            self._turn_away()
+        if self.handshake is None and not shared.have_room(self, everyone):
+            self._turn_away()  # else it has the place of its handshake
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End: the client hung up, or the connection was closed."""
@@ -150,7 +154,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def owner_of(self, call: Call) -> str:
         """See `Wire`."""
-        return self._owner_of(call.headers)
+        return self.predict.owner_of(call.headers, self._host)
 
     def _owner(self) -> str:
         """Return whose share of memory its newest call takes."""
@@ -159,11 +163,7 @@ class HttpConnection(HttpToolsProtocol):
             headers = cycle.call.headers
         elif isinstance(cycle, RequestResponseCycle):
             headers = dict(cycle.scope["headers"])
-        return self._owner_of(headers)
-
-    def _owner_of(self, headers: Mapping[bytes, bytes]) -> str:
-        self._find_addresses()
-        return self.predict.owner_of(headers, self.client[0] if self.client else None)
+        return self.predict.owner_of(headers, self._host)
 
     def send_answer(self, exchange: Exchange, reply: Reply) -> int:
         """See `Wire`. Then close, go on with what is pipelined, or wait for the next call."""

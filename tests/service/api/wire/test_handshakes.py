@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from inferpool.service.api.wire.budgets import UnfinishedRequests
 from tests.certificates import make_certificate
 from tests.service.api.fakes import FakeModel, result
-from tests.service.api.server import ONE, PredictServer, serve, until
+from tests.service.api.server import ONE, PredictServer, serve, silent_model, until
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl"),
@@ -99,6 +100,27 @@ async def test_silent_connections_make_room_for_a_client_that_speaks(serve_tls: 
                 assert len(server.connections) <= 5
             await until(lambda: sum(each.reader.at_eof() for each in silent) > 15)
         await until(lambda: not server.connections)
+
+
+async def test_a_connection_keeps_the_place_of_its_handshake(serve_tls: Serve) -> None:
+    """Of eight places, an address that has two may have one more while another one has four."""
+    limits = {"unfinished": UnfinishedRequests(2**20, share=0.75), "max_connections": 8}
+    async with (
+        serve_tls(silent_model(), **limits) as server,
+        contextlib.AsyncExitStack() as stack,
+    ):
+        for number, source in enumerate(["127.0.0.2"] * 4 + ["127.0.0.3"] * 3, 1):
+            _, writer = await asyncio.open_connection(
+                *server.listener.getsockname(),
+                local_addr=(source, 0),
+                ssl=client_tls(),
+                server_hostname="localhost",
+            )
+            stack.callback(writer.close)
+            writer.write(ONE)
+            await until(lambda number=number: len(server.model.futures) == number)
+        for future in server.model.futures:
+            future.set_result(result())
 
 
 async def test_a_shutdown_does_not_wait_for_handshakes(serve_tls: Serve) -> None:
