@@ -17,7 +17,7 @@ def places_from(folder: str) -> list[str]:
 
 
 def named_right(path: str) -> str:
-    """Return the name of a module, of which somebody gave the path."""
+    """Return the name of a module that was given by its path."""
     return ".".join(part for part in path.removesuffix(".py").split("/") if part not in ("", "."))
 
 

@@ -183,7 +183,7 @@ class Dispatcher:
             chunks: The payload in the pieces in which it came; the arena gets the only copy.
             steps: Notes what happens to the instance, if its call is traced.
             owner: The owner of the payload's slot, if it is in the arena already.
-            is_compared: Of a comparison: alone in its batch, let into a full queue, no traffic.
+            is_compared: A comparison sends it: alone in its batch, in a full queue too, uncounted.
 
         Returns:
             The future of its result, which may raise a `ServiceError`. Cancelling it gives it up.

@@ -49,7 +49,7 @@ _REGISTERED = re.compile(
 
 
 def check_loadable(settings: Settings, origins: Mapping[str, str]) -> None:
-    """Refuse settings of which no model can be loaded. One that can be is worth a start.
+    """Refuse settings that no model can be loaded from. One that can be is worth a start.
 
     Raises:
         SettingsError: None can; the problems say why, and where each setting comes from.

@@ -1,4 +1,4 @@
-"""Bounds connections: their number in a process, the memory they hold in all. Event loop.
+"""Bounds the memory that connections hold in all. Event loop.
 
 Limits of each connection do not bound a thousand of them: a client that sends half of a large body,
 or reads nothing of a large answer, makes this process keep it.

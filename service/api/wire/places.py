@@ -1,4 +1,4 @@
-"""Places of connections: how many there may be, and of which address. In the event loop."""
+"""Places of connections: how many there may be, in all and by address. In the event loop."""
 
 import asyncio
 from collections import Counter, deque

@@ -9,7 +9,7 @@ from inferpool.service.tools.chaos.stores import StoreFaults
 from inferpool.service.tools.trial.connection import Address, NoAnswerError
 
 _NUM_BYTES = 10_000_000
-"""Announced length of each upload, of which nothing but the first lines ever comes."""
+"""Announced length of each upload; nothing but its first lines ever comes."""
 _OTHER_PEER = "127.0.0.2"
 
 
