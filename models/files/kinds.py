@@ -3,9 +3,12 @@
 import os
 import re
 import zipfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+ArchiveKind = Literal["torchscript", "export", "checkpoint", "other"]
 
 _HEAD_BYTES = 512
 _OLD_EXPORT = "serialized_exported_program.json"
@@ -92,9 +95,12 @@ _SUFFIXES = {
 """Kinds by the names of files whose content does not say more."""
 
 
-def archive_kind(path: Path) -> Literal["torchscript", "export", "checkpoint", "other"]:
+def archive_kind(path: Path) -> ArchiveKind:
     """Tell apart the archives that torch writes, by the names of the files inside."""
-    members = _members(path)
+    return _archive_kind_of(_members(path))
+
+
+def _archive_kind_of(members: Sequence[str]) -> ArchiveKind:
     names = {name.partition("/")[2] for name in members}
     if "archive_format" in names or _OLD_EXPORT in members:
         return "export"
@@ -165,9 +171,9 @@ def problem_of_weights(path: Path) -> str:
 def _kind_of_zip(path: Path) -> str:
     if not zipfile.is_zipfile(path):
         return "cut"
-    if (kind := archive_kind(path)) != "other":
-        return kind
     names = _members(path)
+    if (kind := _archive_kind_of(names)) != "other":
+        return kind
     if "MAR-INF/MANIFEST.json" in names:
         return "mar"
     if "model.weights.h5" in names:
