@@ -138,6 +138,7 @@ class Trained(nn.Module):
         return self.norm(self.first(x))
 
 
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # raised by torch's own copy
 @pytest.mark.parametrize("decomposed", [False, True])
 def test_a_program_that_was_exported_in_training_mode_names_its_nodes(tmp_path, decomposed):
     path = tmp_path / "a.pt2"
