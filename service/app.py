@@ -14,11 +14,8 @@ from typing import TYPE_CHECKING
 
 from inferpool.service.api.auth import Guard
 from inferpool.service.api.predict import Predict
-from inferpool.service.api.routes.admin import admin_router
-from inferpool.service.api.routes.events import events_router
 from inferpool.service.api.routes.health import health_router
 from inferpool.service.api.routes.metrics import metrics_router
-from inferpool.service.api.routes.models import models_router
 from inferpool.service.api.web import App
 from inferpool.service.api.wire.budgets import EdgeLimits
 from inferpool.service.api.wire.listening import (
@@ -30,9 +27,7 @@ from inferpool.service.api.wire.listening import (
 )
 from inferpool.service.api.wire.protocol import PredictProtocol
 from inferpool.service.api.wire.server import Server
-from inferpool.service.catalog.requests import request_schemas
 from inferpool.service.checks.quick import check_quickly
-from inferpool.service.cluster.door import ClusterDoor, open_door
 from inferpool.service.endpoint import (
     make_addresses,
     make_cors,
@@ -43,11 +38,16 @@ from inferpool.service.endpoint import (
 )
 from inferpool.service.errors import StartError
 from inferpool.service.example import try_or_ask
-from inferpool.service.fronts.forwarded import forwarded_config, forwarding_path
-from inferpool.service.fronts.fronts import Fronts
-from inferpool.service.fronts.number import number_of_fronts
-from inferpool.service.fronts.only_front import OnlyFront
-from inferpool.service.jobs.http.routes import jobs_router
+from inferpool.service.parts.admin.routes import admin_router
+from inferpool.service.parts.cluster.door import ClusterDoor, open_door
+from inferpool.service.parts.fronts.forwarded import forwarded_config, forwarding_path
+from inferpool.service.parts.fronts.fronts import Fronts
+from inferpool.service.parts.fronts.number import number_of_fronts
+from inferpool.service.parts.fronts.only_front import OnlyFront
+from inferpool.service.parts.jobs.http.routes import jobs_router
+from inferpool.service.parts.live.events import events_router
+from inferpool.service.parts.swap.requests import request_schemas
+from inferpool.service.parts.swap.routes import models_router
 from inferpool.service.service import ClosableEngine, Service
 from inferpool.service.settings.problems import with_ways
 from inferpool.service.settings.settings import Settings
@@ -59,12 +59,12 @@ from inferpool.service.telemetry.console import Console
 from inferpool.service.telemetry.metrics import Metrics, Reading
 from inferpool.service.telemetry.raw_output import RawOutput
 from inferpool.service.telemetry.versions import version_of
-from inferpool.workers.arena import Arena
 from inferpool.workers.host.devices import DeviceError, Host, find_host
 from inferpool.workers.host.local import LocalEngine
+from inferpool.workers.shared.arena import Arena
 
 if TYPE_CHECKING:
-    from inferpool.service.tracing.tracer import Tracer
+    from inferpool.service.parts.tracing.tracer import Tracer
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from inferpool.service.settings.loader import LoadedSettings
 from inferpool.service.settings.names import FlagError
 from inferpool.service.settings.settings import Settings
 from inferpool.workers.beside.reloading import CHANGED
-from inferpool.workers.guard import give_children_defaults
 from inferpool.workers.host.in_process import InProcessEngine
+from inferpool.workers.shared.guard import give_children_defaults
 
 INSTALLED = tuple({*site.getsitepackages(), *sysconfig.get_paths().values(), sys.prefix})
 """Beginnings of the paths of installed files, which are not watched."""

@@ -28,7 +28,7 @@ from inferpool.service.telemetry.logs import LogThrottle
 from inferpool.service.telemetry.metrics import ModelMetrics, recorder
 
 if TYPE_CHECKING:
-    from inferpool.service.tracing.tracer import Tracer
+    from inferpool.service.parts.tracing.tracer import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ def make_tracer(settings: Settings, metrics: Callable[[str], ModelMetrics]) -> "
     if settings.trace_endpoint is None:
         return None
     try:
-        from inferpool.service.tracing.tracer import Tracer
+        from inferpool.service.parts.tracing.tracer import Tracer
     except ModuleNotFoundError as error:
         raise TraceError(
             f"traces are to go to {settings.trace_endpoint} (trace_endpoint), and what that takes "

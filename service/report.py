@@ -25,9 +25,9 @@ from inferpool.service.api.routes.health import (
     SplitHealth,
     WorkerHealth,
 )
-from inferpool.service.api.routes.models import ModelInfo
+from inferpool.service.parts.speed import SearchProgress, SpeedSearch
+from inferpool.service.parts.swap.routes import ModelInfo
 from inferpool.service.queue.pool import Pool
-from inferpool.service.speed import SearchProgress, SpeedSearch
 from inferpool.service.telemetry.versions import version_of
 from inferpool.workers.host.engine import DecoderVitals, ForkserverVitals, RankVitals, Vitals
 from inferpool.workers.host.gpu_watch import GpuVitals

@@ -7,44 +7,44 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from inferpool.service.api.routes.events import HostState
 from inferpool.service.api.routes.health import HealthReport
 from inferpool.service.catalog.catalog import Catalog
-from inferpool.service.catalog.changes import Changes
-from inferpool.service.catalog.room import Room
 from inferpool.service.checks.memory import needs_of_worker
-from inferpool.service.cluster.door import ClusterDoor
-from inferpool.service.cluster.hosts import Cluster
-from inferpool.service.cluster.shown import ShownHosts
 from inferpool.service.errors import StartError
-from inferpool.service.fronts.only_front import OnlyFront
-from inferpool.service.jobs.jobs import Jobs
-from inferpool.service.jobs.records import StoreLimits
-from inferpool.service.jobs.webhooks import Webhooks, read_secret
-from inferpool.service.live import LiveFeed
-from inferpool.service.operations import Operations
+from inferpool.service.parts.admin.operations import Operations
+from inferpool.service.parts.cluster.door import ClusterDoor
+from inferpool.service.parts.cluster.hosts import Cluster
+from inferpool.service.parts.cluster.shown import ShownHosts
+from inferpool.service.parts.fronts.only_front import OnlyFront
+from inferpool.service.parts.jobs.jobs import Jobs
+from inferpool.service.parts.jobs.records import StoreLimits
+from inferpool.service.parts.jobs.webhooks import Webhooks, read_secret
+from inferpool.service.parts.live.events import HostState
+from inferpool.service.parts.live.sampler import LiveFeed
+from inferpool.service.parts.speed import SpeedCache, SpeedSearch
+from inferpool.service.parts.swap.changes import Changes
+from inferpool.service.parts.swap.room import Room
+from inferpool.service.parts.watched.model_folder import ModelFolder
 from inferpool.service.queue.pool import Pool
 from inferpool.service.report import is_host_ready, report_of
 from inferpool.service.settings.loader import LoadedSettings, json_of
 from inferpool.service.settings.settings import Settings
 from inferpool.service.settings.state import StateFile
-from inferpool.service.speed import SpeedCache, SpeedSearch
 from inferpool.service.telemetry.console import Console
 from inferpool.service.telemetry.metrics import Metrics, Reading, gpu_gauges
-from inferpool.service.watched.model_folder import ModelFolder
-from inferpool.workers.arena import Arena
 from inferpool.workers.beside.searching import search
-from inferpool.workers.cgroups import processes_left
 from inferpool.workers.host.device_memory import DeviceMemory
 from inferpool.workers.host.devices import Host
 from inferpool.workers.host.engine import Engine, ForkserverVitals
 from inferpool.workers.host.gpu_watch import GpuWatch
 from inferpool.workers.host.local import LocalEngine
 from inferpool.workers.host.slots import WorkerSlot
-from inferpool.workers.memory import SharedMemoryError
+from inferpool.workers.shared.arena import Arena
+from inferpool.workers.shared.cgroups import processes_left
+from inferpool.workers.shared.memory import SharedMemoryError
 
 if TYPE_CHECKING:
-    from inferpool.service.fronts.fronts import Fronts
+    from inferpool.service.parts.fronts.fronts import Fronts
 
 logger = logging.getLogger(__name__)
 

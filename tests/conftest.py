@@ -20,7 +20,7 @@ from uvloop import new_event_loop
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
-from inferpool.workers.inside.threads import spin_briefly
+from inferpool.workers.shared.threads import spin_briefly
 from tests.simulated_accelerator.forwarding import Forwarding, has_device
 from tests.turns import turn
 from tests.virtual_time import run_in_virtual_time

@@ -5,10 +5,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from inferpool.models.speed.names import SpeedReport
-from inferpool.workers.config import WorkerConfig
-from inferpool.workers.errors import WorkerLostError, WorkerStartError
 from inferpool.workers.host.engine import Ending, Vitals, WorkerId
-from inferpool.workers.messages import BatchDone, ItemRef, Outcome, Ready
+from inferpool.workers.shared.config import WorkerConfig
+from inferpool.workers.shared.errors import WorkerLostError, WorkerStartError
+from inferpool.workers.shared.messages import BatchDone, ItemRef, Outcome, Ready
 
 
 def ref_to(

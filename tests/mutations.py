@@ -29,7 +29,7 @@ from rich.console import Console
 
 _ROOT = Path(__file__).parents[1]
 _WORKERS = ("tests/workers/host", "tests/workers/*.py", "tests/workers/inside")
-_SERVICE = ("tests/service/test_*.py", "tests/service/catalog", "tests/service/fronts")
+_SERVICE = ("tests/service/test_*.py", "tests/service/catalog", "tests/service/parts/fronts")
 _TESTS = {
     "service/api": ("tests/service/api", "tests/service/client", "tests/e2e/test_predict.py"),
     "service/queue": ("tests/service/queue", _SERVICE[0], "tests/e2e/test_batching.py"),

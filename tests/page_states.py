@@ -8,18 +8,6 @@ from typing import Any
 
 import msgspec
 
-from inferpool.service.api.routes.events import (
-    ChangeEvent,
-    EndingEvent,
-    HostState,
-    LiveSample,
-    Moment,
-    Outcomes,
-    Percentiles,
-    Sample,
-    State,
-    StoredJobs,
-)
 from inferpool.service.api.routes.health import (
     FrontHealth,
     GpuHealth,
@@ -31,8 +19,20 @@ from inferpool.service.api.routes.health import (
     RankHealth,
     WorkerHealth,
 )
-from inferpool.service.api.routes.models import SwapFigures, VersionInfo
-from inferpool.service.jobs.http.documents import JobError, JobInfo
+from inferpool.service.parts.jobs.http.documents import JobError, JobInfo
+from inferpool.service.parts.live.events import (
+    ChangeEvent,
+    EndingEvent,
+    HostState,
+    LiveSample,
+    Moment,
+    Outcomes,
+    Percentiles,
+    Sample,
+    State,
+    StoredJobs,
+)
+from inferpool.service.parts.swap.routes import SwapFigures, VersionInfo
 
 NUMBERS = (InputDescription(name="x", dtype="float32", shape=(-1, 3)),)
 IMAGE = (InputDescription(name="image", dtype="uint8", shape=(-1, -1, -1, 3)),)

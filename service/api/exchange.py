@@ -35,7 +35,7 @@ from inferpool.service.errors import (
     UnavailableError,
 )
 from inferpool.service.queue.instance import Buffer, InstanceSteps, Result
-from inferpool.workers.messages import ItemRef
+from inferpool.workers.shared.messages import ItemRef
 
 _CLIENT_GONE = 499
 _FIRST_ERROR = 400

@@ -43,15 +43,15 @@ from inferpool.service.api.replies import (
     preflight_reply,
     send_reply,
 )
-from inferpool.service.api.routes.events import WAS_HEAD
-from inferpool.service.api.routes.page import (
+from inferpool.service.errors import ServiceError
+from inferpool.service.parts.live.events import WAS_HEAD
+from inferpool.service.parts.live.page import (
     POLICY_HEADER,
     Page,
     file_in_package,
     policy_for,
     with_page_headers,
 )
-from inferpool.service.errors import ServiceError
 from inferpool.service.telemetry.logs import LogThrottle
 
 logger = logging.getLogger(__name__)

@@ -20,14 +20,14 @@ from inferpool.service.errors import (
     StartError,
     UnavailableError,
 )
-from inferpool.service.fronts.only_front import OnlyFront
+from inferpool.service.parts.fronts.only_front import OnlyFront
 from inferpool.service.queue.pool import Pool
 from inferpool.service.service import Service
 from inferpool.service.settings.loader import LoadedSettings
 from inferpool.service.settings.settings import Settings
 from inferpool.service.telemetry.console import Console
 from inferpool.workers.host.devices import DeviceError, find_host
-from inferpool.workers.messages import ItemRef, Kind
+from inferpool.workers.shared.messages import ItemRef, Kind
 
 _TIMEOUT_S = 3600.0
 """Time for each instance; workers that hang are replaced much sooner."""

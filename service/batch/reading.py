@@ -28,8 +28,8 @@ from inferpool.models.spec import DTYPE_BYTES, TensorHeader
 from inferpool.models.vision.images import decode_image
 from inferpool.service.batch.inputs import BatchInput
 from inferpool.service.batch.sources import BatchSource
-from inferpool.workers.guard import die_with_front_end, give_way_for_memory
 from inferpool.workers.inside.allocator import keep_large_buffers
+from inferpool.workers.shared.guard import die_with_front_end, give_way_for_memory
 
 logger = logging.getLogger(__name__)
 

@@ -16,24 +16,24 @@ from inferpool.service.api.predict import path_of
 from inferpool.service.catalog.claims import Claims
 from inferpool.service.catalog.plans import HostPlans, place_text, planned, with_model
 from inferpool.service.errors import NotSavedError, OverloadedError, UnavailableError
+from inferpool.service.parts.objective import Objective, ObjectiveAdmission
+from inferpool.service.parts.turns.gate import DeviceGate
 from inferpool.service.queue.admission import Admission
 from inferpool.service.queue.dispatcher import Dispatcher
 from inferpool.service.queue.gauges import read_model_gauges
 from inferpool.service.queue.instance import Buffer, CanaryShare
 from inferpool.service.queue.pool import Announcer, Pool
 from inferpool.service.queue.quarantine import Quarantine
-from inferpool.service.queue.scheduling.objective import Objective, ObjectiveAdmission
-from inferpool.service.queue.turns.gate import DeviceGate
 from inferpool.service.settings.model import ModelSettings
 from inferpool.service.settings.settings import Settings
 from inferpool.service.settings.state import StateFile
 from inferpool.service.telemetry.metrics import Metrics, ModelMetrics, Reading
-from inferpool.workers.arena import Arena
-from inferpool.workers.config import WorkerConfig
 from inferpool.workers.host.devices import DeviceError, Host
 from inferpool.workers.host.engine import Engine
 from inferpool.workers.host.restart_policy import RestartPolicy
-from inferpool.workers.messages import ItemRef
+from inferpool.workers.shared.arena import Arena
+from inferpool.workers.shared.config import WorkerConfig
+from inferpool.workers.shared.messages import ItemRef
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from inferpool.models.spec import Placement
 from inferpool.service.catalog.spreading import SpreadPlanner
 from inferpool.service.settings.model import ModelSettings
 from inferpool.service.settings.settings import Settings
-from inferpool.workers.config import WorkerConfig
 from inferpool.workers.host.devices import DeviceError, Host
 from inferpool.workers.host.engine import WorkerId
+from inferpool.workers.shared.config import WorkerConfig
 
 logger = logging.getLogger(__name__)
 

@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from inferpool.models.spec import Placement
-from inferpool.workers.config import HostShare, WorkerConfig
 from inferpool.workers.host.devices import DeviceError, Host
 from inferpool.workers.host.gpus import Gpu
 from inferpool.workers.host.placing import PlacementRequest, place, units_of
+from inferpool.workers.shared.config import HostShare, WorkerConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

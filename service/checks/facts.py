@@ -14,9 +14,9 @@ from pathlib import Path
 from inferpool.models.spec import Placement
 from inferpool.service.api.wire.descriptors import limit_to_be
 from inferpool.service.settings.settings import Settings
-from inferpool.workers.cgroups import CgroupLimits, read_limits
 from inferpool.workers.host.devices import DeviceError, Host
 from inferpool.workers.host.mps import is_mps_running
+from inferpool.workers.shared.cgroups import CgroupLimits, read_limits
 
 _RLIMITS = ("NPROC", "MEMLOCK", "CORE", "AS", "FSIZE")
 

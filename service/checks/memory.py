@@ -8,7 +8,7 @@ from inferpool.service.checks.facts import Facts
 from inferpool.service.checks.findings import Finding, error, in_words, note, ok, warning
 from inferpool.service.checks.weights import weights_file
 from inferpool.service.errors import StartError
-from inferpool.service.fronts.number import number_of_fronts
+from inferpool.service.parts.fronts.number import number_of_fronts
 from inferpool.service.settings.model import ModelSettings
 from inferpool.service.settings.settings import Settings
 from inferpool.workers.host.device_memory import HOST

@@ -29,17 +29,17 @@ from inferpool.service.signals import stop_signals
 from inferpool.service.telemetry.logs import configure
 from inferpool.service.telemetry.raw_output import RawOutput
 from inferpool.service.telemetry.versions import version_of
-from inferpool.workers.arena import Arena
 from inferpool.workers.host.devices import Host, called, find_host, parse_devices
 from inferpool.workers.host.gpu_watch import GpuWatch
 from inferpool.workers.host.local import LocalEngine
 from inferpool.workers.host.mps import DEFAULT_FOLDER
-from inferpool.workers.memory import SharedMemoryError
 from inferpool.workers.remote.agent import Agent, Dialing
 from inferpool.workers.remote.hosted import HostedWorkers
 from inferpool.workers.remote.joining import Address, Dialer, make_instance
 from inferpool.workers.remote.spread.place import place_called
 from inferpool.workers.remote.wire import HostFacts
+from inferpool.workers.shared.arena import Arena
+from inferpool.workers.shared.memory import SharedMemoryError
 
 logger = logging.getLogger(__name__)
 

@@ -20,15 +20,15 @@ from inferpool.service.api.web import App
 from inferpool.service.app import log_quick_checks, make_service, make_whole_app, start_tracing
 from inferpool.service.embedded.arguments import ServedModels, read_arguments
 from inferpool.service.errors import StartError
-from inferpool.service.fronts.only_front import OnlyFront
+from inferpool.service.parts.fronts.only_front import OnlyFront
 from inferpool.service.service import ClosableEngine, Service
 from inferpool.service.settings.loader import LoadedSettings
 from inferpool.service.settings.names import StateFileError
 from inferpool.service.settings.sources import modules_to_preload
 from inferpool.service.telemetry.console import Console
-from inferpool.workers.arena import Arena
 from inferpool.workers.host.devices import DeviceError, find_host
 from inferpool.workers.host.local import LocalEngine, guest_forkserver
+from inferpool.workers.shared.arena import Arena
 
 logger = logging.getLogger(__name__)
 

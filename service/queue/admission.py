@@ -16,8 +16,8 @@ from inferpool.service.errors import (
 )
 from inferpool.service.queue.batcher import Position
 from inferpool.service.telemetry.metrics import RejectReason
-from inferpool.workers.arena import Slots, slot_bytes
-from inferpool.workers.messages import ItemRef
+from inferpool.workers.shared.arena import Slots, slot_bytes
+from inferpool.workers.shared.messages import ItemRef
 
 _WEIGHT = 0.2
 """The weight of the newest batch in the moving averages."""

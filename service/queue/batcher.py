@@ -17,7 +17,7 @@ from math import frexp, inf
 from operator import attrgetter
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from inferpool.workers.messages import ItemRef
+from inferpool.workers.shared.messages import ItemRef
 
 _OCTAVES, _OCTAVE_1_S = 26, 5
 """The number of timeout classes, which differ by factors of 2 from 1/32 s up, and that of 1 s."""

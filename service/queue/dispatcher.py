@@ -27,6 +27,7 @@ from inferpool.service.errors import (
     UnavailableError,
     WorkerCrashedError,
 )
+from inferpool.service.parts.objective import Objective
 from inferpool.service.queue.admission import Admission
 from inferpool.service.queue.batch_sizing import SizeLimit
 from inferpool.service.queue.batcher import Batcher
@@ -46,13 +47,12 @@ from inferpool.service.queue.quarantine import MAX_CRASHES, Quarantine, Suspects
 from inferpool.service.queue.scheduling.background import Background, TurnsQueue, is_background
 from inferpool.service.queue.scheduling.entrance import Entrance
 from inferpool.service.queue.scheduling.lanes import Lane, Lanes
-from inferpool.service.queue.scheduling.objective import Objective
 from inferpool.service.queue.scheduling.scheduler import BatchFiller, BatchScheduler
 from inferpool.service.telemetry.metrics import ModelMetrics
-from inferpool.workers.arena import Arena
-from inferpool.workers.errors import WorkerLostError
 from inferpool.workers.host.engine import WorkerHandle
-from inferpool.workers.messages import BatchDone, ItemError, ItemRef
+from inferpool.workers.shared.arena import Arena
+from inferpool.workers.shared.errors import WorkerLostError
+from inferpool.workers.shared.messages import BatchDone, ItemError, ItemRef
 
 if TYPE_CHECKING:
     from inferpool.models.spec import TensorSpec

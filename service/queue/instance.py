@@ -11,7 +11,7 @@ from zlib import crc32
 
 import msgspec
 
-from inferpool.workers.messages import ItemRef, TensorBlob
+from inferpool.workers.shared.messages import ItemRef, TensorBlob
 
 if TYPE_CHECKING:
     from inferpool.service.queue.batcher import Bucket

@@ -31,7 +31,7 @@ from inferpool.service.queue.instance import (
 )
 from inferpool.service.telemetry.metrics import ModelMetrics
 from inferpool.workers.host.engine import WorkerHandle
-from inferpool.workers.messages import BatchDone, ItemError
+from inferpool.workers.shared.messages import BatchDone, ItemError
 
 TICK_S = 0.01
 """How late a deadline may be noticed, at most, while the event loop turns."""

@@ -16,20 +16,20 @@ import msgspec
 from inferpool.models.speed.names import SpeedReport
 from inferpool.models.split.report import SplitReport
 from inferpool.service.errors import GivenUpError, ServiceError, UnavailableError
+from inferpool.service.parts.turns.gate import DeviceGate, GateMember
 from inferpool.service.queue.dispatcher import Dispatcher
 from inferpool.service.queue.instance import Buffer, CanaryShare, Instance, InstanceSteps, SlotOwner
 from inferpool.service.queue.numbers import SlotNumbers
 from inferpool.service.queue.replacer import Replacer
-from inferpool.service.queue.turns.gate import DeviceGate, GateMember
 from inferpool.service.telemetry.metrics import ModelMetrics
-from inferpool.workers.config import REFUSED, WorkerConfig
 from inferpool.workers.host.engine import Cause, Engine, RankVitals, WorkerHandle, WorkerId
 from inferpool.workers.host.replica_files import ReplicaFiles
 from inferpool.workers.host.restart_policy import RestartPolicy
 from inferpool.workers.host.shared_check import SharedCheck
 from inferpool.workers.host.slots import WorkerSlot
 from inferpool.workers.host.supervisor import WorkerSupervisor
-from inferpool.workers.messages import UNREADABLE, ItemRef
+from inferpool.workers.shared.config import REFUSED, WorkerConfig
+from inferpool.workers.shared.messages import UNREADABLE, ItemRef
 
 if TYPE_CHECKING:
     from inferpool.models.spec import TensorSpec

@@ -28,8 +28,8 @@ from inferpool.models.spec import TensorHeader
 from inferpool.service.errors import QuarantinedError
 from inferpool.service.queue.instance import Buffer, Instance
 from inferpool.service.telemetry.metrics import ModelMetrics
-from inferpool.workers.arena import Arena
-from inferpool.workers.messages import ItemError, ItemRef, Kind, Outcome
+from inferpool.workers.shared.arena import Arena
+from inferpool.workers.shared.messages import ItemError, ItemRef, Kind, Outcome
 
 logger = logging.getLogger(__name__)
 

@@ -8,12 +8,12 @@ from typing import Literal
 
 from inferpool.models.speed.names import SpeedReport
 from inferpool.service.errors import RestartFailedError
-from inferpool.workers.config import WorkerConfig
-from inferpool.workers.errors import WorkerStartError
 from inferpool.workers.host.engine import WorkerHandle, WorkerId
 from inferpool.workers.host.slots import WorkerSlot
 from inferpool.workers.host.supervisor import WorkerSupervisor
-from inferpool.workers.memory import available_bytes
+from inferpool.workers.shared.config import WorkerConfig
+from inferpool.workers.shared.errors import WorkerStartError
+from inferpool.workers.shared.memory import available_bytes
 
 logger = logging.getLogger(__name__)
 

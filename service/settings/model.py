@@ -24,9 +24,9 @@ from inferpool.service.settings.sources import (
     is_source,
     source_hint,
 )
-from inferpool.workers.config import CheckMode, ErrorDetail, ModelConfig, WorkerConfig
 from inferpool.workers.host.devices import Host, parse_devices
 from inferpool.workers.host.placing import PlacementRequest, place
+from inferpool.workers.shared.config import CheckMode, ErrorDetail, ModelConfig, WorkerConfig
 
 MODEL_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 _OWN_CORES = 2

@@ -27,10 +27,10 @@ from inferpool.service.settings.keys import Keys
 from inferpool.service.settings.model import ModelSettings, SettingsTable
 from inferpool.service.settings.tracing import TraceHeaders, endpoint_of, pairs_of
 from inferpool.service.settings.trust import OWN_PATHS, TrustedPeers, prefix_of
-from inferpool.workers.cgroups import read_limits
 from inferpool.workers.host.devices import Host
 from inferpool.workers.host.mps import DEFAULT_FOLDER
 from inferpool.workers.host.placing import share_cores
+from inferpool.workers.shared.cgroups import read_limits
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9_.-]+|\[[0-9a-f:.]+\])(:\d{1,5})?")
 """An origin as browsers write it (RFC 6454, 6.1)."""

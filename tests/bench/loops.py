@@ -29,14 +29,14 @@ from inferpool.models.sources.registry import build
 from inferpool.models.spec import Placement
 from inferpool.models.speed.presets import prepare, presets_for
 from inferpool.models.vision.classifier import Classifier
-from inferpool.workers.arena import Arena
-from inferpool.workers.config import ModelConfig, WorkerConfig
 from inferpool.workers.host.devices import find_host
 from inferpool.workers.host.engine import WorkerHandle, WorkerId
 from inferpool.workers.host.local import LocalEngine, start_forkserver
 from inferpool.workers.host.placing import PlacementRequest, place
 from inferpool.workers.inside.own_process import pin
-from inferpool.workers.messages import ItemError, ItemRef
+from inferpool.workers.shared.arena import Arena
+from inferpool.workers.shared.config import ModelConfig, WorkerConfig
+from inferpool.workers.shared.messages import ItemError, ItemRef
 from tests.bench.frame import Benchmark, Cell, Turn, benchmark, chosen
 from tests.bench.models import STAND_IN, StandIn
 from tests.bench.peers import RATIOS

@@ -27,12 +27,12 @@ from uvicorn.server import ServerState
 from inferpool.service.api.predict import Predict
 from inferpool.service.api.wire.protocol import PredictProtocol
 from inferpool.service.telemetry.metrics import Metrics, recorder
-from inferpool.workers.arena import Arena
 from inferpool.workers.host.engine import WorkerId
 from inferpool.workers.host.queues import FrameReader, PrivateQueue
-from inferpool.workers.inside.worker_queue import WorkerQueue
-from inferpool.workers.messages import BatchDone, FromWorker, Stored, TensorBlob
-from inferpool.workers.outputs import OutputRegion, OutputStore
+from inferpool.workers.shared.arena import Arena
+from inferpool.workers.shared.messages import BatchDone, FromWorker, Stored, TensorBlob
+from inferpool.workers.shared.outputs import OutputRegion, OutputStore
+from inferpool.workers.shared.worker_queue import WorkerQueue
 from tests.bench.frame import Benchmark, Cell, benchmark
 from tests.fakes import FakeWorker
 from tests.service.pools import make_dispatcher

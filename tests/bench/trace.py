@@ -15,11 +15,11 @@ from typing import Any
 from inferpool.models.spec import Placement
 from inferpool.service.api.codecs.body import Payload
 from inferpool.service.tools.trial.report import Chart
-from inferpool.workers.arena import Arena
-from inferpool.workers.config import ModelConfig, WorkerConfig
 from inferpool.workers.host.engine import WorkerHandle, WorkerId
 from inferpool.workers.host.local import LocalEngine, start_forkserver
-from inferpool.workers.messages import BatchDone, ItemRef
+from inferpool.workers.shared.arena import Arena
+from inferpool.workers.shared.config import ModelConfig, WorkerConfig
+from inferpool.workers.shared.messages import BatchDone, ItemRef
 from tests.bench.frame import Benchmark, Cell, benchmark
 from tests.bench.workloads import photos
 from tests.service.pools import make_dispatcher

@@ -15,10 +15,10 @@ from typing import Any
 
 import uvloop
 
-from inferpool.workers.messages import BatchDone, ItemRef
 from inferpool.workers.remote.joining import secured
 from inferpool.workers.remote.link import HostLink
 from inferpool.workers.remote.wire import BatchOutcomes, RunBatch, ToAgent, ToFrontEnd
+from inferpool.workers.shared.messages import BatchDone, ItemRef
 from tests.bench.server import HOST
 from tests.certificates import make_certificate
 

@@ -37,7 +37,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from inferpool.workers.guard import die_with_parent
+from inferpool.workers.shared.guard import die_with_parent
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = (sys.executable, "-m", "inferpool")
@@ -52,7 +52,7 @@ _IMPORTED = (
     "inferpool.service.cli.main",
     "inferpool.service.cli.serve",
     "inferpool.service.cli.agent",
-    "inferpool.service.fronts.fronts",
+    "inferpool.service.parts.fronts.fronts",
     "inferpool.service.embedded.serve",
     "inferpool.service.embedded.mounted",
     # Ranks, and processes on a simulated device, import much of this, which takes each a second.

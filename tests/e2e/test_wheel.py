@@ -82,7 +82,7 @@ def test_it_installs_one_package(wheel: Path):
         for path in (ROOT / top).rglob("*.py")
     }
     assert {f"inferpool/{Path(path).relative_to(ROOT)}" for path in ours} <= set(names)
-    assert {"inferpool/service/page/index.html", "inferpool/py.typed"} <= set(names)
+    assert {"inferpool/service/parts/live/files/index.html", "inferpool/py.typed"} <= set(names)
     assert any(name.endswith("photos/chelsea.jpg") for name in names)
 
 

@@ -17,7 +17,7 @@ from inferpool.service.api.codecs.body import Decoded
 from inferpool.service.api.codecs.requests import TYPES, decode
 from inferpool.service.api.codecs.tensors import NPY_DTYPES
 from inferpool.service.errors import ServiceError
-from inferpool.workers.messages import ItemRef
+from inferpool.workers.shared.messages import ItemRef
 from tests.fuzz.inputs import make_input
 from tests.properties import untimed
 from tests.service.api.fakes import body_of, head, spec

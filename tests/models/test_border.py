@@ -18,7 +18,7 @@ from inferpool.models.example import own_example, shown_example
 from inferpool.models.item import Features, Item
 from inferpool.models.spec import Placement, TensorSpec
 from inferpool.workers.inside.compute import Computer
-from inferpool.workers.messages import ItemRef
+from inferpool.workers.shared.messages import ItemRef
 
 CPU = Placement(devices=("cpu",))
 X = TensorSpec(name="x", dtype="float32", shape=(-1, 3))

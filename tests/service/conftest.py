@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from inferpool.workers.arena import Arena
+from inferpool.workers.shared.arena import Arena
 
 
 @pytest.fixture

@@ -8,17 +8,17 @@ import msgspec
 
 from inferpool.models.spec import Placement
 from inferpool.models.speed.names import SpeedReport
+from inferpool.service.parts.objective import Objective
+from inferpool.service.parts.turns.gate import DeviceGate
 from inferpool.service.queue.admission import Admission
 from inferpool.service.queue.dispatcher import Dispatcher
 from inferpool.service.queue.pool import Announcer, Pool
 from inferpool.service.queue.quarantine import Quarantine
-from inferpool.service.queue.scheduling.objective import Objective
-from inferpool.service.queue.turns.gate import DeviceGate
 from inferpool.service.telemetry.metrics import ModelMetrics
-from inferpool.workers.arena import Arena
-from inferpool.workers.config import ModelConfig, WorkerConfig
 from inferpool.workers.host.engine import WorkerId
 from inferpool.workers.host.restart_policy import RestartPolicy
+from inferpool.workers.shared.arena import Arena
+from inferpool.workers.shared.config import ModelConfig, WorkerConfig
 from tests.fakes import FakeEngine, FakeWorker, ref_to
 
 CONFIG = WorkerConfig(

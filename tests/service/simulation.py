@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from inferpool.service.errors import DeadlineExceededError, OverloadedError
+from inferpool.service.parts.objective import Objective, ObjectiveAdmission
 from inferpool.service.queue.admission import Admission
 from inferpool.service.queue.dispatcher import Dispatcher
 from inferpool.service.queue.instance import Instance
 from inferpool.service.queue.quarantine import Quarantine
-from inferpool.service.queue.scheduling.objective import Objective, ObjectiveAdmission
 from inferpool.service.telemetry.metrics import ModelMetrics
-from inferpool.workers.arena import Arena
-from inferpool.workers.messages import ItemRef
+from inferpool.workers.shared.arena import Arena
+from inferpool.workers.shared.messages import ItemRef
 from tests.fakes import FakeWorker, ref_to
 from tests.virtual_time import run_in_virtual_time
 

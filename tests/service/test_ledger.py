@@ -30,8 +30,8 @@ from inferpool.service.queue.admission import Admission
 from inferpool.service.queue.dispatcher import Dispatcher
 from inferpool.service.queue.quarantine import Quarantine
 from inferpool.service.telemetry.metrics import ModelMetrics
-from inferpool.workers.arena import MIN_BLOCK_BYTES, Arena
-from inferpool.workers.messages import BatchDone, ItemError, ItemRef
+from inferpool.workers.shared.arena import MIN_BLOCK_BYTES, Arena
+from inferpool.workers.shared.messages import BatchDone, ItemError, ItemRef
 from tests.fakes import FakeWorker, ref_to
 
 if TYPE_CHECKING:

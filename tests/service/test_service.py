@@ -7,8 +7,8 @@ from inferpool.service.settings.model import ModelSettings
 from inferpool.service.settings.settings import Settings
 from inferpool.service.telemetry.console import Console
 from inferpool.service.telemetry.metrics import Metrics
-from inferpool.workers.errors import WorkerStartError
 from inferpool.workers.host.devices import find_host
+from inferpool.workers.shared.errors import WorkerStartError
 from tests.fakes import FakeEngine
 from tests.service.pools import until
 

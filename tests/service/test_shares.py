@@ -16,18 +16,18 @@ import pytest
 import inferpool.service
 from inferpool.service.api.codecs.body import BodyContext
 from inferpool.service.errors import OverloadedError, OverShareError
-from inferpool.service.jobs.http import making
-from inferpool.service.jobs.http.reading import JobBody, read_body
-from inferpool.service.jobs.http.routes import MAX_STREAMS as MAX_JOB_STREAMS
-from inferpool.service.jobs.http.uploads import MAX_UPLOADS
-from inferpool.service.jobs.records import Job
-from inferpool.service.jobs.store.store import JobStore
+from inferpool.service.parts.jobs.http import making
+from inferpool.service.parts.jobs.http.reading import JobBody, read_body
+from inferpool.service.parts.jobs.http.routes import MAX_STREAMS as MAX_JOB_STREAMS
+from inferpool.service.parts.jobs.http.uploads import MAX_UPLOADS
+from inferpool.service.parts.jobs.records import Job
+from inferpool.service.parts.jobs.store.store import JobStore
 from inferpool.service.queue.pool import Pool
 from inferpool.service.queue.shares import Shares, owner_of_address
 from inferpool.service.settings.keys import digest_of
-from inferpool.workers.arena import Arena
+from inferpool.workers.shared.arena import Arena
 from tests.fakes import FakeEngine
-from tests.service.jobs.http.test_routes import ANN, BEN, JSONL, idle, serving
+from tests.service.parts.jobs.http.test_routes import ANN, BEN, JSONL, idle, serving
 
 SHARE = 0.75
 MOST_S = 60

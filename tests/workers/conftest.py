@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from inferpool.workers.arena import Arena
 from inferpool.workers.host.local import LocalEngine, start_forkserver
-from inferpool.workers.messages import ItemRef
+from inferpool.workers.shared.arena import Arena
+from inferpool.workers.shared.messages import ItemRef
 from tests.workers.contract import PATIENT
 
 

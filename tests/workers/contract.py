@@ -13,11 +13,11 @@ import psutil
 import pytest
 
 from inferpool.models.spec import Placement, TensorHeader
-from inferpool.workers.config import ModelConfig, WorkerConfig
-from inferpool.workers.errors import WorkerLostError, WorkerStartError
 from inferpool.workers.host.engine import Engine, WorkerHandle, WorkerId, WorkerPeriods
 from inferpool.workers.host.local_worker import LocalWorker
-from inferpool.workers.messages import BatchDone, ItemError, ItemRef
+from inferpool.workers.shared.config import ModelConfig, WorkerConfig
+from inferpool.workers.shared.errors import WorkerLostError, WorkerStartError
+from inferpool.workers.shared.messages import BatchDone, ItemError, ItemRef
 
 Put = Callable[..., ItemRef]
 PATIENT = WorkerPeriods(

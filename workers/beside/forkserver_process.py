@@ -19,8 +19,8 @@ from importlib.machinery import PathFinder
 from multiprocessing import forkserver, resource_tracker, spawn
 from typing import Any, NoReturn
 
-from inferpool.workers.guard import die_with_parent
-from inferpool.workers.inside.threads import spin_briefly
+from inferpool.workers.shared.guard import die_with_parent
+from inferpool.workers.shared.threads import spin_briefly
 
 ANSWER = struct.Struct("q")
 """Answer to a request: the number of the new process, or a negative errno."""

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import psutil
 
-from inferpool.workers.guard import give_way_for_memory
+from inferpool.workers.shared.guard import give_way_for_memory
 
 _NO_NETWORK = "its `load` does not call `load_network`, and so it is not known before it is loaded"
 

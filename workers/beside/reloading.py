@@ -21,7 +21,7 @@ from inferpool.workers.beside.forkserver_process import (
     import_packages,
     renew,
 )
-from inferpool.workers.guard import die_with_parent
+from inferpool.workers.shared.guard import die_with_parent
 
 CHANGED = 217
 """Exit status of a process that ends because a file has changed."""

@@ -15,7 +15,7 @@ import msgspec
 from inferpool.models.errors import ModelError
 from inferpool.models.speed.names import SpeedReport
 from inferpool.workers.beside.searching import SearchNews, SearchOrder
-from inferpool.workers.guard import give_children_defaults
+from inferpool.workers.shared.guard import give_children_defaults
 
 
 class _SendNews(Protocol):

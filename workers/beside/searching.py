@@ -18,7 +18,7 @@ import psutil
 
 from inferpool.models.speed.attempts import forget_attempt
 from inferpool.models.speed.names import SpeedReport
-from inferpool.workers.config import WorkerConfig
+from inferpool.workers.shared.config import WorkerConfig
 
 _BOOT = (
     "import json, sys; order = json.loads(sys.stdin.readline()); sys.path[:] = order['sys_path']; "

@@ -4,7 +4,7 @@ A canary is a batch without items: the worker computes a sample of its model. It
 inbox, the preparation, the model and the outbox like any batch, so an answer proves that they work.
 """
 
-from inferpool.workers.messages import BatchDone, ItemError
+from inferpool.workers.shared.messages import BatchDone, ItemError
 
 _MAX_SHARE = 0.02
 """Largest share of a worker's time that canaries may take."""

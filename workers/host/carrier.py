@@ -13,13 +13,13 @@ from multiprocessing.connection import Connection
 
 import msgspec
 
-from inferpool.workers.errors import WorkerLostError
-from inferpool.workers.heartbeat import HeartbeatReader
 from inferpool.workers.host.canary import Canary
 from inferpool.workers.host.held import HeldBatch, HeldBatches, batch_timeout_s
 from inferpool.workers.host.queues import FrameWriter
-from inferpool.workers.messages import Batch, BatchDone, FrameError, ItemError, ItemRef
-from inferpool.workers.outputs import OutputRegion
+from inferpool.workers.shared.errors import WorkerLostError
+from inferpool.workers.shared.heartbeat import HeartbeatReader
+from inferpool.workers.shared.messages import Batch, BatchDone, FrameError, ItemError, ItemRef
+from inferpool.workers.shared.outputs import OutputRegion
 
 _encode = msgspec.msgpack.Encoder().encode
 _SENTINEL = _encode(None)

@@ -10,7 +10,7 @@ import psutil
 
 from inferpool.workers.host.engine import WorkerHandle
 from inferpool.workers.host.gpus import DriverError, Gpu, in_time
-from inferpool.workers.memory import available_bytes
+from inferpool.workers.shared.memory import available_bytes
 
 logger = logging.getLogger(__name__)
 

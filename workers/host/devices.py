@@ -17,8 +17,8 @@ from inferpool.models.accelerator.kinds import (
     accelerator_of,
     known_accelerators,
 )
-from inferpool.workers.cgroups import MOUNT, read_limits
 from inferpool.workers.host.gpus import ANSWER_S, DriverError, Gpu, in_time, read_gpus
+from inferpool.workers.shared.cgroups import MOUNT, read_limits
 
 DEVICE_FORMS = (
     '"auto", "cpu", "cuda", GPUs such as "cuda:0,1", UUIDs as `nvidia-smi -L` prints them '

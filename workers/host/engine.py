@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from inferpool.models.split.report import RankPart
-from inferpool.workers.config import WorkerConfig
-from inferpool.workers.messages import BatchDone, ItemRef, Ready
+from inferpool.workers.shared.config import WorkerConfig
+from inferpool.workers.shared.messages import BatchDone, ItemRef, Ready
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,11 +24,11 @@ from pathlib import Path
 import psutil
 
 from inferpool.workers.beside.forkserver_process import ANSWER, IGNORED_SIGNALS, MAX_DESCRIPTORS
-from inferpool.workers.errors import WorkerStartError
 from inferpool.workers.host.engine import ForkserverVitals
 from inferpool.workers.host.error_guard import ErrorGuard
 from inferpool.workers.host.observed import describe_exit
 from inferpool.workers.host.orphans import Orphans, adopt_orphans
+from inferpool.workers.shared.errors import WorkerStartError
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from asyncio import Future  # noqa: TC003  # as everywhere else
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from inferpool.workers.heartbeat import HeartbeatReader
-from inferpool.workers.messages import BatchDone, ItemRef
+from inferpool.workers.shared.heartbeat import HeartbeatReader
+from inferpool.workers.shared.messages import BatchDone, ItemRef
 
 _UNKNOWN_TIMEOUT_S = 60.0
 _MIN_TIMEOUT_S = 10.0

@@ -21,14 +21,14 @@ import torch
 
 from inferpool.models.errors import ModelError
 from inferpool.models.texts import described
-from inferpool.workers.arena import Arena
-from inferpool.workers.config import WorkerConfig
-from inferpool.workers.errors import WorkerLostError, WorkerStartError
 from inferpool.workers.host.engine import Ending, Vitals, WorkerId
 from inferpool.workers.inside.compute import Computer
 from inferpool.workers.inside.own_process import pin
 from inferpool.workers.inside.process import load
-from inferpool.workers.messages import BatchDone, ItemError, ItemRef, Ready
+from inferpool.workers.shared.arena import Arena
+from inferpool.workers.shared.config import WorkerConfig
+from inferpool.workers.shared.errors import WorkerLostError, WorkerStartError
+from inferpool.workers.shared.messages import BatchDone, ItemError, ItemRef, Ready
 
 logger = logging.getLogger(__name__)
 

@@ -19,9 +19,6 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from inferpool.models.speed.attempts import forget_load
-from inferpool.workers.arena import Arena
-from inferpool.workers.config import WorkerConfig
-from inferpool.workers.errors import WorkerStartError
 from inferpool.workers.host import forkserver
 from inferpool.workers.host.engine import (
     USUAL_PERIODS,
@@ -29,7 +26,6 @@ from inferpool.workers.host.engine import (
     WorkerId,
     WorkerPeriods,
 )
-from inferpool.workers.host.following_worker import FollowingWorker
 from inferpool.workers.host.forked import ForkedProcess, SpawnedProcess
 from inferpool.workers.host.forkserver import (
     Forkserver,
@@ -39,8 +35,12 @@ from inferpool.workers.host.forkserver import (
 from inferpool.workers.host.local_worker import LocalWorker
 from inferpool.workers.host.observed import OomKills
 from inferpool.workers.host.rank_process import RankProcess
-from inferpool.workers.memory import SharedMemoryError
-from inferpool.workers.messages import Ready
+from inferpool.workers.ranks.following_worker import FollowingWorker
+from inferpool.workers.shared.arena import Arena
+from inferpool.workers.shared.config import WorkerConfig
+from inferpool.workers.shared.errors import WorkerStartError
+from inferpool.workers.shared.memory import SharedMemoryError
+from inferpool.workers.shared.messages import Ready
 
 logger = logging.getLogger(__name__)
 

@@ -15,19 +15,19 @@ from asyncio import Future, Task
 from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 
-from inferpool.workers.config import WorkerConfig
-from inferpool.workers.errors import WorkerLostError
+from inferpool.workers.decoders.host_side import DecoderHost
 from inferpool.workers.host.carrier import Carrier
-from inferpool.workers.host.decoders import DecoderHost
 from inferpool.workers.host.engine import Cause, Ending, Vitals, WorkerId, WorkerPeriods
 from inferpool.workers.host.error_guard import ErrorGuard
 from inferpool.workers.host.held import batch_timeout_s
 from inferpool.workers.host.observed import OomKills
 from inferpool.workers.host.queues import PrivateQueue
 from inferpool.workers.host.rank_process import RankProcess
-from inferpool.workers.host.ranked_worker import RankedWorker
-from inferpool.workers.log_lines import log_line
-from inferpool.workers.messages import (
+from inferpool.workers.ranks.ranked_worker import RankedWorker
+from inferpool.workers.shared.config import WorkerConfig
+from inferpool.workers.shared.errors import WorkerLostError
+from inferpool.workers.shared.log_lines import log_line
+from inferpool.workers.shared.messages import (
     BatchDone,
     FrameError,
     FromWorker,
@@ -39,7 +39,7 @@ from inferpool.workers.messages import (
     StartFailed,
     StartProgress,
 )
-from inferpool.workers.outputs import OutputRegion
+from inferpool.workers.shared.outputs import OutputRegion
 
 logger = logging.getLogger(__name__)
 

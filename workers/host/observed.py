@@ -10,8 +10,8 @@ from pathlib import Path
 
 import psutil
 
-from inferpool.workers.cgroups import MEMBERSHIP, MOUNT, groups_of
 from inferpool.workers.host.engine import Cause, Ending
+from inferpool.workers.shared.cgroups import MEMBERSHIP, MOUNT, groups_of
 
 EXIT_AFTER_EOF_S = 0.5
 """Seconds that a process may take to exit after it has closed its pipe."""

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable
 from multiprocessing.connection import Connection, Pipe
 
-from inferpool.workers.messages import Frames
+from inferpool.workers.shared.messages import Frames
 
 _READ_BYTES = 1 << 18
 _PIPE_BYTES = 1 << 20
@@ -41,7 +41,7 @@ class PrivateQueue:
 
 
 def _in_worker(reader: Connection, writer: Connection) -> object:
-    from inferpool.workers.inside.worker_queue import WorkerQueue
+    from inferpool.workers.shared.worker_queue import WorkerQueue
 
     return WorkerQueue(reader, writer)
 

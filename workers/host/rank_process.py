@@ -12,14 +12,14 @@ from typing import Protocol
 
 import msgspec
 
-from inferpool.workers.heartbeat import HeartbeatReader
 from inferpool.workers.host.engine import USUAL_PERIODS, Cause, WorkerId, WorkerPeriods
 from inferpool.workers.host.observed import EXIT_AFTER_EOF_S, ObservedProcess, OomKills
 from inferpool.workers.host.queues import FrameReader, PrivateQueue
-from inferpool.workers.inside.stacks import Stacks
-from inferpool.workers.log_lines import log_line
-from inferpool.workers.messages import UNREADABLE, FrameError, FromWorker, LogLine
-from inferpool.workers.outputs import StoredError
+from inferpool.workers.shared.heartbeat import HeartbeatReader
+from inferpool.workers.shared.log_lines import log_line
+from inferpool.workers.shared.messages import UNREADABLE, FrameError, FromWorker, LogLine
+from inferpool.workers.shared.outputs import StoredError
+from inferpool.workers.shared.stacks import Stacks
 
 logger = logging.getLogger(__name__)
 

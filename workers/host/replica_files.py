@@ -15,8 +15,8 @@ from typing import Generic, TypeVar
 import msgspec
 
 from inferpool.models.files.opened import FileMark, mark_of
-from inferpool.workers.errors import FilesChangedError, WorkerStartError
 from inferpool.workers.host.engine import Incarnation, WorkerId
+from inferpool.workers.shared.errors import FilesChangedError, WorkerStartError
 
 logger = logging.getLogger(__name__)
 

@@ -5,9 +5,9 @@ from asyncio import Future
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
-from inferpool.workers.config import CheckReport, WorkerConfig
-from inferpool.workers.errors import WorkerStartError
 from inferpool.workers.host.engine import WorkerHandle, WorkerId
+from inferpool.workers.shared.config import CheckReport, WorkerConfig
+from inferpool.workers.shared.errors import WorkerStartError
 
 Start = Callable[[WorkerId, WorkerConfig, Callable[[str], None]], Awaitable[WorkerHandle]]
 

@@ -5,9 +5,9 @@ from asyncio import Task
 from dataclasses import dataclass, field
 from typing import Generic, Literal, Protocol, TypeVar
 
-from inferpool.workers.config import WorkerConfig
 from inferpool.workers.host.engine import Cause, Incarnation, WorkerHandle, WorkerId
 from inferpool.workers.host.replica_files import ModelFiles
+from inferpool.workers.shared.config import WorkerConfig
 
 State = Literal["starting", "ready", "backoff", "failed", "stopped"]
 

@@ -13,14 +13,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Generic
 
-from inferpool.workers.config import WorkerConfig
-from inferpool.workers.errors import FilesChangedError, WorkerStartError
 from inferpool.workers.host.engine import WorkerHandle, WorkerId
 from inferpool.workers.host.replica_files import ModelFiles, ReplicaFiles
 from inferpool.workers.host.restart_policy import RestartPolicy
 from inferpool.workers.host.slots import C, L, Slot, Watcher
-from inferpool.workers.log_lines import log_line
-from inferpool.workers.messages import LogLine
+from inferpool.workers.shared.config import WorkerConfig
+from inferpool.workers.shared.errors import FilesChangedError, WorkerStartError
+from inferpool.workers.shared.log_lines import log_line
+from inferpool.workers.shared.messages import LogLine
 
 logger = logging.getLogger(__name__)
 

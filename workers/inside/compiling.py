@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from inferpool.workers.config import WorkerConfig
+from inferpool.workers.shared.config import WorkerConfig
 
 _BOOT = "import json, sys; order = json.load(sys.stdin); sys.path[:] = order['sys_path']; "
 _TIMEOUT_S = 900.0
@@ -89,7 +89,7 @@ def main(order: dict[str, object]) -> None:
     from inferpool.models.speed.compiled import compile_network
     from inferpool.models.speed.trial import Trial
     from inferpool.models.speed.verdicts import VerdictStore
-    from inferpool.workers.guard import die_with_parent
+    from inferpool.workers.shared.guard import die_with_parent
 
     die_with_parent(int(str(order["parent"])))
     torch.set_num_threads(int(str(order["num_threads"])))

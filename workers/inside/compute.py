@@ -16,7 +16,6 @@ from inferpool.models.border import bad_return, is_overridden, rendering_of
 from inferpool.models.errors import InputError
 from inferpool.models.item import Features, Item
 from inferpool.models.texts import described, text_of
-from inferpool.workers.config import ErrorDetail
 from inferpool.workers.inside.checks import OutputChecks
 from inferpool.workers.inside.outcomes import (
     MAX_BATCH_BYTES,
@@ -34,7 +33,8 @@ from inferpool.workers.inside.preparing import GiveDecoders, Prepared, Preparer
 from inferpool.workers.inside.shapes import ShapeGroup
 from inferpool.workers.inside.shortage import SafeSizes, release
 from inferpool.workers.inside.staging import Launch, Staging, take
-from inferpool.workers.messages import ItemError, ItemRef, Outcome, Stored
+from inferpool.workers.shared.config import ErrorDetail
+from inferpool.workers.shared.messages import ItemError, ItemRef, Outcome, Stored
 
 logger = logging.getLogger(__name__)
 

@@ -4,14 +4,14 @@ import socket
 from mmap import mmap
 from typing import TYPE_CHECKING
 
-from inferpool.workers.config import WorkerConfig
-from inferpool.workers.guard import die_with_front_end
-from inferpool.workers.inside.stacks import record
-from inferpool.workers.inside.threads import spin_briefly
-from inferpool.workers.wiring import DistantEnds, RankEnds
+from inferpool.workers.ranks.wiring import DistantEnds, RankEnds
+from inferpool.workers.shared.config import WorkerConfig
+from inferpool.workers.shared.guard import die_with_front_end
+from inferpool.workers.shared.stacks import record
+from inferpool.workers.shared.threads import spin_briefly
 
 if TYPE_CHECKING:
-    from inferpool.workers.inside.worker_queue import WorkerQueue
+    from inferpool.workers.shared.worker_queue import WorkerQueue
 
 
 def run(
@@ -45,6 +45,6 @@ def follow(
     die_with_front_end()
     record(stacks)
     spin_briefly()
-    from inferpool.workers.inside import follower
+    from inferpool.workers.ranks import follower
 
     follower.main(config, outbox, row, ends)

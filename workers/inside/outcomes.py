@@ -22,9 +22,9 @@ from inferpool.models.inputs import non_finite_input
 from inferpool.models.item import Features, Item
 from inferpool.models.json_errors import first_in, number_out_of_range, placed
 from inferpool.models.texts import described, name_of, text_of, traceback_of
-from inferpool.workers.config import ErrorDetail
 from inferpool.workers.inside.checks import BrokenPromiseError
-from inferpool.workers.messages import ItemError, ItemRef, Outcome, Stored, TensorBlob
+from inferpool.workers.shared.config import ErrorDetail
+from inferpool.workers.shared.messages import ItemError, ItemRef, Outcome, Stored, TensorBlob
 
 logger = logging.getLogger(__name__)
 

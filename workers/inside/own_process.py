@@ -26,15 +26,15 @@ from inferpool.models.sources.classes import line_of
 from inferpool.models.sources.registry import build
 from inferpool.models.spec import Placement
 from inferpool.models.texts import text_of, traceback_of
-from inferpool.workers.config import WorkerConfig
-from inferpool.workers.guard import give_children_defaults, give_way_for_memory
-from inferpool.workers.heartbeat import Heartbeat
 from inferpool.workers.inside.allocator import keep_large_buffers
-from inferpool.workers.inside.group import Group
 from inferpool.workers.inside.randomness import seed_anew
-from inferpool.workers.inside.worker_queue import WorkerQueue
-from inferpool.workers.log_lines import LineHandler, PrintedLines
-from inferpool.workers.messages import Leaving, StartFailed
+from inferpool.workers.ranks.group import Group
+from inferpool.workers.shared.config import WorkerConfig
+from inferpool.workers.shared.guard import give_children_defaults, give_way_for_memory
+from inferpool.workers.shared.heartbeat import Heartbeat
+from inferpool.workers.shared.log_lines import LineHandler, PrintedLines
+from inferpool.workers.shared.messages import Leaving, StartFailed
+from inferpool.workers.shared.worker_queue import WorkerQueue
 
 logger = logging.getLogger(__name__)
 

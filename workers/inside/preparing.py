@@ -19,13 +19,13 @@ from inferpool.models.accelerator.device import HandOver
 from inferpool.models.accelerator.failures import is_lost_device, raised
 from inferpool.models.base import Model
 from inferpool.models.item import Features, Item
-from inferpool.workers.config import ErrorDetail
-from inferpool.workers.inside.decoding import Decoding, MoreWork
+from inferpool.workers.decoders.seats import Decoding, MoreWork
 from inferpool.workers.inside.outcomes import PreprocessErrors, error_of
 from inferpool.workers.inside.pools import started_pool
 from inferpool.workers.inside.shapes import ShapeGroup, grouped
 from inferpool.workers.inside.staging import Staging
-from inferpool.workers.messages import ItemError, ItemRef, Outcome
+from inferpool.workers.shared.config import ErrorDetail
+from inferpool.workers.shared.messages import ItemError, ItemRef, Outcome
 
 GiveDecoders = Callable[[Sequence[ItemRef], bool], Decoding | None]
 """Gives decoders what they can prepare of a batch: only some, if the flag is set and slots lack."""

@@ -30,14 +30,11 @@ from inferpool.models.files.opened import OpenedFiles
 from inferpool.models.speed.choose import SpeedOptions, choose
 from inferpool.models.speed.sizes import largest_batch, sizes_to_warm
 from inferpool.models.split.turnstile import BatchClock
-from inferpool.workers.config import WorkerConfig
-from inferpool.workers.heartbeat import Heartbeat
+from inferpool.workers.decoders.seats import MoreWork
+from inferpool.workers.decoders.worker_side import crew_for
 from inferpool.workers.inside.allocator import SpareMemory, give_back
 from inferpool.workers.inside.compiling import compile_package
 from inferpool.workers.inside.compute import Computer
-from inferpool.workers.inside.decoders import crew_for
-from inferpool.workers.inside.decoding import MoreWork
-from inferpool.workers.inside.group import Group
 from inferpool.workers.inside.launched import LaunchedBatch
 from inferpool.workers.inside.overlap import ModelLock, OverlappingBatches
 from inferpool.workers.inside.own_process import (
@@ -51,11 +48,14 @@ from inferpool.workers.inside.own_process import (
 from inferpool.workers.inside.pools import started_pool
 from inferpool.workers.inside.preparing import Prepared
 from inferpool.workers.inside.readiness import ReadyCheck
-from inferpool.workers.inside.worker_queue import WorkerQueue
-from inferpool.workers.memory import has_room_beside
-from inferpool.workers.messages import BatchDone, ItemRef, Ready, StartProgress, Stored
-from inferpool.workers.outputs import OutputStore
-from inferpool.workers.wiring import DistantEnds, RankEnds
+from inferpool.workers.ranks.group import Group
+from inferpool.workers.ranks.wiring import DistantEnds, RankEnds
+from inferpool.workers.shared.config import WorkerConfig
+from inferpool.workers.shared.heartbeat import Heartbeat
+from inferpool.workers.shared.memory import has_room_beside
+from inferpool.workers.shared.messages import BatchDone, ItemRef, Ready, StartProgress, Stored
+from inferpool.workers.shared.outputs import OutputStore
+from inferpool.workers.shared.worker_queue import WorkerQueue
 
 logger = logging.getLogger(__name__)
 

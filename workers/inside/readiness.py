@@ -29,7 +29,6 @@ from inferpool.models.sources.classes import is_ours, line_of
 from inferpool.models.sources.made_up import made_up, shrunk, varied
 from inferpool.models.sources.modules import TensorModel
 from inferpool.models.texts import described, text_of
-from inferpool.workers.config import REFUSED, CheckReport, WorkerConfig
 from inferpool.workers.inside.checks import BrokenPromiseError
 from inferpool.workers.inside.compute import Computer
 from inferpool.workers.inside.likeness import (
@@ -56,6 +55,7 @@ from inferpool.workers.inside.outcomes import (
 )
 from inferpool.workers.inside.own_passes import Pass
 from inferpool.workers.inside.shortage import release
+from inferpool.workers.shared.config import REFUSED, CheckReport, WorkerConfig
 
 logger = logging.getLogger(__name__)
 

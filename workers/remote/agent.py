@@ -11,13 +11,13 @@ import ssl
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from inferpool.workers.arena import Arena
 from inferpool.workers.host.gpu_watch import GpuVitals
 from inferpool.workers.remote.hosted import HostedWorkers
 from inferpool.workers.remote.joining import Address, Dialer, Joined, RefusedError
 from inferpool.workers.remote.link import HostLink, Mailbox
 from inferpool.workers.remote.session import AgentSession
 from inferpool.workers.remote.wire import ToAgent
+from inferpool.workers.shared.arena import Arena
 
 logger = logging.getLogger(__name__)
 

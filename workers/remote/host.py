@@ -10,10 +10,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Protocol
 
-from inferpool.workers.config import WorkerConfig
-from inferpool.workers.errors import WorkerStartError
 from inferpool.workers.host.engine import WorkerId
-from inferpool.workers.messages import ItemRef
 from inferpool.workers.remote.lease import BEAT_S, LEASE_S, Lease
 from inferpool.workers.remote.link import HostLink, LinkListener
 from inferpool.workers.remote.wire import (
@@ -40,6 +37,9 @@ from inferpool.workers.remote.wire import (
     found,
 )
 from inferpool.workers.remote.worker import RemoteWorker
+from inferpool.workers.shared.config import WorkerConfig
+from inferpool.workers.shared.errors import WorkerStartError
+from inferpool.workers.shared.messages import ItemRef
 
 logger = logging.getLogger(__name__)
 

@@ -13,11 +13,11 @@ from typing import Protocol
 
 from inferpool.models.files.opened import FileMark, mark_of
 from inferpool.models.spec import Placement
-from inferpool.workers.config import WorkerConfig
 from inferpool.workers.host.engine import ForkserverVitals, WorkerHandle, WorkerId
-from inferpool.workers.host.following_worker import FollowingWorker
 from inferpool.workers.host.local_worker import LocalWorker
 from inferpool.workers.host.replica_files import with_digests
+from inferpool.workers.ranks.following_worker import FollowingWorker
+from inferpool.workers.shared.config import WorkerConfig
 
 logger = logging.getLogger(__name__)
 

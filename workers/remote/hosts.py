@@ -16,9 +16,6 @@ from functools import partial
 from itertools import count
 from typing import Protocol
 
-from inferpool.workers.arena import Arena
-from inferpool.workers.config import WorkerConfig
-from inferpool.workers.errors import WorkerStartError
 from inferpool.workers.host.engine import WorkerHandle, WorkerId
 from inferpool.workers.remote.host import RemoteHost
 from inferpool.workers.remote.joining import (
@@ -31,6 +28,9 @@ from inferpool.workers.remote.joining import (
 from inferpool.workers.remote.link import HostLink, Mailbox
 from inferpool.workers.remote.spread.worker import start_spread
 from inferpool.workers.remote.wire import MAX_BODY_BYTES, Hello, Refusal, ToFrontEnd, Welcome
+from inferpool.workers.shared.arena import Arena
+from inferpool.workers.shared.config import WorkerConfig
+from inferpool.workers.shared.errors import WorkerStartError
 
 logger = logging.getLogger(__name__)
 

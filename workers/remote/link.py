@@ -17,8 +17,8 @@ from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
-from inferpool.workers.messages import UNREADABLE
 from inferpool.workers.remote.wire import LENGTHS, MAX_HEAD_BYTES, Message, Views, frame_start
+from inferpool.workers.shared.messages import UNREADABLE
 
 logger = logging.getLogger(__name__)
 

@@ -12,11 +12,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from inferpool.workers.arena import Arena
-from inferpool.workers.errors import WorkerLostError, WorkerStartError
 from inferpool.workers.host.engine import Ending
 from inferpool.workers.host.gpu_watch import GpuVitals
-from inferpool.workers.messages import BatchDone, ItemError
 from inferpool.workers.remote.hosted import HostedWorker, HostedWorkers
 from inferpool.workers.remote.lease import BEAT_S, LEASE_S, Lease
 from inferpool.workers.remote.link import HostLink, LinkListener
@@ -45,6 +42,9 @@ from inferpool.workers.remote.wire import (
     WorkerStarted,
     placed,
 )
+from inferpool.workers.shared.arena import Arena
+from inferpool.workers.shared.errors import WorkerLostError, WorkerStartError
+from inferpool.workers.shared.messages import BatchDone, ItemError
 
 if TYPE_CHECKING:
     from inferpool.workers.host.engine import WorkerHandle

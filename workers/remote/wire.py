@@ -12,11 +12,11 @@ from typing import Literal
 
 import msgspec
 
-from inferpool.workers.config import WorkerConfig
 from inferpool.workers.host.devices import Host
 from inferpool.workers.host.engine import Ending, ForkserverVitals, Vitals, WorkerId
 from inferpool.workers.host.gpu_watch import GpuVitals
-from inferpool.workers.messages import (
+from inferpool.workers.shared.config import WorkerConfig
+from inferpool.workers.shared.messages import (
     MAX_FRAME_BYTES,
     BatchDone,
     ItemRef,

@@ -8,9 +8,7 @@ from dataclasses import replace
 from itertools import count
 from typing import Protocol
 
-from inferpool.workers.errors import WorkerLostError
 from inferpool.workers.host.engine import Ending, Vitals, WorkerId
-from inferpool.workers.messages import BatchDone, ItemRef, Ready
 from inferpool.workers.remote.wire import (
     BatchLost,
     RunBatch,
@@ -18,6 +16,8 @@ from inferpool.workers.remote.wire import (
     WorkerPulse,
     WorkerStarted,
 )
+from inferpool.workers.shared.errors import WorkerLostError
+from inferpool.workers.shared.messages import BatchDone, ItemRef, Ready
 
 _END_S = 10.0
 """Seconds beyond the grace in which an agent ends a worker, by force if need be."""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from inferpool.models.accelerator.device import free_bytes, is_accelerator, release_memory
 from inferpool.models.accelerator.failures import lacks_resources
-from inferpool.workers.cgroups import read_limits
+from inferpool.workers.shared.cgroups import read_limits
 
 _PROBED = 2
 """Images of the pass that is measured: batch norms need more than one."""

@@ -14,7 +14,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
 from inferpool.models.files.run_folder import RunFolder
-from inferpool.workers.inside.threads import spin_briefly
+from inferpool.workers.shared.threads import spin_briefly
 from inferpool.workers.training.stopping import GRACE_S
 
 _MODULE = "inferpool.workers.training.rank"

@@ -40,13 +40,13 @@ from inferpool.models.training.images import (
 from inferpool.models.training.learner import Learner
 from inferpool.models.training.recipe import Recipe
 from inferpool.models.training.samples import read_samples
-from inferpool.workers.guard import (
+from inferpool.workers.inside.allocator import keep_large_buffers
+from inferpool.workers.shared.guard import (
     die_with_front_end,
     die_with_parent,
     give_children_defaults,
     give_way_for_memory,
 )
-from inferpool.workers.inside.allocator import keep_large_buffers
 from inferpool.workers.training.board import open_board
 from inferpool.workers.training.checkpoints import (
     Checkpoints,

@@ -12,7 +12,7 @@ from inferpool.service.api.codecs.tensors import NPY_DTYPES, NPY_MAGIC, SAFETENS
 from inferpool.service.api.errors import Answer, Headers, instance_error, problem
 from inferpool.service.errors import BadRequestError, NotAcceptableError, ServiceError
 from inferpool.service.queue.instance import Result
-from inferpool.workers.messages import TensorBlob
+from inferpool.workers.shared.messages import TensorBlob
 
 T = TypeVar("T")
 AnswerFormat = Literal["json", "npy", "safetensors", "raw"]

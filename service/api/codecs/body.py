@@ -14,7 +14,7 @@ from inferpool.service.errors import (
     TooLargeError,
 )
 from inferpool.service.queue.instance import Buffer
-from inferpool.workers.messages import Kind
+from inferpool.workers.shared.messages import Kind
 
 _MAX_DIGITS = 18
 """Longer numbers are not read; Python reads 4,300 digits at most."""

@@ -9,8 +9,8 @@ from fastapi import APIRouter, Request, Response
 from inferpool.service.api.auth import Guard
 from inferpool.service.api.codecs.body import joined
 from inferpool.service.api.errors import problem_response
-from inferpool.service.api.routes.models import VersionInfo
 from inferpool.service.errors import UnavailableError
+from inferpool.service.parts.swap.routes import VersionInfo
 
 HostStatus = Literal["starting", "ready", "degraded", "unavailable", "draining"]
 

@@ -5,8 +5,8 @@ from inferpool.service.queue.admission import Admission
 from inferpool.service.queue.batcher import Batcher
 from inferpool.service.queue.instance import Instance
 from inferpool.service.queue.scheduling.lanes import Lanes
-from inferpool.workers.arena import Arena
-from inferpool.workers.messages import ItemRef
+from inferpool.workers.shared.arena import Arena
+from inferpool.workers.shared.messages import ItemRef
 
 _BACKGROUND_SHARE = 0.5
 """Work in the background is refused while more of the arena than this is taken."""

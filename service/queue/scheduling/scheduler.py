@@ -15,14 +15,14 @@ from collections.abc import Callable, Sequence
 from math import inf
 from typing import Protocol
 
+from inferpool.service.parts.objective import Objective
 from inferpool.service.queue.admission import RateMeter
 from inferpool.service.queue.batch_sizing import SPARE, SizeLimit, fitting
 from inferpool.service.queue.batcher import Batcher
 from inferpool.service.queue.instance import Instance
 from inferpool.service.queue.scheduling.background import Background
 from inferpool.service.queue.scheduling.lanes import Lane, Lanes
-from inferpool.service.queue.scheduling.objective import Objective
-from inferpool.workers.messages import BatchDone
+from inferpool.workers.shared.messages import BatchDone
 
 EARLY_S = 0.001
 """How long before the end of a batch the next is sent, besides the time to prepare it."""

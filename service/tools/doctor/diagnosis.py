@@ -11,9 +11,9 @@ from inferpool.service.checks.findings import Finding, error, in_words, note, ok
 from inferpool.service.checks.limits import MORE_FILES
 from inferpool.service.checks.quick import QUICK, Check
 from inferpool.service.errors import StartError
-from inferpool.service.fronts.number import number_of_fronts
+from inferpool.service.parts.fronts.number import number_of_fronts
+from inferpool.service.parts.speed import compiler_name, find_compiler
 from inferpool.service.settings.settings import Settings
-from inferpool.service.speed import compiler_name, find_compiler
 from inferpool.service.tools.doctor.gpus import check_driver, check_gpus
 from inferpool.service.tools.doctor.network import check_address, check_settings_file, check_tls
 from inferpool.service.tools.doctor.placement import check_ways

@@ -7,7 +7,7 @@ from inferpool.service.settings.address import add_access_flags, add_url_flag
 from inferpool.service.settings.fields import FieldText, fields_of
 
 KEY_VARIABLE = "INFERPOOL_ADMIN_KEYS"
-_REQUESTS = "inferpool.service.catalog.requests"
+_REQUESTS = "inferpool.service.parts.swap.requests"
 _SWAP = "SwapOptions"
 
 

@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.text import Text
 
 from inferpool.models.files.run_folder import is_run, why_no_run
-from inferpool.service.catalog.requests import SwapOptions, read_add
 from inferpool.service.errors import InvalidInputError
+from inferpool.service.parts.swap.requests import SwapOptions, read_add
 from inferpool.service.settings.address import key_of, url_of
 from inferpool.service.settings.draft import from_text
 from inferpool.service.settings.model import ModelSettings

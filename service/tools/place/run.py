@@ -27,7 +27,7 @@ from inferpool.service.tools.place.plan import PlacePlan, plan_of
 from inferpool.service.tools.place.ray_nodes import NoRayError, RayNodes, VersionsError, versions
 from inferpool.service.tools.place.scaling import Scaling, ScalingRules
 from inferpool.service.tools.trial.load import tls_context
-from inferpool.workers.guard import die_with_parent
+from inferpool.workers.shared.guard import die_with_parent
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from inferpool.workers.guard import die_with_parent
+from inferpool.workers.shared.guard import die_with_parent
 
 
 def bound_command(arguments: Sequence[str]) -> list[str]:

@@ -25,7 +25,7 @@ from multiprocessing.synchronize import Barrier, Event
 from inferpool.service.tools.trial.connection import TrialError
 from inferpool.service.tools.trial.load import LoadGenerator, LoadPlan
 from inferpool.service.tools.trial.tally import LoadSeries, LoadTally
-from inferpool.workers.guard import die_with_parent
+from inferpool.workers.shared.guard import die_with_parent
 
 _TICK_S = 0.25
 """How often a process tells what has become known."""

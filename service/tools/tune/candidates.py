@@ -22,7 +22,7 @@ from inferpool.service.tools.trial.service import TrialService, rows_of
 from inferpool.service.tools.tune.knobs import Changes, key_of
 from inferpool.service.tools.tune.plan import TunePlan
 from inferpool.service.tools.tune.search import LoadSample
-from inferpool.workers.memory import available_bytes
+from inferpool.workers.shared.memory import available_bytes
 
 if TYPE_CHECKING:
     from inferpool.service.settings.names import Key

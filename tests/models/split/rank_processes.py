@@ -21,8 +21,8 @@ from inferpool.models.split.network import serve
 from inferpool.models.split.report import RankPart, SplitReport
 from inferpool.workers.host.forked import ForkedProcess
 from inferpool.workers.host.local import start_forkserver
-from inferpool.workers.inside.group import Group
-from inferpool.workers.wiring import Wiring
+from inferpool.workers.ranks.group import Group
+from inferpool.workers.ranks.wiring import Wiring
 
 _DEADLINE_S = 60.0
 _EXPECTED = (ModelError, RankError, OutOfStepError, EOFError, TypeError, IndexError)

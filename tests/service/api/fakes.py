@@ -16,9 +16,9 @@ from inferpool.service.api.exchange import Exchange
 from inferpool.service.api.predict import Predict
 from inferpool.service.api.replies import Reply as Answered
 from inferpool.service.errors import ServiceError
-from inferpool.service.fronts.front_side import FrontSide, RemoteModel
-from inferpool.service.fronts.main_side import ArenaPart, LocalModel, MainSide, rows_of
-from inferpool.service.fronts.messages import FrontCounts
+from inferpool.service.parts.fronts.front_side import FrontSide, RemoteModel
+from inferpool.service.parts.fronts.main_side import ArenaPart, LocalModel, MainSide, rows_of
+from inferpool.service.parts.fronts.messages import FrontCounts
 from inferpool.service.queue.instance import (
     Buffer,
     InstanceSteps,
@@ -26,8 +26,8 @@ from inferpool.service.queue.instance import (
     Result,
     SlotOwner,
 )
-from inferpool.workers.arena import Arena, Slots
-from inferpool.workers.messages import ItemRef
+from inferpool.workers.shared.arena import Arena, Slots
+from inferpool.workers.shared.messages import ItemRef
 
 Reply = Result | Exception | None
 MOUNTED = "/mounted"

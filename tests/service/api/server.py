@@ -19,7 +19,7 @@ from inferpool.service.api.wire.handshakes import TlsHandshake
 from inferpool.service.api.wire.listening import listen
 from inferpool.service.api.wire.protocol import PredictProtocol
 from inferpool.service.api.wire.server import DrainingServer
-from inferpool.workers.arena import Arena
+from inferpool.workers.shared.arena import Arena
 from tests.service.api.fakes import FakeModel, as_app, endpoint, in_front
 
 POST = b"POST /predict HTTP/1.1\r\nhost: h\r\ncontent-type: image/png\r\n"

@@ -16,17 +16,17 @@ from inferpool.service.api.codecs.body import Limits
 from inferpool.service.api.codecs.requests import TYPES
 from inferpool.service.api.errors import TABLE
 from inferpool.service.api.openapi.predict import predict_paths
-from inferpool.service.api.routes.admin import admin_router
-from inferpool.service.api.routes.events import events_router
 from inferpool.service.api.routes.health import health_router
 from inferpool.service.api.routes.metrics import metrics_router
-from inferpool.service.api.routes.models import models_router
 from inferpool.service.api.trace import request_id_of, trace_of
 from inferpool.service.api.web import App
-from inferpool.service.catalog.requests import SwapOptions, request_schemas
 from inferpool.service.errors import CancelledByClientError
-from inferpool.service.jobs.http.reading import JOB_TYPES
-from inferpool.service.jobs.http.routes import jobs_router
+from inferpool.service.parts.admin.routes import admin_router
+from inferpool.service.parts.jobs.http.reading import JOB_TYPES
+from inferpool.service.parts.jobs.http.routes import jobs_router
+from inferpool.service.parts.live.events import events_router
+from inferpool.service.parts.swap.requests import SwapOptions, request_schemas
+from inferpool.service.parts.swap.routes import models_router
 from inferpool.service.settings.keys import read_keys
 from inferpool.service.settings.model import ModelSettings
 from tests.service.api.fakes import FakeModel, call, endpoint

@@ -22,7 +22,7 @@ from inferpool.service.errors import (
     WorkerCrashedError,
 )
 from inferpool.service.queue.instance import InstanceTiming, Result
-from inferpool.workers.messages import TensorBlob
+from inferpool.workers.shared.messages import TensorBlob
 from tests.service.api.codecs.test_json import JPEG
 from tests.service.api.codecs.test_tensors import npy
 from tests.service.api.fakes import FakeModel, NoWire, as_app, call, endpoint, post, result, spec

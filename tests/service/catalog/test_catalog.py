@@ -9,14 +9,14 @@ import pytest
 from inferpool.service.api.predict import Predict
 from inferpool.service.api.web import App
 from inferpool.service.catalog.catalog import Catalog, ModelVersion
-from inferpool.service.catalog.room import Room
+from inferpool.service.parts.swap.room import Room
 from inferpool.service.settings.model import ModelSettings
 from inferpool.service.settings.settings import Settings
 from inferpool.service.settings.state import StateFile
 from inferpool.service.telemetry.metrics import Metrics
-from inferpool.workers.arena import Arena
 from inferpool.workers.host.device_memory import HOST
 from inferpool.workers.host.devices import find_host
+from inferpool.workers.shared.arena import Arena
 from tests.fakes import FakeEngine, FakeWorker, ref_to
 from tests.service.api.fakes import as_app
 from tests.service.pools import SilentAnnouncer, until

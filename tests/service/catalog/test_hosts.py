@@ -8,16 +8,16 @@ from dataclasses import replace
 import pytest
 
 from inferpool.service.catalog.catalog import Catalog
-from inferpool.service.catalog.changes import Changes
-from inferpool.service.catalog.room import Room
 from inferpool.service.errors import InvalidInputError, UnavailableError, VersionRefusedError
+from inferpool.service.parts.swap.changes import Changes
+from inferpool.service.parts.swap.room import Room
 from inferpool.service.settings.model import ModelSettings
 from inferpool.service.settings.settings import Settings
 from inferpool.service.settings.state import StateFile
 from inferpool.service.telemetry.metrics import Metrics
-from inferpool.workers.arena import Arena
-from inferpool.workers.errors import WorkerStartError
 from inferpool.workers.host.devices import DeviceError, Host
+from inferpool.workers.shared.arena import Arena
+from inferpool.workers.shared.errors import WorkerStartError
 from tests.fakes import FakeEngine, ref_to
 from tests.service.catalog.test_catalog import ECHO
 from tests.service.pools import SilentAnnouncer, until

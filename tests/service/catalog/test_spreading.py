@@ -11,11 +11,11 @@ from inferpool.service.catalog.plans import HostPlans, place_text
 from inferpool.service.catalog.spreading import SpreadPlan, SpreadPlanner
 from inferpool.service.settings.model import ModelSettings
 from inferpool.service.settings.settings import Settings
-from inferpool.workers.arena import Arena
-from inferpool.workers.config import ModelConfig, WorkerConfig
 from inferpool.workers.host.devices import DeviceError, Host
 from inferpool.workers.host.gpus import Gpu
 from inferpool.workers.host.placing import PlacementRequest
+from inferpool.workers.shared.arena import Arena
+from inferpool.workers.shared.config import ModelConfig, WorkerConfig
 from tests.fakes import ref_to
 from tests.service.catalog.test_hosts import Hosted
 from tests.service.pools import until

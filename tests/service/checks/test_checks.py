@@ -15,8 +15,8 @@ from inferpool.service.checks.facts import Build, Folder, gather
 from inferpool.service.checks.findings import grouped, note, ok
 from inferpool.service.checks.quick import Check, check_quickly
 from inferpool.service.settings.loader import load
-from inferpool.workers.cgroups import CgroupLimits
 from inferpool.workers.host.gpus import Gpu
+from inferpool.workers.shared.cgroups import CgroupLimits
 from tests.service.checks.machines import (
     GIB,
     GPU,

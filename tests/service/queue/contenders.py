@@ -5,9 +5,9 @@ import random
 from collections.abc import Sequence
 
 from inferpool.models.spec import Placement
+from inferpool.service.parts.turns.gate import DeviceGate, GateMember
 from inferpool.service.queue.instance import Instance
-from inferpool.service.queue.turns.gate import DeviceGate, GateMember
-from inferpool.workers.arena import Arena
+from inferpool.workers.shared.arena import Arena
 from tests.fakes import ref_to
 from tests.service.pools import make_dispatcher
 from tests.service.simulation import SimulatedWorker

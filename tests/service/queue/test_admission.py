@@ -9,7 +9,7 @@ from inferpool.service.errors import (
 from inferpool.service.queue.admission import Admission
 from inferpool.service.queue.batcher import Position
 from inferpool.service.telemetry.metrics import ModelMetrics
-from inferpool.workers.arena import Arena
+from inferpool.workers.shared.arena import Arena
 from tests.fakes import ref_to
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 import pytest
 
 from inferpool.service.queue.batcher import Batcher, Bucket
-from inferpool.workers.messages import ItemRef
+from inferpool.workers.shared.messages import ItemRef
 
 
 @dataclass(eq=False)

@@ -18,14 +18,14 @@ from inferpool.service.errors import (
     UnavailableError,
     WorkerCrashedError,
 )
+from inferpool.service.parts.objective import Objective
 from inferpool.service.queue.dispatcher import MAX_HOSTS_LOST
 from inferpool.service.queue.instance import Instance, Result
 from inferpool.service.queue.ledger import TICK_S
-from inferpool.service.queue.scheduling.objective import Objective
 from inferpool.service.telemetry.distribution import Distribution
 from inferpool.service.telemetry.metrics import ModelMetrics
-from inferpool.workers.arena import Arena
-from inferpool.workers.messages import ItemError
+from inferpool.workers.shared.arena import Arena
+from inferpool.workers.shared.messages import ItemError
 from tests.fakes import FakeWorker, ref_to
 from tests.service.pools import make_dispatcher
 

@@ -7,7 +7,7 @@ import pytest
 
 from inferpool.service.queue.instance import NO_TICK
 from inferpool.service.queue.ledger import FAR_S, TICK_S, Deadlines
-from inferpool.workers.messages import ItemRef
+from inferpool.workers.shared.messages import ItemRef
 
 pytestmark = pytest.mark.usefixtures("virtual_time")
 

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 from inferpool.service.errors import GivenUpError, UnavailableError
+from inferpool.service.parts.turns.gate import DeviceGate
 from inferpool.service.queue.numbers import SlotNumbers
 from inferpool.service.queue.pool import Pool
-from inferpool.service.queue.turns.gate import DeviceGate
-from inferpool.workers.arena import Arena
-from inferpool.workers.config import WorkerConfig
-from inferpool.workers.errors import WorkerStartError
+from inferpool.workers.shared.arena import Arena
+from inferpool.workers.shared.config import WorkerConfig
+from inferpool.workers.shared.errors import WorkerStartError
 from tests.fakes import FakeEngine
 from tests.service.pools import (
     CONFIG,

@@ -11,10 +11,10 @@ from inferpool.models.files.opened import mark_of
 from inferpool.models.speed.names import SpeedReport
 from inferpool.service.errors import RestartFailedError
 from inferpool.service.queue.pool import Pool
-from inferpool.workers.arena import Arena
-from inferpool.workers.config import WorkerConfig
-from inferpool.workers.errors import WorkerStartError
 from inferpool.workers.host.engine import WorkerId
+from inferpool.workers.shared.arena import Arena
+from inferpool.workers.shared.config import WorkerConfig
+from inferpool.workers.shared.errors import WorkerStartError
 from tests.fakes import FakeEngine, FakeWorker
 from tests.service.pools import MeasuringEngine, ready_pool, until
 

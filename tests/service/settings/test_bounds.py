@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from inferpool.service.catalog.requests import SwapOptions, read_add, read_swap
 from inferpool.service.errors import ConflictError, InvalidInputError
+from inferpool.service.parts.swap.requests import SwapOptions, read_add, read_swap
 from inferpool.service.settings.bounds import MAX_MODELS
 from inferpool.service.settings.loader import load, load_arguments
 from inferpool.service.settings.model import ModelSettings, SettingsTable

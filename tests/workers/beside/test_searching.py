@@ -16,7 +16,7 @@ from inferpool.models.spec import Placement
 from inferpool.models.speed.compiled import can_compile
 from inferpool.models.speed.names import SpeedReport
 from inferpool.workers.beside.searching import SearchFailedError, search
-from inferpool.workers.config import ModelConfig, WorkerConfig
+from inferpool.workers.shared.config import ModelConfig, WorkerConfig
 from tests.e2e.running import left_over
 
 CONFIG = WorkerConfig(

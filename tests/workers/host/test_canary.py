@@ -1,7 +1,7 @@
 import pytest
 
 from inferpool.workers.host.canary import Canary
-from inferpool.workers.messages import BatchDone, ItemError
+from inferpool.workers.shared.messages import BatchDone, ItemError
 
 
 def answer(took_s: float = 0.01, error: str = "") -> BatchDone:

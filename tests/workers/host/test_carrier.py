@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 import inferpool.workers.host.carrier
-from inferpool.workers.errors import WorkerLostError
 from inferpool.workers.host.carrier import Carrier
-from inferpool.workers.messages import BatchDone, FrameError, ItemError, ItemRef
+from inferpool.workers.shared.errors import WorkerLostError
+from inferpool.workers.shared.messages import BatchDone, FrameError, ItemError, ItemRef
 
 
 @contextmanager

@@ -11,9 +11,9 @@ from unittest.mock import Mock
 import pytest
 
 import inferpool.workers.host.error_guard
-from inferpool.workers.errors import WorkerLostError
 from inferpool.workers.host.error_guard import ErrorGuard
 from inferpool.workers.host.local import LocalEngine
+from inferpool.workers.shared.errors import WorkerLostError
 from tests.workers.contract import answers, hurried, is_gone, pid_of, until
 
 

@@ -22,9 +22,7 @@ import pytest
 import inferpool.workers.host.forked
 import inferpool.workers.host.forkserver
 from inferpool.service.tools.trial.processes import is_alive
-from inferpool.workers.arena import Arena
 from inferpool.workers.beside.forkserver_process import ANSWER, IGNORED_SIGNALS
-from inferpool.workers.errors import WorkerLostError, WorkerStartError
 from inferpool.workers.host.engine import WorkerId
 from inferpool.workers.host.forked import ForkedProcess, SpawnedProcess
 from inferpool.workers.host.forkserver import (
@@ -34,6 +32,8 @@ from inferpool.workers.host.forkserver import (
 )
 from inferpool.workers.host.local import LocalEngine
 from inferpool.workers.host.orphans import Orphans
+from inferpool.workers.shared.arena import Arena
+from inferpool.workers.shared.errors import WorkerLostError, WorkerStartError
 from tests.workers.contract import (
     PATIENT,
     answers,
@@ -44,7 +44,7 @@ from tests.workers.contract import (
     until,
     until_begun,
 )
-from tests.workers.inside.test_group import PairEngine
+from tests.workers.ranks.test_group import PairEngine
 
 QUICK = ForkserverPeriods(look_s=0.05, first_pause_s=0.01, retry_s=0.01)
 
@@ -424,7 +424,7 @@ def test_guest_waits_for_its_own_orphans_alone():
 def test_no_folder_is_made_to_start_workers(tmp_path: Path):
     code = (
         "import asyncio, os, tempfile\n"
-        "from inferpool.workers.arena import Arena\n"
+        "from inferpool.workers.shared.arena import Arena\n"
         "from tests.workers.contract import started\n"
         "from inferpool.workers.host.local import LocalEngine, start_forkserver\n"
         "start_forkserver()\n"

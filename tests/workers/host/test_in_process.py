@@ -11,10 +11,10 @@ import torch
 from inferpool.models.base import Model
 from inferpool.models.item import Features
 from inferpool.models.spec import Placement, TensorSpec
-from inferpool.workers.errors import WorkerStartError
 from inferpool.workers.host.engine import WorkerId
 from inferpool.workers.host.in_process import InProcessEngine, InProcessWorker
-from inferpool.workers.messages import ItemRef
+from inferpool.workers.shared.errors import WorkerStartError
+from inferpool.workers.shared.messages import ItemRef
 from tests.workers.contract import config_of
 
 _PAYLOAD = b"[1.0,2.0]"

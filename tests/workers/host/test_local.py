@@ -13,11 +13,11 @@ import pytest
 from inferpool.models.base import Model
 from inferpool.models.spec import Placement
 from inferpool.models.speed.verdicts import VerdictStore
-from inferpool.workers.arena import Arena
-from inferpool.workers.errors import WorkerLostError, WorkerStartError
 from inferpool.workers.host.held import batch_timeout_s
 from inferpool.workers.host.local import LocalEngine
-from inferpool.workers.messages import BatchDone, ItemError
+from inferpool.workers.shared.arena import Arena
+from inferpool.workers.shared.errors import WorkerLostError, WorkerStartError
+from inferpool.workers.shared.messages import BatchDone, ItemError
 from tests.hostile_model import ACTS
 from tests.workers.contract import (
     HANGS_AFTER_S,

@@ -4,13 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 
-import inferpool.workers.heartbeat
+import inferpool.workers.shared.heartbeat
 from inferpool.models.spec import Placement
-from inferpool.workers.heartbeat import Heartbeat
 from inferpool.workers.host.engine import USUAL_PERIODS, WorkerId
 from inferpool.workers.host.held import HeldBatch
 from inferpool.workers.host.local_worker import LocalWorker
 from inferpool.workers.host.observed import OomKills
+from inferpool.workers.shared.heartbeat import Heartbeat
 from tests.workers.contract import config_of
 
 ALONE = Placement(devices=("cpu",))
@@ -29,7 +29,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(inferpool.workers.heartbeat, "time", clock)
+    monkeypatch.setattr(inferpool.workers.shared.heartbeat, "time", clock)
     return clock
 
 

@@ -4,7 +4,7 @@ from multiprocessing.connection import Connection
 import pytest
 
 from inferpool.workers.host.queues import FrameReader, FrameWriter, PrivateQueue
-from inferpool.workers.messages import FrameError
+from inferpool.workers.shared.messages import FrameError
 
 
 def frames_of(reader: FrameReader) -> list[bytes]:

@@ -10,8 +10,14 @@ import pytest
 from inferpool.workers.host.engine import WorkerId
 from inferpool.workers.host.observed import OomKills
 from inferpool.workers.host.rank_process import RankProcess
-from inferpool.workers.messages import MAX_FRAME_BYTES, BatchDone, FrameError, FromWorker, LogLine
-from inferpool.workers.outputs import StoredError
+from inferpool.workers.shared.messages import (
+    MAX_FRAME_BYTES,
+    BatchDone,
+    FrameError,
+    FromWorker,
+    LogLine,
+)
+from inferpool.workers.shared.outputs import StoredError
 
 
 class Sleeper:

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from inferpool.models.files.opened import FileMark, mark_of
-from inferpool.workers.errors import FilesChangedError, WorkerStartError
 from inferpool.workers.host.engine import Ending, WorkerId
 from inferpool.workers.host.replica_files import (
     ModelFiles,
@@ -14,6 +13,7 @@ from inferpool.workers.host.replica_files import (
     _listed,
     with_digests,
 )
+from inferpool.workers.shared.errors import FilesChangedError, WorkerStartError
 
 
 def mark(path: Path) -> FileMark:

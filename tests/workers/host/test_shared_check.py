@@ -3,10 +3,10 @@ from collections.abc import Callable
 
 import pytest
 
-from inferpool.workers.config import CheckReport, WorkerConfig
-from inferpool.workers.errors import WorkerStartError
 from inferpool.workers.host.engine import WorkerId
 from inferpool.workers.host.shared_check import SharedCheck
+from inferpool.workers.shared.config import CheckReport, WorkerConfig
+from inferpool.workers.shared.errors import WorkerStartError
 from tests.fakes import FakeWorker
 from tests.workers.contract import config_of, until
 

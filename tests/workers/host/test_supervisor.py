@@ -9,12 +9,12 @@ import msgspec
 import pytest
 
 from inferpool.models.files.opened import mark_of
-from inferpool.workers.errors import WorkerStartError
 from inferpool.workers.host.engine import WorkerHandle
 from inferpool.workers.host.replica_files import ModelFiles, ReplicaFiles
 from inferpool.workers.host.restart_policy import RestartPolicy
 from inferpool.workers.host.slots import WorkerSlot
 from inferpool.workers.host.supervisor import WorkerSupervisor
+from inferpool.workers.shared.errors import WorkerStartError
 from tests.fakes import FakeEngine, FakeWorker
 from tests.workers.contract import config_of
 

@@ -23,16 +23,16 @@ from torch import Tensor, nn
 
 import inferpool.models.accelerator.order
 import inferpool.models.split.turnstile
-import inferpool.workers.inside.group
 import inferpool.workers.inside.overlap
+import inferpool.workers.ranks.group
 from inferpool.models.accelerator.order import OwnStream
 from inferpool.models.spec import Placement
 from inferpool.models.split.pipeline import Pipeline
 from inferpool.models.split.report import RankPart, SplitReport
 from inferpool.models.split.turnstile import FairLock
-from inferpool.workers.inside.group import Group
 from inferpool.workers.inside.overlap import ModelLock, OverlappingBatches
-from inferpool.workers.wiring import RankEnds
+from inferpool.workers.ranks.group import Group
+from inferpool.workers.ranks.wiring import RankEnds
 
 StreamKey = tuple[object, ...]
 Channels = Literal["one for each group", "one for each pair", "the caller's"]
@@ -399,5 +399,5 @@ def _stand_in(patch: pytest.MonkeyPatch, order: Order) -> None:
     patch.setattr(turnstile, "threading", threads)
     patch.setattr(turnstile, "FairLock", NotedLock)
     patch.setattr(inferpool.workers.inside.overlap, "FairLock", NotedLock)
-    patch.setattr(inferpool.workers.inside.group, "dist", NotedDistributed(order))
-    patch.setattr(inferpool.workers.inside.group, "backend_for", lambda devices: "noted")
+    patch.setattr(inferpool.workers.ranks.group, "dist", NotedDistributed(order))
+    patch.setattr(inferpool.workers.ranks.group, "backend_for", lambda devices: "noted")

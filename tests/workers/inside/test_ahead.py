@@ -17,7 +17,7 @@ from inferpool.models.speed.graphs import Graphed
 from inferpool.workers.inside.compute import Computer
 from inferpool.workers.inside.preparing import Prepared, Preparer
 from inferpool.workers.inside.staging import Staging
-from inferpool.workers.messages import ItemError, ItemRef, Outcome
+from inferpool.workers.shared.messages import ItemError, ItemRef, Outcome
 from tests.ahead_model import AheadModel
 
 pytestmark = pytest.mark.simulated

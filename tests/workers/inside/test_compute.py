@@ -25,11 +25,11 @@ from inferpool.models.errors import ModelError
 from inferpool.models.item import Features, Item
 from inferpool.models.spec import TensorSpec
 from inferpool.models.speed.names import LONG_S
-from inferpool.workers.config import ErrorDetail
 from inferpool.workers.inside.checks import BrokenPromiseError
 from inferpool.workers.inside.compute import Computer
 from inferpool.workers.inside.outcomes import TensorOutputs
-from inferpool.workers.messages import ItemError, ItemRef, Outcome
+from inferpool.workers.shared.config import ErrorDetail
+from inferpool.workers.shared.messages import ItemError, ItemRef, Outcome
 from tests.models.items import json_item, tensor_item
 
 

@@ -9,7 +9,7 @@ from typing import get_args
 
 import pytest
 
-import inferpool.workers.inside.group
+import inferpool.workers.ranks.group
 from tests.workers.inside.recorded_ranks import (
     Channels,
     order_of_pipeline,
@@ -73,7 +73,7 @@ def test_transfers_on_the_stream_that_computes_wait_in_a_circle(
 def test_transfers_of_all_stages_in_one_group_wait_in_a_circle(
     patch: pytest.MonkeyPatch, tmp_path: Path, num_ranks: int
 ):
-    patch.setattr(inferpool.workers.inside.group, "way_from", lambda source, split, size: 0)
+    patch.setattr(inferpool.workers.ranks.group, "way_from", lambda source, split, size: 0)
     order = order_of_pipeline(patch, tmp_path, num_ranks=num_ranks, num_batches=1, num_pieces=4)
     circle = order.circle()
     assert any("send" in name for name in circle)

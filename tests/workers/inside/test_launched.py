@@ -5,10 +5,10 @@ import asyncio
 import pytest
 
 from inferpool.models.spec import Placement
-from inferpool.workers.errors import WorkerLostError
 from inferpool.workers.host.engine import WorkerHandle
 from inferpool.workers.host.local import LocalEngine
-from inferpool.workers.messages import BatchDone, ItemError
+from inferpool.workers.shared.errors import WorkerLostError
+from inferpool.workers.shared.messages import BatchDone, ItemError
 from tests.workers.contract import answers, started
 
 pytestmark = pytest.mark.simulated

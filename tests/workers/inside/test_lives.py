@@ -37,13 +37,13 @@ import torch
 from inferpool.models.base import Model
 from inferpool.models.item import Features, Item
 from inferpool.models.spec import Placement
-from inferpool.workers.arena import Arena
 from inferpool.workers.host.engine import WorkerHandle
 from inferpool.workers.host.local import LocalEngine
+from inferpool.workers.shared.arena import Arena
 from tests.apart_model import ApartModel
 from tests.split_fault_model import SplitFaultModel
 from tests.workers.contract import PATIENT, pid_of, started, until
-from tests.workers.inside.test_group import PairEngine
+from tests.workers.ranks.test_group import PairEngine
 
 Look = Callable[[], Any]
 

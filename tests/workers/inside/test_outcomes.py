@@ -11,7 +11,7 @@ from inferpool.workers.inside import outcomes as outcomes_module
 from inferpool.workers.inside.checks import BrokenPromiseError
 from inferpool.workers.inside.outcomes import TensorOutputs, bounded, error_of
 from inferpool.workers.inside.own_process import reporting_failures
-from inferpool.workers.messages import ItemError, ItemRef, StartFailed, Stored, TensorBlob
+from inferpool.workers.shared.messages import ItemError, ItemRef, StartFailed, Stored, TensorBlob
 from tests.fuzz import bombs
 
 REF = ItemRef("json", 0, 1, 0.0)

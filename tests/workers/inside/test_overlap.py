@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from inferpool.models.spec import Placement
-from inferpool.workers.config import WorkerConfig
-from inferpool.workers.errors import WorkerLostError
 from inferpool.workers.host.engine import WorkerId
 from inferpool.workers.host.local import LocalEngine
 from inferpool.workers.host.local_worker import LocalWorker
+from inferpool.workers.shared.config import WorkerConfig
+from inferpool.workers.shared.errors import WorkerLostError
 from tests.acting_stages import STAGE_S
 from tests.workers.contract import answers, config_of, is_quick
 

@@ -11,7 +11,7 @@ from inferpool.models.item import Features, Item
 from inferpool.models.spec import TensorSpec
 from inferpool.workers.inside.pools import started_pool
 from inferpool.workers.inside.preparing import Preparer
-from inferpool.workers.messages import ItemRef
+from inferpool.workers.shared.messages import ItemRef
 
 NUM_THREADS = 3
 

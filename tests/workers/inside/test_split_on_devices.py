@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from inferpool.models.spec import Placement
-from inferpool.workers.errors import WorkerLostError
 from inferpool.workers.host.engine import WorkerId
 from inferpool.workers.host.local import LocalEngine
 from inferpool.workers.host.local_worker import LocalWorker
+from inferpool.workers.shared.errors import WorkerLostError
 from tests.busy_stages import BUSY_S, MODEL
 from tests.workers.contract import answers, config_of, is_gone, is_quick
 

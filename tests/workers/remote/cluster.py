@@ -12,24 +12,24 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from inferpool.models.speed.names import SpeedReport
-from inferpool.workers.arena import Arena
-from inferpool.workers.config import WorkerConfig
 from inferpool.workers.host.devices import Host
 from inferpool.workers.host.engine import WorkerHandle, WorkerId
 from inferpool.workers.host.local import LocalEngine
-from inferpool.workers.messages import Ready
 from inferpool.workers.remote.agent import Agent, Dialing
 from inferpool.workers.remote.host import RemoteHost
 from inferpool.workers.remote.hosted import HostedWorkers, HostEngine
 from inferpool.workers.remote.hosts import RemoteHosts
 from inferpool.workers.remote.joining import Dialer, make_instance
 from inferpool.workers.remote.wire import Beat, HostFacts, HostVitals, Pulse, ToAgent, Views
+from inferpool.workers.shared.arena import Arena
+from inferpool.workers.shared.config import WorkerConfig
+from inferpool.workers.shared.messages import Ready
 from tests.fakes import FakeWorker
 from tests.workers.contract import until
 
 if TYPE_CHECKING:
-    from inferpool.workers.errors import WorkerStartError
     from inferpool.workers.remote.link import HostLink
+    from inferpool.workers.shared.errors import WorkerStartError
 
 KEY = b"a key of 16 bytes or more"
 PATIENCE_S = 60.0

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 import inferpool.workers.remote.agent
-from inferpool.workers.arena import Arena
-from inferpool.workers.config import WorkerConfig
-from inferpool.workers.errors import WorkerLostError, WorkerStartError
 from inferpool.workers.host.engine import WorkerId
-from inferpool.workers.messages import BatchDone, ItemRef
 from inferpool.workers.remote.agent import Agent, Dialing
 from inferpool.workers.remote.hosts import RemoteHosts
 from inferpool.workers.remote.worker import RemoteWorker
+from inferpool.workers.shared.arena import Arena
+from inferpool.workers.shared.config import WorkerConfig
+from inferpool.workers.shared.errors import WorkerLostError, WorkerStartError
+from inferpool.workers.shared.messages import BatchDone, ItemRef
 from tests.workers.contract import Put, answers, config_of, is_gone, pid_of, until
 from tests.workers.remote.cluster import (
     PATIENCE_S,

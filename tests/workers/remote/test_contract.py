@@ -2,9 +2,9 @@ from collections.abc import Callable
 
 import pytest
 
-from inferpool.workers.arena import Arena
-from inferpool.workers.config import WorkerConfig
 from inferpool.workers.host.engine import WorkerHandle, WorkerId
+from inferpool.workers.shared.arena import Arena
+from inferpool.workers.shared.config import WorkerConfig
 from tests.workers.contract import EngineContract
 from tests.workers.remote.cluster import JoinedHosts, OnHost
 

@@ -5,10 +5,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from inferpool.workers.arena import Arena
-from inferpool.workers.errors import WorkerLostError, WorkerStartError
 from inferpool.workers.host.engine import Ending, Vitals, WorkerId
-from inferpool.workers.messages import BatchDone, Stored, TensorBlob
 from inferpool.workers.remote.host import RemoteHost
 from inferpool.workers.remote.wire import (
     BatchLost,
@@ -30,6 +27,9 @@ from inferpool.workers.remote.wire import (
     frame_start,
 )
 from inferpool.workers.remote.worker import RemoteWorker
+from inferpool.workers.shared.arena import Arena
+from inferpool.workers.shared.errors import WorkerLostError, WorkerStartError
+from inferpool.workers.shared.messages import BatchDone, Stored, TensorBlob
 from tests.workers.contract import Put, config_of, until
 from tests.workers.remote.cluster import HostNotes, OtherSide, facts_of, front, ready_of
 

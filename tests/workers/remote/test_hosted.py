@@ -9,10 +9,10 @@ import inferpool.workers.remote.hosted
 from inferpool.models.files.opened import FileMark, mark_of
 from inferpool.models.spec import Placement
 from inferpool.models.speed.names import SpeedReport
-from inferpool.workers.config import WorkerConfig
-from inferpool.workers.errors import WorkerStartError
 from inferpool.workers.host.engine import WorkerId
 from inferpool.workers.remote.hosted import HostedWorker, HostedWorkers
+from inferpool.workers.shared.config import WorkerConfig
+from inferpool.workers.shared.errors import WorkerStartError
 from tests.workers.contract import config_of, until
 from tests.workers.remote.cluster import LoadingEngine, ready_of
 

@@ -7,11 +7,11 @@ import psutil
 import pytest
 
 import inferpool.workers.remote.hosts
-from inferpool.workers.arena import Arena
-from inferpool.workers.errors import WorkerStartError
 from inferpool.workers.host.engine import WorkerId
 from inferpool.workers.remote.joining import RefusedError
 from inferpool.workers.remote.wire import StartWorker
+from inferpool.workers.shared.arena import Arena
+from inferpool.workers.shared.errors import WorkerStartError
 from tests.workers.contract import config_of, until
 from tests.workers.remote.cluster import OtherSide, facts_of, front
 

@@ -7,7 +7,6 @@ import msgspec
 import psutil
 import pytest
 
-from inferpool.workers.arena import Arena
 from inferpool.workers.remote import joining
 from inferpool.workers.remote.host import RemoteHost
 from inferpool.workers.remote.hosts import RemoteHosts
@@ -27,6 +26,7 @@ from inferpool.workers.remote.wire import (
     Welcome,
     frame_start,
 )
+from inferpool.workers.shared.arena import Arena
 from tests.workers.contract import until
 from tests.workers.remote.cluster import KEY, PATIENCE_S, OtherSide, facts_of, front
 from tests.workers.remote.conftest import Contexts

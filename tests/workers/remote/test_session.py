@@ -10,10 +10,7 @@ import pytest
 
 import inferpool.workers.remote.session
 from inferpool.models.files.opened import mark_of
-from inferpool.workers.arena import Arena
-from inferpool.workers.errors import WorkerStartError
 from inferpool.workers.host.engine import WorkerId
-from inferpool.workers.messages import BatchDone, ItemError, ItemRef, TensorBlob
 from inferpool.workers.remote.hosted import HostedWorkers
 from inferpool.workers.remote.link import HostLink
 from inferpool.workers.remote.session import AgentSession
@@ -41,6 +38,9 @@ from inferpool.workers.remote.wire import (
     found,
     frame_start,
 )
+from inferpool.workers.shared.arena import Arena
+from inferpool.workers.shared.errors import WorkerStartError
+from inferpool.workers.shared.messages import BatchDone, ItemError, ItemRef, TensorBlob
 from tests.workers.contract import config_of, until
 from tests.workers.remote.cluster import LoadedWorker, LoadingEngine, ready_of
 

@@ -5,10 +5,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from inferpool.workers.arena import Arena
 from inferpool.workers.host.engine import WorkerId
 from inferpool.workers.remote.joining import Dialer
 from inferpool.workers.remote.standby import Standby
+from inferpool.workers.shared.arena import Arena
 from tests.workers.contract import answers, config_of, pid_of, until
 from tests.workers.remote.cluster import (
     KEY,

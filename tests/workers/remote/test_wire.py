@@ -3,7 +3,6 @@ import pytest
 
 import inferpool.workers.remote.wire
 from inferpool.workers.host.engine import Ending, WorkerId
-from inferpool.workers.messages import BatchDone, ItemError, Stored, TensorBlob
 from inferpool.workers.remote.wire import (
     LENGTHS,
     BatchOutcomes,
@@ -24,6 +23,7 @@ from inferpool.workers.remote.wire import (
     frame_start,
     placed,
 )
+from inferpool.workers.shared.messages import BatchDone, ItemError, Stored, TensorBlob
 from tests.fakes import ref_to
 from tests.workers.contract import config_of
 from tests.workers.remote.cluster import facts_of, ready_of

@@ -3,9 +3,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from inferpool.workers.errors import WorkerLostError
 from inferpool.workers.host.engine import Ending, Vitals, WorkerId
-from inferpool.workers.messages import BatchDone, ItemRef
 from inferpool.workers.remote.wire import (
     BatchLost,
     RunBatch,
@@ -14,6 +12,8 @@ from inferpool.workers.remote.wire import (
     WorkerStarted,
 )
 from inferpool.workers.remote.worker import RemoteWorker
+from inferpool.workers.shared.errors import WorkerLostError
+from inferpool.workers.shared.messages import BatchDone, ItemRef
 from tests.fakes import ref_to
 from tests.workers.remote.cluster import ready_of
 

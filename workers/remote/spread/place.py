@@ -8,8 +8,8 @@ from ipaddress import ip_address
 
 import psutil
 
-from inferpool.workers.config import WorkerConfig
-from inferpool.workers.errors import WorkerStartError
+from inferpool.workers.shared.config import WorkerConfig
+from inferpool.workers.shared.errors import WorkerStartError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

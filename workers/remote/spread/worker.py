@@ -16,14 +16,14 @@ from functools import partial
 import msgspec
 
 from inferpool.models.files.opened import FileMark
-from inferpool.workers.config import HostPart, WorkerConfig
-from inferpool.workers.errors import FilesChangedError, WorkerLostError, WorkerStartError
 from inferpool.workers.host.engine import Cause, Ending, Vitals, WorkerId
-from inferpool.workers.host.following_worker import LET_GO
-from inferpool.workers.messages import BatchDone, ItemRef
+from inferpool.workers.ranks.following_worker import LET_GO
 from inferpool.workers.remote.host import RemoteHost
 from inferpool.workers.remote.wire import MeetingPlace
 from inferpool.workers.remote.worker import RemoteWorker
+from inferpool.workers.shared.config import HostPart, WorkerConfig
+from inferpool.workers.shared.errors import FilesChangedError, WorkerLostError, WorkerStartError
+from inferpool.workers.shared.messages import BatchDone, ItemRef
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from inferpool.service.errors import (
     UnavailableError,
 )
 from inferpool.service.queue.instance import Result
-from inferpool.workers.messages import TensorBlob
+from inferpool.workers.shared.messages import TensorBlob
 from tests.service.api.fakes import result
 
 A = np.arange(6, dtype=np.float32).reshape(2, 3)

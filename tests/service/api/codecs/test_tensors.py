@@ -18,7 +18,7 @@ from inferpool.models.spec import TensorSpec
 from inferpool.service.api.codecs.body import BodyContext, Decoded, Payload
 from inferpool.service.api.codecs.tensors import cut, decode_npy, decode_raw, decode_safetensors
 from inferpool.service.errors import BadRequestError, InvalidInputError, ServiceError, TooLargeError
-from inferpool.workers.messages import Batch, ItemRef
+from inferpool.workers.shared.messages import Batch, ItemRef
 from tests.properties import untimed
 from tests.service.api.fakes import body_of, head, kinds, spec
 

@@ -10,8 +10,8 @@ from inferpool.service.errors import OverloadedError, UnavailableError
 from inferpool.service.queue.batch_sizing import CostCurve
 from inferpool.service.queue.instance import BACKGROUND, Instance
 from inferpool.service.queue.scheduling.background import Background
-from inferpool.workers.arena import Arena
-from inferpool.workers.messages import ItemRef
+from inferpool.workers.shared.arena import Arena
+from inferpool.workers.shared.messages import ItemRef
 from tests.fakes import FakeWorker, ref_to
 from tests.service.pools import make_dispatcher, until
 from tests.service.simulation import Stream, simulate_mix

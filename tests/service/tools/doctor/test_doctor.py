@@ -17,7 +17,7 @@ from inferpool.service.checks.facts import Build, gather
 from inferpool.service.checks.findings import error, note, ok, warning
 from inferpool.service.settings.loader import load
 from inferpool.service.tools.doctor import diagnosis, gpus, network, placement, probes, report
-from inferpool.workers.cgroups import CgroupLimits
+from inferpool.workers.shared.cgroups import CgroupLimits
 from tests.certificates import make_certificate
 from tests.fake_driver.driver import (
     IS_LOST,

@@ -7,9 +7,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from inferpool.service.catalog.requests import SwapOptions
 from inferpool.service.cli.main import run
 from inferpool.service.cli.parser import make_parser
+from inferpool.service.parts.swap.requests import SwapOptions
 from inferpool.service.settings.names import FlagError
 from inferpool.service.tools.models import run as verb
 from inferpool.service.tools.models.operator import AdminConnection

@@ -4,12 +4,12 @@ import msgspec
 import pytest
 
 from inferpool.models.files.opened import FileMark
-from inferpool.workers.arena import Arena
-from inferpool.workers.errors import FilesChangedError
 from inferpool.workers.host.engine import WorkerId
 from inferpool.workers.remote.spread.worker import SpreadWorker
 from inferpool.workers.remote.wire import WorkerStarted
 from inferpool.workers.remote.worker import RemoteWorker
+from inferpool.workers.shared.arena import Arena
+from inferpool.workers.shared.errors import FilesChangedError
 from tests.workers.contract import config_of, is_gone, suspend, until
 from tests.workers.remote.cluster import connected, ready_of
 from tests.workers.remote.spread.test_worker import over

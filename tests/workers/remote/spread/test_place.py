@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from inferpool.models.spec import Placement
-from inferpool.workers.config import HostPart
-from inferpool.workers.errors import WorkerStartError
 from inferpool.workers.remote.spread.place import located, place_called, place_with
+from inferpool.workers.shared.config import HostPart
+from inferpool.workers.shared.errors import WorkerStartError
 from tests.workers.contract import config_of
 
 PART = HostPart(first=0, placement=Placement(devices=("cpu",), split="pipeline"), token="t")

@@ -10,12 +10,12 @@ from dataclasses import replace
 import pytest
 
 from inferpool.models.spec import Placement, Split
-from inferpool.workers.arena import Arena
-from inferpool.workers.config import HostShare, WorkerConfig
-from inferpool.workers.errors import WorkerLostError, WorkerStartError
 from inferpool.workers.host.engine import RankVitals, WorkerHandle, WorkerId
 from inferpool.workers.host.local import LocalEngine
-from inferpool.workers.messages import BatchDone, ItemError
+from inferpool.workers.shared.arena import Arena
+from inferpool.workers.shared.config import HostShare, WorkerConfig
+from inferpool.workers.shared.errors import WorkerLostError, WorkerStartError
+from inferpool.workers.shared.messages import BatchDone, ItemError
 from tests.workers.contract import EngineContract, answers, config_of, is_gone, started, until
 from tests.workers.remote.cluster import (
     JoinedHosts,

@@ -1,0 +1,1 @@
+"""Optional features, each a room that `service/app.py` attaches to the core."""

@@ -1,0 +1,1 @@
+"""Actions that an operator takes on a running service."""

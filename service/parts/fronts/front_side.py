@@ -1,0 +1,228 @@
+"""A front's side of the link to the main process: the models as calls see them. Runs in a front."""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from inferpool.service.errors import InternalError, OverloadedError
+from inferpool.service.parts.fronts.link import Link
+from inferpool.service.parts.fronts.messages import (
+    Answers,
+    Command,
+    Failure,
+    FromMain,
+    ModelRow,
+    ModelTable,
+    Submission,
+    Submissions,
+    TableTaken,
+    error_of,
+)
+from inferpool.service.queue.admission import KeyShare
+from inferpool.service.queue.instance import Buffer, InstanceSteps, InstanceTiming, Result
+from inferpool.workers.shared.arena import Slots
+from inferpool.workers.shared.messages import ItemRef
+
+if TYPE_CHECKING:
+    from inferpool.models.spec import TensorSpec
+    from inferpool.service.telemetry.metrics import RejectReason
+
+_decode = msgspec.msgpack.Decoder(FromMain).decode
+
+
+class PendingInstance(asyncio.Future[Result]):
+    """An instance that the main process has in its ledger; cancelling it takes it out there."""
+
+    __slots__ = ("front_side", "id", "steps")
+
+    def __init__(self, front_side: "FrontSide", id: int, steps: InstanceSteps | None) -> None:
+        super().__init__(loop=front_side.loop)
+        self.front_side = front_side
+        self.id = id
+        self.steps = steps
+
+    def cancel(self, msg: object = None) -> bool:
+        """Give the instance up: nobody waits for it any more."""
+        if self.done():
+            return False
+        self.front_side.give_up(self.id)
+        return super().cancel(msg)
+
+
+class RemoteModel:
+    """A version of a model in the main process, as the calls of a front see it."""
+
+    def __init__(self, front_side: "FrontSide", row: ModelRow, key_share: float) -> None:
+        self.name = row.name
+        self.version = row.version
+        self.is_serving = row.is_serving
+        self.canary = row.canary
+        self.inputs: Sequence[TensorSpec] = row.inputs
+        self._rejected = front_side.rejected[row.name]
+        self._key_share = KeyShare(key_share, self._rejected)
+        self._front_side = front_side
+        self._number = row.number
+
+    def update(self, row: ModelRow) -> None:
+        """Take what has changed."""
+        self.is_serving, self.canary = row.is_serving, row.canary
+        if list(self.inputs) != row.inputs:  # calls remember them by their identity
+            self.inputs = row.inputs
+
+    def submit(
+        self, ref: ItemRef, chunks: Sequence[Buffer], steps: InstanceSteps | None = None
+    ) -> PendingInstance:
+        """Copy a payload into the arena, and submit it; the future fails if it is refused.
+
+        Raises:
+            OverShareError: Its key has its share of the arena.
+            OverloadedError: The arena has no room for it.
+        """
+        front_side = self._front_side
+        if ref.caller:
+            self._key_share.check_bytes(front_side.slots, ref)
+        pending = front_side.submit(self._number, ref, chunks, steps)
+        if pending is None:
+            self._rejected["arena_full"] += 1
+            raise OverloadedError("the arena for payloads is full", retry_after_s=1)
+        return pending
+
+
+class FrontSide:
+    """Submits the instances of one turn in one message, and settles them by the answers."""
+
+    def __init__(
+        self,
+        reader: Connection,
+        writer: Connection,
+        slots: Slots,
+        on_command: Callable[[Command], None],
+        on_lost: Callable[[str], None],
+        key_share: float = 1.0,
+    ) -> None:
+        """Begin to listen to the main process.
+
+        `on_lost` is called with the reason when the main process is gone. Each API key may take
+        `key_share` of the slots that others leave.
+        """
+        self.loop = asyncio.get_running_loop()
+        self.models: dict[str, RemoteModel] = {}
+        """By the rest of the path; see `Predict.models`."""
+        self.rejected: defaultdict[str, defaultdict[RejectReason, int]] = defaultdict(
+            lambda: defaultdict(int)
+        )
+        """Instances refused here since the last count, by model and reason."""
+        self._by_number: dict[int, RemoteModel] = {}
+        self._key_share = key_share
+        self.slots = slots
+        self._on_command = on_command
+        self._open: dict[int, PendingInstance] = {}
+        self._given_up: dict[int, InstanceSteps] = {}
+        """InstanceSteps of traced instances that were given up: their answers still come."""
+        self._last_id = 0
+        self._submissions: list[Submission] = []
+        self._cancelled: list[int] = []
+        self._is_flush_due = False
+        self.link = Link(reader, writer, _decode, self._take, on_lost)
+
+    def submit(
+        self, model: int, ref: ItemRef, chunks: Sequence[Buffer], steps: InstanceSteps | None
+    ) -> PendingInstance | None:
+        """Submit an instance; return None if the arena has no room for it."""
+        offset = self.slots.put(chunks, ref.num_bytes, ref.caller)
+        if offset is None:
+            return None
+        ref.offset = offset
+        self._last_id = id = self._last_id + 1
+        self._submissions.append(Submission(id, model, ref, steps is not None))
+        self._open[id] = pending = PendingInstance(self, id, steps)
+        self._flush_soon()
+        return pending
+
+    def give_up(self, id: int) -> None:
+        """Cancel an instance that nobody waits for any more."""
+        pending = self._open.pop(id, None)
+        if pending is not None:
+            if pending.steps is not None:
+                self._given_up[id] = pending.steps
+            self._cancelled.append(id)
+            self._flush_soon()
+
+    def take_rejected(self) -> list[tuple[str, "RejectReason", int]]:
+        """Return what was refused here since the last time, by model and reason."""
+        taken = [
+            (name, reason, num)
+            for name, reasons in self.rejected.items()
+            for reason, num in reasons.items()
+        ]
+        known = {model.name for model in self._by_number.values()}
+        for name, reasons in list(self.rejected.items()):
+            reasons.clear()
+            if name not in known:
+                del self.rejected[name]
+        return taken
+
+    def take_models(self, rows: Sequence[ModelRow]) -> None:
+        """Know these versions, and no others."""
+        known, self._by_number = self._by_number, {}
+        for model in known.values():
+            model.is_serving = False  # calls that still hold one of those that are gone look anew
+        self.models.clear()
+        for row in rows:
+            model = known.get(row.number) or RemoteModel(self, row, self._key_share)
+            model.update(row)
+            self._by_number[row.number] = model
+            self.models.update(dict.fromkeys(row.paths, model))
+
+    def _flush_soon(self) -> None:
+        if not self._is_flush_due:
+            self._is_flush_due = True
+            self.loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._is_flush_due = False
+        submissions, cancelled = self._submissions, self._cancelled
+        self._submissions, self._cancelled = [], []
+        self.link.send_all(Submissions, submissions, cancelled, self._fail)
+
+    def _fail(self, submission: Submission) -> None:
+        """Settle an instance that could not be encoded."""
+        self.slots.free(submission.ref.offset)
+        self._given_up.pop(submission.id, None)
+        pending = self._open.pop(submission.id, None)
+        if pending is not None:
+            text = "this input cannot be sent to the main process; see the log"
+            pending.set_exception(InternalError(text))
+
+    def _take(self, message: FromMain) -> None:
+        match message:
+            case Answers():
+                self._settle(message)
+            case ModelTable():
+                self.take_models(message.rows)
+                self._flush()  # what was submitted by an older table
+                self.link.send(TableTaken(message.id))
+            case _:
+                self._on_command(message)
+
+    def _settle(self, message: Answers) -> None:
+        free = self.slots.free
+        for offset in message.freed:
+            free(offset)
+        for answer in message.answers:
+            pending = self._open.pop(answer.id, None)
+            steps = self._given_up.pop(answer.id, None) if pending is None else pending.steps
+            if steps is not None and answer.steps is not None:
+                steps.take(answer.steps)
+            if pending is None:
+                continue  # it was given up
+            value = answer.value
+            if isinstance(value, Failure):
+                pending.set_exception(error_of(value))
+            else:
+                timing = InstanceTiming(answer.queue_s, answer.prepare_s, answer.compute_s)
+                pending.set_result(Result(value, timing))

@@ -1,0 +1,338 @@
+"""The main process's side of a front: submits its instances and sends back their results.
+
+Runs in the main process's event loop, one for each process that a front has had.
+"""
+
+import asyncio
+import logging
+import mmap
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import count
+from multiprocessing.connection import Connection
+from typing import Protocol
+
+import msgspec
+
+from inferpool.service.api.call import ModelEntry
+from inferpool.service.errors import InternalError, ServiceError, UnavailableError
+from inferpool.service.parts.fronts.link import Link
+from inferpool.service.parts.fronts.messages import (
+    Answers,
+    CountRequest,
+    Failure,
+    FromFront,
+    FrontCounts,
+    InstanceAnswer,
+    Listening,
+    ModelRow,
+    ModelTable,
+    MovedAway,
+    Submission,
+    Submissions,
+    TableTaken,
+    failure_of,
+)
+from inferpool.service.queue.instance import Buffer, InstanceSteps, Result, SlotOwner
+from inferpool.workers.shared.arena import slot_bytes
+from inferpool.workers.shared.log_lines import log_line
+from inferpool.workers.shared.messages import FrameError, ItemRef, LogLine
+
+logger = logging.getLogger(__name__)
+
+_MAX_ANSWER_BYTES = 1 << 20
+"""More answers than this are sent before the turn is over, so that no message gets huge."""
+_GIVEN_UP = Failure("cancelled", "nobody waits for it any more")
+_decode = msgspec.msgpack.Decoder(FromFront).decode
+
+
+class LocalModel(ModelEntry, Protocol):
+    """A version of a model whose dispatcher is in this process."""
+
+    def submit(
+        self,
+        ref: ItemRef,
+        chunks: Sequence[Buffer],
+        steps: InstanceSteps | None = None,
+        owner: SlotOwner | None = None,
+    ) -> "asyncio.Future[Result]":
+        """See `Dispatcher.submit`."""
+
+
+class LocalModels(Protocol):
+    """The versions that calls may get to."""
+
+    @property
+    def pools(self) -> Mapping[int, LocalModel]:
+        """All that are loaded, by number."""
+
+    @property
+    def entries(self) -> Mapping[str, LocalModel]:
+        """Those that calls may get to, by the rest of the path; see `Predict.models`."""
+
+
+class MainSide:
+    """Submits what one front sends, with one message each way per turn of the event loop."""
+
+    def __init__(
+        self,
+        name: str,
+        reader: Connection,
+        writer: Connection,
+        *,
+        part: "ArenaPart",
+        models: LocalModels,
+        on_counts: Callable[[FrontCounts], None],
+        on_end: Callable[[str], None],
+    ) -> None:
+        """Begin to listen to the front.
+
+        `on_end` is called once with the reason why the front will send nothing more.
+        """
+        self._name = name
+        self._loop = asyncio.get_running_loop()
+        self.is_up: asyncio.Future[None] = self._loop.create_future()
+        """Done once the front takes connections and knows the models."""
+        self.has_moved: asyncio.Future[None] = self._loop.create_future()
+        """Done once most of its clients have gone."""
+        self._part = part
+        self._models = models
+        self._on_counts = on_counts
+        self._instances: dict[int, asyncio.Future[Result]] = {}
+        self._answers: list[InstanceAnswer] = []
+        self._freed: list[int] = []
+        self._num_bytes = 0
+        self._is_flush_due = False
+        self._count_ids = count(1)
+        self._counting: dict[int, asyncio.Future[None]] = {}
+        self._table = ModelTable(0, [])
+        self._taken_id = 0
+        self._taking: list[tuple[int, asyncio.Future[None]]] = []
+        """Waits until the front has taken a table, each with that table's id."""
+        self._has_spoken = False
+        self.link = Link(reader, writer, _decode, self._take, on_end)
+        part.on_freed = self._on_freed
+
+    @property
+    def has_unsettled(self) -> bool:
+        """The front waits for answers."""
+        return bool(self._instances)
+
+    def tell_models(self) -> None:
+        """Send the table of the models, if it has changed; the front asks for the first one."""
+        if self._table.id:
+            rows = rows_of(self._models)
+            if rows != self._table.rows:
+                self._send_table(rows)
+
+    def until_known(self) -> "asyncio.Future[None]":
+        """Return a future that is done once the front knows the models, or is gone."""
+        future: asyncio.Future[None] = self._loop.create_future()
+        if self._taken_id == self._table.id:
+            future.set_result(None)
+        else:
+            self._taking.append((self._table.id, future))
+        return future
+
+    def count(self) -> "asyncio.Future[None]":
+        """Ask for the front's counts; done once they are passed on, or the front is gone."""
+        future: asyncio.Future[None] = self._loop.create_future()
+        id = next(self._count_ids)
+        self._counting[id] = future
+        self.link.send(CountRequest(id, logging.getLogger().level))
+        return future
+
+    def has_been_heard(self) -> bool:
+        """Return whether the front has sent anything since the last call."""
+        has_spoken, self._has_spoken = self._has_spoken, False
+        return has_spoken
+
+    def flush(self) -> None:
+        """Send the answers that there are now."""
+        self._is_flush_due = False
+        if self._answers or self._freed:
+            answers, freed = self._answers, self._freed
+            self._answers, self._freed, self._num_bytes = [], [], 0
+            self.link.send_all(Answers, answers, freed, self._send_failure)
+
+    def close(self) -> None:
+        """Give up all instances of a front that is gone."""
+        self.link.read_rest()
+        self.link.close()
+        self._part.on_freed = None
+        instances, self._instances = self._instances, {}
+        for instance in instances.values():
+            instance.cancel()
+        for future in (*self._counting.values(), *(future for _, future in self._taking)):
+            if not future.done():
+                future.set_result(None)
+
+    def _take(self, message: FromFront) -> None:
+        self._has_spoken = True
+        match message:
+            case Submissions():
+                for submission in message.submissions:
+                    self._submit(submission)
+                for id in message.cancelled:
+                    instance = self._instances.get(id)
+                    if instance is not None:
+                        instance.cancel()
+            case FrontCounts():
+                self._take_counts(message)
+            case LogLine():
+                log_line(message, {"front": self._name})
+            case TableTaken():
+                self._note_taken(message.id)
+            case Listening():
+                self._send_table(rows_of(self._models))
+            case MovedAway():
+                self.has_moved.set_result(None)
+
+    def _send_table(self, rows: list[ModelRow]) -> None:
+        self._table = ModelTable(self._table.id + 1, rows)
+        self.link.send(self._table)
+
+    def _note_taken(self, id: int) -> None:
+        self._taken_id = id
+        if not self.is_up.done():
+            self.is_up.set_result(None)
+        for least, future in self._taking:
+            if least <= id and not future.done():
+                future.set_result(None)
+        self._taking = [each for each in self._taking if each[0] > id]
+
+    def _submit(self, submission: Submission) -> None:
+        part, ref = self._part, submission.ref
+        data = part.take(ref.offset, ref.num_bytes)
+        steps = InstanceSteps() if submission.is_traced else None
+        try:
+            model = self._models.pools.get(submission.model)
+            if model is None:  # the front was told, and hung for too long
+                raise UnavailableError("this version of the model has gone", retry_after_s=1)
+            instance = model.submit(ref, (data,), steps, part)
+        except Exception as error:
+            if not isinstance(error, ServiceError):
+                logger.exception("an instance of %s could not be taken", self._name)
+            part.free(ref.offset)
+            failure = failure_of(error)
+            if steps is not None:
+                steps.code, steps.message = failure.code, failure.message
+            self._answer(InstanceAnswer(submission.id, failure, steps=steps))
+            return
+        self._instances[submission.id] = instance
+        instance.add_done_callback(partial(self._on_done, submission.id, steps))
+
+    def _on_done(
+        self, id: int, steps: InstanceSteps | None, instance: "asyncio.Future[Result]"
+    ) -> None:
+        if self._instances.pop(id, None) is None:
+            return  # the front is gone
+        if instance.cancelled():  # nobody waits for it, but a trace still wants its steps
+            if steps is not None:
+                self._answer(InstanceAnswer(id, _GIVEN_UP, steps=steps))
+            return
+        error = instance.exception()
+        if error is not None:
+            self._answer(InstanceAnswer(id, failure_of(error), steps=steps))
+            return
+        result = instance.result()
+        timing = result.timing
+        times = timing.queue_s, timing.prepare_s, timing.compute_s
+        self._answer(InstanceAnswer(id, result.value, *times, steps))
+
+    def _answer(self, answer: InstanceAnswer) -> None:
+        self._answers.append(answer)
+        value = answer.value
+        if isinstance(value, list):
+            self._num_bytes += sum(len(each.buffer) for each in value)
+        elif not isinstance(value, Failure):
+            self._num_bytes += len(value)
+        if self._num_bytes > _MAX_ANSWER_BYTES:
+            self.flush()
+        else:
+            self._flush_soon()
+
+    def _send_failure(self, answer: InstanceAnswer) -> None:
+        """Tell the front that an answer could not be encoded."""
+        failure = failure_of(InternalError("its answer cannot be sent on; see the log"))
+        self.link.send(Answers([InstanceAnswer(answer.id, failure)], []))
+
+    def _on_freed(self, offset: int) -> None:
+        self._freed.append(offset)
+        self._flush_soon()
+
+    def _flush_soon(self) -> None:
+        if not self._is_flush_due:
+            self._is_flush_due = True
+            self._loop.call_soon(self._flush_turn)
+
+    def _flush_turn(self) -> None:
+        """Send the answers of this turn; freed slots alone wait one turn for their answers."""
+        if self._answers:
+            self.flush()
+        else:
+            self._loop.call_soon(self.flush)
+
+    def _take_counts(self, counts: FrontCounts) -> None:
+        future = self._counting.pop(counts.id, None)
+        if future is None and counts.id:  # a front that leaves sends its last counts as number 0
+            raise FrameError(f"counts {counts.id}, which nobody asked for")
+        self._on_counts(counts)
+        if future is not None and not future.done():
+            future.set_result(None)
+
+
+def rows_of(models: LocalModels) -> list[ModelRow]:
+    """Return what fronts need to know of the versions that calls may get to."""
+    rows = []
+    for number, model in models.pools.items():
+        paths = [path for path, entry in models.entries.items() if entry is model]
+        if paths:
+            inputs, serves = list(model.inputs), model.is_serving
+            rows.append(
+                ModelRow(number, model.name, model.version, serves, inputs, paths, model.canary)
+            )
+    return rows
+
+
+class ArenaPart:
+    """A front's part of the arena, and the slots of it that are in use.
+
+    It outlives the front's process: workers may still read slots of a front that died, and the next
+    process begins with those taken.
+    """
+
+    def __init__(self, memory: mmap.mmap, where: range) -> None:
+        self.where = where
+        self.held: dict[int, int] = {}
+        """Offsets of the slots in use, and the lengths of their payloads."""
+        self.on_freed: Callable[[int], None] | None = None
+        """Called with the offset of each slot that is freed, while the front lives."""
+        self._memory = memoryview(memory)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the slots in use, with their padding."""
+        return sum(map(slot_bytes, self.held.values()))
+
+    def take(self, offset: int, num_bytes: int) -> memoryview:
+        """Mark a slot as used, and return its memory.
+
+        Raises:
+            FrameError: The slot is in use, or lies outside this part.
+        """
+        end = offset + num_bytes
+        if offset < self.where.start or end > self.where.stop or offset in self.held:
+            raise FrameError(f"a slot at {offset} that cannot be")
+        self.held[offset] = num_bytes
+        return self._memory[offset:end]
+
+    def free(self, offset: int) -> None:
+        """Free a slot that no worker reads any more."""
+        del self.held[offset]
+        if self.on_freed is not None:
+            self.on_freed(offset)
+
+    def close(self) -> None:
+        """Let go of the memory, so that it can be unmapped."""
+        self._memory.release()

@@ -1,0 +1,1 @@
+"""The page and the feed that show what the service does, second by second."""

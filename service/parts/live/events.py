@@ -1,0 +1,269 @@
+"""GET /events: what the service does, second by second, as server-sent events.
+
+The format is that of the HTML standard (9.2). Runs in the event loop.
+"""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+from fastapi import APIRouter, Request, Response
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from inferpool.service.api.auth import Guard
+from inferpool.service.api.codecs.body import joined
+from inferpool.service.api.errors import problem_response
+from inferpool.service.api.routes.health import HealthReport
+from inferpool.service.errors import OverloadedError
+from inferpool.service.parts.swap.routes import VersionState
+from inferpool.service.queue.shares import Shares
+from inferpool.workers.host.engine import Cause
+
+MAX_STREAMS = 64
+"""Streams at once. Each costs a connection, and some 50 us of every second."""
+_RETRY_AFTER_S = 5
+WAS_HEAD = "inferpool.was_head"
+"""A key in the scope of a HEAD call, which is answered like GET."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcomes:
+    """Instances per second: how many came in, and how the others ended."""
+
+    accepted: float
+    succeeded: float
+    failed: float
+    expired: float
+    cancelled: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Percentiles:
+    """Percentiles of durations in milliseconds, each to within a few percent."""
+
+    p50: float
+    p95: float
+    p99: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """A model's work in one interval, and its state at the end."""
+
+    requests_per_s: float
+    """HTTP calls answered, with any status."""
+    instances_per_s: Outcomes
+    rejected_per_s: Mapping[str, float]
+    """Refused instances by reason; only reasons that occurred."""
+    latency_ms: Percentiles | None
+    """HTTP calls answered with 200, from their head to their answer; null if there were none."""
+    queue_ms: Percentiles | None
+    """The waiting time of instances, here and in their workers."""
+    inference_ms: Percentiles | None
+    """The forward pass and rendering of batches."""
+    batch_sizes: Mapping[str, int]
+    """Batches by the upper edge of their size: 1, 2, 4, ... 256, `+Inf`; only sizes that
+    occurred."""
+    num_batched: int
+    """Instances in those batches."""
+    queue_depth: int
+    """Instances that wait for a worker."""
+    in_flight: int
+    """Instances accepted that have not ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndingEvent:
+    """The end of one life of a worker."""
+
+    worker: str
+    incarnation: int
+    time: float
+    """Seconds of the Unix epoch."""
+    cause: Cause
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChangeEvent:
+    """A step of a change: a version came into another state, or a model was removed."""
+
+    time: float
+    """Seconds of the Unix epoch."""
+    model: str
+    version: int | None
+    """Null for the whole model."""
+    state: VersionState
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveSample(Sample):
+    """The newest sample of a model, with values that are not kept for the history."""
+
+    source: str
+    """The model's source in the settings."""
+    queue_limit: int
+    """Instances that may wait."""
+    max_batch_size: int
+    """Instances that a batch may have now."""
+    quarantined: int
+    """Inputs that are refused because workers died of them."""
+    endings: Sequence[EndingEvent]
+    """The latest ends of its workers' lives, the newest first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostState:
+    """Values that all models share."""
+
+    connections: int
+    """Open HTTP connections."""
+    arena_bytes: int
+    """Shared memory reserved for payloads."""
+    arena_used_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredJobs:
+    """Jobs in the store, of all keys, about a second ago."""
+
+    open: bool
+    """False while the store cannot be used; then no job is served, and all counts may be zero."""
+    by_state: Mapping[str, int]
+    """Jobs by state; only states that occur."""
+    instances_waiting: int
+    """Instances of jobs that are not over and have no answer yet."""
+    instances_per_s: float
+    """Instances that got their answers from this service."""
+    store_bytes: int
+    """Payloads and results in the store."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """A second that has passed."""
+
+    time: float
+    """The second's end, in seconds of the Unix epoch."""
+    models: Mapping[str, Sample]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """The data of an event `state`."""
+
+    time: float
+    """Seconds of the Unix epoch."""
+    interval_s: float
+    """The period of the rates and percentiles."""
+    uptime_s: float
+    version: str
+    """The version of inferpool."""
+    default_model: str
+    """The model that `/predict` asks."""
+    health: HealthReport
+    """The same as in `/health`."""
+    host: HostState
+    models: Mapping[str, LiveSample]
+    jobs: StoredJobs | None = None
+    """Null if no jobs are kept here."""
+    changes: Sequence[ChangeEvent] = ()
+    """The latest steps of changes of models, the newest first."""
+    history: Sequence[Moment] = ()
+    """The last minutes, the oldest first: in the first event of a stream only."""
+
+
+class Feed(Protocol):
+    """Makes the events, one for all listeners."""
+
+    @property
+    def is_ending(self) -> bool:
+        """No event comes any more: the service shuts down."""
+
+    def first(self) -> bytes:
+        """Return the current `State` as JSON, with the history."""
+
+    async def next(self) -> bytes:
+        """Return the next `State` as JSON, once there is one."""
+
+
+class EventStream(StreamingResponse):
+    """Sends events until they end or the client goes, if its owner has a place left for a stream.
+
+    A slow client misses events: none is kept for it. The server cuts off one that reads nothing.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, events: AsyncIterator[bytes], shares: Shares, owner: str, *, is_head: bool
+    ) -> None:
+        """Answer with events; the answer to HEAD has none, and needs no place."""
+        headers = {
+            "cache-control": "no-store",
+            "x-accel-buffering": "no",  # else nginx holds events back
+        }
+        super().__init__(events, headers=headers)
+        self._place = nullcontext() if is_head else shares.place(owner, _RETRY_AFTER_S)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one ASGI call."""
+        # From version 2.4 on, Starlette expects `send` to raise once the client is gone, and does
+        # not ask `receive`. An event can be a second away, and not every server's `send` raises.
+        streaming = {**scope, "asgi": {**scope.get("asgi", {}), "spec_version": "2.3"}}
+        try:
+            with self._place:
+                await super().__call__(streaming, receive, send)
+        except OverloadedError as error:
+            await problem_response(Request(scope), error)(scope, receive, send)
+
+
+async def _events_of(feed: Feed, *, is_head: bool) -> AsyncIterator[bytes]:
+    if is_head:
+        return
+    number, state = 0, feed.first()
+    while True:
+        yield b"event: state\nid: %d\ndata: %b\n\n" % (number, state)
+        if feed.is_ending:
+            return
+        number, state = number + 1, await feed.next()
+
+
+def events_router(feed: Feed, guard: Guard | None = None) -> APIRouter:
+    """Return the route, answering from a feed; the guard tells whose share of streams each is."""
+    router = APIRouter(tags=["health"])
+    guard = guard or Guard()
+    streams = Shares(MAX_STREAMS, guard.share, "streams of events")
+
+    @router.get(
+        "/events",
+        summary="What the service does, second by second (server-sent events)",
+        status_code=200,  # FastAPI does not take it from the class
+        response_class=EventStream,
+        responses={
+            200: {"model": State},
+            429: {"description": "The key or the address has its share of streams."},
+        },
+    )
+    async def events(request: Request) -> Response:
+        """Send one event `state` per second, without an end; its data is one JSON object.
+
+        `id` counts up, and `Last-Event-ID` makes no difference: the first event of each stream
+        brings the last minutes along. The stream ends when the service shuts down, after an event
+        that says so.
+
+        `curl -N http://127.0.0.1:8000/events`
+        """
+        owner = guard.owner_of("metrics", joined(request.headers.raw), client_of(request))
+        is_head = WAS_HEAD in request.scope
+        return EventStream(_events_of(feed, is_head=is_head), streams, owner, is_head=is_head)
+
+    return router
+
+
+def client_of(request: Request) -> str | None:
+    """Return the address of a call's client, if it has one."""
+    return None if request.client is None else request.client.host

@@ -1,0 +1,241 @@
+"""Samples what each model did in each of the last seconds, for the feed at `/events`.
+
+One sampler serves all listeners, in the main process's event loop. It reads the counters of
+`/metrics` once a second. The rest is made only if somebody listens.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from typing import Protocol
+
+import msgspec
+
+from inferpool.service.api.routes.health import HealthReport
+from inferpool.service.parts.jobs.records import StoreCounts
+from inferpool.service.parts.live.events import (
+    ChangeEvent,
+    EndingEvent,
+    HostState,
+    LiveSample,
+    Moment,
+    Outcomes,
+    Percentiles,
+    Sample,
+    State,
+    StoredJobs,
+)
+from inferpool.service.queue.pool import Pool
+from inferpool.service.settings.settings import Settings
+from inferpool.service.telemetry.distribution import Recent
+from inferpool.service.telemetry.metrics import Metrics, ModelMetrics
+from inferpool.service.telemetry.versions import version_of
+from inferpool.workers.host.error_guard import ErrorGuard
+
+_NUM_KEPT = 300
+"""Samples kept: five minutes."""
+_OUTCOMES = ("accepted", "succeeded", "failed", "expired", "cancelled")
+
+
+class CountedJobs(Protocol):
+    """The jobs of a service, as far as the feed tells of them."""
+
+    counts: StoreCounts
+
+    @property
+    def is_open(self) -> bool:
+        """The store can be used."""
+
+    @property
+    def num_answered(self) -> int:
+        """Instances that this service has answered."""
+
+
+class LiveFeed:
+    """Keeps the last samples and makes events; see `service.api.routes.events.Feed`."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        pools: Mapping[str, Pool],
+        metrics: Metrics,
+        *,
+        report: Callable[[], HealthReport],
+        host: Callable[[], HostState],
+        changes: Collection[ChangeEvent] = (),
+        jobs: CountedJobs | None = None,
+        every_s: float = 1.0,
+    ) -> None:
+        self._settings = settings
+        self._pools = pools
+        self._report = report
+        self._host = host
+        self._changes = changes
+        self._jobs = jobs
+        self._num_answered = 0
+        self._answered_per_s = 0.0
+        """Instances of jobs in the last interval."""
+        self._every_s = every_s
+        self._metrics = metrics
+        self._before: dict[str, ModelMetrics] = {}
+        """The counters of each model at the last sample."""
+        self._past: deque[Moment] = deque(maxlen=_NUM_KEPT)
+        self._began = self._last = time.monotonic()
+        self._interval_s = 0.0
+        self._newest: bytes | None = None
+        """The newest event, once somebody has asked for it."""
+        self._ticked = asyncio.Event()
+        """Set when the next event can be made, and then replaced."""
+        self._task: asyncio.Task[None] | None = None
+        self.is_ending = False
+        """No event comes any more."""
+
+    def start(self) -> None:
+        """Begin to sample."""
+        self._task = asyncio.create_task(self._run(), name="sample")
+
+    def end(self) -> None:
+        """Send all listeners a last event."""
+        if not self.is_ending:
+            self.is_ending = True
+            self._tick()
+
+    async def stop(self) -> None:
+        """Stop sampling."""
+        self.end()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def first(self) -> bytes:
+        """See `Feed`."""
+        return msgspec.json.encode(self._state(list(self._past)))
+
+    async def next(self) -> bytes:
+        """See `Feed`."""
+        await self._ticked.wait()
+        if self._newest is None:
+            self._newest = msgspec.json.encode(self._state())
+        return self._newest
+
+    async def _run(self) -> None:
+        due = self._last
+        error_guard = ErrorGuard("the live feed")
+        while True:
+            due = max(due + self._every_s, time.monotonic())
+            await asyncio.sleep(due - time.monotonic())
+            with error_guard:
+                self._sample()
+                self._tick()
+
+    def _sample(self) -> None:
+        now = time.monotonic()
+        self._interval_s, self._last = now - self._last, now
+        before = self._before
+        self._before = {name: self._metrics.total(name) for name in self._pools}
+        models = {
+            name: _sample(
+                before.get(name) or ModelMetrics(name),
+                total,
+                self._pools[name].dispatcher.num_queued,
+                self._interval_s,
+            )
+            for name, total in self._before.items()
+        }
+        if self._jobs is not None:
+            num = self._jobs.num_answered
+            self._answered_per_s = round((num - self._num_answered) / self._interval_s, 2)
+            self._num_answered = num
+        self._past.append(Moment(time=round(time.time(), 3), models=models))
+
+    def _tick(self) -> None:
+        self._newest = None
+        self._ticked.set()
+        self._ticked = asyncio.Event()
+
+    def _state(self, history: list[Moment] | None = None) -> State:
+        newest = self._past[-1].models if self._past else {}
+        return State(
+            time=round(time.time(), 3),
+            interval_s=round(self._interval_s, 3),
+            uptime_s=round(time.monotonic() - self._began, 1),
+            version=version_of(),
+            default_model=self._settings.default_model,
+            health=self._report(),
+            host=self._host(),
+            models={
+                name: self._live(name, sample)
+                for name, sample in newest.items()
+                if name in self._pools
+            },
+            jobs=self._stored_jobs(),
+            changes=list(self._changes),
+            history=history or (),
+        )
+
+    def _stored_jobs(self) -> StoredJobs | None:
+        if self._jobs is None:
+            return None
+        counts = self._jobs.counts
+        return StoredJobs(
+            open=self._jobs.is_open,
+            by_state={state: num for state, num in counts.jobs.items() if num},
+            instances_waiting=counts.num_waiting,
+            instances_per_s=self._answered_per_s,
+            store_bytes=counts.num_bytes,
+        )
+
+    def _live(self, name: str, sample: Sample) -> LiveSample:
+        pool = self._pools[name]
+        return LiveSample(
+            **{field: getattr(sample, field) for field in Sample.__slots__},
+            source=pool.source,
+            queue_limit=pool.dispatcher.max_queue_length,
+            max_batch_size=pool.dispatcher.max_batch_size,
+            quarantined=pool.dispatcher.num_quarantined,
+            endings=[
+                EndingEvent(
+                    worker=ending.id.worker,
+                    incarnation=ending.id.incarnation,
+                    time=round(ending.time, 3),
+                    cause=ending.cause,
+                    reason=ending.reason,
+                )
+                for ending in reversed(pool.endings)
+            ],
+        )
+
+
+def _sample(before: ModelMetrics, now: ModelMetrics, queue_depth: int, interval_s: float) -> Sample:
+    """Return what a model has counted in an interval, and what it has in hand."""
+    rates = {
+        name: round((getattr(now, name) - getattr(before, name)) / interval_s, 2)
+        for name in _OUTCOMES
+    }
+    num_requests = sum(now.requests.values()) - sum(before.requests.values())
+    rejected: dict[str, float] = {
+        reason: round((num - before.rejected[reason]) / interval_s, 2)
+        for reason, num in now.rejected.items()
+        if num > before.rejected[reason]
+    }
+    return Sample(
+        requests_per_s=round(num_requests / interval_s, 2),
+        instances_per_s=Outcomes(**rates),
+        rejected_per_s=rejected,
+        latency_ms=_percentiles(now.answer_duration - before.answer_duration),
+        queue_ms=_percentiles(now.queue_wait - before.queue_wait),
+        inference_ms=_percentiles(now.inference_duration - before.inference_duration),
+        batch_sizes=(now.batch_size - before.batch_size).by_edge(),
+        num_batched=int(now.batch_size.sum - before.batch_size.sum),
+        queue_depth=queue_depth,
+        in_flight=now.in_flight,
+    )
+
+
+def _percentiles(recent: Recent) -> Percentiles | None:
+    found = recent.percentiles(50, 95, 99)
+    if found is None:
+        return None
+    p50, p95, p99 = (round(seconds * 1000, 3) for seconds in found)
+    return Percentiles(p50=p50, p95=p95, p99=p99)

@@ -1,0 +1,1 @@
+"""Versions that come and go while the service runs, and how they are judged."""

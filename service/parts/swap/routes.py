@@ -1,0 +1,339 @@
+"""/admin/models: models and their versions that come and go while the service runs."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from inferpool.service.api.addresses import root_for
+from inferpool.service.api.preferences import read_preferences
+from inferpool.service.errors import BadRequestError, TooLargeError
+from inferpool.service.parts.admin.repeats import AskedChanges
+from inferpool.service.parts.admin.routes import ERRORS, record
+
+MAX_BODY_BYTES = 256 * 1024
+_BODY_S = 10.0
+"""How long a body may take to arrive."""
+_ANSWER_S = 3600.0
+"""The longest that a call waits for the decision."""
+
+VersionState = Literal[
+    "loading", "comparing", "serving", "kept", "leaving", "gone", "refused", "rolled_back"
+]
+ChangeKind = Literal["add", "remove", "swap", "rollback"]
+ChangeState = Literal["going_on", "done", "failed"]
+
+_Responses = dict[int | str, dict[str, Any]]
+_NO_MODEL: _Responses = {404: {"description": "No such model."}}
+_BUSY: _Responses = {409: {"description": "The model is being changed already."}}
+_UNFIT: _Responses = {422: {"description": "The settings cannot be used, or it was refused."}}
+_UNSAVED: _Responses = {507: {"description": "The change cannot be kept for the next start."}}
+_GOING_ON: _Responses = {
+    202: {
+        "description": "It goes on, and `Location` shows how: `Prefer: respond-async` was asked "
+        "for, or it takes longer than an hour."
+    }
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwapFigures:
+    """A comparison of a version with the one that serves."""
+
+    num_inputs: int = 0
+    """Inputs that both have computed."""
+    num_live: int = 0
+    """Inputs among them that clients had sent."""
+    agreement: float | None = None
+    """The share of inputs with the same best label, or the same text."""
+    deviation: float | None = None
+    """The largest difference of any number with a fraction, as a part of the largest such number
+    of its output."""
+    latency_ms: float | None = None
+    """The median time of one input."""
+    latency_ratio: float | None = None
+    """The median of that time divided by that of the version that serves."""
+    latency_ratio_least: float | None = None
+    """The least that this median can be by chance; it is held against `max_latency_ratio`."""
+    memory_bytes: int | None = None
+    """Memory of its workers."""
+    memory_ratio: float | None = None
+    """The same divided by that of the version that serves."""
+    num_faults: int = 0
+    """Inputs that it fails on, and the version that serves does not."""
+    first_fault: str = ""
+    """The error of the first of these."""
+    num_validated: int = 0
+    """Inputs of `validation` that both have computed."""
+    accuracy: float | None = None
+    """The share of `validation` that it labels right."""
+    accuracy_before: float | None = None
+    """The same for the version that serves."""
+    num_answered: int = 0
+    """Inputs of clients that it has answered or failed on, as a canary or since it serves."""
+    fault_share: float | None = None
+    """The share of these that it fails on, by its own fault."""
+    fault_share_before: float | None = None
+    """The same for the version that served before."""
+    live_latency_ratio: float | None = None
+    """The time that it takes for one of these, divided by that of the version before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionInfo:
+    """One version of a model."""
+
+    number: int
+    state: VersionState
+    source: str
+    weights: str
+    since: float
+    """When it came into this state, in seconds of the Unix epoch."""
+    reason: str = ""
+    """Why it was refused or rolled back, or its progress while it loads."""
+    figures: SwapFigures | None = None
+    """How it compared with the version that served then."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChangeInfo:
+    """A change of a model, and how it went."""
+
+    id: str
+    """No other change has it."""
+    kind: ChangeKind
+    state: ChangeState
+    """`going_on` until it is decided; `failed` if it came to nothing, and all is as it was."""
+    since: float
+    """When it began, in seconds of the Unix epoch."""
+    version: int | None = None
+    """The version that it loads, or goes back to."""
+    code: str = ""
+    """The code of the error that it failed with."""
+    reason: str = ""
+    """Why it failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """One model and its versions."""
+
+    name: str
+    version: int | None
+    """The version that serves; null while the model loads for the first time."""
+    ready: bool
+    change: str = ""
+    """The change that goes on, for a person; empty if there is none."""
+    saved: bool = False
+    """The next start of the service will serve this version too."""
+    versions: Sequence[VersionInfo] = ()
+    """The newest first; those that are gone too, as far as they are remembered."""
+    changes: Sequence[ChangeInfo] = ()
+    """The newest first, since the start of the service, as far as they are remembered."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelList:
+    """All models."""
+
+    models: Sequence[ModelInfo]
+
+
+class ModelsTarget(Protocol):
+    """Does what the operator asks for. Each change is of one model; it has one at a time.
+
+    All of these raise `UnknownModelError`, `ConflictError` if the model is being changed, and
+    `InvalidInputError` if the settings cannot be used.
+    """
+
+    def list_models(self) -> Sequence[ModelInfo]:
+        """Return all models."""
+
+    def model_info(self, name: str) -> ModelInfo:
+        """Return one model: also one that is on its way in or out, or that failed to come."""
+
+    def begin_add(self, settings: Mapping[str, object]) -> str:
+        """Begin to load a model with the settings of one `[models.NAME]`; return its name."""
+
+    def begin_remove(self, name: str, *, ephemeral: bool = False) -> None:
+        """Serve a model no longer, and begin to drain it. If ephemeral, a start serves it again."""
+
+    def begin_swap(self, name: str, request: Mapping[str, object]) -> None:
+        """Begin to load another version of a model, which takes over if it is good enough."""
+
+    def begin_rollback(self, name: str) -> None:
+        """Let the version that served before serve again."""
+
+    def until_decided(self, name: str) -> "asyncio.Future[None]":
+        """Return a future that is done once the change of a model of now is decided.
+
+        It fails with the `ServiceError` of a change that came to nothing, which says why, and what
+        serves. Cancelling it leaves the change going on.
+        """
+
+
+def models_router(target: ModelsTarget, *, answer_s: float = _ANSWER_S) -> APIRouter:
+    """Return the routes, acting on a target. Whoever serves them checks the key.
+
+    Args:
+        target: Makes the changes.
+        answer_s: The longest that a call waits for the decision.
+    """
+    router = APIRouter(prefix="/admin/models", tags=["admin"], responses=ERRORS)
+
+    asked_changes = AskedChanges()
+
+    async def change(
+        request: Request, response: Response, body: bytes, begin: Callable[[], str]
+    ) -> ModelInfo:
+        """Begin a change, unless it was begun before, and wait for the decision.
+
+        Nobody waits if the caller does not want to, or it takes too long.
+        """
+        key = request.headers.get("idempotency-key")
+        about = request.url.path.encode() + b"\0" + body
+        asked = asked_changes.begin(key, about, begin, target.until_decided)
+        is_decided = False
+        if not _is_asynchronous(request):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(answer_s):
+                    await asyncio.shield(asked.decision)
+                    is_decided = True
+        if not is_decided:
+            response.status_code = 202
+            response.headers.update(_going_on_headers(request, asked.name))
+        return target.model_info(asked.name)
+
+    @router.get("", summary="All models and their versions")
+    async def models() -> ModelList:
+        """The version that serves, what is being changed, and what became of earlier versions."""
+        return ModelList(models=target.list_models())
+
+    @router.post("", summary="Load one more model", responses=_BUSY | _UNFIT | _UNSAVED | _GOING_ON)
+    async def add_model(request: Request, response: Response) -> ModelInfo:
+        """The body is a JSON object: `name`, and the settings of `[models.NAME]` in the file."""
+        body = await _body_of(request)
+
+        def begin() -> str:
+            name = target.begin_add(_object_in(body))
+            record(request, f"add {name}")
+            return name
+
+        return await change(request, response, body, begin)
+
+    @router.get("/{model}", summary="One model and its versions", responses=_NO_MODEL)
+    async def show_model(model: str) -> ModelInfo:
+        """The same as in the list of all models."""
+        return target.model_info(model)
+
+    @router.delete(
+        "/{model}",
+        status_code=204,
+        summary="Serve a model no longer",
+        responses=_NO_MODEL | _BUSY | _UNSAVED | _GOING_ON,
+    )
+    async def remove_model(request: Request, model: str, ephemeral: bool = False) -> Response:
+        """New calls get 404. The answer comes once what it had accepted is answered.
+
+        The next start of the service does not bring it back, unless `ephemeral` is true.
+        """
+        target.begin_remove(model, ephemeral=ephemeral)
+        record(request, f"remove {model}")
+        if _is_asynchronous(request):
+            return Response(
+                msgspec.json.encode(target.model_info(model)),
+                status_code=202,
+                headers=_going_on_headers(request, model),
+                media_type="application/json",
+            )
+        await target.until_decided(model)
+        return Response(status_code=204)
+
+    @router.get("/{model}/versions", summary="The versions of a model", responses=_NO_MODEL)
+    async def show_versions(model: str) -> Sequence[VersionInfo]:
+        """The newest first; those that are gone too, as far as they are remembered."""
+        return target.model_info(model).versions
+
+    @router.post(
+        "/{model}/versions",
+        summary="Load another version of a model, which takes over if it is good enough",
+        responses=_NO_MODEL | _BUSY | _UNFIT | _UNSAVED | _GOING_ON,
+    )
+    async def swap_model(request: Request, response: Response, model: str) -> ModelInfo:
+        """The body is a JSON object: settings of `[models.NAME]` that change, and the policy."""
+        body = await _body_of(request)
+
+        def begin() -> str:
+            target.begin_swap(model, _object_in(body))
+            record(request, f"another version of {model}")
+            return model
+
+        return await change(request, response, body, begin)
+
+    @router.post(
+        "/{model}/rollback",
+        summary="Let the version that served before serve again",
+        responses=_NO_MODEL | _BUSY | _UNSAVED | _GOING_ON,
+    )
+    async def rollback_model(request: Request, response: Response, model: str) -> ModelInfo:
+        """At once if it is still loaded (see `rollback_s`); else it is loaded first."""
+
+        def begin() -> str:
+            target.begin_rollback(model)
+            record(request, f"rollback of {model}")
+            return model
+
+        return await change(request, response, b"", begin)
+
+    return router
+
+
+def _is_asynchronous(request: Request) -> bool:
+    """Return whether the caller does not want to wait for the decision (RFC 7240, 4.1)."""
+    return read_preferences(",".join(request.headers.getlist("prefer"))).is_async
+
+
+def _going_on_headers(request: Request, name: str) -> dict[str, str]:
+    """Return the headers that say where a change that goes on is shown."""
+    headers = {"location": f"{root_for(request.scope)}/admin/models/{name}"}
+    if _is_asynchronous(request):
+        headers["preference-applied"] = "respond-async"
+    return headers
+
+
+async def _body_of(request: Request) -> bytes:
+    """Read a body.
+
+    Raises:
+        BadRequestError: It does not arrive.
+        TooLargeError: It is too long.
+    """
+    body = b""
+    try:
+        async with asyncio.timeout(_BODY_S):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > MAX_BODY_BYTES:
+                    raise TooLargeError(f"the body is larger than {MAX_BODY_BYTES} bytes")
+    except TimeoutError:
+        raise BadRequestError(f"the body did not arrive within {_BODY_S:g} s") from None
+    return body
+
+
+def _object_in(body: bytes) -> Mapping[str, object]:
+    """Return the JSON object that a body holds.
+
+    Raises:
+        BadRequestError: It holds something else.
+    """
+    try:
+        decoded = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadRequestError(f"the body is not JSON: {error}") from error
+    if not isinstance(decoded, dict):
+        raise BadRequestError('the body must be a JSON object, such as {"source": "echo"}')
+    return decoded

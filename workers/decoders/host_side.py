@@ -1,0 +1,360 @@
+"""The front end's view of the decoders of one worker: it starts, replaces and ends them.
+
+They are processes of the worker's incarnation, like the ranks of a split one: the same forkserver
+starts them, the same observers tell how they end, and they end with the worker and with the front
+end. Once a worker is loaded it says what ring its decoders need. The front end makes the ring, and
+tells the worker of it and of each decoder through the *door*: a socket that carries descriptors.
+Which decoder gets which instance, and what its death means for it, is the worker's business.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import time
+from asyncio import Task
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from multiprocessing import Pipe
+from multiprocessing.process import BaseProcess
+
+import msgspec
+
+from inferpool.workers.decoders.decoder_process import decode
+from inferpool.workers.decoders.ring import NewDecoder, NewRing, RingLayout
+from inferpool.workers.host.engine import DecoderVitals, WorkerId, WorkerPeriods
+from inferpool.workers.host.observed import OomKills
+from inferpool.workers.host.rank_process import RankProcess
+from inferpool.workers.shared.config import WorkerConfig
+from inferpool.workers.shared.log_lines import log_line
+from inferpool.workers.shared.memory import SharedMemory, SharedMemoryError
+from inferpool.workers.shared.messages import (
+    FrameError,
+    FromWorker,
+    Leaving,
+    LogLine,
+    Ready,
+    StartFailed,
+)
+
+logger = logging.getLogger(__name__)
+
+_RECENT_S = 60.0
+"""Seconds for which a death makes the next starts wait longer."""
+_FIRST_PAUSE_S = 0.05
+_MAX_IDLE_DEATHS = 5
+"""Deaths in a row of decoders that have begun nothing, after which the next starts wait long."""
+
+UntilReady = Callable[[], Awaitable[None]]
+"""Returns once processes can be started; raises an error if they cannot for long."""
+StartProcess = Callable[..., Awaitable[BaseProcess]]
+"""Starts a process: called with its target, its name and its arguments."""
+
+
+class DecoderHost:
+    """The decoders of one worker. Used in the event loop."""
+
+    def __init__(
+        self,
+        id: WorkerId,
+        config: WorkerConfig,
+        oom_kills: OomKills,
+        on_gone: Callable[[], None],
+        periods: WorkerPeriods,
+    ) -> None:
+        """Make the door.
+
+        Args:
+            id: The worker.
+            config: Its configuration.
+            oom_kills: Counter of the kernel's kills for memory.
+            on_gone: Called after `end`, once no decoder is left.
+            periods: Pauses before the next starts, and times for looks and waits.
+
+        Raises:
+            OSError: There are too few descriptors.
+        """
+        self._id = id
+        self._config = config
+        self._oom_kills = oom_kills
+        self._on_gone = on_gone
+        self._periods = periods
+        self.door: socket.socket | None = None
+        """The worker's end of the door; None if it gets no decoders."""
+        self._door: socket.socket | None = None
+        if config.decoders:
+            self._door, self.door = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._door.setblocking(False)
+        self._ring: SharedMemory | None = None
+        self._keeping: list[Task[None]] = []
+        self._living: dict[int, RankProcess] = {}
+        """Decoders that run, by their seats."""
+        self._num_starts = [0] * config.decoders
+        self._deaths: deque[float] = deque()
+        """Times of the last deaths of any decoder."""
+        self._num_idle_deaths = 0
+        self.is_ending = False
+
+    @property
+    def is_gone(self) -> bool:
+        """True if none is left, and none will be started."""
+        return self.is_ending and not self._keeping
+
+    def begin(
+        self, ready: Ready, until_ready: UntilReady, start: StartProcess, arena: SharedMemory
+    ) -> bool:
+        """Start decoders for a worker that is loaded; return False if it wants or gets none."""
+        plan = ready.decoding
+        if plan is None or self.is_ending:
+            return False
+        num_seats = self._config.decoders
+        layout = RingLayout(
+            num_seats=num_seats, num_slots=plan.num_slots, slot_bytes=plan.slot_bytes
+        )
+        try:
+            self._ring = SharedMemory(layout.num_bytes, name="ring", writable=True)
+            self._tell(NewRing(layout.num_bytes), [self._ring.fileno()])
+        except (SharedMemoryError, OSError) as error:
+            logger.error("%s gets no decoders: %s", self._id, error)
+            return False
+        self._until_ready, self._start, self._arena = until_ready, start, arena
+        config = replace(self._config, decode=ready.speed.decode)
+        for seat in range(num_seats):
+            keeping = asyncio.create_task(
+                self._keep(seat, config, layout), name=f"decoder {seat} of {self._id}"
+            )
+            self._keeping.append(keeping)
+            keeping.add_done_callback(self._on_unkept)
+        return True
+
+    def close_door(self) -> None:
+        """Close the worker's end here, once the worker has it."""
+        if self.door is not None:
+            self.door.close()
+
+    def end(self) -> None:
+        """Kill them all; `on_gone` is called once their exits are confirmed."""
+        if self.is_ending:
+            return
+        self.is_ending = True
+        for keeping in self._keeping:
+            keeping.cancel()
+        self._settle()
+
+    def look(self) -> None:
+        """See `RankProcess.look`."""
+        for decoder in self._living.values():
+            decoder.look()
+
+    def vitals(self) -> list[DecoderVitals]:
+        """Return the state of those that run."""
+        return [
+            DecoderVitals(
+                seat=seat,
+                pid=decoder.pid,
+                rss_bytes=decoder.rss_bytes,
+                num_done=decoder.heartbeat.num_batches,
+                num_restarts=self._num_starts[seat] - 1,
+            )
+            for seat, decoder in sorted(self._living.items())
+        ]
+
+    async def _keep(self, seat: int, config: WorkerConfig, layout: RingLayout) -> None:
+        """Run one decoder after the other."""
+        while True:
+            try:
+                life = _DecoderLife(self._id, seat, self._oom_kills, self._periods)
+            except (SharedMemoryError, OSError) as error:
+                logger.warning("%s: no decoder can be started: %s", self._id, error)
+                await asyncio.sleep(self._periods.max_decoder_pause_s)
+                continue
+            try:
+                await self._run(life, config, layout)
+            finally:
+                self._living.pop(seat, None)
+                life.close()
+            await asyncio.sleep(self._pause_s())
+
+    async def _run(self, life: "_DecoderLife", config: WorkerConfig, layout: RingLayout) -> None:
+        """Start a decoder, introduce it to the worker, and return once its exit is confirmed."""
+        try:
+            await self._until_ready()
+            await self._start_fully(life, config, layout)
+        except Exception as error:  # anything that the start of a process may raise
+            logger.warning("%s: a decoder could not be started: %s", self._id, error)
+            self._num_idle_deaths += 1
+            return
+        self._living[life.seat] = life.process
+        self._num_starts[life.seat] += 1
+        try:
+            life.introduce(self._tell)
+            await life.ended(config.load_timeout_s)
+        except BrokenPipeError:
+            return  # its worker has ended, and it ends with it
+        except OSError as error:
+            logger.warning("%s cannot be told of a decoder: %s", self._id, error)
+        finally:
+            await life.kill()
+        self._note_end(life)
+
+    async def _start_fully(
+        self, life: "_DecoderLife", config: WorkerConfig, layout: RingLayout
+    ) -> None:
+        """Start a process; if cancelled, wait for it and kill it: half-started it cannot be killed.
+
+        Raises:
+            Exception: See `_DecoderLife.start`.
+        """
+        starting = asyncio.ensure_future(
+            life.start(self._start, config, layout, self._arena, self._ring)
+        )
+        try:
+            await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            await asyncio.wait([starting])
+            if not starting.exception():
+                await life.kill()
+            raise
+
+    def _note_end(self, life: "_DecoderLife") -> None:
+        has_worked = life.process.heartbeat.last_received > 0
+        self._num_idle_deaths = 0 if has_worked else self._num_idle_deaths + 1
+        self._deaths.append(time.monotonic())
+        if life.process.has_left:
+            return  # its worker is gone
+        logger.warning("%s ended: %s; starting another", life.process.name, life.reason)
+
+    def _pause_s(self) -> float:
+        """Return the seconds to wait before the next start: longer after more deaths."""
+        if self._num_idle_deaths >= _MAX_IDLE_DEATHS:
+            rest_s = self._periods.decoder_rest_s
+            text = "%s: its decoders die before they do anything; it does without for %g s"
+            logger.error(text, self._id, rest_s)
+            return rest_s
+        now = time.monotonic()
+        while self._deaths and self._deaths[0] < now - _RECENT_S:
+            self._deaths.popleft()
+        pause_s = _FIRST_PAUSE_S * 2.0 ** min(len(self._deaths), 10)
+        return min(self._periods.max_decoder_pause_s, pause_s)
+
+    def _tell(self, message: NewRing | NewDecoder, fds: list[int]) -> None:
+        """Tell the worker of something new."""
+        assert self._door is not None, "there is a door if there are decoders"
+        socket.send_fds(self._door, [msgspec.msgpack.encode(message)], fds)
+
+    def _on_unkept(self, keeping: Task[None]) -> None:
+        self._keeping.remove(keeping)
+        if not keeping.cancelled() and (error := keeping.exception()):
+            logger.critical("a decoder of %s is no longer kept", self._id, exc_info=error)
+        self._settle()
+
+    def _settle(self) -> None:
+        if self.is_gone:
+            self.close_door()
+            if self._door is not None:
+                self._door.close()
+            if self._ring is not None:
+                self._ring.close()
+                self._ring = None
+            self._on_gone()
+
+
+class _DecoderLife:
+    """One decoder, from before its start until its exit is confirmed."""
+
+    def __init__(
+        self, id: WorkerId, seat: int, oom_kills: OomKills, periods: WorkerPeriods
+    ) -> None:
+        """Make what it will write to.
+
+        Raises:
+            SharedMemoryError: There is too little memory.
+            OSError: There are too few descriptors.
+        """
+        self.seat = seat
+        self.process = RankProcess(
+            id, seat, oom_kills, is_alone=False, kind="decoder", periods=periods
+        )
+        self.reason = ""
+        self._gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._tasks = Pipe(duplex=False)
+        self._answers = Pipe(duplex=False)
+
+    async def start(
+        self,
+        start: StartProcess,
+        config: WorkerConfig,
+        layout: RingLayout,
+        arena: SharedMemory,
+        ring: SharedMemory | None,
+    ) -> None:
+        """Start the process.
+
+        Raises:
+            Exception: It could not be started; nothing is left of it.
+        """
+        process = self.process
+        ends = (self._tasks[0], self._answers[1], process.outbox)
+        shared = (arena, ring, layout, process.heartbeat.memory, process.stacks)
+        args = (config, self.seat, *ends, *shared)
+        process.attach(await start(decode, process.name, args), self)
+
+    def introduce(self, tell: Callable[[NewDecoder, list[int]], None]) -> None:
+        """Hand the other ends of its pipes to the worker, and close them here.
+
+        Raises:
+            OSError: The worker does not listen.
+        """
+        process_fd = os.pidfd_open(self.process.pid)
+        try:
+            fds = [self._tasks[1].fileno(), self._answers[0].fileno(), process_fd]
+            tell(NewDecoder(self.seat, self.process.pid), fds)
+        finally:
+            os.close(process_fd)
+            self._close_pipes()
+
+    async def ended(self, load_timeout_s: float) -> None:
+        """Wait for its exit; kill it if it does not get ready in time."""
+        done, _ = await asyncio.wait([self._gone], timeout=load_timeout_s)
+        if not done and not self.process.heartbeat.progressed_at:
+            self.reason = f"not ready after {load_timeout_s:g} s"
+            return
+        await asyncio.shield(self._gone)
+
+    async def kill(self) -> None:
+        """Kill it, and wait for its exit."""
+        self.process.signal(signal.SIGKILL)
+        await asyncio.shield(self._gone)
+
+    def close(self) -> None:
+        """Release what it wrote to."""
+        self._close_pipes()
+        self.process.close()
+
+    def on_message(self, rank: RankProcess, message: FromWorker) -> None:
+        """See `RankListener`."""
+        match message:
+            case LogLine():
+                log_line(message, rank.labels)
+            case Leaving():
+                self.reason = message.reason
+            case StartFailed():
+                self.reason = message.message
+            case _:
+                raise FrameError(f"{type(message).__name__}, which a decoder may not send")
+
+    def on_mute(self, rank: RankProcess, reason: str) -> None:
+        """See `RankListener`."""
+        self.reason = self.reason or reason
+
+    def on_exit(self, rank: RankProcess) -> None:
+        """See `RankListener`."""
+        self.reason = self.reason or rank.ending[1]
+        rank.log_last_stacks(self.reason, "")
+        self._gone.set_result(None)
+
+    def _close_pipes(self) -> None:
+        for end in (*self._tasks, *self._answers):
+            end.close()

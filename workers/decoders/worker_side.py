@@ -1,0 +1,447 @@
+"""The worker's side of its decoders: gives them instances, and takes back what they make.
+
+One thread uses it: the one that prepares batches. Only `release` may be called by others.
+
+The front end starts decoders and replaces them; it sends the ends of their pipes through the
+*door*, a socket. Here each has a seat. The oldest task of a decoder runs, the others lie ready. A
+decoder that ends, or is killed because its task takes too long, gives back what it had not begun.
+What it had begun is tried once more by a decoder, and then counts as poison: it fails alone.
+Without decoders the worker prepares everything itself, so nothing waits for them long.
+"""
+
+import contextlib
+import logging
+import mmap
+import os
+import select
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import msgspec
+import torch
+from torch import Tensor
+
+from inferpool.models.accelerator.failures import raised
+from inferpool.models.base import Model
+from inferpool.models.speed.sizes import largest_batch
+from inferpool.models.texts import described
+from inferpool.workers.decoders.ring import (
+    MAX_RING_BYTES,
+    SLOT_ALIGNMENT,
+    TASKS_AT_ONCE,
+    FromDecoder,
+    Greeting,
+    NewDecoder,
+    NewRing,
+    Refused,
+    RingLayout,
+    RingRuns,
+    SlotFilled,
+    Task,
+    ToDoor,
+    is_short,
+)
+from inferpool.workers.decoders.seats import DecoderJob, DecoderSeat, Decoding, Found, MoreWork
+from inferpool.workers.decoders.slots import decodable, digest_of, pin_ring, view_in
+from inferpool.workers.shared.config import WorkerConfig
+from inferpool.workers.shared.messages import DecodingPlan, ItemError, ItemRef
+
+logger = logging.getLogger(__name__)
+
+MAX_DEATHS = 2
+"""Decoders that an instance may kill."""
+_MAX_UNBEGUN = 5
+"""Decoders that may end before they have begun their oldest instance, by what they say. From then
+on it counts as begun: a decoder that is out of its mind may have overwritten what it said."""
+_COMEBACK_S = 5.0
+"""Seconds for which all wait for a decoder, if the last one was killed by what it worked on."""
+_EXIT_S = 5.0
+"""Seconds that a decoder may take to exit after SIGKILL, before its slots count as lost."""
+_LOOKS_PER_TIMEOUT = 8
+"""Looks at a decoder, at least, before it counts as hung."""
+_LATE = 1.5
+"""Factor by which a look may come later than planned. The rest of the time was a pause of this
+process, or of the whole host, and it does not count."""
+_SHARE_OF_TIMEOUT = 0.5
+"""Part of a batch's timeout after which a decoder counts as hung."""
+_LEAST_TIMEOUT_S = 10.0
+"""The least timeout of a batch if the settings have none: see `workers.host.held`."""
+_USUAL_BATCH = 64
+"""Instances of a batch that there are slots for at least: on CPUs batches may grow to it."""
+_READ_BYTES = 1 << 16
+_DOOR_BYTES = 1 << 10
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(FromDecoder).decode
+_decode_door = msgspec.msgpack.Decoder(ToDoor).decode
+
+
+class DecoderCrew:
+    """The decoders of this worker, in the thread that prepares."""
+
+    def __init__(
+        self,
+        door: socket.socket,
+        layout: RingLayout,
+        digest: bytes,
+        *,
+        task_timeout_s: float,
+        on_ring: Callable[[Tensor], None] = lambda _: None,
+        on_progress: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Expect decoders at the door.
+
+        Args:
+            door: Socket on which the front end introduces the ring and each decoder.
+            layout: Places in the ring.
+            digest: Digest of what this worker makes of the model's samples: see `digest_of`.
+            task_timeout_s: Seconds after which a decoder counts as hung.
+            on_ring: Called with the whole ring, uint8 [bytes]; it may pin it.
+            on_progress: Called when a decoder has died with tasks: to do these again takes time
+                that the batch is not to blame for.
+        """
+        door.setblocking(False)
+        self._door: socket.socket | None = door
+        self._layout = layout
+        self._digest = digest
+        self._task_timeout_s = task_timeout_s
+        self._look_s = min(1.0, task_timeout_s / _LOOKS_PER_TIMEOUT)
+        self._looked_at = time.monotonic()
+        self._on_ring = on_ring
+        self._on_progress = on_progress
+        self._slots: Tensor | None = None
+        self._at_work_on: memoryview | None = None
+        self._runs = RingRuns(layout.num_slots)
+        self._seats: dict[int, DecoderSeat] = {}
+        """Decoders by the descriptors of their answers and of their processes."""
+        self._waiting: deque[DecoderJob] = deque()
+        self.released: deque[Decoding] = deque()
+        """Batches that are answered. Any thread may add to it."""
+        self._next_id = 1
+        self._comeback_due = 0.0
+        """Time until which decoders are waited for if there is none: in here the instance, or one
+        like it, would kill the worker."""
+        self._poll = select.poll()
+        self._poll.register(door, select.POLLIN)
+
+    @property
+    def plan(self) -> DecodingPlan:
+        """The ring that it needs."""
+        return DecodingPlan(self._layout.num_slots, self._layout.slot_bytes)
+
+    @property
+    def num_ready(self) -> int:
+        """Decoders that take tasks."""
+        return sum(seat.is_greeted and not seat.killed_at for seat in self._living())
+
+    def begin(self, refs: Sequence[ItemRef], in_part: bool = False) -> Decoding | None:
+        """Give decoders what they can prepare of a batch; return None if that is nothing now.
+
+        Args:
+            refs: The batch.
+            in_part: Give them the first instances if there are no slots for all.
+        """
+        self._attend(0)
+        given = [i for i, ref in enumerate(refs) if ref.kind != "tensors" and is_short(ref)]
+        if not given or not (self.num_ready or time.monotonic() < self._comeback_due):
+            return None
+        self._reclaim()
+        run = self._runs.take(given[-1] + 1, or_less=in_part)
+        if run is None:
+            return None
+        given = [i for i in given if i < len(run)]
+        decoding = Decoding(refs, given, run, self.finish, self.released.append)
+        self._waiting.extend(DecoderJob(decoding, index) for index in given)
+        self._feed()
+        return decoding
+
+    def finish(self, decoding: Decoding, more: MoreWork | None) -> None:
+        """See `Decoding.finish`."""
+        while not decoding.is_done:
+            is_hungry = more is not None and not self._waiting and self._has_room()
+            if more is None or not is_hungry or more.is_over:
+                self._attend(self._patience_s())
+            elif not more.begin():
+                self._poll.register(more.fd, select.POLLIN)
+                try:
+                    self._attend(self._patience_s())
+                finally:
+                    self._poll.unregister(more.fd)
+
+    def _attend(self, timeout_s: float) -> None:
+        """Wait until something happens, and handle it."""
+        has_visitor = False
+        for fd, _ in self._poll.poll(timeout_s * 1000):
+            if self._door is not None and fd == self._door.fileno():
+                has_visitor = True
+            elif (seat := self._seats.get(fd)) is not None:
+                if fd == seat.process_fd:
+                    self._bury(seat)
+                else:
+                    self._listen(seat)
+        if has_visitor:  # last, since a newcomer may get descriptors that were closed just now
+            self._open_door()
+        self._forgive()
+        self._end_hung()
+        self._feed()
+
+    def _forgive(self) -> None:
+        """Do not count the time in which nobody has looked, such as a pause of the whole host."""
+        now = time.monotonic()
+        pause_s = now - self._looked_at - _LATE * self._look_s
+        self._looked_at = now
+        if pause_s > 0:
+            self._comeback_due += pause_s
+            for seat in self._living():
+                seat.due += pause_s
+
+    def _has_room(self) -> bool:
+        return any(seat.has_room for seat in self._living())
+
+    def _living(self) -> Iterator[DecoderSeat]:
+        return (seat for fd, seat in self._seats.items() if fd == seat.process_fd)
+
+    def _patience_s(self) -> float:
+        """Return the seconds until something must be done, whatever happens."""
+        now = time.monotonic()
+        dues = [seat.due for seat in self._living() if seat.jobs and not seat.killed_at]
+        dues += [due for seat in self._living() if now < (due := seat.killed_at + _EXIT_S)]
+        dues += [self._comeback_due] if self._waiting and now < self._comeback_due else []
+        return max(0.0, min(due - now for due in (now + self._look_s, *dues))) + 0.001
+
+    def _feed(self) -> None:
+        """Give waiting instances to decoders: one to each that has none, then one more to each."""
+        waiting, now = self._waiting, time.monotonic()
+        self._skip_late(now)
+        for most in range(1, TASKS_AT_ONCE + 1):
+            for seat in self._living():
+                if waiting and seat.has_room and len(seat.jobs) < most:
+                    self._give(seat, waiting.popleft())
+                    self._skip_late(now)
+        if waiting and not self.num_ready:
+            self._take_back()
+
+    def _skip_late(self, now: float) -> None:
+        """Leave to the worker the next instances whose deadline has passed."""
+        waiting = self._waiting
+        while waiting and waiting[0].decoding.refs[waiting[0].index].deadline <= now:
+            job = waiting.popleft()
+            job.decoding.found[job.index] = None  # the worker says that it is late
+
+    def _give(self, seat: DecoderSeat, job: DecoderJob) -> None:
+        decoding = job.decoding
+        id, self._next_id = self._next_id, self._next_id + 1
+        body = _encode(Task(id, decoding.run[job.index], decoding.refs[job.index]))
+        if not seat.jobs:
+            seat.due = time.monotonic() + self._task_timeout_s
+        seat.jobs[id] = job
+        decoding.num_writers += 1
+        try:
+            os.write(seat.tasks_fd, len(body).to_bytes(4, "big") + body)
+        except BlockingIOError:
+            logger.error("decoder %d answers tasks that it has not read; killing it", seat.number)
+            seat.kill()
+        except BrokenPipeError:
+            pass  # its end will be seen
+
+    def _take_back(self) -> None:
+        """Leave to the worker what waits while there is no decoder."""
+        if time.monotonic() < self._comeback_due:
+            return
+        for job in self._waiting:
+            job.decoding.found[job.index] = None
+        self._waiting.clear()
+
+    def _listen(self, seat: DecoderSeat) -> None:
+        try:
+            data = os.read(seat.answers_fd, _READ_BYTES)
+            if not data:
+                self._poll.unregister(seat.answers_fd)
+                seat.kill()
+                return
+            for frame in seat.frames.feed(data):
+                self._take(seat, _decode(frame))
+        except Exception as error:  # whatever it wrote, only the decoder is to blame
+            logger.error("decoder %d wrote an invalid message: %s", seat.number, error)
+            self._poll.unregister(seat.answers_fd)
+            seat.kill()
+
+    def _take(self, seat: DecoderSeat, message: FromDecoder) -> None:
+        if isinstance(message, Greeting):
+            if seat.is_greeted:
+                raise ValueError("it greets again")
+            if message.digest != self._digest:
+                raise ValueError("it does not prepare the model's samples as this worker does")
+            seat.is_greeted = True
+            return
+        job = seat.jobs.get(message.id)
+        if job is None:
+            raise ValueError(f"an answer to task {message.id}, which it does not hold")
+        found: Found = None
+        if isinstance(message, SlotFilled):
+            assert self._slots is not None
+            row = self._slots[job.decoding.run[job.index]]
+            found = {header.name: view_in(row, header) for header in message.headers}
+        elif isinstance(message, Refused):
+            found = message.error
+        self._settle(seat, message.id, found)
+        seat.due = time.monotonic() + self._task_timeout_s
+
+    def _settle(self, seat: DecoderSeat, id: int, found: Found) -> None:
+        job = seat.jobs.pop(id)
+        job.decoding.num_writers -= 1
+        job.decoding.found.setdefault(job.index, found)
+
+    def _end_hung(self) -> None:
+        """Kill decoders whose task takes too long; give up on those that do not exit."""
+        now = time.monotonic()
+        for seat in self._living():
+            if not seat.killed_at and seat.jobs and now > seat.due:
+                text = "decoder %d hung: a task ran for more than %g s; killing it"
+                logger.error(text, seat.number, self._task_timeout_s)
+                seat.kill()
+            elif seat.killed_at and now > seat.killed_at + _EXIT_S:
+                for job in seat.jobs.values():  # it may still write to their slots, which stay lost
+                    job.decoding.found.setdefault(job.index, None)
+
+    def _bury(self, seat: DecoderSeat) -> None:
+        """Take back the tasks of a decoder whose exit is certain."""
+        self._drain(seat)
+        for fd in (seat.answers_fd, seat.process_fd):
+            with contextlib.suppress(KeyError):
+                self._poll.unregister(fd)
+            del self._seats[fd]
+        seat.close()
+        assert self._at_work_on is not None
+        begun = self._at_work_on[seat.number]
+        oldest = next(iter(seat.jobs), 0)
+        for id, job in reversed(seat.jobs.items()):
+            job.decoding.num_writers -= 1
+            if id == oldest != begun:
+                job.num_unbegun += 1
+            if id == begun or job.num_unbegun > _MAX_UNBEGUN:
+                self._blame(job)
+            elif job.index not in job.decoding.found:
+                self._waiting.appendleft(job)
+        if seat.jobs:
+            seat.jobs = {}
+            self._on_progress()
+
+    def _drain(self, seat: DecoderSeat) -> None:
+        """Read what a decoder has answered before its end; its pipe never blocks then."""
+        is_read = seat.answers_fd in self._seats and not seat.killed_at
+        while is_read and select.select([seat.answers_fd], [], [], 0)[0]:
+            self._listen(seat)
+            is_read = not seat.killed_at
+
+    def _blame(self, job: DecoderJob) -> None:
+        """Try an instance again that a decoder died of, or fail it."""
+        if job.index in job.decoding.found:
+            return
+        job.num_deaths += 1
+        self._comeback_due = time.monotonic() + min(_COMEBACK_S, self._task_timeout_s)
+        ref = job.decoding.refs[job.index]
+        if job.num_deaths < MAX_DEATHS:
+            logger.warning("a decoder died while it prepared an input", extra=ref.log_ids())
+            self._waiting.appendleft(job)
+            return
+        text = f"{job.num_deaths} workers died while they computed this input (both decoders)"
+        logger.error("%s: not trying it again", text, extra=ref.log_ids())
+        job.decoding.found[job.index] = ItemError("worker_crashed", text)
+
+    def _reclaim(self) -> None:
+        """Free the slots of answered batches that no decoder and no device uses any more."""
+        for _ in range(len(self.released)):
+            decoding = self.released.popleft()
+            if decoding.is_free:
+                self._runs.free(decoding.run)
+            else:
+                self.released.append(decoding)
+
+    def _open_door(self) -> None:
+        """Take in the ring and all decoders that wait."""
+        while self._door is not None and self._let_in(self._door):
+            pass
+
+    def _let_in(self, door: socket.socket) -> bool:
+        """Take in the ring or a decoder; return False if none waits."""
+        try:
+            data, fds, _, _ = socket.recv_fds(
+                door, _DOOR_BYTES, 3, socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
+            )
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            logger.error("no decoder can be taken in: %s", error)
+            return False
+        if not data:
+            self._poll.unregister(door)
+            door.close()
+            self._door = None
+            return False
+        match _decode_door(data), fds:
+            case NewRing(num_bytes=num_bytes), [fd]:
+                self._map(fd, num_bytes)
+            case NewDecoder(seat=number, pid=pid), [tasks_fd, answers_fd, process_fd] if (
+                self._slots is not None
+            ):
+                os.set_blocking(tasks_fd, False)
+                seat = DecoderSeat(number, pid, tasks_fd, answers_fd, process_fd)
+                for fd in (answers_fd, process_fd):
+                    self._seats[fd] = seat
+                    self._poll.register(fd, select.POLLIN)
+            case _:  # there were too few descriptors, for it or for the ring
+                logger.error("a decoder cannot be taken in: too few descriptors (ulimit -n)")
+                for fd in fds:
+                    os.close(fd)
+        return True
+
+    def _map(self, fd: int, num_bytes: int) -> None:
+        layout = self._layout
+        try:
+            memory = mmap.mmap(fd, num_bytes)
+        finally:
+            os.close(fd)
+        whole = torch.frombuffer(memory, dtype=torch.uint8)
+        self._at_work_on = memoryview(memory)[: layout.start].cast("Q")
+        self._slots = whole[layout.start :].view(layout.num_slots, layout.slot_bytes)
+        self._on_ring(whole)
+
+
+def crew_for(
+    config: WorkerConfig, model: Model, door: socket.socket, on_progress: Callable[[], None]
+) -> DecoderCrew | None:
+    """Return the crew of a loaded model; None if decoders cannot prepare its instances."""
+    if not model.prepares_apart or model.decode not in ("exact", "fast"):
+        return None  # its pictures may be decoded on the device
+    samples = decodable(model)
+    if not samples:
+        return None
+    try:
+        with torch.inference_mode():
+            digest, slot_bytes = digest_of(model, samples)
+    except raised() as error:
+        logger.error("no decoders: the model cannot prepare its samples: %s", described(error))
+        return None
+    slot_bytes = -(-slot_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+    if not slot_bytes:
+        return None
+    most = largest_batch(
+        config.placement.devices[0], config.max_batch_size, may_grow=config.may_batches_grow
+    )
+    wanted = (config.credit + 2) * max(most, _USUAL_BATCH)
+    num_slots = min(wanted, (MAX_RING_BYTES - mmap.PAGESIZE) // slot_bytes)
+    if num_slots < 1:
+        return None
+    layout = RingLayout(num_seats=config.decoders, num_slots=num_slots, slot_bytes=slot_bytes)
+    timeout_s = _SHARE_OF_TIMEOUT * (config.batch_timeout_s or _LEAST_TIMEOUT_S)
+    return DecoderCrew(
+        door,
+        layout,
+        digest,
+        task_timeout_s=timeout_s,
+        on_ring=partial(pin_ring, config.placement.devices[0]),
+        on_progress=on_progress,
+    )

@@ -1,0 +1,1 @@
+"""Workers of several processes: a lead and the ranks that follow it."""

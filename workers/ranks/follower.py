@@ -1,0 +1,78 @@
+"""Main program of a follower rank: it loads its part of the model and computes it when called.
+
+It knows nothing of batches and requests. The lead of its group does, and calls it through the
+network that they share.
+"""
+
+import gc
+import logging
+import os
+from mmap import mmap
+
+import torch
+
+from inferpool.models.accelerator.device import name_of
+from inferpool.models.base import load_model
+from inferpool.models.files.opened import OpenedFiles
+from inferpool.models.split.network import serve
+from inferpool.models.texts import described
+from inferpool.workers.inside.allocator import give_back
+from inferpool.workers.inside.own_process import (
+    ToldToLeave,
+    build_model,
+    leave_device,
+    pin,
+    reporting_failures,
+    set_up,
+)
+from inferpool.workers.ranks.group import Group
+from inferpool.workers.ranks.wiring import DistantEnds, RankEnds
+from inferpool.workers.shared.config import WorkerConfig
+from inferpool.workers.shared.heartbeat import Heartbeat
+from inferpool.workers.shared.messages import Leaving, RankReady
+from inferpool.workers.shared.worker_queue import WorkerQueue
+
+logger = logging.getLogger(__name__)
+
+
+def main(
+    config: WorkerConfig, outbox: WorkerQueue, row: mmap, ends: RankEnds | DistantEnds
+) -> None:
+    """Run one rank of an incarnation, from its first instruction to its exit.
+
+    Args:
+        config: Configuration of the worker, the same as the lead's.
+        outbox: Messages to the front end.
+        row: Heartbeat, mapped for writing.
+        ends: Connections to the other ranks.
+    """
+    heartbeat = Heartbeat(row)
+    set_up(heartbeat, outbox)
+    with reporting_failures(outbox):
+        pin(config.placement_of(ends.rank))
+        group = Group(ends, config.placement, config.part)
+        opened = OpenedFiles(config.model.source)
+        with opened.noting():
+            model = build_model(config, group)
+            load_model(model, config.placement)
+        network = model.split_network
+        assert network is not None
+        ready = RankReady(name_of(str(group.device)), network.part, opened.marks())
+    give_back()
+    gc.freeze()  # loaded objects stay, so later collections can skip them
+    heartbeat.beat()
+    try:
+        outbox.put(ready)
+        serve(network, heartbeat.beat)
+        group.let_go()  # the next stage of a pipeline listens to this one
+        os._exit(0)
+    except BrokenPipeError:
+        os._exit(0)  # the front end is gone
+    except ToldToLeave:
+        os._exit(0)
+    except torch.AcceleratorError as error:
+        leave_device(error, outbox)
+    except BaseException as error:
+        logger.critical("the part of rank %d failed", ends.rank, exc_info=True)
+        outbox.put(Leaving("exit", f"its part failed: {described(error)}"))
+        os._exit(1)

@@ -1,0 +1,1 @@
+"""Code that both sides of a worker's process know."""

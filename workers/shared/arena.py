@@ -1,0 +1,194 @@
+"""The arena: shared memory to which the front end writes each payload once; workers read it there.
+
+It is a buddy allocator (Knowlton, "A fast storage allocator", CACM 8(10), 1965) over one region. A
+short list of recently freed blocks per size avoids splits and merges under a steady load. One event
+loop uses an allocator; workers only get offsets. If several processes take calls, each of them has
+a part of the region with its own allocator.
+"""
+
+import mmap
+from collections import defaultdict
+from collections.abc import Sequence
+
+from inferpool.workers.shared.memory import SharedMemory
+
+MIN_BLOCK_BYTES = 1024
+"""Alignment of slots, which is enough for every dtype and for vector loads."""
+_MAX_RECENT = 64
+"""Freed blocks of one size that are kept for the next request of that size."""
+
+
+class Slots:
+    """Allocator of slots in a part of the arena; sizes are powers of two from 1 KiB."""
+
+    def __init__(self, memory: mmap.mmap, start: int, num_bytes: int) -> None:
+        """Begin with a part that is completely free.
+
+        Args:
+            memory: The arena, mapped for writing.
+            start: Offset of the part, a multiple of 1 KiB.
+            num_bytes: Length of the part, a multiple of 1 KiB.
+        """
+        self.num_bytes = num_bytes
+        self.used_bytes = 0
+        """Bytes in use, including rounding."""
+        self.used_by: defaultdict[int, int] = defaultdict(int)
+        """The same by caller, where callers are told apart."""
+        self._callers: dict[int, int] = {}
+        """Callers by the offsets of their slots, where they are told apart."""
+        self._map = memory
+        self._orders: dict[int, int] = {}
+        self._begin(start, num_bytes)
+
+    def _begin(self, start: int, num_bytes: int) -> None:
+        """Divide a part that is completely free into blocks."""
+        self._start = start
+        num_orders = (num_bytes // MIN_BLOCK_BYTES).bit_length()
+        self._free: list[set[int]] = [set() for _ in range(num_orders)]
+        self._recent: list[list[int]] = [[] for _ in range(num_orders)]
+        offset, end = start, start + num_bytes
+        for order in reversed(range(num_orders)):
+            if end - offset >= MIN_BLOCK_BYTES << order:
+                self._free[order].add(offset)
+                offset += MIN_BLOCK_BYTES << order
+
+    def can_hold(self, num_bytes: int) -> bool:
+        """Return whether there is room for a payload of this size, while nothing else is there."""
+        return _order_of(num_bytes) < len(self._recent)
+
+    def put(
+        self, chunks: Sequence[bytes | bytearray | memoryview], num_bytes: int, caller: int = 0
+    ) -> int | None:
+        """Copy a payload into a new slot.
+
+        Args:
+            chunks: The payload in pieces.
+            num_bytes: Their total length.
+            caller: The caller to count the slot for; 0 for none.
+
+        Returns:
+            The slot's offset, or None if no slot of that size is free.
+        """
+        order = ((num_bytes - 1) >> 10).bit_length() if num_bytes else 0  # inlined `_order_of`
+        if order >= len(self._recent):
+            return None
+        recent = self._recent[order]
+        offset = recent.pop() if recent else self._take(order)
+        if offset is None:
+            return None
+        self._orders[offset] = order
+        self.used_bytes += MIN_BLOCK_BYTES << order
+        if caller:
+            self._callers[offset] = caller
+            self.used_by[caller] += MIN_BLOCK_BYTES << order
+        position = offset
+        for chunk in chunks:
+            end = position + len(chunk)
+            self._map[position:end] = chunk
+            position = end
+        return offset
+
+    def read(self, offset: int, num_bytes: int) -> bytes:
+        """Return a copy of the content of a slot."""
+        return self._map[offset : offset + num_bytes]
+
+    def free(self, offset: int) -> None:
+        """Free a slot. No worker may read it any more."""
+        order = self._orders.pop(offset)
+        self.used_bytes -= MIN_BLOCK_BYTES << order
+        if self._callers and (caller := self._callers.pop(offset, 0)):
+            self.used_by[caller] -= MIN_BLOCK_BYTES << order
+        recent = self._recent[order]
+        if len(recent) < _MAX_RECENT:
+            recent.append(offset)
+        else:
+            self._merge(offset, order)
+
+    def reserve(self, offset: int, num_bytes: int) -> None:
+        """Take a slot that an earlier allocator of this part gave out and that is still in use."""
+        order = _order_of(num_bytes)
+        for larger in range(order, len(self._free)):
+            size = MIN_BLOCK_BYTES << larger
+            block = offset - (offset - self._start) % size
+            if block in self._free[larger]:
+                self._free[larger].remove(block)
+                while larger > order:
+                    larger -= 1
+                    half = block + (MIN_BLOCK_BYTES << larger)
+                    self._free[larger].add(block if offset >= half else half)
+                    block = half if offset >= half else block
+                break
+        else:
+            raise AssertionError(f"the slot at {offset} is in use or in another part")
+        self._orders[offset] = order
+        self.used_bytes += MIN_BLOCK_BYTES << order
+
+    def _take(self, order: int) -> int | None:
+        """Split a free block down to this order; merge the recent blocks first if needed."""
+        offset = self._split(order)
+        if offset is None and any(self._recent):
+            for recent_order, recent in enumerate(self._recent):
+                while recent:
+                    self._merge(recent.pop(), recent_order)
+            offset = self._split(order)
+        return offset
+
+    def _split(self, order: int) -> int | None:
+        free = self._free
+        for larger in range(order, len(free)):
+            if free[larger]:
+                offset = free[larger].pop()
+                while larger > order:
+                    larger -= 1
+                    free[larger].add(offset + (MIN_BLOCK_BYTES << larger))
+                return offset
+        return None
+
+    def _merge(self, offset: int, order: int) -> None:
+        free = self._free
+        while order + 1 < len(free):
+            buddy = self._start + ((offset - self._start) ^ (MIN_BLOCK_BYTES << order))
+            if buddy not in free[order]:
+                break
+            free[order].remove(buddy)
+            offset = min(offset, buddy)
+            order += 1
+        free[order].add(offset)
+
+
+class Arena(Slots):
+    """Allocator of the whole arena, and owner of its memory."""
+
+    def __init__(self, num_bytes: int) -> None:
+        """Reserve the memory.
+
+        Args:
+            num_bytes: Size, which is rounded up to whole blocks.
+
+        Raises:
+            SharedMemoryError: There is too little memory.
+        """
+        num_bytes = -(-num_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
+        self.memory = SharedMemory(num_bytes, name="arena", writable=False)
+        super().__init__(self.memory.map, 0, num_bytes)
+
+    def give_away(self, num_parts: int, keep_bytes: int = 0) -> list[range]:
+        """Divide the arena into equal parts for other allocators; this one keeps its end."""
+        assert not self.used_bytes, "only an empty arena can be given away"
+        kept = keep_bytes // MIN_BLOCK_BYTES * MIN_BLOCK_BYTES
+        self._begin(self.num_bytes - kept, kept)
+        size = (self.num_bytes - kept) // num_parts // MIN_BLOCK_BYTES * MIN_BLOCK_BYTES
+        return [range(number * size, (number + 1) * size) for number in range(num_parts)]
+
+    def close(self) -> None:
+        """Unmap the arena in this process."""
+        self.memory.close()
+
+
+def slot_bytes(num_bytes: int) -> int:
+    """Return the bytes that a payload takes in an arena, including rounding."""
+    return MIN_BLOCK_BYTES << _order_of(num_bytes)
+
+
+def _order_of(num_bytes: int) -> int:
+    return ((num_bytes - 1) >> 10).bit_length() if num_bytes else 0

@@ -1,0 +1,272 @@
+"""Messages between the front end and a worker, and their framing in a pipe.
+
+Each message is one msgpack value. The framing is that of multiprocessing.connection: a signed
+32-bit big-endian length, or -1 and an unsigned 64-bit length, then that many bytes.
+
+Both sides decode by type with msgspec, never with pickle: whatever bytes a worker writes, the worst
+that they cause in the front end is one of the errors in `UNREADABLE`.
+"""
+
+import struct
+from collections.abc import Iterable, Iterator
+from typing import Literal
+
+import msgspec
+
+from inferpool.models.files.opened import FileMark
+from inferpool.models.spec import TensorHeader, TensorSpec
+from inferpool.models.speed.names import SpeedReport
+from inferpool.models.split.report import RankPart, SplitReport
+from inferpool.workers.shared.config import CheckReport
+
+Kind = Literal["image", "bytes", "json", "tensors"]
+"""Copy of `models.item.Kind`, which the front end cannot import without torch."""
+
+MAX_FRAME_BYTES = 1 << 30
+ID_FIELDS = ("request_id", "trace_id", "span_id")
+"""Fields of log lines about a call."""
+
+
+class ItemRef(msgspec.Struct, array_like=True, gc=False):
+    """One instance: its options, and the place of its payload in the arena.
+
+    It is made when the head of the call has arrived, and completed when the body is in a slot of
+    the arena. It goes to the worker as it is, and nobody changes it after that.
+    """
+
+    kind: Kind
+    offset: int
+    num_bytes: int
+    deadline: float
+    """CLOCK_MONOTONIC seconds; after it the instance is not computed any more."""
+    wants_tensors: bool = False
+    """Answer with tensors rather than with rendered JSON."""
+    headers: tuple[TensorHeader, ...] = ()
+    parameters: bytes = b""
+    """A JSON object, or empty."""
+    request_id: str = ""
+    """Id of the HTTP call, for the log."""
+    trace: str = ""
+    """Trace id, a hyphen and span id, for the log; empty if the call is not traced."""
+    priority: int = 5
+    """Priority from 1 (first) to 9 (last). The worker ignores it."""
+    caller: int = 0
+    """Number of the API key that it was asked with, from 1; 0 if keys are not told apart. The
+    worker ignores it."""
+
+    def log_ids(self) -> dict[str, str]:
+        """Return the fields by which log lines about it are found."""
+        trace_id, _, span_id = self.trace.partition("-")
+        found = (self.request_id, trace_id, span_id)
+        return {name: value for name, value in zip(ID_FIELDS, found, strict=True) if value}
+
+
+class Batch(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Front end to worker: compute these instances together.
+
+    A batch without items is a canary: compute a sample of the model.
+    """
+
+    id: int
+    items: list[ItemRef]
+
+
+class Stored(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Place of an output in the region of its worker: see `workers.outputs`."""
+
+    first_block: int
+    num_bytes: int
+
+
+class TensorBlob(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One output tensor of one instance: row-major, little-endian."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes | Stored
+
+    @property
+    def buffer(self) -> bytes:
+        """Bytes of the tensor, or a view of them in the region."""
+        assert not isinstance(self.data, Stored), "an output was not looked up in its region"
+        return self.data
+
+
+class ItemError(msgspec.Struct, frozen=True, gc=False):
+    """Why one instance of a batch has no prediction.
+
+    An "unfit_input" made the model's `preprocess` raise; clients see it as "invalid_input".
+    """
+
+    code: Literal[
+        "invalid_input",
+        "unfit_input",
+        "model_error",
+        "non_finite_output",
+        "deadline_exceeded",
+        "exhausted",
+        "worker_crashed",
+    ]
+    message: str
+
+
+Outcome = bytes | list[TensorBlob] | ItemError
+"""Result of one instance: rendered JSON, tensors, or an error."""
+
+
+class BatchDone(msgspec.Struct, frozen=True, array_like=True, tag="done", gc=False):
+    """Worker to front end: the outcomes of a batch, in its order.
+
+    For a canary there is no outcome if it succeeded, else one error.
+    """
+
+    id: int
+    outcomes: list[Outcome]
+    prepare_s: float
+    compute_s: float
+    """Time of computation, without waits for other batches of a pipeline."""
+    num_stored: int = 0
+    """Outputs stored in the worker's region since the last answer, by this batch and others."""
+    prepare_began: float = 0.0
+    """CLOCK_MONOTONIC seconds."""
+    compute_began: float = 0.0
+    """Its end minus `compute_s`, in CLOCK_MONOTONIC seconds; waits would make it earlier."""
+
+
+class StartProgress(msgspec.Struct, frozen=True, array_like=True, tag="progress"):
+    """Worker to front end, while it loads: the present step, for people."""
+
+    stage: str
+
+
+class DecodingPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Worker to front end: decoders may prepare its instances, in slots of this size."""
+
+    num_slots: int
+    slot_bytes: int
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
+    """Worker to front end, once: the model is loaded and warm; send a canary."""
+
+    pid: int
+    inputs: list[TensorSpec]
+    outputs: list[TensorSpec]
+    device: str
+    """Kind of device: "NVIDIA H100 80GB HBM3", "cpu"."""
+    load_s: float
+    """Time of loading, without the choice of a speed preset, which a restart does not repeat."""
+    warmup_s: float | None
+    """Time of the longest batch of the warm-up and its preparation; None without warm-up."""
+    preloaded: bool
+    """True if it was forked from a forkserver that had torch in memory already."""
+    speed: SpeedReport
+    """Speed preset that it serves with."""
+    part: RankPart | None = None
+    """Part of the model that the lead holds, if it is split."""
+    split: SplitReport | None = None
+    """Way in which it is split, if it is."""
+    example: bytes = b""
+    """An example of an instance, as JSON; empty if there is none."""
+    reads_own_form: bool = False
+    """True if its `preprocess` reads another form than `inputs` describe."""
+    checked: CheckReport = CheckReport()
+    """Findings of the check of the model, by this worker or by another one."""
+    files: list[FileMark] = []
+    """Files that its model has loaded."""
+    is_accelerated: bool = False
+    """True if it computes on an accelerator rather than on a CPU."""
+    decoding: DecodingPlan | None = None
+    """The ring for its decoders; None if it wants none."""
+
+
+class RankReady(msgspec.Struct, frozen=True, array_like=True, tag="rank ready"):
+    """A follower to the front end, once: its part is loaded, and it waits for its lead's calls."""
+
+    device: str
+    """Kind of device, like `Ready.device`."""
+    part: RankPart
+    """Part of the model that it holds."""
+    files: list[FileMark] = []
+    """Files that it has loaded."""
+
+
+class StartFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
+    """Worker to front end, once, instead of `Ready`."""
+
+    message: str
+    permanent: bool
+    traceback: str = ""
+    """Traceback of an unexpected error; else empty."""
+
+
+class Leaving(msgspec.Struct, frozen=True, array_like=True, tag="leaving"):
+    """Worker to front end: why it is about to exit by itself."""
+
+    cause: Literal["device", "exit"]
+    reason: str
+
+
+class LogLine(msgspec.Struct, frozen=True, array_like=True, tag="log"):
+    """Worker to front end: a record for the log."""
+
+    level: int
+    logger: str
+    text: str
+    ids: dict[str, str] = {}
+    """Ids of the call that it is about: some of `ID_FIELDS`."""
+    traceback: str = ""
+
+
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError)
+"""Errors that msgspec raises for bytes that are no message."""
+
+FromWorker = BatchDone | Leaving | LogLine | StartProgress | RankReady | Ready | StartFailed
+
+
+class FrameError(Exception):
+    """The other end wrote something that is no frame."""
+
+
+class Frames:
+    """Parser of frames; it keeps incomplete ones until the rest arrives."""
+
+    def __init__(self, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
+        self._buffer = bytearray()
+        self._max_frame_bytes = max_frame_bytes
+
+    def feed(self, data: bytes) -> Iterable[bytes]:
+        """Return the frames that are complete now. Use them up before the next call.
+
+        Raises:
+            FrameError: A length is out of bounds.
+        """
+        if not self._buffer and len(data) >= 4 and int.from_bytes(data[:4], "big") == len(data) - 4:
+            return (data[4:],)  # the usual case: exactly one frame
+        return self._cut(data)
+
+    def _cut(self, data: bytes) -> Iterator[bytes]:
+        buffer = self._buffer
+        buffer += data
+        while len(buffer) >= 4:
+            start, length = _parse_head(buffer, self._max_frame_bytes)
+            if length is None or len(buffer) < start + length:
+                return
+            frame = bytes(memoryview(buffer)[start : start + length])
+            del buffer[: start + length]
+            yield frame
+
+
+def _parse_head(buffer: bytearray, max_frame_bytes: int) -> tuple[int, int | None]:
+    """Return the start of the first frame's body, and its length if that has arrived."""
+    (length,) = struct.unpack_from("!i", buffer)
+    start = 4
+    if length == -1:
+        if len(buffer) < 12:
+            return 12, None
+        (length,) = struct.unpack_from("!Q", buffer, 4)
+        start = 12
+    if not 0 <= length <= max_frame_bytes:
+        raise FrameError(f"a frame of {length} bytes")
+    return start, length
