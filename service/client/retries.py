@@ -95,6 +95,11 @@ class RetryBudget:
         self._as_of = now
 
 
+def doubled_s(first_s: float, most_s: float, num_before: int) -> float:
+    """Return the seconds of a pause that doubles each time, less up to half of it at random."""
+    return min(first_s * 2.0 ** min(num_before, 64), most_s) * random.uniform(0.5, 1.0)
+
+
 def pause_before_retry(
     error: InferpoolError,
     *,
@@ -119,8 +124,8 @@ def pause_before_retry(
     if isinstance(error, ConnectError) and was_sent and not retry.after_sending:
         error.add_note("not tried again: the service may have read the request")
         raise error
-    longest_s = min(retry.backoff_s * 2.0 ** (num_attempts - 1), retry.max_backoff_s)
-    pause_s = (error.retry_after_s or 0.0) + longest_s * random.uniform(0.5, 1.0)
+    backoff_s = doubled_s(retry.backoff_s, retry.max_backoff_s, num_attempts - 1)
+    pause_s = (error.retry_after_s or 0.0) + backoff_s
     if pause_s > _MAX_PAUSE_S:
         error.add_note(f"not tried again: {pause_s:.2g} s is longer than anyone waits")
         raise error

@@ -27,6 +27,7 @@ from inferpool.workers.decoders.ring import NewDecoder, NewRing, RingLayout
 from inferpool.workers.host.engine import DecoderVitals, WorkerId, WorkerPeriods
 from inferpool.workers.host.observed import OomKills
 from inferpool.workers.host.rank_process import RankProcess
+from inferpool.workers.shared.backoff import Backoff
 from inferpool.workers.shared.config import WorkerConfig
 from inferpool.workers.shared.log_lines import log_line
 from inferpool.workers.shared.memory import SharedMemory, SharedMemoryError
@@ -236,8 +237,8 @@ class DecoderHost:
         now = time.monotonic()
         while self._deaths and self._deaths[0] < now - _RECENT_S:
             self._deaths.popleft()
-        pause_s = _FIRST_PAUSE_S * 2.0 ** min(len(self._deaths), 10)
-        return min(self._periods.max_decoder_pause_s, pause_s)
+        pauses = Backoff(_FIRST_PAUSE_S, self._periods.max_decoder_pause_s)
+        return pauses.pause_s(len(self._deaths))
 
     def _tell(self, message: NewRing | NewDecoder, fds: list[int]) -> None:
         """Tell the worker of something new."""

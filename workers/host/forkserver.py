@@ -28,6 +28,7 @@ from inferpool.workers.host.engine import ForkserverVitals
 from inferpool.workers.host.error_guard import ErrorGuard
 from inferpool.workers.host.observed import describe_exit
 from inferpool.workers.host.orphans import Orphans, adopt_orphans
+from inferpool.workers.shared.backoff import Backoff
 from inferpool.workers.shared.errors import WorkerStartError
 
 logger = logging.getLogger(__name__)
@@ -370,7 +371,7 @@ class Forkserver:
             return 0.0
         self._num_crashes += 1
         self._extra, self._reason = [], reason
-        return min(self._periods.first_pause_s * 2.0**self._num_crashes, _MAX_PAUSE_S)
+        return Backoff(self._periods.first_pause_s, _MAX_PAUSE_S).pause_s(self._num_crashes)
 
     def _tell(self) -> None:
         """Wake up those that wait in `ready`."""

@@ -3,6 +3,8 @@
 import random
 from dataclasses import dataclass
 
+from inferpool.workers.shared.backoff import Backoff
+
 _MAX_BACKOFF_S = 30.0
 _MAX_JITTER = 0.2
 """Largest random extension of a pause, as a share: workers that died at once start apart."""
@@ -23,5 +25,5 @@ class RestartPolicy:
         """Return the seconds to wait before the next start, after so many failures in a row."""
         if num_in_row <= 1:
             return 0.0
-        pause_s = min(self.first_pause_s * 2.0 ** (num_in_row - 2), _MAX_BACKOFF_S)
+        pause_s = Backoff(self.first_pause_s, _MAX_BACKOFF_S).pause_s(num_in_row - 2)
         return pause_s * (1 + random.random() * _MAX_JITTER)

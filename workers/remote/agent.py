@@ -18,6 +18,7 @@ from inferpool.workers.remote.link import HostLink, Mailbox
 from inferpool.workers.remote.session import AgentSession
 from inferpool.workers.remote.wire import ToAgent
 from inferpool.workers.shared.arena import Arena
+from inferpool.workers.shared.backoff import Backoff
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +124,7 @@ class Agent:
 
     async def _work(self) -> int:
         loop, dialing = asyncio.get_running_loop(), self._dialing
-        pause_s = dialing.first_pause_s
+        pauses = Backoff(dialing.first_pause_s, dialing.most_pause_s)
         while True:
             num_refused = 0
             for address in list(self._addresses):
@@ -143,17 +144,19 @@ class Agent:
                     if dialing.once or self._stopped.is_set():
                         return 0
                     if loop.time() - began > dialing.most_pause_s:
-                        pause_s, self._patience_s = dialing.first_pause_s, dialing.patience_s
+                        pauses.reset()
+                        self._patience_s = dialing.patience_s
                     break
             else:
                 self._patience_s = min(2 * self._patience_s, dialing.most_patience_s)
             is_refused = num_refused == len(self._addresses)
             if dialing.once and is_refused:
                 return 1
+            pause_s = pauses.next_s()
             # Of several front ends, one that stands by may take over at any moment.
-            wait_s = dialing.refused_pause_s if is_refused and num_refused == 1 else pause_s
-            await asyncio.sleep(wait_s * random.uniform(0.8, 1.2))
-            pause_s = min(2 * pause_s, dialing.most_pause_s)
+            if is_refused and num_refused == 1:
+                pause_s = dialing.refused_pause_s
+            await asyncio.sleep(pause_s * random.uniform(0.8, 1.2))
 
     async def _join(self, address: Address) -> tuple[HostLink[ToAgent], Mailbox[ToAgent], Joined]:
         """Join a front end, but do not let one that is silent keep this host from the others."""

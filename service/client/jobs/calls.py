@@ -2,7 +2,6 @@
 
 import math
 import os
-import random
 import time
 import uuid
 from collections.abc import AsyncIterable, Callable, Iterable, Mapping, Sequence
@@ -28,6 +27,7 @@ from inferpool.service.client.jobs.body import JobBody
 from inferpool.service.client.jobs.documents import JobInfo, read_job, read_jobs
 from inferpool.service.client.options import SubmitOptions, check_names
 from inferpool.service.client.results import Reply
+from inferpool.service.client.retries import doubled_s
 
 _T = TypeVar("_T")
 
@@ -310,7 +310,7 @@ class _Patience:
 
 
 def _pause_s(num_failures: int, most_s: float) -> float:
-    return min(most_s, 0.1 * 2.0 ** min(num_failures, 9)) * random.uniform(0.5, 1.0)
+    return doubled_s(0.1, most_s, num_failures)
 
 
 def _read_info(reply: Reply, *_: object) -> JobInfo:

@@ -35,6 +35,7 @@ from inferpool.service.parts.jobs.records import (
 from inferpool.service.parts.jobs.threads import in_thread
 from inferpool.service.queue.instance import BACKGROUND
 from inferpool.service.queue.pool import Pool
+from inferpool.workers.shared.backoff import Backoff
 from inferpool.workers.shared.messages import ItemRef
 
 logger = logging.getLogger(__name__)
@@ -320,7 +321,7 @@ class Runner:
     async def _commit(self, part: LeasedPart, result: PartResult) -> None:
         """Commit results, and keep them until the store has room."""
         self._committing.add(part.token)
-        pause_s = _PAUSE_S
+        pauses = Backoff(_PAUSE_S, _MOST_PAUSE_S)
         while True:
             try:
                 job = await in_thread(
@@ -329,8 +330,7 @@ class Runner:
                 break
             except (StoreFullError, UnavailableError) as error:
                 logger.warning("job %s: results wait to be kept: %s", part.job.id, error)
-                await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, _MOST_PAUSE_S)
+                await asyncio.sleep(pauses.next_s())
         if job is not None:
             for answer in result.answers:
                 self._num_answered[job.model, "failed" if answer.problem else "succeeded"] += 1

@@ -32,6 +32,7 @@ from inferpool.service.errors import InvalidInputError, ServiceError
 from inferpool.service.parts.jobs.records import DueWebhook, Job, WaitingWebhook
 from inferpool.service.parts.jobs.threads import in_thread
 from inferpool.service.queue.shares import Shares
+from inferpool.workers.shared.backoff import Backoff
 
 if TYPE_CHECKING:
     import httpx
@@ -216,7 +217,7 @@ class Webhooks:
         except (OSError, TimeoutError) as error:
             num, until = self._silent.get(receiver, (0, 0.0))
             if began >= until:  # else another call has found it out, at about the same time
-                pause_s = min(_LEAST_PAUSE_S * 2**num, _MOST_PAUSE_S)
+                pause_s = Backoff(_LEAST_PAUSE_S, _MOST_PAUSE_S).pause_s(num)
                 until = time.time() + pause_s
                 self._note_silent(receiver, num + (pause_s < _MOST_PAUSE_S), until)
                 await in_thread(store.postpone_webhooks, receiver, until)

@@ -12,6 +12,7 @@ from enum import Enum
 from typing import Protocol
 
 from inferpool.service.tools.place.keeper import digest
+from inferpool.workers.shared.backoff import Backoff
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +108,7 @@ class _Seat:
     since: float
     number: int
     """Seats are numbered in the order in which they were taken."""
-    num_failures: int = 0
+    pauses: Backoff = field(default_factory=lambda: Backoff(1.0, _MAX_PAUSE_S))
     until: float = 0.0
     """End of the pause."""
     has_actor: bool = True
@@ -260,7 +261,7 @@ class Placer:
     def _go_on(self, now: float, seat: _Seat, state: KeeperState) -> None:
         """Let an agent that runs go on, unless its node goes or its order has changed."""
         if now - seat.since > _STEADY_S:
-            seat.num_failures = 0
+            seat.pauses.reset()
         if seat.node.is_draining:
             self._stop(now, seat, "its node is being drained", is_leaving=True)
         elif state.order != digest(seat.order) and not self._is_any(Phase.STOPPING):
@@ -281,8 +282,7 @@ class Placer:
 
     def _fail(self, now: float, seat: _Seat, why: str) -> None:
         """Start there again after a pause that doubles; the GPUs stay reserved."""
-        pause_s = min(2.0**seat.num_failures, _MAX_PAUSE_S)
-        seat.num_failures = min(seat.num_failures + 1, 10)
+        pause_s = seat.pauses.next_s()
         logger.warning("no agent runs on %s (%s): starting one in %.0f s", seat.name, why, pause_s)
         seat.phase, seat.until = Phase.PAUSING, now + pause_s
 

@@ -27,6 +27,7 @@ from inferpool.service.tools.place.plan import PlacePlan, plan_of
 from inferpool.service.tools.place.ray_nodes import NoRayError, RayNodes, VersionsError, versions
 from inferpool.service.tools.place.scaling import Scaling, ScalingRules
 from inferpool.service.tools.trial.load import tls_context
+from inferpool.workers.shared.backoff import Backoff
 from inferpool.workers.shared.guard import die_with_parent
 
 logger = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ def run(args: Namespace) -> int:
 
 def supervise(plan: PlacePlan) -> int:
     """Run drivers, one after the other, until a signal comes or one says that it is over."""
-    pause_s = _MIN_PAUSE_S
+    pauses = Backoff(_MIN_PAUSE_S, _MAX_PAUSE_S)
     with _wakeup() as woken:
         while True:
             began = time.monotonic()
@@ -80,17 +81,17 @@ def supervise(plan: PlacePlan) -> int:
             if status == HOPELESS:
                 return 1
             if time.monotonic() - began > _STEADY_S:
-                pause_s = _MIN_PAUSE_S
+                pauses.reset()
             if status != _AGAIN:
                 logger.warning(
                     "the process that speaks to Ray has ended (%s), as it does when the head is "
                     "gone. Agents go on while their nodes do",
                     f"signal {-status}" if status < 0 else f"status {status}",
                 )
+            pause_s = pauses.next_s()
             logger.info("trying again in %.0f s", pause_s)
             if connection.wait([woken], pause_s):
                 return 0
-            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
 
 def _run_driver(plan: PlacePlan, woken: int) -> int | None:

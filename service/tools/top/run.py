@@ -17,6 +17,7 @@ from inferpool.service.tools.top.screen import page_lines
 from inferpool.service.tools.top.state import StateSeen, View, as_json, read_state
 from inferpool.service.tools.top.terminal import LiveTerminal
 from inferpool.service.tools.trial.load import tls_context
+from inferpool.workers.shared.backoff import Backoff
 
 NO_FEED = 1
 _FIRST_PAUSE_S = 0.5
@@ -77,21 +78,20 @@ async def _follow(
     feed: EventFeed, events: AsyncGenerator[bytes, None], terminal: LiveTerminal
 ) -> None:
     """Show each event; connect again after each end of the stream."""
-    pause_s = _FIRST_PAUSE_S
+    pauses = Backoff(_FIRST_PAUSE_S, _MAX_PAUSE_S)
     while True:
         try:
             async with contextlib.aclosing(events):
                 async for data in events:
                     terminal.view.take(_read(feed, data))
                     terminal.draw()
-                    pause_s = _FIRST_PAUSE_S
+                    pauses.reset()
             trouble = f"{feed.place} has ended it"
         except LostError as error:
             trouble = str(error)
         terminal.view.trouble = f"Feed lost, connecting again: {trouble}"
         terminal.draw()
-        await asyncio.sleep(pause_s)
-        pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+        await asyncio.sleep(pauses.next_s())
         events = feed.events()
 
 
