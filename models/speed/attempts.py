@@ -1,7 +1,6 @@
 """Marks of attempts that may kill their process, as by using up all memory. No torch."""
 
 import contextlib
-import fcntl
 import os
 import shutil
 import time
@@ -9,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from inferpool.models.files.reading import read_file
+from inferpool.models.files.writing import lock
 
 LOADING = "-loading-"
 _HOLDS_S = 24 * 3600.0
@@ -30,7 +30,7 @@ def attempt(folder: Path, key: str, *, fatal: type[Exception] | tuple[()] = ()) 
         mark.unlink(missing_ok=True)  # it may be a pipe, which nobody reads
         mark.write_text(str(os.getpid()))
         descriptor = os.open(mark, os.O_RDONLY | os.O_CLOEXEC)
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # as long as this process lives
+        lock(descriptor)  # as long as this process lives
     is_over = True
     try:
         yield True
@@ -57,7 +57,7 @@ def is_left(mark: Path) -> bool:
     except OSError:
         return False
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock(descriptor)
     except OSError:
         return False
     finally:

@@ -1,7 +1,6 @@
 """Keeps the choice of a preset from one start to the next. Worker processes only."""
 
 import contextlib
-import fcntl
 import hashlib
 import inspect
 import logging
@@ -19,6 +18,7 @@ import torch
 from torch import nn
 
 from inferpool.models.files.reading import read_file
+from inferpool.models.files.writing import lock, replacing
 from inferpool.models.speed.attempts import LOADING, attempt, is_left, loading_prefix, was_killed
 from inferpool.models.speed.names import CHOICES, SpeedReport
 
@@ -137,9 +137,9 @@ class VerdictStore:
         """
         assert self._folder is not None
         path = self._folder / f"{key}-{preset}.pt2"
-        draft = path.with_suffix(".draft")
-        make(draft)
-        add_digest(draft, path)
+        with replacing(path, ".draft") as draft:
+            make(draft)
+            _add_digest(draft)
 
     @contextlib.contextmanager
     def loading(self, path: Path) -> Iterator[None]:
@@ -158,7 +158,7 @@ class VerdictStore:
         before = os.environ.get("TMPDIR")
         try:
             with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock(descriptor)
             unique = scratch.name.removeprefix(prefix)
             mark = scratch.with_name(f"{loading_prefix(path.stem, os.getpid())}{unique}")
             scratch = scratch.rename(mark)
@@ -272,7 +272,7 @@ def _lock(descriptor: int, timeout_s: float, on_wait: Callable[[], None]) -> Non
     has_waited = False
     while time.monotonic() < until:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(descriptor)
             return
         except BlockingIOError:
             if not has_waited:
@@ -300,20 +300,16 @@ class DamagedError(Exception):
 
 def write_with_digest(path: Path, content: bytes) -> None:
     """Write a file with its digest, atomically."""
-    draft = path.with_name(f"{path.name}.{os.getpid()}")
-    draft.write_bytes(content)
-    add_digest(draft, path)
+    with replacing(path, f".{os.getpid()}") as draft:
+        draft.write_bytes(content)
+        _add_digest(draft)
 
 
-def add_digest(draft: Path, path: Path) -> None:
-    """Append a digest to a draft, and rename it."""
+def _add_digest(draft: Path) -> None:
     with draft.open("r+b") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         file.seek(0, os.SEEK_END)
         file.write(_DIGEST_LEAD + digest.encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
 
 
 def checked_content(content: bytes) -> bytes:

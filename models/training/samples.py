@@ -12,6 +12,7 @@ from statistics import median
 
 from inferpool.models.errors import DataError
 from inferpool.models.files.image_table import COLUMNS, rows_of
+from inferpool.models.files.writing import replacing
 
 IMAGE_SUFFIXES = frozenset(
     (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"),
@@ -222,18 +223,14 @@ def write_samples(path: Path, images: LabelledImages) -> None:
     Raises:
         OSError: It cannot be written.
     """
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with draft.open("w", encoding="utf-8", errors="surrogateescape", newline="") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(COLUMNS)
-            pairs = zip(images.paths, images.targets, strict=True)
-            writer.writerows((each, images.labels[target]) for each, target in pairs)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
+    with (
+        replacing(path) as draft,
+        draft.open("w", encoding="utf-8", errors="surrogateescape", newline="") as file,
+    ):
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        pairs = zip(images.paths, images.targets, strict=True)
+        writer.writerows((each, images.labels[target]) for each, target in pairs)
 
 
 def read_samples(path: Path, labels: Sequence[str]) -> LabelledImages:

@@ -8,7 +8,6 @@ says of which inputs and which model the answers are: those of others are never 
 
 import contextlib
 import csv
-import fcntl
 import io
 import json
 import os
@@ -17,13 +16,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, Literal, Protocol, Self, TypeAlias
 
+from inferpool.models.files.writing import lock, replacing
 from inferpool.service.batch.inputs import BatchAnswer, RunLostError, SourceUnusableError
 
 OutputFormat: TypeAlias = Literal["jsonl", "csv", "parquet"]
 COLUMNS = ("index", "input", "label", "prediction", "error_code", "error")
 """Columns of CSV and Parquet; `prediction` is JSON."""
 _ROWS_PER_GROUP = 10_000
-_LINES, _NOTE = ".partial", ".resume"
+_LINES, _NOTE, _DRAFT = ".partial", ".resume", ".tmp"
 """Endings of the files beside an output that is not whole yet."""
 _SUFFIXES: dict[str, OutputFormat] = {
     ".jsonl": "jsonl",
@@ -46,7 +46,7 @@ class AnswerFile(Protocol):
 def files_of(path: str) -> Sequence[Path]:
     """Return an output and the files that may lie beside it."""
     output = Path(path)
-    return [output, *(_beside(output, each) for each in (_LINES, _NOTE, ".tmp", f"{_NOTE}.tmp"))]
+    return [output, *(_beside(output, each) for each in (_LINES, _NOTE, _DRAFT, _NOTE + _DRAFT))]
 
 
 def format_of(path: str, chosen: str | None) -> OutputFormat:
@@ -139,7 +139,7 @@ class Journal:
         """The run that wrote the answers has come to its end: nothing can be added."""
         try:
             self._file = open(self._own, "a+b", buffering=0)  # noqa: SIM115 - for the whole run
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(self._file)
             if overwrites:
                 self._file.truncate(0)
                 if self._own != self._path:  # else a later --resume would take it for the end
@@ -232,7 +232,8 @@ class Journal:
             SourceUnusableError: It is something else.
         """
         if not os.fstat(self._file.fileno()).st_size:
-            _write_durably(self._note, lambda file: file.write(json.dumps(about).encode()))
+            with replacing(self._note, _DRAFT) as draft:
+                draft.write_bytes(json.dumps(about).encode())
             return
         try:
             before = json.loads(self._note.read_bytes())
@@ -272,40 +273,17 @@ class Journal:
         )
         rows: list[dict[str, object]] = []
 
-        def write(file: BinaryIO) -> None:
-            nonlocal rows
-            with open(self._own, "rb") as lines, pq.ParquetWriter(file, schema) as writer:
-                for line in lines:
-                    rows.append(dict(zip(COLUMNS, _cells(_parsed(line)), strict=True)))
-                    if len(rows) == _ROWS_PER_GROUP:
-                        writer.write_table(pa.Table.from_pylist(rows, schema))
-                        rows = []
-                writer.write_table(pa.Table.from_pylist(rows, schema))
-
-        _write_durably(self._path, write)
-
-
-def _write_durably(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Write a file under another name, and give it its own when it is whole.
-
-    Raises:
-        OSError: It cannot be written; then nothing has changed.
-    """
-    temporary = _beside(path, ".tmp")
-    try:
-        with open(temporary, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+        with (
+            replacing(self._path, _DRAFT) as draft,
+            open(self._own, "rb") as lines,
+            pq.ParquetWriter(draft, schema) as writer,
+        ):
+            for line in lines:
+                rows.append(dict(zip(COLUMNS, _cells(_parsed(line)), strict=True)))
+                if len(rows) == _ROWS_PER_GROUP:
+                    writer.write_table(pa.Table.from_pylist(rows, schema))
+                    rows = []
+            writer.write_table(pa.Table.from_pylist(rows, schema))
 
 
 def _beside(path: Path, suffix: str) -> Path:

@@ -6,7 +6,6 @@ moment comes back with one whole version of each model.
 """
 
 import errno
-import fcntl
 import json
 import logging
 import os
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, ValidationError
 
 from inferpool.models.files.reading import read_file
+from inferpool.models.files.writing import lock, sync_folder
 from inferpool.service.settings.model import MODEL_NAME, ModelSettings, SettingsTable
 from inferpool.service.settings.names import StateFileError, dotted
 
@@ -247,7 +247,7 @@ def _replace(path: Path, former: bytes | None, content: bytes) -> None:
     draft = path.with_name(f"{path.name}.draft")  # the next one overwrites what a kill leaves
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock(fd)
         if not os.path.samestat(os.fstat(fd), os.stat(draft)) or _present(path) != former:
             raise OSError(errno.EBUSY, "another service has written it; restart one of them")
         os.ftruncate(fd, 0)
@@ -261,11 +261,7 @@ def _replace(path: Path, former: bytes | None, content: bytes) -> None:
     finally:
         os.close(fd)
     try:
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync_folder(path.parent)
     except OSError as error:  # it is written, and only a loss of power could undo it
         logger.warning("%s: the folder could not be synced: %s", path, error)
 

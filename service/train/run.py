@@ -5,7 +5,6 @@ report. The ranks, in processes of their own, do the rest.
 """
 
 import contextlib
-import fcntl
 import os
 import shutil
 import sys
@@ -21,6 +20,7 @@ import msgspec
 
 from inferpool.models.errors import DataError, ModelError
 from inferpool.models.files.run_folder import RunFolder, read_card
+from inferpool.models.files.writing import lock, replacing
 from inferpool.models.texts import described, printable
 from inferpool.models.training.events import AnyEvent, Noted, RunEnded, read_events
 from inferpool.models.training.recipe import Recipe
@@ -225,7 +225,7 @@ def _locked(folder: RunFolder, how: How) -> Iterator[None]:
         raise FlagError(f"{where}: {error.strerror or error}") from error
     with file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(file)
         except BlockingIOError:
             raise FlagError(f"{where}: another process trains there") from None
         if how == "new" and folder.recipe.exists():
@@ -383,6 +383,5 @@ def _write(folder: RunFolder, planned: Plan, images: RunImages, recipe: Recipe) 
     write_samples(folder.validation, images.held_out)
     with folder.settings.open("w", encoding="utf-8") as file:
         write_settings(planned.settings, file)
-    new = folder.recipe.with_suffix(".new")
-    new.write_bytes(msgspec.json.format(msgspec.json.encode(recipe), indent=2))
-    os.replace(new, folder.recipe)
+    with replacing(folder.recipe) as draft:
+        draft.write_bytes(msgspec.json.format(msgspec.json.encode(recipe), indent=2))

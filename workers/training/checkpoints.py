@@ -2,7 +2,6 @@
 
 import errno
 import io
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from inferpool.models.errors import CheckpointError
+from inferpool.models.files.writing import replacing
 
 _SPACE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _SPARE_BYTES = 16 << 20
@@ -124,14 +124,10 @@ def save_weights(path: Path, network: nn.Module, *, writer: int = 0) -> None:
     for name, tensor in network.state_dict().items():
         # Weights that share memory are written for each name, as safetensors asks for.
         tensors[name] = tensor.detach().to("cpu").contiguous().clone()
-    new = path.with_suffix(f".{writer}.new")
     try:
-        save_file(tensors, new)
-        _sync(new)
-        os.replace(new, path)
-        _sync(path.parent)
+        with replacing(path, f".{writer}.new") as draft:
+            save_file(tensors, draft)
     except Exception as error:  # safetensors raises errors of its own for a full disk
-        new.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno not in _SPACE_ERRORS:
             raise
         raise NoSpaceError(f"{path} cannot be written: {error}") from error
@@ -143,16 +139,10 @@ def write_whole(path: Path, data: bytes | memoryview, *, writer: int = 0) -> Non
     Raises:
         NoSpaceError: There is no room.
     """
-    new = path.with_suffix(f".{writer}.new")
     try:
-        with new.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new, path)
-        _sync(path.parent)
+        with replacing(path, f".{writer}.new") as draft:
+            draft.write_bytes(data)
     except OSError as error:
-        new.unlink(missing_ok=True)
         if error.errno not in _SPACE_ERRORS:
             raise
         raise NoSpaceError(f"{path} cannot be written: {error.strerror}") from error
@@ -178,11 +168,3 @@ def room_error(folder: Path, network: nn.Module, *, has_average: bool, used: int
         f"{folder} has room for {free >> 20:,} MiB, but checkpoints and weights take "
         f"{need >> 20:,} MiB: free some, or choose another --output"
     )
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

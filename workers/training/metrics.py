@@ -1,12 +1,12 @@
 """Writes what happens in a run as lines of JSON. Rank 0 does it."""
 
 import contextlib
-import os
 import time
 from pathlib import Path
 
 import msgspec
 
+from inferpool.models.files.writing import replacing
 from inferpool.models.training.events import AnyEvent, Noted, Stepped, Validated, read_events
 from inferpool.workers.training.board import Board
 
@@ -34,9 +34,8 @@ class MetricsFile:
                         kept.append(msgspec.structs.replace(event, step=step))
                     elif event.step <= after_step and after_step:
                         kept.append(event)
-        new = path.with_suffix(".new")
-        new.write_bytes(b"".join(msgspec.json.encode(event) + b"\n" for event in kept))
-        os.replace(new, path)
+        with replacing(path) as draft:
+            draft.write_bytes(b"".join(msgspec.json.encode(event) + b"\n" for event in kept))
         self._file = path.open("ab", buffering=0)
         self._board = board
 

@@ -32,13 +32,13 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, SQLAlchemy
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.pool import ConnectionPoolEntry
 
+from inferpool.models.files.writing import sync_folder
 from inferpool.service.errors import (
     OverShareError,
     StartError,
     StoreFullError,
     UnavailableError,
 )
-from inferpool.service.parts.jobs.store.files import sync_folder
 from inferpool.service.parts.jobs.store.folder import FileOnDisk, HeldFolder
 from inferpool.service.queue.shares import allowance
 

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
+from inferpool.models.files.writing import sync_folder
+
 INLINE_BYTES = 100_000
 """SQLite reads values up to about 100 KB faster than files (sqlite.org/intern-v-extern-blob)."""
 
@@ -99,15 +101,6 @@ class PartFiles:
     def _of(self, job: str) -> Path:
         assert self._folder is not None
         return self._folder / job
-
-
-def sync_folder(folder: Path) -> None:
-    """Make new names in a folder last (fsync(2): a file's own fsync does not)."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _write_all(descriptor: int, content: bytes) -> None:

@@ -1,13 +1,12 @@
 """Holds the folder of a store, so that one service at a time uses it."""
 
 import contextlib
-import fcntl
 import os
 import weakref
 from pathlib import Path
 
+from inferpool.models.files.writing import lock, sync_folder
 from inferpool.service.errors import StartError
-from inferpool.service.parts.jobs.store.files import sync_folder
 
 _LOCK = "in-use"
 
@@ -27,17 +26,17 @@ class HeldFolder:
         for above in path.absolute().parents:
             with contextlib.suppress(OSError):  # one that may not be read was not made here
                 sync_folder(above)
-        lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        self.close = weakref.finalize(self, os.close, lock)
+        held = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self.close = weakref.finalize(self, os.close, held)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(held)
         except BlockingIOError:
             self.close()
             raise StartError(
                 f"another service keeps its jobs in {path}; name another folder in job_store, or "
                 "a PostgreSQL database, which several services can share"
             ) from None
-        self._lock = os.fstat(lock)
+        self._lock = os.fstat(held)
 
     @property
     def is_there(self) -> bool:
