@@ -234,7 +234,6 @@ def _rank_health(rank: RankVitals) -> RankHealth:
         part_bytes=rank.part.num_bytes if rank.part else 0,
         part=rank.part.text if rank.part else "",
         last_beat_age_s=round(rank.last_beat_age_s, 3),
-        host=rank.host,
     )
 
 

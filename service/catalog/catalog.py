@@ -151,32 +151,20 @@ class Catalog:
         A model that cannot be served there is logged, and left out on that host.
         """
         self._hosts.join(name, host)
-        self._extend(name)
+        for version in [each for versions in self._versions.values() for each in versions.values()]:
+            settings = with_model(self.settings, version.name, version.settings)
+            try:
+                configs = self._hosts.plan_on(name, version.name, settings)
+            except DeviceError:
+                continue
+            slots = version.pool.extend(configs)
+            self._announcer.planned([(slot.id.worker, place_text(slot.config)) for slot in slots])
 
     def remove_host(self, name: str, reason: str) -> None:
         """Forget the workers on a host of the cluster that was lost; `reason` is for people."""
         self._hosts.leave(name)
         for pool in list(self.pools.values()):
-            spread = {slot.config.host for slot in pool.slots if name in slot.config.hosts}
-            for each in {name, *spread}:
-                pool.withdraw(each, reason)
-        self._extend("")  # other hosts may have room for what was spread over this one
-
-    def _extend(self, host: str) -> None:
-        """Begin to start what can be started on a host that has joined; "" for one that left."""
-        for version in [each for versions in self._versions.values() for each in versions.values()]:
-            settings = with_model(self.settings, version.name, version.settings)
-            present = [slot.config for slot in version.pool.slots]
-            try:
-                configs = self._hosts.plan_more(host, version.name, settings, present)
-            except DeviceError as error:
-                if version.settings.spread:
-                    logger.warning("%s cannot be spread over the hosts: %s", version.name, error)
-                continue
-            if configs:
-                slots = version.pool.extend(configs)
-                plan = [(slot.id.worker, place_text(slot.config)) for slot in slots]
-                self._announcer.planned(plan)
+            pool.withdraw(name, reason)
 
     def versions(self, name: str) -> Sequence[ModelVersion]:
         """Return the loaded versions of a model, the oldest first."""

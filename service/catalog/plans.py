@@ -1,12 +1,10 @@
 """Decides where the workers of each model go, and what they are told."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 
-from inferpool.models.spec import Placement
-from inferpool.service.catalog.spreading import SpreadPlanner
 from inferpool.service.settings.model import ModelSettings
 from inferpool.service.settings.settings import Settings
 from inferpool.workers.host.devices import DeviceError, Host
@@ -73,8 +71,6 @@ class HostPlans:
                 f"{name}: models take turns at devices only without a cluster; leave out share, or "
                 "cluster_port"
             )
-        if settings.models[name].spread:
-            return self._plan_spread(name, settings, is_successor=is_successor)
         configs: list[WorkerConfig] = []
         missing: DeviceError | None = None
         for host in self._hosts:
@@ -87,24 +83,6 @@ class HostPlans:
         if missing is not None and not configs:
             raise missing
         return configs
-
-    def plan_more(
-        self, host: str, name: str, settings: Settings, present: Sequence[WorkerConfig]
-    ) -> list[WorkerConfig]:
-        """Return the configurations of the workers that one model gets as hosts come and go.
-
-        Args:
-            host: The host that has joined; empty if one has left.
-            name: The model, one of the settings.
-            settings: The settings.
-            present: Configurations of the workers that it has.
-
-        Raises:
-            DeviceError: A device is missing.
-        """
-        if settings.models[name].spread:
-            return self._spread(name, settings, present, is_successor=False)
-        return self.plan_on(host, name, settings) if host else []
 
     def plan_on(
         self, host: str, name: str, settings: Settings, *, is_successor: bool = False
@@ -124,51 +102,6 @@ class HostPlans:
             raise
         return [replace(config, host=host) for config in plan] if host else plan
 
-    def _plan_spread(
-        self, name: str, settings: Settings, *, is_successor: bool
-    ) -> list[WorkerConfig]:
-        """Plan a version whose replicas are spread over hosts; none if there is no host yet.
-
-        Raises:
-            DeviceError: This is no cluster, or all hosts together have too few devices.
-        """
-        if not self.is_cluster:
-            raise DeviceError(
-                f"{name}: spread is for several hosts; leave it out, or set cluster_port"
-            )
-        configs = self._spread(name, settings, (), is_successor=is_successor)
-        if self._hosts and not configs:
-            planner = SpreadPlanner(settings.models[name].placement_request, self._hosts, ())
-            raise DeviceError(f"{name} cannot be spread over the hosts: {planner.shortage()}")
-        return configs
-
-    def _spread(
-        self,
-        name: str,
-        settings: Settings,
-        present: Sequence[WorkerConfig],
-        *,
-        is_successor: bool,
-    ) -> list[WorkerConfig]:
-        """Return the configurations of the spread workers that can be added.
-
-        Raises:
-            DeviceError: A host cannot run a part.
-        """
-        hosts = {each: settings.host_of(name, host) for each, host in self._hosts.items()}
-        planner = SpreadPlanner(settings.models[name].placement_request, hosts, present)
-        plans = planner.plan()
-        if not plans and not present and hosts:
-            logger.info("%s waits for more hosts: %s", name, planner.shortage())
-        if any(plan.shares for plan in plans):
-            logger.warning(
-                "%s is spread over several hosts: an experiment, which has not run on two machines "
-                "yet",
-                name,
-            )
-        make = _config_maker(name, settings, self._cache_dir, is_successor=is_successor)
-        return [replace(make(plan.placement), host=plan.host, shares=plan.shares) for plan in plans]
-
 
 def plan_model(
     name: str,
@@ -186,22 +119,12 @@ def plan_model(
     Raises:
         DeviceError: A device is missing, or there are too few.
     """
-    make = _config_maker(name, settings, cache_dir, is_successor=is_successor)
-    return [make(placement) for placement in settings.placements_of(name, host)]
-
-
-def _config_maker(
-    name: str, settings: Settings, cache_dir: str | None, *, is_successor: bool
-) -> Callable[[Placement], WorkerConfig]:
-    """Return what makes the configuration of a worker of a model on a placement.
-
-    Workers on equal placements share one: to make each its own would hold up the event loop where
-    there are a thousand.
-    """
     model = settings.models[name]
     if model.split and model.speed == "auto":
         logger.info("%s speed: exact, as a split model is served", name)
-    return cache(
+    # Workers on equal placements share a configuration: to make each its own would hold up the
+    # event loop where there are a thousand.
+    make = cache(
         partial(
             model.worker_config_for,
             name,
@@ -211,6 +134,7 @@ def _config_maker(
             error_detail="text" if settings.show_errors is True else "name",
         )
     )
+    return [make(placement) for placement in settings.placements_of(name, host)]
 
 
 def with_model(settings: Settings, name: str, model: ModelSettings | None) -> Settings:
@@ -224,9 +148,6 @@ def with_model(settings: Settings, name: str, model: ModelSettings | None) -> Se
 def place_text(config: WorkerConfig) -> str:
     """Return where a worker runs and how it is split, for people."""
     placement = config.placement
-    if config.shares:
-        shares = " + ".join(f"{share.host} {share.placement}" for share in config.shares)
-        return f"{shares} ({placement.split})"
     text = f"{placement} ({placement.split})" if placement.split else str(placement)
     return f"{config.host} {text}" if config.host else text
 

@@ -36,7 +36,6 @@ from inferpool.workers.host.mps import DEFAULT_FOLDER
 from inferpool.workers.remote.agent import Agent, Dialing
 from inferpool.workers.remote.hosted import HostedWorkers
 from inferpool.workers.remote.joining import Address, Dialer, make_instance
-from inferpool.workers.remote.spread.place import place_called
 from inferpool.workers.remote.wire import HostFacts
 from inferpool.workers.shared.arena import Arena
 from inferpool.workers.shared.memory import SharedMemoryError
@@ -92,11 +91,6 @@ def _plan_of(args: Namespace) -> AgentPlan:
             f"the front end asks for a key: name a file of it in --key-file, or put it into "
             f"{CLUSTER_KEY_VARIABLE}"
         )
-    if args.interface:
-        try:
-            place_called(args.interface)
-        except ValueError as error:
-            raise FlagError(f"--interface: {error}") from error
     if args.arena_bytes is not None and args.arena_bytes < _LEAST_ARENA_BYTES:
         raise FlagError(f"--arena-bytes: at least {_LEAST_ARENA_BYTES} are needed")
     return AgentPlan(
@@ -153,7 +147,6 @@ async def _work(plan: AgentPlan, args: Namespace, arena: Arena) -> int:
         arena=arena,
         workers=HostedWorkers(LocalEngine(arena), plan.cache_dir),
         gpus=watch.vitals,
-        interface=args.interface,
         grace_s=args.drain_timeout_s,
         dialing=Dialing(once=args.once),
     )

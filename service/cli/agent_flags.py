@@ -24,13 +24,6 @@ def add_flags(parser: ArgumentParser) -> None:
         help='what it offers: "auto" (all GPUs and cores), "cpu", or GPUs such as "cuda:0,1"',
     )
     parser.add_argument(
-        "--interface",
-        default="",
-        metavar="NAME",
-        help="network interface for models that are spread over hosts (default: the one on the way "
-        "to the front end)",
-    )
-    parser.add_argument(
         "--arena-bytes",
         type=int,
         metavar="N",

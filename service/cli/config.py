@@ -58,7 +58,7 @@ _GROUPS: Mapping[str, str] = {
 _MODEL_GROUPS: Mapping[str, str] = {
     "What a model is": "source weights options",
     "Where it goes": (
-        "replicas devices placement devices_per_replica spread share gpu_memory_fraction "
+        "replicas devices placement devices_per_replica share gpu_memory_fraction "
         "threads_per_replica prepare_threads decoders"
     ),
     "Its batches": "max_batch_size batch_wait_ms objective_p99_ms credit",

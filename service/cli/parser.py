@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from inferpool.service.cli.verbs import VERBS
-from inferpool.service.settings.names import way_to_set
+from inferpool.service.settings.names import GONE, way_to_set
 
 USAGE_ERROR = 2
 """Exit status for a wrong command line or wrong settings."""
@@ -84,6 +84,8 @@ def unrecognised(word: str, parser: ArgumentParser) -> str:
             return f"what is {word!r}?{hint}"
         return f"one MODEL at most; what is {word!r}? Several models are served from a file"
     flag = word.partition("=")[0]
+    if gone := GONE.get(flag.removeprefix("--")):
+        return f"{flag} {gone}"
     known = re.findall(r"--[a-z0-9-]+", parser.format_help())
     if "--config" in known and (hint := _setting_hint(flag)):
         return f"there is no flag {flag}, but {hint}"

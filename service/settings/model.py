@@ -73,10 +73,6 @@ class ModelSettings(SettingsTable):
     devices_per_replica: Auto | Copies = "auto"
     """The number of devices that a replica is split over, each with its own process. `auto`: the
     GPUs divided by `replicas`, or all of them if that is `auto`; 2 on CPUs."""
-    spread: bool = False
-    """In a cluster, the devices of a replica may be on several hosts, as few as possible. It needs
-    `placement` and `devices_per_replica`, and `replicas` is then the number on all hosts together.
-    If a host is lost, the whole replica is. An experiment: it has not run on two machines yet."""
     share: float | None = Field(None, ge=0.001, le=1000)
     """The model's weight where several models are busy on one device: with `2.0` it gets twice the
     time of one with `1.0`, which is what a model without a share counts as. While the others are
@@ -183,18 +179,6 @@ class ModelSettings(SettingsTable):
                 f"{MAX_PROCESSES} at most"
             )
         return num
-
-    @field_validator("spread")
-    @classmethod
-    def _check_spread(cls, spread: bool, info: ValidationInfo) -> bool:
-        if spread and info.data.get("placement", "replicate") == "replicate":
-            raise ValueError('needs a split model: set placement = "pipeline" or "tensor" too')
-        if spread and info.data.get("devices_per_replica", "auto") == "auto":
-            raise ValueError(
-                "needs devices_per_replica: the number of devices that a replica has on all of its "
-                "hosts together"
-            )
-        return spread
 
     @field_validator("speed")
     @classmethod

@@ -17,6 +17,11 @@ CONFIG_VARIABLE = f"{PREFIX}CONFIG"
 KEY_SETTINGS = ("predict_keys", "metrics_keys", "admin_keys", "cluster_keys")
 """Settings that hold secrets. Only the environment and files of their own give them."""
 
+GONE: Mapping[str, str] = {
+    "spread": "is gone: leave it out; the devices of a replica are those of one host",
+}
+"""Settings of a model that earlier programs had, and what to do about each."""
+
 FLAGS: Mapping[str, str] = {
     name: f"--{name.replace('_', '-')}"
     for name in (

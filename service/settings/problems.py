@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 
 from inferpool.service.settings.keys import Keys
 from inferpool.service.settings.model import ModelSettings
-from inferpool.service.settings.names import FLAGS, PREFIX, Key, dotted, way_to_set
+from inferpool.service.settings.names import FLAGS, GONE, PREFIX, Key, dotted, way_to_set
 from inferpool.service.settings.settings import Settings
 from inferpool.service.settings.sources import did_you_mean
 from inferpool.service.settings.tracing import TraceHeaders
@@ -26,6 +26,8 @@ def unknown(key: Key) -> str:
     """Describe a key of the file that is not a setting."""
     name = key[-1]
     here, there, where = Settings.model_fields, ModelSettings.model_fields, "a model: [models.NAME]"
+    if name in GONE:
+        return f"{dotted(key)}: it {GONE[name]}"
     if len(key) > 1:
         here, there, where = there, here, "the top of the file"
     if name in there:
@@ -35,6 +37,8 @@ def unknown(key: Key) -> str:
 
 def unknown_argument(name: str) -> str:
     """Describe a keyword argument that is not a setting."""
+    if name in GONE:
+        return f"{name}: it {GONE[name]}"
     fields = [*Settings.model_fields, *ModelSettings.model_fields]
     hint = did_you_mean(name, fields).rstrip()
     return f"{name}: there is no such setting; {hint or 'inferpool config --describe lists all'}"
@@ -42,6 +46,8 @@ def unknown_argument(name: str) -> str:
 
 def unknown_variable(parts: Sequence[str]) -> str:
     """Describe a variable, split at double underscores, that is not a setting."""
+    if parts[-1] in GONE:
+        return f"it {GONE[parts[-1]]}"
     if parts[0] == "models" and len(parts) == 3:
         stem = f"{PREFIX}MODELS__{parts[1].upper()}__"
         names = [stem + field.upper() for field in ModelSettings.model_fields]

@@ -13,12 +13,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 
 from inferpool.models.files.reading import read_file
 from inferpool.models.files.writing import lock, sync_folder
 from inferpool.service.settings.model import MODEL_NAME, ModelSettings, SettingsTable
-from inferpool.service.settings.names import StateFileError, dotted
+from inferpool.service.settings.names import GONE, StateFileError, dotted
 
 if TYPE_CHECKING:
     import asyncio
@@ -47,6 +47,17 @@ class SavedModel(SettingsTable):
     """The settings of that version; None if the model was removed."""
     before: Plain | None
     """Its other settings at the time of the change; None if they did not name it."""
+
+    @field_validator("settings", mode="before")
+    @classmethod
+    def _leave_out_gone(cls, settings: object) -> object:
+        """Leave out what earlier programs wrote of settings that are gone, if it was not used."""
+        if not isinstance(settings, dict):
+            return settings
+        for name in settings.keys() & GONE.keys():
+            if settings[name]:
+                raise ValueError(f"{name} {GONE[name]}")
+        return {name: value for name, value in settings.items() if name not in GONE}
 
 
 class StateTable(SettingsTable):
@@ -96,7 +107,9 @@ class StateFile:
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             place = dotted(tuple(str(part) for part in first["loc"]))
-            raise self._unusable(f"{place}: {first['msg']}") from error
+            raise self._unusable(
+                f"{place}: {first['msg'].removeprefix('Value error, ')}"
+            ) from error
         except (OSError, ValueError, RecursionError) as error:
             raise self._unusable(getattr(error, "strerror", None) or str(error)) from error
         self._saved = table.models

@@ -152,7 +152,6 @@ def agent_at(
     *arguments: str,
     env: Mapping[str, str] | None = None,
     cwd: Path = ROOT,
-    prefix: Sequence[str] = (),
 ) -> Iterator[Running]:
     """Start `inferpool agent`, and end it and its workers however the test left it.
 
@@ -162,9 +161,8 @@ def agent_at(
         arguments: More arguments.
         env: Variables in addition to ours; the key of `cluster` by default.
         cwd: Folder in which it starts.
-        prefix: Command that becomes the agent's.
     """
-    command = [*prefix, *forked.COMMAND, "agent", "--join", address, "--name", name]
+    command = [*forked.COMMAND, "agent", "--join", address, "--name", name]
     process = forked.popen(
         [*command, *arguments, "--log-format", "json"],
         cwd=cwd,

@@ -93,7 +93,6 @@ MODEL = {
     "devices": "cpu",
     "placement": "pipeline",
     "devices_per_replica": 2,
-    "spread": True,
     "gpu_memory_fraction": 0.5,
     "share": 2.0,
     "max_batch_size": 32,

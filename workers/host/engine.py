@@ -102,8 +102,6 @@ class RankVitals:
     last_beat_age_s: float
     part: RankPart | None
     """Part of the model that it holds; None while it loads."""
-    host: str = ""
-    """Name of its host, if the replica is spread over several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

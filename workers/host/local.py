@@ -35,7 +35,6 @@ from inferpool.workers.host.forkserver import (
 from inferpool.workers.host.local_worker import LocalWorker
 from inferpool.workers.host.observed import OomKills
 from inferpool.workers.host.rank_process import RankProcess
-from inferpool.workers.ranks.following_worker import FollowingWorker
 from inferpool.workers.shared.arena import Arena
 from inferpool.workers.shared.config import WorkerConfig
 from inferpool.workers.shared.errors import WorkerStartError
@@ -135,10 +134,8 @@ class LocalEngine:
 
     async def start(
         self, id: WorkerId, config: WorkerConfig, on_progress: Callable[[str], None]
-    ) -> LocalWorker | FollowingWorker:
+    ) -> LocalWorker:
         """Start a worker, and return once it has loaded its model and answered a canary.
-
-        If it is spread over several hosts, and its lead is on another one, there is no canary here.
 
         Raises:
             WorkerStartError: It ended, failed or took too long before that.
@@ -161,7 +158,7 @@ class LocalEngine:
 
     async def _start_once(
         self, id: WorkerId, config: WorkerConfig, on_progress: Callable[[str], None], until: float
-    ) -> LocalWorker | FollowingWorker:
+    ) -> LocalWorker:
         """Try to start a worker until that time of the event loop's clock.
 
         Raises:
@@ -170,7 +167,7 @@ class LocalEngine:
         """
         make = await self._way_to_start(config, on_progress, until)
         try:
-            _require_descriptors(config.here.num_ranks)
+            _require_descriptors(config.placement.num_ranks)
             worker = self._make(id, config, on_progress)
         except SharedMemoryError as error:
             raise WorkerStartError(str(error), permanent=False) from error
@@ -227,7 +224,7 @@ class LocalEngine:
 
     async def _give_up(
         self,
-        worker: LocalWorker | FollowingWorker,
+        worker: LocalWorker,
         launch: Task[None],
         reason: str,
         *,
@@ -249,16 +246,12 @@ class LocalEngine:
 
     def _make(
         self, id: WorkerId, config: WorkerConfig, on_progress: Callable[[str], None]
-    ) -> LocalWorker | FollowingWorker:
-        if config.first_rank:
-            return FollowingWorker(id, config, on_progress, self._oom_kills, self._periods)
+    ) -> LocalWorker:
         worker = LocalWorker(id, config, on_progress, self._oom_kills, self._periods)
         worker.on_loaded = partial(self._start_decoders, worker)
         return worker
 
-    async def _launch(
-        self, worker: LocalWorker | FollowingWorker, config: WorkerConfig, make: MakeProcess
-    ) -> None:
+    async def _launch(self, worker: LocalWorker, config: WorkerConfig, make: MakeProcess) -> None:
         """Start all processes of a worker; on an error, leave nothing of it behind."""
         processes: list[BaseProcess] = []
         try:
@@ -297,7 +290,7 @@ class LocalEngine:
     def _process_of(
         self,
         rank: RankProcess,
-        worker: LocalWorker | FollowingWorker,
+        worker: LocalWorker,
         config: WorkerConfig,
         make: MakeProcess,
     ) -> BaseProcess:
@@ -305,7 +298,7 @@ class LocalEngine:
 
         ends = worker.wiring.ends_of(rank.number)
         row = rank.heartbeat.memory
-        if rank.number or isinstance(worker, FollowingWorker):
+        if rank.number:
             args = (config, rank.outbox, row, ends, rank.stacks)
             return make(target=entry.follow, name=rank.name, args=args)
         shared = (worker.outputs.memory, ends, rank.stacks)

@@ -1,8 +1,7 @@
 """The front end's view of one incarnation of a worker on this host.
 
 A worker is one process, or a group with one process for each device of a split replica. The lead
-(rank 0) owns the inbox and answers the batches; if one process of a group ends, all are ended. Of a
-group that is spread over several hosts this is the part with the lead.
+(rank 0) owns the inbox and answers the batches; if one process of a group ends, all are ended.
 Nothing here blocks the event loop: reads and writes return at once, and the end of file of a
 process's outbox, or its sentinel, tells of its death.
 """
@@ -242,7 +241,7 @@ class LocalWorker(RankedWorker):
         self._settle()
 
     def _prove_if_ready(self) -> None:
-        """Send the first canary once all ranks have loaded; those on other hosts have, with us."""
+        """Send the first canary once all ranks have loaded."""
         ready = self._ready
         if ready is None or len(self._followers) < len(self.ranks) - 1:
             return

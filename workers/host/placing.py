@@ -56,7 +56,7 @@ def place(host: Host, request: PlacementRequest) -> list[Placement]:
     Raises:
         DeviceError: A device does not exist on this host, or there are too few.
     """
-    units = units_of(host, request.devices)
+    units = _units_of(host, request.devices)
     gpus = [unit for unit in units if unit is not None]
     if request.split and gpus:
         placements = _place_groups_of_gpus(host, units, gpus, request)
@@ -97,7 +97,7 @@ def share_cores(host: Host, asked: Sequence[int | None]) -> list[Host]:
     ]
 
 
-def units_of(host: Host, devices: str) -> list[Gpu | None]:
+def _units_of(host: Host, devices: str) -> list[Gpu | None]:
     """Return the devices that get replicas in turn: GPUs, and None for the CPU.
 
     Raises:

@@ -4,7 +4,7 @@ import socket
 from mmap import mmap
 from typing import TYPE_CHECKING
 
-from inferpool.workers.ranks.wiring import DistantEnds, RankEnds
+from inferpool.workers.ranks.wiring import RankEnds
 from inferpool.workers.shared.config import WorkerConfig
 from inferpool.workers.shared.guard import die_with_front_end
 from inferpool.workers.shared.stacks import record
@@ -21,7 +21,7 @@ def run(
     arena: mmap,
     row: mmap,
     region: mmap,
-    ends: RankEnds | DistantEnds | None,
+    ends: RankEnds | None,
     stacks: int,
     door: socket.socket | None = None,
 ) -> None:
@@ -38,7 +38,7 @@ def follow(
     config: WorkerConfig,
     outbox: "WorkerQueue",
     row: mmap,
-    ends: RankEnds | DistantEnds,
+    ends: RankEnds,
     stacks: int,
 ) -> None:
     """Run a follower of a group; see `workers.inside.follower.main`."""

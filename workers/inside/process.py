@@ -49,7 +49,7 @@ from inferpool.workers.inside.pools import started_pool
 from inferpool.workers.inside.preparing import Prepared
 from inferpool.workers.inside.readiness import ReadyCheck
 from inferpool.workers.ranks.group import Group
-from inferpool.workers.ranks.wiring import DistantEnds, RankEnds
+from inferpool.workers.ranks.wiring import RankEnds
 from inferpool.workers.shared.config import WorkerConfig
 from inferpool.workers.shared.heartbeat import Heartbeat
 from inferpool.workers.shared.memory import has_room_beside
@@ -71,7 +71,7 @@ def main(
     arena: mmap,
     row: mmap,
     region: mmap,
-    ends: RankEnds | DistantEnds | None,
+    ends: RankEnds | None,
     door: socket.socket | None,
 ) -> None:
     """Run one incarnation, from its first instruction to its exit.
@@ -91,8 +91,8 @@ def main(
     inbox.receive_only()
     set_up(heartbeat, outbox)
     with reporting_failures(outbox):
-        pin(config.placement_of(0))
-        group = Group(ends, config.placement, config.part) if ends else None
+        pin(config.placement.for_rank(0))
+        group = Group(ends, config.placement) if ends else None
         computer, ready = load(
             config,
             group,

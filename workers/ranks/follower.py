@@ -26,7 +26,7 @@ from inferpool.workers.inside.own_process import (
     set_up,
 )
 from inferpool.workers.ranks.group import Group
-from inferpool.workers.ranks.wiring import DistantEnds, RankEnds
+from inferpool.workers.ranks.wiring import RankEnds
 from inferpool.workers.shared.config import WorkerConfig
 from inferpool.workers.shared.heartbeat import Heartbeat
 from inferpool.workers.shared.messages import Leaving, RankReady
@@ -35,9 +35,7 @@ from inferpool.workers.shared.worker_queue import WorkerQueue
 logger = logging.getLogger(__name__)
 
 
-def main(
-    config: WorkerConfig, outbox: WorkerQueue, row: mmap, ends: RankEnds | DistantEnds
-) -> None:
+def main(config: WorkerConfig, outbox: WorkerQueue, row: mmap, ends: RankEnds) -> None:
     """Run one rank of an incarnation, from its first instruction to its exit.
 
     Args:
@@ -49,8 +47,8 @@ def main(
     heartbeat = Heartbeat(row)
     set_up(heartbeat, outbox)
     with reporting_failures(outbox):
-        pin(config.placement_of(ends.rank))
-        group = Group(ends, config.placement, config.part)
+        pin(config.placement.for_rank(ends.rank))
+        group = Group(ends, config.placement)
         opened = OpenedFiles(config.model.source)
         with opened.noting():
             model = build_model(config, group)

@@ -29,9 +29,7 @@ from inferpool.models.errors import OutOfStepError
 from inferpool.models.spec import Placement, Split
 from inferpool.models.split.turnstile import BatchClock
 from inferpool.workers.inside.randomness import new_number, seed_anew
-from inferpool.workers.ranks.meeting import meet
-from inferpool.workers.ranks.wiring import DistantEnds, RankEnds
-from inferpool.workers.shared.config import HostPart
+from inferpool.workers.ranks.wiring import RankEnds
 from inferpool.workers.shared.memory import available_bytes
 
 if TYPE_CHECKING:
@@ -56,15 +54,12 @@ _SEED_KEY = "seed of the ranks"
 class Group:
     """Implementation of `models.split.ranks.Ranks` for this process."""
 
-    def __init__(
-        self, ends: RankEnds | DistantEnds, placement: Placement, part: HostPart | None = None
-    ) -> None:
+    def __init__(self, ends: RankEnds, placement: Placement) -> None:
         """Connect to the other ranks; this may initialise CUDA.
 
         Args:
-            ends: Connections to them, or the way to them.
+            ends: Connections to them.
             placement: Placement of the replica; each rank has pinned itself to its own part.
-            part: Ranks of this host, if the replica is spread over several.
 
         Raises:
             RuntimeError: The ranks cannot reach each other.
@@ -72,15 +67,14 @@ class Group:
         assert placement.split is not None, "only a split replica has several ranks"
         self.rank, self.size = ends.rank, ends.num_ranks
         self.split: Split = placement.split
-        devices = placement.devices if part is None else part.placement.devices
-        device = devices[self.rank - (0 if part is None else part.first)]
+        device = placement.devices[self.rank]
         self.device = torch.device(device)
         self.giving_way: Callable[[], AbstractContextManager[BatchClock]] = _alone
         """See `Ranks`. A loop that computes several batches at once replaces it."""
-        interface = _LOOPBACK if part is None else part.interface
-        self._ends, store = _met(ends, interface)
+        self._ends = ends
+        store = dist.FileStore(str(ends.meeting), ends.num_ranks)  # type: ignore[attr-defined]  # its module does not export it
         self._under_way: SimpleQueue[tuple[dist.Work | None, Tensor]] = SimpleQueue()
-        self._num_sharing = devices.count(device)
+        self._num_sharing = placement.devices.count(device)
         backend = backend_for(placement.devices)
         is_apart = is_accelerator(self.device)
         self._is_staged = is_apart and backend == _ON_HOST
@@ -89,7 +83,7 @@ class Group:
         # transfer goes to a stream that computes, and no two kinds of transfer to the same one.
         self._sending, self._receiving, self._keeping = (OwnStream(self.device) for _ in range(3))
         # The name of the host may not resolve to an address.
-        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = _LOOPBACK
         try:
             dist.init_process_group(
                 backend,
@@ -101,7 +95,10 @@ class Group:
             )
             seed_anew(_agreed_number(self.rank, store))
         except RuntimeError as error:
-            raise _apart(interface, error) from error
+            raise RuntimeError(
+                f"the ranks of a replica cannot meet over the loopback interface {_LOOPBACK!r}: "
+                f"{error}; is it up (ip link set lo up)?"
+            ) from error
         num_ways = 1 + max(way_from(rank, self.split, self.size) for rank in range(self.size))
         self._ways = [
             None if backend == _ON_HOST else self._way_of_its_own() for _ in range(num_ways)
@@ -216,33 +213,11 @@ class Group:
         os._exit(1)
 
 
-def _met(ends: RankEnds | DistantEnds, interface: str) -> "tuple[RankEnds, Store]":
-    """Return the connections to the other ranks, and the store in which the ranks meet.
-
-    Raises:
-        RuntimeError: Ranks on other hosts cannot be reached.
-    """
-    if isinstance(ends, RankEnds):
-        return ends, torch.distributed.FileStore(str(ends.meeting), ends.num_ranks)  # type: ignore[attr-defined]  # its module does not export it
-    try:
-        return meet(ends)
-    except (OSError, RuntimeError) as error:
-        raise _apart(interface, error) from error
-
-
 def _agreed_number(rank: int, store: "Store") -> int:
     """Return the seed of this group: what all of its ranks draw must be the same."""
     if rank == 0:
         store.set(_SEED_KEY, str(new_number()))
     return int(store.get(_SEED_KEY))
-
-
-def _apart(interface: str, error: Exception) -> RuntimeError:
-    """Return the error of ranks that do not come together."""
-    where, hint = f"the interface {interface!r}", "can the hosts reach each other (--interface)?"
-    if interface == _LOOPBACK:
-        where, hint = f"the loopback interface {interface!r}", "is it up (ip link set lo up)?"
-    return RuntimeError(f"the ranks of a replica cannot meet over {where}: {error}; {hint}")
 
 
 def _alone() -> AbstractContextManager[BatchClock]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from inferpool.workers.host.engine import Ending, RankVitals, WorkerId, WorkerPeriods
 from inferpool.workers.host.observed import OomKills
 from inferpool.workers.host.rank_process import RankProcess
-from inferpool.workers.ranks.wiring import wiring_of
+from inferpool.workers.ranks.wiring import Wiring
 from inferpool.workers.shared.config import WorkerConfig
 from inferpool.workers.shared.errors import WorkerStartError
 from inferpool.workers.shared.messages import RankReady, Ready
@@ -34,13 +34,12 @@ class RankedWorker:
         self.is_given_up = False
         """True once nobody waits for its start any more."""
         self._is_alone = config.placement.num_ranks == 1
-        first, names = config.first_rank, config.here.names
         self.ranks = [
             RankProcess(id, rank, oom_kills, is_alone=self._is_alone, periods=periods)
-            for rank in range(first, first + len(names))
+            for rank in range(config.placement.num_ranks)
         ]
-        self.wiring = wiring_of(config)
-        self._device_names = dict(enumerate(names, start=first))
+        self.wiring = Wiring(config.placement.num_ranks)
+        self._device_names = config.placement.names
         self._loop = asyncio.get_running_loop()
         self.started: Future[Ready] = self._loop.create_future()
         """Done once it may be used."""

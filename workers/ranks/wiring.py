@@ -2,18 +2,15 @@
 
 Private pipes carry messages between ranks, and `torch.distributed` lets the ranks find each other
 through an anonymous file. Neither needs a port or a path: groups cannot clash, and nothing is left
-behind however the processes die. Ranks on several hosts need an address instead, and connect to
-each other themselves: see `workers.inside.meeting`.
+behind however the processes die.
 """
 
 import os
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing import Pipe, reduction
 from multiprocessing.connection import Connection
 
-from inferpool.workers.shared.config import HostPart, WorkerConfig
 from inferpool.workers.shared.memory import open_anonymous
 
 
@@ -25,24 +22,8 @@ class RankEnds:
     num_ranks: int
     readers: Mapping[int, Connection]
     writers: Mapping[int, Connection]
-    meeting: "MeetingFile | None" = None
-    """File in which they meet; None if they have met."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DistantEnds:
-    """The way of one rank to others on other hosts."""
-
-    rank: int
-    num_ranks: int
-    part: HostPart
-    """Place and token of the meeting, and address of this host."""
-    timeout_s: float
-    """Seconds after which a rank gives up to meet the others."""
-    door: socket.socket | None
-    """Socket that listens at the meeting place, for rank 0."""
-    greet_s: float = 5.0
-    """Seconds that whoever connects may take for its greeting: meanwhile no other rank is heard."""
+    meeting: "MeetingFile"
+    """File in which they meet."""
 
 
 class MeetingFile:
@@ -98,46 +79,6 @@ class Wiring:
             pipe[0].close()
             pipe[1].close()
         self._meeting, self._pipes = None, {}
-
-
-class DistantWiring:
-    """The ways of the ranks of this host to those of other hosts."""
-
-    def __init__(self, part: HostPart, num_ranks: int, timeout_s: float) -> None:
-        """Take a copy of the socket at the meeting place, if rank 0 is here.
-
-        Raises:
-            OSError: There are too few descriptors.
-        """
-        self._part, self._num_ranks, self._timeout_s = part, num_ranks, timeout_s
-        self._door = None if part.door < 0 else socket.socket(fileno=os.dup(part.door))
-
-    def ends_of(self, rank: int) -> DistantEnds:
-        """Return what to pass to that rank."""
-        return DistantEnds(
-            rank=rank,
-            num_ranks=self._num_ranks,
-            part=self._part,
-            timeout_s=self._timeout_s,
-            door=self._door if rank == 0 else None,
-        )
-
-    def close(self) -> None:
-        """Close our copy of the socket, so that nobody can connect once rank 0 has ended."""
-        if self._door is not None:
-            self._door.close()
-
-
-def wiring_of(config: WorkerConfig) -> Wiring | DistantWiring:
-    """Make the wiring of the ranks of a worker that this host runs.
-
-    Raises:
-        OSError: There are too few descriptors.
-    """
-    num_ranks = config.placement.num_ranks
-    if config.part is None:
-        return Wiring(num_ranks)
-    return DistantWiring(config.part, num_ranks, config.load_timeout_s)
 
 
 def _path_of(descriptor: object) -> str:

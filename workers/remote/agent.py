@@ -52,7 +52,6 @@ class Agent:
         arena: Arena,
         workers: HostedWorkers,
         gpus: Callable[[], Sequence[GpuVitals]] = tuple,
-        interface: str = "",
         grace_s: float = 30.0,
         dialing: Dialing | None = None,
     ) -> None:
@@ -64,8 +63,6 @@ class Agent:
             arena: Gets the payloads.
             workers: The workers of this host.
             gpus: Returns the state of its GPUs.
-            interface: Network interface for the ranks of workers that are spread over several
-                hosts; empty for the one on the way to the front end.
             grace_s: Seconds that workers may take to finish at the end.
             dialing: How often to dial, and how long to wait; None for the defaults.
         """
@@ -76,7 +73,6 @@ class Agent:
         self._arena = arena
         self._workers = workers
         self._gpus = gpus
-        self._interface = interface
         self._grace_s = grace_s
         self._dialing = dialing or Dialing()
         self._stopped = asyncio.Event()
@@ -176,7 +172,7 @@ class Agent:
         self._told.clear()
         logger.info("joined the front end at %s:%d as %s", *address, self._dialer.facts.name)
         self._workers.begin()
-        session = AgentSession(link, self._arena, self._workers, self._gpus, self._interface)
+        session = AgentSession(link, self._arena, self._workers, self._gpus)
         self._session = session
         mailbox.hand_over(link, session)
         try:

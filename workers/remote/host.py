@@ -22,7 +22,6 @@ from inferpool.workers.remote.wire import (
     HostVitals,
     Measure,
     Measured,
-    MeetingPlace,
     Progress,
     Pulse,
     Refusal,
@@ -70,7 +69,6 @@ class _Start:
     id: WorkerId
     future: Future[RemoteWorker]
     on_progress: Callable[[str], None]
-    on_place: Callable[[MeetingPlace], None]
 
 
 class RemoteHost(LinkListener[ToFrontEnd]):
@@ -141,16 +139,8 @@ class RemoteHost(LinkListener[ToFrontEnd]):
         id: WorkerId,
         config: WorkerConfig,
         on_progress: Callable[[str], None],
-        on_place: Callable[[MeetingPlace], None] = lambda _: None,
     ) -> RemoteWorker:
         """Start a worker there; see `Engine.start`.
-
-        Args:
-            id: The worker.
-            config: Its configuration.
-            on_progress: Called with each step, for people.
-            on_place: Called with the place where the ranks of a spread worker meet, if its lead is
-                there.
 
         Raises:
             WorkerStartError: It did not become ready, or the host was lost meanwhile.
@@ -162,7 +152,6 @@ class RemoteHost(LinkListener[ToFrontEnd]):
             id=id,
             future=self._loop.create_future(),
             on_progress=on_progress,
-            on_place=on_place,
         )
         try:
             self._link.send(StartWorker(number, id, config))
@@ -246,9 +235,6 @@ class RemoteHost(LinkListener[ToFrontEnd]):
                 self._forget_if_settled(message.number)
             case Progress():
                 self._on_progress(message)
-            case MeetingPlace():
-                if (start := self._starting.get(message.number)) is not None:
-                    start.on_place(message)
             case WorkerStarted():
                 self._on_started(message)
             case WorkerNotStarted():

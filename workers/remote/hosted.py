@@ -14,9 +14,7 @@ from typing import Protocol
 from inferpool.models.files.opened import FileMark, mark_of
 from inferpool.models.spec import Placement
 from inferpool.workers.host.engine import ForkserverVitals, WorkerHandle, WorkerId
-from inferpool.workers.host.local_worker import LocalWorker
 from inferpool.workers.host.replica_files import with_digests
-from inferpool.workers.ranks.following_worker import FollowingWorker
 from inferpool.workers.shared.config import WorkerConfig
 
 logger = logging.getLogger(__name__)
@@ -69,22 +67,13 @@ class HostedWorker:
         self.stage = stage
         self.on_progress(stage)
 
-    async def stop(self, grace_s: float, reason: str = "") -> None:
-        """Stop it, or give up its start.
-
-        Args:
-            grace_s: Seconds that it may take to finish.
-            reason: Kill it for this reason, which the batches that it holds may have caused.
-        """
+    async def stop(self, grace_s: float) -> None:
+        """Stop it within so many seconds, or give up its start."""
         self.is_ending = True
         if not self.loading.done():
             self.loading.cancel()
             await asyncio.wait([self.loading])
-        if (handle := self.handle) is None:
-            return
-        if reason and isinstance(handle, LocalWorker | FollowingWorker):
-            await handle.kill(reason)
-        else:
+        if (handle := self.handle) is not None:
             await handle.stop(grace_s)
 
 
@@ -131,9 +120,7 @@ class HostedWorkers:
         if (worker := await self._loaded(key)) is not None:
             logger.info("%s: a worker that is loaded already is used again", id)
         else:
-            if config.part is not None:  # its group may just have ended, and begins anew
-                await self._until_ended(config.here)
-            await self._make_room(config.here)
+            await self._make_room(config.placement)
             worker = HostedWorker(key=key)
             config = replace(config, host="", cache_dir=self._cache_dir)
             start = self._engine.start(id, config, worker.tell)
@@ -152,11 +139,6 @@ class HostedWorkers:
         if len(self._digests) > _MOST_DIGESTS:
             self._digests.clear()  # the files change, again and again
         return await asyncio.to_thread(with_digests, handle.ready.files, self._digests)
-
-    async def end_parts(self) -> None:
-        """End the ranks of spread workers: without the front end, no host knows of the others."""
-        parts = [worker for worker in self._workers if worker.key.part is not None]
-        await asyncio.gather(*(worker.stop(0.0) for worker in parts))
 
     def release(self) -> None:
         """Let all workers go that a connection has claimed. They stay for the next one."""
@@ -203,24 +185,10 @@ class HostedWorkers:
         in_the_way = list(self._sharing(placement))
         await asyncio.gather(*(worker.stop(_STOP_S) for worker in in_the_way))
 
-    async def _until_ended(self, placement: Placement) -> None:
-        """Wait for workers that are ending on the devices of a placement, but not for ever."""
-        names = set(placement.names)
-        handles = [
-            each.handle
-            for each in self._workers
-            if each.is_ending and each.handle and names & set(each.key.here.names)
-        ]
-        if handles:
-            ends = [asyncio.ensure_future(handle.wait()) for handle in handles]
-            _, others = await asyncio.wait(ends, timeout=_STOP_S)
-            for end in others:
-                end.cancel()
-
     def _sharing(self, placement: Placement) -> Iterator[HostedWorker]:
         names = set(placement.names)
         for worker in self._unclaimed():
-            if names & set(worker.key.here.names):
+            if names & set(worker.key.placement.names):
                 yield worker
 
     def _unclaimed(self) -> Iterator[HostedWorker]:

@@ -26,7 +26,6 @@ from inferpool.workers.remote.joining import (
     secured,
 )
 from inferpool.workers.remote.link import HostLink, Mailbox
-from inferpool.workers.remote.spread.worker import start_spread
 from inferpool.workers.remote.wire import MAX_BODY_BYTES, Hello, Refusal, ToFrontEnd, Welcome
 from inferpool.workers.shared.arena import Arena
 from inferpool.workers.shared.config import WorkerConfig
@@ -118,8 +117,6 @@ class RemoteHosts:
         Raises:
             WorkerStartError: It did not become ready, or its host is not connected.
         """
-        if config.shares:
-            return await start_spread(id, config, self.hosts, on_progress)
         host = self.hosts.get(config.host)
         if host is None:
             raise WorkerStartError(f"{config.host or 'no host'} is not connected", permanent=False)

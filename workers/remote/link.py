@@ -162,14 +162,6 @@ class HostLink(Generic[M]):
             self._loop.call_soon(self._on_readable)  # what came with the handshake is not announced
 
     @property
-    def local_address(self) -> str:
-        """IP address of our side; empty after the end, and if the link is not over IP."""
-        with contextlib.suppress(OSError):
-            address = self._sock.getsockname()
-            return str(address[0]) if isinstance(address, tuple) else ""
-        return ""
-
-    @property
     def is_closed(self) -> bool:
         """True once nothing is sent or received any more."""
         return self._is_closed

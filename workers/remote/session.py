@@ -17,7 +17,6 @@ from inferpool.workers.host.gpu_watch import GpuVitals
 from inferpool.workers.remote.hosted import HostedWorker, HostedWorkers
 from inferpool.workers.remote.lease import BEAT_S, LEASE_S, Lease
 from inferpool.workers.remote.link import HostLink, LinkListener
-from inferpool.workers.remote.spread.place import located
 from inferpool.workers.remote.wire import (
     MAX_MEASURED_BYTES,
     BatchLost,
@@ -27,7 +26,6 @@ from inferpool.workers.remote.wire import (
     HostVitals,
     Measure,
     Measured,
-    MeetingPlace,
     Progress,
     Pulse,
     Refusal,
@@ -80,7 +78,6 @@ class AgentSession(LinkListener[ToAgent]):
         arena: Arena,
         workers: HostedWorkers,
         gpus: Callable[[], Sequence[GpuVitals]],
-        interface: str = "",
     ) -> None:
         """Take over a connection.
 
@@ -89,8 +86,6 @@ class AgentSession(LinkListener[ToAgent]):
             arena: Gets the payloads.
             workers: The workers of this host.
             gpus: Returns the state of its GPUs.
-            interface: Network interface for the ranks of workers that are spread over several
-                hosts; empty for the one of this connection.
         """
         self.is_leaving = False
         """No batch and no start is taken any more."""
@@ -99,7 +94,6 @@ class AgentSession(LinkListener[ToAgent]):
         self._memory = memoryview(arena.memory.map)
         self._workers = workers
         self._gpus = gpus
-        self._interface = interface
         self._loop = asyncio.get_running_loop()
         self._lease = Lease(time.monotonic())
         self._over: Future[str] = self._loop.create_future()
@@ -130,7 +124,6 @@ class AgentSession(LinkListener[ToAgent]):
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._workers.end_parts()
         if self._held:
             await asyncio.wait(list(self._held), timeout=LEASE_S)
         late = set(self._held.values())
@@ -147,9 +140,7 @@ class AgentSession(LinkListener[ToAgent]):
             if number not in self._hosted:
                 task.cancel()  # it has not begun to start
         # Followers of a lead on another host finish nothing by themselves.
-        stops = [
-            each.stop(0.0 if each.key.first_rank else grace_s) for each in self._hosted.values()
-        ]
+        stops = [each.stop(grace_s) for each in self._hosted.values()]
         await asyncio.gather(*stops)
         await asyncio.gather(*tasks.values(), return_exceptions=True)
         self._link.send(Refusal(reason))
@@ -250,7 +241,7 @@ class AgentSession(LinkListener[ToAgent]):
                 given_up = WorkerNotStarted(order.number, text, permanent=False)
                 self._link.send(given_up)
             return
-        stopping = asyncio.create_task(hosted.stop(order.grace_s, order.reason))
+        stopping = asyncio.create_task(hosted.stop(order.grace_s))
         self._stopping.add(stopping)
         stopping.add_done_callback(self._stopping.discard)
 
@@ -261,20 +252,15 @@ class AgentSession(LinkListener[ToAgent]):
         def on_progress(stage: str) -> None:
             self._link.send(Progress(number, stage))
 
-        def on_place(address: str, port: int) -> None:
-            self._link.send(MeetingPlace(number, address, port))
-
-        address = self._link.local_address
         try:
-            with located(order.config, self._interface, address, on_place) as config:
-                hosted = await self._workers.claim(order.id, config, on_progress)
-                self._hosted[number] = hosted
-                try:
-                    worker = await asyncio.shield(hosted.loading)
-                except asyncio.CancelledError:
-                    if not hosted.loading.cancelled():
-                        raise  # the connection has ended: the start goes on
-                    raise WorkerStartError("the start was given up", permanent=False) from None
+            hosted = await self._workers.claim(order.id, order.config, on_progress)
+            self._hosted[number] = hosted
+            try:
+                worker = await asyncio.shield(hosted.loading)
+            except asyncio.CancelledError:
+                if not hosted.loading.cancelled():
+                    raise  # the connection has ended: the start goes on
+                raise WorkerStartError("the start was given up", permanent=False) from None
             files = await self._workers.files_of(worker)
             ready = msgspec.structs.replace(worker.ready, files=files)
             self._link.send(WorkerStarted(number, worker.credit, ready))

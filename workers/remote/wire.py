@@ -148,17 +148,6 @@ class StopWorker(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
 
     number: int
     grace_s: float
-    reason: str = ""
-    """End it at once for this reason, which the batches that it holds may have caused."""
-
-
-class MeetingPlace(msgspec.Struct, frozen=True, array_like=True, tag="meeting"):
-    """Agent to front end: the ranks of a worker that is spread over several hosts meet here."""
-
-    number: int
-    address: str
-    """An IP address."""
-    port: int
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True, tag="progress"):
@@ -237,7 +226,6 @@ ToFrontEnd = (
     | Refusal
     | Pulse
     | Progress
-    | MeetingPlace
     | WorkerStarted
     | WorkerNotStarted
     | WorkerEnded

@@ -89,11 +89,6 @@ class RemoteWorker:
         return future
 
     @property
-    def is_gone(self) -> bool:
-        """True once it has ended."""
-        return self._gone.done()
-
-    @property
     def is_settled(self) -> bool:
         """True once it has ended and holds nothing, so that nothing more can come from it."""
         return self._gone.done() and not self._held
@@ -107,10 +102,6 @@ class RemoteWorker:
         if not self._gone.done():
             self._link.order(StopWorker(self._number, grace_s))
             await asyncio.wait([self._gone], timeout=grace_s + _END_S)
-
-    def lose(self, reason: str) -> None:
-        """End it, since its group has lost a rank on another host; its batches may be to blame."""
-        self._link.order(StopWorker(self._number, 0.0, reason))
 
     def vitals(self) -> Vitals:
         """See `WorkerHandle.vitals`. What the agent tells is up to half a second old."""

@@ -44,37 +44,6 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostShare:
-    """The ranks of a split replica that one of several hosts is to run."""
-
-    host: str
-    """Name of the host."""
-    placement: Placement
-    """Placement of these ranks alone."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostPart:
-    """The ranks of a split replica that this host runs, and how they find those of other hosts."""
-
-    first: int
-    """Number of the first of these ranks, which have numbers in a row."""
-    placement: Placement
-    """Placement of these ranks alone."""
-    token: str
-    """Secret of the group."""
-    address: str = ""
-    """IP address of rank 0's host, where the ranks meet; the agent of that host finds its own."""
-    port: int = 0
-    door: int = -1
-    """Descriptor of the socket that listens there; only on rank 0's host, and only in its agent."""
-    own_address: str = ""
-    """IP address of this host, which its agent adds."""
-    interface: str = ""
-    """Network interface of that address, which its agent adds."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
     """Configuration of one worker.
 
@@ -85,12 +54,7 @@ class WorkerConfig:
     model: ModelConfig
     placement: Placement
     host: str = ""
-    """Name of the host of the cluster that runs it; "" is the host of the front end. Of a replica
-    that is spread over several hosts, all their names, with "+" between them."""
-    shares: tuple[HostShare, ...] = ()
-    """Hosts that a replica is spread over, in the order of its ranks; empty if it is not."""
-    part: HostPart | None = None
-    """Ranks that this host runs, if the replica is spread over several."""
+    """Name of the host of the cluster that runs it; "" is the host of the front end."""
     credit: int = 2
     """Batches that it may hold at once, and one more if it gets decoders; it computes
     `Placement.num_at_once` of them."""
@@ -123,22 +87,3 @@ class WorkerConfig:
     error_detail: ErrorDetail = "name"
     batch_timeout_s: float | None = None
     """Seconds after which a batch counts as hung; None derives them from the warm-up."""
-
-    @property
-    def hosts(self) -> tuple[str, ...]:
-        """Names of the hosts that run it; the first one has the lead."""
-        return tuple(share.host for share in self.shares) or (self.host,)
-
-    @property
-    def here(self) -> Placement:
-        """Placement of the ranks that this host runs: all of them if it is not spread."""
-        return self.part.placement if self.part is not None else self.placement
-
-    @property
-    def first_rank(self) -> int:
-        """Number of the first rank that this host runs."""
-        return self.part.first if self.part is not None else 0
-
-    def placement_of(self, rank: int) -> Placement:
-        """Return the placement of one rank that this host runs."""
-        return self.here.for_rank(rank - self.first_rank)

@@ -42,8 +42,6 @@ class RankHealth:
     part: str
     """The part of the model that it holds."""
     last_beat_age_s: float
-    host: str = ""
-    """The host of a cluster that runs it, if the worker is spread over several; else empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

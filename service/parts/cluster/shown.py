@@ -113,7 +113,7 @@ class ShownHosts:
             address=self.address,
             standby=self.standby(),
             hosts=[
-                _health(host, [s for s in slots if name in s.config.hosts]) for name, host in hosts
+                _health(host, [s for s in slots if s.config.host == name]) for name, host in hosts
             ],
             lost=[_lost_health(loss, self._now()) for loss in reversed(self._lost_lately())],
         )
@@ -129,9 +129,7 @@ class ShownHosts:
         for loss in self._lost_lately():
             if loss.state == "lost":
                 yield Reading(name="host_up", value=0, labels=(loss.host.facts.name,))
-        ready = Counter(
-            host for slot in slots if slot.state == "ready" for host in slot.config.hosts
-        )
+        ready = Counter(slot.config.host for slot in slots if slot.state == "ready")
         for name, host in self._connected.items():
             yield from _host_gauges(host, ready[name])
 
@@ -176,7 +174,6 @@ class ShownHosts:
 
 def _health(host: ConnectedHost, slots: Sequence[WorkerSlot]) -> HostHealth:
     facts, vitals = host.facts, host.vitals
-    own = [slot for slot in slots if facts.name in slot.config.hosts]
     has_told = bool(vitals.wall_time)
     return HostHealth(
         name=facts.name,
@@ -184,8 +181,8 @@ def _health(host: ConnectedHost, slots: Sequence[WorkerSlot]) -> HostHealth:
         state="silent" if host.is_silent else "connected",
         devices=facts.devices.describe(),
         epoch=host.epoch,
-        workers=len(own),
-        workers_ready=sum(slot.state == "ready" for slot in own),
+        workers=len(slots),
+        workers_ready=sum(slot.state == "ready" for slot in slots),
         version=facts.version,
         torch=facts.torch,
         python=facts.python,

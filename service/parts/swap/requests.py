@@ -8,6 +8,7 @@ from pydantic import Field, ValidationError
 from inferpool.service.errors import ConflictError, InvalidInputError
 from inferpool.service.settings.bounds import MAX_MODELS, Ratio, SecondsOrZero, Text
 from inferpool.service.settings.model import MODEL_NAME, ModelSettings, SettingsTable
+from inferpool.service.settings.names import GONE
 from inferpool.service.settings.problems import expected, shown
 from inferpool.service.settings.sources import did_you_mean
 
@@ -171,6 +172,8 @@ def _invalid(error: ValidationError) -> InvalidInputError:
         reason = each.get("ctx", {}).get("error")
         if name in SwapOptions.model_fields and each["type"] == "extra_forbidden":
             text = "is for another version of a model that is served"
+        elif name in GONE:
+            text = f"it {GONE[name]}"
         elif name not in fields:
             hint = did_you_mean(name, list(fields)).rstrip()
             text = f"there is no such setting{hint and '; '}{hint}"

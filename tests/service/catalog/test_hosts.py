@@ -51,7 +51,7 @@ class Hosted:
             str(slot.id)
             for pool in self.catalog.pools.values()
             for slot in pool.slots
-            if host in slot.config.hosts
+            if slot.config.host == host
         }
         for worker in self.engine.started:
             if str(worker.id) in gone and not worker.is_gone:

@@ -115,6 +115,11 @@ def test_wrong_settings_are_one_line_each_and_exit_2(command, tmp_path):
             "inferpool serve: there is no flag --prot; did you mean --port?",
         ),
         (
+            ["serve", "--spread"],
+            "inferpool serve: --spread is gone: leave it out; the devices of a replica are those "
+            "of one host",
+        ),
+        (
             ["serve", "--max-queue-length", "1"],
             "inferpool serve: there is no flag --max-queue-length, but a setting: "
             "`max_queue_length = ...` at the top of inferpool.toml, or the variable "

@@ -173,6 +173,11 @@ def test_a_model_named_like_a_built_in_source_needs_no_source(loading):
             '[models.a]\nsource = "echo"\nreplcas = 1',
             "models.a.replcas: there is no such setting; did you mean replicas?",
         ),
+        (
+            '[models.a]\nsource = "echo"\nspread = false',
+            "models.a.spread: it is gone: leave it out; the devices of a replica are those of one "
+            "host",
+        ),
         ("replicas = 2", "replicas: this setting belongs to a model: [models.NAME]"),
         (
             "[models.echo]\nport = 1",
@@ -269,6 +274,11 @@ def test_a_mistake_in_the_file_is_named_with_its_place(problems, toml, problem):
             "INFERPOOL_MODELS__ECHO__OPTIONS",
             "{a = 1}",
             "give each option by its own variable, INFERPOOL_MODELS__ECHO__OPTIONS__KEY",
+        ),
+        (
+            "INFERPOOL_MODELS__ECHO__SPREAD",
+            "true",
+            "it is gone: leave it out; the devices of a replica are those of one host",
         ),
         (
             "INFERPOOL_MODELS_ECHO_REPLICAS",

@@ -21,7 +21,7 @@ def test_a_setting_without_a_flag_has_its_variable_beside_it(name: str):
     "text",
     [
         "set cluster_port too",  # has a flag
-        "leave out spread",  # may be a word
+        "leave out share",  # may be a word
         "set arena_bytes (INFERPOOL_ARENA_BYTES)",
         "old_first=true, and INFERPOOL_ARENA_BYTES",
     ],

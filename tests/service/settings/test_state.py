@@ -66,6 +66,18 @@ def dotted_row(row):
     return ".".join(row[0]), row[1], row[2]
 
 
+def test_a_setting_that_is_gone_counts_only_if_it_was_used(started, tmp_path):
+    change(started(), "a", OTHER)
+    table = json.loads((tmp_path / STATE).read_text())
+    table["models"]["a"]["settings"]["spread"] = False
+    (tmp_path / STATE).write_text(json.dumps(table))
+    assert started().settings.models["a"].weights == "two"
+    table["models"]["a"]["settings"]["spread"] = True
+    (tmp_path / STATE).write_text(json.dumps(table))
+    with pytest.raises(StateFileError, match=r"models\.a\.settings: spread is gone: leave it out"):
+        started()
+
+
 def test_a_model_that_was_added_and_removed_leaves_nothing_in_the_file(started, tmp_path):
     loaded = started()
     change(loaded, "c", OTHER)

@@ -27,7 +27,7 @@ function shownOf(worker) {
   if (worker.restarts) facts.push(`life ${worker.incarnation + 1}`);
   const ranks = worker.ranks.map((rank) => ({
     rank: rank.rank,
-    device: [rank.host, rank.device, rank.device_name].filter(Boolean).join(" "),
+    device: [rank.device, rank.device_name].filter(Boolean).join(" "),
     holds: [bytes(rank.rss_bytes), rank.part].filter(Boolean).join(" · "),
   }));
   const { name, state, placement } = worker;

@@ -22,6 +22,8 @@ def test_no_word_means_a_setting_of_a_model_and_a_bound_of_a_swap():
         ({"share": "much"}, "share: 'much' is not a number from 0.001 to 1000"),
         ({"source": None}, "source: None is not a text in quotes of up to 4096 characters"),
         ({"options": [1]}, "options: [1] is not a table of up to 256 entries"),
+        ({"spread": True},
+         "spread: it is gone: leave it out; the devices of a replica are those of one host"),
         ({"x" * 999: 1}, "x" * 80 + ": there is no such setting"),
         ({"policy": "bold"},
          "policy: 'bold' is not \"verified\" or \"shadow\" or \"canary\" or \"force\""),
