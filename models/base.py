@@ -13,10 +13,9 @@ from inferpool.models.agreement import Tolerance, ValueTolerance
 from inferpool.models.errors import InputError, ModelError
 from inferpool.models.inputs import features_of
 from inferpool.models.item import Features, Item
-from inferpool.models.spec import MAX_IMAGE_PIXELS, Decoding, Placement, TensorSpec
+from inferpool.models.spec import MAX_IMAGE_PIXELS, Decoding, Placement, SplitReport, TensorSpec
 from inferpool.models.split.network import LoadIsOver, SplitNetwork, load_part, load_whole
 from inferpool.models.split.ranks import NetworkToSplit, Ranks
-from inferpool.models.split.report import SplitReport
 
 MAX_JSON_NUMBERS = 1 << 24
 """So many numbers take 640 MB as lists, and more than may be sent as JSON."""

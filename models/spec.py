@@ -82,6 +82,25 @@ class TensorHeader(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
+class RankPart(msgspec.Struct, frozen=True):
+    """The part of a network that one rank holds."""
+
+    rank: int
+    num_bytes: int
+    """Parameters and buffers, counted in the rank's own process."""
+    text: str
+    """A description for a person: "layer3 to fc", "1/2 of each of 36 matrices"."""
+
+
+class SplitReport(msgspec.Struct, frozen=True):
+    """How a network was split; a restarted replica is given it."""
+
+    cuts: tuple[str, ...] = ()
+    """Submodules that the stages of a pipeline begin with, but for the first stage."""
+    note: str = ""
+    """The reason, for a person."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
     """Devices that one replica runs on, and the host's cores that go with them."""

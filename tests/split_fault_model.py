@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from inferpool.models.item import Features, Item
-from inferpool.models.spec import Placement
+from inferpool.models.spec import Placement, RankPart, SplitReport
 from inferpool.models.split.network import LoadIsOver
 from inferpool.models.split.ranks import Ranks
-from inferpool.models.split.report import RankPart, SplitReport
 from tests.fault_model import ACTS, FaultModel
 
 

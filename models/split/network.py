@@ -13,10 +13,9 @@ from torch import nn
 
 from inferpool.models.errors import PassesThrough
 from inferpool.models.files.checkpoint import load_weights
-from inferpool.models.spec import Placement
+from inferpool.models.spec import Placement, RankPart, SplitReport
 from inferpool.models.split.pipeline import load_pipeline
 from inferpool.models.split.ranks import NetworkToSplit, Ranks
-from inferpool.models.split.report import RankPart, SplitReport
 from inferpool.models.split.tensor import load_tensor_parallel
 
 _POLL_S = 1.0

@@ -9,8 +9,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from inferpool.models.spec import Split
-from inferpool.models.split.report import SplitReport
+from inferpool.models.spec import Split, SplitReport
 from inferpool.models.split.tensor_plan import OwnPlan
 from inferpool.models.split.turnstile import BatchClock
 

@@ -1,27 +1,8 @@
-"""How a network is split, and what it takes, as told to people and to other processes. No torch."""
+"""Memory that a network takes, as told to people and to other processes. No torch."""
 
 import msgspec
 
 from inferpool.models.spec import Split
-
-
-class RankPart(msgspec.Struct, frozen=True):
-    """The part of a network that one rank holds."""
-
-    rank: int
-    num_bytes: int
-    """Parameters and buffers, counted in the rank's own process."""
-    text: str
-    """A description for a person: "layer3 to fc", "1/2 of each of 36 matrices"."""
-
-
-class SplitReport(msgspec.Struct, frozen=True):
-    """How a network was split; a restarted replica is given it."""
-
-    cuts: tuple[str, ...] = ()
-    """Submodules that the stages of a pipeline begin with, but for the first stage."""
-    note: str = ""
-    """The reason, for a person."""
 
 
 class Way(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from inferpool.models.speed.names import SpeedReport
-from inferpool.models.split.report import SplitReport
 from inferpool.service.errors import GivenUpError, ServiceError, UnavailableError
 from inferpool.service.parts.turns.gate import DeviceGate, GateMember
 from inferpool.service.queue.dispatcher import Dispatcher
@@ -32,7 +31,7 @@ from inferpool.workers.shared.config import REFUSED, WorkerConfig
 from inferpool.workers.shared.messages import UNREADABLE, ItemRef
 
 if TYPE_CHECKING:
-    from inferpool.models.spec import TensorSpec
+    from inferpool.models.spec import SplitReport, TensorSpec
 
 logger = logging.getLogger(__name__)
 
@@ -377,7 +376,7 @@ class Pool:
         logger.log(level, "%s speed: %s", self.name, speed.text())
         logger.debug("%s tried: %s", slot.id, speed.note, extra=slot.id.log_fields)
 
-    def _tell_split(self, slot: WorkerSlot, split: SplitReport) -> None:
+    def _tell_split(self, slot: WorkerSlot, split: "SplitReport") -> None:
         """Log which rank holds which part, once per model as long as that stays the same."""
         assert slot.handle is not None
         ranks = slot.handle.vitals().ranks

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
-from inferpool.models.split.report import RankPart
+from inferpool.models.spec import RankPart
 from inferpool.workers.shared.config import WorkerConfig
 from inferpool.workers.shared.messages import BatchDone, ItemRef, Ready
 

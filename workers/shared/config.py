@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from inferpool.models.spec import MAX_IMAGE_PIXELS, Placement
+from inferpool.models.spec import MAX_IMAGE_PIXELS, Placement, SplitReport
 from inferpool.models.speed.names import SpeedReport
-from inferpool.models.split.report import SplitReport
 
 ErrorDetail = Literal["name", "text", "traceback"]
 """Detail of a model's exceptions in answers to clients: only the type, the text too, or all."""

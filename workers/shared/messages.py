@@ -14,9 +14,8 @@ from typing import Literal
 import msgspec
 
 from inferpool.models.files.opened import FileMark
-from inferpool.models.spec import TensorHeader, TensorSpec
+from inferpool.models.spec import RankPart, SplitReport, TensorHeader, TensorSpec
 from inferpool.models.speed.names import SpeedReport
-from inferpool.models.split.report import RankPart, SplitReport
 from inferpool.workers.shared.config import CheckReport
 
 Kind = Literal["image", "bytes", "json", "tensors"]

@@ -16,9 +16,8 @@ from inferpool.models.accelerator.failures import is_out_of_memory
 from inferpool.models.base import Model, load_model
 from inferpool.models.errors import ModelError, OutOfStepError, RankError
 from inferpool.models.files.checkpoint import StoredWeights
-from inferpool.models.spec import Placement, Split
+from inferpool.models.spec import Placement, RankPart, Split, SplitReport
 from inferpool.models.split.network import serve
-from inferpool.models.split.report import RankPart, SplitReport
 from inferpool.workers.host.forked import ForkedProcess
 from inferpool.workers.host.local import start_forkserver
 from inferpool.workers.ranks.group import Group

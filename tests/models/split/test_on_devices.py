@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from inferpool.models.spec import RankPart, SplitReport
 from inferpool.models.split.packing import pack
 from inferpool.models.split.pipeline import Pipeline
-from inferpool.models.split.report import RankPart, SplitReport
 from tests.busy_stages import BUSY_S, BusyStage, busy_pair, rows_for
 from tests.models.split import networks
 from tests.models.split.rank_processes import RaisedError, RankProcesses

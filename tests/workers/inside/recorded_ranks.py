@@ -26,9 +26,8 @@ import inferpool.models.split.turnstile
 import inferpool.workers.inside.overlap
 import inferpool.workers.ranks.group
 from inferpool.models.accelerator.order import OwnStream
-from inferpool.models.spec import Placement
+from inferpool.models.spec import Placement, RankPart, SplitReport
 from inferpool.models.split.pipeline import Pipeline
-from inferpool.models.split.report import RankPart, SplitReport
 from inferpool.models.split.turnstile import FairLock
 from inferpool.workers.inside.overlap import ModelLock, OverlappingBatches
 from inferpool.workers.ranks.group import Group
