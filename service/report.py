@@ -7,10 +7,7 @@ from dataclasses import dataclass, replace
 
 from inferpool.service.api.routes.health import (
     CheckHealth,
-    DecoderHealth,
-    ForkserverHealth,
     FrontHealth,
-    GpuHealth,
     HealthReport,
     HostHealth,
     HostStatus,
@@ -19,7 +16,6 @@ from inferpool.service.api.routes.health import (
     LastEnding,
     LostHostHealth,
     ModelHealth,
-    RankHealth,
     RestartHealth,
     SpeedSearchHealth,
     SplitHealth,
@@ -29,8 +25,7 @@ from inferpool.service.parts.speed import SearchProgress, SpeedSearch
 from inferpool.service.parts.swap.routes import ModelInfo
 from inferpool.service.queue.pool import Pool
 from inferpool.service.telemetry.versions import version_of
-from inferpool.workers.host.engine import DecoderVitals, ForkserverVitals, RankVitals, Vitals
-from inferpool.workers.host.gpu_watch import GpuVitals
+from inferpool.workers.host.engine import ForkserverHealth, GpuHealth, Vitals
 from inferpool.workers.host.slots import WorkerSlot
 
 
@@ -53,9 +48,9 @@ _VERSIONS = {name: version_of(name) for name in ("inferpool", "torch")}
 def report_of(
     models: Sequence[tuple[ModelInfo, Sequence[Pool]]],
     fronts: Sequence[FrontHealth],
-    gpus: Sequence[GpuVitals],
+    gpus: Sequence[GpuHealth],
     speed_search: SpeedSearch,
-    forkserver: ForkserverVitals | None,
+    forkserver: ForkserverHealth | None,
     *,
     is_draining: bool,
     cluster: ClusterReport = NO_CLUSTER,
@@ -71,8 +66,8 @@ def report_of(
         draining=is_draining,
         models=told,
         fronts=fronts,
-        gpus=[gpu_health(gpu) for gpu in gpus],
-        forkserver=forkserver_health(forkserver) if forkserver else None,
+        gpus=gpus,
+        forkserver=forkserver,
         job_store=job_store,
         version=_VERSIONS["inferpool"],
         torch=_VERSIONS["torch"],
@@ -173,8 +168,8 @@ def _worker_health(slot: WorkerSlot) -> WorkerHealth:
         restarts=slot.num_restarts,
         placement=slot.config.placement.split or "replicate",
         threads=slot.config.placement.num_threads,
-        ranks=[_rank_health(rank) for rank in vitals.ranks] if vitals else [],
-        decoders=[_decoder_health(each) for each in vitals.decoders] if vitals else [],
+        ranks=vitals.ranks if vitals else [],
+        decoders=vitals.decoders if vitals else [],
         split=SplitHealth(cuts=split.cuts, note=split.note) if split else None,
         speed=speed.preset if speed else None,
         speed_gain=round(speed.gain, 2) if speed else None,
@@ -196,55 +191,6 @@ def _reason(slot: WorkerSlot, vitals: Vitals | None) -> str:
         failure = vitals.failure if vitals else ""
         return f"it failed on a sample of its own: {failure}" if failure else ""
     return slot.stage if slot.state == "starting" else slot.reason
-
-
-def forkserver_health(vitals: ForkserverVitals) -> ForkserverHealth:
-    """Return what is shown of a forkserver."""
-    return ForkserverHealth(
-        state="ready" if vitals.is_ready else "starting",
-        pid=vitals.pid,
-        incarnation=vitals.incarnation,
-    )
-
-
-def gpu_health(gpu: GpuVitals) -> GpuHealth:
-    """Return what is shown of a GPU."""
-    return GpuHealth(
-        index=gpu.index,
-        uuid=gpu.uuid,
-        name=gpu.name,
-        up=gpu.is_up,
-        memory_bytes=gpu.memory_bytes,
-        memory_used_bytes=gpu.used_bytes,
-        utilization=gpu.utilization,
-        temperature_c=gpu.temperature_c,
-        power_w=gpu.power_w,
-        xid_errors=gpu.num_xid_errors,
-        last_xid=gpu.last_xid,
-    )
-
-
-def _rank_health(rank: RankVitals) -> RankHealth:
-    return RankHealth(
-        rank=rank.rank,
-        pid=rank.pid,
-        device=rank.device,
-        device_name=rank.device_name,
-        rss_bytes=rank.rss_bytes,
-        part_bytes=rank.part.num_bytes if rank.part else 0,
-        part=rank.part.text if rank.part else "",
-        last_beat_age_s=round(rank.last_beat_age_s, 3),
-    )
-
-
-def _decoder_health(decoder: DecoderVitals) -> DecoderHealth:
-    return DecoderHealth(
-        number=decoder.seat,
-        pid=decoder.pid,
-        rss_bytes=decoder.rss_bytes,
-        num_decoded=decoder.num_done,
-        restarts=decoder.num_restarts,
-    )
 
 
 def _last_ending(slot: WorkerSlot) -> LastEnding | None:

@@ -35,7 +35,7 @@ from inferpool.service.telemetry.metrics import Metrics, Reading, gpu_gauges
 from inferpool.workers.beside.searching import search
 from inferpool.workers.host.device_memory import DeviceMemory
 from inferpool.workers.host.devices import Host
-from inferpool.workers.host.engine import Engine, ForkserverVitals
+from inferpool.workers.host.engine import Engine, ForkserverHealth
 from inferpool.workers.host.gpu_watch import GpuWatch
 from inferpool.workers.host.local import LocalEngine
 from inferpool.workers.host.slots import WorkerSlot
@@ -58,7 +58,7 @@ class ClosableEngine(Engine, Protocol):
     async def close(self) -> None:
         """Remove everything it made. Starts are over."""
 
-    def forkserver_vitals(self) -> ForkserverVitals | None:
+    def forkserver_vitals(self) -> ForkserverHealth | None:
         """Return the state of the process that forks workers; None if there is none."""
 
 

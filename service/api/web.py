@@ -5,6 +5,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import is_dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -58,7 +59,7 @@ logger = logging.getLogger(__name__)
 
 _REFUSALS_PER_S = 5
 """Refused admin calls that are logged one by one."""
-_PACKAGE = "inferpool."
+_PACKAGE, _WORKERS = "inferpool.", "inferpool.workers."
 _DOCUMENT_PATH = "/openapi.json"
 _ASSETS_PATH = "/docs/assets"
 _REPEATABLE = b"vary"
@@ -293,7 +294,10 @@ def _modules_of(routers: Sequence[APIRouter]) -> frozenset[ModuleType]:
     routes = [each for router in routers for each in router.routes if isinstance(each, APIRoute)]
     parts = [part for route in routes for part in (route.endpoint, route.response_model)]
     names = {getattr(part, "__module__", "") for part in parts}
-    return frozenset(sys.modules[name] for name in names if name.startswith(_PACKAGE))
+    modules = {sys.modules[name] for name in names if name.startswith(_PACKAGE)}
+    shown = (each for module in modules for each in vars(module).values() if is_dataclass(each))
+    states = {each.__module__ for each in shown if each.__module__.startswith(_WORKERS)}
+    return frozenset(modules | {sys.modules[name] for name in states})
 
 
 def _log_more_refusals(num: int) -> None:

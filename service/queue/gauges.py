@@ -6,7 +6,7 @@ from typing import get_args
 
 from inferpool.service.queue.pool import Pool
 from inferpool.service.telemetry.metrics import Reading
-from inferpool.workers.host.engine import RankVitals, WorkerHandle
+from inferpool.workers.host.engine import RankHealth, WorkerHandle
 from inferpool.workers.host.slots import State
 
 
@@ -58,11 +58,9 @@ def _worker_gauges(labels: tuple[str, str], worker: WorkerHandle) -> Iterator[Re
     yield from _rank_gauges(labels, vitals.ranks)
 
 
-def _rank_gauges(labels: tuple[str, str], ranks: Sequence[RankVitals]) -> Iterator[Reading]:
+def _rank_gauges(labels: tuple[str, str], ranks: Sequence[RankHealth]) -> Iterator[Reading]:
     for rank in ranks:
         named = (*labels, str(rank.rank))
         yield Reading(name="worker_rank_resident_memory_bytes", value=rank.rss_bytes, labels=named)
-        if rank.part is not None:
-            yield Reading(
-                name="worker_rank_parameter_bytes", value=rank.part.num_bytes, labels=named
-            )
+        if rank.part:
+            yield Reading(name="worker_rank_parameter_bytes", value=rank.part_bytes, labels=named)

@@ -21,7 +21,7 @@ from inferpool.service.queue.instance import Buffer, CanaryShare, Instance, Inst
 from inferpool.service.queue.numbers import SlotNumbers
 from inferpool.service.queue.replacer import Replacer
 from inferpool.service.telemetry.metrics import ModelMetrics
-from inferpool.workers.host.engine import Cause, Engine, RankVitals, WorkerHandle, WorkerId
+from inferpool.workers.host.engine import Cause, Engine, RankHealth, WorkerHandle, WorkerId
 from inferpool.workers.host.replica_files import ReplicaFiles
 from inferpool.workers.host.restart_policy import RestartPolicy
 from inferpool.workers.host.shared_check import SharedCheck
@@ -384,7 +384,7 @@ class Pool:
         level = logging.DEBUG if parts == self._told_parts else logging.INFO
         self._told_parts = parts
         note = split.note
-        for text in {rank.part.text for rank in ranks if rank.part}:
+        for text in {rank.part for rank in ranks if rank.part}:
             note = note.removeprefix(text).removeprefix("; ")
         why = f"; {note}" if note else ""
         how = slot.config.placement.split
@@ -418,8 +418,8 @@ class Pool:
         )
 
 
-def _part_text(rank: RankVitals) -> str:
-    if rank.part is None:
+def _part_text(rank: RankHealth) -> str:
+    if not rank.part:
         return f"rank {rank.rank} on {rank.device}"
-    mib = rank.part.num_bytes / (1 << 20)
-    return f"rank {rank.rank} on {rank.device} holds {mib:,.1f} MiB ({rank.part.text})"
+    mib = rank.part_bytes / (1 << 20)
+    return f"rank {rank.rank} on {rank.device} holds {mib:,.1f} MiB ({rank.part})"

@@ -22,8 +22,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from inferpool.service.telemetry.distribution import Bucket, Distribution, Exemplars
-from inferpool.workers.host.engine import Cause
-from inferpool.workers.host.gpu_watch import GpuVitals
+from inferpool.workers.host.engine import Cause, GpuHealth
 
 logger = logging.getLogger(__name__)
 
@@ -375,19 +374,19 @@ def recorder(metrics: Callable[[str], ModelMetrics]) -> Callable[[str, int, floa
     return on_done
 
 
-def gpu_gauges(gpus: Iterable[GpuVitals], *host: str) -> Iterator[Reading]:
+def gpu_gauges(gpus: Iterable[GpuHealth], *host: str) -> Iterator[Reading]:
     """Yield what is known of each GPU of this host, or of another one if that is named."""
     for gpu in gpus:
         labels = (str(gpu.index), gpu.uuid, *host)
         for name, value in (
-            ("up", gpu.is_up),
+            ("up", gpu.up),
             ("memory_bytes", gpu.memory_bytes),
-            ("memory_used_bytes", gpu.used_bytes),
+            ("memory_used_bytes", gpu.memory_used_bytes),
             ("utilization_ratio", gpu.utilization),
             ("temperature_celsius", gpu.temperature_c),
             ("power_watts", gpu.power_w),
             ("last_xid", gpu.last_xid),
-            ("xid_errors", gpu.num_xid_errors),
+            ("xid_errors", gpu.xid_errors),
         ):
             if value is not None:
                 yield Reading(name=f"gpu_{name}", value=value, labels=labels)

@@ -296,7 +296,7 @@ async def _serve(num: int, secs: float, warm_s: float) -> dict[str, float]:
         batch = [ItemRef("image", offset, len(photo), math.inf)] * _BATCH
         await _load(worker, batch, warm_s)
         until = time.perf_counter() + _READY_S
-        while sum(each.num_done > 0 for each in worker.vitals().decoders) < num:
+        while sum(each.num_decoded > 0 for each in worker.vitals().decoders) < num:
             if time.perf_counter() > until:
                 raise BenchError(f"not all of {num} decoders have begun within {_READY_S:g} s")
             await _load(worker, batch, _TURN_S)

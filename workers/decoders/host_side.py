@@ -24,7 +24,7 @@ import msgspec
 
 from inferpool.workers.decoders.decoder_process import decode
 from inferpool.workers.decoders.ring import NewDecoder, NewRing, RingLayout
-from inferpool.workers.host.engine import DecoderVitals, WorkerId, WorkerPeriods
+from inferpool.workers.host.engine import DecoderHealth, WorkerId, WorkerPeriods
 from inferpool.workers.host.observed import OomKills
 from inferpool.workers.host.rank_process import RankProcess
 from inferpool.workers.shared.backoff import Backoff
@@ -149,15 +149,15 @@ class DecoderHost:
         for decoder in self._living.values():
             decoder.look()
 
-    def vitals(self) -> list[DecoderVitals]:
+    def vitals(self) -> list[DecoderHealth]:
         """Return the state of those that run."""
         return [
-            DecoderVitals(
-                seat=seat,
+            DecoderHealth(
+                number=seat,
                 pid=decoder.pid,
                 rss_bytes=decoder.rss_bytes,
-                num_done=decoder.heartbeat.num_batches,
-                num_restarts=self._num_starts[seat] - 1,
+                num_decoded=decoder.heartbeat.num_batches,
+                restarts=self._num_starts[seat] - 1,
             )
             for seat, decoder in sorted(self._living.items())
         ]

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
-from inferpool.models.spec import RankPart
 from inferpool.workers.shared.config import WorkerConfig
 from inferpool.workers.shared.messages import BatchDone, ItemRef, Ready
 
@@ -78,43 +77,66 @@ USUAL_PERIODS = WorkerPeriods()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ForkserverVitals:
-    """State of the forkserver, as seen from outside."""
+class ForkserverHealth:
+    """The process that forks workers. They outlive it."""
 
+    state: str
+    """`starting`, while it imports torch, or `ready`."""
     pid: int
-    is_ready: bool
-    """True once it has imported torch and forks at once."""
     incarnation: int
-    """Number of its restarts."""
+    """Counts its lives, from 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankVitals:
-    """State of one process of a split replica, as seen from outside."""
+class GpuHealth:
+    """One GPU that workers may use, or one slice of it; null where the driver tells nothing."""
+
+    index: int
+    uuid: str
+    name: str
+    up: bool
+    """The driver answers for it."""
+    memory_bytes: int
+    memory_used_bytes: int | None
+    """Memory of all processes, also of other programs."""
+    utilization: float | None
+    """The share of the time in which something ran on it, from 0 to 1."""
+    temperature_c: float | None
+    power_w: float | None
+    xid_errors: int | None
+    """Critical errors that the driver has reported since the service started."""
+    last_xid: int
+    """NVIDIA's number of the last of them; 0 for none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankHealth:
+    """One process of a worker whose model is split."""
 
     rank: int
+    """0 leads: it is given the batches."""
     pid: int
     device: str
-    """Name of the device on this host: "cuda:GPU-5f...", "cpu"."""
     device_name: str
-    """Kind of device: "NVIDIA H100 80GB HBM3", "cpu"; empty while it loads."""
+    """The device's model."""
     rss_bytes: int
+    part_bytes: int
+    """Bytes of the parameters and buffers that it holds."""
+    part: str
+    """The part of the model that it holds."""
     last_beat_age_s: float
-    part: RankPart | None
-    """Part of the model that it holds; None while it loads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecoderVitals:
-    """State of one decoder of a worker, as seen from outside."""
+class DecoderHealth:
+    """One process that decodes and resizes for a worker."""
 
-    seat: int
-    """Number among the decoders of its worker, which restarts keep."""
+    number: int
     pid: int
     rss_bytes: int
-    num_done: int
+    num_decoded: int
     """Instances that it has prepared."""
-    num_restarts: int
+    restarts: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,9 +155,9 @@ class Vitals:
     """Error of its last canary; empty if it gave a good answer to that, or to a batch since."""
     batch_age_s: float = 0.0
     """Seconds for which it has computed its present batch; 0 if it has none."""
-    ranks: Sequence[RankVitals] = ()
+    ranks: Sequence[RankHealth] = ()
     """Processes of a split replica; empty for others."""
-    decoders: Sequence[DecoderVitals] = ()
+    decoders: Sequence[DecoderHealth] = ()
     """Processes that prepare instances for it."""
 
 

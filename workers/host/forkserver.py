@@ -24,7 +24,7 @@ from pathlib import Path
 import psutil
 
 from inferpool.workers.beside.forkserver_process import ANSWER, IGNORED_SIGNALS, MAX_DESCRIPTORS
-from inferpool.workers.host.engine import ForkserverVitals
+from inferpool.workers.host.engine import ForkserverHealth
 from inferpool.workers.host.error_guard import ErrorGuard
 from inferpool.workers.host.observed import describe_exit
 from inferpool.workers.host.orphans import Orphans, adopt_orphans
@@ -257,11 +257,13 @@ class Forkserver:
         """Process number."""
         return self.process.pid
 
-    def vitals(self) -> ForkserverVitals:
+    def vitals(self) -> ForkserverHealth:
         """Return its present state."""
         process = self.process
-        return ForkserverVitals(
-            pid=process.pid, is_ready=process.is_ready, incarnation=self._incarnation
+        return ForkserverHealth(
+            state="ready" if process.is_ready else "starting",
+            pid=process.pid,
+            incarnation=self._incarnation,
         )
 
     def keep(self) -> None:

@@ -8,9 +8,10 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
+from inferpool.workers.host.engine import GpuHealth
 from inferpool.workers.host.error_guard import ErrorGuard
 from inferpool.workers.host.gpus import Gpu
 
@@ -21,29 +22,6 @@ _SILENCE_S = 30.0
 """Seconds without an answer of the driver after which all GPUs count as down."""
 _LOST = ("NVML_ERROR_GPU_IS_LOST", "NVML_ERROR_RESET_REQUIRED", "NVML_ERROR_UNKNOWN")
 _Answer = TypeVar("_Answer")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuVitals:
-    """Present state of one GPU or MIG slice. Values that NVML does not know are None."""
-
-    index: int
-    uuid: str
-    name: str
-    is_up: bool
-    """True if the driver can access it."""
-    memory_bytes: int
-    used_bytes: int | None = None
-    """Memory used by all processes, ours and others'."""
-    utilization: float | None = None
-    """Share of the time in which a kernel ran on it."""
-    temperature_c: float | None = None
-    power_w: float | None = None
-    num_xid_errors: int | None = None
-    """Critical errors that the driver has reported since the service started. Not every
-    driver reports them."""
-    last_xid: int = 0
-    """Number of the last such error; 0 if there was none."""
 
 
 class GpuWatch:
@@ -61,7 +39,7 @@ class GpuWatch:
         self._nvml = nvml
         self._every_s = every_s
         self._over = threading.Event()
-        self._read: Sequence[GpuVitals] = ()
+        self._read: Sequence[GpuHealth] = ()
         """Last states. The thread replaces the whole sequence."""
         self._read_at = time.monotonic()
         self._num_xids: Counter[str] = Counter()
@@ -79,7 +57,7 @@ class GpuWatch:
         """End the watch, without waiting for an answer that may never come."""
         self._over.set()
 
-    def vitals(self) -> list[GpuVitals]:
+    def vitals(self) -> list[GpuHealth]:
         """Return the last state of each GPU. Any thread may call it."""
         if time.monotonic() - self._read_at >= _SILENCE_S:
             return [self._absent(gpu) for gpu in self._gpus]
@@ -134,7 +112,7 @@ class GpuWatch:
             self._num_xids[uuid] += 1
             self._last_xids[uuid] = xid
 
-    def _vitals_of(self, gpu: Gpu) -> GpuVitals:
+    def _vitals_of(self, gpu: Gpu) -> GpuHealth:
         nvml = self._nvml
         try:
             handle = nvml.nvmlDeviceGetHandleByUUID(gpu.uuid)
@@ -150,8 +128,8 @@ class GpuWatch:
         percent = self._ask(lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
         return replace(
             self._absent(gpu),
-            is_up=True,
-            used_bytes=used_bytes,
+            up=True,
+            memory_used_bytes=used_bytes,
             utilization=None if percent is None else percent / 100,
             temperature_c=self._ask(
                 lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)
@@ -159,14 +137,18 @@ class GpuWatch:
             power_w=None if milliwatts is None else milliwatts / 1000,
         )
 
-    def _absent(self, gpu: Gpu) -> GpuVitals:
-        return GpuVitals(
+    def _absent(self, gpu: Gpu) -> GpuHealth:
+        return GpuHealth(
             index=gpu.index,
             uuid=gpu.uuid,
             name=gpu.name,
-            is_up=False,
+            up=False,
             memory_bytes=gpu.memory_bytes,
-            num_xid_errors=self._num_xids[_whole(gpu)] if _whole(gpu) in self._heard else None,
+            memory_used_bytes=None,
+            utilization=None,
+            temperature_c=None,
+            power_w=None,
+            xid_errors=self._num_xids[_whole(gpu)] if _whole(gpu) in self._heard else None,
             last_xid=self._last_xids.get(_whole(gpu), 0),
         )
 

@@ -22,7 +22,7 @@ from inferpool.models.speed.attempts import forget_load
 from inferpool.workers.host import forkserver
 from inferpool.workers.host.engine import (
     USUAL_PERIODS,
-    ForkserverVitals,
+    ForkserverHealth,
     WorkerId,
     WorkerPeriods,
 )
@@ -118,7 +118,7 @@ class LocalEngine:
         """Forkserver; None before the first start, and on hosts that have none."""
         self._launches: set[Task[None]] = set()
 
-    def forkserver_vitals(self) -> ForkserverVitals | None:
+    def forkserver_vitals(self) -> ForkserverHealth | None:
         """Return the state of the forkserver; None if there is none (yet)."""
         return self._forkserver.vitals() if self._forkserver else None
 

@@ -6,7 +6,7 @@ import signal
 from asyncio import Future
 from collections.abc import Iterator
 
-from inferpool.workers.host.engine import Ending, RankVitals, WorkerId, WorkerPeriods
+from inferpool.workers.host.engine import Ending, RankHealth, WorkerId, WorkerPeriods
 from inferpool.workers.host.observed import OomKills
 from inferpool.workers.host.rank_process import RankProcess
 from inferpool.workers.ranks.wiring import Wiring
@@ -60,16 +60,18 @@ class RankedWorker:
         """Return the message in which a process announced that it was ready."""
         return self._followers.get(rank.number)
 
-    def _vitals_of(self, rank: RankProcess) -> RankVitals:
+    def _vitals_of(self, rank: RankProcess) -> RankHealth:
         said = self._said_by(rank)
-        return RankVitals(
+        part = said.part if said else None
+        return RankHealth(
             rank=rank.number,
             pid=rank.pid,
             device=self._device_names[rank.number],
             device_name=said.device if said else "",
             rss_bytes=rank.rss_bytes,
-            last_beat_age_s=0.0 if self._gone.done() else rank.heartbeat.age_s,
-            part=said.part if said else None,
+            part_bytes=part.num_bytes if part else 0,
+            part=part.text if part else "",
+            last_beat_age_s=0.0 if self._gone.done() else round(rank.heartbeat.age_s, 3),
         )
 
     def _with_rank(self, rank: RankProcess, text: str) -> str:

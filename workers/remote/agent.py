@@ -11,7 +11,7 @@ import ssl
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from inferpool.workers.host.gpu_watch import GpuVitals
+from inferpool.workers.host.engine import GpuHealth
 from inferpool.workers.remote.hosted import HostedWorkers
 from inferpool.workers.remote.joining import Address, Dialer, Joined, RefusedError
 from inferpool.workers.remote.link import HostLink, Mailbox
@@ -51,7 +51,7 @@ class Agent:
         dialer: Dialer,
         arena: Arena,
         workers: HostedWorkers,
-        gpus: Callable[[], Sequence[GpuVitals]] = tuple,
+        gpus: Callable[[], Sequence[GpuHealth]] = tuple,
         grace_s: float = 30.0,
         dialing: Dialing | None = None,
     ) -> None:

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from inferpool.models.files.opened import FileMark, mark_of
 from inferpool.models.spec import Placement
-from inferpool.workers.host.engine import ForkserverVitals, WorkerHandle, WorkerId
+from inferpool.workers.host.engine import ForkserverHealth, WorkerHandle, WorkerId
 from inferpool.workers.host.replica_files import with_digests
 from inferpool.workers.shared.config import WorkerConfig
 
@@ -34,7 +34,7 @@ class HostEngine(Protocol):
     ) -> WorkerHandle:
         """See `Engine.start`."""
 
-    def forkserver_vitals(self) -> ForkserverVitals | None:
+    def forkserver_vitals(self) -> ForkserverHealth | None:
         """Return the state of the process that forks workers."""
 
     async def close(self) -> None:
@@ -99,7 +99,7 @@ class HostedWorkers:
         self._digests: dict[FileMark, bytes] = {}
 
     @property
-    def forkserver(self) -> ForkserverVitals | None:
+    def forkserver(self) -> ForkserverHealth | None:
         """State of the forkserver."""
         return self._engine.forkserver_vitals()
 

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from inferpool.workers.host.engine import Ending
-from inferpool.workers.host.gpu_watch import GpuVitals
+from inferpool.workers.host.engine import Ending, GpuHealth
 from inferpool.workers.remote.hosted import HostedWorker, HostedWorkers
 from inferpool.workers.remote.lease import BEAT_S, LEASE_S, Lease
 from inferpool.workers.remote.link import HostLink, LinkListener
@@ -77,7 +76,7 @@ class AgentSession(LinkListener[ToAgent]):
         link: HostLink[ToAgent],
         arena: Arena,
         workers: HostedWorkers,
-        gpus: Callable[[], Sequence[GpuVitals]],
+        gpus: Callable[[], Sequence[GpuHealth]],
     ) -> None:
         """Take over a connection.
 

@@ -13,8 +13,7 @@ from typing import Literal
 import msgspec
 
 from inferpool.workers.host.devices import Host
-from inferpool.workers.host.engine import Ending, ForkserverVitals, Vitals, WorkerId
-from inferpool.workers.host.gpu_watch import GpuVitals
+from inferpool.workers.host.engine import Ending, ForkserverHealth, GpuHealth, Vitals, WorkerId
 from inferpool.workers.shared.config import WorkerConfig
 from inferpool.workers.shared.messages import (
     MAX_FRAME_BYTES,
@@ -62,12 +61,12 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
 class HostVitals(msgspec.Struct, frozen=True, kw_only=True):
     """State of a host, as its agent sees it."""
 
-    forkserver: ForkserverVitals | None = None
+    forkserver: ForkserverHealth | None = None
     arena_bytes: int = 0
     arena_used_bytes: int = 0
     wall_time: float = 0.0
     """Seconds of the Unix epoch by the clock of the host; 0.0 if it has told nothing yet."""
-    gpus: list[GpuVitals] = []
+    gpus: list[GpuHealth] = []
 
 
 class Challenge(msgspec.Struct, frozen=True, array_like=True, tag="challenge"):

@@ -11,6 +11,7 @@ from inferpool.service.api.codecs.body import joined
 from inferpool.service.api.errors import problem_response
 from inferpool.service.errors import UnavailableError
 from inferpool.service.parts.swap.routes import VersionInfo
+from inferpool.workers.host.engine import DecoderHealth, ForkserverHealth, GpuHealth, RankHealth
 
 HostStatus = Literal["starting", "ready", "degraded", "unavailable", "draining"]
 
@@ -24,36 +25,6 @@ class LastEnding:
     `start`."""
     reason: str
     age_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankHealth:
-    """One process of a worker whose model is split."""
-
-    rank: int
-    """0 leads: it is given the batches."""
-    pid: int
-    device: str
-    device_name: str
-    """The device's model."""
-    rss_bytes: int
-    part_bytes: int
-    """Bytes of the parameters and buffers that it holds."""
-    part: str
-    """The part of the model that it holds."""
-    last_beat_age_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecoderHealth:
-    """One process that decodes and resizes for a worker."""
-
-    number: int
-    pid: int
-    rss_bytes: int
-    num_decoded: int
-    """Instances that it has prepared."""
-    restarts: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,39 +172,6 @@ class FrontHealth:
     restarts: int = 0
     reason: str = ""
     """Why it is not up, or was not before."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForkserverHealth:
-    """The process that forks workers. They outlive it."""
-
-    state: str
-    """`starting`, while it imports torch, or `ready`."""
-    pid: int
-    incarnation: int
-    """Counts its lives, from 0."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuHealth:
-    """One GPU that workers may use, or one slice of it; null where the driver tells nothing."""
-
-    index: int
-    uuid: str
-    name: str
-    up: bool
-    """The driver answers for it."""
-    memory_bytes: int
-    memory_used_bytes: int | None
-    """Memory of all processes, also of other programs."""
-    utilization: float | None
-    """The share of the time in which something ran on it, from 0 to 1."""
-    temperature_c: float | None
-    power_w: float | None
-    xid_errors: int | None
-    """Critical errors that the driver has reported since the service started."""
-    last_xid: int
-    """NVIDIA's number of the last of them; 0 for none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

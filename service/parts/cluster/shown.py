@@ -13,7 +13,7 @@ from inferpool.service.api.errors import NotFoundError
 from inferpool.service.api.routes.health import HostHealth, LostHostHealth
 from inferpool.service.errors import ConflictError, UnavailableError
 from inferpool.service.parts.admin.routes import HostSpeed
-from inferpool.service.report import ClusterReport, forkserver_health, gpu_health
+from inferpool.service.report import ClusterReport
 from inferpool.service.telemetry.metrics import Reading, gpu_gauges
 from inferpool.workers.host.slots import WorkerSlot
 from inferpool.workers.remote.wire import HostFacts, HostVitals
@@ -193,8 +193,8 @@ def _health(host: ConnectedHost, slots: Sequence[WorkerSlot]) -> HostHealth:
         clock_offset_s=round(host.clock_offset_s, 4) if has_told else None,
         arena_bytes=vitals.arena_bytes,
         arena_used_bytes=vitals.arena_used_bytes,
-        forkserver=forkserver_health(vitals.forkserver) if vitals.forkserver else None,
-        gpus=[gpu_health(gpu) for gpu in vitals.gpus],
+        forkserver=vitals.forkserver,
+        gpus=vitals.gpus,
     )
 
 

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from prometheus_client.openmetrics.parser import (
     text_string_to_metric_families as parse_openmetrics,
@@ -13,7 +15,7 @@ from inferpool.service.telemetry.metrics import (
     Reading,
     gpu_gauges,
 )
-from inferpool.workers.host.gpu_watch import GpuVitals
+from tests.page_states import gpu
 
 
 @pytest.fixture
@@ -148,15 +150,11 @@ def test_the_format_follows_the_accept_header_whatever_it_holds(metrics, accept,
 
 
 def test_a_gpu_that_is_lost_is_shown_with_what_is_known_of_it(metrics):
-    lost = GpuVitals(
-        index=1, uuid="b", name="H100", is_up=False, memory_bytes=80, num_xid_errors=1, last_xid=79
-    )
-    well = GpuVitals(
-        index=0, uuid="a", name="H100", is_up=True, memory_bytes=80, used_bytes=7, utilization=0.5
-    )
+    lost = replace(gpu(1), uuid="b", up=False, memory_used_bytes=None, xid_errors=1, last_xid=79)
+    well = replace(gpu(0), uuid="a", memory_used_bytes=7, utilization=0.5)
     metrics.gauge_source(lambda: gpu_gauges([well, lost]))
     found = samples(metrics)
-    for name, gpu, value in (
+    for name, label, value in (
         ("up", "gpu=0,uuid=a", 1),
         ("memory_used_bytes", "gpu=0,uuid=a", 7),
         ("utilization_ratio", "gpu=0,uuid=a", 0.5),
@@ -164,13 +162,13 @@ def test_a_gpu_that_is_lost_is_shown_with_what_is_known_of_it(metrics):
         ("xid_errors_total", "gpu=1,uuid=b", 1),
         ("last_xid", "gpu=1,uuid=b", 79),
     ):
-        assert found[f"inferpool_gpu_{name}", gpu] == value
+        assert found[f"inferpool_gpu_{name}", label] == value
     assert ("inferpool_gpu_memory_used_bytes", "gpu=1,uuid=b") not in found, "it is not known"
 
 
 def test_a_label_that_a_reading_leaves_out_is_not_there(metrics):
-    gpu = GpuVitals(index=0, uuid="a", name="H100", is_up=True, memory_bytes=80)
-    metrics.gauge_source(lambda: [*gpu_gauges([gpu]), *gpu_gauges([gpu], "far")])
+    one = replace(gpu(0), uuid="a")
+    metrics.gauge_source(lambda: [*gpu_gauges([one]), *gpu_gauges([one], "far")])
     found = samples(metrics)
     assert found["inferpool_gpu_up", "gpu=0,uuid=a"] == 1
     assert found["inferpool_gpu_up", "gpu=0,host=far,uuid=a"] == 1

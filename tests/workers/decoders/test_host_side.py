@@ -107,7 +107,7 @@ async def test_a_decoder_that_dies_costs_nobody_an_answer(engine: LocalEngine, p
         assert answered(done) == list(range(2, 18, 2))
         assert set(prepared_by(done)) <= before
         await until(lambda: len(pids(worker) - before) == 1)
-        assert sum(each.num_restarts for each in worker.vitals().decoders) == 1
+        assert sum(each.restarts for each in worker.vitals().decoders) == 1
     finally:
         await worker.stop(5)
 

@@ -110,24 +110,24 @@ def test_state_of_the_gpus_is_known_after_the_first_look(nvml):
     assert watch.vitals() == []
     watch.look()
     well, lost = watch.vitals()
-    assert (well.is_up, well.used_bytes, well.memory_bytes) == (True, 7 << 30, 80 << 30)
+    assert (well.up, well.memory_used_bytes, well.memory_bytes) == (True, 7 << 30, 80 << 30)
     assert (well.utilization, well.temperature_c, well.power_w) == (0.37, 61, 312.5)
-    assert (lost.is_up, lost.used_bytes, lost.index) == (False, None, 1)
+    assert (lost.up, lost.memory_used_bytes, lost.index) == (False, None, 1)
 
 
 def test_gpu_whose_memory_cannot_be_read_because_it_is_lost_is_down(nvml):
     watch = GpuWatch([gpu(0)], nvml)
     nvml.errors["memory"] = LOST
     watch.look()
-    assert not watch.vitals()[0].is_up
+    assert not watch.vitals()[0].up
 
 
 def test_gpu_is_up_even_if_some_values_are_not_supported(nvml):
     watch = GpuWatch([gpu(0)], nvml)
     nvml.errors = {"memory": UNSUPPORTED, "utilization": UNSUPPORTED}
     watch.look()
-    assert watch.vitals()[0].is_up
-    assert watch.vitals()[0].used_bytes is watch.vitals()[0].utilization is None
+    assert watch.vitals()[0].up
+    assert watch.vitals()[0].memory_used_bytes is watch.vitals()[0].utilization is None
 
 
 def test_xid_errors_are_counted_by_the_thread_and_shown_for_each_slice(nvml, caplog):
@@ -136,7 +136,7 @@ def test_xid_errors_are_counted_by_the_thread_and_shown_for_each_slice(nvml, cap
     watch = GpuWatch([*slices, gpu(1)], nvml)
     watch.start()
     until(watch.vitals)
-    assert [(each.num_xid_errors, each.last_xid) for each in watch.vitals()] == [
+    assert [(each.xid_errors, each.last_xid) for each in watch.vitals()] == [
         (2, 79),
         (2, 79),
         (0, 0),
@@ -154,9 +154,9 @@ def test_gpus_of_a_silent_driver_are_down(nvml, monkeypatch):
     watch = GpuWatch([gpu(0)], nvml)
     watch.look()
     now += 29.9
-    assert watch.vitals()[0].is_up
+    assert watch.vitals()[0].up
     now += 0.1
-    assert not watch.vitals()[0].is_up
+    assert not watch.vitals()[0].up
 
 
 def test_missing_driver_only_ends_the_watch(nvml, caplog):
@@ -197,10 +197,10 @@ def test_watch_of_a_driver_sees_what_happens_to_its_gpus(tmp_path: Path):
         until(seen)
         before = seen()
         assert list(before) == ["GPU-a", "GPU-gb10", "MIG-a", "MIG-b"]
-        assert all(gpu.is_up for gpu in before.values())
+        assert all(gpu.up for gpu in before.values())
         well = before["GPU-a"]
-        assert (well.used_bytes, well.utilization, well.power_w) == (7 << 30, 0.37, 70.0)
-        assert before["GPU-gb10"].used_bytes is None
+        assert (well.memory_used_bytes, well.utilization, well.power_w) == (7 << 30, 0.37, 70.0)
+        assert before["GPU-gb10"].memory_used_bytes is None
         assert before["GPU-gb10"].memory_bytes > 0
         assert before["MIG-a"].memory_bytes == 10 << 30
         assert before["MIG-a"].utilization is before["MIG-a"].temperature_c is None
@@ -208,9 +208,9 @@ def test_watch_of_a_driver_sees_what_happens_to_its_gpus(tmp_path: Path):
         machine["GPU-a"] = h100(nvmlDeviceGetMemoryInfo=IS_LOST, xid=[79])
         machine["GPU-cut"] = h100(xid=[31, 43])
         driver.describe(machine)
-        until(lambda: not seen()["GPU-a"].is_up and seen()["MIG-b"].num_xid_errors == 2)
+        until(lambda: not seen()["GPU-a"].up and seen()["MIG-b"].xid_errors == 2)
         after = seen()
-        errors = {uuid: (gpu.num_xid_errors, gpu.last_xid) for uuid, gpu in after.items()}
+        errors = {uuid: (gpu.xid_errors, gpu.last_xid) for uuid, gpu in after.items()}
         assert errors == {
             "GPU-a": (1, 79),
             "GPU-gb10": (None, 0),

@@ -1,14 +1,15 @@
 """Fakes of connected hosts, to be shown."""
 
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 from inferpool.workers.host.devices import Host
-from inferpool.workers.host.engine import ForkserverVitals
-from inferpool.workers.host.gpu_watch import GpuVitals
+from inferpool.workers.host.engine import ForkserverHealth
 from inferpool.workers.remote.wire import HostFacts, HostVitals
+from tests.page_states import gpu
 
-GPU = GpuVitals(index=0, uuid="GPU-5f", name="H100", is_up=True, memory_bytes=80, used_bytes=8)
+GPU = replace(gpu(0), uuid="GPU-5f", memory_used_bytes=8)
 
 
 class FakeHost:
@@ -28,7 +29,7 @@ class FakeHost:
         self.round_trip_s, self.clock_offset_s = 0.002, -0.25
         self.last_beat_age_s, self.is_silent, self.has_left = 0.125, False, False
         self.vitals = HostVitals(
-            forkserver=ForkserverVitals(pid=78, is_ready=True, incarnation=0),
+            forkserver=ForkserverHealth(pid=78, state="ready", incarnation=0),
             arena_bytes=1000,
             arena_used_bytes=250,
             wall_time=time.time(),
