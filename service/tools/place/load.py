@@ -13,6 +13,7 @@ from inferpool.service.settings.connecting import STRAIGHT, open_client
 from inferpool.service.settings.urls import without_password
 from inferpool.service.tools.place.plan import METRICS_KEY_VARIABLE
 from inferpool.service.tools.place.scaling import Demand
+from inferpool.service.tools.trial.health import ServiceHealth
 from inferpool.service.tools.trial.reaching import why_unreached
 
 _TIMEOUT_S = 3.0
@@ -164,13 +165,9 @@ class _Host(msgspec.Struct):
     name: str
 
 
-class _Health(msgspec.Struct):
-    hosts: list[_Host] = []
-
-
 def _num_hosts(body: bytes) -> int:
     try:
-        return len(msgspec.json.decode(body, type=_Health).hosts)
+        return len(msgspec.json.decode(body, type=ServiceHealth).hosts)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise LoadError(f"the front end's /health cannot be read: {error}") from error
 

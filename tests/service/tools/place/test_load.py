@@ -14,7 +14,7 @@ class Pages:
         self.metrics = Metrics(["a", "b"], {"version": "0"})
         self.model = self.metrics.model("a")
         self.depth = 0
-        self.health = b'{"hosts": [{"name": "x", "address": "y"}, {"name": "z"}]}'
+        self.health = b'{"models": [], "hosts": [{"name": "x", "address": "y"}, {"name": "z"}]}'
         self.status = 200
         self.key = ""
         self.is_there = True
