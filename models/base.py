@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -10,12 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from inferpool.models.agreement import Tolerance, ValueTolerance
+from inferpool.models.attached import attached
 from inferpool.models.errors import InputError, ModelError
 from inferpool.models.inputs import features_of
 from inferpool.models.item import Features, Item
-from inferpool.models.spec import MAX_IMAGE_PIXELS, Decoding, Placement, SplitReport, TensorSpec
-from inferpool.models.split.network import LoadIsOver, SplitNetwork, load_part, load_whole
-from inferpool.models.split.ranks import NetworkToSplit, Ranks
+from inferpool.models.runtime import (
+    Example,
+    LoadIsOver,
+    NetworkToSplit,
+    ReplicaRank,
+    Runtime,
+    from_runtime,
+)
+from inferpool.models.spec import Decoding, Placement, TensorSpec
 
 MAX_JSON_NUMBERS = 1 << 24
 """So many numbers take 640 MB as lists, and more than may be sent as JSON."""
@@ -59,10 +67,10 @@ class Model:
     if the batch is meant to change them, as in detectors that pad to the largest picture."""
     _load_flaws: Sequence[str] = ()
     """Reasons why the answers cannot be right that `load` has found: such a model is refused."""
-    max_image_pixels = MAX_IMAGE_PIXELS
-    """The setting of that name, for `decode_image`. The worker sets it before `load`."""
-    decode: Decoding = "exact"
-    """How to decode. The worker sets it after `load`: to one of `fast_decodings` only if there are
+    max_image_pixels: int = from_runtime()
+    """The setting of that name, for `decode_image`."""
+    decode: Decoding = from_runtime()
+    """How to decode: after `load` one of `fast_decodings`, but only if there are
     `encoded_samples`."""
     prepares_apart: bool = False
     """True if `preprocess` and `warmup` need nothing that `load` sets: then decoders, which build
@@ -72,9 +80,9 @@ class Model:
     nothing on the model for the methods after it. Then an accelerator gets each batch before it is
     done with the batch before: the worker copies it there in time, and calls `forward` before that
     one's `postprocess`. A subclass with a `forward` of its own must say so anew."""
-    stack_instances: Callable[[list[Tensor]], Tensor] = staticmethod(torch.stack)
-    """Stacks tensors, for `collate`. The worker sets it after `load`, so that batches for an
-    accelerator are made in memory from which it copies them itself."""
+    stack_instances: Callable[[list[Tensor]], Tensor] = from_runtime()
+    """Stacks tensors, for `collate`: batches for an accelerator in memory from which it copies
+    them itself."""
     network: Callable[..., object] | None = None
     """The network that `forward` calls. If `load` sets it to an `nn.Module`, a speed preset may
     replace it with a faster one that takes and returns the same, after a trial on `samples`."""
@@ -89,17 +97,11 @@ class Model:
     tensor_plan: Mapping[str, object] | None = None
     """Submodules of the network that are tensor-parallel, and how; `models.split.tensor_plan` lists
     the words. By default it is found. The class of the network may have this attribute instead."""
-    ranks: Ranks | None = None
-    """Processes that this replica is split over, if it is. The worker sets it before `load`."""
-    known_split: SplitReport | None = None
-    """The split of an earlier incarnation, which was verified. The worker sets it before `load`."""
-    room_bytes: int = 0
-    """Bytes of its device's memory that this rank may take; 0 if unknown. The worker sets it before
-    `load`."""
-    _seed_given: int | None = None
-    """The seed of torch that this process was given before the user's code ran; None if unknown."""
-    split_network: SplitNetwork | None = None
-    """The part of this rank, after `load_network`; None if the model is not split."""
+    ranks: ReplicaRank | None = from_runtime()
+    """Processes that this replica is split over, if it is."""
+    _runtime: Runtime = Runtime()
+    """Values that the worker gives this object. The underscore leaves `runtime` to users' classes:
+    those that use TensorRT have one."""
 
     def load(self, placement: Placement) -> None:
         """Load the weights on the placement's devices, once per incarnation.
@@ -114,7 +116,7 @@ class Model:
         weights: Path | str | None,
         placement: Placement,
         *,
-        example: Sequence[Tensor | None] | Mapping[str, Tensor | None] = (),
+        example: Example = (),
     ) -> Callable[..., object]:
         """Build a network, load its weights, and put it on the placement's devices in eval mode.
 
@@ -136,27 +138,33 @@ class Model:
         Raises:
             ModelError: The network cannot be loaded or split.
         """
-        if self._seed_given in (None, torch.initial_seed()):
+        runtime = self._runtime
+        if runtime.seed in (None, torch.initial_seed()):
             build = partial(_drawn_alike, build)
-        if self.ranks is None:
-            return load_whole(build, weights, placement)
-        if self.split_network is not None:
+        if runtime.ranks is None:
+            network = build()
+            if weights is not None:
+                attached("weights")(network, weights)
+            return network.eval().requires_grad_(False).to(torch.device(placement.devices[0]))
+        if runtime.split_network is not None:
             raise ModelError(
                 "a replica that is split has one network: `load_network` is called twice"
             )
-        network = NetworkToSplit(
-            build=build,
-            weights=weights,
-            example=example,
-            split_points=self.split_points,
-            tensor_plan=self.tensor_plan,
-            known=self.known_split,
-            room_bytes=self.room_bytes,
+        part = runtime.ranks.load(
+            NetworkToSplit(
+                build=build,
+                weights=weights,
+                example=example,
+                split_points=self.split_points,
+                tensor_plan=self.tensor_plan,
+                known=runtime.known_split,
+                room_bytes=runtime.room_bytes,
+            )
         )
-        self.split_network = load_part(self.ranks, network)
-        if self.ranks.rank:
+        self._runtime = replace(self._runtime, split_network=part)
+        if runtime.ranks.rank:
             raise LoadIsOver
-        return self.split_network
+        return part
 
     def preprocess(self, item: Item) -> Features:
         """Turn one instance into CPU tensors without the batch dimension, as `inputs` say.
@@ -265,7 +273,7 @@ class Model:
 
 
 def load_model(model: Model, placement: Placement) -> None:
-    """Load a model, or this rank's part of it if `model.ranks` is set.
+    """Load a model, or this rank's part of it if the replica is split.
 
     Raises:
         ModelError: The model cannot be loaded or split.
@@ -275,7 +283,8 @@ def load_model(model: Model, placement: Placement) -> None:
         model.load(placement)
     except LoadIsOver:
         return
-    if model.ranks is not None and model.split_network is None:
+    runtime = model._runtime
+    if runtime.ranks is not None and runtime.split_network is None:
         raise ModelError(
             f"{type(model).__name__} cannot be split: only what `load` loads by `load_network` can"
         )

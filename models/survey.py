@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 
 from inferpool.models.base import Model
 from inferpool.models.errors import ModelError, PassesThrough
+from inferpool.models.runtime import Example
 from inferpool.models.spec import Placement
 from inferpool.models.split.cuts import (
     cut_positions,
@@ -24,7 +25,6 @@ from inferpool.models.split.cuts import (
 )
 from inferpool.models.split.meta_network import MetaNetwork, num_bytes
 from inferpool.models.split.packing import num_rows
-from inferpool.models.split.ranks import Example
 from inferpool.models.split.report import Survey, Way
 from inferpool.models.split.stages import ForwardSteps
 from inferpool.models.split.tensor import choose_plan, cut_parameters

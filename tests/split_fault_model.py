@@ -1,13 +1,15 @@
 """The model whose behaviour is chosen by its input, as a replica of several ranks."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from inferpool.models.item import Features, Item
+from inferpool.models.runtime import LoadIsOver
 from inferpool.models.spec import Placement, RankPart, SplitReport
-from inferpool.models.split.network import LoadIsOver
 from inferpool.models.split.ranks import Ranks
 from tests.fault_model import ACTS, FaultModel
 
@@ -16,10 +18,12 @@ class SplitFaultModel(FaultModel):
     """A `FaultModel` whose input says which rank acts: {"rank": number}, by default the lead."""
 
     def load(self, placement: Placement) -> None:
-        assert self.ranks is not None
+        ranks = cast("Ranks | None", self.ranks)
+        assert ranks is not None
         super().load(placement)
-        self.split_network = FaultNetwork(self.ranks, self._act)
-        if self.ranks.rank:
+        self.network = network = FaultNetwork(ranks, self._act)
+        self._runtime = replace(self._runtime, split_network=network)
+        if ranks.rank:
             raise LoadIsOver
 
     def preprocess(self, item: Item) -> Features:
@@ -28,10 +32,10 @@ class SplitFaultModel(FaultModel):
         return {"rank": torch.tensor(rank), **super().preprocess(item)}
 
     def forward(self, batch: Features) -> Features:
-        assert self.split_network is not None
+        assert self.network is not None
         theirs_B = batch["rank"] > 0
         x_BA = batch["x"].clone()
-        self.split_network(torch.where(theirs_B, x_BA[:, 1], 0), batch["rank"])
+        self.network(torch.where(theirs_B, x_BA[:, 1], 0), batch["rank"])
         x_BA[theirs_B, 1] = ACTS.index("ok")
         return super().forward({"x": x_BA})
 

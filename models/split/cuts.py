@@ -22,8 +22,9 @@ from torch.func import functional_call
 
 from inferpool.models.accelerator.device import synchronize
 from inferpool.models.errors import ModelError
+from inferpool.models.runtime import Example, NetworkToSplit
 from inferpool.models.spec import SplitReport
-from inferpool.models.split.ranks import Example, NetworkToSplit, Ranks
+from inferpool.models.split.ranks import Ranks
 from inferpool.models.split.stages import ForwardSteps, asks_for_types
 from inferpool.models.split.verification import EXACT, Verification, copied
 

@@ -28,6 +28,7 @@ from inferpool.models.accelerator.failures import is_lost_device, is_out_of_memo
 from inferpool.models.accelerator.order import OwnStream
 from inferpool.models.errors import ModelError, RankError
 from inferpool.models.files.checkpoint import StoredWeights, check_fit
+from inferpool.models.runtime import NetworkToSplit
 from inferpool.models.spec import RankPart, SplitReport
 from inferpool.models.split.cuts import choose_cuts, verified
 from inferpool.models.split.meta_network import MetaNetwork, fill, num_bytes
@@ -40,7 +41,7 @@ from inferpool.models.split.packing import (
     split_rows,
     unpack,
 )
-from inferpool.models.split.ranks import NetworkToSplit, Ranks
+from inferpool.models.split.ranks import Ranks
 from inferpool.models.split.stages import ForwardSteps
 from inferpool.models.split.turnstile import PipelineCall, Turnstile
 from inferpool.models.split.verification import copied, deviation

@@ -1,68 +1,21 @@
-"""The processes that one replica is split over, and the network that they load in parts."""
+"""The processes that one replica is split over, as the network's parts see them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from inferpool.models.spec import Split, SplitReport
-from inferpool.models.split.tensor_plan import OwnPlan
+from inferpool.models.runtime import ReplicaRank
 from inferpool.models.split.turnstile import BatchClock
 
-Example: TypeAlias = Sequence[Tensor | None] | Mapping[str, Tensor | None]
-"""Arguments of a network, by position or by name; None where the shape is not known."""
 
+class Ranks(ReplicaRank, Protocol):
+    """One rank's place among those of its replica, with the ways to the others.
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NetworkToSplit:
-    """A network that all ranks are to load in parts."""
-
-    build: Callable[[], nn.Module]
-    """Makes the network, the same one each time."""
-    weights: Path | str | None
-    """A checkpoint to load into it; None leaves it as built."""
-    example: Example
-    split_points: Sequence[str]
-    """Submodules that the stages of a pipeline begin with, as the user says; empty: chosen."""
-    tensor_plan: OwnPlan | None
-    """The user's plan; None takes the network's own, or finds one."""
-    known: SplitReport | None
-    """How it was split before, if it was found to compute the same then."""
-    room_bytes: int
-    """Memory that this rank may take of its device; 0 where that is not known."""
-
-
-class Ranks(Protocol):
-    """One rank's place among those of its replica.
-
-    Rank 0 leads: only it is given batches. While it calls a network that is split, the others
-    compute their parts of it.
-
-    `torch.distributed` is initialised with these ranks as its default group before a model is
-    loaded, for collectives. Messages go beside it, and tell the receiver which tensors come: so
-    nobody waits in a collective for a rank that has raised, and shapes may differ from call to
-    call.
+    Messages go beside the collectives, and tell the receiver which tensors come: so nobody waits in
+    a collective for a rank that has raised, and shapes may differ from call to call.
     """
-
-    @property
-    def rank(self) -> int:
-        """The number of this rank, from 0."""
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-
-    @property
-    def split(self) -> Split:
-        """The kind of split."""
-
-    @property
-    def device(self) -> torch.device:
-        """The device of this rank."""
 
     def send(self, to: int, message: object, tensors: Sequence[Tensor] = ()) -> None:
         """Send a message, and tensors with it, to another rank; does not wait for their receipt.

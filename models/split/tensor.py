@@ -32,10 +32,11 @@ from torch import nn
 from inferpool.models.accelerator.failures import is_lost_device, raised
 from inferpool.models.errors import ModelError, OutOfStepError
 from inferpool.models.files.checkpoint import StoredWeights, check_fit
+from inferpool.models.runtime import NetworkToSplit
 from inferpool.models.spec import RankPart, SplitReport
 from inferpool.models.split.meta_network import MetaNetwork
 from inferpool.models.split.packing import pack, unpack
-from inferpool.models.split.ranks import NetworkToSplit, Ranks
+from inferpool.models.split.ranks import Ranks
 from inferpool.models.split.shards import Collectives
 from inferpool.models.split.tensor_parts import (
     BuiltWeights,

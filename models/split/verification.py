@@ -21,8 +21,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from inferpool.models.accelerator.device import is_accelerator
+from inferpool.models.runtime import Example
 from inferpool.models.split.packing import num_rows
-from inferpool.models.split.ranks import Example
 
 logger = logging.getLogger(__name__)
 

@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import FrameType
 from typing import NoReturn
 
@@ -99,12 +100,14 @@ def build_model(config: WorkerConfig, group: Group | None) -> Model:
     """
     seed = torch.initial_seed()
     model = build(config.model.source, config.model.weights, dict(config.model.options))
-    model._seed_given = seed
-    model.max_image_pixels = config.max_image_pixels
-    model.ranks = group
-    model.known_split = config.known_split
-    if group is not None:
-        model.room_bytes = group.room_bytes
+    model.max_image_pixels = config.max_image_pixels  # its class may have one of its own
+    model._runtime = replace(
+        model._runtime,
+        seed=seed,
+        ranks=group,
+        known_split=config.known_split,
+        room_bytes=group.room_bytes if group is not None else 0,
+    )
     return model
 
 

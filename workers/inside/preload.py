@@ -6,6 +6,7 @@ CUDA stays untouched, since a context does not survive a fork.
 import torch
 
 import inferpool.models.base
+import inferpool.models.files.checkpoint
 import inferpool.models.sources.echo
 import inferpool.models.sources.registry
 import inferpool.models.vision.efficientnet

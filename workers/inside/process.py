@@ -349,6 +349,7 @@ def load(
     with opened.noting():
         model = build_model(config, group)
         load_model(model, config.placement)
+    split_network = model._runtime.split_network
     device = config.placement.devices[0]
     most = largest_batch(device, config.max_batch_size, may_grow=config.may_batches_grow)
     options = SpeedOptions(
@@ -394,8 +395,8 @@ def load(
         warmup_s=warmup_s,
         preloaded="inferpool.workers.inside.preload" in sys.modules,
         speed=speed,
-        part=model.split_network.part if model.split_network else None,
-        split=model.split_network.report if model.split_network else None,
+        part=split_network.part if split_network else None,
+        split=split_network.report if split_network else None,
         example=shown_example(model, example, samples),
         reads_own_form=reads_own_form(model),
         checked=checked,

@@ -53,7 +53,7 @@ def main(config: WorkerConfig, outbox: WorkerQueue, row: mmap, ends: RankEnds) -
         with opened.noting():
             model = build_model(config, group)
             load_model(model, config.placement)
-        network = model.split_network
+        network = model._runtime.split_network
         assert network is not None
         ready = RankReady(name_of(str(group.device)), network.part, opened.marks())
     give_back()

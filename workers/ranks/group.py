@@ -26,7 +26,9 @@ from inferpool.models.accelerator.failures import is_out_of_memory
 from inferpool.models.accelerator.kinds import accelerator_of
 from inferpool.models.accelerator.order import OwnStream
 from inferpool.models.errors import OutOfStepError
+from inferpool.models.runtime import NetworkToSplit, SplitNetwork
 from inferpool.models.spec import Placement, Split
+from inferpool.models.split.network import load_part
 from inferpool.models.split.turnstile import BatchClock
 from inferpool.workers.inside.randomness import new_number, seed_anew
 from inferpool.workers.ranks.wiring import RankEnds
@@ -114,6 +116,10 @@ class Group:
         """
         is_apart = is_accelerator(self.device)
         return (free_bytes(self.device) if is_apart else available_bytes()) // self._num_sharing
+
+    def load(self, network: NetworkToSplit) -> SplitNetwork:
+        """See `Ranks`."""
+        return load_part(self, network)
 
     def send(self, to: int, message: object, tensors: Sequence[Tensor] = ()) -> None:
         """See `Ranks`."""

@@ -170,6 +170,10 @@ class RankProcesses(AbstractContextManager):
             raise error
 
 
+_GIVEN = ("known_split", "room_bytes")
+"""Attributes that the worker gives a model."""
+
+
 class _LoadingModel(Model):
     def __init__(self, build, weights, example, attributes):
         self._load = (build, weights, example)
@@ -210,13 +214,15 @@ def _load(state, split, build, weights, example, attributes):
         return tensor
 
     state.group.split = split
+    given = {name: attributes.pop(name) for name in _GIVEN if name in attributes}
     model = _LoadingModel(build, weights, example, attributes)
-    model.ranks = state.group
+    model._runtime = replace(model._runtime, ranks=state.group, **given)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StoredWeights, "read", counted)
         load_model(model, replace(state.placement, split=split))
     state.model = model
-    return model.split_network.part, model.split_network.report, sum(num_bytes)
+    network = model._runtime.split_network
+    return network.part, network.report, sum(num_bytes)
 
 
 def _patch(state, target, value):
@@ -239,7 +245,7 @@ def _moved(value, device):
 
 def _serve(state):
     if state.model is not None:
-        serve(state.model.split_network, lambda: None)
+        serve(state.model._runtime.split_network, lambda: None)
     state.group.let_go()
 
 

@@ -129,7 +129,7 @@ def test_a_tensor_parallel_network_answers_as_the_whole_one(tensor_pair, build, 
 
 def measured_s(state):
     """Return what the lead has noted of batches of one row, which go in one piece."""
-    sizes = state.model.split_network._alone._sizes
+    sizes = state.model._runtime.split_network._alone._sizes
     return [seconds for size in sizes.values() for seconds in size.row_s.values()]
 
 
