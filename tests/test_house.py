@@ -109,7 +109,7 @@ def test_the_core_is_small_enough_to_read():
 
 LARGE = {
     *("Catalog", "Changes", "Dispatcher", "PredictProtocol", "ReadyCheck", "Settings"),
-    *("Supervisor", "Fronts.__init__", "Pool.__init__", "_live_once", "_prepared", "_rows"),
+    *("Fronts.__init__", "Pool.__init__", "_prepared", "_rows"),
     *("_serve", "add_flags", "admin_router", "jobs_router", "load", "main", "models_router"),
     *("plan", "predict_paths", "run", "run_ranks", "submit"),
     *("Service.__init__", "Journal.__init__", "Dispatcher.__init__"),

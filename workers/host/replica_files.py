@@ -9,7 +9,7 @@ import hashlib
 import logging
 import threading
 from asyncio import Task
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, TypeVar
 
 import msgspec
@@ -50,6 +50,42 @@ class ReplicaFiles(Generic[L]):
     def present(self) -> "ModelFiles | None":
         """Files that all later workers must load; None if they may load any."""
         return self._present
+
+    async def load(
+        self,
+        id: WorkerId,
+        start: Callable[[], Awaitable[L]],
+        is_any_serving: Callable[[], bool],
+        *,
+        renews: bool,
+    ) -> "tuple[L, ModelFiles | None]":
+        """Start a worker with the same files as the others, or with new ones if it `renews`.
+
+        Args:
+            id: The worker.
+            start: Starts it; raises `WorkerStartError` if that fails.
+            is_any_serving: Returns True if a worker has the files of before.
+            renews: It may load other files.
+
+        Returns:
+            The worker, and its files if it is the first that has loaded them.
+
+        Raises:
+            FilesChangedError: The files on disk differ from those of the other workers.
+            WorkerStartError: It did not start, or its files changed while it loaded them.
+        """
+        await self.check(id, renews=renews)
+        try:
+            worker = await start()
+        except WorkerStartError:
+            await self.check(id, renews=renews)  # changed files explain the failure better
+            raise
+        try:
+            files = await self.judge(worker, is_any_serving, renews=renews)
+        except (WorkerStartError, asyncio.CancelledError):
+            await worker.stop(0)
+            raise
+        return worker, files
 
     async def check(self, id: WorkerId, *, renews: bool) -> None:
         """Check that the files on disk are those of the other workers, unless the worker `renews`.

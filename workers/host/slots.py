@@ -5,7 +5,7 @@ from asyncio import Task
 from dataclasses import dataclass, field
 from typing import Generic, Literal, Protocol, TypeVar
 
-from inferpool.workers.host.engine import Cause, Incarnation, WorkerHandle, WorkerId
+from inferpool.workers.host.engine import Cause, Ending, Incarnation, WorkerHandle, WorkerId
 from inferpool.workers.host.replica_files import ModelFiles
 from inferpool.workers.shared.config import WorkerConfig
 
@@ -58,6 +58,23 @@ class Slot(Generic[C, L]):
     """Incarnation under which that traceback was logged; it may be another worker's."""
     settled: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the newest incarnation is ready or has failed to start."""
+
+    @property
+    def num_in_row(self) -> int:
+        """Failures in a row, after which the next start pauses longer."""
+        # The first two deaths at work may be one bad input and its retry: they cause no pause.
+        return max(self.num_failures, self.num_deaths_at_work - 1)
+
+    def count(self, ending: Ending, *, was_well: bool) -> None:
+        """Count the end of an incarnation; one that was well until then ends the row."""
+        if was_well:
+            self.num_failures = self.num_deaths_at_work = 0
+        elif ending.cause == "host":  # which says nothing of the worker
+            pass
+        elif ending.was_at_work:  # blame the batch: a request that kills twice is quarantined
+            self.num_deaths_at_work += 1
+        else:
+            self.num_failures += 1
 
 
 class Watcher(Protocol[C, L]):

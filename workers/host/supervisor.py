@@ -5,6 +5,7 @@ It supervises workers, and front processes too. Runs in the main process's event
 
 import asyncio
 import contextlib
+import functools
 import logging
 import re
 from asyncio import Task
@@ -229,7 +230,7 @@ class Supervisor(Generic[C, L]):
         try:
             successor, files = await self._bring_up(id, config, on_progress, renews=renews)
         except WorkerStartError as error:
-            self._tell_raised(slot, id, error)
+            _tell_raised(self.slots, slot, id, error)
             again = _as_told(slot, id)
             text = "%s did not start%s, and %s stays: %s"
             logger.warning(text, id, again, slot.id, error, extra=id.log_fields)
@@ -278,7 +279,7 @@ class Supervisor(Generic[C, L]):
                 is_permanent = await self._live_once(slot)
                 if slot.is_paused:
                     return
-                pause_s = self._judge(slot, is_permanent=is_permanent)
+                pause_s = _judge(slot, self._policy, is_permanent=is_permanent)
                 slot.due = asyncio.get_running_loop().time() + (pause_s or 0.0)
                 self._watcher.on_down(slot)
                 if pause_s is None:
@@ -301,32 +302,47 @@ class Supervisor(Generic[C, L]):
     async def _live_once(self, slot: Slot[C, L]) -> bool:
         """Run one incarnation from start to end; return True if it can never start."""
         slot.state = "starting"
+        try:
+            handle = await self._come_up(slot)
+        except WorkerStartError as error:
+            slot.cause = "files" if isinstance(error, FilesChangedError) else "start"
+            slot.reason = str(error)
+            _tell_raised(self.slots, slot, slot.id, error)
+            slot.ended_at = asyncio.get_running_loop().time()
+            slot.num_failures += 1
+            slot.settled.set()
+            return error.permanent
+        if handle is not None:
+            await self._see_out(slot, handle)
+        return False
+
+    async def _come_up(self, slot: Slot[C, L]) -> L | None:
+        """Start and announce an incarnation; return None if its slot was paused meanwhile.
+
+        Raises:
+            WorkerStartError: It did not start.
+        """
 
         def on_progress(stage: str) -> None:
             slot.stage = stage
             self._watcher.on_progress(slot)
 
-        try:
-            await self._files.give_up_if_gone(slot.id, self._is_present_served)
-            handle, files = await self._bring_up(
-                slot.id, slot.config, on_progress, renews=slot.may_renew
-            )
-        except WorkerStartError as error:
-            slot.cause = "files" if isinstance(error, FilesChangedError) else "start"
-            slot.reason = str(error)
-            self._tell_raised(slot, slot.id, error)
-            slot.ended_at = asyncio.get_running_loop().time()
-            slot.num_failures += 1
-            slot.settled.set()
-            return error.permanent
+        await self._files.give_up_if_gone(slot.id, self._is_present_served)
+        handle, files = await self._bring_up(
+            slot.id, slot.config, on_progress, renews=slot.may_renew
+        )
         if slot.is_paused:
             await handle.stop(0)
-            return False
+            return None
         slot.handle, slot.was_ever_ready, slot.raised = handle, True, ""
         self._adopt(slot, files)
         slot.state, slot.stage = "ready", ""
         self._watcher.on_ready(slot)
         slot.settled.set()
+        return handle
+
+    async def _see_out(self, slot: Slot[C, L], handle: L) -> None:
+        """Wait for the end of an incarnation, and of those that took its place; count it."""
         began = asyncio.get_running_loop().time()
         try:
             while (ending := await handle.wait()) and slot.handle is not handle:
@@ -345,50 +361,18 @@ class Supervisor(Generic[C, L]):
             slot.is_asked_to_leave = False
             slot.cause, slot.num_failures = "asked", 0
             logger.info("%s ended, as it was asked to", slot.id, extra=slot.id.log_fields)
-            return False
+            return
         if not self._is_stopping:
             level = logging.INFO if ending.cause == "host" else logging.WARNING
             logger.log(level, "%s ended: %s", slot.id, slot.reason, extra=slot.id.log_fields)
         was_stable = slot.ended_at - began > self._policy.stable_s
-        if handle.has_worked or was_stable:
-            slot.num_failures = slot.num_deaths_at_work = 0
-        elif ending.cause == "host":  # which says nothing of the worker
-            pass
-        elif ending.was_at_work:  # blame the batch: a request that kills twice is quarantined
-            slot.num_deaths_at_work += 1
-        else:
-            slot.num_failures += 1
-        return False
+        slot.count(ending, was_well=handle.has_worked or was_stable)
 
     async def _bring_up(
-        self,
-        id: WorkerId,
-        config: C,
-        on_progress: Callable[[str], None],
-        *,
-        renews: bool,
+        self, id: WorkerId, config: C, on_progress: Callable[[str], None], *, renews: bool
     ) -> tuple[L, ModelFiles | None]:
-        """Start an incarnation with the same files as the others, or with new ones if it `renews`.
-
-        Returns:
-            The worker, and its files if it is the first that has loaded them.
-
-        Raises:
-            FilesChangedError: The files on disk differ from those of the other workers.
-            WorkerStartError: It did not start, or its files changed while it loaded them.
-        """
-        await self._files.check(id, renews=renews)
-        try:
-            handle = await self._start(id, config, on_progress)
-        except WorkerStartError:
-            await self._files.check(id, renews=renews)  # changed files explain the failure better
-            raise
-        try:
-            files = await self._files.judge(handle, self._is_present_served, renews=renews)
-        except (WorkerStartError, asyncio.CancelledError):
-            await handle.stop(0)
-            raise
-        return handle, files
+        start = functools.partial(self._start, id, config, on_progress)
+        return await self._files.load(id, start, self._is_present_served, renews=renews)
 
     def _adopt(self, slot: Slot[C, L], files: ModelFiles | None) -> None:
         """Make the files of this incarnation those of all later ones, if it loaded new files."""
@@ -399,44 +383,46 @@ class Supervisor(Generic[C, L]):
     def _is_present_served(self) -> bool:
         return any(slot.handle and slot.files is self._files.present for slot in self.slots)
 
-    def _tell_raised(self, slot: Slot[C, L], id: WorkerId, error: WorkerStartError) -> None:
-        """Log the traceback of an error that a model raised in `load`, once for all workers."""
-        raised = _NUMBERS.sub("", error.traceback)
-        told = (each.told_with for each in self.slots if each.raised == raised)
-        slot.raised, slot.told_with = raised, next(told, str(id))
-        if raised and slot.told_with == str(id):
-            text = f"{id} cannot load its model"
-            line = LogLine(logging.ERROR, __name__, text, traceback=error.traceback)
-            log_line(line, {"worker": str(id), **id.log_fields})
-
-    def _judge(self, slot: Slot[C, L], *, is_permanent: bool) -> float | None:
-        """Return the seconds to wait before the next start; None gives the worker up.
-
-        A worker that was ready once is never given up: only its pauses grow. Even if its model
-        cannot be loaded now, someone may repair the files.
-        """
-        has_failed_enough = slot.num_failures > self._policy.max_restarts
-        may_be_given_up = not slot.was_ever_ready and slot.cause != "files"
-        if (is_permanent or has_failed_enough) and may_be_given_up:
-            slot.state = "failed"
-            if not is_permanent:
-                slot.reason += f" ({slot.num_failures} times in a row: given up)"
-            return None  # the watcher logs the reason
-        if slot.cause in ("start", "files"):
-            again = _as_told(slot, slot.id)
-            text = "%s did not start%s: %s"
-            logger.error(text, slot.id, again, slot.reason, extra=slot.id.log_fields)
-        slot.state = "backoff"
-        if slot.cause == "host":
-            return _LEAVING_S
-        # The first two deaths at work may be one bad input and its retry: they cause no pause.
-        num_in_row = max(slot.num_failures, slot.num_deaths_at_work - 1)
-        return self._policy.pause_s(num_in_row)
-
 
 WorkerSupervisor = Supervisor[WorkerConfig, WorkerHandle]
+
+
+def _judge(slot: Slot[C, L], policy: RestartPolicy, *, is_permanent: bool) -> float | None:
+    """Return the seconds to wait before the next start; None gives the worker up.
+
+    A worker that was ready once is never given up: only its pauses grow. Even if its model
+    cannot be loaded now, someone may repair the files.
+    """
+    has_failed_enough = slot.num_failures > policy.max_restarts
+    may_be_given_up = not slot.was_ever_ready and slot.cause != "files"
+    if (is_permanent or has_failed_enough) and may_be_given_up:
+        slot.state = "failed"
+        if not is_permanent:
+            slot.reason += f" ({slot.num_failures} times in a row: given up)"
+        return None  # the watcher logs the reason
+    if slot.cause in ("start", "files"):
+        again = _as_told(slot, slot.id)
+        text = "%s did not start%s: %s"
+        logger.error(text, slot.id, again, slot.reason, extra=slot.id.log_fields)
+    slot.state = "backoff"
+    if slot.cause == "host":
+        return _LEAVING_S
+    return policy.pause_s(slot.num_in_row)
 
 
 def _as_told(slot: Slot[C, L], id: WorkerId) -> str:
     """Return a reference to the logged traceback of the same error; empty if there is none."""
     return f", as {slot.told_with} did not" if slot.raised and slot.told_with != str(id) else ""
+
+
+def _tell_raised(
+    slots: Sequence[Slot[C, L]], slot: Slot[C, L], id: WorkerId, error: WorkerStartError
+) -> None:
+    """Log the traceback of an error that a model raised in `load`, once for all workers."""
+    raised = _NUMBERS.sub("", error.traceback)
+    told = (each.told_with for each in slots if each.raised == raised)
+    slot.raised, slot.told_with = raised, next(told, str(id))
+    if raised and slot.told_with == str(id):
+        text = f"{id} cannot load its model"
+        line = LogLine(logging.ERROR, __name__, text, traceback=error.traceback)
+        log_line(line, {"worker": str(id), **id.log_fields})
