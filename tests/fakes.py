@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
-from inferpool.models.speed.names import SpeedReport
+from inferpool.models.speed_names import SpeedReport
 from inferpool.workers.host.engine import Ending, Vitals, WorkerId
 from inferpool.workers.shared.config import WorkerConfig
 from inferpool.workers.shared.errors import WorkerLostError, WorkerStartError

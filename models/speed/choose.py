@@ -17,7 +17,6 @@ from inferpool.models.base import Model
 from inferpool.models.errors import ModelError
 from inferpool.models.speed.compiled import Compiled, can_compile
 from inferpool.models.speed.decoding import DecodeTrial, StartPool
-from inferpool.models.speed.names import COMPILED, FOR_ACCELERATORS, GRAPHED, SpeedReport
 from inferpool.models.speed.presets import presets_for
 from inferpool.models.speed.times import AT_START, TrialTimes
 from inferpool.models.speed.trial import (
@@ -28,6 +27,7 @@ from inferpool.models.speed.trial import (
     first_line,
 )
 from inferpool.models.speed.verdicts import VerdictStore
+from inferpool.models.speed_names import COMPILED, FOR_ACCELERATORS, GRAPHED, SpeedReport
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class SpeedOptions:
     """Settings that decide how a network is made faster."""
 
     speed: str
-    """One of `names.CHOICES`."""
+    """One of `speed_names.CHOICES`."""
     max_batch_size: int
     cache_dir: Path | None
     """Folder for verdicts and compiled packages; None keeps none."""
@@ -53,7 +53,7 @@ class SpeedOptions:
     chosen: SpeedReport | None = None
     """Choice of an earlier incarnation of this worker, to be applied without trying again."""
     decode: str = "exact"
-    """One of `names.DECODE_CHOICES`."""
+    """One of `speed_names.DECODE_CHOICES`."""
     prepare_threads: int = 1
     """Threads that preprocess instances."""
     start_pool: StartPool = ThreadPoolExecutor

@@ -77,7 +77,7 @@ def compile_network(
     Args:
         network: In eval mode, without gradients.
         run: Calls the given network with a batch of two or more samples.
-        preset: One of `names.COMPILED`.
+        preset: One of `speed_names.COMPILED`.
         path: Package to write.
         scratch: Folder for temporary files.
     """

@@ -25,10 +25,10 @@ from inferpool.models.base import Model
 from inferpool.models.errors import ModelError
 from inferpool.models.item import Features, Item
 from inferpool.models.spec import Decoding
-from inferpool.models.speed.names import SpeedReport
 from inferpool.models.speed.times import AT_START, TrialTimes
 from inferpool.models.speed.trial import using_network
 from inferpool.models.speed.verdicts import VerdictStore, fingerprint
+from inferpool.models.speed_names import SpeedReport
 
 logger = logging.getLogger(__name__)
 

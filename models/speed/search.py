@@ -11,10 +11,10 @@ import msgspec
 
 from inferpool.models.base import Model
 from inferpool.models.speed.choose import SpeedOptions, choose, trial_of
-from inferpool.models.speed.names import COMPILED, SpeedReport
 from inferpool.models.speed.presets import presets_for
 from inferpool.models.speed.trial import PresetSelection, Trial, first_line
 from inferpool.models.speed.verdicts import VerdictStore
+from inferpool.models.speed_names import COMPILED, SpeedReport
 
 _HOST_WAIT_S = 11 * 3600.0
 

@@ -29,11 +29,11 @@ from inferpool.models.border import forward_can_run_ahead
 from inferpool.models.item import Features, Item
 from inferpool.models.speed.compiled import Compiled
 from inferpool.models.speed.graphs import Graphed
-from inferpool.models.speed.names import COMPILED, GRAPHED, LONG_S, SpeedReport
 from inferpool.models.speed.presets import Recast, can_be_changed, prepare
-from inferpool.models.speed.sizes import steps_to
 from inferpool.models.speed.times import AT_START, TrialTimes
 from inferpool.models.speed.verdicts import VerdictStore, fingerprint
+from inferpool.models.speed_names import COMPILED, GRAPHED, LONG_S, SpeedReport
+from inferpool.models.warm_sizes import steps_to
 
 logger = logging.getLogger(__name__)
 

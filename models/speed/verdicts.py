@@ -20,7 +20,7 @@ from torch import nn
 from inferpool.models.files.reading import read_file
 from inferpool.models.files.writing import lock, replacing
 from inferpool.models.speed.attempts import LOADING, attempt, is_left, loading_prefix, was_killed
-from inferpool.models.speed.names import CHOICES, SpeedReport
+from inferpool.models.speed_names import CHOICES, SpeedReport
 
 logger = logging.getLogger(__name__)
 

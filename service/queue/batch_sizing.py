@@ -13,7 +13,7 @@ from itertools import islice
 from math import inf
 from typing import TYPE_CHECKING
 
-from inferpool.models.speed.names import LONG_S, MOST_GROWN
+from inferpool.models.speed_names import LONG_S, MOST_GROWN
 
 if TYPE_CHECKING:
     from inferpool.service.queue.batcher import Batcher, Q

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from inferpool.models.speed.names import ANY_SIZE
+from inferpool.models.speed_names import ANY_SIZE
 from inferpool.service.errors import (
     InternalError,
     OverloadedError,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from inferpool.models.speed.names import SpeedReport
+from inferpool.models.speed_names import SpeedReport
 from inferpool.service.errors import GivenUpError, ServiceError, UnavailableError
 from inferpool.service.parts.turns.gate import DeviceGate, GateMember
 from inferpool.service.queue.dispatcher import Dispatcher

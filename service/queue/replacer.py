@@ -6,7 +6,7 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from inferpool.models.speed.names import SpeedReport
+from inferpool.models.speed_names import SpeedReport
 from inferpool.service.errors import RestartFailedError
 from inferpool.workers.host.engine import WorkerHandle, WorkerId
 from inferpool.workers.host.slots import WorkerSlot

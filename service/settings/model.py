@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from inferpool.models.spec import Placement, Split
-from inferpool.models.speed.names import CHOICES
+from inferpool.models.speed_names import CHOICES
 from inferpool.service.queue.batch_sizing import AUTO_SIZE
 from inferpool.service.settings.bounds import (
     DAY_S,

@@ -7,7 +7,7 @@ from dataclasses import replace
 import msgspec
 
 from inferpool.models.spec import Placement
-from inferpool.models.speed.names import SpeedReport
+from inferpool.models.speed_names import SpeedReport
 from inferpool.service.parts.objective import Objective
 from inferpool.service.parts.turns.gate import DeviceGate
 from inferpool.service.queue.admission import Admission

@@ -13,7 +13,7 @@ from typing import Protocol
 import msgspec
 
 from inferpool.models.errors import ModelError
-from inferpool.models.speed.names import SpeedReport
+from inferpool.models.speed_names import SpeedReport
 from inferpool.workers.beside.searching import SearchNews, SearchOrder
 from inferpool.workers.shared.guard import give_children_defaults
 

@@ -17,7 +17,7 @@ import msgspec
 import psutil
 
 from inferpool.models.speed.attempts import forget_attempt
-from inferpool.models.speed.names import SpeedReport
+from inferpool.models.speed_names import SpeedReport
 from inferpool.workers.shared.config import WorkerConfig
 
 _BOOT = (

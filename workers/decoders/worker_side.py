@@ -26,8 +26,8 @@ from torch import Tensor
 
 from inferpool.models.accelerator.failures import raised
 from inferpool.models.base import Model
-from inferpool.models.speed.sizes import largest_batch
 from inferpool.models.texts import described
+from inferpool.models.warm_sizes import largest_batch
 from inferpool.workers.decoders.ring import (
     MAX_RING_BYTES,
     SLOT_ALIGNMENT,

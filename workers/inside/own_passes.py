@@ -13,7 +13,7 @@ from inferpool.models.accelerator.failures import is_out_of_memory
 from inferpool.models.base import Model
 from inferpool.models.errors import ModelError
 from inferpool.models.item import Features, Item
-from inferpool.models.speed.names import LONG_S
+from inferpool.models.speed_names import LONG_S
 from inferpool.workers.inside.checks import BrokenPromiseError, OutputChecks
 from inferpool.workers.inside.shortage import release
 from inferpool.workers.inside.staging import Staging, take

@@ -28,8 +28,8 @@ from inferpool.models.base import load_model
 from inferpool.models.example import own_example, reads_own_form, shown_example
 from inferpool.models.files.opened import OpenedFiles
 from inferpool.models.speed.choose import SpeedOptions, choose
-from inferpool.models.speed.sizes import largest_batch, sizes_to_warm
 from inferpool.models.split.turnstile import BatchClock
+from inferpool.models.warm_sizes import largest_batch, sizes_to_warm
 from inferpool.workers.decoders.seats import MoreWork
 from inferpool.workers.decoders.worker_side import crew_for
 from inferpool.workers.inside.allocator import SpareMemory, give_back

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from inferpool.models.spec import MAX_IMAGE_PIXELS, Placement, SplitReport
-from inferpool.models.speed.names import SpeedReport
+from inferpool.models.speed_names import SpeedReport
 
 ErrorDetail = Literal["name", "text", "traceback"]
 """Detail of a model's exceptions in answers to clients: only the type, the text too, or all."""
@@ -68,9 +68,9 @@ class WorkerConfig:
     """Most pixels of an encoded image; larger ones are refused after a look at the header."""
     load_timeout_s: float = 600.0
     speed: str = "exact"
-    """One of `models.speed.names.CHOICES`."""
+    """One of `models.speed_names.CHOICES`."""
     decode: str = "exact"
-    """One of `models.speed.names.DECODE_CHOICES`."""
+    """One of `models.speed_names.DECODE_CHOICES`."""
     measures_speed: bool = True
     """Measure before it is ready what the cache has no verdict on, if `speed` is `auto`. Otherwise
     `exact` serves until a search has found something faster."""

@@ -15,7 +15,7 @@ import msgspec
 
 from inferpool.models.files.opened import FileMark
 from inferpool.models.spec import RankPart, SplitReport, TensorHeader, TensorSpec
-from inferpool.models.speed.names import SpeedReport
+from inferpool.models.speed_names import SpeedReport
 from inferpool.workers.shared.config import CheckReport
 
 Kind = Literal["image", "bytes", "json", "tensors"]

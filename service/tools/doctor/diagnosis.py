@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from inferpool.models.speed.names import COMPILED
+from inferpool.models.speed_names import COMPILED
 from inferpool.service.api.wire.descriptors import max_connections
 from inferpool.service.checks.facts import Facts, folder, gather
 from inferpool.service.checks.findings import Finding, error, in_words, note, ok, warning

@@ -17,8 +17,8 @@ from inferpool.models.sources.echo import Echo
 from inferpool.models.sources.modules import ModuleModel
 from inferpool.models.spec import TensorSpec
 from inferpool.models.speed.choose import choose
-from inferpool.models.speed.names import SpeedReport
 from inferpool.models.speed.verdicts import VerdictStore
+from inferpool.models.speed_names import SpeedReport
 from tests.models.items import loaded, run, tensor_item
 from tests.models.speed.pace import FewSamples, kind_of, options, quietly, small
 from tests.small_classifier import SmallClassifier

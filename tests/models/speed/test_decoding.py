@@ -6,7 +6,7 @@ from inferpool.models.base import Model
 from inferpool.models.errors import ModelError
 from inferpool.models.sources.echo import Echo
 from inferpool.models.speed.choose import choose
-from inferpool.models.speed.names import SpeedReport
+from inferpool.models.speed_names import SpeedReport
 from inferpool.models.vision.transforms import ImageTransform
 from tests.models.items import encoded, image_item, loaded, photo, run
 from tests.models.speed.pace import FewSamples, options, quietly

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from inferpool.models.spec import Placement
 from inferpool.models.speed.choose import choose
-from inferpool.models.speed.names import SpeedReport
+from inferpool.models.speed_names import SpeedReport
 from tests.models.items import encoded, image_item, photo
 from tests.models.speed.pace import FewSamples, Pace, options, quietly
 from tests.simulated_accelerator import jpegs

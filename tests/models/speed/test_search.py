@@ -8,9 +8,9 @@ from msgspec.structs import replace as replace_report
 
 from inferpool.models.agreement import ValueTolerance
 from inferpool.models.speed.choose import choose
-from inferpool.models.speed.names import SpeedReport
 from inferpool.models.speed.search import SearchError, search
 from inferpool.models.speed.verdicts import VerdictStore
+from inferpool.models.speed_names import SpeedReport
 from inferpool.workers.inside.compiling import CompileError
 from tests.models.items import loaded, run
 from tests.models.speed.pace import FewSamples, LoadedPackage, quietly

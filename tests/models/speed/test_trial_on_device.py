@@ -15,10 +15,10 @@ from inferpool.models.agreement import Agreement
 from inferpool.models.spec import Placement
 from inferpool.models.speed.choose import choose
 from inferpool.models.speed.graphs import Graphed
-from inferpool.models.speed.names import GRAPHED, SpeedReport
 from inferpool.models.speed.presets import presets_for
 from inferpool.models.speed.trial import Trial
 from inferpool.models.speed.verdicts import VerdictStore
+from inferpool.models.speed_names import GRAPHED, SpeedReport
 from tests.models.items import run
 from tests.models.speed.pace import FewSamples, quietly, small
 from tests.simulated_accelerator import convolutions

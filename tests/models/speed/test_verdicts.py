@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from inferpool.models.speed.choose import choose
-from inferpool.models.speed.names import SpeedReport
 from inferpool.models.speed.verdicts import VerdictStore
+from inferpool.models.speed_names import SpeedReport
 from tests.models.items import run
 from tests.models.speed.pace import Pace, quietly, small
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from inferpool.models.speed.names import SpeedReport
+from inferpool.models.speed_names import SpeedReport
 from inferpool.service.parts.speed import SpeedCache, SpeedSearch
 from inferpool.service.settings.loader import load
 from inferpool.workers.beside.searching import SearchFailedError

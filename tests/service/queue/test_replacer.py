@@ -8,7 +8,7 @@ import pytest
 
 import inferpool.service.queue.replacer
 from inferpool.models.files.opened import mark_of
-from inferpool.models.speed.names import SpeedReport
+from inferpool.models.speed_names import SpeedReport
 from inferpool.service.errors import RestartFailedError
 from inferpool.service.queue.pool import Pool
 from inferpool.workers.host.engine import WorkerId

@@ -14,7 +14,7 @@ import pytest
 
 from inferpool.models.spec import Placement
 from inferpool.models.speed.compiled import can_compile
-from inferpool.models.speed.names import SpeedReport
+from inferpool.models.speed_names import SpeedReport
 from inferpool.workers.beside.searching import SearchFailedError, search
 from inferpool.workers.shared.config import ModelConfig, WorkerConfig
 from tests.e2e.running import left_over
@@ -87,7 +87,7 @@ async def test_suspended_search_is_killed_and_leaves_no_mark_of_an_attempt(tmp_p
 _FRONT_END = """
 import asyncio, os
 from tests.workers.beside.test_searching import slow_to_load
-from inferpool.models.speed.names import SpeedReport
+from inferpool.models.speed_names import SpeedReport
 from inferpool.workers.beside.searching import search
 from pathlib import Path
 asyncio.run(search(slow_to_load(Path(".")), "key", print))

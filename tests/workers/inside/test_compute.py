@@ -24,7 +24,7 @@ from inferpool.models.base import Model
 from inferpool.models.errors import ModelError
 from inferpool.models.item import Features, Item
 from inferpool.models.spec import TensorSpec
-from inferpool.models.speed.names import LONG_S
+from inferpool.models.speed_names import LONG_S
 from inferpool.workers.inside.checks import BrokenPromiseError
 from inferpool.workers.inside.compute import Computer
 from inferpool.workers.inside.outcomes import TensorOutputs

@@ -8,7 +8,7 @@ import pytest
 import inferpool.workers.remote.hosted
 from inferpool.models.files.opened import FileMark, mark_of
 from inferpool.models.spec import Placement
-from inferpool.models.speed.names import SpeedReport
+from inferpool.models.speed_names import SpeedReport
 from inferpool.workers.host.engine import WorkerId
 from inferpool.workers.remote.hosted import HostedWorker, HostedWorkers
 from inferpool.workers.shared.config import WorkerConfig

@@ -1,7 +1,7 @@
 import pytest
 
-from inferpool.models.speed.names import MOST_GROWN
-from inferpool.models.speed.sizes import largest_batch, sizes_to_warm, steps_to
+from inferpool.models.speed_names import MOST_GROWN
+from inferpool.models.warm_sizes import largest_batch, sizes_to_warm, steps_to
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Names of the presets, and a worker's report about its choice. No torch."""
+"""Names of speed presets, and a worker's report about its choice. No torch."""
 
 import msgspec
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from inferpool.models.accelerator.device import Device, is_accelerator
-from inferpool.models.speed.names import MOST_GROWN
+from inferpool.models.speed_names import MOST_GROWN
 
 
 def largest_batch(device: Device, max_batch_size: int, *, may_grow: bool) -> int:
