@@ -108,11 +108,10 @@ def test_the_core_is_small_enough_to_read():
 
 
 LARGE = {
-    *("Catalog", "Changes", "Dispatcher", "PredictProtocol", "ReadyCheck", "Settings"),
-    *("Fronts.__init__", "Pool.__init__", "_prepared", "_rows"),
+    *("Catalog", "Changes", "Dispatcher", "ReadyCheck", "Settings"),
+    *("Fronts.__init__", "Pool.__init__"),
     *("_serve", "add_flags", "admin_router", "jobs_router", "load", "main", "models_router"),
-    *("plan", "predict_paths", "run", "run_ranks", "submit"),
-    *("Service.__init__", "Journal.__init__", "Dispatcher.__init__"),
+    *("Service.__init__", "Dispatcher.__init__", "submit"),
 }
 """Names that are larger than they should be: the list may only get shorter."""
 

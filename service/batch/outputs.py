@@ -126,13 +126,7 @@ class Journal:
         if format == "parquet":
             _require_pyarrow()
             self._own = _beside(self._path, _LINES)
-        there = [
-            each for each in (self._path, self._own) if os.path.exists(each) and each.stat().st_size
-        ]
-        if there and not (resumes or overwrites):
-            raise SourceUnusableError(
-                f"{there[0]} exists: --resume goes on with it, --overwrite begins anew"
-            )
+        there = self._present(may_exist=resumes or overwrites)
         self._is_whole = format == "parquet" and resumes and there == [self._path]
         """The Parquet file is there, and nothing is left to do."""
         self.is_over = self._is_whole
@@ -153,6 +147,17 @@ class Journal:
             raise SourceUnusableError(f"{self._own}: {error.strerror}") from error
         self._line: Callable[[BatchAnswer], bytes]
         self._line = _csv_line if format == "csv" else _json_line
+
+    def _present(self, *, may_exist: bool) -> Sequence[Path]:
+        """Return the files that have answers of an earlier run, if there may be some."""
+        there = [
+            each for each in (self._path, self._own) if os.path.exists(each) and each.stat().st_size
+        ]
+        if there and not may_exist:
+            raise SourceUnusableError(
+                f"{there[0]} exists: --resume goes on with it, --overwrite begins anew"
+            )
+        return there
 
     def __enter__(self) -> Self:
         """Return this file."""

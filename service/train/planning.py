@@ -74,9 +74,37 @@ def plan(
     machine = machine_for(settings, host, has_bf16, busy)
     shown = view_for(settings, training, facts, native, fits)
     lengths = lengths_for(settings, training, machine)
+    recipe = _recipe(settings, training, facts, host, machine, shown, lengths)
+    chosen = _chosen(settings, recipe)
+    sentences = [
+        *_on_images(training, validation, facts, shown),
+        *_on_view(facts, shown),
+        *_on_lengths(settings, lengths),
+        *_on_machine(settings, machine, recipe, host),
+    ]
+    if chosen:
+        named = " ".join(_flag(name, value) for name, value in chosen.items())
+        sentences.append(f"chosen by itself: {named}")
+    return Plan(
+        recipe=recipe,
+        settings=settings.model_copy(update=chosen),
+        num_ranks=machine.num_ranks,
+        sentences=sentences,
+    )
+
+
+def _recipe(
+    settings: TrainSettings,
+    training: LabelledImages,
+    facts: ImageFacts | None,
+    host: Host,
+    machine: TrainMachine,
+    shown: TrainView,
+    lengths: TrainLengths,
+) -> Recipe:
     on_cpu = machine.device == CPU
     threads = given(settings.threads, max(1, host.num_cores // machine.num_ranks))
-    recipe = Recipe(
+    return Recipe(
         model=settings.model,
         weights="none" if settings.weights.lower() == "none" else settings.weights,
         options=dict(settings.options),
@@ -115,22 +143,6 @@ def plan(
         devices=machine.indices,
         threads=threads,
         is_idle=on_cpu and settings.priority == "idle",
-    )
-    chosen = _chosen(settings, recipe)
-    sentences = [
-        *_on_images(training, validation, facts, shown),
-        *_on_view(facts, shown),
-        *_on_lengths(settings, lengths),
-        *_on_machine(settings, machine, recipe, host),
-    ]
-    if chosen:
-        named = " ".join(_flag(name, value) for name, value in chosen.items())
-        sentences.append(f"chosen by itself: {named}")
-    return Plan(
-        recipe=recipe,
-        settings=settings.model_copy(update=chosen),
-        num_ranks=machine.num_ranks,
-        sentences=sentences,
     )
 
 

@@ -76,13 +76,7 @@ def run_ranks(folder: Path, launch: RankLaunch, on_death: Callable[[str], None])
         monitor_interval=0.1,
         logs_specs=DefaultLogsSpecs(),
     )
-    for name in [*logging.root.manager.loggerDict]:
-        if name.startswith(_LOGGERS):  # each has a level of its own
-            logging.getLogger(name).setLevel(logging.CRITICAL)
-    deaths = logging.getLogger(_DEATHS)
-    deaths.setLevel(logging.ERROR)
-    deaths.propagate = False
-    deaths.handlers = [_DeathHandler(on_death)]
+    _hear_of_deaths(on_death)
     # Else all starts share one store, and ranks look for each other where they were before.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # ranks warn of those that are gone
@@ -109,6 +103,17 @@ def run_ranks(folder: Path, launch: RankLaunch, on_death: Callable[[str], None])
         for each, handler in before.items():
             signal.signal(each, handler)
     return 0
+
+
+def _hear_of_deaths(on_death: Callable[[str], None]) -> None:
+    """Silence torchrun's logs, but for the records of ranks that died."""
+    for name in [*logging.root.manager.loggerDict]:
+        if name.startswith(_LOGGERS):  # each has a level of its own
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    deaths = logging.getLogger(_DEATHS)
+    deaths.setLevel(logging.ERROR)
+    deaths.propagate = False
+    deaths.handlers = [_DeathHandler(on_death)]
 
 
 class _DeathHandler(logging.Handler):

@@ -34,6 +34,7 @@ from inferpool.models.training.events import Noted, Started
 from inferpool.models.training.images import (
     EpochBatches,
     HeldOutImages,
+    ImageSource,
     TrainingImages,
     collate,
 )
@@ -170,15 +171,7 @@ def _prepared(
     )
     checkpoints = Checkpoints(folder.checkpoints, writer=place.rank)
     if group.keeps_files:
-        folder.checkpoints.mkdir(exist_ok=True)
-        reason = room_error(
-            folder.path,
-            network,
-            has_average=bool(recipe.ema_decay),
-            used=checkpoints.num_bytes,
-        )
-        if reason:
-            raise TrainingError(reason)
+        _make_room(folder, checkpoints, network, recipe)
     accumulate, note = _accumulated(recipe, network, group, device)
     batches = EpochBatches(
         len(training.targets),
@@ -202,8 +195,6 @@ def _prepared(
         training_transform(recipe.transform, recipe.augment, flip=recipe.flip),
         seed=recipe.seed,
     )
-    mine = range(place.rank, len(held_out.targets), place.num_ranks)
-    trial = HeldOutImages(held_out, transform_of(recipe.transform))
     pixels = recipe.batch_size // (place.num_ranks * accumulate)
     checkpoint = _checkpoint(checkpoints, group)
     course = Course(
@@ -216,11 +207,7 @@ def _prepared(
         checkpoints=checkpoints,
         batches=batches,
         training=DataLoader(dataset, batch_sampler=batches, collate_fn=collate, **several),
-        held_out=HeldOut(
-            DataLoader(Subset(trial, mine), batch_size=2 * pixels, collate_fn=collate, **several),
-            held_out,
-            num_bytes=len(mine) * 3 * recipe.transform.crop**2,
-        ),
+        held_out=_own_part(held_out, place, recipe, batch_size=2 * pixels, **several),
         held_out_source=held_out,
         stop=stop,
         metrics=None,
@@ -230,6 +217,30 @@ def _prepared(
         _share_best(course)
     _announce(course, note, len(training.targets), len(held_out.targets))
     return course
+
+
+def _make_room(
+    folder: RunFolder, checkpoints: Checkpoints, network: nn.Module, recipe: Recipe
+) -> None:
+    """Make the folder of checkpoints.
+
+    Raises:
+        TrainingError: They will not fit on the disk.
+    """
+    folder.checkpoints.mkdir(exist_ok=True)
+    has_average, used = bool(recipe.ema_decay), checkpoints.num_bytes
+    if reason := room_error(folder.path, network, has_average=has_average, used=used):
+        raise TrainingError(reason)
+
+
+def _own_part(
+    images: ImageSource, place: RankPlace, recipe: Recipe, *, batch_size: int, **reading: Any
+) -> HeldOut:
+    """Return the held-out images that this rank computes."""
+    mine = range(place.rank, len(images.targets), place.num_ranks)
+    trial = Subset(HeldOutImages(images, transform_of(recipe.transform)), mine)
+    loader = DataLoader(trial, batch_size=batch_size, collate_fn=collate, **reading)
+    return HeldOut(loader, images, num_bytes=len(mine) * 3 * recipe.transform.crop**2)
 
 
 def _seed_of(recipe: Recipe, rank: int, use: str) -> int:

@@ -143,15 +143,7 @@ def predict_paths(
         paths["/predict"] = {
             "post": _operation("predict", about, [], "/predict", own, answers_of_jobs)
         }
-    name: Json = {
-        "name": "model",
-        "in": "path",
-        "required": True,
-        "description": "One of the models that are served.",
-        "schema": {"type": "string", "enum": list(models)} if models else {"type": "string"},
-    }
-    if models:
-        name["example"] = models[0]
+    name = _model_parameter(models)
     example = f"/predict/{quote(models[0])}" if models else "/predict/NAME"
     paths["/predict/{model}"] = {
         "post": _operation(
@@ -178,6 +170,19 @@ def predict_paths(
         )
     }
     return paths
+
+
+def _model_parameter(models: Sequence[str]) -> Json:
+    name: Json = {
+        "name": "model",
+        "in": "path",
+        "required": True,
+        "description": "One of the models that are served.",
+        "schema": {"type": "string", "enum": list(models)} if models else {"type": "string"},
+    }
+    if models:
+        name["example"] = models[0]
+    return name
 
 
 def job_body(shown: Json) -> Json:

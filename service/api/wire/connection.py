@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import (
@@ -19,10 +19,15 @@ from inferpool.service.api.call import Call, begin_call
 from inferpool.service.api.exchange import Exchange
 from inferpool.service.api.predict import Predict
 from inferpool.service.api.replies import CLOSE_LINE, Reply, is_long, refusal_of
-from inferpool.service.api.wire.incoming import IncomingLimits, Lingering, QueueAwareFlow
+from inferpool.service.api.wire.incoming import (
+    MAX_URL_BYTES,
+    IncomingLimits,
+    Lingering,
+    QueueAwareFlow,
+)
 from inferpool.service.api.wire.places import ConnectionLimits
 from inferpool.service.api.wire.writing import AnswerWriter
-from inferpool.service.errors import UnavailableError
+from inferpool.service.errors import ServiceError, UnavailableError
 from inferpool.service.queue.shares import owner_of_address
 
 _COPIED_BODY_BYTES = 64 * 1024
@@ -38,6 +43,8 @@ class _UnreadAnswer:
 
 
 UNREAD = _UnreadAnswer()
+Cycle: TypeAlias = Exchange | RequestResponseCycle
+"""A call: one of ours, or one that uvicorn hands to the application."""
 
 
 class CycleTransport:
@@ -287,6 +294,47 @@ class HttpConnection(HttpToolsProtocol):
                     self.transport.write_eof()
             self._lingering = Lingering(self.close)
 
+    def _refuse(self, error: ServiceError) -> None:
+        """Refuse a head when it is its turn, and drop everything after it."""
+        self._ignores_input = True
+        self._is_in_head = False
+        self._end_head()
+        path = self.url[:MAX_URL_BYTES].partition(b"?")[0].decode("ascii", "replace")
+        exchange = Exchange.open(self, self.predict, "-", path, b"", self.headers)
+        exchange.call.choose(None)
+        exchange.fail(error)
+        self._take_turn(exchange)
+
+    def _take_turn(self, exchange: Exchange) -> None:
+        """Start a call, or put it behind those that came before it."""
+        before = self.cycle
+        self.cycle = exchange
+        if (before is None or before.response_complete) and not self._is_held:
+            self._active = exchange
+            exchange.start()
+        else:
+            self.flow.pause_reading()
+            self.pipeline.appendleft((exchange, self.app))  # type: ignore[arg-type]  # as above
+
+    def _take_back(self, cycle: RequestResponseCycle) -> None:
+        """Stop uvicorn from answering a call; something else is answered in its place."""
+        if self.pipeline and self.pipeline[0][0] is cycle:
+            self.pipeline.popleft()
+            return
+        cycle.disconnected = cycle.response_complete = True
+        cycle.message_event.set()
+
+    def _hand_on(self) -> None:
+        """Have the application answer the newest call, by way of uvicorn."""
+        self._find_addresses()
+        url, headers, expect = self.url, self.headers, self.expect_100_continue
+        super().on_message_begin()
+        self.url, self.expect_100_continue = url, expect
+        self.headers.extend(headers)  # the scope holds this list
+        if self._is_held and self.is_idle:
+            self.cycle = UNREAD  # uvicorn checks whether it is complete
+        super().on_headers_complete()
+
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         """Start a call that the application answers; its connection ends like any other."""
         cycle.transport = CycleTransport(
@@ -302,11 +350,6 @@ class HttpConnection(HttpToolsProtocol):
             await app(scope, receive, send_on)
 
         super()._start_asgi_task(cycle, self._writer.in_pieces(answer))
-
-    def _drop(self, num_bytes: int) -> None:
-        """Count what comes, and nobody will look at."""
-        if self._lingering is not None:
-            self._lingering.take(num_bytes)
 
     def _clear_line(self) -> None:
         """Forget the calls that wait for their turn."""

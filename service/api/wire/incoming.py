@@ -34,6 +34,7 @@ MAX_LINGER_S = 10.0
 _LINGER_GAP_S = 2.0
 """A client that has sent nothing for so long has had time to read its answer."""
 
+_UPGRADE_HEADERS = (b"connection", b"upgrade", b"http2-settings")
 MAX_TRAILER_BYTES = 64 * 1024
 """Names and values of all trailers of a message; nothing here reads them."""
 _FREE_CHUNKS = 8192
@@ -112,8 +113,8 @@ class IncomingLimits:
     """Bounds the heads of one connection, and its calls in line."""
 
     __slots__ = (
-        "_flow", "_loop", "_num_in_head", "_num_in_line", "_on_late", "_refuse", "_timeout_s",
-        "_timer", "_unfinished", "give_way", "num_head_bytes", "owner",
+        "_clear_line", "_flow", "_loop", "_num_in_head", "_num_in_line", "_on_late", "_refuse",
+        "_timeout_s", "_timer", "_unfinished", "num_head_bytes", "owner",
     )  # fmt: skip
 
     def __init__(
@@ -123,21 +124,21 @@ class IncomingLimits:
         head_timeout_s: float,
         *,
         refuse: Callable[[ServiceError], None],
-        give_way: Callable[[ServiceError], None],
+        clear_line: Callable[[], None],
         on_late: Callable[[], None],
         owner: Callable[[], str],
     ) -> None:
         """Begin with nothing.
 
-        `refuse` gets the error of the head that comes; `give_way` the error if the calls in line
-        are refused too. `on_late` is called if a head takes too long. `owner` returns whose share
-        of memory its calls take.
+        `refuse` gets the error of the head that comes; `clear_line` is called before if the calls
+        in line are refused too. `on_late` is called if a head takes too long. `owner` returns whose
+        share of memory its calls take.
         """
         self._flow = flow
         self._unfinished = unfinished
         self._timeout_s = head_timeout_s
         self._refuse = refuse
-        self.give_way = give_way
+        self._clear_line = clear_line
         self._on_late = on_late
         self.owner = owner
         self._loop = asyncio.get_running_loop()
@@ -178,6 +179,11 @@ class IncomingLimits:
             self._count(self._num_in_head, self._num_in_line + num_bytes + num_calls * _CALL_BYTES)
         except OverloadedError as error:
             self.give_way(error)
+
+    def give_way(self, error: ServiceError) -> None:
+        """Refuse an unfinished head, and the calls that wait for their turn."""
+        self._clear_line()
+        self._refuse(error)
 
     def end_line(self) -> None:
         """Stop counting calls: none waits any more."""
@@ -277,6 +283,19 @@ def check_head(
         raise BadRequestError(f"there must be one Host header, and there are {num_hosts}")
     if len(url) + sum(len(name) + len(value) for name, value in headers) > MAX_HEAD_BYTES:
         raise _too_large_head()
+
+
+def head_without_upgrade(
+    parser: httptools.HttpRequestParser, url: bytes, headers: Sequence[tuple[bytes, bytes]]
+) -> bytes:
+    """Return the head that a parser has read, without what asks for another protocol.
+
+    The parser takes the bytes after such a head for the other protocol's. We speak none, and the
+    request may have a body.
+    """
+    lines = [b"%b %b HTTP/%b" % (parser.get_method(), url, parser.get_http_version().encode())]
+    lines += [b"%b: %b" % each for each in headers if each[0] not in _UPGRADE_HEADERS]
+    return b"\r\n".join([*lines, b"", b""])
 
 
 def error_of(error: httptools.HttpParserError) -> ServiceError:

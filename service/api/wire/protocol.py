@@ -10,7 +10,6 @@ from math import inf
 from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from inferpool.service.api.call import HEAD_END, MAX_KNOWN_HEAD_BYTES, KnownHead, KnownHeads
 from inferpool.service.api.codecs.body import BodyTimer
@@ -18,7 +17,7 @@ from inferpool.service.api.errors import LargeHeadError
 from inferpool.service.api.exchange import Exchange
 from inferpool.service.api.predict import PREFIX, Predict, is_job, is_predict
 from inferpool.service.api.wire.budgets import EdgeLimits
-from inferpool.service.api.wire.connection import UNREAD, HttpConnection
+from inferpool.service.api.wire.connection import Cycle, HttpConnection
 from inferpool.service.api.wire.held import HeldBytes
 from inferpool.service.api.wire.incoming import (
     MAX_HEAD_BYTES,
@@ -30,12 +29,11 @@ from inferpool.service.api.wire.incoming import (
     below,
     check_head,
     error_of,
+    head_without_upgrade,
     target_of,
 )
 from inferpool.service.api.wire.places import ConnectionLimits
 from inferpool.service.errors import BadRequestError, ServiceError, UnavailableError
-
-_UPGRADE_HEADERS = (b"connection", b"upgrade", b"http2-settings")
 
 
 class PredictProtocol(HttpConnection):
@@ -96,7 +94,8 @@ class PredictProtocol(HttpConnection):
     def data_received(self, data: bytes) -> None:
         """Feed the parser, or take the body of a call with a known head."""
         if self._ignores_input:
-            self._drop(len(data))
+            if self._lingering is not None:
+                self._lingering.take(len(data))
             return
         cycle = self.cycle
         if (cycle is None or cycle.response_complete) and not (
@@ -121,8 +120,9 @@ class PredictProtocol(HttpConnection):
                 rest = self._feed(rest)
             if chunk_limits is not None and chunk_limits is self._chunk_limits:
                 chunk_limits.take_read(len(data))
-        except httptools.HttpParserError as error:
-            self._on_parser_error(error)
+        except httptools.HttpParserError as error:  # no HTTP, or we failed on it
+            if not self._ignores_input:
+                self._on_garbage(error_of(error))
             return
         except ServiceError as error:
             self._on_garbage(error)
@@ -177,7 +177,8 @@ class PredictProtocol(HttpConnection):
             is_long = True
             self._end_head()
         if len(self.pipeline) >= MAX_PIPELINED:
-            self._stop_listening()
+            # The newest call that was taken is the last one.
+            self._ignores_input, self.pipeline[0][0].keep_alive = True, False
             return
         names = [name for name, _ in self.headers]
         self._chunk_limits = ChunkLimits() if b"transfer-encoding" in names else None
@@ -228,7 +229,7 @@ class PredictProtocol(HttpConnection):
         if self._chunk_limits is not None:
             self._chunk_limits.take_chunk(len(body))
         self._num_body_bytes += len(body)
-        cycle: Exchange | RequestResponseCycle = self.cycle
+        cycle: Cycle = self.cycle
         if not isinstance(cycle, Exchange):
             limits = self.predict.limits
             if self._num_body_bytes > limits.most_bytes(of_job=self._is_job):
@@ -243,7 +244,7 @@ class PredictProtocol(HttpConnection):
             return
         self._end_body()
         self._chunk_limits = None
-        cycle: Exchange | RequestResponseCycle = self.cycle
+        cycle: Cycle = self.cycle
         if not isinstance(cycle, Exchange):
             super().on_message_complete()
         elif not cycle.response_complete:
@@ -290,17 +291,6 @@ class PredictProtocol(HttpConnection):
         if len(piece) < len(data) and not self.transport.is_closing():
             self.data_received(data[len(piece) :])
 
-    def _take_turn(self, exchange: Exchange) -> None:
-        """Start a call, or put it behind those that came before it."""
-        before = self.cycle
-        self.cycle = exchange
-        if (before is None or before.response_complete) and not self._is_held:
-            self._active = exchange
-            exchange.start()
-        else:
-            self.flow.pause_reading()
-            self.pipeline.appendleft((exchange, self.app))  # type: ignore[arg-type]  # as above
-
     def _feed(self, data: bytes | memoryview) -> bytes | memoryview:
         """Feed the parser, and return what it has left."""
         try:
@@ -313,32 +303,21 @@ class PredictProtocol(HttpConnection):
         return b""
 
     def _read_again_without_upgrade(self) -> None:
-        """Read the head again as if it did not ask for another protocol (RFC 9110, 7.8).
-
-        The parser takes the bytes after such a head for the other protocol's. We speak none, and
-        the request may have a body.
-        """
+        """Read the head again as if it did not ask for another protocol (RFC 9110, 7.8)."""
         self._asks_for_upgrade = False
-        method = self.parser.get_method()
-        if method == b"CONNECT":  # it is nothing but an upgrade
+        if self.parser.get_method() == b"CONNECT":  # it is nothing but an upgrade
             self._refuse(BadRequestError("CONNECT is not served here"))
             return
-        version = self.parser.get_http_version().encode()
-        lines = [b"%b %b HTTP/%b" % (method, self.url, version)]
-        lines += [b"%b: %b" % each for each in self.headers if each[0] not in _UPGRADE_HEADERS]
+        head = head_without_upgrade(self.parser, self.url, self.headers)
         self.parser = httptools.HttpRequestParser(self)
-        self.parser.feed_data(b"\r\n".join([*lines, b"", b""]))
-
-    def _on_late_head(self) -> None:
-        if self._is_in_head:
-            self.close()
+        self.parser.feed_data(head)
 
     def _watch_body(self) -> None:
         """Count a body that did not come with its head, and time it.
 
         Every body is timed, whoever answers its call, even if the call has its answer already.
         """
-        cycle: Exchange | RequestResponseCycle = self.cycle
+        cycle: Cycle = self.cycle
         deadline = inf if self._is_job else self.loop.time() + self.predict.limits.max_timeout_s
         if isinstance(cycle, Exchange) and not cycle.response_complete:
             if not cycle.is_started:
@@ -368,16 +347,11 @@ class PredictProtocol(HttpConnection):
                 self.predict.unfinished,
                 self.connection_limits.limits.head_timeout_s,
                 refuse=self._refuse,
-                give_way=self._give_way,
-                on_late=self._on_late_head,
+                clear_line=self._clear_line,
+                on_late=lambda: self.close() if self._is_in_head else None,
                 owner=self._owner,
             )
         return self._incoming
-
-    def _on_parser_error(self, error: httptools.HttpParserError) -> None:
-        """Refuse bytes that are no HTTP, or that we failed on, after the answers before them."""
-        if not self._ignores_input:
-            self._on_garbage(error_of(error))
 
     def _on_garbage(self, error: ServiceError) -> None:
         if not self._is_in_body:
@@ -386,7 +360,7 @@ class PredictProtocol(HttpConnection):
             self._refuse(error)
             return
         self._ignores_input = True
-        cycle: Exchange | RequestResponseCycle = self.cycle
+        cycle: Cycle = self.cycle
         if isinstance(cycle, Exchange) and not cycle.response_complete:
             cycle.fail(error)
         elif isinstance(cycle, Exchange) or cycle.response_complete:
@@ -396,45 +370,6 @@ class PredictProtocol(HttpConnection):
         else:
             self._take_back(cycle)
             self._refuse(error)
-
-    def _take_back(self, cycle: RequestResponseCycle) -> None:
-        """Stop uvicorn from answering a call; something else is answered in its place."""
-        if self.pipeline and self.pipeline[0][0] is cycle:
-            self.pipeline.popleft()
-            return
-        cycle.disconnected = cycle.response_complete = True
-        cycle.message_event.set()
-
-    def _refuse(self, error: ServiceError) -> None:
-        """Refuse a head when it is its turn, and drop everything after it."""
-        self._ignores_input = True
-        self._is_in_head = False
-        self._end_head()
-        path = self.url[:MAX_URL_BYTES].partition(b"?")[0].decode("ascii", "replace")
-        exchange = Exchange.open(self, self.predict, "-", path, b"", self.headers)
-        exchange.call.choose(None)
-        exchange.fail(error)
-        self._take_turn(exchange)
-
-    def _stop_listening(self) -> None:
-        """Let the newest call that was taken be the last one."""
-        self._ignores_input = True
-        self.pipeline[0][0].keep_alive = False
-
-    def _give_way(self, error: ServiceError) -> None:
-        """Refuse an unfinished head, and the calls that wait for their turn."""
-        self._clear_line()
-        self._refuse(error)
-
-    def _hand_on(self) -> None:
-        self._find_addresses()
-        url, headers, expect = self.url, self.headers, self.expect_100_continue
-        super().on_message_begin()
-        self.url, self.expect_100_continue = url, expect
-        self.headers.extend(headers)  # the scope holds this list
-        if self._is_held and self.is_idle:
-            self.cycle = UNREAD  # uvicorn checks whether it is complete
-        super().on_headers_complete()
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         """Start a pipelined call of either kind."""

@@ -184,24 +184,13 @@ class ChaosReport:
         by_status = ", ".join(f"{count:,} with {status}" for status, count in refused.items())
         yield "refused", f"{sum(refused.values()):,}" + (f": {by_status}" if by_status else "")
         yield "expired, late", f"{chaos.expired + quiet.expired:,}, {chaos.late + quiet.late:,}"
-        kills = self.faults.get("kill", 0)
-        planned = f" of {self.planned_kills} planned" if kills < self.planned_kills else ""
         if (greedy := self.greedy).num_sent:
             num_refused = sum(greedy.refused.values())
             yield (
                 "greedy",
                 (f"{greedy.num_sent:,} sent, {greedy.right:,} right, {num_refused:,} refusals"),
             )
-        decoders, hosts = self.faults.get("decoder"), self.faults.get("host")
-        yield (
-            "faults",
-            f"{kills} SIGKILLs{planned}, {self.faults.get('stop', 0)} SIGSTOPs, "
-            f"{self.poisonings.num_sent} poisoned inputs, "
-            f"{self.faults.get('forkserver', 0)} signals to the forkserver"
-            + (f", {decoders} to decoders" if decoders is not None else "")
-            + (f", {hosts} hosts" if hosts is not None else "")
-            + "".join(f", {n} {PLURALS[kind]}" for kind, n in self.faults.items() if kind in EXTRA),
-        )
+        yield "faults", self._faults_text()
         if (swaps := self.swaps).num_begun:
             yield "swaps", f"{swaps.num_done} done, {len(swaps.refused)} refused"
         for kind, by_rank in self._struck().items():
@@ -228,6 +217,19 @@ class ChaosReport:
             yield from self._holdings_rows(self.before, self.after)
         for note in self.notes:
             yield "note", note
+
+    def _faults_text(self) -> str:
+        kills = self.faults.get("kill", 0)
+        planned = f" of {self.planned_kills} planned" if kills < self.planned_kills else ""
+        decoders, hosts = self.faults.get("decoder"), self.faults.get("host")
+        return (
+            f"{kills} SIGKILLs{planned}, {self.faults.get('stop', 0)} SIGSTOPs, "
+            f"{self.poisonings.num_sent} poisoned inputs, "
+            f"{self.faults.get('forkserver', 0)} signals to the forkserver"
+            + (f", {decoders} to decoders" if decoders is not None else "")
+            + (f", {hosts} hosts" if hosts is not None else "")
+            + "".join(f", {n} {PLURALS[kind]}" for kind, n in self.faults.items() if kind in EXTRA)
+        )
 
     def _holdings_rows(self, before: Holdings, after: Holdings) -> Iterator[tuple[str, str]]:
         yield (

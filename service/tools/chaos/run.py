@@ -148,10 +148,7 @@ class _ChaosRun:
             quiet = ChaosTally()
             until = time.monotonic() + _QUIET_S
             await self._load(knowledge.questions, quiet, lambda _: time.monotonic() > until)
-            stores = self._stores(knowledge)
-            if stores.folder is not None:
-                with contextlib.suppress(OSError, NoAnswerError):
-                    await stores.compute()  # so that the store is open
+            stores = await self._stores(knowledge)
             health = await watch.look()  # decoders start after their worker
             watch.close()  # which asks for a connection when it needs one
             before = await self._settled_holdings(None)
@@ -256,13 +253,17 @@ class _ChaosRun:
             tally.lost += tally.num_sent - tally.num_settled
             tally.note(f"the service is gone: {error.exceptions[0]}{self._subject.log_tail()}")
 
-    def _stores(self, knowledge: _Knowledge) -> StoreFaults:
-        return StoreFaults(
+    async def _stores(self, knowledge: _Knowledge) -> StoreFaults:
+        stores = StoreFaults(
             address=self._subject.address,
             folder=self._subject.job_store,
             questions=knowledge.questions,
             key=self._subject.key,
         )
+        if stores.folder is not None:
+            with contextlib.suppress(OSError, NoAnswerError):
+                await stores.compute()  # so that the store is open
+        return stores
 
     def _faults(
         self,
