@@ -103,14 +103,14 @@ def num_lines_reached(starts: set[str]) -> int:
 
 
 def test_the_core_is_small_enough_to_read():
-    assert num_lines_reached(CORE) <= 34_950
+    assert num_lines_reached(CORE) <= 31_350
     assert num_lines_reached({"inferpool.models.base"}) <= 1_750
 
 
 LARGE = {
     *("Catalog", "Changes", "Dispatcher", "ReadyCheck", "Settings"),
     *("Fronts.__init__", "Pool.__init__"),
-    *("_serve", "add_flags", "admin_router", "jobs_router", "load", "main", "models_router"),
+    *("_serve", "add_flags", "admin_router", "jobs_router", "load", "models_router"),
     *("Service.__init__", "Dispatcher.__init__", "submit"),
 }
 """Names that are larger than they should be: the list may only get shorter."""

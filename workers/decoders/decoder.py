@@ -6,7 +6,6 @@ named. It works on one instance at a time, so that its death convicts one at mos
 
 import logging
 import os
-from dataclasses import replace
 from mmap import mmap
 from multiprocessing.connection import Connection
 
@@ -78,7 +77,7 @@ def main(
     with reporting_failures(outbox):
         placement = config.placement
         pin(Placement(devices=("cpu",), num_threads=1, cpus=placement.cpus))
-        model = build_model(replace(config, known_split=None), None)
+        model = build_model(config)
         if not model.prepares_apart:
             raise ModelError("this model's instances cannot be prepared apart")
         model.decode = "fast" if config.decode == "fast" else "exact"

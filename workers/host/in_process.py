@@ -100,7 +100,7 @@ class InProcessWorker:
         def load_here() -> tuple[Computer, Ready]:
             if pins:
                 pin(config.placement)
-            return load(config, None, tell)
+            return load(config, tell)
 
         self._computer, self.ready = await self._order(load_here)
 

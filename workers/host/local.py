@@ -18,6 +18,7 @@ from multiprocessing.context import SpawnProcess
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from inferpool.models.attached import attached
 from inferpool.models.speed.attempts import forget_load
 from inferpool.workers.host import forkserver
 from inferpool.workers.host.engine import (
@@ -34,7 +35,6 @@ from inferpool.workers.host.forkserver import (
 )
 from inferpool.workers.host.local_worker import LocalWorker
 from inferpool.workers.host.observed import OomKills
-from inferpool.workers.host.rank_process import RankProcess
 from inferpool.workers.shared.arena import Arena
 from inferpool.workers.shared.config import WorkerConfig
 from inferpool.workers.shared.errors import WorkerStartError
@@ -176,7 +176,7 @@ class LocalEngine:
             message = f"no queues for it: {error.strerror}{hint}"
             raise WorkerStartError(message, permanent=False) from error
         # A half-started process cannot be killed yet, so each way out waits for the launch first.
-        launch = asyncio.create_task(self._launch(worker, config, make))
+        launch = asyncio.create_task(self._launch(worker, make))
         self._launches.add(launch)
         launch.add_done_callback(self._on_launched)
         try:
@@ -247,16 +247,22 @@ class LocalEngine:
     def _make(
         self, id: WorkerId, config: WorkerConfig, on_progress: Callable[[str], None]
     ) -> LocalWorker:
-        worker = LocalWorker(id, config, on_progress, self._oom_kills, self._periods)
+        is_alone = config.placement.num_ranks == 1
+        kind: type[LocalWorker] = LocalWorker if is_alone else attached("ranked worker")
+        worker = kind(id, config, on_progress, self._oom_kills, self._periods)
         worker.on_loaded = partial(self._start_decoders, worker)
         return worker
 
-    async def _launch(self, worker: LocalWorker, config: WorkerConfig, make: MakeProcess) -> None:
+    async def _launch(self, worker: LocalWorker, make: MakeProcess) -> None:
         """Start all processes of a worker; on an error, leave nothing of it behind."""
         processes: list[BaseProcess] = []
         try:
             for rank in worker.ranks:
-                processes.append(self._process_of(rank, worker, config, make))
+                # Decoders need a forkserver: a worker watches them by descriptors, which older
+                # systems lack.
+                door = worker.decoders.door if self._forkserver else None
+                target, args = worker.program_of(rank, self._arena.memory, door)
+                processes.append(make(target=target, name=rank.name, args=args))
                 await self._start_process(processes[-1])
                 if worker.is_given_up:
                     raise InterruptedError("the start was given up")
@@ -286,29 +292,6 @@ class LocalEngine:
         process = ForkedProcess(target=target, name=name, args=args)
         await self._start_process(process)
         return process
-
-    def _process_of(
-        self,
-        rank: RankProcess,
-        worker: LocalWorker,
-        config: WorkerConfig,
-        make: MakeProcess,
-    ) -> BaseProcess:
-        from inferpool.workers.inside import entry
-
-        ends = worker.wiring.ends_of(rank.number)
-        row = rank.heartbeat.memory
-        if rank.number:
-            args = (config, rank.outbox, row, ends, rank.stacks)
-            return make(target=entry.follow, name=rank.name, args=args)
-        shared = (worker.outputs.memory, ends, rank.stacks)
-        # They need a forkserver: a worker watches them by descriptors, which older systems lack.
-        door = worker.decoders.door if self._forkserver else None
-        return make(
-            target=entry.run,
-            name=rank.name,
-            args=(config, worker.inbox, rank.outbox, self._arena.memory, row, *shared, door),
-        )
 
     async def _start_process(self, process: BaseProcess) -> None:
         if self._forkserver is None:

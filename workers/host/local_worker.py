@@ -1,7 +1,7 @@
 """The front end's view of one incarnation of a worker on this host.
 
-A worker is one process, or a group with one process for each device of a split replica. The lead
-(rank 0) owns the inbox and answers the batches; if one process of a group ends, all are ended.
+A worker is one process. Of a split replica it has one for each device, of which the lead owns the
+inbox and answers the batches: see `workers.ranks.host_side`.
 Nothing here blocks the event loop: reads and writes return at once, and the end of file of a
 process's outbox, or its sentinel, tells of its death.
 """
@@ -11,8 +11,9 @@ import logging
 import signal
 import time
 from asyncio import Future, Task
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.process import BaseProcess
+from socket import socket
 
 from inferpool.workers.decoders.host_side import DecoderHost
 from inferpool.workers.host.carrier import Carrier
@@ -22,9 +23,8 @@ from inferpool.workers.host.held import batch_timeout_s
 from inferpool.workers.host.observed import OomKills
 from inferpool.workers.host.queues import PrivateQueue
 from inferpool.workers.host.rank_process import RankProcess
-from inferpool.workers.ranks.ranked_worker import RankedWorker
 from inferpool.workers.shared.config import WorkerConfig
-from inferpool.workers.shared.errors import WorkerLostError
+from inferpool.workers.shared.errors import WorkerLostError, WorkerStartError
 from inferpool.workers.shared.log_lines import log_line
 from inferpool.workers.shared.messages import (
     BatchDone,
@@ -33,7 +33,6 @@ from inferpool.workers.shared.messages import (
     ItemRef,
     Leaving,
     LogLine,
-    RankReady,
     Ready,
     StartFailed,
     StartProgress,
@@ -44,13 +43,13 @@ logger = logging.getLogger(__name__)
 
 _STALLED_S = 3.0
 """Seconds without a heartbeat; an idle process beats every second."""
-_PAUSE_S = 0.5
+PAUSE_S = 0.5
 """Delay of the watch from which on the whole host must have paused, not this loop alone."""
-_LEAD_MESSAGES = BatchDone | StartProgress | Ready | LogLine | Leaving | StartFailed
-_FOLLOWER_MESSAGES = RankReady | LogLine | Leaving | StartFailed
+Program = tuple[Callable[..., None], tuple[object, ...]]
+"""Entry point of a process, and its arguments."""
 
 
-class LocalWorker(RankedWorker):
+class LocalWorker:
     """One incarnation of a worker: its processes, its queues, and its batches."""
 
     def __init__(
@@ -67,7 +66,20 @@ class LocalWorker(RankedWorker):
             SharedMemoryError: There is too little memory.
             OSError: There are too few descriptors.
         """
-        super().__init__(id, config, oom_kills, periods)
+        self.id = id
+        self.is_given_up = False
+        """True once nobody waits for its start any more."""
+        self._config = config
+        self._periods = periods
+        num_ranks = config.placement.num_ranks
+        self.ranks = [
+            RankProcess(id, rank, oom_kills, is_alone=num_ranks == 1, periods=periods)
+            for rank in range(num_ranks)
+        ]
+        self._loop = asyncio.get_running_loop()
+        self.started: Future[Ready] = self._loop.create_future()
+        """Done once it may be used."""
+        self._gone: Future[Ending] = self._loop.create_future()
         self.credit = config.credit
         self.inbox = PrivateQueue()
         self.outputs = OutputRegion()
@@ -96,8 +108,11 @@ class LocalWorker(RankedWorker):
         self._is_our_doing = False
         """True if we end it for a reason that its batches are not to blame for."""
         self._error_guard = ErrorGuard(f"the watch of {id}")
-        self._is_end_known = False
-        """True once one of its processes has ended, which ends the worker."""
+
+    @property
+    def ready(self) -> Ready:
+        """Message in which the worker announced that it was ready."""
+        return self.started.result()
 
     @property
     def has_worked(self) -> bool:
@@ -109,12 +124,25 @@ class LocalWorker(RankedWorker):
         """True if it computes nothing and one of its processes gives no sign of life."""
         if self._gone.done() or self.carrier.held.is_any_begun:
             return False
-        return self._silence_s > _STALLED_S
+        return max(rank.heartbeat.age_s for rank in self.ranks) > _STALLED_S
+
+    def program_of(self, rank: RankProcess, arena: object, door: socket | None) -> Program:
+        """Return what one of its processes runs.
+
+        Args:
+            rank: The process.
+            arena: Memory with the payloads.
+            door: Socket on which decoders are introduced to it, if there will be some.
+        """
+        from inferpool.workers.inside import entry
+
+        queues = self.inbox, rank.outbox
+        memory = arena, rank.heartbeat.memory, self.outputs.memory
+        return entry.run, (self._config, *queues, *memory, rank.stacks, door)
 
     def attach(self, processes: Sequence[BaseProcess]) -> None:
         """Take over the started processes: close their ends of the queues, listen, and watch."""
         self.inbox.reader.close()
-        self.wiring.close()
         self.decoders.close_door()
         self.carrier.attach(self.inbox.writer)
         for rank, process in zip(self.ranks, processes, strict=True):
@@ -129,6 +157,10 @@ class LocalWorker(RankedWorker):
             future.set_exception(WorkerLostError(self._reason, started=False))
             return future
         return self.carrier.give(items)
+
+    async def wait(self) -> Ending:
+        """See `Incarnation.wait`."""
+        return await asyncio.shield(self._gone)
 
     async def stop(self, grace_s: float) -> None:
         """Send the sentinel and wait; after `grace_s` send SIGTERM, then SIGKILL."""
@@ -172,33 +204,21 @@ class LocalWorker(RankedWorker):
         is_gone = self._gone.done()
         now = time.monotonic()
         proven_at = self.carrier.proven_at
-        ranks = [self._vitals_of(rank) for rank in self.ranks]
         decoders = self.decoders.vitals()
         return Vitals(
             pid=self.lead.pid,
-            rss_bytes=sum(rank.rss_bytes for rank in ranks)
+            rss_bytes=sum(rank.rss_bytes for rank in self.ranks)
             + sum(decoder.rss_bytes for decoder in decoders),
-            last_beat_age_s=ranks[0].last_beat_age_s,
+            last_beat_age_s=0.0 if is_gone else self.lead.heartbeat.age_s,
             num_batches=0 if is_gone else self.lead.heartbeat.num_batches,
             last_answer_age_s=now - proven_at if proven_at else 0.0,
             failure=self.carrier.canary.failure,
             batch_age_s=0.0 if is_gone else self.carrier.held.oldest_age_s(now),
-            ranks=() if self._is_alone else ranks,
             decoders=decoders,
         )
 
-    def _said_by(self, rank: RankProcess) -> Ready | RankReady | None:
-        return self._ready if rank is self.lead else super()._said_by(rank)
-
-    @property
-    def _silence_s(self) -> float:
-        """Seconds since the last heartbeat, of the process that has been silent the longest."""
-        return max(rank.heartbeat.age_s for rank in self.ranks)
-
     def on_message(self, rank: RankProcess, message: FromWorker) -> None:
         """See `RankListener`."""
-        if not isinstance(message, _LEAD_MESSAGES if rank is self.lead else _FOLLOWER_MESSAGES):
-            raise FrameError(f"{type(message).__name__}, which this rank may not send")
         match message:
             case BatchDone():
                 if self.carrier.take(message):
@@ -212,40 +232,33 @@ class LocalWorker(RankedWorker):
                     logger.info("%s was started without a preloaded torch", self.id)
                 self._ready = message
                 self.on_loaded(message)
-                self._prove_if_ready()
-            case RankReady():
-                self._followers[rank.number] = message
-                self._prove_if_ready()
+                self._prove()
             case Leaving():
                 self._cause = self._cause or message.cause
-                self._reason = self._reason or self._with_rank(rank, message.reason)
+                self._reason = self._reason or rank.about(message.reason)
             case StartFailed():
-                text = self._with_rank(rank, message.message)
+                text = rank.about(message.message)
                 self._fail_start(text, permanent=message.permanent, traceback=message.traceback)
+            case _:
+                raise FrameError(f"{type(message).__name__}, which this process may not send")
 
     def on_mute(self, rank: RankProcess, reason: str) -> None:
         """See `RankListener`."""
         self._is_ending = True
-        self._reason = self._reason or (self._with_rank(rank, reason) if reason else "")
+        self._reason = self._reason or (rank.about(reason) if reason else "")
 
     def on_exit(self, rank: RankProcess) -> None:
-        """See `RankListener`. The first exit ends the worker: the other processes are ended."""
+        """See `RankListener`."""
         self._is_ending = True
-        cause, reason = rank.ending
-        if not self._is_end_known:
-            self._is_end_known = True
-            self._note_end(rank, cause, reason)
-            self._end_others(self._periods.follow_out_s if rank.has_left else 0.0)
+        self._note_end(rank)
         rank.log_last_stacks(self._reason, self.carrier.at_work_on())
         self.decoders.end()
         self._settle()
 
-    def _prove_if_ready(self) -> None:
-        """Send the first canary once all ranks have loaded."""
-        ready = self._ready
-        if ready is None or len(self._followers) < len(self.ranks) - 1:
-            return
-        self.carrier.prove(ready.warmup_s)
+    def _prove(self) -> None:
+        """Send the first canary."""
+        assert self._ready is not None
+        self.carrier.prove(self._ready.warmup_s)
 
     def _judge_canary(self) -> None:
         failure = self.carrier.canary.failure
@@ -258,21 +271,13 @@ class LocalWorker(RankedWorker):
         else:
             logger.warning("%s failed on a sample of its own: %s", self.id, failure)
 
-    def _note_end(self, rank: RankProcess, cause: Cause, reason: str) -> None:
+    def _note_end(self, rank: RankProcess) -> None:
+        cause, reason = rank.ending
         if self._reason:  # the worker has announced it, or we have caused it
             self._cause = self._cause or ("exit" if cause == "exit" else "signal")
         else:
-            self._cause, self._reason = cause, self._with_rank(rank, reason)
+            self._cause, self._reason = cause, rank.about(reason)
         self._fail_start(f"the process ended before it was ready: {self._reason}")
-
-    def _end_others(self, grace_s: float) -> None:
-        """End the other processes of a group, which cannot work without the one that ended."""
-        for rank in self.ranks:
-            if not rank.is_gone:
-                if grace_s:
-                    self._loop.call_later(grace_s, rank.signal, signal.SIGKILL)
-                else:
-                    rank.signal(signal.SIGKILL)
 
     def _settle(self) -> None:
         """Fail all batches once no process is left that could read their payloads."""
@@ -301,16 +306,12 @@ class LocalWorker(RankedWorker):
 
     async def _look_after(self, now: float, late_s: float) -> None:
         """Take one look, `late_s` later than planned."""
-        has_paused = late_s > _PAUSE_S
-        if has_paused:
+        if late_s > PAUSE_S:
             self.carrier.held.forgive(late_s, now)
         for rank in self.ranks:
             rank.look()
         self.decoders.look()
-        if not has_paused and (silent := self._silent_follower()):
-            self._cause, self._is_our_doing = "hang", True
-            await self.kill(silent, with_stacks=True)
-        elif reason := self.carrier.held.hang(now):
+        if reason := self.carrier.held.hang(now):
             self._cause = "hang"
             self._is_our_doing = self.carrier.held.is_oldest_canary
             await self.kill(reason, with_stacks=True)
@@ -319,15 +320,27 @@ class LocalWorker(RankedWorker):
         elif self.carrier.is_canary_due(now) and not self.carrier.held:
             self.carrier.give_canary(self.carrier.canary.limit_s)
 
-    def _silent_follower(self) -> str:
-        """Return why the worker counts as hung if an idle follower gives no heartbeat; else ""."""
-        if not self.started.done() or self.carrier.held.is_any_begun:
-            return ""
-        for rank in self.ranks[1:]:
-            if rank.heartbeat.age_s > self.patience_s:
-                text = f"hung: it was idle, and showed no sign of life for {self.patience_s:g} s"
-                return self._with_rank(rank, text)
-        return ""
+    def _fail_start(self, message: str, *, permanent: bool = False, traceback: str = "") -> None:
+        if not self.started.done():
+            error = WorkerStartError(message, permanent=permanent, traceback=traceback)
+            self.started.set_exception(error)
+            self.started.exception()  # mark it as retrieved: the start may have been cancelled
+
+    async def _kill_all(self) -> None:
+        self._signal(signal.SIGKILL)
+        if not await self._is_gone_within(self._periods.exit_s):
+            logger.critical("%s does not exit after SIGKILL (stuck in the kernel?)", self.id)
+
+    def _living(self) -> Iterator[RankProcess]:
+        return (rank for rank in self.ranks if not rank.is_gone)
+
+    def _signal(self, signum: int) -> None:
+        for rank in self._living():
+            rank.signal(signum)
+
+    async def _is_gone_within(self, timeout_s: float) -> bool:
+        done, _ = await asyncio.wait([self._gone], timeout=timeout_s)
+        return bool(done)
 
     def _note_our_doing(self) -> None:
         """Note that its end from now on is our doing, unless a batch has hung already."""
@@ -361,5 +374,4 @@ class LocalWorker(RankedWorker):
         for rank in self.ranks:
             rank.close()
         self.inbox.close()
-        self.wiring.close()
         self.outputs.close()

@@ -78,6 +78,7 @@ class RankProcess:
         if not is_alone:
             self.labels[kind] = number
         self._worker = worker
+        self._is_alone = is_alone
         self._who = "it" if is_alone else f"{kind} {number}"
         self.outbox = PrivateQueue()
         self.stacks = Stacks(periods.stacks_step_s)
@@ -124,6 +125,10 @@ class RankProcess:
         """Note what cannot be read any more after the end; takes some 0.1 ms."""
         if self._observed is not None:
             self._observed.look()
+
+    def about(self, text: str) -> str:
+        """Return a text about it for people, with its rank if the worker has others."""
+        return text if self._is_alone else f"{self._who}: {text}"
 
     def signal(self, signum: int) -> None:
         """Send a signal if the process still exists."""

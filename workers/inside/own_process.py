@@ -29,7 +29,6 @@ from inferpool.models.spec import Placement
 from inferpool.models.texts import text_of, traceback_of
 from inferpool.workers.inside.allocator import keep_large_buffers
 from inferpool.workers.inside.randomness import seed_anew
-from inferpool.workers.ranks.group import Group
 from inferpool.workers.shared.config import WorkerConfig
 from inferpool.workers.shared.guard import give_children_defaults, give_way_for_memory
 from inferpool.workers.shared.heartbeat import Heartbeat
@@ -92,8 +91,8 @@ def pin(placement: Placement) -> None:
         limit_memory(placement.devices[0], placement.memory_fraction)
 
 
-def build_model(config: WorkerConfig, group: Group | None) -> Model:
-    """Build the model, ready to be loaded by this rank.
+def build_model(config: WorkerConfig) -> Model:
+    """Build the model, ready to be loaded.
 
     Raises:
         ModelError: It cannot be built.
@@ -101,13 +100,7 @@ def build_model(config: WorkerConfig, group: Group | None) -> Model:
     seed = torch.initial_seed()
     model = build(config.model.source, config.model.weights, dict(config.model.options))
     model.max_image_pixels = config.max_image_pixels  # its class may have one of its own
-    model._runtime = replace(
-        model._runtime,
-        seed=seed,
-        ranks=group,
-        known_split=config.known_split,
-        room_bytes=group.room_bytes if group is not None else 0,
-    )
+    model._runtime = replace(model._runtime, seed=seed)
     return model
 
 

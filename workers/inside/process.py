@@ -3,8 +3,7 @@
 The main thread computes. Meanwhile a second thread waits for the next batch and prepares it, so
 that preparation and computation overlap. If the model answers in microseconds, the main thread does
 both, since a hand-over would cost more than it gains. On an accelerator the main thread launches a
-batch before it answers the one before: see `run_ahead`. The lead of a pipeline computes several
-batches at once, in threads beside the main one: see `workers.inside.overlap`.
+batch before it answers the one before: see `run_ahead`.
 """
 
 import gc
@@ -24,11 +23,10 @@ from pathlib import Path
 import torch
 
 from inferpool.models.accelerator.device import is_accelerator, name_of
-from inferpool.models.base import load_model
+from inferpool.models.base import Model, load_model
 from inferpool.models.example import own_example, reads_own_form, shown_example
 from inferpool.models.files.opened import OpenedFiles
 from inferpool.models.speed.choose import SpeedOptions, choose
-from inferpool.models.split.turnstile import BatchClock
 from inferpool.models.warm_sizes import largest_batch, sizes_to_warm
 from inferpool.workers.decoders.seats import MoreWork
 from inferpool.workers.decoders.worker_side import crew_for
@@ -36,7 +34,6 @@ from inferpool.workers.inside.allocator import SpareMemory, give_back
 from inferpool.workers.inside.compiling import compile_package
 from inferpool.workers.inside.compute import Computer
 from inferpool.workers.inside.launched import LaunchedBatch
-from inferpool.workers.inside.overlap import ModelLock, OverlappingBatches
 from inferpool.workers.inside.own_process import (
     ToldToLeave,
     build_model,
@@ -48,8 +45,6 @@ from inferpool.workers.inside.own_process import (
 from inferpool.workers.inside.pools import started_pool
 from inferpool.workers.inside.preparing import Prepared
 from inferpool.workers.inside.readiness import ReadyCheck
-from inferpool.workers.ranks.group import Group
-from inferpool.workers.ranks.wiring import RankEnds
 from inferpool.workers.shared.config import WorkerConfig
 from inferpool.workers.shared.heartbeat import Heartbeat
 from inferpool.workers.shared.memory import has_room_beside
@@ -61,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 _OVERLAP_PAYS_S = 0.001
 """Computation time from which on another thread prepares the next batch."""
-_BEAT_S = 1.0
+BEAT_S = 1.0
 
 
 def main(
@@ -71,8 +66,10 @@ def main(
     arena: mmap,
     row: mmap,
     region: mmap,
-    ends: RankEnds | None,
     door: socket.socket | None,
+    *,
+    build: Callable[[WorkerConfig], Model] = build_model,
+    make_loop: "Callable[..., WorkerLoop] | None" = None,
 ) -> None:
     """Run one incarnation, from its first instruction to its exit.
 
@@ -83,8 +80,9 @@ def main(
         arena: Payloads, mapped read-only.
         row: Heartbeat, mapped for writing.
         region: Large outputs, mapped for writing.
-        ends: Connections to the other ranks, if this is the lead of a group; else None.
         door: Socket on which decoders are introduced, if there will be some; else None.
+        build: Builds the model. It is called once this process is bound to its device.
+        make_loop: Makes another main loop than `WorkerLoop`.
     """
     heartbeat = Heartbeat(row)
     outputs = OutputStore(region)
@@ -92,11 +90,10 @@ def main(
     set_up(heartbeat, outbox)
     with reporting_failures(outbox):
         pin(config.placement.for_rank(0))
-        group = Group(ends, config.placement) if ends else None
         computer, ready = load(
             config,
-            group,
             lambda stage: outbox.put(StartProgress(stage)),
+            build=build,
             on_progress=heartbeat.progressed,
             keep=outputs.keep,
             door=door,
@@ -106,19 +103,10 @@ def main(
     heartbeat.beat()  # from now on silence means a hang; the last beat was before the load
     outbox.put(ready)
     try:
-        loop = WorkerLoop(computer, inbox, outbox, memoryview(arena), heartbeat, outputs)
-        num_at_once = config.placement.num_at_once
-        if group is None and computer.runs_ahead:
-            loop.run_ahead()
-        elif group is None or num_at_once == 1:
-            loop.run()
-        else:
-            lock = ModelLock(heartbeat.at_work_since)
-            group.giving_way = lock.released
-            computer.on_progress = lock.progressed
-            loop.run_overlapping(num_at_once, lock)
-        if group is not None:
-            group.let_go()
+        loop = (make_loop or WorkerLoop)(
+            computer, inbox, outbox, memoryview(arena), heartbeat, outputs
+        )
+        loop.serve()
     except (EOFError, BrokenPipeError):
         os._exit(0)  # the front end is gone
     except torch.AcceleratorError as error:
@@ -156,13 +144,20 @@ class WorkerLoop:
         self._compute_s = 0.0
         self._spare_memory = SpareMemory(time.monotonic())
 
-    def run(self) -> None:
-        """Serve until the sentinel arrives.
+    def serve(self) -> None:
+        """Answer batches until the sentinel arrives.
 
         Raises:
             EOFError: The front end is gone.
             torch.AcceleratorError: The device's context is lost.
         """
+        if self._computer.runs_ahead:
+            self.run_ahead()
+        else:
+            self.run()
+
+    def run(self) -> None:
+        """Answer one batch after the other."""
         coming: Future[Prepared | None] | None = None
         with torch.inference_mode():  # entered once, since that costs as much as a small instance
             while True:
@@ -174,7 +169,7 @@ class WorkerLoop:
                 self._answer_now(prepared)
 
     def run_ahead(self) -> None:
-        """Serve like `run`, on an accelerator: while it computes a batch, answer the one before.
+        """On an accelerator, answer each batch while the device computes the next one.
 
         A batch is answered as soon as its outputs are there. If the next one is prepared sooner,
         the device is told of that first, so that it has work while this thread renders. Only one
@@ -202,33 +197,6 @@ class WorkerLoop:
             if ahead is not None:
                 self._answer_launched(ahead)
 
-    def run_overlapping(self, num_at_once: int, lock: ModelLock) -> None:
-        """Serve like `run`, with several batches at once.
-
-        Args:
-            num_at_once: Number of batches.
-            lock: Lock for the model's code.
-        """
-        under_way = OverlappingBatches(num_at_once, lock, self._answer)
-        coming = self._ahead.submit(self._receive_ahead)
-        while True:
-            has_worked = under_way.wait(coming, _BEAT_S)
-            now = time.monotonic()
-            if has_worked:
-                self._spare_memory.worked(now)
-            if not under_way:  # or a batch that hangs would look alive
-                self._heartbeat.beat()
-                self._spare_memory.idle(now)
-            if not coming.done() or under_way.is_full:
-                continue
-            prepared = coming.result()
-            if prepared is None:
-                break
-            under_way.begin(prepared)
-            coming = self._ahead.submit(self._receive_ahead)
-        while under_way:
-            under_way.wait(None, _BEAT_S)
-
     def _receive_ahead(self) -> Prepared | None:
         """Receive a batch in the thread that prepares."""
         with torch.inference_mode():
@@ -236,7 +204,7 @@ class WorkerLoop:
 
     def _receive_here(self) -> Prepared | None:
         """Receive a batch in the main thread, which beats while it waits."""
-        while not self._begun and not self._inbox.wait(_BEAT_S):
+        while not self._begun and not self._inbox.wait(BEAT_S):
             self._heartbeat.beat()
             self._spare_memory.idle(time.monotonic())
         self._heartbeat.beat()
@@ -279,7 +247,7 @@ class WorkerLoop:
     def _wait_for(self, coming: "Future[Prepared | None]") -> Prepared | None:
         while True:
             try:
-                return coming.result(_BEAT_S)
+                return coming.result(BEAT_S)
             except FutureTimeoutError:
                 self._heartbeat.beat()
                 self._spare_memory.idle(time.monotonic())
@@ -293,15 +261,14 @@ class WorkerLoop:
         if not prepared.is_canary:
             self._spare_memory.worked(time.monotonic())
 
-    def _answer(self, prepared: Prepared, own_time: BatchClock | None = None) -> None:
+    def _answer(self, prepared: Prepared, waited_s: Callable[[], float] = lambda: 0.0) -> None:
+        """Compute a batch and send its outcomes; its time counts without what it has waited."""
         began = time.monotonic()
         num_stored_before = self._outputs.num_stored
         outcomes = self._computer.compute(prepared)
         began -= prepared.device_s  # it was launched before
+        began += waited_s()
         compute_s = time.monotonic() - began
-        if own_time is not None:
-            began += own_time.waited_s
-            compute_s -= own_time.waited_s
         self._compute_s = compute_s
         if prepared.is_canary:
             outcomes = self._computer.judge_sample(outcomes)
@@ -323,9 +290,9 @@ class WorkerLoop:
 
 def load(
     config: WorkerConfig,
-    group: Group | None,
     tell: Callable[[str], None],
     *,
+    build: Callable[[WorkerConfig], Model] = build_model,
     on_progress: Callable[[], None] = lambda: None,
     keep: Callable[[memoryview], bytes | Stored] = bytes,
     door: socket.socket | None = None,
@@ -334,8 +301,8 @@ def load(
 
     Args:
         config: Configuration of the worker.
-        group: The other ranks; None if there are none.
         tell: Called with each step, for people.
+        build: Builds the model.
         on_progress: See `Computer`.
         keep: See `Computer`.
         door: Socket on which decoders are introduced, if there will be some.
@@ -347,7 +314,7 @@ def load(
     tell(f"loading {config.model.source}")
     opened = OpenedFiles(config.model.source)
     with opened.noting():
-        model = build_model(config, group)
+        model = build(config)
         load_model(model, config.placement)
     split_network = model._runtime.split_network
     device = config.placement.devices[0]

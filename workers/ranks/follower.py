@@ -19,7 +19,6 @@ from inferpool.models.texts import described
 from inferpool.workers.inside.allocator import give_back
 from inferpool.workers.inside.own_process import (
     ToldToLeave,
-    build_model,
     leave_device,
     pin,
     reporting_failures,
@@ -51,7 +50,7 @@ def main(config: WorkerConfig, outbox: WorkerQueue, row: mmap, ends: RankEnds) -
         group = Group(ends, config.placement)
         opened = OpenedFiles(config.model.source)
         with opened.noting():
-            model = build_model(config, group)
+            model = group.build_model(config)
             load_model(model, config.placement)
         network = model._runtime.split_network
         assert network is not None

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, NoReturn
@@ -25,13 +26,16 @@ from inferpool.models.accelerator.device import free_bytes, is_accelerator, sele
 from inferpool.models.accelerator.failures import is_out_of_memory
 from inferpool.models.accelerator.kinds import accelerator_of
 from inferpool.models.accelerator.order import OwnStream
+from inferpool.models.base import Model
 from inferpool.models.errors import OutOfStepError
 from inferpool.models.runtime import NetworkToSplit, SplitNetwork
 from inferpool.models.spec import Placement, Split
 from inferpool.models.split.network import load_part
 from inferpool.models.split.turnstile import BatchClock
+from inferpool.workers.inside.own_process import build_model
 from inferpool.workers.inside.randomness import new_number, seed_anew
 from inferpool.workers.ranks.wiring import RankEnds
+from inferpool.workers.shared.config import WorkerConfig
 from inferpool.workers.shared.memory import available_bytes
 
 if TYPE_CHECKING:
@@ -74,7 +78,7 @@ class Group:
         self.giving_way: Callable[[], AbstractContextManager[BatchClock]] = _alone
         """See `Ranks`. A loop that computes several batches at once replaces it."""
         self._ends = ends
-        store = dist.FileStore(str(ends.meeting), ends.num_ranks)  # type: ignore[attr-defined]  # its module does not export it
+        store = torch.distributed.FileStore(str(ends.meeting), ends.num_ranks)  # type: ignore[attr-defined]  # its module does not export it
         self._under_way: SimpleQueue[tuple[dist.Work | None, Tensor]] = SimpleQueue()
         self._num_sharing = placement.devices.count(device)
         backend = backend_for(placement.devices)
@@ -107,6 +111,18 @@ class Group:
         ]
         """Groups for transfers; None is the default group."""
         threading.Thread(target=self._keep_until_arrived, name="keep-sent", daemon=True).start()
+
+    def build_model(self, config: WorkerConfig) -> Model:
+        """Build the model, of which this rank is to load its part.
+
+        Raises:
+            ModelError: It cannot be built.
+        """
+        model = build_model(config)
+        model._runtime = replace(
+            model._runtime, ranks=self, known_split=config.known_split, room_bytes=self.room_bytes
+        )
+        return model
 
     @property
     def room_bytes(self) -> int:

@@ -42,7 +42,7 @@ class MeetingFile:
 
 
 class Wiring:
-    """Pipes and meeting file of one group; empty for a single process.
+    """Pipes and meeting file of one group.
 
     Each follower has a pipe to the lead and one from it, and each rank has one to the next.
     """
@@ -54,15 +54,13 @@ class Wiring:
             OSError: There are too few descriptors.
         """
         self._num_ranks = num_ranks
-        self._meeting = MeetingFile() if num_ranks > 1 else None
+        self._meeting = MeetingFile()
         pairs = {pair for rank in range(1, num_ranks) for pair in ((0, rank), (rank, 0))}
         pairs |= {(rank, rank + 1) for rank in range(num_ranks - 1)}
         self._pipes = {pair: Pipe(duplex=False) for pair in pairs}
 
-    def ends_of(self, rank: int) -> RankEnds | None:
-        """Return what to pass to that rank; None if it is the only one."""
-        if self._meeting is None:
-            return None
+    def ends_of(self, rank: int) -> RankEnds:
+        """Return what to pass to that rank."""
         return RankEnds(
             rank,
             self._num_ranks,
@@ -73,12 +71,12 @@ class Wiring:
 
     def close(self) -> None:
         """Close our copies, so that each rank sees the end of file when another one dies."""
-        if self._meeting is not None:
+        pipes, self._pipes = self._pipes, {}
+        if pipes:
             self._meeting.close()
-        for pipe in self._pipes.values():
+        for pipe in pipes.values():
             pipe[0].close()
             pipe[1].close()
-        self._meeting, self._pipes = None, {}
 
 
 def _path_of(descriptor: object) -> str:

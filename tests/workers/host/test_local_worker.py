@@ -1,19 +1,14 @@
 """The front end's view of a worker that was never started; its clock is the test's."""
 
-from types import SimpleNamespace
-
 import pytest
 
 import inferpool.workers.shared.heartbeat
-from inferpool.models.spec import Placement
 from inferpool.workers.host.engine import USUAL_PERIODS, WorkerId
 from inferpool.workers.host.held import HeldBatch
 from inferpool.workers.host.local_worker import LocalWorker
 from inferpool.workers.host.observed import OomKills
 from inferpool.workers.shared.heartbeat import Heartbeat
 from tests.workers.contract import config_of
-
-ALONE = Placement(devices=("cpu",))
 
 
 class Clock:
@@ -33,8 +28,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def made(placement: Placement = ALONE) -> LocalWorker:
-    config = config_of(placement=placement, batch_timeout_s=10.0)
+def made() -> LocalWorker:
+    config = config_of(batch_timeout_s=10.0)
     return LocalWorker(WorkerId(model="m", slot=0), config, print, OomKills(), USUAL_PERIODS)
 
 
@@ -63,20 +58,5 @@ async def test_time_in_which_the_whole_host_stood_still_ends_no_worker(
     begin(worker, clock.now)
     await worker._look_after(clock.now + 10.5, late_s)
     assert ("hung" in worker._reason) == is_hung
-    if not is_hung:
-        await worker.kill("never started")
-
-
-@pytest.mark.parametrize(("is_started", "late_s"), [(True, 0.0), (True, 0.6), (False, 0.0)])
-async def test_only_a_follower_that_is_ready_is_ended_for_its_silence(
-    clock: Clock, is_started: bool, late_s: float
-):
-    worker = made(Placement(devices=("cpu", "cpu"), split="pipeline"))
-    if is_started:
-        worker.started.set_result(SimpleNamespace())  # type: ignore[arg-type]  # nobody looks at it
-    clock.now += 5.1
-    await worker._look_after(clock.now, late_s)
-    is_hung = is_started and not late_s
-    assert ("no sign of life for 5 s" in worker._reason) == is_hung
     if not is_hung:
         await worker.kill("never started")

@@ -138,7 +138,7 @@ class Seeded(Model):
 
 def drawn(**options: object) -> list[float]:
     seed_anew()
-    model = build_model(config_of(f"{__name__}:Seeded", options=options), None)
+    model = build_model(config_of(f"{__name__}:Seeded", options=options))
     assert isinstance(model, Seeded)
     model.load(config_of("echo").placement)
     return model.drawn

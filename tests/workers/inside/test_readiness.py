@@ -223,7 +223,7 @@ REFUSED: dict[type[Model], str] = {
 
 
 def ready_of(kind: type[Model], **changes: Any) -> Ready:
-    return load(config_of(f"{__name__}:{kind.__name__}", **changes), None, lambda stage: None)[1]
+    return load(config_of(f"{__name__}:{kind.__name__}", **changes), lambda stage: None)[1]
 
 
 @pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)
@@ -404,7 +404,7 @@ def test_archive_that_trains_or_has_broken_weights_is_refused(tmp_path: Path):
         free = ({0: torch.export.Dim("batch", max=64)},)
         example = (torch.rand(3, 4),)
         torch.export.save(torch.export.export(network, example, dynamic_shapes=free), path)
-        return load(config_of(str(path), options=options), None, lambda stage: None)[1]
+        return load(config_of(str(path), options=options), lambda stage: None)[1]
 
     training = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).train()
     with pytest.raises(ModelError, match=r"exported in training mode: dropout \(1\)"):

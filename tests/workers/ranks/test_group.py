@@ -191,7 +191,7 @@ async def test_rank_that_comes_up_after_its_start_was_given_up_is_left_nowhere(
 async def test_follower_does_not_speak_for_the_lead(engine: PairEngine):
     worker = await started(engine)
     lead, follower = worker.ranks
-    with pytest.raises(FrameError, match="Ready, which this rank may not send"):
+    with pytest.raises(FrameError, match="Ready, which no follower may send"):
         worker.on_message(follower, worker.ready)
     with pytest.raises(FrameError, match="RankReady"):
         worker.on_message(lead, RankReady("cpu", None))
@@ -220,7 +220,6 @@ def test_ranks_that_cannot_meet_say_over_what(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(inferpool.workers.ranks.group, "_LOOPBACK", "nowhere0")
     wiring = Wiring(2)
     ends = wiring.ends_of(0)
-    assert ends is not None
     meeting = str(tmp_path / "meeting")  # as it is in the process that it is passed to
     with pytest.raises(RuntimeError, match=r"over the loopback interface 'nowhere0'.* is it up"):
         Group(replace(ends, meeting=meeting), PAIR)  # type: ignore[arg-type]

@@ -1,4 +1,6 @@
-"""Computes several batches at once, so that all stages of a pipeline are busy. Worker processes.
+"""Rank 0 of a group, in its process: a worker whose model calls the other ranks.
+
+The lead of a pipeline computes several batches at once, so that all stages are busy.
 
 Each batch is computed in a thread of its own. Models need not be thread-safe: a thread must hold
 the *model lock* to run the model's code (`forward`, `postprocess`, `render_batch`), and holds it
@@ -24,9 +26,81 @@ from typing import Any
 import torch
 
 from inferpool.models.accelerator.order import OwnStream
+from inferpool.models.base import Model
 from inferpool.models.split.turnstile import BatchClock, FairLock
 from inferpool.workers.inside.pools import started_pool
 from inferpool.workers.inside.preparing import Prepared
+from inferpool.workers.inside.process import BEAT_S, WorkerLoop
+from inferpool.workers.ranks.group import Group
+from inferpool.workers.ranks.wiring import RankEnds
+from inferpool.workers.shared.config import WorkerConfig
+
+
+class Lead:
+    """Steps of a worker that differ in the process of a lead."""
+
+    def __init__(self, ends: RankEnds) -> None:
+        self._ends = ends
+
+    def build(self, config: WorkerConfig) -> Model:
+        """Connect to the other ranks, and build the model; this may initialise CUDA.
+
+        Raises:
+            RuntimeError: The ranks cannot reach each other.
+            ModelError: The model cannot be built.
+        """
+        self._group = Group(self._ends, config.placement)
+        self._num_at_once = config.placement.num_at_once
+        return self._group.build_model(config)
+
+    def make_loop(self, *parts: Any) -> "LeadLoop":
+        """Make the main loop of its process, of the parts of a `WorkerLoop`."""
+        return LeadLoop(self._group, self._num_at_once, *parts)
+
+
+class LeadLoop(WorkerLoop):
+    """Main loop of a lead: it has as many batches under way as its group can compute at once."""
+
+    def __init__(self, group: Group, num_at_once: int, *parts: Any) -> None:
+        super().__init__(*parts)
+        self._group = group
+        self._num_at_once = num_at_once
+
+    def serve(self) -> None:
+        """See `WorkerLoop.serve`."""
+        if self._num_at_once == 1:
+            self.run()
+        else:
+            lock = ModelLock(self._heartbeat.at_work_since)
+            self._group.giving_way = lock.released
+            self._computer.on_progress = lock.progressed
+            self._run_overlapping(lock)
+        self._group.let_go()
+
+    def _run_overlapping(self, lock: "ModelLock") -> None:
+        """Answer batches, several at once, each in a thread."""
+        under_way = OverlappingBatches(self._num_at_once, lock, self._answer_own)
+        coming = self._ahead.submit(self._receive_ahead)
+        while True:
+            has_worked = under_way.wait(coming, BEAT_S)
+            now = time.monotonic()
+            if has_worked:
+                self._spare_memory.worked(now)
+            if not under_way:  # or a batch that hangs would look alive
+                self._heartbeat.beat()
+                self._spare_memory.idle(now)
+            if not coming.done() or under_way.is_full:
+                continue
+            prepared = coming.result()
+            if prepared is None:
+                break
+            under_way.begin(prepared)
+            coming = self._ahead.submit(self._receive_ahead)
+        while under_way:
+            under_way.wait(None, BEAT_S)
+
+    def _answer_own(self, prepared: Prepared, own_time: BatchClock) -> None:
+        self._answer(prepared, lambda: own_time.waited_s)
 
 
 class ModelLock:

@@ -10,7 +10,7 @@ from typing import get_args
 import pytest
 
 import inferpool.workers.ranks.group
-from tests.workers.inside.recorded_ranks import (
+from tests.workers.ranks.recorded_ranks import (
     Channels,
     order_of_pipeline,
     without_own_streams,

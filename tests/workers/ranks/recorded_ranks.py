@@ -23,14 +23,14 @@ from torch import Tensor, nn
 
 import inferpool.models.accelerator.order
 import inferpool.models.split.turnstile
-import inferpool.workers.inside.overlap
 import inferpool.workers.ranks.group
+import inferpool.workers.ranks.lead
 from inferpool.models.accelerator.order import OwnStream
 from inferpool.models.spec import Placement, RankPart, SplitReport
 from inferpool.models.split.pipeline import Pipeline
 from inferpool.models.split.turnstile import FairLock
-from inferpool.workers.inside.overlap import ModelLock, OverlappingBatches
 from inferpool.workers.ranks.group import Group
+from inferpool.workers.ranks.lead import ModelLock, OverlappingBatches
 from inferpool.workers.ranks.wiring import RankEnds
 
 StreamKey = tuple[object, ...]
@@ -397,6 +397,6 @@ def _stand_in(patch: pytest.MonkeyPatch, order: Order) -> None:
     threads = SimpleNamespace(Event=NotedEvent, Condition=threading.Condition)
     patch.setattr(turnstile, "threading", threads)
     patch.setattr(turnstile, "FairLock", NotedLock)
-    patch.setattr(inferpool.workers.inside.overlap, "FairLock", NotedLock)
+    patch.setattr(inferpool.workers.ranks.lead, "FairLock", NotedLock)
     patch.setattr(inferpool.workers.ranks.group, "dist", NotedDistributed(order))
     patch.setattr(inferpool.workers.ranks.group, "backend_for", lambda devices: "noted")
