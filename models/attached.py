@@ -1,20 +1,41 @@
-"""Names what is imported only where a model needs it.
+"""Names all that is imported only where a model needs it: one page, and no torch.
 
-So the code that each call runs through imports none of it, and one sees here all that can be
-attached.
+The code that each call runs through imports none of it, and finds it by its name here.
 """
 
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
-PLACES = {
+SOURCES = {
+    "efficientnet_lite0": "inferpool.models.vision.efficientnet:EfficientNetLite0",
+    "minilm_l6": "inferpool.models.text.encoder:SentenceEncoder",
+    "echo": "inferpool.models.sources.echo:Echo",
+    "torchvision:": "inferpool.models.vision.zoo:TorchvisionClassifier",
+    "encoder:": "inferpool.models.text.encoder:SentenceEncoder",
+    "package.module:Class": "inferpool.models.sources.classes:users_model",
+    "card.json": "inferpool.models.sources.trained:TrainedClassifier",
+    ".pt2": "inferpool.models.sources.archives:ExportedModel",
+    ".pt": "inferpool.models.sources.archives:ScriptedModel",
+    ".ts": "inferpool.models.sources.archives:ScriptedModel",
+    ".torchscript": "inferpool.models.sources.archives:ScriptedModel",
+}
+"""Makers of models by a source's name, its `prefix:`, its suffix, or the file in its folder."""
+OTHERS = {
     "ranked worker": "inferpool.workers.ranks.host_side:RankedWorker",
     "weights": "inferpool.models.files.checkpoint:load_weights",
+    "folder of minilm_l6": "inferpool.models.text.encoder:packaged_folder",
+    "fault of a folder": "inferpool.models.files.run_folder:why_no_run",
+    "marks of a load": "inferpool.models.speed.attempts:forget_load",
 }
-"""Module and attribute by name."""
+
+BUILT_IN_SOURCES = ("efficientnet_lite0", "minilm_l6", "echo")
+"""Sources that need neither a file nor a package of the user's."""
+CARD_FILE = "card.json"
+"""The file that tells the folder of a training run."""
+MODEL_FILE_SUFFIXES = (".pt2", ".pt", ".ts", ".torchscript")
+WEIGHT_FILE_SUFFIXES = (".pth", ".safetensors")
 
 
 def attached(name: str) -> Any:
-    """Import what a name stands for, when it is first used."""
-    module, _, attribute = PLACES[name].partition(":")
-    return getattr(import_module(module), attribute)
+    """Import and return what a name stands for."""
+    return resolve_name((SOURCES | OTHERS)[name])

@@ -67,6 +67,8 @@ class Model:
     if the batch is meant to change them, as in detectors that pad to the largest picture."""
     _load_flaws: Sequence[str] = ()
     """Reasons why the answers cannot be right that `load` has found: such a model is refused."""
+    _makes_samples: bool = False
+    """Instances of `warmup` are numbers by chance, so the model may refuse them and be right."""
     max_image_pixels: int = from_runtime()
     """The setting of that name, for `decode_image`."""
     decode: Decoding = from_runtime()

@@ -3,6 +3,7 @@
 import difflib
 import sys
 import sysconfig
+import traceback
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -58,6 +59,33 @@ def is_installed(file: Path) -> bool:
 def is_standard(file: Path) -> bool:
     """Return whether a file is of Python's own library."""
     return not is_installed(file) and file.is_relative_to(_STANDARD)
+
+
+def is_ours(file: Path | str) -> bool:
+    """Return whether a file is one of this package."""
+    return Path(file).is_relative_to(Path(__file__).absolute().parents[2])
+
+
+def may_change(origin: str | None) -> bool:
+    """Return whether a file is a user's own, and so may change while a service runs."""
+    file = Path(origin or "").absolute()
+    return not (is_installed(file) or is_standard(file) or is_ours(file))
+
+
+def line_of(error: BaseException, module: str = "") -> str:
+    """Return the last line of a user's own file that led to an error, as "file:line"; or "".
+
+    Args:
+        error: The error.
+        module: The module of the user's class, which may be installed, and is not ours.
+    """
+    installed = getattr(sys.modules.get(module), "__file__", None)
+    for each in reversed(traceback.extract_tb(error.__traceback__)):
+        file = each.filename
+        is_code = file.startswith("<")  # as of a generated function
+        if not is_code and (may_change(file) or (file == installed and not is_ours(file))):
+            return f"{file}:{each.lineno}"
+    return ""
 
 
 def nearest_modules(name: str, folder: Path) -> str:

@@ -8,11 +8,11 @@ from typing import Literal
 
 import msgspec
 
+from inferpool.models.attached import CARD_FILE
 from inferpool.models.errors import SourceError
 from inferpool.models.files.kinds import what_it_is
 from inferpool.models.files.reading import read_file
 
-CARD_FILE = "card.json"
 FORMAT = "inferpool-run"
 VERSION = 1
 

@@ -6,27 +6,28 @@ import importlib.machinery as machinery
 import inspect
 import os
 import sys
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from importlib.util import cache_from_source
 from multiprocessing import parent_process
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
+
+from torch import nn
 
 from inferpool.models.accelerator.failures import raised
-from inferpool.models.errors import ModelError, SourceError
-from inferpool.models.files.modules import (
-    is_installed,
-    is_standard,
-    named_right,
-    nearest_modules,
-)
+from inferpool.models.base import Model
+from inferpool.models.border import checked
+from inferpool.models.errors import SourceError
+from inferpool.models.files.modules import may_change, named_right, nearest_modules
 from inferpool.models.sources import importing
+from inferpool.models.sources.modules import ModuleModel
+from inferpool.models.sources.registry import check_options, construct, last_line, with_specs
 
-_Built = TypeVar("_Built")
+_WRAPPER_OPTIONS = ("inputs", "outputs", "finite_outputs", "repeatable", "alone_as_in_batch")
+"""Options of `ModuleModel`; the others go to the user's network."""
 
 
 def find_class(module_name: str, class_name: str) -> type:
@@ -44,62 +45,40 @@ def find_class(module_name: str, class_name: str) -> type:
     return found
 
 
-def construct(factory: Callable[..., _Built], options: Mapping[str, object], source: str) -> _Built:
-    """Call a class with options.
+def users_model(
+    module_name: str, class_name: str, weights: str | None, options: Mapping[str, object]
+) -> Model:
+    """Build a model of a user's class: a `Model`, or an `nn.Module` to be served as one.
 
     Raises:
-        SourceError: It does not take them, or it fails; the message has its line.
-        ModelError: Raised by the class.
+        SourceError: There is no such class, or it does not take the weights or the options.
     """
-    check_options(factory, options, source)
-    try:
-        return factory(**options)
-    except ModelError:
-        raise
-    except raised() as error:  # a user's constructor may raise anything
-        raise SourceError(f"{source} cannot be constructed: {_last_line(error)}") from error
-
-
-def check_options(
-    factory: Callable[..., object], options: Mapping[str, object], source: str
-) -> None:
-    """Check that a class takes some options.
-
-    Raises:
-        SourceError: It does not; the message says what it takes.
-    """
-    try:
-        inspect.signature(factory).bind(**options)
-    except TypeError as error:
-        taken = [
-            p.name
-            for p in inspect.signature(factory).parameters.values()
-            if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name != "weights"
-        ]
-        knows = f"it takes {', '.join(taken)}" if taken else "it takes none"
-        raise SourceError(f"{source} does not take these options: {error}; {knows}") from None
+    source = f"{module_name}:{class_name}"
+    found = find_class(module_name, class_name)
+    if not issubclass(found, Model | nn.Module):
+        raise SourceError(f"{source} is no subclass of inferpool.Model or torch.nn.Module")
+    checkpoint = None if weights == "DEFAULT" else weights
+    if issubclass(found, nn.Module):
+        specs = {k: v for k, v in options.items() if k in _WRAPPER_OPTIONS}
+        rest = {k: v for k, v in options.items() if k not in specs}
+        check_options(found, rest, source)
+        return ModuleModel(
+            lambda: construct(found, rest, source), weights=checkpoint, **with_specs(specs)
+        )
+    if checkpoint is None:
+        return checked(construct(found, options, source))
+    if "weights" not in inspect.signature(found).parameters:
+        raise SourceError(
+            f"{source} takes no weights: give its constructor a `weights` argument, or leave "
+            "them out of the settings"
+        )
+    return checked(construct(found, {"weights": checkpoint, **options}, source))
 
 
 def distrust_bytecode() -> None:
     """Have this process import the modules of users from bytecode only if that is surely newer."""
     if not any(isinstance(each, _FinderOfSource) for each in sys.meta_path):
         sys.meta_path.insert(0, _FinderOfSource())
-
-
-def line_of(error: BaseException, module: str = "") -> str:
-    """Return the last line of a user's own file that led to an error, as "file:line"; or "".
-
-    Args:
-        error: The error.
-        module: The module of the user's class, which may be installed, and is not ours.
-    """
-    installed = getattr(sys.modules.get(module), "__file__", None)
-    for each in reversed(traceback.extract_tb(error.__traceback__)):
-        file = each.filename
-        is_code = file.startswith("<")  # as of a generated function
-        if not is_code and (_may_change(file) or (file == installed and not is_ours(file))):
-            return f"{file}:{each.lineno}"
-    return ""
 
 
 def _import(name: str, wanted: str) -> ModuleType:
@@ -113,7 +92,7 @@ def _import(name: str, wanted: str) -> ModuleType:
         return importing.import_for_model(name, wanted)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise SourceError(f"module {name!r} fails on import: {_last_line(error)}") from error
+            raise SourceError(f"module {name!r} fails on import: {last_line(error)}") from error
         if name.endswith(".py"):
             named = named_right(name)
             raise SourceError(f"a module is named without .py: {named}:CLASS") from error
@@ -122,7 +101,7 @@ def _import(name: str, wanted: str) -> ModuleType:
             f"{nearest_modules(error.name, Path(folder))}"
         ) from error
     except raised() as error:  # a user's module may do anything
-        raise SourceError(f"module {name!r} fails on import: {_last_line(error)}") from error
+        raise SourceError(f"module {name!r} fails on import: {last_line(error)}") from error
 
 
 class _LoaderOfSource(machinery.SourceFileLoader):
@@ -153,21 +132,10 @@ class _FinderOfSource:
             if finder is self or not hasattr(finder, "find_spec"):
                 continue
             if spec := finder.find_spec(name, path, target):
-                if type(spec.loader) is machinery.SourceFileLoader and _may_change(spec.origin):
+                if type(spec.loader) is machinery.SourceFileLoader and may_change(spec.origin):
                     spec.loader = _LoaderOfSource(spec.loader.name, spec.loader.path)
                 return spec
         return None
-
-
-def _may_change(origin: str | None) -> bool:
-    """Return whether a file is a user's own, and so may change while a service runs."""
-    file = Path(origin or "").absolute()
-    return not (is_installed(file) or is_standard(file) or is_ours(file))
-
-
-def is_ours(file: Path | str) -> bool:
-    """Return whether a file is one of this package."""
-    return Path(file).is_relative_to(Path(__file__).absolute().parents[2])
 
 
 def _attribute(module: ModuleType, name: str) -> object:
@@ -180,14 +148,3 @@ def _attribute(module: ModuleType, name: str) -> object:
         hint = f": it has {', '.join(near)}" if near else ", nor any class"
         raise SourceError(f"module {module.__name__!r} has no {name!r}{hint}") from None
     return found
-
-
-def _last_line(error: BaseException) -> str:
-    """Return the error's last line, and the line of the user's code that raised it."""
-    text = traceback.format_exception_only(error)[-1].strip()
-    if isinstance(error, SyntaxError) and error.filename and os.path.isfile(error.filename):
-        return f"{text} ({error.filename}:{error.lineno})"  # no frame runs what cannot be parsed
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = (__file__, importing.__file__)
-    own = [f for f in frames if f.filename not in ours and "importlib" not in f.filename]
-    return f"{text} ({own[-1].filename}:{own[-1].lineno})" if own else text

@@ -3,12 +3,11 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 
-import msgspec
 import torch
 from torch import Tensor, nn
 
 from inferpool.models.base import Model
-from inferpool.models.errors import ModelError, SourceError
+from inferpool.models.errors import ModelError
 from inferpool.models.item import Features, Item
 from inferpool.models.sources.made_up import made_up
 from inferpool.models.spec import DTYPE_BYTES, Placement, TensorSpec
@@ -25,6 +24,7 @@ class TensorModel(Model, ABC):
 
     network: Callable[..., object]
     can_run_ahead = True
+    _makes_samples = True
 
     def __init__(
         self,
@@ -192,28 +192,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     if name not in DTYPE_BYTES:
         raise ModelError(f"tensors of {name} cannot be served: known are {', '.join(DTYPE_BYTES)}")
     return name
-
-
-def specs_of(value: object, option: str) -> list[TensorSpec]:
-    """Read specs from settings: `[{name, dtype, shape}]`, with the batch dimension first.
-
-    Raises:
-        SourceError: They are malformed.
-    """
-    try:
-        specs = msgspec.convert(value, list[TensorSpec])
-    except msgspec.ValidationError as error:
-        raise SourceError(
-            f"option {option!r} must be a list like "
-            f'[{{name = "x", dtype = "float32", shape = [-1, 3]}}]: {error}'
-        ) from None
-    for spec in specs:
-        if spec.dtype not in DTYPE_BYTES:
-            known = ", ".join(DTYPE_BYTES)
-            raise SourceError(f"option {option!r}: no dtype {spec.dtype!r}; known are {known}")
-        if spec.batch_fault:
-            raise SourceError(f"option {option!r}: {spec.batch_fault}")
-    return specs
 
 
 def _is_known(spec: TensorSpec) -> bool:

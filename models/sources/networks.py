@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from inferpool.models.errors import CheckpointError, SourceError
 from inferpool.models.files.checkpoint import check_fit, read_weights
 from inferpool.models.files.run_folder import RunFolder, TransformCard, is_run
-from inferpool.models.sources.classes import check_options, construct, find_class
+from inferpool.models.sources.classes import find_class
+from inferpool.models.sources.registry import check_options, construct
 
 _INCEPTIONS = ("googlenet", "inception_v3")
 _LITE = "efficientnet_lite0"

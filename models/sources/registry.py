@@ -1,31 +1,38 @@
 """Builds the model that the settings name as the source. Runs in worker processes only."""
 
 import inspect
-from collections.abc import Mapping
+import os
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from torch import nn
+import msgspec
 
+from inferpool.models.accelerator.failures import raised
+from inferpool.models.attached import (
+    BUILT_IN_SOURCES,
+    CARD_FILE,
+    MODEL_FILE_SUFFIXES,
+    SOURCES,
+    WEIGHT_FILE_SUFFIXES,
+    attached,
+)
 from inferpool.models.base import Model
-from inferpool.models.border import checked
-from inferpool.models.errors import SourceError
-from inferpool.models.files.run_folder import is_run, why_no_run
-from inferpool.models.sources.classes import check_options, construct, find_class
-from inferpool.models.sources.modules import ModuleModel, specs_of
+from inferpool.models.errors import ModelError, SourceError
+from inferpool.models.spec import DTYPE_BYTES, TensorSpec
 
-_BUILT_IN = ("efficientnet_lite0", "minilm_l6", "echo")
 _FORMS = (
-    "efficientnet_lite0, minilm_l6, echo, torchvision:NAME, encoder:FOLDER, package.module:Class, "
+    f"{', '.join(BUILT_IN_SOURCES)}, torchvision:NAME, encoder:FOLDER, package.module:Class, "
     "the folder of a training run, or a file: .pt2 (torch.export), .pt, .ts or .torchscript "
     "(TorchScript)"
 )
-_WRAPPER_OPTIONS = ("inputs", "outputs", "finite_outputs", "repeatable", "alone_as_in_batch")
-"""Options of `ModuleModel`; the others go to the user's network."""
-_SCRIPT_SUFFIXES = (".pt", ".ts", ".torchscript")
-_WEIGHT_SUFFIXES = (".pth", ".safetensors")
+_OURS = {
+    str(Path(__file__).with_name(name)) for name in ("classes.py", "importing.py", "registry.py")
+}
+_Built = TypeVar("_Built")
 
 
 def build(source: str, weights: str | None, options: Mapping[str, object]) -> Model:
@@ -45,101 +52,123 @@ def build(source: str, weights: str | None, options: Mapping[str, object]) -> Mo
         SourceError: The source names nothing that can be built; the message says what would.
         ModelError: The model cannot be built.
     """
-    suffix = Path(source).suffix
-    if source in _BUILT_IN:
-        return _built_in(source, weights, options)
-    if is_run(Path(source)):
-        return _trained(source, weights, options)
-    if suffix == ".pt2" or suffix in _SCRIPT_SUFFIXES:
-        return _archive(Path(source), weights, options)
-    if suffix in _WEIGHT_SUFFIXES:
+    path = Path(source)
+    prefix, colon, name = source.partition(":")
+    if source in BUILT_IN_SOURCES:
+        first = [attached("folder of minilm_l6")()] if source == "minilm_l6" else []
+        return _built(source, first, source, weights, options)
+    if os.path.isfile(path / CARD_FILE):  # never raises, whatever text the path is
+        trained: Callable[..., Model] = attached(CARD_FILE)
+        return construct(lambda: trained(path, weights=weights), options, source)
+    if path.suffix in MODEL_FILE_SUFFIXES:
+        if not path.is_file():
+            raise SourceError(f"there is no file {path} (looked for from {Path.cwd()})")
+        options = options if path.suffix == ".pt2" else with_specs(options)
+        return _built(path.suffix, [path], str(path), weights, options)
+    if path.suffix in WEIGHT_FILE_SUFFIXES:
         raise SourceError(
             f"{source} is a file of weights: name the network as the source, and this file as "
             "its weights"
         )
-    prefix, colon, name = source.partition(":")
-    if prefix == "torchvision" and name:
-        from inferpool.models.vision.zoo import TorchvisionClassifier
-
-        return construct(partial(TorchvisionClassifier, name, weights=weights), options, source)
-    if prefix == "encoder" and name:
-        from inferpool.models.text.encoder import SentenceEncoder
-
-        return construct(partial(SentenceEncoder, Path(name), weights=weights), options, source)
+    if f"{prefix}:" in SOURCES and name:
+        return _built(f"{prefix}:", [name], source, weights, options)
     if colon and prefix and name:
-        return _users(prefix, name, weights, options)
+        users: Callable[..., Model] = attached("package.module:Class")
+        return users(prefix, name, weights, options)
     if "/" in source:
-        raise SourceError(why_no_run(Path(source)))
-    near = get_close_matches(source, _BUILT_IN, 1)
+        raise SourceError(attached("fault of a folder")(path))
+    near = get_close_matches(source, BUILT_IN_SOURCES, 1)
     hint = f"did you mean {near[0]}?" if near else f"a source is {_FORMS}"
     raise SourceError(f"there is no source {source!r}: {hint}")
 
 
-def _built_in(source: str, weights: str | None, options: Mapping[str, object]) -> Model:
-    if source == "echo":
-        from inferpool.models.sources.echo import Echo
+def construct(factory: Callable[..., _Built], options: Mapping[str, object], source: str) -> _Built:
+    """Call a class with options.
 
-        _refuse_weights(source, weights)
-        return construct(Echo, options, source)
-    if source == "minilm_l6":
-        from inferpool.models.text.encoder import SentenceEncoder, packaged_folder
-
-        encoder = partial(SentenceEncoder, packaged_folder(), weights=weights)
-        return construct(encoder, options, source)
-    from inferpool.models.vision.efficientnet import EfficientNetLite0
-
-    return construct(partial(EfficientNetLite0, weights=weights), options, source)
-
-
-def _trained(source: str, weights: str | None, options: Mapping[str, object]) -> Model:
-    from inferpool.models.sources.trained import TrainedClassifier
-
-    return construct(lambda: TrainedClassifier(Path(source), weights=weights), options, source)
+    Raises:
+        SourceError: It does not take them, or it fails; the message has its line.
+        ModelError: Raised by the class.
+    """
+    check_options(factory, options, source)
+    try:
+        return factory(**options)
+    except ModelError:
+        raise
+    except raised() as error:  # a user's constructor may raise anything
+        raise SourceError(f"{source} cannot be constructed: {last_line(error)}") from error
 
 
-def _archive(path: Path, weights: str | None, options: Mapping[str, object]) -> Model:
-    from inferpool.models.sources.archives import ExportedModel, ScriptedModel
+def check_options(
+    factory: Callable[..., object], options: Mapping[str, object], source: str
+) -> None:
+    """Check that a class takes some options.
 
-    if not path.is_file():
-        raise SourceError(f"there is no file {path} (looked for from {Path.cwd()})")
-    _refuse_weights(str(path), weights)
-    if path.suffix == ".pt2":
-        return construct(partial(ExportedModel, path), options, str(path))
-    return construct(partial(ScriptedModel, path), _with_specs(options), str(path))
+    Raises:
+        SourceError: It does not; the message says what it takes.
+    """
+    try:
+        inspect.signature(factory).bind(**options)
+    except TypeError as error:
+        taken = [
+            p.name
+            for p in inspect.signature(factory).parameters.values()
+            if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name != "weights"
+        ]
+        knows = f"it takes {', '.join(taken)}" if taken else "it takes none"
+        raise SourceError(f"{source} does not take these options: {error}; {knows}") from None
 
 
-def _users(
-    module_name: str, class_name: str, weights: str | None, options: Mapping[str, object]
-) -> Model:
-    source = f"{module_name}:{class_name}"
-    found = find_class(module_name, class_name)
-    if not issubclass(found, Model | nn.Module):
-        raise SourceError(f"{source} is no subclass of inferpool.Model or torch.nn.Module")
-    checkpoint = None if weights == "DEFAULT" else weights
-    if issubclass(found, nn.Module):
-        specs = {k: v for k, v in options.items() if k in _WRAPPER_OPTIONS}
-        rest = {k: v for k, v in options.items() if k not in specs}
-        check_options(found, rest, source)
-        return ModuleModel(
-            lambda: construct(found, rest, source), weights=checkpoint, **_with_specs(specs)
-        )
-    if checkpoint is None:
-        return checked(construct(found, options, source))
-    if "weights" not in inspect.signature(found).parameters:
+def specs_of(value: object, option: str) -> list[TensorSpec]:
+    """Read specs from settings: `[{name, dtype, shape}]`, with the batch dimension first.
+
+    Raises:
+        SourceError: They are malformed.
+    """
+    try:
+        specs = msgspec.convert(value, list[TensorSpec])
+    except msgspec.ValidationError as error:
         raise SourceError(
-            f"{source} takes no weights: give its constructor a `weights` argument, or leave "
-            "them out of the settings"
-        )
-    return checked(construct(found, {"weights": checkpoint, **options}, source))
+            f"option {option!r} must be a list like "
+            f'[{{name = "x", dtype = "float32", shape = [-1, 3]}}]: {error}'
+        ) from None
+    for spec in specs:
+        if spec.dtype not in DTYPE_BYTES:
+            known = ", ".join(DTYPE_BYTES)
+            raise SourceError(f"option {option!r}: no dtype {spec.dtype!r}; known are {known}")
+        if spec.batch_fault:
+            raise SourceError(f"option {option!r}: {spec.batch_fault}")
+    return specs
 
 
-def _with_specs(options: Mapping[str, object]) -> dict[str, Any]:
+def with_specs(options: Mapping[str, object]) -> dict[str, Any]:
+    """Return options with the specs in them read: see `specs_of`."""
     return {
         name: specs_of(value, name) if name in ("inputs", "outputs") else value
         for name, value in options.items()
     }
 
 
-def _refuse_weights(source: str, weights: str | None) -> None:
-    if weights not in (None, "DEFAULT"):
+def _built(
+    name: str,
+    first: Sequence[object],
+    source: str,
+    weights: str | None,
+    options: Mapping[str, object],
+) -> Model:
+    """Build a model of ours, with its weights if it takes any."""
+    factory: Callable[..., Model] = partial(attached(name), *first)
+    if "weights" in inspect.signature(factory).parameters:
+        factory = partial(factory, weights=weights)
+    elif weights not in (None, "DEFAULT"):
         raise SourceError(f"{source} takes no weights, but was given {weights!r}")
+    return construct(factory, options, source)
+
+
+def last_line(error: BaseException) -> str:
+    """Return the error's last line, and the line of the user's code that raised it."""
+    text = traceback.format_exception_only(error)[-1].strip()
+    if isinstance(error, SyntaxError) and error.filename and os.path.isfile(error.filename):
+        return f"{text} ({error.filename}:{error.lineno})"  # no frame runs what cannot be parsed
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if f.filename not in _OURS and "importlib" not in f.filename]
+    return f"{text} ({own[-1].filename}:{own[-1].lineno})" if own else text

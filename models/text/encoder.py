@@ -55,14 +55,14 @@ class SentenceEncoder(Model):
 
     def __init__(
         self,
-        folder: Path,
+        folder: Path | str,
         *,
         weights: str | None = "DEFAULT",
         normalize: bool | None = None,
         max_tokens: int | None = None,
         prompt: str | None = None,
     ) -> None:
-        self._files = files = read_folder(folder)
+        self._files = files = read_folder(Path(folder))
         most = files.config.max_position_embeddings
         if max_tokens is not None and not 3 <= max_tokens <= most:
             raise ModelError(f"max_tokens must be from 3 to {most}, not {max_tokens}")

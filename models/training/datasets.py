@@ -10,7 +10,8 @@ from PIL import Image
 from torch import Tensor
 
 from inferpool.models.errors import DataError, InputError
-from inferpool.models.sources.classes import construct, find_class
+from inferpool.models.sources.classes import find_class
+from inferpool.models.sources.registry import construct
 from inferpool.models.training.images import ImageFiles, ImageSource, UserImages
 from inferpool.models.training.recipe import Recipe
 from inferpool.models.training.samples import ImageFacts, LabelledImages, unfit_label

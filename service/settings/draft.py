@@ -9,6 +9,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from inferpool.models.attached import BUILT_IN_SOURCES
 from inferpool.models.files.reading import read_file
 from inferpool.service.settings.keys import Keys, read_keys
 from inferpool.service.settings.model import MODEL_NAME, ModelSettings
@@ -34,7 +35,6 @@ from inferpool.service.settings.problems import (
 )
 from inferpool.service.settings.settings import Settings
 from inferpool.service.settings.sources import (
-    BUILT_IN_SOURCES,
     DEFAULT_SOURCE,
     did_you_mean,
     is_source,

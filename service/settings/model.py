@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
+from inferpool.models.attached import BUILT_IN_SOURCES, MODEL_FILE_SUFFIXES
 from inferpool.models.spec import Placement, Split
 from inferpool.models.speed_names import CHOICES
 from inferpool.service.queue.batch_sizing import AUTO_SIZE
@@ -19,8 +20,6 @@ from inferpool.service.settings.bounds import (
     Tries,
 )
 from inferpool.service.settings.sources import (
-    BUILT_IN_SOURCES,
-    MODEL_FILE_SUFFIXES,
     is_source,
     source_hint,
 )

@@ -14,17 +14,18 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from inferpool.models.attached import (
+    BUILT_IN_SOURCES,
+    MODEL_FILE_SUFFIXES,
+    WEIGHT_FILE_SUFFIXES,
+)
 from inferpool.models.errors import SourceError
 from inferpool.models.files.kinds import what_it_is
 from inferpool.models.files.modules import file_of, is_installed, is_standard, with_parents
 from inferpool.models.files.run_folder import has_begun, is_run, read_card, why_no_run
 
 DEFAULT_SOURCE = "efficientnet_lite0"
-BUILT_IN_SOURCES = (DEFAULT_SOURCE, "minilm_l6", "echo")
-"""Sources that need neither a file nor a package of the user's."""
-MODEL_FILE_SUFFIXES = (".pt2", ".pt", ".ts", ".torchscript")
-_WEIGHT_FILE_SUFFIXES = (".pth", ".safetensors")
-_FILE_SUFFIXES = (*MODEL_FILE_SUFFIXES, *_WEIGHT_FILE_SUFFIXES, ".toml", ".py")
+_FILE_SUFFIXES = (*MODEL_FILE_SUFFIXES, *WEIGHT_FILE_SUFFIXES, ".toml", ".py")
 """Names that end so are files, and no folders of runs."""
 _SOURCE_FORMS = (
     f"{', '.join(BUILT_IN_SOURCES)}, torchvision:NAME, encoder:FOLDER, package.module:Class, "
@@ -87,7 +88,7 @@ def source_hint(text: str, candidates: Sequence[str]) -> str:
         return why_no_run(Path(text))
     if known := what_it_is(Path(text)):
         return known
-    if text.endswith(_WEIGHT_FILE_SUFFIXES):
+    if text.endswith(WEIGHT_FILE_SUFFIXES):
         return (
             "this is a file of weights: give the network as the source, and this file as --weights"
         )

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
+from inferpool.models.attached import BUILT_IN_SOURCES, MODEL_FILE_SUFFIXES
 from inferpool.models.errors import SourceError
 from inferpool.models.files.kinds import problem_of_archive, problem_of_weights
 from inferpool.models.files.modules import (
@@ -32,8 +33,6 @@ from inferpool.service.settings.model import ModelSettings
 from inferpool.service.settings.names import SettingsError, dotted, place_of
 from inferpool.service.settings.settings import Settings
 from inferpool.service.settings.sources import (
-    BUILT_IN_SOURCES,
-    MODEL_FILE_SUFFIXES,
     is_run_source,
 )
 

@@ -23,7 +23,7 @@ from inferpool.models.accelerator.failures import lacks_resources, raised
 from inferpool.models.accelerator.kinds import accelerator_of, known_accelerators
 from inferpool.models.base import Model
 from inferpool.models.errors import ModelError, PassesThrough
-from inferpool.models.sources.classes import line_of
+from inferpool.models.files.modules import line_of
 from inferpool.models.sources.registry import build
 from inferpool.models.spec import Placement
 from inferpool.models.texts import text_of, traceback_of

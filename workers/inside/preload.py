@@ -7,6 +7,7 @@ import torch
 
 import inferpool.models.base
 import inferpool.models.files.checkpoint
+import inferpool.models.sources.classes
 import inferpool.models.sources.echo
 import inferpool.models.sources.registry
 import inferpool.models.vision.efficientnet

@@ -24,10 +24,9 @@ from inferpool.models.agreement import ValueTolerance
 from inferpool.models.base import Model
 from inferpool.models.border import bad_return, is_overridden, place_of, rendering_of
 from inferpool.models.errors import InputError, ModelError
+from inferpool.models.files.modules import is_ours, line_of
 from inferpool.models.item import Features, Item
-from inferpool.models.sources.classes import is_ours, line_of
 from inferpool.models.sources.made_up import made_up, shrunk, varied
-from inferpool.models.sources.modules import TensorModel
 from inferpool.models.texts import described, text_of
 from inferpool.workers.inside.checks import BrokenPromiseError
 from inferpool.workers.inside.compute import Computer
@@ -96,7 +95,7 @@ class ReadyCheck:
         self._samples = samples
         self._long_s = long_s
         self._rounding = _ROUNDINGS.get(preset.rpartition("_")[2], _LEAST_ROUNDING)
-        self._is_made_up = example is None and (not samples or isinstance(model, TensorModel))
+        self._is_made_up = example is None and (not samples or model._makes_samples)
         self._generator = torch.Generator().manual_seed(0)
         self._item = example or (samples[0] if samples else None)
         if self._item is None and not is_overridden(model, "preprocess"):

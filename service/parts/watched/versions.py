@@ -7,12 +7,12 @@ from errno import EFBIG
 from pathlib import Path
 from typing import Any
 
+from inferpool.models.attached import MODEL_FILE_SUFFIXES
 from inferpool.models.errors import DataError
 from inferpool.models.files.image_table import rows_of
 from inferpool.models.files.reading import read_file
 from inferpool.models.files.run_folder import RunFolder, has_begun, is_run, why_no_run
 from inferpool.service.settings.model import MODEL_NAME
-from inferpool.service.settings.sources import MODEL_FILE_SUFFIXES
 
 SETTINGS_FILE = "model.toml"
 _WEIGHT_SUFFIXES = (".pth", ".safetensors", ".pt")

@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from inferpool.models.errors import ModelError, SourceError
-from inferpool.models.sources.modules import ModuleModel, named_outputs, specs_of
+from inferpool.models.sources.modules import ModuleModel, named_outputs
+from inferpool.models.sources.registry import specs_of
 from inferpool.models.spec import TensorSpec
 from tests.models.items import answers, json_item, loaded, run, tensor_item
 

@@ -2,10 +2,10 @@ from pathlib import Path
 
 import pytest
 
+from inferpool.models.attached import MODEL_FILE_SUFFIXES, WEIGHT_FILE_SUFFIXES
 from inferpool.models.errors import ModelError
 from inferpool.models.sources import registry
 from inferpool.service.settings.sources import (
-    BUILT_IN_SOURCES,
     is_run_source,
     is_source,
     modules_to_preload,
@@ -15,12 +15,11 @@ from inferpool.service.settings.sources import (
 from tests.run_folders import TINY, write_run
 
 
-def test_the_settings_and_the_registry_agree_on_what_a_source_is():
-    assert BUILT_IN_SOURCES == registry._BUILT_IN
-    for suffix in (".pt2", *registry._SCRIPT_SUFFIXES):
+def test_every_suffix_of_a_file_is_known():
+    for suffix in MODEL_FILE_SUFFIXES:
         assert is_source(f"net{suffix}")
         assert slug(f"net{suffix}") == "net"
-    for suffix in registry._WEIGHT_SUFFIXES:
+    for suffix in WEIGHT_FILE_SUFFIXES:
         assert not is_source(f"net{suffix}")
 
 
