@@ -33,7 +33,6 @@ from inferpool.models.spec import Decoding, Placement, TensorHeader, TensorSpec
 from inferpool.models.vision.gpu_jpegs import GpuJpegs, decoder_on
 from inferpool.models.vision.images import check_size, decode_image, decode_scaled
 from inferpool.models.vision.photos import sample_jpegs, sample_views
-from inferpool.models.vision.stacking import stacked
 from inferpool.models.vision.transforms import ImageTransform, Normalize
 
 _DEFAULT_TOP_K = 5
@@ -331,3 +330,26 @@ def imagenet_labels() -> Sequence[str]:
 def _pixels_item(pixels: NDArray[np.uint8]) -> Item:
     header = TensorHeader("image", "uint8", pixels.shape, 0)
     return Item(kind="tensors", payload=memoryview(bytearray(pixels.tobytes())), headers=[header])
+
+
+def stacked(images: list[Tensor], stack: Callable[[list[Tensor]], Tensor]) -> Tensor:
+    """Stack pictures of one shape, with `stack` if they do not lie side by side.
+
+    Decoders write those of a batch side by side into shared memory, which may be pinned: these are
+    not copied. So the result must not be written to.
+    """
+    first = images[0]
+    step = first.numel()
+    memory, begin = first.untyped_storage().data_ptr(), first.storage_offset()
+    is_side_by_side = len(images) > 1 and all(
+        image.is_contiguous()
+        and image.shape == first.shape
+        and image.dtype == first.dtype
+        and image.untyped_storage().data_ptr() == memory
+        and image.storage_offset() == begin + number * step
+        for number, image in enumerate(images)
+    )
+    if not is_side_by_side:
+        return stack(images)
+    shape = (len(images), *first.shape)
+    return first.as_strided(shape, (step, *first.stride()), begin)

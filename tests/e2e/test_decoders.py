@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import httpx
 import pytest
 
-from inferpool.service.tools.chaos.subject import POISONABLE
+from inferpool.service.tools.chaos.run import POISONABLE
 from tests.e2e.running import Running, is_alive, running, until
 from tests.models.items import jpeg
 

@@ -8,12 +8,13 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import uvloop
 
-from inferpool.service.settings.loader import LoadedSettings
+from inferpool.service.settings.loader import LoadedSettings, Row
+from inferpool.service.settings.names import Key
 from inferpool.service.tools.chaos.faults import POISONS, Faults
 from inferpool.service.tools.chaos.greed import Greed
 from inferpool.service.tools.chaos.hosts import HostFaults
@@ -40,7 +41,6 @@ from inferpool.service.tools.chaos.resources import (
     read_ledger,
 )
 from inferpool.service.tools.chaos.stores import StoreFaults
-from inferpool.service.tools.chaos.subject import rows_for
 from inferpool.service.tools.chaos.swaps import Swaps
 from inferpool.service.tools.chaos.unread import UnreadConnections
 from inferpool.service.tools.chaos.uploads import SlowUploads
@@ -54,7 +54,7 @@ from inferpool.service.tools.trial.connection import (
 )
 from inferpool.service.tools.trial.health import ServiceHealth
 from inferpool.service.tools.trial.screen import Interruption, Screen
-from inferpool.service.tools.trial.service import TrialService
+from inferpool.service.tools.trial.service import TrialService, rows_of
 
 EXIT_KEPT = 0
 EXIT_BROKEN = 1
@@ -71,6 +71,9 @@ _SAME_S = 60.0
 """How long the service may take to close its side of our connections, and those that its fronts
 keep to the main process: 50 s without a call."""
 _TICK_S = 0.1
+BATCH_TIMEOUT_S = 5.0
+"""Time after which a stopped worker is found, unless the user has set another."""
+POISONABLE = "inferpool.models.sources.poisonable:Poisonable"
 
 
 def run(loaded: LoadedSettings, plan: ChaosPlan) -> int:
@@ -388,3 +391,38 @@ async def _end(task: "asyncio.Task[None]") -> None:
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
+
+
+def rows_for(loaded: LoadedSettings, *, can_be_poisoned: bool) -> list[Row]:
+    """Return the user's settings as rows, with the changes that the test needs.
+
+    `can_be_poisoned` wraps the models so that an input can kill their worker.
+    """
+    every = rows_of(loaded)
+    rows = [row for row in every if row[0][0] != "models"]
+    for name, model in loaded.settings.models.items():
+        own = [row for row in every if row[0][:2] == ("models", name)]
+        rows += _wrapped(own, name, dict(model.options)) if can_be_poisoned else own
+    return [_changed(*row) for row in rows]
+
+
+def _changed(key: Key, value: object, origin: str) -> Row:
+    if key == ("speed_search",):
+        return key, False, "chaos"  # its process and its change of workers are no fault of ours
+    if key[-1] == "batch_timeout_s" and origin == "default":
+        return key, BATCH_TIMEOUT_S, "chaos"
+    return key, value, origin
+
+
+def _wrapped(rows: Sequence[Row], name: str, options: Mapping[str, object]) -> Iterator[Row]:
+    place = ("models", name)
+    inner: dict[str, object] = {"options": options}
+    for key, value, origin in rows:
+        if key[2] in ("source", "weights"):
+            inner[key[2]] = value
+            outer = POISONABLE if key[2] == "source" else "DEFAULT"
+            yield key, outer, "chaos"
+        elif key[2] != "options":
+            yield key, value, origin
+    for option, value in inner.items():
+        yield (*place, "options", option), value, "chaos"

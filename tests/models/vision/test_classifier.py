@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from inferpool.models.errors import InputError, ModelError
-from inferpool.models.vision.classifier import imagenet_labels
+from inferpool.models.vision.classifier import imagenet_labels, stacked
 from inferpool.models.vision.images import decode_image
 from tests.fuzz import bombs
 from tests.models.items import (
@@ -173,3 +173,29 @@ def test_the_warmup_is_an_image_that_the_model_takes(model):
 
 def test_the_labels_of_imagenet_are_those_that_torchvision_publishes():
     assert list(imagenet_labels()) == IMAGENET_CATEGORIES
+
+
+def test_pictures_side_by_side_are_not_copied():
+    ring = torch.arange(5 * 2 * 4 * 3, dtype=torch.uint8).view(5, 24)
+    images = [ring[row].view(2, 4, 3) for row in (1, 2, 3)]
+    batch = stacked(images, torch.stack)
+    assert batch.data_ptr() == ring[1].data_ptr()
+    assert batch.is_contiguous()
+    assert torch.equal(batch, torch.stack(images))
+
+
+@pytest.mark.parametrize("rows", [(1, 3), (2, 1), (1, 1), (0,), (3, 4, 0)])
+def test_other_pictures_are_copied(rows: tuple[int, ...]):
+    ring = torch.arange(5 * 24, dtype=torch.uint8).view(5, 24)
+    images = [ring[row].view(2, 4, 3) for row in rows]
+    batch = stacked(images, torch.stack)
+    assert batch.data_ptr() not in [image.data_ptr() for image in images]
+    assert torch.equal(batch, torch.stack(images))
+
+
+def test_pictures_of_their_own_and_other_shapes_are_told_apart():
+    ring = torch.zeros(4, 24, dtype=torch.uint8)
+    with pytest.raises(RuntimeError):
+        stacked([ring[0].view(2, 4, 3), ring[1].view(4, 2, 3)], torch.stack)
+    images = [torch.full((2, 4, 3), each, dtype=torch.uint8) for each in (1, 2)]
+    assert torch.equal(stacked(images, torch.stack), torch.stack(images))

@@ -10,7 +10,7 @@ import torch
 from inferpool.models.accelerator.device import HandOver, pin_in_place, pinned
 from inferpool.models.item import Features, Item
 from inferpool.models.spec import Placement, TensorHeader
-from inferpool.models.vision.stacking import stacked
+from inferpool.models.vision.classifier import stacked
 from inferpool.workers.decoders import worker_side as decoders
 from inferpool.workers.decoders.ring import Greeting, NewDecoder, RingRuns, SlotFilled, Unfit
 from inferpool.workers.decoders.seats import DecoderSeat, Decoding, MoreWork

@@ -5,7 +5,7 @@ import pytest
 
 from inferpool.service.settings.loader import load
 from inferpool.service.tools.chaos.plan import ChaosPlan, add_flags, plan_of, shown_share
-from inferpool.service.tools.chaos.subject import rows_for
+from inferpool.service.tools.chaos.run import rows_for
 
 _FILE = """
 port = 9

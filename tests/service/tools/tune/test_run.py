@@ -1,7 +1,7 @@
 from pathlib import Path
 
 from inferpool.service.settings.loader import load
-from inferpool.service.tools.tune.settings_file import settings_text
+from inferpool.service.tools.tune.run import settings_text
 
 _FILE = """
 port = 9001
