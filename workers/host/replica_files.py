@@ -12,8 +12,6 @@ from asyncio import Task
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, TypeVar
 
-import msgspec
-
 from inferpool.models.files.opened import FileMark, mark_of
 from inferpool.workers.host.engine import Incarnation, WorkerId
 from inferpool.workers.shared.errors import FilesChangedError, WorkerStartError
@@ -243,32 +241,10 @@ class ModelFiles:
             return True
 
     def _digest(self, mark: FileMark) -> bytes | None:
-        return _digest_of(mark, lambda: self._is_closed)
+        return digest_of(mark, lambda: self._is_closed)
 
 
-def with_digests(
-    marks: Sequence[FileMark], known: dict[FileMark, bytes] | None = None
-) -> list[FileMark]:
-    """Return marks of files of this host with their digests, for another host. Reads the files.
-
-    A file that has changed since it was opened gets no digest. `ReplicaFiles` then takes it for one
-    that changed while it was loaded.
-
-    Args:
-        marks: The files that a worker has opened.
-        known: Digests of files that were read before. Gets those that are read now.
-    """
-    known = {} if known is None else known
-    told = []
-    for mark in marks:
-        digest = known.get(mark) if mark_of(mark.path) == mark else None
-        if digest is None and (digest := _digest_of(mark)) is not None:
-            known[mark] = digest
-        told.append(msgspec.structs.replace(mark, digest=digest or b""))
-    return told
-
-
-def _digest_of(mark: FileMark, is_cancelled: Callable[[], bool] = lambda: False) -> bytes | None:
+def digest_of(mark: FileMark, is_cancelled: Callable[[], bool] = lambda: False) -> bytes | None:
     """Hash a file; return None if it has changed meanwhile, or if that is cancelled."""
     digest = hashlib.sha256()
     try:

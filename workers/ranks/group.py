@@ -1,8 +1,8 @@
 """Connects a rank of a split replica to the others. Worker processes only.
 
-Messages go through private pipes, or through connections to other hosts; the tensors follow through
-`torch.distributed` (NCCL or gloo), once both sides know their shapes. A rank that loses another one
-only waits: the front end sees each death at once and ends the whole group.
+Messages go through private pipes; the tensors follow through `torch.distributed` (NCCL or gloo),
+once both sides know their shapes. A rank that loses another one only waits: the front end sees each
+death at once and ends the whole group.
 """
 
 import contextlib

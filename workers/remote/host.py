@@ -135,10 +135,7 @@ class RemoteHost(LinkListener[ToFrontEnd]):
         return self.is_lost or self.last_beat_age_s > _SILENT_S
 
     async def start(
-        self,
-        id: WorkerId,
-        config: WorkerConfig,
-        on_progress: Callable[[str], None],
+        self, id: WorkerId, config: WorkerConfig, on_progress: Callable[[str], None]
     ) -> RemoteWorker:
         """Start a worker there; see `Engine.start`.
 
@@ -148,11 +145,7 @@ class RemoteHost(LinkListener[ToFrontEnd]):
         if self.is_lost:
             raise WorkerStartError(f"{self.name} is not connected", permanent=False)
         number = next(self._numbers)
-        start = _Start(
-            id=id,
-            future=self._loop.create_future(),
-            on_progress=on_progress,
-        )
+        start = _Start(id=id, future=self._loop.create_future(), on_progress=on_progress)
         try:
             self._link.send(StartWorker(number, id, config))
         except Exception as error:  # anything that encoding may raise

@@ -9,12 +9,14 @@ import logging
 from asyncio import Task
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+
+import msgspec
 
 from inferpool.models.files.opened import FileMark, mark_of
 from inferpool.models.spec import Placement
 from inferpool.workers.host.engine import ForkserverHealth, WorkerHandle, WorkerId
-from inferpool.workers.host.replica_files import with_digests
+from inferpool.workers.host.local import LocalEngine
+from inferpool.workers.host.replica_files import digest_of
 from inferpool.workers.shared.config import WorkerConfig
 
 logger = logging.getLogger(__name__)
@@ -24,21 +26,6 @@ _KEPT_S = 30.0
 """Seconds after joining during which the front end may ask for a worker that is loaded already."""
 _BURST_S = 1.0
 _STOP_S = 5.0
-
-
-class HostEngine(Protocol):
-    """The engine of this host, as its agent sees it."""
-
-    async def start(
-        self, id: WorkerId, config: WorkerConfig, on_progress: Callable[[str], None]
-    ) -> WorkerHandle:
-        """See `Engine.start`."""
-
-    def forkserver_vitals(self) -> ForkserverHealth | None:
-        """Return the state of the process that forks workers."""
-
-    async def close(self) -> None:
-        """Remove everything it made. Starts are over."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -81,7 +68,7 @@ class HostedWorkers:
     """All workers of this host. Used in the agent's event loop."""
 
     def __init__(
-        self, engine: HostEngine, cache_dir: str | None, *, burst_s: float = _BURST_S
+        self, engine: LocalEngine, cache_dir: str | None, *, burst_s: float = _BURST_S
     ) -> None:
         """Start nothing yet.
 
@@ -214,3 +201,22 @@ class HostedWorkers:
 
 def _are_unchanged(files: Sequence[FileMark]) -> bool:
     return all(mark_of(file.path) == file for file in files)
+
+
+def with_digests(marks: Sequence[FileMark], known: dict[FileMark, bytes]) -> list[FileMark]:
+    """Return marks of files of this host with their digests, for another host. Reads the files.
+
+    A file that has changed since it was opened gets no digest. `ReplicaFiles` then takes it for one
+    that changed while it was loaded.
+
+    Args:
+        marks: The files that a worker has opened.
+        known: Digests of files that were read before. Gets those that are read now.
+    """
+    told = []
+    for mark in marks:
+        digest = known.get(mark) if mark_of(mark.path) == mark else None
+        if digest is None and (digest := digest_of(mark)) is not None:
+            known[mark] = digest
+        told.append(msgspec.structs.replace(mark, digest=digest or b""))
+    return told

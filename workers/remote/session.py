@@ -138,9 +138,7 @@ class AgentSession(LinkListener[ToAgent]):
         for number, task in tasks.items():
             if number not in self._hosted:
                 task.cancel()  # it has not begun to start
-        # Followers of a lead on another host finish nothing by themselves.
-        stops = [each.stop(grace_s) for each in self._hosted.values()]
-        await asyncio.gather(*stops)
+        await asyncio.gather(*(each.stop(grace_s) for each in self._hosted.values()))
         await asyncio.gather(*tasks.values(), return_exceptions=True)
         self._link.send(Refusal(reason))
         # The front end closes it once it has read all answers: data that crosses a close is lost.

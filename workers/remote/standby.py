@@ -11,8 +11,8 @@ import logging
 import ssl
 import time
 from asyncio import Future, Task
-from typing import Protocol
 
+from inferpool.workers.remote.hosts import RemoteHosts
 from inferpool.workers.remote.joining import Address, Dialer, RefusedError
 from inferpool.workers.remote.lease import BEAT_S, LEASE_S, Lease
 from inferpool.workers.remote.link import HostLink, LinkListener
@@ -28,25 +28,12 @@ _RETRY_S = 0.1
 _REFUSED_S = 2.0
 
 
-class Served(Protocol):
-    """The hosts of this front end."""
-
-    term: int
-    standby_reason: str
-
-    def stand_by(self, reason: str) -> None:
-        """Let no agent join, and end all connections of agents."""
-
-    def take_over(self, after: int) -> None:
-        """Let agents join, in a term that is later than this one."""
-
-
 class Standby:
     """The watch of the other front end, from `start` to `stop`."""
 
     def __init__(
         self,
-        hosts: Served,
+        hosts: RemoteHosts,
         other: Address,
         dialer: Dialer,
         *,

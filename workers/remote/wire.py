@@ -286,15 +286,15 @@ def placed(done: BatchDone, id: int, ahead_s: float) -> tuple[BatchDone, list[me
             outcomes.append(blobs)
         else:
             outcomes.append(outcome)
-    return BatchDone(
-        id,
-        outcomes,
-        done.prepare_s,
-        done.compute_s,
-        0,
-        done.prepare_began - ahead_s if done.prepare_began else 0.0,
-        done.compute_began - ahead_s if done.compute_began else 0.0,
-    ), pieces
+    answer = msgspec.structs.replace(
+        done,
+        id=id,
+        outcomes=outcomes,
+        num_stored=0,
+        prepare_began=done.prepare_began - ahead_s if done.prepare_began else 0.0,
+        compute_began=done.compute_began - ahead_s if done.compute_began else 0.0,
+    )
+    return answer, pieces
 
 
 def found(done: BatchDone, body: memoryview) -> BatchDone:

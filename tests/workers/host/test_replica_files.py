@@ -1,5 +1,4 @@
 import os
-from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from inferpool.workers.host.replica_files import (
     ReplicaFiles,
     _changed_since,
     _listed,
-    with_digests,
 )
 from inferpool.workers.shared.errors import FilesChangedError, WorkerStartError
 
@@ -88,16 +86,6 @@ def test_files_of_other_hosts_are_compared_by_their_digests_alone():
     assert files.changed() == []  # nobody looks for it on this host
     assert files.differing([FileMark("/far/weights", 7, 3, 4, b"a")]) == []
     assert files.differing([far(b"b")]) == ["/far/weights"]
-
-
-def test_only_a_file_that_is_as_it_was_opened_gets_a_digest(path: Path):
-    opened, known = mark(path), dict[FileMark, bytes]()
-    (told,) = with_digests([opened], known)
-    assert told.digest == sha256(b"weights").digest()
-    known[opened] = b"read before"
-    assert with_digests([opened], known)[0].digest == b"read before"
-    path.write_bytes(b"more weights")
-    assert with_digests([opened], known) == [opened]
 
 
 class FarWorker:

@@ -7,7 +7,7 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -17,7 +17,7 @@ from inferpool.workers.host.engine import WorkerHandle, WorkerId
 from inferpool.workers.host.local import LocalEngine
 from inferpool.workers.remote.agent import Agent, Dialing
 from inferpool.workers.remote.host import RemoteHost
-from inferpool.workers.remote.hosted import HostedWorkers, HostEngine
+from inferpool.workers.remote.hosted import HostedWorkers
 from inferpool.workers.remote.hosts import RemoteHosts
 from inferpool.workers.remote.joining import Dialer, make_instance
 from inferpool.workers.remote.wire import Beat, HostFacts, HostVitals, Pulse, ToAgent, Views
@@ -77,7 +77,7 @@ def make_agent(
     arena: Arena | None = None,
     tls: ssl.SSLContext | None = None,
     key: bytes = KEY,
-    engine: HostEngine | None = None,
+    engine: Any = None,
     facts: HostFacts | None = None,
     dialing: Dialing | None = None,
     burst_s: float = 1.0,

@@ -1,5 +1,6 @@
 import asyncio
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 
 import msgspec
@@ -10,7 +11,7 @@ from inferpool.models.files.opened import FileMark, mark_of
 from inferpool.models.spec import Placement
 from inferpool.models.speed_names import SpeedReport
 from inferpool.workers.host.engine import WorkerId
-from inferpool.workers.remote.hosted import HostedWorker, HostedWorkers
+from inferpool.workers.remote.hosted import HostedWorker, HostedWorkers, with_digests
 from inferpool.workers.shared.config import WorkerConfig
 from inferpool.workers.shared.errors import WorkerStartError
 from tests.workers.contract import config_of, until
@@ -93,6 +94,19 @@ async def test_worker_whose_files_have_changed_is_not_used_again(tmp_path: Path)
     assert await claimed(workers, config_of()) is not first
     assert engine.started[0].is_gone
     await workers.stop(5)
+
+
+def test_only_a_file_that_is_as_it_was_opened_gets_a_digest(tmp_path: Path):
+    path = tmp_path / "weights"
+    path.write_bytes(b"weights")
+    opened, known = mark_of(str(path)), dict[FileMark, bytes]()
+    assert opened is not None
+    (told,) = with_digests([opened], known)
+    assert told.digest == sha256(b"weights").digest()
+    known[opened] = b"read before"
+    assert with_digests([opened], known)[0].digest == b"read before"
+    path.write_bytes(b"more weights")
+    assert with_digests([opened], known) == [opened]
 
 
 async def test_digests_that_are_kept_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
