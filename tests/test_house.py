@@ -250,3 +250,29 @@ def test_no_test_patches_a_time_of_the_product():
         for name, tree in trees_of_tests().items()
     }
     assert {name: names for name, names in found.items() if names} == {}
+
+
+NAMED = re.compile(r"`([\w.]+)`(?=[^|.()\[\]]* in \[[^\]]*\]\(([^)]+\.py)\))")
+"""Symbols that a page names together with the file that has them: "`A` or `B` in [x.py](x.py)"."""
+
+
+def names_in(path: Path) -> set[str]:
+    """Return what a file defines, and what its classes do: `A`, `A.b`."""
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        names = {getattr(node, "name", "")}
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = {ast.unparse(each) for each in targets}
+        elif isinstance(node, ast.ClassDef):
+            names |= {f"{node.name}.{getattr(each, 'name', '')}" for each in node.body}
+        found |= names
+    return found
+
+
+def test_what_the_map_for_contributors_names_is_there():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    rows = text.split("| you add |")[1].split("\n\n")[0].splitlines()[2:]
+    assert [row for row in rows if not NAMED.search(row)] == [], "a row names no symbol of a file"
+    named = NAMED.findall(text)
+    assert [(name, path) for name, path in named if name not in names_in(ROOT / path)] == []
