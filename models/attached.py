@@ -25,7 +25,8 @@ OTHERS = {
     "weights": "inferpool.models.files.checkpoint:load_weights",
     "folder of minilm_l6": "inferpool.models.text.encoder:packaged_folder",
     "fault of a folder": "inferpool.models.files.run_folder:why_no_run",
-    "marks of a load": "inferpool.models.speed.attempts:forget_load",
+    "speed preset": "inferpool.workers.speed.worker_side:chosen_preset",
+    "forget a load": "inferpool.models.speed.attempts:forget_load",
 }
 
 BUILT_IN_SOURCES = ("efficientnet_lite0", "minilm_l6", "echo")

@@ -32,7 +32,6 @@ from inferpool.service.settings.settings import Settings
 from inferpool.service.settings.state import StateFile
 from inferpool.service.telemetry.console import Console
 from inferpool.service.telemetry.metrics import Metrics, Reading, gpu_gauges
-from inferpool.workers.beside.searching import search
 from inferpool.workers.host.device_memory import DeviceMemory
 from inferpool.workers.host.devices import Host
 from inferpool.workers.host.engine import Engine, ForkserverHealth
@@ -42,6 +41,7 @@ from inferpool.workers.host.slots import WorkerSlot
 from inferpool.workers.shared.arena import Arena
 from inferpool.workers.shared.cgroups import processes_left
 from inferpool.workers.shared.memory import SharedMemoryError
+from inferpool.workers.speed.host_side import search
 
 if TYPE_CHECKING:
     from inferpool.service.parts.fronts.fronts import Fronts

@@ -1,6 +1,6 @@
 """Judges presets and ways to decode while workers serve with others.
 
-Runs in a process of its own, at low priority (`workers.beside.search_process`).
+Runs in a process of its own, at low priority (`workers.speed.search_process`).
 """
 
 from collections.abc import Callable, Iterator

@@ -1,7 +1,7 @@
 """Searches for faster speed presets while workers serve, and changes over to what is found.
 
 It lives in the event loop. The search itself is a process at low priority; see
-`workers.beside.searching`.
+`workers.speed.host_side`.
 """
 
 import asyncio
@@ -18,10 +18,10 @@ from typing import Literal
 from inferpool.models.speed_names import SpeedReport
 from inferpool.service.queue.pool import Pool
 from inferpool.service.settings.settings import Settings
-from inferpool.workers.beside.searching import SearchFailedError
 from inferpool.workers.host.slots import WorkerSlot
 from inferpool.workers.shared.config import WorkerConfig
 from inferpool.workers.shared.memory import available_bytes
+from inferpool.workers.speed.host_side import SearchFailedError
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ SearchState = Literal["off", "waiting", "searching", "changing", "done", "failed
 
 Search = Callable[[WorkerConfig, str, Callable[[str], None]], Awaitable[SpeedReport]]
 """Searches for what is kept under a cache key, and reports progress; see
-`workers.beside.searching`."""
+`workers.speed.host_side`."""
 
 _COMPILER_BYTES = 2 << 30
 """The most that compiling resnet18 took, in two processes. Each also holds the model."""

@@ -19,7 +19,6 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from inferpool.models.attached import attached
-from inferpool.models.speed.attempts import forget_load
 from inferpool.workers.host import forkserver
 from inferpool.workers.host.engine import (
     USUAL_PERIODS,
@@ -193,6 +192,7 @@ class LocalEngine:
         except asyncio.CancelledError:
             await self._give_up(worker, launch, "the start was given up")
             if config.cache_dir is not None:
+                forget_load = attached("forget a load")
                 for rank in worker.ranks:
                     await asyncio.to_thread(forget_load, Path(config.cache_dir), rank.pid)
             raise

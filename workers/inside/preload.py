@@ -5,12 +5,9 @@ CUDA stays untouched, since a context does not survive a fork.
 
 import torch
 
-import inferpool.models.base
-import inferpool.models.files.checkpoint
-import inferpool.models.sources.classes
-import inferpool.models.sources.echo
-import inferpool.models.sources.registry
-import inferpool.models.vision.efficientnet
 import inferpool.workers.inside.process
+from inferpool.models.attached import attached
 
+for _name in ("efficientnet_lite0", "echo", "package.module:Class", "weights", "speed preset"):
+    attached(_name)  # most workers need it
 torch.set_num_threads(1)  # no thread pool may exist at the fork

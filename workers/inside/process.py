@@ -16,22 +16,19 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from functools import partial
 from mmap import mmap
-from pathlib import Path
 
 import torch
 
 from inferpool.models.accelerator.device import is_accelerator, name_of
+from inferpool.models.attached import attached
 from inferpool.models.base import Model, load_model
 from inferpool.models.example import own_example, reads_own_form, shown_example
 from inferpool.models.files.opened import OpenedFiles
-from inferpool.models.speed.choose import SpeedOptions, choose
 from inferpool.models.warm_sizes import largest_batch, sizes_to_warm
 from inferpool.workers.decoders.seats import MoreWork
 from inferpool.workers.decoders.worker_side import crew_for
 from inferpool.workers.inside.allocator import SpareMemory, give_back
-from inferpool.workers.inside.compiling import compile_package
 from inferpool.workers.inside.compute import Computer
 from inferpool.workers.inside.launched import LaunchedBatch
 from inferpool.workers.inside.own_process import (
@@ -47,7 +44,6 @@ from inferpool.workers.inside.preparing import Prepared
 from inferpool.workers.inside.readiness import ReadyCheck
 from inferpool.workers.shared.config import WorkerConfig
 from inferpool.workers.shared.heartbeat import Heartbeat
-from inferpool.workers.shared.memory import has_room_beside
 from inferpool.workers.shared.messages import BatchDone, ItemRef, Ready, StartProgress, Stored
 from inferpool.workers.shared.outputs import OutputStore
 from inferpool.workers.shared.worker_queue import WorkerQueue
@@ -319,18 +315,7 @@ def load(
     split_network = model._runtime.split_network
     device = config.placement.devices[0]
     most = largest_batch(device, config.max_batch_size, may_grow=config.may_batches_grow)
-    options = SpeedOptions(
-        speed=config.speed,
-        max_batch_size=most,
-        cache_dir=Path(config.cache_dir) if config.cache_dir else None,
-        compile_package=partial(compile_package, config),
-        chosen=config.chosen,
-        decode=config.decode,
-        prepare_threads=config.prepare_threads,
-        start_pool=partial(started_pool, shares_openmp=True),
-        measures=config.measures_speed or not has_room_beside(),
-    )
-    speed = choose(model, options, tell)
+    speed = attached("speed preset")(config, model, most, tell)
     samples = list(model.warmup())
     example = own_example(model)
     own = example.item if example else None

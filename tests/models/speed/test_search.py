@@ -11,7 +11,7 @@ from inferpool.models.speed.choose import choose
 from inferpool.models.speed.search import SearchError, search
 from inferpool.models.speed.verdicts import VerdictStore
 from inferpool.models.speed_names import SpeedReport
-from inferpool.workers.inside.compiling import CompileError
+from inferpool.workers.speed.worker_side import CompileError
 from tests.models.items import loaded, run
 from tests.models.speed.pace import FewSamples, LoadedPackage, quietly
 from tests.models.speed.test_decoding import Encoded

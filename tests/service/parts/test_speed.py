@@ -11,10 +11,10 @@ from msgspec.structs import replace
 from inferpool.models.speed_names import SpeedReport
 from inferpool.service.parts.speed import SpeedCache, SpeedSearch
 from inferpool.service.settings.loader import load
-from inferpool.workers.beside.searching import SearchFailedError
 from inferpool.workers.host.engine import WorkerId
 from inferpool.workers.host.slots import WorkerSlot
 from inferpool.workers.shared.config import WorkerConfig
+from inferpool.workers.speed.host_side import SearchFailedError
 from tests.fakes import FakeWorker
 from tests.service.pools import CONFIG, until
 

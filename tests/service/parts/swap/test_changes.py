@@ -12,9 +12,9 @@ from inferpool.service.parts.cluster.shown import ShownHosts
 from inferpool.service.parts.speed import SpeedSearch
 from inferpool.service.parts.swap.changes import Changes
 from inferpool.service.report import report_of
-from inferpool.workers.beside.searching import search
 from inferpool.workers.shared.arena import Arena
 from inferpool.workers.shared.errors import WorkerStartError
+from inferpool.workers.speed.host_side import search
 from tests.service.catalog.test_catalog import ROOM, Kept, answering
 from tests.service.parts.test_speed import FIRST, FakeSearch
 from tests.service.pools import until

@@ -14,8 +14,8 @@ import msgspec
 
 from inferpool.models.errors import ModelError
 from inferpool.models.speed_names import SpeedReport
-from inferpool.workers.beside.searching import SearchNews, SearchOrder
 from inferpool.workers.shared.guard import give_children_defaults
+from inferpool.workers.speed.host_side import SearchNews, SearchOrder
 
 
 class _SendNews(Protocol):
@@ -81,7 +81,7 @@ def _search(order: SearchOrder, say: _SendNews) -> None:
     from inferpool.models.speed.choose import SpeedOptions
     from inferpool.models.speed.search import SearchError, search
     from inferpool.models.speed.times import BESIDE
-    from inferpool.workers.inside.compiling import compile_package
+    from inferpool.workers.speed.worker_side import compile_package
 
     config = order.config
     torch.set_num_threads(config.placement.num_threads)

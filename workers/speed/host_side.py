@@ -22,7 +22,7 @@ from inferpool.workers.shared.config import WorkerConfig
 
 _BOOT = (
     "import json, sys; order = json.loads(sys.stdin.readline()); sys.path[:] = order['sys_path']; "
-    "from inferpool.workers.beside.search_process import main; main(order)"
+    "from inferpool.workers.speed.search_process import main; main(order)"
 )
 _STAGE_S = 12 * 3600.0
 """Seconds for one stage. At idle priority beside busy workers a minute may become hours."""

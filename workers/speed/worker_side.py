@@ -1,6 +1,7 @@
-"""Compiles a model's network in a separate process, for a worker or for a search.
+"""Chooses the speed preset of a worker, and compiles networks for that. Worker processes only.
 
-So the caller does not keep the compiler's memory, and survives a compiler that crashes.
+A network is compiled in a process of its own, for a worker or for a search: so the caller does not
+keep the compiler's memory, and survives a compiler that crashes.
 """
 
 import json
@@ -9,17 +10,58 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from inferpool.models.base import Model
+from inferpool.models.sources.registry import build
+from inferpool.models.spec import Placement
+from inferpool.models.speed.choose import SpeedOptions, choose
+from inferpool.models.speed.compiled import compile_network
+from inferpool.models.speed.trial import Trial
+from inferpool.models.speed.verdicts import VerdictStore
+from inferpool.models.speed_names import SpeedReport
+from inferpool.workers.inside.pools import started_pool
 from inferpool.workers.shared.config import WorkerConfig
+from inferpool.workers.shared.guard import die_with_parent
+from inferpool.workers.shared.memory import has_room_beside
 
 _BOOT = "import json, sys; order = json.load(sys.stdin); sys.path[:] = order['sys_path']; "
 _TIMEOUT_S = 900.0
 _WEIGHTS = "weights.pt"
 _MAX_REASON = 300
+
+
+def chosen_preset(
+    config: WorkerConfig, model: Model, max_batch_size: int, tell: Callable[[str], None]
+) -> SpeedReport:
+    """Give a loaded model the network and the decoder that its settings ask for.
+
+    Args:
+        config: Configuration of the worker.
+        model: Loaded.
+        max_batch_size: Most instances that service may compute at once.
+        tell: Called with each step, for people.
+
+    Raises:
+        ModelError: The preset or decoder that the settings name cannot be used with this model.
+    """
+    options = SpeedOptions(
+        speed=config.speed,
+        max_batch_size=max_batch_size,
+        cache_dir=Path(config.cache_dir) if config.cache_dir else None,
+        compile_package=partial(compile_package, config),
+        chosen=config.chosen,
+        decode=config.decode,
+        prepare_threads=config.prepare_threads,
+        start_pool=partial(started_pool, shares_openmp=True),
+        measures=config.measures_speed or not has_room_beside(),
+    )
+    return choose(model, options, tell)
 
 
 class CompileError(Exception):
@@ -58,7 +100,7 @@ def compile_package(
             sys.executable,
             "-P",
             "-c",
-            f"{_BOOT}from inferpool.workers.inside.compiling import main; main(order)",
+            f"{_BOOT}from inferpool.workers.speed.worker_side import main; main(order)",
         ]
         process = subprocess.Popen(
             command,
@@ -84,13 +126,6 @@ def compile_package(
 
 def main(order: dict[str, object]) -> None:
     """Compile a network, in the process for that."""
-    from inferpool.models.sources.registry import build
-    from inferpool.models.spec import Placement
-    from inferpool.models.speed.compiled import compile_network
-    from inferpool.models.speed.trial import Trial
-    from inferpool.models.speed.verdicts import VerdictStore
-    from inferpool.workers.shared.guard import die_with_parent
-
     die_with_parent(int(str(order["parent"])))
     torch.set_num_threads(int(str(order["num_threads"])))
     options = order["options"]

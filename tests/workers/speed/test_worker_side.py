@@ -10,8 +10,8 @@ from inferpool.models.spec import Placement
 from inferpool.models.speed.choose import SpeedOptions, choose
 from inferpool.models.speed.compiled import Compiled, can_compile
 from inferpool.models.speed.trial import Trial
-from inferpool.workers.inside.compiling import CompileError, compile_package
 from inferpool.workers.shared.config import ModelConfig, WorkerConfig
+from inferpool.workers.speed.worker_side import CompileError, compile_package
 from tests.models.items import run
 from tests.small_classifier import SmallClassifier
 

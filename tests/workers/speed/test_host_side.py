@@ -15,8 +15,8 @@ import pytest
 from inferpool.models.spec import Placement
 from inferpool.models.speed.compiled import can_compile
 from inferpool.models.speed_names import SpeedReport
-from inferpool.workers.beside.searching import SearchFailedError, search
 from inferpool.workers.shared.config import ModelConfig, WorkerConfig
+from inferpool.workers.speed.host_side import SearchFailedError, search
 from tests.e2e.running import left_over
 
 CONFIG = WorkerConfig(
@@ -86,9 +86,9 @@ async def test_suspended_search_is_killed_and_leaves_no_mark_of_an_attempt(tmp_p
 
 _FRONT_END = """
 import asyncio, os
-from tests.workers.beside.test_searching import slow_to_load
+from tests.workers.speed.test_host_side import slow_to_load
 from inferpool.models.speed_names import SpeedReport
-from inferpool.workers.beside.searching import search
+from inferpool.workers.speed.host_side import search
 from pathlib import Path
 asyncio.run(search(slow_to_load(Path(".")), "key", print))
 """
@@ -126,7 +126,7 @@ def test_search_compiles_and_stores_its_verdict_in_the_cache(tmp_path):
 
     from inferpool.models.speed.trial import Trial
     from inferpool.models.speed.verdicts import VerdictStore
-    from tests.workers.inside.test_compiling import loaded
+    from tests.workers.speed.test_worker_side import loaded
 
     torch.set_num_threads(1)
     key = Trial(loaded(), 4, VerdictStore(None)).key
