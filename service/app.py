@@ -40,7 +40,7 @@ from inferpool.service.errors import StartError
 from inferpool.service.example import try_or_ask
 from inferpool.service.parts.admin.routes import admin_router
 from inferpool.service.parts.cluster.door import ClusterDoor, open_door
-from inferpool.service.parts.fronts.forwarded import forwarded_config, forwarding_path
+from inferpool.service.parts.fronts.forwarded import forwarded_config
 from inferpool.service.parts.fronts.fronts import Fronts
 from inferpool.service.parts.fronts.number import number_of_fronts
 from inferpool.service.parts.fronts.only_front import OnlyFront
@@ -284,7 +284,6 @@ def _serve(
             settings=settings,
             limits=limits,
             listener=listener,
-            forwarding_path=forwarding_path(),
             arena=service.arena,
             models=service.catalog,
             metrics=service.metrics,

@@ -3,9 +3,6 @@
 It does without the HTTP client that fronts forward with, whose import takes a tenth of a second.
 """
 
-from multiprocessing import util
-from pathlib import Path
-
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -31,11 +28,6 @@ class ForwardedApp:
             scope["client"] = (host, int(port)) if host else None
             scope["scheme"] = told.get(SCHEME, b"http").decode("latin-1")
         await self._app(scope, receive, send)
-
-
-def forwarding_path() -> str:
-    """Return a path for the socket in a private folder, which `multiprocessing` removes."""
-    return str(Path(util.get_temp_dir()) / "relay")
 
 
 def forwarded_config(app: ASGIApp, path: str) -> uvicorn.Config:

@@ -10,6 +10,8 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing import util
+from pathlib import Path
 
 from inferpool.service.api.routes.health import FrontHealth
 from inferpool.service.api.wire.budgets import EdgeLimits
@@ -58,7 +60,6 @@ class Fronts:
         settings: Settings,
         limits: EdgeLimits,
         listener: socket.socket,
-        forwarding_path: str,
         arena: Arena,
         models: LocalModels,
         metrics: Metrics,
@@ -72,7 +73,8 @@ class Fronts:
         self._settings = settings
         self._limits = limits.share(num)
         self._family = listener.family
-        self.forwarding_path = forwarding_path
+        self.forwarding_path = str(Path(util.get_temp_dir()) / "relay")
+        """Socket for calls that fronts forward, in a folder that `multiprocessing` removes."""
         self._memory = arena.memory.writable
         self._counted = SharedMemory(num_bytes_for(num), name="counts of fronts", writable=False)
         self._models = models

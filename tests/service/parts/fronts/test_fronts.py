@@ -102,7 +102,6 @@ def keep(monkeypatch: pytest.MonkeyPatch):
             settings=SETTINGS,
             limits=EdgeLimits(),
             listener=socket.create_server(("127.0.0.1", 0)),
-            forwarding_path="",
             arena=arena,
             models=Models(),
             metrics=Metrics({}, {}),
