@@ -22,6 +22,8 @@ SOURCES = {
 """Makers of models by a source's name, its `prefix:`, its suffix, or the file in its folder."""
 OTHERS = {
     "ranked worker": "inferpool.workers.ranks.host_side:RankedWorker",
+    "decoders": "inferpool.workers.decoders.host_side:DecoderHost",
+    "decoders in a worker": "inferpool.workers.decoders.worker_side:decoded_batches",
     "weights": "inferpool.models.files.checkpoint:load_weights",
     "folder of minilm_l6": "inferpool.models.text.encoder:packaged_folder",
     "fault of a folder": "inferpool.models.files.run_folder:why_no_run",

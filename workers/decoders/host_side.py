@@ -15,15 +15,15 @@ import socket
 import time
 from asyncio import Task
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing import Pipe
-from multiprocessing.process import BaseProcess
 
 import msgspec
 
 from inferpool.workers.decoders.decoder_process import decode
-from inferpool.workers.decoders.ring import NewDecoder, NewRing, RingLayout
+from inferpool.workers.decoders.ring import DecodingPlan, NewDecoder, NewRing, RingLayout
+from inferpool.workers.host.attachment import Starter
 from inferpool.workers.host.engine import DecoderHealth, WorkerId, WorkerPeriods
 from inferpool.workers.host.observed import OomKills
 from inferpool.workers.host.rank_process import RankProcess
@@ -48,46 +48,35 @@ _FIRST_PAUSE_S = 0.05
 _MAX_IDLE_DEATHS = 5
 """Deaths in a row of decoders that have begun nothing, after which the next starts wait long."""
 
-UntilReady = Callable[[], Awaitable[None]]
-"""Returns once processes can be started; raises an error if they cannot for long."""
-StartProcess = Callable[..., Awaitable[BaseProcess]]
-"""Starts a process: called with its target, its name and its arguments."""
-
 
 class DecoderHost:
-    """The decoders of one worker. Used in the event loop."""
+    """The decoders of one worker, an `Attachment` to it."""
 
     def __init__(
         self,
         id: WorkerId,
         config: WorkerConfig,
-        oom_kills: OomKills,
+        starter: Starter,
         on_gone: Callable[[], None],
-        periods: WorkerPeriods,
     ) -> None:
         """Make the door.
 
         Args:
             id: The worker.
             config: Its configuration.
-            oom_kills: Counter of the kernel's kills for memory.
+            starter: Starts processes on this host.
             on_gone: Called after `end`, once no decoder is left.
-            periods: Pauses before the next starts, and times for looks and waits.
 
         Raises:
             OSError: There are too few descriptors.
         """
         self._id = id
         self._config = config
-        self._oom_kills = oom_kills
+        self._starter = starter
         self._on_gone = on_gone
-        self._periods = periods
-        self.door: socket.socket | None = None
-        """The worker's end of the door; None if it gets no decoders."""
-        self._door: socket.socket | None = None
-        if config.decoders:
-            self._door, self.door = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            self._door.setblocking(False)
+        self._periods = starter.periods
+        self._door, self.worker_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._door.setblocking(False)
         self._ring: SharedMemory | None = None
         self._keeping: list[Task[None]] = []
         self._living: dict[int, RankProcess] = {}
@@ -103,13 +92,12 @@ class DecoderHost:
         """True if none is left, and none will be started."""
         return self.is_ending and not self._keeping
 
-    def begin(
-        self, ready: Ready, until_ready: UntilReady, start: StartProcess, arena: SharedMemory
-    ) -> bool:
-        """Start decoders for a worker that is loaded; return False if it wants or gets none."""
-        plan = ready.decoding
-        if plan is None or self.is_ending:
-            return False
+    def begin(self, ready: Ready) -> int:
+        """See `Attachment`. The worker begins with one batch more while others are decoded."""
+        said = ready.plans.get("decoders")
+        if not said or self.is_ending:
+            return 0
+        plan = msgspec.msgpack.decode(said, type=DecodingPlan)
         num_seats = self._config.decoders
         layout = RingLayout(
             num_seats=num_seats, num_slots=plan.num_slots, slot_bytes=plan.slot_bytes
@@ -119,8 +107,7 @@ class DecoderHost:
             self._tell(NewRing(layout.num_bytes), [self._ring.fileno()])
         except (SharedMemoryError, OSError) as error:
             logger.error("%s gets no decoders: %s", self._id, error)
-            return False
-        self._until_ready, self._start, self._arena = until_ready, start, arena
+            return 0
         config = replace(self._config, decode=ready.speed.decode)
         for seat in range(num_seats):
             keeping = asyncio.create_task(
@@ -128,12 +115,11 @@ class DecoderHost:
             )
             self._keeping.append(keeping)
             keeping.add_done_callback(self._on_unkept)
-        return True
+        return 1
 
-    def close_door(self) -> None:
-        """Close the worker's end here, once the worker has it."""
-        if self.door is not None:
-            self.door.close()
+    def on_started(self) -> None:
+        """See `Attachment`."""
+        self.worker_end.close()
 
     def end(self) -> None:
         """Kill them all; `on_gone` is called once their exits are confirmed."""
@@ -166,7 +152,7 @@ class DecoderHost:
         """Run one decoder after the other."""
         while True:
             try:
-                life = _DecoderLife(self._id, seat, self._oom_kills, self._periods)
+                life = _DecoderLife(self._id, seat, self._starter.oom_kills, self._periods)
             except (SharedMemoryError, OSError) as error:
                 logger.warning("%s: no decoder can be started: %s", self._id, error)
                 await asyncio.sleep(self._periods.max_decoder_pause_s)
@@ -181,7 +167,7 @@ class DecoderHost:
     async def _run(self, life: "_DecoderLife", config: WorkerConfig, layout: RingLayout) -> None:
         """Start a decoder, introduce it to the worker, and return once its exit is confirmed."""
         try:
-            await self._until_ready()
+            await self._starter.until_ready()
             await self._start_fully(life, config, layout)
         except Exception as error:  # anything that the start of a process may raise
             logger.warning("%s: a decoder could not be started: %s", self._id, error)
@@ -208,9 +194,7 @@ class DecoderHost:
         Raises:
             Exception: See `_DecoderLife.start`.
         """
-        starting = asyncio.ensure_future(
-            life.start(self._start, config, layout, self._arena, self._ring)
-        )
+        starting = asyncio.ensure_future(life.start(self._starter, config, layout, self._ring))
         try:
             await asyncio.shield(starting)
         except asyncio.CancelledError:
@@ -242,7 +226,6 @@ class DecoderHost:
 
     def _tell(self, message: NewRing | NewDecoder, fds: list[int]) -> None:
         """Tell the worker of something new."""
-        assert self._door is not None, "there is a door if there are decoders"
         socket.send_fds(self._door, [msgspec.msgpack.encode(message)], fds)
 
     def _on_unkept(self, keeping: Task[None]) -> None:
@@ -253,9 +236,8 @@ class DecoderHost:
 
     def _settle(self) -> None:
         if self.is_gone:
-            self.close_door()
-            if self._door is not None:
-                self._door.close()
+            self.worker_end.close()
+            self._door.close()
             if self._ring is not None:
                 self._ring.close()
                 self._ring = None
@@ -285,10 +267,9 @@ class _DecoderLife:
 
     async def start(
         self,
-        start: StartProcess,
+        starter: Starter,
         config: WorkerConfig,
         layout: RingLayout,
-        arena: SharedMemory,
         ring: SharedMemory | None,
     ) -> None:
         """Start the process.
@@ -298,9 +279,9 @@ class _DecoderLife:
         """
         process = self.process
         ends = (self._tasks[0], self._answers[1], process.outbox)
-        shared = (arena, ring, layout, process.heartbeat.memory, process.stacks)
+        shared = (starter.arena, ring, layout, process.heartbeat.memory, process.stacks)
         args = (config, self.seat, *ends, *shared)
-        process.attach(await start(decode, process.name, args), self)
+        process.attach(await starter.start(decode, process.name, args), self)
 
     def introduce(self, tell: Callable[[NewDecoder, list[int]], None]) -> None:
         """Hand the other ends of its pipes to the worker, and close them here.

@@ -66,6 +66,13 @@ class Unfit(msgspec.Struct, frozen=True, array_like=True, tag="unfit", gc=False)
 FromDecoder = Greeting | SlotFilled | Refused | Unfit
 
 
+class DecodingPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Worker to front end: decoders may prepare its instances, in slots of this size."""
+
+    num_slots: int
+    slot_bytes: int
+
+
 class NewRing(msgspec.Struct, frozen=True, array_like=True, tag="ring", gc=False):
     """Front end to worker, with a descriptor of the ring."""
 

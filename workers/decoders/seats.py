@@ -50,8 +50,7 @@ class Decoding:
         """Instances that the worker prepares itself."""
         self.num_writers = 0
         """Instances whose slots a decoder may still write to."""
-        self.readers: list[Callable[[], bool]] = []
-        """Each returns whether the device is done with some copies from the slots."""
+        self._readers: Sequence[Callable[[], bool]] = ()
         self._given = given
         self._finish = finish
         self._release = release
@@ -59,7 +58,7 @@ class Decoding:
     @property
     def is_free(self) -> bool:
         """True if no decoder may write to its slots any more, and no device reads them."""
-        return not self.num_writers and all(is_over() for is_over in self.readers)
+        return not self.num_writers and all(is_over() for is_over in self._readers)
 
     @property
     def is_done(self) -> bool:
@@ -88,8 +87,13 @@ class Decoding:
                 decoded.append(index)
         return decoded
 
-    def release(self) -> None:
-        """Give back the slots, since the batch is answered. Any thread may call it."""
+    def release(self, readers: Sequence[Callable[[], bool]] = ()) -> None:
+        """Give back the slots, since the batch is computed. Any thread may call it.
+
+        Args:
+            readers: Each returns whether the device is done with some copies from the slots.
+        """
+        self._readers = readers
         self._release(self)
 
 

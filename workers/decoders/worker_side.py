@@ -32,6 +32,7 @@ from inferpool.workers.decoders.ring import (
     MAX_RING_BYTES,
     SLOT_ALIGNMENT,
     TASKS_AT_ONCE,
+    DecodingPlan,
     FromDecoder,
     Greeting,
     NewDecoder,
@@ -46,8 +47,10 @@ from inferpool.workers.decoders.ring import (
 )
 from inferpool.workers.decoders.seats import DecoderJob, DecoderSeat, Decoding, Found, MoreWork
 from inferpool.workers.decoders.slots import decodable, digest_of, pin_ring, view_in
+from inferpool.workers.inside.preparing import Prepared
+from inferpool.workers.inside.process import BatchReceiver, PreparedBatches
 from inferpool.workers.shared.config import WorkerConfig
-from inferpool.workers.shared.messages import DecodingPlan, ItemError, ItemRef
+from inferpool.workers.shared.messages import ItemError, ItemRef
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +79,61 @@ _DOOR_BYTES = 1 << 10
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(FromDecoder).decode
 _decode_door = msgspec.msgpack.Decoder(ToDoor).decode
+
+
+class DecodedBatches:
+    """Source of batches that decoders prepare, and begin with while others are finished."""
+
+    def __init__(self, receiver: BatchReceiver, crew: "DecoderCrew") -> None:
+        self._receiver = receiver
+        self._preparer = receiver.computer.preparer
+        self._crew = crew
+        self._begun: deque[tuple[Prepared, Decoding | None] | None] = deque()
+        """Batches that have arrived, and the sentinel."""
+        self._more = MoreWork(receiver.inbox.fileno(), self._begin_next)
+
+    def wait(self, timeout_s: float) -> bool:
+        """See `PreparedBatches`."""
+        return bool(self._begun) or self._receiver.wait(timeout_s)
+
+    def receive(self) -> Prepared | None:
+        """See `PreparedBatches`. Decoders begin with the next batches meanwhile."""
+        if not self._begun:
+            self._begin()
+        begun = self._begun.popleft()
+        if begun is None or begun[0].is_canary:
+            return begun and begun[0]
+        prepared, decoding = begun
+        # There may be slots by now. If not for all, the threads prepare the others.
+        decoding = decoding or self._crew.begin(prepared.refs, in_part=True)
+        if decoding is None:
+            return self._preparer.prepare(prepared)
+        prepared.release = decoding.release
+        return self._preparer.prepare(prepared, partial(self._preprocess, decoding))
+
+    def _begin_next(self) -> bool:
+        """Begin with a batch if one has arrived; return whether one has."""
+        has_arrived = not self._more.is_over and self._receiver.wait(0)
+        if has_arrived:
+            self._begin()
+        return has_arrived
+
+    def _begin(self) -> None:
+        """Wait for a batch, and begin with it."""
+        batch = self._receiver.take()
+        if batch is None:
+            self._more.is_over = True
+            self._begun.append(None)
+        else:
+            decoding = None if batch.is_canary else self._crew.begin(batch.refs)
+            self._begun.append((batch, decoding))
+
+    def _preprocess(self, decoding: Decoding, prepared: Prepared) -> None:
+        self._preparer.preprocess(prepared, decoding.others)
+        decoding.finish(self._more)
+        decoded = decoding.store(prepared.features, prepared.outcomes)
+        self._preparer.preprocess_here(prepared, decoded)
+        self._preparer.preprocess(prepared, decoding.others)
 
 
 class DecoderCrew:
@@ -408,6 +466,19 @@ class DecoderCrew:
         self._at_work_on = memoryview(memory)[: layout.start].cast("Q")
         self._slots = whole[layout.start :].view(layout.num_slots, layout.slot_bytes)
         self._on_ring(whole)
+
+
+def decoded_batches(
+    config: WorkerConfig, receiver: BatchReceiver, door: socket.socket
+) -> tuple[PreparedBatches, bytes]:
+    """Return where batches come from if decoders prepare them, and their plan for the host.
+
+    See `AttachBatches`. The plan is empty if decoders cannot prepare the instances of this model.
+    """
+    crew = crew_for(config, receiver.computer.model, door, receiver.heartbeat.progressed)
+    if crew is None:
+        return receiver, b""
+    return DecodedBatches(receiver, crew), _encode(crew.plan)
 
 
 def crew_for(

@@ -12,7 +12,6 @@ import os
 import traceback
 from asyncio import Task
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from multiprocessing import active_children
 from multiprocessing.context import SpawnProcess
 from multiprocessing.process import BaseProcess
@@ -20,6 +19,7 @@ from pathlib import Path
 
 from inferpool.models.attached import attached
 from inferpool.workers.host import forkserver
+from inferpool.workers.host.attachment import AttachProcesses, Starter
 from inferpool.workers.host.engine import (
     USUAL_PERIODS,
     ForkserverHealth,
@@ -38,7 +38,6 @@ from inferpool.workers.shared.arena import Arena
 from inferpool.workers.shared.config import WorkerConfig
 from inferpool.workers.shared.errors import WorkerStartError
 from inferpool.workers.shared.memory import SharedMemoryError
-from inferpool.workers.shared.messages import Ready
 
 logger = logging.getLogger(__name__)
 
@@ -250,7 +249,17 @@ class LocalEngine:
         is_alone = config.placement.num_ranks == 1
         kind: type[LocalWorker] = LocalWorker if is_alone else attached("ranked worker")
         worker = kind(id, config, on_progress, self._oom_kills, self._periods)
-        worker.on_loaded = partial(self._start_decoders, worker)
+        # A worker watches attached processes by descriptors, which hosts without forkserver lack.
+        if self._forkserver is not None and config.decoders:
+            starter = Starter(
+                arena=self._arena.memory,
+                oom_kills=self._oom_kills,
+                periods=self._periods,
+                until_ready=self._forkserver.ready,
+                start=self._start_attached,
+            )
+            attach: AttachProcesses = attached("decoders")
+            worker.attachments["decoders"] = attach(id, config, starter, worker.settle)
         return worker
 
     async def _launch(self, worker: LocalWorker, make: MakeProcess) -> None:
@@ -258,10 +267,7 @@ class LocalEngine:
         processes: list[BaseProcess] = []
         try:
             for rank in worker.ranks:
-                # Decoders need a forkserver: a worker watches them by descriptors, which older
-                # systems lack.
-                door = worker.decoders.door if self._forkserver else None
-                target, args = worker.program_of(rank, self._arena.memory, door)
+                target, args = worker.program_of(rank, self._arena.memory)
                 processes.append(make(target=target, name=rank.name, args=args))
                 await self._start_process(processes[-1])
                 if worker.is_given_up:
@@ -272,18 +278,10 @@ class LocalEngine:
             await worker.kill("could not be started")
             raise
 
-    def _start_decoders(self, worker: LocalWorker, ready: Ready) -> None:
-        if self._forkserver is None:
-            return
-        until_ready = self._forkserver.ready
-        if worker.decoders.begin(ready, until_ready, self._start_decoder, self._arena.memory):
-            # They begin with one batch more, while the last instances of another are decoded.
-            worker.credit += 1
-
-    async def _start_decoder(
+    async def _start_attached(
         self, target: Callable[..., None], name: str, args: tuple[object, ...]
     ) -> BaseProcess:
-        """Start a decoder of a worker.
+        """Start a process that is attached to a worker.
 
         Raises:
             Exception: It could not be started.

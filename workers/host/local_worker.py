@@ -13,9 +13,8 @@ import time
 from asyncio import Future, Task
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.process import BaseProcess
-from socket import socket
 
-from inferpool.workers.decoders.host_side import DecoderHost
+from inferpool.workers.host.attachment import Attachment  # noqa: TC001  # as everywhere else
 from inferpool.workers.host.carrier import Carrier
 from inferpool.workers.host.engine import Cause, Ending, Vitals, WorkerId, WorkerPeriods
 from inferpool.workers.host.error_guard import ErrorGuard
@@ -84,9 +83,8 @@ class LocalWorker:
         self.inbox = PrivateQueue()
         self.outputs = OutputRegion()
         self.lead = self.ranks[0]
-        self.decoders = DecoderHost(id, config, oom_kills, self._settle, periods)
-        self.on_loaded: Callable[[Ready], None] = lambda _: None
-        """Called once it is loaded; it starts the decoders."""
+        self.attachments: dict[str, Attachment] = {}
+        """Processes of parts that start once it is loaded, by the part's name."""
         timeout_s = batch_timeout_s(config.batch_timeout_s, None)
         self.patience_s = min(periods.patience_s, timeout_s)
         """Seconds that it may take to begin a batch, or an idle follower to show a sign of life."""
@@ -126,24 +124,20 @@ class LocalWorker:
             return False
         return max(rank.heartbeat.age_s for rank in self.ranks) > _STALLED_S
 
-    def program_of(self, rank: RankProcess, arena: object, door: socket | None) -> Program:
-        """Return what one of its processes runs.
-
-        Args:
-            rank: The process.
-            arena: Memory with the payloads.
-            door: Socket on which decoders are introduced to it, if there will be some.
-        """
+    def program_of(self, rank: RankProcess, arena: object) -> Program:
+        """Return what one of its processes runs; the arena is the memory with the payloads."""
         from inferpool.workers.inside import entry
 
         queues = self.inbox, rank.outbox
         memory = arena, rank.heartbeat.memory, self.outputs.memory
-        return entry.run, (self._config, *queues, *memory, rank.stacks, door)
+        ends = {name: each.worker_end for name, each in self.attachments.items()}
+        return entry.run, (self._config, *queues, *memory, rank.stacks, ends)
 
     def attach(self, processes: Sequence[BaseProcess]) -> None:
         """Take over the started processes: close their ends of the queues, listen, and watch."""
         self.inbox.reader.close()
-        self.decoders.close_door()
+        for each in self.attachments.values():
+            each.on_started()
         self.carrier.attach(self.inbox.writer)
         for rank, process in zip(self.ranks, processes, strict=True):
             rank.attach(process, self)
@@ -204,7 +198,7 @@ class LocalWorker:
         is_gone = self._gone.done()
         now = time.monotonic()
         proven_at = self.carrier.proven_at
-        decoders = self.decoders.vitals()
+        decoders = [each for part in self.attachments.values() for each in part.vitals()]
         return Vitals(
             pid=self.lead.pid,
             rss_bytes=sum(rank.rss_bytes for rank in self.ranks)
@@ -231,7 +225,7 @@ class LocalWorker:
                 if not message.preloaded and self.id.incarnation == 0:
                     logger.info("%s was started without a preloaded torch", self.id)
                 self._ready = message
-                self.on_loaded(message)
+                self.credit += sum(each.begin(message) for each in self.attachments.values())
                 self._prove()
             case Leaving():
                 self._cause = self._cause or message.cause
@@ -252,8 +246,8 @@ class LocalWorker:
         self._is_ending = True
         self._note_end(rank)
         rank.log_last_stacks(self._reason, self.carrier.at_work_on())
-        self.decoders.end()
-        self._settle()
+        self._end_attached()
+        self.settle()
 
     def _prove(self) -> None:
         """Send the first canary."""
@@ -279,9 +273,14 @@ class LocalWorker:
             self._cause, self._reason = cause, rank.about(reason)
         self._fail_start(f"the process ended before it was ready: {self._reason}")
 
-    def _settle(self) -> None:
+    def _end_attached(self) -> None:
+        for each in self.attachments.values():
+            each.end()
+
+    def settle(self) -> None:
         """Fail all batches once no process is left that could read their payloads."""
-        is_over = self.decoders.is_gone and all(each.is_gone for each in self.ranks)
+        are_ranks_gone = all(rank.is_gone for rank in self.ranks)
+        is_over = are_ranks_gone and all(each.is_gone for each in self.attachments.values())
         if self._gone.done() or not is_over:
             return
         assert self._cause is not None
@@ -310,7 +309,8 @@ class LocalWorker:
             self.carrier.held.forgive(late_s, now)
         for rank in self.ranks:
             rank.look()
-        self.decoders.look()
+        for each in self.attachments.values():
+            each.look()
         if reason := self.carrier.held.hang(now):
             self._cause = "hang"
             self._is_our_doing = self.carrier.held.is_oldest_canary
@@ -369,7 +369,7 @@ class LocalWorker:
     def _close(self) -> None:
         if self._watching is not None:
             self._watching.cancel()
-        self.decoders.end()
+        self._end_attached()
         self.carrier.close()
         for rank in self.ranks:
             rank.close()

@@ -29,7 +29,7 @@ from inferpool.workers.inside.outcomes import (
     refusal_of,
 )
 from inferpool.workers.inside.own_passes import OwnPasses
-from inferpool.workers.inside.preparing import GiveDecoders, Prepared, Preparer
+from inferpool.workers.inside.preparing import Prepared, Preparer, unprepared
 from inferpool.workers.inside.shapes import ShapeGroup
 from inferpool.workers.inside.shortage import SafeSizes, release
 from inferpool.workers.inside.staging import Launch, Staging, take
@@ -67,7 +67,7 @@ class Computer:
             keep: Copies the bytes of an output, whose memory the model may reuse.
             error_detail: Detail of the model's exceptions in answers.
         """
-        self._model = model
+        self.model = model
         self._sample = sample
         self.on_progress = on_progress
         """See above. A loop that computes several batches at once replaces it."""
@@ -79,22 +79,16 @@ class Computer:
         self._renders_in, self._render_batch = rendering_of(model)
         self._safe_sizes = SafeSizes()
         self._staging = Staging(model, device) if is_accelerator(device) else None
-        self._preparer = Preparer(
+        self.preparer = Preparer(
             model, num_threads=num_threads, staging=self._staging, error_detail=error_detail
         )
-        # Called for each batch, so without a step between.
-        self.begin, self.finish = self._preparer.begin, self._preparer.finish
         own = OwnPasses(model, self._staging, self._checks)
         self.warm_up, self.try_out = own.warm_up, own.try_out
         self._encode = encoder(are_finite=model.finite_outputs)
 
-    def give_to(self, give_decoders: GiveDecoders) -> None:
-        """Use decoders, which are given what they can prepare of a batch."""
-        self._preparer.give_decoders = give_decoders
-
     def prepare(self, id: int, refs: Sequence[ItemRef], payloads: Sequence[memoryview]) -> Prepared:
         """Decode, transform and collate. May run while another batch is in `compute`."""
-        return self.finish(self.begin(id, refs, payloads))
+        return self.preparer.prepare(unprepared(id, refs, payloads))
 
     def use_sample(self, sample: Item | None, is_finite: bool | None) -> None:
         """Let canaries compute an instance, whose outputs are finite if that is known."""
@@ -102,7 +96,7 @@ class Computer:
 
     def prepare_sample(self, id: int) -> Prepared:
         """Prepare a canary: the model's sample, or nothing if it has none."""
-        return self._preparer.prepare_sample(id, self._sample)
+        return self.preparer.prepare_sample(id, self._sample)
 
     def judge_sample(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
         """Return the error of a canary, if there is one.
@@ -145,7 +139,7 @@ class Computer:
                 began = mark_here()
                 take(prepared.handed_over, batch)
                 prepared.step = "forward"
-                outputs = self._model.forward(batch)
+                outputs = self.model.forward(batch)
                 group.launch = self._staging.launch(began, outputs)
             except raised() as error:
                 if is_lost_device(error):
@@ -166,10 +160,11 @@ class Computer:
             if number:
                 self.on_progress()
             self._compute_group(prepared, group)
-        if prepared.decoding is not None:
-            if self._staging is not None:  # it may have failed with a copy under way
-                prepared.decoding.readers.append(mark_here().is_over)
-            prepared.decoding.release()
+        if prepared.release is not None:
+            copies = []
+            if prepared.handed_over is not None:  # it may have failed with a copy under way
+                copies = [prepared.handed_over.is_over, mark_here().is_over]
+            prepared.release(copies)
         late = ItemError("deadline_exceeded", "the deadline passed before it was computed")
         outcomes = [late if outcome is None else outcome for outcome in prepared.outcomes]
         return bounded(outcomes) if prepared.num_bytes > MAX_BATCH_BYTES else outcomes
@@ -289,12 +284,12 @@ class Computer:
             if prepared.handed_over is not None:
                 take(prepared.handed_over, batch)
             prepared.step = "forward"
-            outputs = self._model.forward(batch)
+            outputs = self.model.forward(batch)
             del batch  # the following steps need the memory
             prepared.step = "postprocess"
             outputs = {name: out.cpu() for name, out in outputs.items()}
         prepared.step = "postprocess"
-        outputs = self._model.postprocess(outputs)
+        outputs = self.model.postprocess(outputs)
         self._checks.check_shapes(outputs, len(indices))
         if rows := self._checks.non_finite_rows(outputs):
             return self._leave_out(prepared, indices, rows, outputs)
@@ -306,7 +301,7 @@ class Computer:
         if prepared.handed_over is not None:
             for i in indices:
                 take(prepared.handed_over, prepared.features[i])
-        return self._preparer.collate(prepared, indices)
+        return self.preparer.collate(prepared, indices)
 
     def _leave_out(
         self, prepared: Prepared, indices: list[int], rows: list[int], outputs: Features
@@ -375,7 +370,7 @@ class Computer:
                 outcomes[i] = self._non_finite(prepared, i, str(error))
             except (TypeError, ValueError, RecursionError) as error:
                 must, found = "a value that JSON can say", text_of(error)
-                wrong = bad_return(self._model, "render", must, found)
+                wrong = bad_return(self.model, "render", must, found)
                 outcomes[i] = self._error_of(wrong, "render", prepared.refs[i])
             except raised() as error:  # it is too large, or an object in it raises
                 outcomes[i] = self._error_of(error, "render", prepared.refs[i])

@@ -1,6 +1,6 @@
 """Entry point of a worker's process. The front end imports this module: no torch at the top."""
 
-import socket
+from collections.abc import Mapping
 from mmap import mmap
 from typing import TYPE_CHECKING
 
@@ -28,10 +28,10 @@ def run(
     row: mmap,
     region: mmap,
     stacks: int,
-    door: socket.socket | None = None,
+    attachments: Mapping[str, object],
 ) -> None:
     """Run a worker; see `workers.inside.process.main`."""
     begin(stacks)
     from inferpool.workers.inside import process
 
-    process.main(config, inbox, outbox, arena, row, region, door)
+    process.main(config, inbox, outbox, arena, row, region, attachments)

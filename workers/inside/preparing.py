@@ -19,7 +19,6 @@ from inferpool.models.accelerator.device import HandOver
 from inferpool.models.accelerator.failures import is_lost_device, raised
 from inferpool.models.base import Model
 from inferpool.models.item import Features, Item
-from inferpool.workers.decoders.seats import Decoding, MoreWork
 from inferpool.workers.inside.outcomes import PreprocessErrors, error_of
 from inferpool.workers.inside.pools import started_pool
 from inferpool.workers.inside.shapes import ShapeGroup, grouped
@@ -27,8 +26,6 @@ from inferpool.workers.inside.staging import Staging
 from inferpool.workers.shared.config import ErrorDetail
 from inferpool.workers.shared.messages import ItemError, ItemRef, Outcome
 
-GiveDecoders = Callable[[Sequence[ItemRef], bool], Decoding | None]
-"""Gives decoders what they can prepare of a batch: only some, if the flag is set and slots lack."""
 _SAMPLE_REF = ItemRef("bytes", 0, 0, math.inf, request_id="canary")
 """Reference for the item of a canary, whose payload is not in the arena."""
 _POOL_PAYS_S = 0.0005
@@ -60,8 +57,9 @@ class Prepared:
     """Method of the model that is running, or that failed."""
     num_bytes: int = 0
     """Bytes of the answers so far."""
-    decoding: Decoding | None = None
-    """The part that decoders prepare, if there is one."""
+    release: Callable[[Sequence[Callable[[], bool]]], None] | None = None
+    """Set if its features lie in memory of a part, and called once it is computed. Each of the
+    functions returns whether the device is done with copies from there."""
     handed_over: HandOver | None = None
     """When all that its preparation puts on the device is there; None on CPUs."""
     device_s: float = 0.0
@@ -91,8 +89,6 @@ class Preparer:
             pool_pays_s: Seconds per item from which on each is prepared by another thread.
             parts_pay_s: Seconds of a batch for an accelerator from which on threads share it.
         """
-        self.give_decoders: GiveDecoders | None = None
-        """Set if this worker has decoders."""
         self._model = model
         self._staging = staging
         self._error_detail = error_detail
@@ -109,31 +105,25 @@ class Preparer:
         self._pool_pays_s, self._parts_pay_s = pool_pays_s, parts_pay_s
         self._item_s = 0.0
 
-    def begin(self, id: int, refs: Sequence[ItemRef], payloads: Sequence[memoryview]) -> Prepared:
-        """Let decoders begin with a batch. `finish` prepares it, in the order of these calls."""
-        items = [item_of(ref, payload) for ref, payload in zip(refs, payloads, strict=True)]
-        prepared = _prepared(id, refs, items)
-        if self.give_decoders is not None:
-            prepared.decoding = self.give_decoders(refs, False)
-        return prepared
-
-    def finish(self, prepared: Prepared, more: MoreWork | None = None) -> Prepared:
+    def prepare(
+        self, prepared: Prepared, preprocess: Callable[[Prepared], None] | None = None
+    ) -> Prepared:
         """Decode, transform and collate. May run while another batch is computed.
 
-        `more` may begin the next while decoders have nothing else to do.
+        Args:
+            prepared: The batch, of which nothing is prepared.
+            preprocess: Decodes and transforms all its items; by default here and in the threads.
         """
         prepared.began = time.monotonic()
-        if prepared.decoding is None and self.give_decoders is not None and not prepared.is_canary:
-            # There may be slots by now. If not for all, the threads prepare the others.
-            prepared.decoding = self.give_decoders(prepared.refs, True)
+        preprocess = preprocess or self.preprocess
         if self._staging is None:
-            self._prepare(prepared, more)
+            preprocess(prepared)
+            self._group(prepared)
         else:
             with self._staging.beside():
-                self._prepare(prepared, more)
-                prepared.handed_over = handed_over = self._staging.hand_over()
-            if prepared.decoding is not None:
-                prepared.decoding.readers.append(handed_over.is_over)
+                preprocess(prepared)
+                self._group(prepared)
+                prepared.handed_over = self._staging.hand_over()
         prepared.prepare_s = time.monotonic() - prepared.began
         return prepared
 
@@ -143,7 +133,7 @@ class Preparer:
             _prepared(id, [], []) if sample is None else _prepared(id, [_SAMPLE_REF], [sample])
         )
         prepared.is_canary = True
-        return self.finish(prepared)
+        return self.prepare(prepared)
 
     def collate(self, prepared: Prepared, indices: Sequence[int]) -> Features:
         """Make one batch of some instances."""
@@ -154,25 +144,18 @@ class Preparer:
             return self._staging.stage(batch)
         return batch
 
-    def _prepare(self, prepared: Prepared, more: MoreWork | None) -> None:
-        if prepared.decoding is None:
-            self._preprocess_all(prepared, range(len(prepared.items)))
-        else:
-            self._preprocess_all(prepared, prepared.decoding.others)
-            prepared.decoding.finish(more)
-            decoded = prepared.decoding.store(prepared.features, prepared.outcomes)
-            self._preprocess(prepared, decoded)
-            self._preprocess_all(prepared, prepared.decoding.others)
+    def _group(self, prepared: Prepared) -> None:
         if live := [i for i, outcome in enumerate(prepared.outcomes) if outcome is None]:
             prepared.groups = grouped(
                 live, prepared.features, prepared.buckets, partial(self.collate, prepared)
             )
 
-    def _preprocess_all(self, prepared: Prepared, indices: Sequence[int]) -> None:
-        """Preprocess items in this thread, or in those of the pool if that pays."""
+    def preprocess(self, prepared: Prepared, indices: Sequence[int] | None = None) -> None:
+        """Preprocess items, or all, in this thread, or in those of the pool if that pays."""
+        indices = range(len(prepared.items)) if indices is None else indices
         num_items = len(indices)
         if self._pool is None:
-            self._preprocess(prepared, indices)
+            self.preprocess_here(prepared, indices)
         elif num_items > 1 and self._item_s > self._pool_pays_s:
             self._preprocess_apart(prepared, [(i,) for i in indices])
         elif self._staging is not None and num_items * self._item_s > self._parts_pay_s:
@@ -180,7 +163,7 @@ class Preparer:
             self._preprocess_apart(prepared, [indices[k::num_parts] for k in range(num_parts)])
         elif num_items:
             began = time.monotonic()
-            self._preprocess(prepared, indices)
+            self.preprocess_here(prepared, indices)
             self._item_s = (time.monotonic() - began) / num_items
 
     def _preprocess_apart(self, prepared: Prepared, parts: Iterable[Sequence[int]]) -> None:
@@ -188,13 +171,14 @@ class Preparer:
 
         def preprocess(indices: Sequence[int]) -> None:
             with torch.inference_mode():
-                self._preprocess(prepared, indices)
+                self.preprocess_here(prepared, indices)
 
         assert self._pool is not None
         for _ in self._pool.map(preprocess, parts):
             pass
 
-    def _preprocess(self, prepared: Prepared, indices: Iterable[int]) -> None:
+    def preprocess_here(self, prepared: Prepared, indices: Iterable[int]) -> None:
+        """Preprocess items in this thread, and find their buckets. Features that it has stay."""
         preprocess, bucket = self._model.preprocess, self._model.bucket
         refs, items, features = prepared.refs, prepared.items, prepared.features
         for i in indices:
@@ -217,6 +201,12 @@ class Preparer:
                     if step == "preprocess"
                     else error_of(error, step, refs[i], self._error_detail)
                 )
+
+
+def unprepared(id: int, refs: Sequence[ItemRef], payloads: Sequence[memoryview]) -> Prepared:
+    """Return a batch that was received, of which nothing is prepared."""
+    items = [item_of(ref, payload) for ref, payload in zip(refs, payloads, strict=True)]
+    return _prepared(id, refs, items)
 
 
 def item_of(ref: ItemRef, payload: memoryview) -> Item:

@@ -9,14 +9,13 @@ batch before it answers the one before: see `run_ahead`.
 import gc
 import logging
 import os
-import socket
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from mmap import mmap
+from typing import Any, Protocol
 
 import torch
 
@@ -26,8 +25,6 @@ from inferpool.models.base import Model, load_model
 from inferpool.models.example import own_example, reads_own_form, shown_example
 from inferpool.models.files.opened import OpenedFiles
 from inferpool.models.warm_sizes import largest_batch, sizes_to_warm
-from inferpool.workers.decoders.seats import MoreWork
-from inferpool.workers.decoders.worker_side import crew_for
 from inferpool.workers.inside.allocator import SpareMemory, give_back
 from inferpool.workers.inside.compute import Computer
 from inferpool.workers.inside.launched import LaunchedBatch
@@ -40,11 +37,11 @@ from inferpool.workers.inside.own_process import (
     set_up,
 )
 from inferpool.workers.inside.pools import started_pool
-from inferpool.workers.inside.preparing import Prepared
+from inferpool.workers.inside.preparing import Prepared, unprepared
 from inferpool.workers.inside.readiness import ReadyCheck
 from inferpool.workers.shared.config import WorkerConfig
 from inferpool.workers.shared.heartbeat import Heartbeat
-from inferpool.workers.shared.messages import BatchDone, ItemRef, Ready, StartProgress, Stored
+from inferpool.workers.shared.messages import BatchDone, Ready, StartProgress, Stored
 from inferpool.workers.shared.outputs import OutputStore
 from inferpool.workers.shared.worker_queue import WorkerQueue
 
@@ -62,7 +59,7 @@ def main(
     arena: mmap,
     row: mmap,
     region: mmap,
-    door: socket.socket | None,
+    attachments: Mapping[str, object],
     *,
     build: Callable[[WorkerConfig], Model] = build_model,
     make_loop: "Callable[..., WorkerLoop] | None" = None,
@@ -76,7 +73,7 @@ def main(
         arena: Payloads, mapped read-only.
         row: Heartbeat, mapped for writing.
         region: Large outputs, mapped for writing.
-        door: Socket on which decoders are introduced, if there will be some; else None.
+        attachments: Objects from the parts that have processes beside this one, by their names.
         build: Builds the model. It is called once this process is bound to its device.
         make_loop: Makes another main loop than `WorkerLoop`.
     """
@@ -92,16 +89,18 @@ def main(
             build=build,
             on_progress=heartbeat.progressed,
             keep=outputs.keep,
-            door=door,
         )
+        batches: PreparedBatches
+        batches = receiver = BatchReceiver(computer, inbox, memoryview(arena), heartbeat)
+        for name, end in attachments.items():
+            attach: AttachBatches = attached(f"{name} in a worker")
+            batches, ready.plans[name] = attach(config, receiver, end)
     give_back()  # free memory that loading and the choice of a preset have left
     gc.freeze()  # loaded objects stay, so later collections can skip them
     heartbeat.beat()  # from now on silence means a hang; the last beat was before the load
     outbox.put(ready)
     try:
-        loop = (make_loop or WorkerLoop)(
-            computer, inbox, outbox, memoryview(arena), heartbeat, outputs
-        )
+        loop = (make_loop or WorkerLoop)(computer, batches, outbox, heartbeat, outputs)
         loop.serve()
     except (EOFError, BrokenPipeError):
         os._exit(0)  # the front end is gone
@@ -115,27 +114,77 @@ def main(
         os._exit(1)
 
 
+class PreparedBatches(Protocol):
+    """Source of prepared batches. One thread uses it at a time."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for a batch or the sentinel; return True if there is one."""
+
+    def receive(self) -> Prepared | None:
+        """Wait for a batch and prepare it, or return None for the sentinel.
+
+        Raises:
+            EOFError: The front end is gone.
+        """
+
+
+class BatchReceiver:
+    """Receives batches, and prepares them in this thread and those of the preparer."""
+
+    def __init__(
+        self, computer: Computer, inbox: WorkerQueue, arena: memoryview, heartbeat: Heartbeat
+    ) -> None:
+        self.computer = computer
+        self.inbox = inbox
+        self.heartbeat = heartbeat
+        self._arena = arena
+        self.wait = inbox.wait
+
+    def receive(self) -> Prepared | None:
+        """See `PreparedBatches`."""
+        batch = self.take()
+        if batch is None or batch.is_canary:
+            return batch
+        return self.computer.preparer.prepare(batch)
+
+    def take(self) -> Prepared | None:
+        """Wait for a batch, of which nothing is prepared unless it is a canary.
+
+        Raises:
+            EOFError: The front end is gone.
+        """
+        batch, arena = self.inbox.get(), self._arena
+        if batch is None:
+            return None
+        self.heartbeat.received(batch.id)
+        if not batch.items:
+            return self.computer.prepare_sample(batch.id)
+        payloads = [arena[each.offset : each.offset + each.num_bytes] for each in batch.items]
+        return unprepared(batch.id, batch.items, payloads)
+
+
+AttachBatches = Callable[[WorkerConfig, BatchReceiver, Any], tuple[PreparedBatches, bytes]]
+"""Side of a part in the worker's process: called with what its side on the host gave.
+
+It returns the source of batches to use from now on, and what its side on the host needs then."""
+
+
 class WorkerLoop:
     """Main loop of a worker: receive a batch, compute it, answer it, until the sentinel."""
 
     def __init__(
         self,
         computer: Computer,
-        inbox: WorkerQueue,
+        batches: PreparedBatches,
         outbox: WorkerQueue,
-        arena: memoryview,
         heartbeat: Heartbeat,
         outputs: OutputStore,
     ) -> None:
         self._computer = computer
-        self._inbox = inbox
+        self._batches = batches
         self._outbox = outbox
-        self._arena = arena
         self._heartbeat = heartbeat
         self._outputs = outputs
-        self._begun: deque[Prepared | None] = deque()
-        """Batches that decoders have begun with, and the sentinel. Used by one thread at a time."""
-        self._more = MoreWork(inbox.fileno(), self._begin_next)
         self._ahead = started_pool(1, "receive")
         self._compute_s = 0.0
         self._spare_memory = SpareMemory(time.monotonic())
@@ -160,7 +209,7 @@ class WorkerLoop:
                 prepared = self._receive_here() if coming is None else self._wait_for(coming)
                 if prepared is None:
                     return
-                overlaps = self._compute_s > _OVERLAP_PAYS_S or prepared.decoding is not None
+                overlaps = self._compute_s > _OVERLAP_PAYS_S or prepared.release is not None
                 coming = self._ahead.submit(self._receive_ahead) if overlaps else None
                 self._answer_now(prepared)
 
@@ -182,7 +231,7 @@ class WorkerLoop:
                 prepared = self._receive_here() if coming is None else self._wait_for(coming)
                 if prepared is None:
                     break
-                overlaps = self._compute_s > _OVERLAP_PAYS_S or prepared.decoding is not None
+                overlaps = self._compute_s > _OVERLAP_PAYS_S or prepared.release is not None
                 coming = self._ahead.submit(self._receive_ahead) if overlaps else None
                 following = LaunchedBatch(prepared, self._computer, waiting) if overlaps else None
                 if ahead is not None:
@@ -196,49 +245,15 @@ class WorkerLoop:
     def _receive_ahead(self) -> Prepared | None:
         """Receive a batch in the thread that prepares."""
         with torch.inference_mode():
-            return self._receive()
+            return self._batches.receive()
 
     def _receive_here(self) -> Prepared | None:
         """Receive a batch in the main thread, which beats while it waits."""
-        while not self._begun and not self._inbox.wait(BEAT_S):
+        while not self._batches.wait(BEAT_S):
             self._heartbeat.beat()
             self._spare_memory.idle(time.monotonic())
         self._heartbeat.beat()
-        return self._receive()
-
-    def _receive(self) -> Prepared | None:
-        """Receive and prepare a batch, and let decoders begin with the next ones meanwhile."""
-        if not self._begun:
-            self._begin()
-        prepared = self._begun.popleft()
-        if prepared is None or prepared.is_canary:
-            return prepared
-        return self._computer.finish(prepared, self._more)
-
-    def _begin_next(self) -> bool:
-        """Begin with a batch if one has arrived; return whether one has."""
-        has_arrived = not self._more.is_over and self._inbox.wait(0)
-        if has_arrived:
-            self._begin()
-        return has_arrived
-
-    def _begin(self) -> None:
-        """Wait for a batch, and begin with it."""
-        computer, batch = self._computer, self._inbox.get()
-        if batch is None:
-            self._more.is_over = True
-            self._begun.append(None)
-            return
-        self._heartbeat.received(batch.id)
-        self._begun.append(
-            computer.begin(batch.id, batch.items, self._payloads(batch.items))
-            if batch.items
-            else computer.prepare_sample(batch.id)
-        )
-
-    def _payloads(self, items: Sequence[ItemRef]) -> list[memoryview]:
-        arena = self._arena
-        return [arena[item.offset : item.offset + item.num_bytes] for item in items]
+        return self._batches.receive()
 
     def _wait_for(self, coming: "Future[Prepared | None]") -> Prepared | None:
         while True:
@@ -291,7 +306,6 @@ def load(
     build: Callable[[WorkerConfig], Model] = build_model,
     on_progress: Callable[[], None] = lambda: None,
     keep: Callable[[memoryview], bytes | Stored] = bytes,
-    door: socket.socket | None = None,
 ) -> tuple[Computer, Ready]:
     """Build, load and warm up a model in this thread.
 
@@ -301,7 +315,6 @@ def load(
         build: Builds the model.
         on_progress: See `Computer`.
         keep: See `Computer`.
-        door: Socket on which decoders are introduced, if there will be some.
 
     Raises:
         ModelError: The model cannot be loaded.
@@ -335,9 +348,6 @@ def load(
     if not check.is_off:
         tell("checking its answers")
     checked = check.run(computer)
-    crew = crew_for(config, model, door, on_progress) if door is not None else None
-    if crew is not None:
-        computer.give_to(crew.begin)
     return computer, Ready(
         pid=os.getpid(),
         inputs=list(model.inputs),
@@ -354,5 +364,4 @@ def load(
         checked=checked,
         files=opened.marks(),
         is_accelerated=is_accelerator(device),
-        decoding=crew.plan if crew else None,
     )

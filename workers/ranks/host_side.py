@@ -8,7 +8,6 @@ import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
-from socket import socket
 
 from inferpool.workers.host.engine import RankHealth, Vitals, WorkerId, WorkerPeriods
 from inferpool.workers.host.local_worker import PAUSE_S, LocalWorker, Program
@@ -51,11 +50,11 @@ class RankedWorker(LocalWorker):
         self._is_end_known = False
         """True once one of the processes has ended."""
 
-    def program_of(self, rank: RankProcess, arena: object, door: socket | None) -> Program:
+    def program_of(self, rank: RankProcess, arena: object) -> Program:
         """See `LocalWorker.program_of`."""
         ends = self._wiring.ends_of(rank.number)
         if rank is self.lead:
-            _, args = super().program_of(rank, arena, door)
+            _, args = super().program_of(rank, arena)
             return worker_side.lead, (ends, *args)
         row = rank.heartbeat.memory
         return worker_side.follow, (ends, self._config, rank.outbox, row, rank.stacks)

@@ -1,6 +1,6 @@
 """Entry points of the ranks of a worker. The front end imports this module: no torch at the top."""
 
-import socket
+from collections.abc import Mapping
 from mmap import mmap
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ def lead(
     row: mmap,
     region: mmap,
     stacks: int,
-    door: socket.socket | None = None,
+    attachments: Mapping[str, object],
 ) -> None:
     """Run rank 0: a worker like others, whose model and loop belong to a group."""
     begin(stacks)
@@ -29,7 +29,7 @@ def lead(
     from inferpool.workers.ranks.lead import Lead
 
     rank = Lead(ends)
-    parts = (config, inbox, outbox, arena, row, region, door)
+    parts = (config, inbox, outbox, arena, row, region, attachments)
     process.main(*parts, build=rank.build, make_loop=rank.make_loop)
 
 

@@ -139,13 +139,6 @@ class StartProgress(msgspec.Struct, frozen=True, array_like=True, tag="progress"
     stage: str
 
 
-class DecodingPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Worker to front end: decoders may prepare its instances, in slots of this size."""
-
-    num_slots: int
-    slot_bytes: int
-
-
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     """Worker to front end, once: the model is loaded and warm; send a canary."""
 
@@ -176,8 +169,8 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     """Files that its model has loaded."""
     is_accelerated: bool = False
     """True if it computes on an accelerator rather than on a CPU."""
-    decoding: DecodingPlan | None = None
-    """The ring for its decoders; None if it wants none."""
+    plans: dict[str, bytes] = {}
+    """Needs of its parts on the host, by their names; a part that is left out has none."""
 
 
 class RankReady(msgspec.Struct, frozen=True, array_like=True, tag="rank ready"):

@@ -229,7 +229,7 @@ async def test_a_worker_ends_although_there_is_no_forkserver_for_its_next_decode
 async def test_a_model_that_does_not_allow_it_gets_no_decoders(engine: LocalEngine, put: Put):
     worker = await started(engine, decoders=2)
     try:
-        assert worker.ready.decoding is None
+        assert not worker.ready.plans.get("decoders")
         assert worker.credit == 2
         assert answered(await worker.run([put({"n": 1})])) == [2]
         assert not worker.vitals().decoders
@@ -270,7 +270,7 @@ async def test_a_model_that_cannot_prepare_its_samples_serves_without(
 ):
     worker = await started(engine, source="tests.apart_model:OddSamplesApart", decoders=1)
     try:
-        assert worker.ready.decoding is None
+        assert not worker.ready.plans.get("decoders")
         assert answered(await worker.run([put({"n": 1})])) == [2]
     finally:
         await worker.stop(5)

@@ -427,8 +427,7 @@ def test_slots_are_used_again_only_when_the_device_has_copied_them(host: ActedHo
     assert pinned(batch).data_ptr() == batch.data_ptr()
     with torch.sim.held():
         copied = ring.to(device, non_blocking=True)
-        decoding.readers.append(HandOver(torch.sim.current_stream()).is_over)
-        decoding.release()
+        decoding.release([HandOver(torch.sim.current_stream()).is_over])
         assert host.crew.begin(refs(4)) is None
     torch.sim.synchronize()
     assert torch.equal(copied.cpu(), ring)

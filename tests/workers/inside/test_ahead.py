@@ -15,7 +15,7 @@ from inferpool.models.item import Features, Item
 from inferpool.models.spec import Placement
 from inferpool.models.speed.graphs import Graphed
 from inferpool.workers.inside.compute import Computer
-from inferpool.workers.inside.preparing import Prepared, Preparer
+from inferpool.workers.inside.preparing import Prepared, Preparer, unprepared
 from inferpool.workers.inside.staging import Staging
 from inferpool.workers.shared.messages import ItemError, ItemRef, Outcome
 from tests.ahead_model import AheadModel
@@ -323,7 +323,7 @@ def test_cheap_items_of_a_large_batch_are_prepared_in_parts_by_several_threads()
         parts_pay_s=0.0,
     )
     for _ in range(2):
-        batch = preparer.finish(preparer.begin(1, *stored(numbers(*range(7)))))
+        batch = preparer.prepare(unprepared(1, *stored(numbers(*range(7)))))
         assert [int(each["x"][0]) for each in batch.features if each] == [*range(7)]
     assert sorted(threads.count(name) for name in {*threads}) == [2, 2, 3, 7]
 

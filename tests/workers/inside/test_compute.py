@@ -186,7 +186,7 @@ def test_what_is_no_exception_fails_the_instance_that_raised_it(error: BaseExcep
     expected = [*(2 * n for n in range(len(steps))), *["model_error"] * len(steps)]
     assert compute(Leaving(), values) == expected
     computer = Computer(Leaving(), num_threads=2)
-    computer._preparer._pool_pays_s = 0.0  # so that other threads prepare
+    computer.preparer._pool_pays_s = 0.0  # so that other threads prepare
     for _ in range(2):
         assert compute(Leaving(), values, computer) == expected
 

@@ -10,7 +10,7 @@ from inferpool.models.base import Model
 from inferpool.models.item import Features, Item
 from inferpool.models.spec import TensorSpec
 from inferpool.workers.inside.pools import started_pool
-from inferpool.workers.inside.preparing import Preparer
+from inferpool.workers.inside.preparing import Preparer, unprepared
 from inferpool.workers.shared.messages import ItemRef
 
 NUM_THREADS = 3
@@ -45,8 +45,8 @@ def test_threads_that_prepare_share_the_openmp_threads_of_the_worker():
     with started_pool(1, "receive") as receiving:  # later than those that prepare, as in a worker
         for num_at_once in (1, NUM_THREADS):
             model.together = threading.Barrier(num_at_once)
-            begun = preparer.begin(1, refs, [memoryview(b"")] * NUM_THREADS)
-            prepared = receiving.submit(torch.inference_mode()(preparer.finish), begun).result()
+            batch = unprepared(1, refs, [memoryview(b"")] * NUM_THREADS)
+            prepared = receiving.submit(torch.inference_mode()(preparer.prepare), batch).result()
             assert prepared.outcomes == [None] * NUM_THREADS
     assert model.found == {"receive": 8, "prepare": 2}
     assert torch.get_num_threads() == 8
