@@ -40,15 +40,25 @@ def trees_of_helpers() -> dict[str, ast.Module]:
     }
 
 
+def source_of(node: ast.ImportFrom, module: str) -> str:
+    """Return the full name of the module that a statement `from ... import` of a module names."""
+    if not node.level:
+        return str(node.module)
+    above = node.level - (f"{module}.__init__" in FILES)
+    package = module.rsplit(".", above)[0] if above else module
+    return f"{package}.{node.module}" if node.module else package
+
+
 def imported_by(module: str) -> Iterator[str]:
     """Return our modules that a module imports anywhere, also in a function or for a type."""
     for node in ast.walk(trees_of_modules()[module]):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
+            source = source_of(node, module)
             for alias in node.names:
-                submodule = f"{node.module}.{alias.name}"
-                yield submodule if submodule in trees_of_modules() else str(node.module)
+                submodule = f"{source}.{alias.name}"
+                yield submodule if submodule in trees_of_modules() else source
 
 
 def test_no_module_imports_one_that_imports_it():
@@ -83,7 +93,7 @@ def loaded_by(module: str) -> Iterator[str]:
             continue
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom):
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [f"{source_of(node, module)}.{alias.name}" for alias in node.names]
         for name in names:
             parts = name.split(".")
             around = {".".join(parts[:num]) for num in range(1, len(parts) + 1)}

@@ -2,9 +2,12 @@
 
 from argparse import ArgumentParser
 
-from inferpool.service.settings.address import add_access_flags
+from inferpool.service.client.cli.flags import (
+    PREDICT_KEY_VARIABLE,
+    add_access_flags,
+    add_parameter_flag,
+)
 
-KEY_VARIABLE = "INFERPOOL_PREDICT_KEYS"
 SETTINGS = (
     *("config", "model", "replicas", "devices", "weights", "speed", "decode", "decoders"),
     "max_batch_size",
@@ -46,13 +49,7 @@ def add_flags(parser: ArgumentParser) -> None:
         metavar="N",
         help="processes that read ahead; 0 for none (default: one for each core, at most 4)",
     )
-    add(
-        "--parameter",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="a parameter for the model; the value is JSON or else a text; may be repeated",
-    )
+    add_parameter_flag(parser)
     add("--quiet", action="store_true", help="show no progress and no report")
     add("--model", metavar="MODEL", help="a source, as of `inferpool serve`, or a model's name")
     here = parser.add_argument_group("in this process")
@@ -75,4 +72,4 @@ def add_flags(parser: ArgumentParser) -> None:
     there.add_argument(
         "--timeout-s", type=float, default=60.0, metavar="N", help="for each input (default: 60)"
     )
-    add_access_flags(parser, "predictions", KEY_VARIABLE)
+    add_access_flags(parser, "predictions", PREDICT_KEY_VARIABLE)

@@ -9,7 +9,7 @@ import sys
 import time
 import warnings
 from argparse import Namespace
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
 from multiprocessing import resource_tracker
@@ -17,13 +17,13 @@ from multiprocessing.forkserver import ensure_running, set_forkserver_preload
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from inferpool.service.batch.flags import KEY_VARIABLE, SETTINGS
+from inferpool.service.batch.flags import SETTINGS
 from inferpool.service.batch.inputs import RunLostError
 from inferpool.service.batch.outputs import Journal, LineStream, files_of, format_of
 from inferpool.service.batch.sources import BatchSource, digest_of, open_source
-from inferpool.service.cli.main import INTERRUPTED
+from inferpool.service.client.cli.access import access_of, parameters_of, url_of
+from inferpool.service.client.usage import INTERRUPTED
 from inferpool.service.errors import StartError
-from inferpool.service.settings.address import key_of, url_of
 from inferpool.service.settings.names import FlagError
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def run(args: Namespace) -> int:
     warnings.filterwarnings("ignore", module="PIL")  # about damaged pictures, amid the bar
     warnings.filterwarnings("ignore", message="This DataLoader")  # about many readers
     loaded = None if args.url is not None else _load(args)
-    parameters = _parameters(args.parameter)
+    parameters = parameters_of(args.parameter)
     is_stream = args.output == "-"
     without = () if is_stream else files_of(args.output)
     source = open_source(args.input, column=args.column, without=without)
@@ -197,12 +197,13 @@ async def _target(
             from inferpool.service.client import AsyncClient
 
             stack.enter_context(warnings.catch_warnings(action="ignore"))  # a text is meant so
+            key, verify = access_of(args)
             client = AsyncClient(
                 url_of(args.url),
-                key=key_of(args.key_file, os.environ, KEY_VARIABLE),
+                key=key,
                 timeout_s=args.timeout_s,
                 max_concurrency=args.concurrency,
-                verify=not args.insecure and (str(args.ca_file) if args.ca_file else True),
+                verify=verify,
             )
             await stack.enter_async_context(client)
             yield RemoteTarget(
@@ -229,16 +230,3 @@ def _start_forkserver() -> None:
         ensure_running()  # it keeps the mask: Ctrl-C is for this process, which ends the readers
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _parameters(texts: Sequence[str]) -> dict[str, object]:
-    parameters: dict[str, object] = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        if not (name and equals):
-            raise FlagError(f"--parameter: {text!r} is not NAME=VALUE")
-        try:
-            parameters[name] = json.loads(value)
-        except ValueError:
-            parameters[name] = value
-    return parameters

@@ -18,7 +18,7 @@ from typing import TextIO
 from pydantic.fields import FieldInfo
 
 from inferpool.service.cli.flags import settings_in
-from inferpool.service.cli.parser import nearest
+from inferpool.service.client.cli.main import nearest
 from inferpool.service.settings import loader
 from inferpool.service.settings.loader import load
 from inferpool.service.settings.model import ModelSettings

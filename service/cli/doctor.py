@@ -6,8 +6,9 @@ from argparse import Namespace
 from pathlib import Path
 
 from inferpool.service.checks.findings import Finding, grouped
-from inferpool.service.cli.flags import ADMIN_KEY_VARIABLE, settings_in
-from inferpool.service.settings.address import key_of, url_of
+from inferpool.service.cli.flags import settings_in
+from inferpool.service.client.cli.access import key_of, tls_context, url_of
+from inferpool.service.client.cli.flags import ADMIN_KEY_VARIABLE
 from inferpool.service.settings.loader import load, secret_variables
 from inferpool.service.tools.doctor import report
 from inferpool.service.tools.doctor.diagnosis import diagnose
@@ -49,7 +50,6 @@ def _of_machine(args: Namespace) -> list[Finding]:
 
 def _of_cluster(args: Namespace) -> list[Finding]:
     from inferpool.service.tools.doctor import cluster  # imports the clients
-    from inferpool.service.tools.trial.load import tls_context
 
     connection = cluster.ClusterConnection(
         url_of(args.cluster),

@@ -1,20 +1,15 @@
-"""Flags of the verbs `serve`, `config`, `doctor` and `predict`, and those of settings.
+"""Flags of the verbs `serve`, `config` and `doctor`, and those of settings.
 
-The parser of every verb imports this, so it imports little.
+The parser of these verbs imports this, so it imports little.
 """
 
-import json
 from argparse import SUPPRESS, ArgumentParser, Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from inferpool.service.settings.address import add_access_flags, add_url_flag
-from inferpool.service.settings.names import FlagError
+from inferpool.service.client.cli.flags import ADMIN_KEY_VARIABLE, add_access_flags
 
 ALL_SETTINGS = ("all",)
 """Value of `--describe` without a name; nobody can type it."""
-PREDICT_KEY_VARIABLE = "INFERPOOL_PREDICT_KEYS"
-ADMIN_KEY_VARIABLE = "INFERPOOL_ADMIN_KEYS"
-
 
 _SETTINGS_FLAGS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "": {
@@ -133,70 +128,6 @@ def add_doctor_flags(parser: ArgumentParser) -> None:
     parser.add_argument("--format", choices=("table", "json"), default="table", help=SUPPRESS)
     _add_json_flag(parser)
     add_access_flags(parser, "administration", ADMIN_KEY_VARIABLE)
-
-
-def add_predict_flags(parser: ArgumentParser) -> None:
-    """Add the flags of `predict`."""
-    parser.add_argument(
-        "inputs",
-        nargs="*",
-        metavar="FILE",
-        help="an image, .npy, .safetensors, .json or .txt file, or - for standard input",
-    )
-    parser.add_argument(
-        "--text", action="append", default=[], metavar="TEXT", help="a text; may be repeated"
-    )
-    add_url_flag(parser)
-    parser.add_argument("--model", metavar="NAME", help="model to ask, if not the default one")
-    parser.add_argument(
-        "--model-version",
-        type=int,
-        metavar="N",
-        help="version of the model to ask, if not the one that serves",
-    )
-    add_parameter_flag(parser)
-    parser.add_argument(
-        "--timeout-s",
-        type=float,
-        default=30.0,
-        metavar="N",
-        help="timeout for each input (default: 30)",
-    )
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="print a line of JSON for each input, with its timing and the version of the model",
-    )
-    add_access_flags(parser, "predictions", PREDICT_KEY_VARIABLE)
-
-
-def add_parameter_flag(parser: ArgumentParser) -> None:
-    """Add `--parameter`, which `parameters_of` reads."""
-    parser.add_argument(
-        "--parameter",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="a parameter for the model; the value is JSON or else a text; may be repeated",
-    )
-
-
-def parameters_of(texts: Sequence[str]) -> dict[str, object]:
-    """Read each `NAME=VALUE`; the value is JSON or else a text.
-
-    Raises:
-        FlagError: A text has another form.
-    """
-    parameters: dict[str, object] = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        if not (name and equals):
-            raise FlagError(f"--parameter: {text!r} is not NAME=VALUE")
-        try:
-            parameters[name] = json.loads(value)
-        except ValueError:
-            parameters[name] = value
-    return parameters
 
 
 def _add_json_flag(parser: ArgumentParser) -> None:

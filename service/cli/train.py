@@ -5,7 +5,7 @@ import sys
 from argparse import Namespace
 
 from inferpool.models.texts import printable
-from inferpool.service.cli.main import INTERRUPTED
+from inferpool.service.client.usage import INTERRUPTED
 from inferpool.service.settings.names import FlagError
 from inferpool.service.signals import SHELL_OFFSET
 from inferpool.service.train.run import How, train

@@ -4,52 +4,31 @@ Only the code of the chosen verb is imported, and only here: the modules named b
 they need at their top.
 """
 
-from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from importlib import import_module
+from collections.abc import Mapping
+from dataclasses import replace
 
+from inferpool.service.client.cli import verbs
+from inferpool.service.client.cli.verbs import Verb
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verb:
-    """A verb. Its two functions are named as "module:function"."""
+_SETTINGS_FLAGS = "inferpool.service.cli.flags:add_settings_flags"
+_SETTINGS = """\
+MODEL is a source (efficientnet_lite0, minilm_l6, echo, torchvision:NAME, encoder:FOLDER,
+package.module:Class, or a .pt2 or TorchScript file) or the name of a model in the settings. Without
+it, every model of the settings is served, or efficientnet_lite0 where there is none.
 
-    summary: str
-    description: str
-    flags: str | None = None
-    """Function that adds its flags; `--help` imports it too, so its module imports little."""
-    code: str
-    """Function that runs the verb and returns the exit status."""
-    takes_settings: bool = False
-    """True if it takes MODEL and the settings, as `serve` does."""
-
-    def add_flags(self, parser: ArgumentParser) -> None:
-        """Add the flags of this verb to its parser."""
-        if self.takes_settings:
-            _found("inferpool.service.cli.flags:add_settings_flags")(parser)
-        if self.flags is not None:
-            _found(self.flags)(parser)
-
-    def run(self, args: Namespace) -> int:
-        """Run the verb; return the exit status.
-
-        Raises:
-            FlagError: The flags make no sense.
-            SettingsError: The settings cannot be used.
-        """
-        status = _found(self.code)(args)
-        assert isinstance(status, int)
-        return status
-
+Settings come from inferpool.toml in this directory (or --config, or INFERPOOL_CONFIG); variables
+such as INFERPOOL_PORT=9000 or INFERPOOL_MODELS__RESNET__REPLICAS=2 override the file, and flags
+override both. `inferpool config` lists all of them.
+"""
 
 VERBS: Mapping[str, Verb] = {
     "serve": Verb(
         summary="serve models until told to stop",
         description="Serve models over HTTP until SIGTERM, SIGHUP or Ctrl-C. "
         "SIGQUIT writes the stacks of all threads to the log.",
-        flags="inferpool.service.cli.flags:add_serve_flags",
+        epilog=_SETTINGS,
+        flags=(_SETTINGS_FLAGS, "inferpool.service.cli.flags:add_serve_flags"),
         code="inferpool.service.cli.serve:run",
-        takes_settings=True,
     ),
     "agent": Verb(
         summary="run the workers of a service on this host",
@@ -57,16 +36,10 @@ VERBS: Mapping[str, Verb] = {
         "workers that it asks for, until SIGTERM, SIGHUP or Ctrl-C. It dials again whenever the "
         "connection ends. Exit status: 0 after its end, 1 if it cannot start, or with --once if it "
         "is refused.",
-        flags="inferpool.service.cli.agent_flags:add_flags",
+        flags=("inferpool.service.cli.agent_flags:add_flags",),
         code="inferpool.service.cli.agent:run",
     ),
-    "predict": Verb(
-        summary="ask a running service for predictions",
-        description="Ask a running service for predictions on files or texts, and print them in "
-        "order. Exit status: 0 if there was one for each, 1 if not, 2 for wrong arguments.",
-        flags="inferpool.service.cli.flags:add_predict_flags",
-        code="inferpool.service.cli.predict:run",
-    ),
+    "predict": verbs.VERBS["predict"],
     "batch": Verb(
         summary="compute a whole folder, archive or table",
         description="Compute all inputs of a folder, list, archive or table, with workers of its "
@@ -74,24 +47,17 @@ VERBS: Mapping[str, Verb] = {
         "status: 0 if each has a prediction, 1 if the model could not be started or was lost, 2 "
         "for wrong arguments, 4 if some failed, 5 if more failed than --max-errors allows, 130 "
         "after Ctrl-C. After any end --resume goes on.",
-        flags="inferpool.service.batch.flags:add_flags",
+        flags=("inferpool.service.batch.flags:add_flags",),
         code="inferpool.service.cli.batch:run",
     ),
-    "jobs": Verb(
-        summary="hand jobs to a running service, wait for them and read their results",
-        description="Hand jobs to a running service, wait for them, read their results and end "
-        "them. The service keeps them through crashes, and computes them when other calls leave "
-        "room. `inferpool jobs WHAT --help` tells of each.",
-        flags="inferpool.service.cli.job_flags:add_flags",
-        code="inferpool.service.cli.jobs:run",
-    ),
+    "jobs": verbs.VERBS["jobs"],
     "train": Verb(
         summary="make a classifier from a folder of images",
         description="Train an image classifier on a folder of images, on all GPUs or idle cores, "
         "and leave a folder that `inferpool serve` serves. Exit status: 0 if it was trained, 1 if "
         "the training failed, 2 for wrong arguments or images, 130 after Ctrl-C, 143 after "
         "SIGTERM. After any of them --resume goes on from the last checkpoint.",
-        flags="inferpool.service.train.flags:add_flags",
+        flags=("inferpool.service.train.flags:add_flags",),
         code="inferpool.service.cli.train:run",
     ),
     "top": Verb(
@@ -99,14 +65,12 @@ VERBS: Mapping[str, Verb] = {
         description="Show throughput, latency, queue and workers of a service, second by second. "
         "Exit status: 0 after a normal end, 1 if there is nothing to show, 2 for wrong "
         "arguments, 130 after Ctrl-C.",
-        flags="inferpool.service.tools.top.plan:add_flags",
+        flags=("inferpool.service.tools.top.plan:add_flags",),
         code="inferpool.service.tools.top.run:run",
     ),
-    "models": Verb(
-        summary="add, remove and swap the models of a running service",
-        description="Add, remove, list and swap the models of a running service, which needs keys "
-        "for administration. `inferpool models WHAT --help` tells of each.",
-        flags="inferpool.service.tools.models.plan:add_flags",
+    "models": replace(
+        verbs.VERBS["models"],  # with flags and checks that need the settings of a model
+        flags=("inferpool.service.tools.models.plan:add_flags",),
         code="inferpool.service.tools.models.run:run",
     ),
     "place": Verb(
@@ -115,23 +79,23 @@ VERBS: Mapping[str, Verb] = {
         "load needs, until SIGTERM, SIGHUP or Ctrl-C; the agents go on. Exit status: 0 after a "
         "signal, or once --stop is done, 1 if it cannot work with this cluster, 2 for wrong "
         "arguments.",
-        flags="inferpool.service.tools.place.plan:add_flags",
+        flags=("inferpool.service.tools.place.plan:add_flags",),
         code="inferpool.service.tools.place.run:run",
     ),
     "config": Verb(
         summary="print every setting in force, and who set it",
         description="Print the settings that `inferpool serve` would have with the same arguments.",
-        flags="inferpool.service.cli.flags:add_config_flags",
+        epilog=_SETTINGS,
+        flags=(_SETTINGS_FLAGS, "inferpool.service.cli.flags:add_config_flags"),
         code="inferpool.service.cli.config:run",
-        takes_settings=True,
     ),
     "doctor": Verb(
         summary="find problems of this machine and these settings, and say what to do",
         description="Check this machine, and the settings that `inferpool serve` would have with "
         "the same arguments. The exit status is 1 if something will not work.",
-        flags="inferpool.service.cli.flags:add_doctor_flags",
+        epilog=_SETTINGS,
+        flags=(_SETTINGS_FLAGS, "inferpool.service.cli.flags:add_doctor_flags"),
         code="inferpool.service.cli.doctor:run",
-        takes_settings=True,
     ),
     "tune": Verb(
         summary="measure which settings serve a model best here, and write them to a file",
@@ -139,18 +103,18 @@ VERBS: Mapping[str, Verb] = {
         "write the best settings to a file. Exit status: 0 if that was done, 1 if the file could "
         "not be written, 2 for wrong arguments, 3 if nothing could be measured, and then no file "
         "is written, 130 after Ctrl-C, which prints the results so far and writes no settings.",
-        flags="inferpool.service.tools.tune.plan:add_flags",
+        epilog=_SETTINGS,
+        flags=(_SETTINGS_FLAGS, "inferpool.service.tools.tune.plan:add_flags"),
         code="inferpool.service.cli.tune:run",
-        takes_settings=True,
     ),
     "chaos": Verb(
         summary="kill workers of a service under load, and check every answer",
         description="Start a service, load it with numbered requests whose right answers are "
         "known, and meanwhile SIGKILL, SIGSTOP and poison its workers. Exit status: 0 "
         "if each request had exactly one right answer, 1 if not, 3 if nothing could be tested.",
-        flags="inferpool.service.tools.chaos.plan:add_flags",
+        epilog=_SETTINGS,
+        flags=(_SETTINGS_FLAGS, "inferpool.service.tools.chaos.plan:add_flags"),
         code="inferpool.service.cli.chaos:run",
-        takes_settings=True,
     ),
     "version": Verb(
         summary="print the versions of inferpool, Python and torch",
@@ -158,9 +122,3 @@ VERBS: Mapping[str, Verb] = {
         code="inferpool.service.cli.version:run",
     ),
 }
-
-
-def _found(reference: str) -> Callable[..., object]:
-    module, _, name = reference.partition(":")
-    function: Callable[..., object] = getattr(import_module(module), name)
-    return function

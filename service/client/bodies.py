@@ -14,9 +14,9 @@ from typing import IO, Any, TypeGuard, cast
 
 import httpx
 
-from inferpool.service.client.errors import UnsendableError
-from inferpool.service.client.safetensors import safetensors_parts
-from inferpool.service.client.tensors import is_tensor, raw_tensor
+from .errors import UnsendableError
+from .safetensors import safetensors_parts
+from .tensors import is_tensor, raw_tensor
 
 _PIECE_BYTES = 1 << 20
 """Size of the pieces in which a body is sent."""

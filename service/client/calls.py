@@ -16,8 +16,9 @@ from urllib.parse import quote
 
 import httpx
 
-from inferpool.service.client.bodies import RequestBody, file_question, make_body, names_file
-from inferpool.service.client.errors import (
+from .bodies import RequestBody, file_question, make_body, names_file
+from .connecting import find_way
+from .errors import (
     AnswerError,
     ConnectError,
     DeadlineExceededError,
@@ -25,15 +26,15 @@ from inferpool.service.client.errors import (
     UnavailableError,
     UnsendableError,
 )
-from inferpool.service.client.jobs.body import JobBody
-from inferpool.service.client.options import (
+from .jobs.body import JobBody
+from .options import (
     ClientOptions,
     JobPeriods,
     ManyOptions,
     PredictOptions,
     check_names,
 )
-from inferpool.service.client.results import (
+from .results import (
     Health,
     Prediction,
     Reply,
@@ -42,7 +43,7 @@ from inferpool.service.client.results import (
     read_prediction,
     read_stages,
 )
-from inferpool.service.client.retries import (
+from .retries import (
     UNSENT,
     Retry,
     RetryBudget,
@@ -50,8 +51,7 @@ from inferpool.service.client.retries import (
     raise_unanswered,
     refusal_of,
 )
-from inferpool.service.settings.connecting import find_way
-from inferpool.service.settings.urls import DEFAULT_URL, problem_of_address, without_password
+from .urls import DEFAULT_URL, problem_of_address, without_password
 
 _T = TypeVar("_T")
 

@@ -2,9 +2,9 @@
 
 from collections import deque
 
-from inferpool.service.client.errors import InferpoolError
-from inferpool.service.client.options import ManyOptions, Progress, check_names
-from inferpool.service.client.results import Prediction
+from .errors import InferpoolError
+from .options import ManyOptions, Progress, check_names
+from .results import Prediction
 
 Outcome = Prediction | InferpoolError
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypedDict
 
-from inferpool.service.client.errors import InferpoolError
-from inferpool.service.client.retries import Retry
+from .errors import InferpoolError
+from .retries import Retry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import httpx
 
-from inferpool.service.client.errors import InferpoolError, ProtocolError, error_class
-from inferpool.service.client.safetensors import RawTensor, read_safetensors
-from inferpool.service.client.tensors import to_numpy, to_torch
+from .errors import InferpoolError, ProtocolError, error_class
+from .safetensors import RawTensor, read_safetensors
+from .tensors import to_numpy, to_torch
 
 if TYPE_CHECKING:
     import numpy as np

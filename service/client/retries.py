@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import httpx
 
-from inferpool.service.client.errors import (
+from .errors import (
     ConnectError,
     DeadlineExceededError,
     InferpoolError,
@@ -23,7 +23,7 @@ from inferpool.service.client.errors import (
     UnsendableError,
     error_class,
 )
-from inferpool.service.client.results import Json, Reply, read_instance_error
+from .results import Json, Reply, read_instance_error
 
 UNSENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.ProxyError)
 """Errors before anything was sent."""

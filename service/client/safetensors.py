@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any, NamedTuple
 
-from inferpool.service.client.errors import ProtocolError
+from .errors import ProtocolError
 
 SAFETENSORS_DTYPES = {
     "bool": "BOOL",

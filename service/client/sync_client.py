@@ -10,20 +10,20 @@ from typing import Literal, Self, TypeVar, Unpack, overload
 
 import httpx
 
-from inferpool.service.client.calls import Calls, Draw, Send, StepOutcome, Steps
-from inferpool.service.client.errors import InferpoolError, UnsendableError
-from inferpool.service.client.jobs.calls import JobCalls
-from inferpool.service.client.jobs.handles import Job
-from inferpool.service.client.many import Outcome, Window
-from inferpool.service.client.options import (
+from .calls import Calls, Draw, Send, StepOutcome, Steps
+from .connecting import open_client
+from .errors import InferpoolError, UnsendableError
+from .jobs.calls import JobCalls
+from .jobs.handles import Job
+from .many import Outcome, Window
+from .options import (
     ClientOptions,
     ManyOptions,
     PredictOptions,
     SubmitOptions,
 )
-from inferpool.service.client.results import Health, ModelInfo, Prediction, Reply
-from inferpool.service.settings.connecting import open_client
-from inferpool.service.settings.urls import DEFAULT_URL
+from .results import Health, ModelInfo, Prediction, Reply
+from .urls import DEFAULT_URL
 
 _T = TypeVar("_T")
 

@@ -6,8 +6,8 @@ numpy and torch are imported only when the caller uses them.
 import sys
 from typing import TYPE_CHECKING, Any
 
-from inferpool.service.client.errors import UnsendableError
-from inferpool.service.client.safetensors import SAFETENSORS_DTYPES, RawTensor
+from .errors import UnsendableError
+from .safetensors import SAFETENSORS_DTYPES, RawTensor
 
 if TYPE_CHECKING:
     import numpy as np

@@ -20,11 +20,11 @@ from pathlib import Path
 
 from inferpool.models.sources.importing import end_import_for_model
 from inferpool.service.client.errors import InferpoolError
+from inferpool.service.client.keys import first_key
 from inferpool.service.client.sync_client import Client
 from inferpool.service.embedded.arguments import ServedModels, read_arguments
 from inferpool.service.embedded.source import FoundSource
 from inferpool.service.errors import StartError
-from inferpool.service.settings.keys import first_key
 from inferpool.service.settings.loader import LoadedSettings, Row, write_toml
 from inferpool.service.settings.names import KEY_SETTINGS, PREFIX
 from inferpool.service.tools.trial.bound import bound_command

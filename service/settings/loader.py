@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TextIO
 
 from inferpool.models.files.reading import read_file
+from inferpool.service.client.urls import without_password
 from inferpool.service.settings.draft import Draft
 from inferpool.service.settings.keys import Keys
 from inferpool.service.settings.model import ModelSettings
@@ -33,7 +34,6 @@ from inferpool.service.settings.problems import PIPE_WAIT_S
 from inferpool.service.settings.settings import Settings
 from inferpool.service.settings.state import StateFile
 from inferpool.service.settings.tracing import ENDPOINT_VARIABLES, HEADER_VARIABLES, TraceHeaders
-from inferpool.service.settings.urls import without_password
 
 FILE_NAME = "inferpool.toml"
 

@@ -4,11 +4,13 @@
     SettingsError   the settings cannot be used
     StateFileError  the file of changes made at run time cannot be used
 
-Every verb imports this, so it imports nothing of ours.
+Every verb imports this, so it imports next to nothing.
 """
 
 import re
 from collections.abc import Mapping, Sequence
+
+from inferpool.service.client.usage import FlagError as FlagError
 
 PREFIX = "INFERPOOL_"
 """The prefix of our variables in the environment."""
@@ -86,10 +88,6 @@ def is_foreign(variable: str, text: str) -> bool:
     if re.fullmatch(rf"{PREFIX}(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|{ports})", variable):
         return True
     return variable.endswith("PORT") and re.match(r"(tcp|udp|sctp)://", text) is not None
-
-
-class FlagError(ValueError):
-    """The flags make no sense; the message says why."""
 
 
 class SettingsError(Exception):

@@ -10,13 +10,13 @@ from typing import Annotated, Literal, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 from pydantic.fields import FieldInfo
 
+from inferpool.service.client.urls import without_password
 from inferpool.service.settings.keys import Keys
 from inferpool.service.settings.model import ModelSettings
 from inferpool.service.settings.names import FLAGS, GONE, PREFIX, Key, dotted, way_to_set
 from inferpool.service.settings.settings import Settings
 from inferpool.service.settings.sources import did_you_mean
 from inferpool.service.settings.tracing import TraceHeaders
-from inferpool.service.settings.urls import without_password
 
 PIPE_WAIT_S = 10.0
 """How long to wait for data if a file of settings or keys is a pipe."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit
 
-from inferpool.service.settings.urls import problem_of_url, without_password
+from inferpool.service.client.urls import problem_of_url, without_password
 
 HEADER_VARIABLES = (
     "OTEL_EXPORTER_OTLP_HEADERS",

@@ -16,7 +16,7 @@ from typing import Any
 import skimage.data
 from PIL import Image
 
-from inferpool.service.cli.parser import make_parser
+from inferpool.service.cli.main import INFERPOOL
 from inferpool.service.settings.loader import load
 from inferpool.service.settings.names import SettingsError
 from tests.docs import command
@@ -229,7 +229,7 @@ def _check_command_lines(text: str) -> None:
     """Check that the parser knows each `inferpool ...` of a block, with its flags."""
     for found in _OUR_COMMAND.finditer(text.replace("\\\n", " ")):
         words = shlex.split(found[1], comments=True)
-        parser, verbs = make_parser(words[0] if words else "")
+        parser, verbs = INFERPOOL.make_parser(words[0] if words else "")
         for action in [each for verb in verbs.values() for each in verb._actions]:
             action.type = None  # files that are named need not be there
         try:

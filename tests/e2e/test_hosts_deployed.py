@@ -21,7 +21,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from inferpool.service.cli.parser import make_parser
+from inferpool.service.cli.main import INFERPOOL
 from inferpool.service.settings.loader import load
 from tests.e2e.containers import Composed, docker, image, needs_compose
 from tests.e2e.running import ROOT, asking, until
@@ -239,7 +239,7 @@ def test_the_unit_for_systemd_starts_an_agent_that_may_drain(tmp_path: Path):
     assert (service["Restart"], service["KillMode"]) == ("always", "mixed")
     assert int(service["TimeoutStopSec"]) >= DRAIN_S + 15
     program, *words = shlex.split(service["ExecStart"])
-    parser, _ = make_parser(words[0])
+    parser, _ = INFERPOOL.make_parser(words[0])
     given = parser.parse_args(words)
     credential = service["LoadCredential"].partition(":")[0]
     assert str(given.key_file) == f"%d/{credential}"

@@ -11,7 +11,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from inferpool.service.cli.parser import make_parser
+from inferpool.service.cli.main import INFERPOOL
 from inferpool.service.tools.place.plan import PlacePlan, plan_of
 from tests.e2e.running import ROOT
 
@@ -40,7 +40,7 @@ def variables_of(group: dict[str, Any]) -> dict[str, Any]:
 
 def plan() -> PlacePlan:
     _, verb, *line = shlex.split(JOB["spec"]["entrypoint"])
-    parser, _ = make_parser(verb)
+    parser, _ = INFERPOOL.make_parser(verb)
     return plan_of(parser.parse_args([verb, *line]), {"INFERPOOL_CLUSTER_KEYS": "k" * 16})
 
 

@@ -9,9 +9,10 @@ from dataclasses import asdict, dataclass, field
 from math import inf
 from types import FrameType
 
+from inferpool.service.client.cli.access import tls_context
 from inferpool.service.tools.trial.connection import NoAnswerError, TrialError, connect
 from inferpool.service.tools.trial.generators import LoadRun, run_load
-from inferpool.service.tools.trial.load import LoadPlan, tls_context
+from inferpool.service.tools.trial.load import LoadPlan
 from inferpool.service.tools.trial.report import (
     Chart,
     Note,

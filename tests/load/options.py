@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 
-from inferpool.service.settings.address import key_of
+from inferpool.service.client.cli.access import key_of
 from inferpool.service.settings.names import FlagError
 from inferpool.service.tools.trial.connection import TrialError, post_request
 from inferpool.service.tools.trial.flags import count, positive

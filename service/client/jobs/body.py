@@ -9,8 +9,8 @@ from typing import IO, TypeVar
 
 import httpx
 
-from inferpool.service.client.bodies import file_question, json_line, names_file
-from inferpool.service.client.errors import UnsendableError
+from ..bodies import file_question, json_line, names_file
+from ..errors import UnsendableError
 
 _T = TypeVar("_T")
 

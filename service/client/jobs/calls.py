@@ -11,9 +11,9 @@ from urllib.parse import quote
 
 import httpx
 
-from inferpool.service.client.bodies import RequestBody, are_many, make_body, query_of
-from inferpool.service.client.calls import Calls, Pause, Send, Steps
-from inferpool.service.client.errors import (
+from ..bodies import RequestBody, are_many, make_body, query_of
+from ..calls import Calls, Pause, Send, Steps
+from ..errors import (
     ConnectError,
     DeadlineExceededError,
     InferpoolError,
@@ -23,11 +23,11 @@ from inferpool.service.client.errors import (
     UnknownJobError,
     UnsendableError,
 )
-from inferpool.service.client.jobs.body import JobBody
-from inferpool.service.client.jobs.documents import JobInfo, read_job, read_jobs
-from inferpool.service.client.options import SubmitOptions, check_names
-from inferpool.service.client.results import Reply
-from inferpool.service.client.retries import doubled_s
+from ..options import SubmitOptions, check_names
+from ..results import Reply
+from ..retries import doubled_s
+from .body import JobBody
+from .documents import JobInfo, read_job, read_jobs
 
 _T = TypeVar("_T")
 

@@ -4,9 +4,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
-from inferpool.service.client.errors import InferpoolError, ProtocolError, error_class
-from inferpool.service.client.many import Outcome
-from inferpool.service.client.results import Json, Prediction, Reply, Timing, read_instance_error
+from ..errors import InferpoolError, ProtocolError, error_class
+from ..many import Outcome
+from ..results import Json, Prediction, Reply, Timing, read_instance_error
 
 STATES = ("queued", "running", "succeeded", "failed", "cancelled")
 """All states of a job, in the order of its life."""

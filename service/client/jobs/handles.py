@@ -3,12 +3,12 @@
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Literal, Protocol, TypeVar, overload
 
-from inferpool.service.client.calls import Steps
-from inferpool.service.client.errors import InferpoolError
-from inferpool.service.client.jobs.calls import JobSteps
-from inferpool.service.client.jobs.documents import JobInfo, read_line
-from inferpool.service.client.many import Outcome
-from inferpool.service.client.results import Prediction
+from ..calls import Steps
+from ..errors import InferpoolError
+from ..many import Outcome
+from ..results import Prediction
+from .calls import JobSteps
+from .documents import JobInfo, read_line
 
 _T = TypeVar("_T")
 

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from inferpool.service.api.routes.health import JobStoreHealth, JobStoreState
+from inferpool.service.client.urls import without_password
 from inferpool.service.errors import ServiceError, StartError, StoreFullError, UnavailableError
 from inferpool.service.parts.jobs.records import StoreLimits
 from inferpool.service.parts.jobs.store.folder import HeldFolder
 from inferpool.service.parts.jobs.threads import in_thread
-from inferpool.service.settings.urls import without_password
 
 if TYPE_CHECKING:
     from inferpool.service.parts.jobs.store.store import JobStore

@@ -22,9 +22,9 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceResponse,
 )
 
+from inferpool.service.client.connecting import find_way, open_client
 from inferpool.service.parts.tracing.recorder import MAX_BATCH, Ended, Recorder
 from inferpool.service.parts.tracing.spans import add_spans, describe
-from inferpool.service.settings.connecting import find_way, open_client
 from inferpool.service.settings.settings import Settings
 from inferpool.service.settings.tracing import pairs_of
 from inferpool.service.telemetry.metrics import ModelMetrics

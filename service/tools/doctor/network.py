@@ -99,7 +99,7 @@ def _is_ours(settings: Settings, failure: StartError, answer_s: float) -> bool:
         return False
     import httpx  # only if the address is taken
 
-    from inferpool.service.settings.connecting import STRAIGHT, open_client
+    from inferpool.service.client.connecting import STRAIGHT, open_client
 
     scheme = "http" if settings.tls_certificate is None else "https"
     url = httpx.URL(scheme=scheme, host=settings.host, port=settings.port, path="/health/live")

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from inferpool.service.settings.address import address_of, key_of, url_of
+from inferpool.service.client.cli.access import key_of, url_of
+from inferpool.service.settings.address import address_of
 from inferpool.service.settings.names import FlagError
 
 METRICS_KEY_VARIABLE = "INFERPOOL_METRICS_KEYS"

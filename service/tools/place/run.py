@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from multiprocessing import connection
 from types import FrameType
 
+from inferpool.service.client.cli.access import tls_context
 from inferpool.service.settings.names import FlagError
 from inferpool.service.signals import stop_signals
 from inferpool.service.telemetry.logs import configure
@@ -26,7 +27,6 @@ from inferpool.service.tools.place.placer import Placer
 from inferpool.service.tools.place.plan import PlacePlan, plan_of
 from inferpool.service.tools.place.ray_nodes import NoRayError, RayNodes, VersionsError, versions
 from inferpool.service.tools.place.scaling import Scaling, ScalingRules
-from inferpool.service.tools.trial.load import tls_context
 from inferpool.workers.shared.backoff import Backoff
 from inferpool.workers.shared.guard import die_with_parent
 

@@ -12,10 +12,10 @@ from collections.abc import AsyncGenerator, AsyncIterator
 import httpx
 import msgspec
 
-from inferpool.service.settings.connecting import STRAIGHT, open_async_client
-from inferpool.service.settings.urls import without_password
+from inferpool.service.client.connecting import STRAIGHT, open_async_client
+from inferpool.service.client.reaching import is_hopeless, why_unreached
+from inferpool.service.client.urls import without_password
 from inferpool.service.tools.top.plan import KEY_VARIABLE
-from inferpool.service.tools.trial.reaching import is_hopeless, why_unreached
 
 _CONNECT_S = 5.0
 _SILENCE_S = 10.0

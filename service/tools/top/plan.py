@@ -2,7 +2,7 @@
 
 from argparse import ArgumentParser
 
-from inferpool.service.settings.address import add_access_flags, add_url_flag
+from inferpool.service.client.cli.flags import add_access_flags, add_url_flag
 
 KEY_VARIABLE = "INFERPOOL_METRICS_KEYS"
 

@@ -10,13 +10,12 @@ from collections.abc import AsyncGenerator
 
 from rich.console import Console
 
-from inferpool.service.settings.address import key_of, url_of
+from inferpool.service.client.cli.access import key_of, tls_context, url_of
 from inferpool.service.tools.top.feed import EventFeed, FeedError, LostError
 from inferpool.service.tools.top.plan import KEY_VARIABLE
 from inferpool.service.tools.top.screen import page_lines
 from inferpool.service.tools.top.state import StateSeen, View, as_json, read_state
 from inferpool.service.tools.top.terminal import LiveTerminal
-from inferpool.service.tools.trial.load import tls_context
 from inferpool.workers.shared.backoff import Backoff
 
 NO_FEED = 1

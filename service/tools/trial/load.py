@@ -7,7 +7,6 @@ some 30 us of CPU a request, and runs in any event loop; `generators` runs it in
 
 import asyncio
 import random
-import ssl
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from itertools import cycle
 from math import inf
 
+from inferpool.service.client.cli.access import tls_context
 from inferpool.service.tools.trial.connection import (
     Address,
     TrialAnswer,
@@ -96,15 +96,6 @@ class LoadPlan:
     """None is plain HTTP; else whether certificates are checked, or the file of their authority."""
     seed: int = 0
     judge: Judge = judge_status
-
-
-def tls_context(verify: bool | str) -> ssl.SSLContext:
-    """Return how a connection is encrypted; see `LoadPlan.tls`."""
-    context = ssl.create_default_context(cafile=verify if isinstance(verify, str) else None)
-    if verify is False:
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
-    return context
 
 
 class LoadGenerator:

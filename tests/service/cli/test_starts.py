@@ -11,7 +11,7 @@ from inferpool.service.cli.verbs import VERBS
 _TORCH = ("torch", "torchvision", "inferpool.models.base")
 _SERVER = ("fastapi", "starlette", "uvicorn", "inferpool.service.app", "inferpool.service.api.web")
 _SETTINGS = ("pydantic", "inferpool.service.settings.settings")
-_CLIENT = "inferpool.service.client"
+_CLIENT = "inferpool.service.client.calls"
 _CLIENTS = ("httpx", _CLIENT)
 _TOOLS = {
     name: f"inferpool.service.tools.{name}"

@@ -7,14 +7,14 @@ from pathlib import Path
 import httpx
 import pytest
 
-from inferpool.service.cli.main import run
-from inferpool.service.cli.parser import make_parser
+from inferpool.service.cli.main import INFERPOOL, run
+from inferpool.service.client.cli import models as verb
+from inferpool.service.client.cli.access import tls_context
+from inferpool.service.client.cli.admin import AdminConnection
 from inferpool.service.parts.swap.requests import SwapOptions
 from inferpool.service.settings.names import FlagError
-from inferpool.service.tools.models import run as verb
-from inferpool.service.tools.models.operator import AdminConnection
 from inferpool.service.tools.models.plan import swap_flags
-from inferpool.service.tools.trial.load import tls_context
+from inferpool.service.tools.models.run import body_of
 from tests.e2e.running import ROOT, Running, running
 from tests.ports import free_port
 from tests.pty_screen import on_terminal
@@ -187,11 +187,11 @@ def follow(capsys) -> Ask:
                 raise found
             return httpx.Response(found.status_code, content=found.content)
 
-        args = make_parser("models")[0].parse_args(["models", *arguments])
+        args = INFERPOOL.make_parser("models")[0].parse_args(["models", *arguments])
         transport = httpx.MockTransport(answer)
         operator = AdminConnection("http://h", KEY, tls_context(verify=True), transport)
         pace = verb.FollowPace(poll_s=0.001, lost_s=lost_s)
-        return verb.operate(operator, args, verb.body_of(args), pace), *capsys.readouterr()
+        return verb.operate(operator, args, body_of(args), pace), *capsys.readouterr()
 
     return call
 

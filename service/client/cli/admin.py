@@ -8,6 +8,7 @@ Errors::
     └── WrongRequestError       it cannot use the settings or the options
 """
 
+import difflib
 import ssl
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
@@ -16,11 +17,11 @@ from urllib.parse import quote
 import httpx
 import msgspec
 
-from inferpool.service.settings.connecting import STRAIGHT, open_client
-from inferpool.service.settings.sources import did_you_mean
-from inferpool.service.settings.urls import without_password
-from inferpool.service.tools.models.plan import KEY_VARIABLE
-from inferpool.service.tools.trial.reaching import is_hopeless, why_unreached
+from ..connecting import STRAIGHT, open_client
+from ..reaching import is_hopeless, why_unreached
+from ..urls import without_password
+from ..usage import COMMAND
+from .flags import ADMIN_KEY_VARIABLE
 
 _TIMEOUT_S = 30.0
 _CONNECT_S = 5.0
@@ -158,7 +159,7 @@ class AdminConnection:
             )
         except httpx.TransportError as error:
             text = why_unreached(
-                error, self._url, place=self.place, command="inferpool models list"
+                error, self._url, place=self.place, command=f"{COMMAND} models list"
             )
             kind = OperatorError if is_hopeless(error) else UnreachedError
             raise kind(text) from error
@@ -183,7 +184,8 @@ class AdminConnection:
             every = self.read(self.ask("GET"), ModelsSeen).models
         except OperatorError:
             return ""
-        return did_you_mean(name, [each.name for each in every]).strip()
+        near = difflib.get_close_matches(name, [each.name for each in every], n=1)
+        return f"did you mean {near[0]}?" if near else ""
 
     def close(self) -> None:
         """Close the connection."""
@@ -204,13 +206,13 @@ class AdminConnection:
                 cure = "another key" if self._has_key else "a key for administration"
                 text = (
                     f"{self.place} wants {cure}: --key-file PATH, or the variable "
-                    f"{KEY_VARIABLE} ({detail})"
+                    f"{ADMIN_KEY_VARIABLE} ({detail})"
                 )
                 return OperatorError(text, problem)
             case "not_found" | "method_not_allowed":
                 text = (
                     f"{self.place} cannot be administered: it was started without keys for that. "
-                    f"Start it with {KEY_VARIABLE} or --admin-keys-file"
+                    f"Start it with {ADMIN_KEY_VARIABLE} or --admin-keys-file"
                 )
                 return OperatorError(text, problem)
             case "unknown_model":

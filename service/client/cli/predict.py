@@ -8,21 +8,13 @@ from argparse import Namespace
 from dataclasses import asdict
 from pathlib import Path
 
-from inferpool.service.cli.asking import (
-    access_of,
-    check_is_file,
-    lost_text,
-    retry_printer,
-)
-from inferpool.service.cli.flags import parameters_of
-from inferpool.service.client import AsyncClient, ConnectError, InferpoolError, Prediction
-from inferpool.service.client.results import Json
-from inferpool.service.client.retries import Retry
-from inferpool.service.settings.address import url_of
-from inferpool.service.settings.names import FlagError
+from ..async_client import AsyncClient
+from ..errors import ConnectError, InferpoolError
+from ..results import Json, Prediction
+from ..retries import Retry
+from ..usage import COMMAND, FAILED, FlagError
+from .access import access_of, check_is_file, lost_text, parameters_of, retry_printer, url_of
 
-_FAILED = 1
-"""Exit status if an input has no prediction."""
 _STDIN = "-"
 _NUM_LABELS = 3
 
@@ -71,13 +63,13 @@ async def _run(args: Namespace) -> int:
         async for result in results:
             name = next(left)
             failures = [result] if isinstance(result, InferpoolError) else result.errors
-            status = _FAILED if failures else status
+            status = FAILED if failures else status
             was_lost = was_lost or isinstance(result, ConnectError)
             if args.json:
                 sys.stdout.write(json.dumps(_document(name, result)) + "\n")
                 continue
             for failure in failures:
-                sys.stderr.write(f"inferpool predict: {name}: {failure}\n")
+                sys.stderr.write(f"{COMMAND} predict: {name}: {failure}\n")
             if not isinstance(result, InferpoolError):
                 said = [_format(each) for each in result.predictions if each not in failures]
                 sys.stdout.writelines(f"{name}: {each}\n" for each in said)

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 
-from inferpool.service.tools.models.operator import (
+from .admin import (
     ChangeSeen,
     FiguresSeen,
     ModelSeen,

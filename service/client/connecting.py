@@ -5,7 +5,7 @@ import ssl
 
 import httpx
 
-from inferpool.service.settings.proxies import ServiceWay, way_to
+from .proxies import ServiceWay, way_to
 
 STRAIGHT = ServiceWay()
 """The way of operators, who are on the network of the service: their keys go to no proxy."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from urllib.parse import urlsplit
 
-from inferpool.service.settings.names import FlagError
-from inferpool.service.settings.urls import problem_of_url, without_password
+from .urls import problem_of_url, without_password
+from .usage import FlagError
 
 _SCHEMES = ("http", "https", "socks5", "socks5h")
 _PORTS = {"http": 80, "https": 443}

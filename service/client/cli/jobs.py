@@ -12,31 +12,24 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Self, TextIO
 
-from inferpool.service.cli.asking import (
-    access_of,
-    check_is_file,
-    lost_text,
-    retry_printer,
-)
-from inferpool.service.cli.flags import PREDICT_KEY_VARIABLE, parameters_of
-from inferpool.service.cli.main import INTERRUPTED
-from inferpool.service.client import (
-    Client,
+from ..errors import (
     ConnectError,
     DeadlineExceededError,
+    ForbiddenError,
     InferpoolError,
-    Job,
-    JobInfo,
+    NotFoundError,
+    UnauthorizedError,
 )
-from inferpool.service.client.errors import ForbiddenError, NotFoundError, UnauthorizedError
-from inferpool.service.settings.address import url_of
-from inferpool.service.settings.names import FlagError
+from ..jobs.documents import JobInfo
+from ..jobs.handles import Job
+from ..sync_client import Client
+from ..usage import COMMAND, FAILED, INTERRUPTED, FlagError
+from .access import access_of, check_is_file, lost_text, parameters_of, retry_printer, url_of
+from .flags import PREDICT_KEY_VARIABLE
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-_FAILED = 1
-"""Exit status if a job has no prediction, or something was refused."""
 _LATE = 3
 """Exit status if the time to wait was up."""
 _SOME_FAILED = 4
@@ -67,7 +60,7 @@ def run(args: Namespace) -> int:
             _say(error)
             if isinstance(error, ConnectError):
                 sys.stderr.write(lost_text("jobs", url))
-            return _LATE if _is_late(error) else _FAILED
+            return _LATE if _is_late(error) else FAILED
 
 
 def _do(client: Client, args: Namespace) -> int:
@@ -141,7 +134,7 @@ def _list(client: Client, args: Namespace) -> int:
         for row in rows:
             sys.stdout.write("  ".join(map(str.ljust, row, widths)).rstrip() + "\n")
     if len(found) > len(shown):
-        sys.stderr.write("inferpool jobs: there are more; --limit N lists them\n")
+        sys.stderr.write(f"{COMMAND} jobs: there are more; --limit N lists them\n")
     return 0
 
 
@@ -172,10 +165,10 @@ def _print_result(job: Job, args: Namespace) -> int:
     info = job.info
     if not (info.is_over or args.follow):
         sys.stderr.write(
-            f"inferpool jobs: {info.id} is {info.state}, with {_counts(info)}; --follow prints "
-            f"predictions as they come, `inferpool jobs wait {info.id}` waits for the end\n"
+            f"{COMMAND} jobs: {info.id} is {info.state}, with {_counts(info)}; --follow prints "
+            f"predictions as they come, `{COMMAND} jobs wait {info.id}` waits for the end\n"
         )
-        return _FAILED
+        return FAILED
     with _output(args.output) as output:
         _write_lines(job, output, first=args.first, flushes=args.follow)
     return _status_of(job.info)
@@ -217,16 +210,16 @@ def _wait(client: Client, ids: Sequence[str], timeout_s: float | None, stream: T
                     info = job.wait(left_s, progress.show)
             except NotFoundError as error:  # the others may be there
                 _say(error)
-                statuses.append(_FAILED)
+                statuses.append(FAILED)
                 continue
             reason = f" ({info.error.detail})" if info.error else ""
             stream.write(f"{id}: {info.state}, {_counts(info)}{reason}\n")
             stream.flush()
             statuses.append(_status_of(info))
     except KeyboardInterrupt:
-        sys.stderr.write("inferpool jobs: the jobs go on; `inferpool jobs list` shows them\n")
+        sys.stderr.write(f"{COMMAND} jobs: the jobs go on; `{COMMAND} jobs list` shows them\n")
         return INTERRUPTED
-    return _FAILED if _FAILED in statuses else max(statuses)
+    return FAILED if FAILED in statuses else max(statuses)
 
 
 def _end(client: Client, id: str, *, deletes: bool) -> int:
@@ -239,7 +232,7 @@ def _end(client: Client, id: str, *, deletes: bool) -> int:
         info = job.cancel()
     except NotFoundError as error:
         _say(error)
-        return _FAILED
+        return FAILED
     if info.state == "cancelled":
         sys.stdout.write(f"{id}: cancelled, {_counts(info)}\n")
     else:
@@ -296,7 +289,7 @@ def _bar(info: JobInfo) -> "Progress | None":
 
 def _status_of(info: JobInfo) -> int:
     if info.state != "succeeded":
-        return _FAILED
+        return FAILED
     return _SOME_FAILED if info.num_failed else 0
 
 
@@ -318,7 +311,7 @@ def _say(error: InferpoolError) -> None:
         hint = f"; --key-file PATH or the variable {PREDICT_KEY_VARIABLE} gives another key"
     elif error.code == NotFoundError.code:
         hint = '; the service may have no jobs (job_store = "none"), or be another server'
-    sys.stderr.write(f"inferpool jobs: {error.detail}{hint}\n")
+    sys.stderr.write(f"{COMMAND} jobs: {error.detail}{hint}\n")
 
 
 def _is_late(error: InferpoolError) -> bool:

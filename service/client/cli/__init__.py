@@ -1,0 +1,1 @@
+"""The command of the client: its verbs are also verbs of `inferpool`."""

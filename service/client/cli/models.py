@@ -1,0 +1,214 @@
+"""The verb `models`: asks for a change of models, and follows it until it is decided."""
+
+import json
+import os
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Self
+
+from rich.console import Console
+from rich.text import Text
+
+from ..usage import COMMAND, FAILED, INTERRUPTED, FlagError
+from .access import context_of, key_of, parameters_of, url_of
+from .admin import (
+    AdminConnection,
+    ChangeSeen,
+    ModelSeen,
+    ModelsSeen,
+    OperatorError,
+    UnknownNameError,
+    UnreachedError,
+    WrongRequestError,
+)
+from .flags import ADMIN_KEY_VARIABLE
+from .model_report import failure_text, models_table, success_text, versions_table
+
+_UNUSABLE = 2
+"""Exit status if the service cannot use the settings."""
+_LOST = "the service knows nothing of this change any more: it may have been restarted meanwhile"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FollowPace:
+    """How a change is followed."""
+
+    poll_s: float = 0.25
+    """Time between two looks."""
+    lost_s: float = 60.0
+    """How long the service may not answer."""
+
+
+_PACE = FollowPace()
+
+
+def run(args: Namespace) -> int:
+    """Do what was asked for; return the exit status. The service checks the settings.
+
+    Raises:
+        FlagError: The flags make no sense, or the service cannot use them.
+    """
+    body: dict[str, object] = {}
+    if args.what in ("add", "swap"):
+        given = vars(args)
+        body |= {"name": args.name} if args.what == "add" else {}
+        names = ("source", "weights", "ephemeral")
+        body |= {name: given[name] for name in names if given[name] is not None}
+        body |= parameters_of(args.set, "--set")
+    return ask_service(args, body)
+
+
+def ask_service(args: Namespace, body: Mapping[str, object]) -> int:
+    """Ask a service for something, and show what came of it; return the exit status.
+
+    Raises:
+        FlagError: The flags make no sense, or the service cannot use what it was asked for.
+    """
+    url, key = url_of(args.url), key_of(args.key_file, os.environ, ADMIN_KEY_VARIABLE)
+    operator = AdminConnection(url, key, context_of(args))
+    try:
+        return operate(operator, args, body)
+    finally:
+        operator.close()
+
+
+def operate(
+    operator: AdminConnection, args: Namespace, body: Mapping[str, object], pace: FollowPace = _PACE
+) -> int:
+    """Ask for something, and show what came of it; return the exit status.
+
+    Raises:
+        FlagError: The service cannot use what it was asked for.
+    """
+    try:
+        return _ask(operator, args, body, pace)
+    except WrongRequestError as error:
+        _show_problem(error, args)
+        raise FlagError(str(error)) from error
+    except OperatorError as error:
+        _show_problem(error, args)
+        hint = operator.nearest(args.name) if isinstance(error, UnknownNameError) else ""
+        sys.stderr.write(f"{COMMAND} models: {error}{hint and f'; {hint}'}\n")
+        return FAILED
+
+
+def _ask(
+    operator: AdminConnection, args: Namespace, body: Mapping[str, object], pace: FollowPace
+) -> int:
+    match args.what:
+        case "list":
+            answer = operator.ask("GET")
+            return _write(answer, args, lambda: models_table(operator.read(answer, ModelsSeen)))
+        case "versions":
+            answer = operator.ask("GET", args.name)
+            return _write(answer, args, lambda: versions_table(operator.read(answer, ModelSeen)))
+        case "add":
+            answer = operator.ask("POST", body=body)
+        case "remove":
+            answer = operator.ask("DELETE", args.name, "?ephemeral=true" if args.ephemeral else "")
+        case "swap":
+            answer = operator.ask("POST", args.name, "/versions", body)
+        case _:
+            answer = operator.ask("POST", args.name, "/rollback")
+    return _follow(operator, args, answer, pace)
+
+
+def _follow(operator: AdminConnection, args: Namespace, answer: bytes, pace: FollowPace) -> int:
+    """Show how a change goes on, and how it ends; return the exit status."""
+    model = operator.read(answer, ModelSeen)
+    if not model.changes:
+        raise OperatorError(_LOST)
+    change = model.changes[0]
+    try:
+        with _Progress(f"{args.what} {args.name}") as progress:
+            while change.state == "going_on":
+                progress.show(model.change)
+                time.sleep(pace.poll_s)
+                answer = _look(operator, args, pace)
+                if not answer:
+                    said = '{"removed": true}' if args.json else f"{args.name} is removed"
+                    sys.stdout.write(f"{said}\n")
+                    return 0
+                model = operator.read(answer, ModelSeen)
+                change = _found(change.id, model)
+    except KeyboardInterrupt:
+        sys.stderr.write(
+            f"{COMMAND} models: the {args.what} of {args.name} goes on; `{COMMAND} models versions "
+            f"{args.name}` shows how\n"
+        )
+        return INTERRUPTED
+    if args.json:
+        sys.stdout.write(f"{answer.decode()}\n")
+    if change.state == "failed":
+        sys.stderr.write(f"{COMMAND} models: {failure_text(model, change)}\n")
+        return _UNUSABLE if change.code == WrongRequestError.code else FAILED
+    if not args.json:
+        sys.stdout.write(f"{success_text(model, change)}\n")
+    return 0
+
+
+def _look(operator: AdminConnection, args: Namespace, pace: FollowPace) -> bytes:
+    """Return how a model is while it is changed; nothing if it is removed.
+
+    Raises:
+        OperatorError: The service has not answered for long, or has lost the model.
+    """
+    until = time.monotonic() + pace.lost_s
+    while True:
+        try:
+            return operator.ask("GET", args.name)
+        except UnknownNameError as error:
+            if args.what == "remove":
+                return b""
+            raise OperatorError(_LOST) from error
+        except UnreachedError as error:
+            if time.monotonic() > until:
+                raise OperatorError(f"{error}; the {args.what} may go on") from error
+            time.sleep(pace.poll_s)
+
+
+def _found(id: str, model: ModelSeen) -> ChangeSeen:
+    for change in model.changes:
+        if change.id == id:
+            return change
+    raise OperatorError(_LOST)
+
+
+class _Progress:
+    """Shows on a terminal how a change goes on; elsewhere nothing."""
+
+    def __init__(self, title: str) -> None:
+        console = Console(stderr=True)
+        self._title = title
+        self._started = time.monotonic()
+        self._status = console.status(Text(title)) if console.is_terminal else None
+
+    def __enter__(self) -> Self:
+        """Begin to show."""
+        if self._status is not None:
+            self._status.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave nothing on the terminal."""
+        if self._status is not None:
+            self._status.stop()
+
+    def show(self, text: str) -> None:
+        """Show what is being done now."""
+        if self._status is not None:
+            elapsed_s = time.monotonic() - self._started
+            self._status.update(Text(f"{self._title} ({elapsed_s:.0f} s): {text}"))
+
+
+def _write(answer: bytes, args: Namespace, table: Callable[[], str]) -> int:
+    sys.stdout.write(f"{answer.decode()}\n" if args.json else table())
+    return 0
+
+
+def _show_problem(error: OperatorError, args: Namespace) -> None:
+    if args.json and error.problem is not None:
+        sys.stdout.write(json.dumps(error.problem) + "\n")
