@@ -25,7 +25,7 @@ _NOT_BY_CODE = {
     "batch": (*_TORCH, *_SERVER, *_SETTINGS, *_CLIENTS, *_TOOLS.values(), "numpy"),
     "jobs": (*_TORCH, *_SERVER, *_SETTINGS, *_TOOLS.values(), "numpy", "inferpool.workers"),
     "train": (*_TORCH, *_SERVER, *_CLIENTS, "sqlalchemy"),
-    "top": (*_TORCH, *_SERVER, *_SETTINGS, "numpy", "inferpool.workers", _CLIENT),
+    "top": (*_TORCH, *_SERVER, *_SETTINGS, "numpy", "inferpool.workers.host", _CLIENT),
     "models": (*_TORCH, *_SERVER, "numpy", _CLIENT, _TOOLS["top"], _TOOLS["tune"]),
     "place": (*_TORCH, *_SERVER, "numpy", _CLIENT, _TOOLS["top"], _TOOLS["tune"], "ray"),
     "config": (*_TORCH, *_SERVER, *_CLIENTS, *_TOOLS.values(), "numpy", "asyncio", "rich"),
