@@ -38,7 +38,7 @@ from inferpool.workers.inside.own_process import (
 from inferpool.workers.inside.preparing import item_of
 from inferpool.workers.shared.config import WorkerConfig
 from inferpool.workers.shared.heartbeat import Heartbeat
-from inferpool.workers.shared.messages import Frames, Leaving
+from inferpool.workers.shared.messages import Frames, Leaving, frame_of
 from inferpool.workers.shared.worker_queue import WorkerQueue
 
 logger = logging.getLogger(__name__)
@@ -152,6 +152,6 @@ class DecoderLoop:
 
 def _write(fd: int, message: FromDecoder) -> None:
     body = _encode(message)
-    rest = memoryview(len(body).to_bytes(4, "big") + body)
+    rest = memoryview(frame_of(body))
     while rest:
         rest = rest[os.write(fd, rest) :]

@@ -50,7 +50,7 @@ from inferpool.workers.decoders.slots import decodable, digest_of, pin_ring, vie
 from inferpool.workers.inside.preparing import Prepared
 from inferpool.workers.inside.process import BatchReceiver, PreparedBatches
 from inferpool.workers.shared.config import WorkerConfig
-from inferpool.workers.shared.messages import ItemError, ItemRef
+from inferpool.workers.shared.messages import ItemError, ItemRef, frame_of
 
 logger = logging.getLogger(__name__)
 
@@ -297,7 +297,7 @@ class DecoderCrew:
         seat.jobs[id] = job
         decoding.num_writers += 1
         try:
-            os.write(seat.tasks_fd, len(body).to_bytes(4, "big") + body)
+            os.write(seat.tasks_fd, frame_of(body))
         except BlockingIOError:
             logger.error("decoder %d answers tasks that it has not read; killing it", seat.number)
             seat.kill()

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable
 from multiprocessing.connection import Connection, Pipe
 
-from inferpool.workers.shared.messages import Frames
+from inferpool.workers.shared.messages import Frames, frame_of
 
 _READ_BYTES = 1 << 18
 _PIPE_BYTES = 1 << 20
@@ -95,7 +95,7 @@ class FrameWriter:
 
         A broken pipe is no error here: whoever reads from that process sees its end.
         """
-        self._waiting.append(memoryview(len(body).to_bytes(4, "big") + body))
+        self._waiting.append(memoryview(frame_of(body)))
         return self.flush()
 
     def flush(self) -> bool:

@@ -221,6 +221,11 @@ class FrameError(Exception):
     """The other end wrote something that is no frame."""
 
 
+def frame_of(body: bytes) -> bytes:
+    """Return a frame for `Frames`, of the kind that `multiprocessing` writes."""
+    return len(body).to_bytes(4, "big") + body
+
+
 class Frames:
     """Parser of frames; it keeps incomplete ones until the rest arrives."""
 
