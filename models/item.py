@@ -3,7 +3,7 @@
 import base64
 import re
 from collections.abc import Mapping, Sequence
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 import torch
@@ -11,13 +11,10 @@ from torch import Tensor
 
 from inferpool.models.errors import InputError
 from inferpool.models.json_errors import JsonErrors, json_message
-from inferpool.models.spec import TensorHeader
+from inferpool.models.spec import Kind, TensorHeader
 
 _B64_KEY = re.compile(rb'"b64"')
 _URL_SAFE = re.compile(r"(?=.*[_-])[A-Za-z0-9_-]+={0,2}")
-Kind: TypeAlias = Literal["image", "bytes", "json", "tensors"]
-"""Form of a payload: an encoded image, opaque bytes, a JSON value, or raw tensors with headers."""
-
 Features: TypeAlias = Mapping[str, Tensor]
 """Named tensors of one instance, or of a batch with the batch dimension first."""
 

@@ -7,6 +7,8 @@ from typing import Literal
 
 import msgspec
 
+Kind = Literal["image", "bytes", "json", "tensors"]
+"""Form of a payload: an encoded image, opaque bytes, a JSON value, or raw tensors with headers."""
 Split = Literal["pipeline", "tensor"]
 """How a replica is split over several devices: into stages, or each matrix into parts."""
 Decoding = Literal["exact", "fast", "device"]

@@ -31,6 +31,7 @@ from torch import fx, nn
 from torch.nn import functional
 
 from inferpool.models.errors import ModelError
+from inferpool.models.split.meta_network import joined
 
 How: TypeAlias = Literal["column", "row", "gather", "embedding", "attention"]
 OwnPlan: TypeAlias = Mapping[str, object]
@@ -262,7 +263,7 @@ def _searched(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]
     if type(module).__module__.startswith("torch.nn") and not isinstance(module, _CONTAINERS):
         return
     for name, child in module.named_children():
-        yield from _searched(child, _joined(prefix, name))
+        yield from _searched(child, joined(prefix, name))
 
 
 def _is_plain(module: nn.Module) -> bool:
@@ -312,7 +313,7 @@ def _read_by(module: nn.Module, prefix: str) -> set[str]:
     if not words:
         return set()
     return {
-        _joined(prefix, name)
+        joined(prefix, name)
         for name, _ in module.named_modules()
         if name and all(part in words or part.isdigit() for part in name.split("."))
     }
@@ -322,7 +323,7 @@ def _pairs_in(module: nn.Module, prefix: str) -> Iterator[tuple[list[str], str]]
     """Yield the Linears that a module calls before, and with, one that takes their parts."""
     if type(module) in _TORCH_LAYERS:  # a class that inherits from one may compute otherwise
         if {module.activation, type(module.activation)} & _ELEMENTWISE:
-            yield [_joined(prefix, "linear1")], _joined(prefix, "linear2")
+            yield [joined(prefix, "linear1")], joined(prefix, "linear2")
         return
     if type(module).__module__.startswith("torch.nn") and not isinstance(module, nn.Sequential):
         return
@@ -333,7 +334,7 @@ def _pairs_in(module: nn.Module, prefix: str) -> Iterator[tuple[list[str], str]]
     found = [[*_pairs_of(graph, children)] for graph in graphs]
     for columns, row in found[0] if found else ():
         if all((columns, row) in others for others in found[1:]):
-            yield [_joined(prefix, each) for each in columns], _joined(prefix, row)
+            yield [joined(prefix, each) for each in columns], joined(prefix, row)
 
 
 class _ShallowTracer(fx.Tracer):
@@ -396,7 +397,3 @@ def _columns_before(
     if any(user is not row and user not in between for node in between for user in node.users):
         return []
     return sorted(node for node in between if node in linears)
-
-
-def _joined(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}".strip(".")

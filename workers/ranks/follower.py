@@ -7,6 +7,7 @@ network that they share.
 import gc
 import logging
 import os
+from collections.abc import Callable
 from mmap import mmap
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from inferpool.models.accelerator.device import name_of
 from inferpool.models.base import load_model
 from inferpool.models.files.opened import OpenedFiles
-from inferpool.models.split.network import serve
+from inferpool.models.runtime import SplitNetwork
 from inferpool.models.texts import described
 from inferpool.workers.inside.allocator import give_back
 from inferpool.workers.inside.own_process import (
@@ -32,6 +33,8 @@ from inferpool.workers.shared.messages import Leaving, RankReady
 from inferpool.workers.shared.worker_queue import WorkerQueue
 
 logger = logging.getLogger(__name__)
+
+_POLL_S = 1.0
 
 
 def main(config: WorkerConfig, outbox: WorkerQueue, row: mmap, ends: RankEnds) -> None:
@@ -73,3 +76,23 @@ def main(config: WorkerConfig, outbox: WorkerQueue, row: mmap, ends: RankEnds) -
         logger.critical("the part of rank %d failed", ends.rank, exc_info=True)
         outbox.put(Leaving("exit", f"its part failed: {described(error)}"))
         os._exit(1)
+
+
+def serve(network: SplitNetwork, on_beat: Callable[[], None]) -> None:
+    """Compute this rank's part of what the lead calls, until the lead lets go. On followers.
+
+    Args:
+        network: The part of this rank.
+        on_beat: Called after each call, and every second without one.
+
+    Raises:
+        torch.AcceleratorError: The device's context is lost.
+    """
+    while True:
+        try:
+            network.serve_next(_POLL_S)
+        except TimeoutError:
+            pass
+        except EOFError:
+            return
+        on_beat()

@@ -30,7 +30,8 @@ from inferpool.models.base import Model
 from inferpool.models.errors import OutOfStepError
 from inferpool.models.runtime import NetworkToSplit, SplitNetwork
 from inferpool.models.spec import Placement, Split
-from inferpool.models.split.network import load_part
+from inferpool.models.split.pipeline import load_pipeline
+from inferpool.models.split.tensor import load_tensor_parallel
 from inferpool.models.split.turnstile import BatchClock
 from inferpool.workers.inside.own_process import build_model
 from inferpool.workers.inside.randomness import new_number, seed_anew
@@ -135,7 +136,8 @@ class Group:
 
     def load(self, network: NetworkToSplit) -> SplitNetwork:
         """See `Ranks`."""
-        return load_part(self, network)
+        load = load_tensor_parallel if self.split == "tensor" else load_pipeline
+        return load(self, network)
 
     def send(self, to: int, message: object, tensors: Sequence[Tensor] = ()) -> None:
         """See `Ranks`."""

@@ -14,12 +14,9 @@ from typing import Literal
 import msgspec
 
 from inferpool.models.files.opened import FileMark
-from inferpool.models.spec import RankPart, SplitReport, TensorHeader, TensorSpec
+from inferpool.models.spec import Kind, RankPart, SplitReport, TensorHeader, TensorSpec
 from inferpool.models.speed_names import SpeedReport
 from inferpool.workers.shared.config import CheckReport
-
-Kind = Literal["image", "bytes", "json", "tensors"]
-"""Copy of `models.item.Kind`, which the front end cannot import without torch."""
 
 MAX_FRAME_BYTES = 1 << 30
 ID_FIELDS = ("request_id", "trace_id", "span_id")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from inferpool.models.spec import TensorHeader, TensorSpec
+from inferpool.models.spec import Kind, TensorHeader, TensorSpec
 from inferpool.service.errors import (
     BadRequestError,
     ServiceError,
@@ -14,7 +14,6 @@ from inferpool.service.errors import (
     TooLargeError,
 )
 from inferpool.service.queue.instance import Buffer
-from inferpool.workers.shared.messages import Kind
 
 _MAX_DIGITS = 18
 """Longer numbers are not read; Python reads 4,300 digits at most."""

@@ -9,9 +9,8 @@ from typing import Literal, get_args
 
 import msgspec
 
-from inferpool.models.spec import TensorHeader
+from inferpool.models.spec import Kind, TensorHeader
 from inferpool.service.queue.shares import allowance
-from inferpool.workers.shared.messages import Kind
 
 JobState = Literal["queued", "running", "succeeded", "failed", "cancelled"]
 STATES: Sequence[JobState] = get_args(JobState)

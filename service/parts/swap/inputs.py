@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from inferpool.models.spec import DTYPE_BYTES, TensorHeader
+from inferpool.models.spec import DTYPE_BYTES, Kind, TensorHeader
 from inferpool.service.api.codecs.body import BodyContext, Limits, Payload
 from inferpool.service.api.codecs.requests import decode
 from inferpool.service.errors import ServiceError
 from inferpool.service.queue.instance import Buffer
 from inferpool.service.queue.pool import Pool
-from inferpool.workers.shared.messages import ItemRef, Kind
+from inferpool.workers.shared.messages import ItemRef
 
 if TYPE_CHECKING:
     from inferpool.models.spec import TensorSpec

@@ -9,10 +9,11 @@ from dataclasses import asdict
 from typing import Any
 
 from inferpool.models.accelerator.kinds import CUDA, Accelerator
+from inferpool.models.attached import MODEL_FILE_SUFFIXES
 from inferpool.service.checks.devices import all_placements
 from inferpool.service.checks.facts import Facts
 from inferpool.service.checks.findings import Finding, error, in_words, note, ok, warning
-from inferpool.service.checks.weights import MODEL_SUFFIXES, is_lost
+from inferpool.service.checks.weights import is_lost
 from inferpool.service.settings.model import ModelSettings
 from inferpool.service.settings.settings import Settings
 from inferpool.workers.host.gpus import Gpu
@@ -42,7 +43,7 @@ def check_imports(
 
 def may_split(model: ModelSettings) -> bool:
     """Return whether the model may have a network that can be split."""
-    return model.source != "echo" and not model.source.endswith(MODEL_SUFFIXES)
+    return model.source != "echo" and not model.source.endswith(MODEL_FILE_SUFFIXES)
 
 
 def measure(facts: Facts, settings: Settings) -> Iterator[Finding]:

@@ -17,9 +17,9 @@ from inferpool.models.base import Model, load_model
 from inferpool.models.errors import ModelError, OutOfStepError, RankError
 from inferpool.models.files.checkpoint import StoredWeights
 from inferpool.models.spec import Placement, RankPart, Split, SplitReport
-from inferpool.models.split.network import serve
 from inferpool.workers.host.forked import ForkedProcess
 from inferpool.workers.host.local import start_forkserver
+from inferpool.workers.ranks.follower import serve
 from inferpool.workers.ranks.group import Group
 from inferpool.workers.ranks.wiring import Wiring
 
