@@ -157,8 +157,6 @@ def test_functions_classes_and_constructors_are_small():
 CRUMBS = {
     "inferpool.service.queue.numbers",
     "inferpool.workers.beside.peak",  # it imports torch, whose absence `probe` must survive
-    "inferpool.workers.host.canary",
-    "inferpool.workers.inside.launched",
 }
 """Small modules that belong into the only other one that knows them: the list may only get
 shorter."""

@@ -1,10 +1,13 @@
 """The front end's view of the decoders of one worker: it starts, replaces and ends them.
 
-They are processes of the worker's incarnation, like the ranks of a split one: the same forkserver
-starts them, the same observers tell how they end, and they end with the worker and with the front
-end. Once a worker is loaded it says what ring its decoders need. The front end makes the ring, and
-tells the worker of it and of each decoder through the *door*: a socket that carries descriptors.
-Which decoder gets which instance, and what its death means for it, is the worker's business.
+They prepare instances beside the worker, so that its GIL does not limit how many instances a device
+gets. They are processes of the worker's incarnation, like the ranks of a split one: the same
+forkserver starts them, since a worker could not fork any more once it has initialised its device;
+the same observers tell how they end, and they end with the worker and with the front end.
+
+Once a worker is loaded it says what ring its decoders need. The front end makes the ring, and tells
+the worker of it and of each decoder through the *door*: a socket that carries descriptors. Which
+decoder gets which instance, and what its death means for it, is the worker's business.
 """
 
 import asyncio
@@ -21,12 +24,12 @@ from multiprocessing import Pipe
 
 import msgspec
 
-from inferpool.workers.decoders.decoder_process import decode
 from inferpool.workers.decoders.ring import DecodingPlan, NewDecoder, NewRing, RingLayout
 from inferpool.workers.host.attachment import Starter
 from inferpool.workers.host.engine import DecoderHealth, WorkerId, WorkerPeriods
 from inferpool.workers.host.observed import OomKills
 from inferpool.workers.host.rank_process import RankProcess
+from inferpool.workers.inside.entry import run_main
 from inferpool.workers.shared.backoff import Backoff
 from inferpool.workers.shared.config import WorkerConfig
 from inferpool.workers.shared.log_lines import log_line
@@ -42,6 +45,7 @@ from inferpool.workers.shared.messages import (
 
 logger = logging.getLogger(__name__)
 
+_MAIN = "inferpool.workers.decoders.decoder:main"
 _RECENT_S = 60.0
 """Seconds for which a death makes the next starts wait longer."""
 _FIRST_PAUSE_S = 0.05
@@ -279,9 +283,9 @@ class _DecoderLife:
         """
         process = self.process
         ends = (self._tasks[0], self._answers[1], process.outbox)
-        shared = (starter.arena, ring, layout, process.heartbeat.memory, process.stacks)
-        args = (config, self.seat, *ends, *shared)
-        process.attach(await starter.start(decode, process.name, args), self)
+        shared = (starter.arena, ring, layout, process.heartbeat.memory)
+        args = (process.stacks, _MAIN, config, self.seat, *ends, *shared)
+        process.attach(await starter.start(run_main, process.name, args), self)
 
     def introduce(self, tell: Callable[[NewDecoder, list[int]], None]) -> None:
         """Hand the other ends of its pipes to the worker, and close them here.

@@ -71,7 +71,7 @@ process, or of the whole host, and it does not count."""
 _SHARE_OF_TIMEOUT = 0.5
 """Part of a batch's timeout after which a decoder counts as hung."""
 _LEAST_TIMEOUT_S = 10.0
-"""The least timeout of a batch if the settings have none: see `workers.host.held`."""
+"""The least timeout of a batch if the settings have none: see `workers.host.carrier`."""
 _USUAL_BATCH = 64
 """Instances of a batch that there are slots for at least: on CPUs batches may grow to it."""
 _READ_BYTES = 1 << 16

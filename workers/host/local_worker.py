@@ -15,10 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.process import BaseProcess
 
 from inferpool.workers.host.attachment import Attachment  # noqa: TC001  # as everywhere else
-from inferpool.workers.host.carrier import Carrier
+from inferpool.workers.host.carrier import Carrier, batch_timeout_s
 from inferpool.workers.host.engine import Cause, Ending, Vitals, WorkerId, WorkerPeriods
 from inferpool.workers.host.error_guard import ErrorGuard
-from inferpool.workers.host.held import batch_timeout_s
 from inferpool.workers.host.observed import OomKills
 from inferpool.workers.host.queues import PrivateQueue
 from inferpool.workers.host.rank_process import RankProcess

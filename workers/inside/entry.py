@@ -1,7 +1,8 @@
-"""Entry point of a worker's process. The front end imports this module: no torch at the top."""
+"""Entry points of a worker's processes. The front end imports this module: no torch at the top."""
 
 from collections.abc import Mapping
 from mmap import mmap
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from inferpool.workers.shared.config import WorkerConfig
@@ -35,3 +36,15 @@ def run(
     from inferpool.workers.inside import process
 
     process.main(config, inbox, outbox, arena, row, region, attachments)
+
+
+def run_main(stacks: int, main: str, *args: object) -> None:
+    """Run a process of a part.
+
+    Args:
+        stacks: See `record`.
+        main: Place of its main program, a function, whose module may import torch.
+        args: Arguments of that.
+    """
+    begin(stacks)
+    resolve_name(main)(*args)

@@ -13,7 +13,7 @@ import pytest
 from inferpool.models.base import Model
 from inferpool.models.spec import Placement
 from inferpool.models.speed.verdicts import VerdictStore
-from inferpool.workers.host.held import batch_timeout_s
+from inferpool.workers.host.carrier import batch_timeout_s
 from inferpool.workers.host.local import LocalEngine
 from inferpool.workers.shared.arena import Arena
 from inferpool.workers.shared.errors import WorkerLostError, WorkerStartError
