@@ -69,6 +69,8 @@ _NUM_USES = 4
 """Calls of clients that use the store at once, but for those that bring new jobs."""
 _CHUNK = 256
 """Answers that are read in a thread at once."""
+Instances = Callable[[], Iterator[StoredInstance]]
+"""Begins to read the instances of a body. The reading blocks, so a thread does it."""
 
 
 class Jobs:
@@ -205,9 +207,7 @@ class Jobs:
             raise UnknownModelError(f"no model {name[:64]!r} is served here; these are: {known}")
         return name
 
-    async def create(
-        self, new: NewJob, instances: Callable[[], Iterator[StoredInstance]]
-    ) -> tuple[Job, bool]:
+    async def create(self, new: NewJob, instances: Instances) -> tuple[Job, bool]:
         """Store a job for good; the iterator runs in a thread, and its errors pass through.
 
         Returns:

@@ -9,11 +9,11 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from inferpool.service.errors import (
     DeadlineExceededError,
@@ -37,6 +37,9 @@ from inferpool.service.queue.instance import BACKGROUND
 from inferpool.service.queue.pool import Pool
 from inferpool.workers.shared.backoff import Backoff
 from inferpool.workers.shared.messages import ItemRef
+
+if TYPE_CHECKING:
+    from inferpool.service.parts.jobs.store.leases import PartLeases
 
 logger = logging.getLogger(__name__)
 
@@ -66,30 +69,12 @@ class LeasePeriods:
     renew_s: float = 4.0
 
 
-class PartStore(Protocol):
-    """The store, as far as the runner needs it."""
-
-    def lease(
-        self, models: Collection[str], room: LeaseRoom, lease_s: float, now: float
-    ) -> Sequence[LeasedPart]:
-        """Take parts of jobs that nobody computes."""
-
-    def renew(self, tokens: Collection[str], lease_s: float) -> set[str]:
-        """Prolong leases, and return those that still hold."""
-
-    def give_back(self, tokens: Collection[str]) -> None:
-        """Let others compute parts at once."""
-
-    def commit_part(self, part: LeasedPart, result: PartResult, now: float) -> Job | None:
-        """Keep the results of a part for good; None if it is not this service's any more."""
-
-
 class Runner:
     """Leases parts while pools have room, and commits their results."""
 
     def __init__(
         self,
-        store: PartStore,
+        store: "PartLeases",
         pools: Mapping[str, Pool],
         *,
         poll_s: float,

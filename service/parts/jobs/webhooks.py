@@ -18,11 +18,11 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from http.cookiejar import CookieJar, DefaultCookiePolicy
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, urlsplit
 
 import msgspec
@@ -36,6 +36,8 @@ from inferpool.workers.shared.backoff import Backoff
 
 if TYPE_CHECKING:
     import httpx
+
+    from inferpool.service.parts.jobs.store.store import JobStore
 
 logger = logging.getLogger(__name__)
 
@@ -63,26 +65,6 @@ _COMPATIBLE = ipaddress.IPv6Network("::/96")
 _SECRET_PREFIX = "whsec_"
 _LEAST_SECRET = 24
 """Bytes that the specification asks for at least."""
-
-
-class WebhookStore(Protocol):
-    """The store, as far as webhooks need it."""
-
-    def waiting_webhooks(
-        self, limit: int, now: float, busy: Collection[str]
-    ) -> Sequence[WaitingWebhook]:
-        """Return calls that are due, but for those to busy receivers."""
-
-    def take_webhooks(
-        self, calls: Sequence[WaitingWebhook], lease_s: float, now: float
-    ) -> Sequence[DueWebhook]:
-        """Take calls that are due still."""
-
-    def note_webhook(self, number: int, next_at: float | None) -> None:
-        """Keep when a webhook is tried next; None: never again."""
-
-    def postpone_webhooks(self, receiver: str, until: float) -> None:
-        """Let no call to a receiver be due before a moment."""
 
 
 class Webhooks:
@@ -133,7 +115,7 @@ class Webhooks:
                 f"webhook: {parts.hostname[:100]} is not one of the hosts in webhook_hosts"
             )
 
-    async def run(self, store: WebhookStore) -> None:
+    async def run(self, store: "JobStore") -> None:
         """Tell webhooks until cancelled; without hosts that may be told, there are none."""
         if not self._hosts:
             return
@@ -153,7 +135,7 @@ class Webhooks:
                     async with asyncio.timeout(_POLL_S):
                         await self._ended.wait()
 
-    async def _take(self, store: WebhookStore) -> Sequence[DueWebhook]:
+    async def _take(self, store: "JobStore") -> Sequence[DueWebhook]:
         """Take calls that are due and for which there is a place; each has one then."""
         now = time.time()
         busy = [receiver for receiver in self._calls_to if not self._may_call(receiver)]
@@ -190,9 +172,7 @@ class Webhooks:
         if not self._calls_to[call.receiver]:
             del self._calls_to[call.receiver]
 
-    async def _tell(
-        self, client: "httpx.AsyncClient", store: WebhookStore, due: DueWebhook
-    ) -> None:
+    async def _tell(self, client: "httpx.AsyncClient", store: "JobStore", due: DueWebhook) -> None:
         """Make a call, and keep what came of it."""
         try:
             with contextlib.suppress(ServiceError):  # the store is gone: the call is due again
@@ -204,7 +184,7 @@ class Webhooks:
             self._end(due.call)
 
     async def _attempt(
-        self, client: "httpx.AsyncClient", store: WebhookStore, due: DueWebhook
+        self, client: "httpx.AsyncClient", store: "JobStore", due: DueWebhook
     ) -> str:
         """Make a call, and return why it failed; empty if it did not."""
         job, receiver, began = due.job, due.call.receiver, time.time()

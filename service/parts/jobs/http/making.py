@@ -29,8 +29,8 @@ from inferpool.service.errors import BadRequestError, NotAcceptableError
 from inferpool.service.parts.jobs.http.documents import info_of
 from inferpool.service.parts.jobs.http.reading import read_body
 from inferpool.service.parts.jobs.http.results import stream_json
-from inferpool.service.parts.jobs.http.target import JobsTarget
 from inferpool.service.parts.jobs.http.uploads import Uploads
+from inferpool.service.parts.jobs.jobs import Jobs
 from inferpool.service.parts.jobs.records import Job, NewJob
 from inferpool.service.parts.jobs.threads import in_thread
 from inferpool.service.parts.live.events import client_of
@@ -56,7 +56,7 @@ _CLIENT_GONE = 499
 class JobMaker:
     """Makes jobs of calls."""
 
-    def __init__(self, target: JobsTarget, guard: Guard, limits: Limits) -> None:
+    def __init__(self, target: Jobs, guard: Guard, limits: Limits) -> None:
         self._target = target
         self._guard = guard
         self._limits = limits

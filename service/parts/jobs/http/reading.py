@@ -23,7 +23,7 @@ from inferpool.service.api.codecs.names import is_label
 from inferpool.service.api.codecs.requests import TYPES, decode
 from inferpool.service.errors import InvalidInputError, ServiceError, TooLargeError
 from inferpool.service.parts.jobs.http.archive import read_archive
-from inferpool.service.parts.jobs.http.target import Instances
+from inferpool.service.parts.jobs.jobs import Instances
 from inferpool.service.parts.jobs.records import JobProblem, StoredInstance
 
 MAX_INSTANCES = 1_000_000

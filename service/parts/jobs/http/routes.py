@@ -34,7 +34,7 @@ from inferpool.service.parts.jobs.http.results import (
     stream_json,
     stream_lines,
 )
-from inferpool.service.parts.jobs.http.target import JobsTarget
+from inferpool.service.parts.jobs.jobs import Jobs
 from inferpool.service.parts.jobs.records import STATES, JobState
 from inferpool.service.parts.live.events import WAS_HEAD, EventStream
 from inferpool.service.queue.shares import Shares
@@ -72,7 +72,7 @@ _First = Annotated[int | None, Query(ge=0, le=_MOST_FIRST, description="The firs
 _Count = Annotated[int | None, Query(ge=1, le=_MOST_FIRST, description="The most answers.")]
 
 
-def jobs_router(target: JobsTarget, guard: Guard, limits: Limits) -> APIRouter:
+def jobs_router(target: Jobs, guard: Guard, limits: Limits) -> APIRouter:
     """Return the routes, acting on a target. Whoever serves them checks the key."""
     router = APIRouter(tags=["jobs"])
     maker = JobMaker(target, guard, limits)
