@@ -27,6 +27,7 @@ OTHERS = {
     "weights": "inferpool.models.files.checkpoint:load_weights",
     "folder of minilm_l6": "inferpool.models.text.encoder:packaged_folder",
     "fault of a folder": "inferpool.models.files.run_folder:why_no_run",
+    "start check": "inferpool.workers.start_check.check:ReadyCheck",
     "speed preset": "inferpool.workers.speed.worker_side:chosen_preset",
     "forget a load": "inferpool.models.speed.attempts:forget_load",
 }

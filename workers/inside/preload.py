@@ -8,6 +8,7 @@ import torch
 import inferpool.workers.inside.process
 from inferpool.models.attached import attached
 
-for _name in ("efficientnet_lite0", "echo", "package.module:Class", "weights", "speed preset"):
+_SOURCES = ("efficientnet_lite0", "echo", "package.module:Class", "weights")
+for _name in (*_SOURCES, "speed preset", "start check"):
     attached(_name)  # most workers need it
 torch.set_num_threads(1)  # no thread pool may exist at the fork

@@ -37,7 +37,6 @@ from inferpool.workers.inside.own_process import (
 )
 from inferpool.workers.inside.pools import started_pool
 from inferpool.workers.inside.preparing import Prepared, unprepared
-from inferpool.workers.inside.readiness import ReadyCheck
 from inferpool.workers.shared.config import WorkerConfig
 from inferpool.workers.shared.heartbeat import Heartbeat
 from inferpool.workers.shared.messages import BatchDone, Ready, StartProgress, Stored
@@ -370,7 +369,7 @@ def load(
     samples = list(model.warmup())
     example = own_example(model)
     own = example.item if example else None
-    check = ReadyCheck(model, config, own, samples, preset=speed.preset)
+    check = attached("start check")(model, config, own, samples, preset=speed.preset)
     computer = Computer(
         model,
         num_threads=config.prepare_threads,

@@ -30,22 +30,6 @@ from inferpool.models.sources.made_up import made_up, shrunk, varied
 from inferpool.models.texts import described, text_of
 from inferpool.workers.inside.checks import BrokenPromiseError
 from inferpool.workers.inside.compute import Computer
-from inferpool.workers.inside.likeness import (
-    are_close,
-    floats_of,
-    form_of,
-    form_text,
-    is_rounding,
-    without_same,
-)
-from inferpool.workers.inside.networks import (
-    BF16_ROUNDING,
-    Formats,
-    non_finite_weight,
-    rounding_in,
-    rounding_of,
-    training_text,
-)
 from inferpool.workers.inside.outcomes import (
     NotFiniteAnswerError,
     TensorOutputs,
@@ -55,6 +39,22 @@ from inferpool.workers.inside.outcomes import (
 from inferpool.workers.inside.own_passes import Pass
 from inferpool.workers.inside.shortage import release
 from inferpool.workers.shared.config import REFUSED, CheckReport, WorkerConfig
+from inferpool.workers.start_check.likeness import (
+    are_close,
+    floats_of,
+    form_of,
+    form_text,
+    is_rounding,
+    without_same,
+)
+from inferpool.workers.start_check.networks import (
+    BF16_ROUNDING,
+    Formats,
+    non_finite_weight,
+    rounding_in,
+    rounding_of,
+    training_text,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -253,7 +253,7 @@ class ReadyCheck:
         if difference := self._difference(computer, alone, again, answer, other):
             self._refuse(
                 f"{self._name} answers otherwise when it is asked the same again ({difference})"
-                f"{self._hint('repeatable')}"
+                f"{_hint(self._model, 'repeatable')}"
             )
         return not difference
 
@@ -268,7 +268,7 @@ class ReadyCheck:
         if difference := self._difference(computer, alone, beside, answer, other):
             self._refuse(
                 f"{self._name} answers otherwise beside another instance than alone "
-                f"({difference}){self._hint('alone_as_in_batch')}"
+                f"({difference}){_hint(self._model, 'alone_as_in_batch')}"
             )
 
     def _beside(self, computer: Computer, item: Item, features: Features) -> Pass | None:
@@ -298,17 +298,10 @@ class ReadyCheck:
     def _others(self, item: Item, features: Features) -> Iterator[Callable[[], Features]]:
         """Yield what makes the features of other instances, the best first."""
         if others := [each for each in self._samples[:2] if each is not item]:
-            yield lambda: self._alike(features, self._prepared(others[-1]))
-        yield lambda: self._alike(features, self._prepared(_there(varied(item))))
+            yield lambda: _alike(self._model, features, self._prepared(others[-1]))
+        yield lambda: _alike(self._model, features, self._prepared(_there(varied(item))))
         if not is_overridden(self._model, "preprocess"):
             yield lambda: shrunk(features, self._generator)
-
-    def _alike(self, features: Features, others: Features) -> Features:
-        """Return the others' features, if the model puts both into one batch."""
-        if self._model.bucket(features) != self._model.bucket(others):
-            raise ValueError("another bucket")
-        self._model.collate([features, others])
-        return others
 
     def _prepared(self, item: Item) -> Features:
         self._step = "preprocess"
@@ -333,17 +326,7 @@ class ReadyCheck:
             told = f"its answers, since render wants more: {text_of(value)}"
             self._not_checked += [] if told in self._not_checked else [told]
             return None
-        try:
-            text = self._encode(value)
-        except NotFiniteAnswerError as error:
-            raise BrokenPromiseError(
-                f"the {error}; if that is meant, say `finite_outputs = False`"
-            ) from None
-        except (TypeError, ValueError, RecursionError) as error:
-            must = "a value that JSON can say"
-            raise bad_return(model, "render", must, text_of(error)) from None
-        check_size(len(text))
-        return msgspec.json.decode(text)
+        return _sent(model, self._encode, value)
 
     def _difference(
         self, computer: Computer, first: Pass, other: Pass, answer: object, another: object
@@ -431,13 +414,35 @@ class ReadyCheck:
     def _instance(self) -> str:
         return "an instance that was made up" if self._is_made_up else "its own example"
 
-    def _hint(self, promise: str) -> str:
-        """Return what to do about answers that differ."""
-        place = place_of(self._model, "forward")
-        where = f" ({place})" if place and not is_ours(place) else ""
-        training = training_text(self._model)
-        says = f"say `{promise} = False` in its class, or in its options, if that is meant"
-        return f"{where}{training}; {says}"
+
+def _alike(model: Model, features: Features, others: Features) -> Features:
+    """Return the others' features, if the model puts both into one batch."""
+    if model.bucket(features) != model.bucket(others):
+        raise ValueError("another bucket")
+    model.collate([features, others])
+    return others
+
+
+def _sent(model: Model, encode: Callable[[object], bytes], value: object) -> object:
+    """Return an answer as it comes out of JSON; check that it can be sent."""
+    try:
+        text = encode(value)
+    except NotFiniteAnswerError as error:
+        raise BrokenPromiseError(
+            f"the {error}; if that is meant, say `finite_outputs = False`"
+        ) from None
+    except (TypeError, ValueError, RecursionError) as error:
+        raise bad_return(model, "render", "a value that JSON can say", text_of(error)) from None
+    check_size(len(text))
+    return msgspec.json.decode(text)
+
+
+def _hint(model: Model, promise: str) -> str:
+    """Return what to do about answers that differ."""
+    place = place_of(model, "forward")
+    where = f" ({place})" if place and not is_ours(place) else ""
+    says = f"say `{promise} = False` in its class, or in its options, if that is meant"
+    return f"{where}{training_text(model)}; {says}"
 
 
 def _there(item: Item | None) -> Item:

@@ -19,11 +19,11 @@ from inferpool.models.example import own_example
 from inferpool.models.item import Features, Item
 from inferpool.models.spec import Placement, TensorSpec
 from inferpool.workers.inside.compute import Computer
-from inferpool.workers.inside.networks import non_finite_weight, rounding_of
 from inferpool.workers.inside.process import load
-from inferpool.workers.inside.readiness import ReadyCheck
 from inferpool.workers.shared.config import CheckReport
 from inferpool.workers.shared.messages import Ready
+from inferpool.workers.start_check.check import ReadyCheck
+from inferpool.workers.start_check.networks import non_finite_weight, rounding_of
 from tests.small_classifier import SmallClassifier
 from tests.workers.contract import config_of
 

@@ -1,0 +1,1 @@
+"""Check of a loaded model on an instance of its own, before its worker is ready."""
