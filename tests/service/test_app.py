@@ -1,5 +1,8 @@
 import asyncio
+import json
 import socket
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator
 
 import pytest
@@ -19,6 +22,21 @@ from inferpool.service.telemetry.logs import configure
 from inferpool.service.telemetry.metrics import Metrics
 from inferpool.workers.host.devices import find_host
 from tests.virtual_time import run_in_virtual_time
+
+STARTS = "GpuWatch.start LiveFeed.start Jobs.start ModelFolder.run"
+BEGINS_OF_STOPS = "Operations.end Changes.end LiveFeed.end Jobs.end"
+STOPS = "GpuWatch.stop LiveFeed.stop Operations.stop Changes.stop SpeedSearch.stop Jobs.stop"
+WORKERS_STOP = "Pool.stop Catalog.stop RecordedEngine.close Arena.close SpeedCache.close"
+ORDERS = {
+    "front_ends=1": f"Catalog.start Pool.start {STARTS} SpeedSearch.add | {BEGINS_OF_STOPS} "
+    f"Dispatcher.drain {STOPS} {WORKERS_STOP}",
+    "front_ends=2": f"Catalog.start Pool.start {STARTS} SpeedSearch.add Fronts.start "
+    f"Fronts.on_ready | {BEGINS_OF_STOPS} Fronts.move_clients_away Dispatcher.drain Fronts.stop "
+    f"{STOPS} {WORKERS_STOP}",
+    "cluster_port=0": f"Catalog.start Pool.start Cluster.open {STARTS} | {BEGINS_OF_STOPS} "
+    f"Dispatcher.drain {STOPS} Cluster.close Pool.stop Catalog.stop Arena.close SpeedCache.close",
+}
+"""What starts, and after `|` what stops, of a service with one setting."""
 
 KEYS = {f"INFERPOOL_{kind}_KEYS": f"{kind.lower()}-0123456789" for kind in ("PREDICT", "ADMIN")}
 
@@ -41,6 +59,15 @@ def app(settings) -> Iterator[App]:
         service, make_predict(service.pools, settings, guard, None, service.metrics.model), guard
     )
     logs.close()
+
+
+@pytest.mark.parametrize("setting", ORDERS)
+def test_everything_starts_and_stops_in_its_order(setting, tmp_path):
+    command = [sys.executable, "-m", "tests.service.recorded_service", str(tmp_path), setting]
+    run = subprocess.run(command, stdout=subprocess.PIPE, timeout=120, check=True)
+    found = json.loads(run.stdout)
+    assert " ".join(found["events"]) == ORDERS[setting]
+    assert found["code"] == 0
 
 
 def test_decoders_count_among_the_processes_that_need_descriptors(tmp_path):

@@ -93,6 +93,7 @@ class Fronts:
         self._up = asyncio.Event()
         self._oom_kills = OomKills()
         self._is_hurried = False
+        self._is_stopped = False
 
     @property
     def used_bytes(self) -> int:
@@ -141,7 +142,13 @@ class Fronts:
             front.hurry()
 
     async def stop(self, flush_until: float = 0.0) -> None:
-        """Stop the fronts, whose instances are settled; clients may read until a moment."""
+        """Stop the fronts, whose instances are settled; clients may read until a moment.
+
+        The drain stops them, and the end of the service once more: there may have been no drain.
+        """
+        if self._is_stopped:
+            return  # closing a descriptor twice closes what has its number by then
+        self._is_stopped = True
         self._balancer.close()
         await self._supervisor.stop(max(0.0, flush_until - time.monotonic()))
         if self._watching is not None:
