@@ -1,6 +1,6 @@
 """One batch at the decoders of a worker, and the seats of these. Worker processes.
 
-The thread that prepares batches uses them; see `workers.inside.decoders`.
+The thread that prepares batches uses them; see `workers.decoders.worker_side`.
 """
 
 import contextlib

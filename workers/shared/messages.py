@@ -68,7 +68,7 @@ class Batch(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Stored(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Place of an output in the region of its worker: see `workers.outputs`."""
+    """Place of an output in the region of its worker: see `workers.shared.outputs`."""
 
     first_block: int
     num_bytes: int
