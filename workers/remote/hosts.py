@@ -122,9 +122,6 @@ class RemoteHosts:
             raise WorkerStartError(f"{config.host or 'no host'} is not connected", permanent=False)
         return await host.start(id, config, on_progress)
 
-    def forkserver_vitals(self) -> None:
-        """Return None: nothing is forked on this host."""
-
     def stand_by(self, reason: str) -> None:
         """Let no agent join until `take_over`, and end all connections of agents."""
         self.standby_reason = reason
