@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from inferpool.service.api.errors import NotFoundError
 from inferpool.service.api.routes.health import HostHealth, LostHostHealth
@@ -16,7 +15,7 @@ from inferpool.service.parts.admin.routes import HostSpeed
 from inferpool.service.report import ClusterReport
 from inferpool.service.telemetry.metrics import Reading, gpu_gauges
 from inferpool.workers.host.slots import WorkerSlot
-from inferpool.workers.remote.wire import HostFacts, HostVitals
+from inferpool.workers.remote.host import RemoteHost
 
 _SHOWN_S = 600.0
 """Seconds for which a host that was lost is shown."""
@@ -27,33 +26,9 @@ _MEASURED_S = 0.25
 """Seconds for which a measurement should send each way."""
 
 
-class ConnectedHost(Protocol):
-    """The connection to a host, as `workers.remote.host.RemoteHost` has it."""
-
-    facts: HostFacts
-    address: str
-    epoch: int
-    joined_at: float
-    round_trip_s: float
-    clock_offset_s: float
-    has_left: bool
-    vitals: HostVitals
-
-    @property
-    def last_beat_age_s(self) -> float:
-        """Seconds since the last sign of life."""
-
-    @property
-    def is_silent(self) -> bool:
-        """True if no sign of life has come for longer than usual."""
-
-    async def measure(self, num_bytes: int) -> tuple[float, float]:
-        """Return the bytes per second to the host, and from it."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Loss:
-    host: ConnectedHost
+    host: RemoteHost
     state: str
     """`lost`, or `left` if that was intended."""
     reason: str
@@ -75,7 +50,7 @@ class ShownHosts:
         """Address at which agents join; None if this is no cluster."""
         self.standby: Callable[[], str] = str
         """Returns why no agent may join now, since another front end serves; empty if they may."""
-        self._connected: dict[str, ConnectedHost] = {}
+        self._connected: dict[str, RemoteHost] = {}
         self._losses: dict[str, _Loss] = {}
         """Hosts that are not connected any more, the latest last."""
         self._num_lost: Counter[str] = Counter()
@@ -83,12 +58,12 @@ class ShownHosts:
         self._measured: set[str] = set()
         """Hosts to which the connection is being measured."""
 
-    def on_joined(self, host: ConnectedHost) -> None:
+    def on_joined(self, host: RemoteHost) -> None:
         """Show a host as connected."""
         self._connected[host.facts.name] = host
         self._losses.pop(host.facts.name, None)
 
-    def on_lost(self, host: ConnectedHost, reason: str) -> None:
+    def on_lost(self, host: RemoteHost, reason: str) -> None:
         """Show a host as lost, for a while."""
         name = host.facts.name
         if self._connected.get(name) is not host:
@@ -172,7 +147,7 @@ class ShownHosts:
         return list(self._losses.values())
 
 
-def _health(host: ConnectedHost, slots: Sequence[WorkerSlot]) -> HostHealth:
+def _health(host: RemoteHost, slots: Sequence[WorkerSlot]) -> HostHealth:
     facts, vitals = host.facts, host.vitals
     has_told = bool(vitals.wall_time)
     return HostHealth(
@@ -209,7 +184,7 @@ def _lost_health(loss: _Loss, now: float) -> LostHostHealth:
     )
 
 
-def _host_gauges(host: ConnectedHost, num_ready: int) -> Iterator[Reading]:
+def _host_gauges(host: RemoteHost, num_ready: int) -> Iterator[Reading]:
     name, vitals = host.facts.name, host.vitals
     values: dict[str, float] = {
         "up": 1,
