@@ -8,7 +8,7 @@ each other are not checked.
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from functools import wraps
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from inferpool.models.base import Model
 from inferpool.models.errors import BadReturnError, InputError
 from inferpool.models.inputs import shape_text
 from inferpool.models.item import Item
+from inferpool.models.overrides import bad_return, is_overridden
 from inferpool.models.spec import DTYPE_BYTES, TensorSpec, matches
 
 _TENSORS = "a dict of tensors by name"
@@ -51,61 +52,6 @@ def checked(model: Model) -> Model:
             method = getattr(method, "checked_method", method)
             setattr(own, name, _checking(model, method, check, name, is_own=is_own))
     return model
-
-
-def is_overridden(model: Model, method: str) -> bool:
-    """Return whether a model replaces a method of `Model`."""
-    own = inspect.unwrap(getattr(model, method))
-    return getattr(own, "__func__", own) is not getattr(Model, method)
-
-
-def rendering_of(model: Model) -> tuple[str, Callable[..., Sequence[object]]]:
-    """Return the name of the method that renders, and what renders a batch with it.
-
-    Of `render` and `render_batch` the one that is defined nearer to the model's class counts, and
-    `render_batch` if one class defines both.
-    """
-    if _distance_of(model, "render") < _distance_of(model, "render_batch"):
-        return "render", MethodType(Model.render_batch, model)
-    is_own = is_overridden(model, "render_batch")
-    return "render_batch" if is_own else "render", model.render_batch
-
-
-def forward_can_run_ahead(model: Model) -> bool:
-    """Return whether the class that defines `forward`, or one below it, says `can_run_ahead`."""
-    for each in type(model).__mro__:
-        if "can_run_ahead" in vars(each):
-            return model.can_run_ahead
-        if "forward" in vars(each):
-            return False
-    return False
-
-
-def place_of(model: Model, method: str) -> str:
-    """Return where a method is defined, as "file:line"; empty if Python does not know."""
-    own = inspect.unwrap(getattr(model, method))
-    code = getattr(getattr(own, "__func__", own), "__code__", None)
-    return f"{code.co_filename}:{code.co_firstlineno}" if code else ""
-
-
-def bad_return(model: Model, method: str, must: str, found: str) -> BadReturnError:
-    """Make the error for a method that returned `found` where it must return `must`."""
-    place = place_of(model, method)
-    where = f" ({place})" if place else ""
-    return BadReturnError(f"{method} must return {must}, got {found}{where}")
-
-
-def _distance_of(model: Model, method: str) -> int:
-    """Return how many classes lie between an object and the one that defines its method.
-
-    Methods that a class inherits and `checked` has put on the class itself do not count.
-    """
-    if method in vars(model):
-        return -1
-    for number, each in enumerate(type(model).__mro__):
-        if method in vars(each) and getattr(vars(each)[method], "is_own_method", True):
-            return number
-    raise AttributeError(method)
 
 
 def _checking(

@@ -9,9 +9,9 @@ import msgspec
 import torch
 
 from inferpool.models.base import Model
-from inferpool.models.border import bad_return, is_overridden
 from inferpool.models.errors import BadReturnError
 from inferpool.models.item import Item
+from inferpool.models.overrides import bad_return, is_overridden
 from inferpool.models.texts import described
 
 logger = logging.getLogger(__name__)

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from inferpool.models.base import Model
-from inferpool.models.border import forward_can_run_ahead
 from inferpool.models.example import reads_own_form
 from inferpool.models.item import Features, Item
+from inferpool.models.overrides import forward_can_run_ahead
 from inferpool.models.sources.registry import build
 
 PARAMETER = "inferpool_chaos"

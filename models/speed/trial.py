@@ -25,8 +25,8 @@ from inferpool.models.accelerator.device import (
 from inferpool.models.accelerator.failures import is_out_of_memory
 from inferpool.models.agreement import Agreement
 from inferpool.models.base import Model
-from inferpool.models.border import forward_can_run_ahead
 from inferpool.models.item import Features, Item
+from inferpool.models.overrides import forward_can_run_ahead
 from inferpool.models.speed.compiled import Compiled
 from inferpool.models.speed.graphs import Graphed
 from inferpool.models.speed.presets import Recast, can_be_changed, prepare

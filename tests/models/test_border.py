@@ -12,13 +12,15 @@ import pytest
 import torch
 
 from inferpool.models.base import Model
-from inferpool.models.border import checked, place_of, rendering_of
+from inferpool.models.border import checked
 from inferpool.models.errors import BadReturnError, InputError
 from inferpool.models.example import own_example, shown_example
 from inferpool.models.item import Features, Item
+from inferpool.models.overrides import place_of, rendering_of
 from inferpool.models.spec import Placement, TensorSpec
 from inferpool.workers.inside.compute import Computer
 from inferpool.workers.shared.messages import ItemRef
+from inferpool.workers.start_check.own_passes import OwnPasses
 
 CPU = Placement(devices=("cpu",))
 X = TensorSpec(name="x", dtype="float32", shape=(-1, 3))
@@ -261,7 +263,7 @@ def assert_serves(kind: type[Sums]) -> None:
         shown_example(model, own_example(model), samples)
         computer = Computer(model, num_threads=1)
         if samples:
-            computer.warm_up(samples, (1, 2))
+            OwnPasses(computer).warm_up(samples, (1, 2))
         payload = b"[1.0, 2.0, 3.0]"
         refs = [ItemRef("json", 0, len(payload), math.inf)] * 2
         assert (

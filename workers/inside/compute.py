@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from inferpool.models.accelerator.device import is_accelerator, mark_here, synchronize
 from inferpool.models.accelerator.failures import is_lost_device, is_out_of_memory, raised
 from inferpool.models.base import Model
-from inferpool.models.border import bad_return, is_overridden, rendering_of
 from inferpool.models.errors import InputError
 from inferpool.models.item import Features, Item
+from inferpool.models.overrides import bad_return, is_overridden, rendering_of
 from inferpool.models.texts import described, text_of
 from inferpool.workers.inside.checks import OutputChecks
 from inferpool.workers.inside.outcomes import (
@@ -28,7 +28,6 @@ from inferpool.workers.inside.outcomes import (
     error_of,
     refusal_of,
 )
-from inferpool.workers.inside.own_passes import OwnPasses
 from inferpool.workers.inside.preparing import Prepared, Preparer, unprepared
 from inferpool.workers.inside.shapes import ShapeGroup
 from inferpool.workers.inside.shortage import SafeSizes, release
@@ -74,16 +73,14 @@ class Computer:
         self._keep = keep
         self._error_detail = error_detail
         self._is_sample_finite: bool | None = None
-        self._checks = OutputChecks(model)
+        self.checks = OutputChecks(model)
         self._preprocesses_itself = is_overridden(model, "preprocess")
         self._renders_in, self._render_batch = rendering_of(model)
         self._safe_sizes = SafeSizes()
-        self._staging = Staging(model, device) if is_accelerator(device) else None
+        self.staging = Staging(model, device) if is_accelerator(device) else None
         self.preparer = Preparer(
-            model, num_threads=num_threads, staging=self._staging, error_detail=error_detail
+            model, num_threads=num_threads, staging=self.staging, error_detail=error_detail
         )
-        own = OwnPasses(model, self._staging, self._checks)
-        self.warm_up, self.try_out = own.warm_up, own.try_out
         self._encode = encoder(are_finite=model.finite_outputs)
 
     def prepare(self, id: int, refs: Sequence[ItemRef], payloads: Sequence[memoryview]) -> Prepared:
@@ -115,7 +112,7 @@ class Computer:
     @property
     def runs_ahead(self) -> bool:
         """Batches may be launched before the batch before is answered."""
-        return self._staging is not None and self._staging.runs_ahead
+        return self.staging is not None and self.staging.runs_ahead
 
     def launch(self, prepared: Prepared) -> None:
         """Tell the device to compute a batch, and do not wait: `compute` does the rest.
@@ -125,7 +122,7 @@ class Computer:
         Raises:
             torch.AcceleratorError: The device's context is lost.
         """
-        assert self._staging is not None
+        assert self.staging is not None
         assert prepared.handed_over is not None
         for group in prepared.groups:
             live, batch = _in_time(prepared, group.indices), group.batch
@@ -140,7 +137,7 @@ class Computer:
                 take(prepared.handed_over, batch)
                 prepared.step = "forward"
                 outputs = self.model.forward(batch)
-                group.launch = self._staging.launch(began, outputs)
+                group.launch = self.staging.launch(began, outputs)
             except raised() as error:
                 if is_lost_device(error):
                     raise
@@ -290,8 +287,8 @@ class Computer:
             outputs = {name: out.cpu() for name, out in outputs.items()}
         prepared.step = "postprocess"
         outputs = self.model.postprocess(outputs)
-        self._checks.check_shapes(outputs, len(indices))
-        if rows := self._checks.non_finite_rows(outputs):
+        self.checks.check_shapes(outputs, len(indices))
+        if rows := self.checks.non_finite_rows(outputs):
             return self._leave_out(prepared, indices, rows, outputs)
         self._settle(prepared, indices, outputs)
         return []

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from inferpool.models.accelerator.failures import lacks_resources, raised
 from inferpool.models.base import MAX_JSON_NUMBERS, Model
-from inferpool.models.border import place_of
 from inferpool.models.errors import InputError
 from inferpool.models.example import example_item
 from inferpool.models.inputs import non_finite_input
 from inferpool.models.item import Features, Item
 from inferpool.models.json_errors import first_in, number_out_of_range, placed
+from inferpool.models.overrides import place_of
 from inferpool.models.texts import described, name_of, text_of, traceback_of
 from inferpool.workers.inside.checks import BrokenPromiseError
 from inferpool.workers.shared.config import ErrorDetail

@@ -20,8 +20,8 @@ from inferpool.models.accelerator.device import (
     stack_pinned,
 )
 from inferpool.models.base import Model
-from inferpool.models.border import forward_can_run_ahead
 from inferpool.models.item import Features
+from inferpool.models.overrides import forward_can_run_ahead
 
 logger = logging.getLogger(__name__)
 

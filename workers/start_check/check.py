@@ -22,10 +22,10 @@ from inferpool.models.accelerator.failures import (
 )
 from inferpool.models.agreement import ValueTolerance
 from inferpool.models.base import Model
-from inferpool.models.border import bad_return, is_overridden, place_of, rendering_of
 from inferpool.models.errors import InputError, ModelError
 from inferpool.models.files.modules import is_ours, line_of
 from inferpool.models.item import Features, Item
+from inferpool.models.overrides import bad_return, is_overridden, place_of, rendering_of
 from inferpool.models.sources.made_up import made_up, shrunk, varied
 from inferpool.models.texts import described, text_of
 from inferpool.workers.inside.checks import BrokenPromiseError
@@ -36,7 +36,6 @@ from inferpool.workers.inside.outcomes import (
     check_size,
     encoder,
 )
-from inferpool.workers.inside.own_passes import Pass
 from inferpool.workers.inside.shortage import release
 from inferpool.workers.shared.config import REFUSED, CheckReport, WorkerConfig
 from inferpool.workers.start_check.likeness import (
@@ -55,6 +54,7 @@ from inferpool.workers.start_check.networks import (
     rounding_of,
     training_text,
 )
+from inferpool.workers.start_check.own_passes import OwnPasses, Pass
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ class ReadyCheck:
         return self._config.check == "off" or self._config.checked is not None
 
     def warm_up(self, computer: Computer, sizes: Sequence[int]) -> float:
-        """Compute the samples in some sizes, and keep what that shows; see `Computer.warm_up`.
+        """Compute the samples in some sizes, and keep what that shows; see `OwnPasses.warm_up`.
 
         A single sample is computed beside another one, if one that fits can be made of it.
 
@@ -126,7 +126,9 @@ class ReadyCheck:
             ModelError: The model is refused, since it fails on its first sample.
         """
         needed = self._config.max_batch_size
-        warm_up = partial(computer.warm_up, sizes=sizes, needed=needed, on_pass=self._keep)
+        warm_up = partial(
+            OwnPasses(computer).warm_up, sizes=sizes, needed=needed, on_pass=self._keep
+        )
         if other := self._other_to_warm():
             try:
                 longest_s = warm_up([*self._samples, other])
@@ -310,7 +312,7 @@ class ReadyCheck:
     def _computed(self, computer: Computer, chosen: Sequence[Features]) -> Pass:
         self._step = "forward"
         hash(self._model.bucket(chosen[0]))
-        return computer.try_out(chosen)
+        return OwnPasses(computer).try_out(chosen)
 
     def _answer(self, item: Item, outputs: Features) -> object:
         """Return the answer as JSON, if the model renders it itself; check that it can be sent."""

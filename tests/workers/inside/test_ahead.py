@@ -18,6 +18,7 @@ from inferpool.workers.inside.compute import Computer
 from inferpool.workers.inside.preparing import Prepared, Preparer, unprepared
 from inferpool.workers.inside.staging import Staging
 from inferpool.workers.shared.messages import ItemError, ItemRef, Outcome
+from inferpool.workers.start_check.own_passes import OwnPasses
 from tests.ahead_model import AheadModel
 
 pytestmark = pytest.mark.simulated
@@ -171,7 +172,7 @@ def test_model_whose_forward_returns_the_same_memory_each_time_does_not_run_ahea
 
     for model, runs_ahead in ((AheadModel(), True), (Keeping(), False)):
         computer = computer_of(model)
-        computer.warm_up(model.warmup() * 2, [1])
+        OwnPasses(computer).warm_up(model.warmup() * 2, [1])
         assert computer.runs_ahead == runs_ahead
         assert {size for _, size in model.steps} == {1}, "a batch was larger than the warm-up's"
         assert answers(computer, prepared(computer, numbers(1, 2))) == [2, 4]

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from inferpool.models.accelerator.device import mark_here
 from inferpool.models.accelerator.failures import is_out_of_memory
-from inferpool.models.base import Model
 from inferpool.models.errors import ModelError
 from inferpool.models.item import Features, Item
 from inferpool.models.speed_names import LONG_S
-from inferpool.workers.inside.checks import BrokenPromiseError, OutputChecks
+from inferpool.workers.inside.checks import BrokenPromiseError
+from inferpool.workers.inside.compute import Computer
 from inferpool.workers.inside.shortage import release
-from inferpool.workers.inside.staging import Staging, take
+from inferpool.workers.inside.staging import take
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,10 +33,10 @@ class Pass:
 class OwnPasses:
     """Passes of one model, which is loaded. Its callers are in the thread that computes."""
 
-    def __init__(self, model: Model, staging: Staging | None, checks: OutputChecks) -> None:
-        self._model = model
-        self._staging = staging
-        self._checks = checks
+    def __init__(self, computer: Computer) -> None:
+        self._model = computer.model
+        self._staging = computer.staging
+        self._checks = computer.checks
 
     def warm_up(
         self,
