@@ -311,16 +311,11 @@ class RemoteHost(LinkListener[ToFrontEnd]):
 
     async def _watch(self) -> None:
         """Send beats, and end the connection when the lease has run out."""
-        while True:
-            now = time.monotonic()
-            self._lease.renew(self._link.heard_at)
-            look_in_s = self._lease.look_in_s(now)
-            if self._lease.is_out(now, look_in_s):
-                self._link.close(f"no sign of life for {LEASE_S:g} s")
-                return
+        while look_in_s := self._lease.look(now := time.monotonic(), self._link.heard_at):
             is_standing_by = bool(self._owner.standby_reason)
             self._link.send(Beat(now, self._owner.term, is_standing_by))
             await asyncio.sleep(look_in_s)
+        self._link.close(f"no sign of life for {LEASE_S:g} s")
 
     async def _timed(self, num_bytes: int, body: Views) -> float:
         if self.is_lost:

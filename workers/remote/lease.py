@@ -24,6 +24,17 @@ class Lease:
         """Return the seconds since the last sign of life."""
         return max(0.0, now - self._heard_at)
 
+    def look(self, now: float, heard_at: float) -> float:
+        """Return the seconds until the next look; 0.0 once the other side counts as lost.
+
+        Args:
+            now: Monotonic seconds.
+            heard_at: Time of its last sign of life.
+        """
+        self.renew(heard_at)
+        look_in_s = self.look_in_s(now)
+        return 0.0 if self.is_out(now, look_in_s) else look_in_s
+
     def look_in_s(self, now: float) -> float:
         """Return the seconds until the next look: a beat, or until the lease may be out."""
         return min(BEAT_S, max(_LEAST_LOOK_S, self._lease_s - self.age_s(now) + _LEAST_LOOK_S))

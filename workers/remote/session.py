@@ -192,16 +192,11 @@ class AgentSession(LinkListener[ToAgent]):
 
     async def _watch(self) -> None:
         """End the connection when the lease has run out; give signs of life while beats tarry."""
-        while True:
-            now = time.monotonic()
-            self._lease.renew(self._link.heard_at)
-            look_in_s = self._lease.look_in_s(now)
-            if self._lease.is_out(now, look_in_s):
-                self._link.close(f"no sign of life from the front end for {LEASE_S:g} s")
-                return
+        while look_in_s := self._lease.look(now := time.monotonic(), self._link.heard_at):
             if now - self._told_at > _LATE_BEATS * BEAT_S:  # payloads are on the way before them
                 self._tell(0.0)
             await asyncio.sleep(look_in_s)
+        self._link.close(f"no sign of life from the front end for {LEASE_S:g} s")
 
     def _tell(self, sent_at: float) -> None:
         """Tell the front end of the state of this host."""
