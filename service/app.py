@@ -46,6 +46,7 @@ from inferpool.service.parts.fronts.number import number_of_fronts
 from inferpool.service.parts.fronts.only_front import OnlyFront
 from inferpool.service.parts.jobs.http.routes import jobs_router
 from inferpool.service.parts.live.events import events_router
+from inferpool.service.parts.live.page import Page
 from inferpool.service.parts.swap.requests import request_schemas
 from inferpool.service.parts.swap.routes import models_router
 from inferpool.service.service import ClosableEngine, Service
@@ -216,6 +217,8 @@ def make_app(service: Service, predict: Predict, guard: Guard) -> App:
         metrics_router(service.metrics),
         events_router(service.live, guard),
     ]
+    if service.settings.page:
+        routers.append(Page(docs=service.settings.docs).router())
     if service.settings.admin_keys:
         routers += [admin_router(service.operations), models_router(service.changes)]
     if service.jobs is not None:
@@ -226,7 +229,6 @@ def make_app(service: Service, predict: Predict, guard: Guard) -> App:
         guard=guard,
         cors=make_cors(service.settings),
         docs=service.settings.docs,
-        page=service.settings.page,
         lifespan=lifespan,
     )
     app.predict = predict

@@ -17,6 +17,8 @@ from inferpool.service.api.routes.health import (
     LostHostHealth,
     ModelHealth,
     RankHealth,
+    SwapFigures,
+    VersionInfo,
     WorkerHealth,
 )
 from inferpool.service.parts.jobs.http.documents import JobError, JobInfo
@@ -32,7 +34,6 @@ from inferpool.service.parts.live.events import (
     State,
     StoredJobs,
 )
-from inferpool.service.parts.swap.routes import SwapFigures, VersionInfo
 
 NUMBERS = (InputDescription(name="x", dtype="float32", shape=(-1, 3)),)
 IMAGE = (InputDescription(name="image", dtype="uint8", shape=(-1, -1, -1, 3)),)

@@ -65,6 +65,8 @@ Answer = tuple[int, Headers, bytes]
 
 CALL_KEY = "inferpool.call"
 """The key of the `Call` in the scope of an ASGI call."""
+WAS_HEAD = "inferpool.was_head"
+"""A key in the scope of a HEAD call, which is answered like GET."""
 PROBLEM_TYPE = b"application/problem+json"
 _TYPE_PREFIX = "urn:problem-type:inferpool:"
 """RFC 9457 (3.1.1) asks for a URI; this one names the code and promises no page."""

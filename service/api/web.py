@@ -30,11 +30,18 @@ from inferpool.service.api.call import Call, Tracing, begin_call
 from inferpool.service.api.cors import Cors
 from inferpool.service.api.errors import (
     CALL_KEY,
+    WAS_HEAD,
     NotFoundError,
     install_error_handlers,
     problem_response,
 )
 from inferpool.service.api.openapi.document import INFO, complete
+from inferpool.service.api.page_headers import (
+    POLICY_HEADER,
+    file_in_package,
+    policy_for,
+    with_page_headers,
+)
 from inferpool.service.api.predict import Predict, is_predict
 from inferpool.service.api.preferences import is_async
 from inferpool.service.api.replies import (
@@ -45,14 +52,6 @@ from inferpool.service.api.replies import (
     send_reply,
 )
 from inferpool.service.errors import ServiceError
-from inferpool.service.parts.live.events import WAS_HEAD
-from inferpool.service.parts.live.page import (
-    POLICY_HEADER,
-    Page,
-    file_in_package,
-    policy_for,
-    with_page_headers,
-)
 from inferpool.service.telemetry.logs import LogThrottle
 
 logger = logging.getLogger(__name__)
@@ -83,7 +82,6 @@ class App(FastAPI):
         guard: Guard | None = None,
         cors: Cors | None = None,
         docs: bool = True,
-        page: bool = True,
         lifespan: Lifespan["App"] | None = None,
     ) -> None:
         """Make the application; `predict` is set once it exists, before the first call.
@@ -94,7 +92,6 @@ class App(FastAPI):
             guard: Checks keys; without one everything is open.
             cors: Pages of other origins that may call; None: none.
             docs: Serve the API's documentation.
-            page: Serve the page at `/`.
             lifespan: Runs around the serving, as in FastAPI.
         """
         super().__init__(
@@ -127,8 +124,6 @@ class App(FastAPI):
         self._modules = _modules_of(routers)
         if docs:
             self._install_docs()
-        if page:
-            Page(docs=docs).install(self)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one ASGI call."""

@@ -10,10 +10,12 @@ from inferpool.service.api.auth import Guard
 from inferpool.service.api.codecs.body import joined
 from inferpool.service.api.errors import problem_response
 from inferpool.service.errors import UnavailableError
-from inferpool.service.parts.swap.routes import VersionInfo
 from inferpool.workers.host.engine import DecoderHealth, ForkserverHealth, GpuHealth, RankHealth
 
 HostStatus = Literal["starting", "ready", "degraded", "unavailable", "draining"]
+VersionState = Literal[
+    "loading", "comparing", "serving", "kept", "leaving", "gone", "refused", "rolled_back"
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +129,65 @@ class RestartHealth:
     """`none`, `running`, `done` or `failed`."""
     text: str = ""
     """Its progress, or why it failed and what still serves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwapFigures:
+    """A comparison of a version with the one that serves."""
+
+    num_inputs: int = 0
+    """Inputs that both have computed."""
+    num_live: int = 0
+    """Inputs among them that clients had sent."""
+    agreement: float | None = None
+    """The share of inputs with the same best label, or the same text."""
+    deviation: float | None = None
+    """The largest difference of any number with a fraction, as a part of the largest such number
+    of its output."""
+    latency_ms: float | None = None
+    """The median time of one input."""
+    latency_ratio: float | None = None
+    """The median of that time divided by that of the version that serves."""
+    latency_ratio_least: float | None = None
+    """The least that this median can be by chance; it is held against `max_latency_ratio`."""
+    memory_bytes: int | None = None
+    """Memory of its workers."""
+    memory_ratio: float | None = None
+    """The same divided by that of the version that serves."""
+    num_faults: int = 0
+    """Inputs that it fails on, and the version that serves does not."""
+    first_fault: str = ""
+    """The error of the first of these."""
+    num_validated: int = 0
+    """Inputs of `validation` that both have computed."""
+    accuracy: float | None = None
+    """The share of `validation` that it labels right."""
+    accuracy_before: float | None = None
+    """The same for the version that serves."""
+    num_answered: int = 0
+    """Inputs of clients that it has answered or failed on, as a canary or since it serves."""
+    fault_share: float | None = None
+    """The share of these that it fails on, by its own fault."""
+    fault_share_before: float | None = None
+    """The same for the version that served before."""
+    live_latency_ratio: float | None = None
+    """The time that it takes for one of these, divided by that of the version before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionInfo:
+    """One version of a model."""
+
+    number: int
+    state: VersionState
+    source: str
+    weights: str
+    since: float
+    """When it came into this state, in seconds of the Unix epoch."""
+    reason: str = ""
+    """Why it was refused or rolled back, or its progress while it loads."""
+    figures: SwapFigures | None = None
+    """How it compared with the version that served then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,18 +14,15 @@ from starlette.types import Receive, Scope, Send
 
 from inferpool.service.api.auth import Guard
 from inferpool.service.api.codecs.body import joined
-from inferpool.service.api.errors import problem_response
-from inferpool.service.api.routes.health import HealthReport
+from inferpool.service.api.errors import WAS_HEAD, problem_response
+from inferpool.service.api.routes.health import HealthReport, VersionState
 from inferpool.service.errors import OverloadedError
-from inferpool.service.parts.swap.routes import VersionState
 from inferpool.service.queue.shares import Shares
 from inferpool.workers.host.engine import Cause
 
 MAX_STREAMS = 64
 """Streams at once. Each costs a connection, and some 50 us of every second."""
 _RETRY_AFTER_S = 5
-WAS_HEAD = "inferpool.was_head"
-"""A key in the scope of a HEAD call, which is answered like GET."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,24 +5,21 @@ files are read and compressed in a thread.
 """
 
 import asyncio
-import base64
 import gzip
 import hashlib
 import re
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from html import escape
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from starlette.applications import Starlette
-from starlette.datastructures import MutableHeaders
+from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Send
 
 from inferpool.service.api.addresses import prefix_for
 from inferpool.service.api.errors import NotFoundError
+from inferpool.service.api.page_headers import POLICY, POLICY_HEADER, file_in_package
 
 PAGE_PATH = "/page"
 _FOLDER = Path(__file__).resolve().parent / "files"
@@ -37,26 +34,8 @@ _TYPES: Mapping[str, str] = {
     ".svg": "image/svg+xml",
     ".jpg": "image/jpeg",
 }
-_LINK_TO_DOCS = re.compile(rb'<a [^>]*href="docs"[^>]*>.*?</a>', re.DOTALL)
-
-
-POLICY_HEADER = "content-security-policy"
-_SOURCES = (
-    "default-src 'none'; connect-src 'self'; img-src 'self' data:; font-src 'self' data:; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
-POLICY = f"{_SOURCES}; script-src 'self'; style-src 'self'"
-"""Everything comes from files of this host, and nothing may frame it."""
 _BASE = ("base-uri 'none'", "base-uri 'self'")
-_INLINE_SCRIPT = re.compile(rb"<script>(.*?)</script>", re.DOTALL)
-
-_HEADERS = {
-    POLICY_HEADER: POLICY,
-    "referrer-policy": "no-referrer",
-    "x-frame-options": "DENY",  # for browsers that do not know frame-ancestors
-    "cross-origin-opener-policy": "same-origin",
-}
-"""Security headers of pages; the server adds `X-Content-Type-Options` to every answer."""
+_LINK_TO_DOCS = re.compile(rb'<a [^>]*href="docs"[^>]*>.*?</a>', re.DOTALL)
 
 
 class PageFile(NamedTuple):
@@ -81,10 +60,12 @@ class Page:
         self._plain: dict[str, asyncio.Task[bytes]] = {}
         """Unzipped files, for clients that take no gzip; all browsers do."""
 
-    def install(self, app: Starlette) -> None:
-        """Give an application the routes."""
-        app.add_route("/", self._answer_root, include_in_schema=False)
-        app.add_route(PAGE_PATH + "/{name}", self._answer_file, include_in_schema=False)
+    def router(self) -> APIRouter:
+        """Return the routes."""
+        router = APIRouter()
+        router.add_route("/", self._answer_root, include_in_schema=False)
+        router.add_route(PAGE_PATH + "/{name}", self._answer_file, include_in_schema=False)
+        return router
 
     async def _answer_root(self, request: Request) -> Response:
         prefix = prefix_for(request.scope)
@@ -135,34 +116,3 @@ class Page:
             etag=f'W/"{hashlib.sha256(body).hexdigest()[:24]}"',
             content_type=_TYPES[path.suffix],
         )
-
-
-def file_in_package(package: str, name: str) -> Path:
-    """Return a file of another package, without importing that package."""
-    spec = find_spec(package)
-    assert spec is not None, f"{package} is a dependency"
-    assert spec.origin is not None
-    return Path(spec.origin).parent / name
-
-
-def policy_for(page: bytes | memoryview) -> str:
-    """Return the policy of a page with scripts in it, named by their digests (CSP 3, 2.3.1).
-
-    Swagger UI sets styles on its elements; only `unsafe-inline` allows that.
-    """
-    digests = [hashlib.sha256(script).digest() for script in _INLINE_SCRIPT.findall(bytes(page))]
-    scripts = "".join(f" 'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
-    return f"{_SOURCES}; script-src 'self'{scripts}; style-src 'self' 'unsafe-inline'"
-
-
-def with_page_headers(send: Send) -> Send:
-    """Return an ASGI `send` that adds the headers to an answer that lacks them."""
-
-    async def sending(message: MutableMapping[str, Any]) -> None:
-        if message["type"] == "http.response.start":
-            headers = MutableHeaders(scope=message)
-            for name, value in _HEADERS.items():
-                headers.setdefault(name, value)
-        await send(message)
-
-    return sending

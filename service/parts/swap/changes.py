@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from inferpool.service.api.routes.health import SwapFigures
 from inferpool.service.catalog.catalog import Catalog, ModelVersion
 from inferpool.service.errors import (
     ConflictError,
@@ -24,7 +25,7 @@ from inferpool.service.parts.swap.judging import Judge
 from inferpool.service.parts.swap.records import Change, Record, VersionHistory, why_of
 from inferpool.service.parts.swap.requests import SwapOptions, read_add, read_swap
 from inferpool.service.parts.swap.room import Room, Succession
-from inferpool.service.parts.swap.routes import ChangeKind, ModelInfo, SwapFigures
+from inferpool.service.parts.swap.routes import ChangeKind, ModelInfo
 from inferpool.service.parts.swap.validation import LabelledInput, read_cases
 from inferpool.service.parts.swap.watching import FaultShare, VersionWatch
 from inferpool.service.settings.model import ModelSettings

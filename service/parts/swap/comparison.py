@@ -15,6 +15,7 @@ from statistics import median
 import msgspec
 import numpy as np
 
+from inferpool.service.api.routes.health import SwapFigures
 from inferpool.service.errors import (
     DeadlineExceededError,
     GivenUpError,
@@ -25,7 +26,6 @@ from inferpool.service.errors import (
 )
 from inferpool.service.parts.swap.inputs import SwapInput, inputs_of
 from inferpool.service.parts.swap.requests import SwapOptions
-from inferpool.service.parts.swap.routes import SwapFigures
 from inferpool.service.queue.instance import Result
 from inferpool.service.queue.pool import Pool
 from inferpool.workers.shared.messages import ItemRef, TensorBlob

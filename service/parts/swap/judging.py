@@ -15,7 +15,7 @@ from inferpool.service.parts.swap.validation import LabelledInput, sample_of, va
 from inferpool.service.parts.swap.watching import FaultShare, VersionWatch
 
 if TYPE_CHECKING:
-    from inferpool.service.parts.swap.routes import SwapFigures
+    from inferpool.service.api.routes.health import SwapFigures
 
 _LOOK_EVERY_S = 0.05
 _RESTART_WITHIN_S = 60.0

@@ -8,16 +8,11 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 from uuid import uuid4
 
+from inferpool.service.api.routes.health import SwapFigures, VersionInfo, VersionState
 from inferpool.service.catalog.catalog import ModelVersion
 from inferpool.service.errors import InternalError, ServiceError
 from inferpool.service.parts.live.events import ChangeEvent
-from inferpool.service.parts.swap.routes import (
-    ChangeInfo,
-    ChangeKind,
-    SwapFigures,
-    VersionInfo,
-    VersionState,
-)
+from inferpool.service.parts.swap.routes import ChangeInfo, ChangeKind
 from inferpool.service.settings.model import ModelSettings
 
 logger = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from inferpool.service.parts.swap.comparison import NO_ROOM, Comparison, asked, 
 from inferpool.service.parts.swap.inputs import SwapInput
 
 if TYPE_CHECKING:
-    from inferpool.service.parts.swap.routes import SwapFigures
+    from inferpool.service.api.routes.health import SwapFigures
     from inferpool.service.queue.instance import Result
     from inferpool.service.queue.pool import Pool
 

@@ -23,7 +23,7 @@ from inferpool.service.parts.swap.inputs import InputRecorder, SwapInput
 from inferpool.service.parts.swap.requests import SwapOptions
 
 if TYPE_CHECKING:
-    from inferpool.service.parts.swap.routes import SwapFigures
+    from inferpool.service.api.routes.health import SwapFigures
     from inferpool.service.queue.pool import Pool
     from inferpool.workers.shared.messages import BatchDone
 

@@ -67,7 +67,7 @@ def test_the_documentation_page_asks_no_other_host_for_anything() -> None:
 @pytest.mark.parametrize(
     ("modules", "absent"),
     [
-        ("fronts.front", {"inferpool.service.parts.tracing", "google.protobuf"}),
+        ("parts.fronts.front", {"inferpool.service.parts.tracing", "google.protobuf"}),
         ("api.web", {"torch", "torchvision", "numpy", "fastapi_offline"}),
     ],
 )

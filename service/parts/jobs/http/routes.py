@@ -13,6 +13,7 @@ from starlette.responses import StreamingResponse
 from inferpool.service.api.addresses import root_for
 from inferpool.service.api.auth import Guard
 from inferpool.service.api.codecs.body import Limits
+from inferpool.service.api.errors import WAS_HEAD
 from inferpool.service.errors import (
     BadRequestError,
     ConflictError,
@@ -36,7 +37,7 @@ from inferpool.service.parts.jobs.http.results import (
 )
 from inferpool.service.parts.jobs.jobs import Jobs
 from inferpool.service.parts.jobs.records import STATES, JobState
-from inferpool.service.parts.live.events import WAS_HEAD, EventStream
+from inferpool.service.parts.live.events import EventStream
 from inferpool.service.queue.shares import Shares
 
 MAX_STREAMS = 256

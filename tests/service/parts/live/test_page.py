@@ -4,12 +4,13 @@ import pytest
 
 from inferpool.service.api.cors import Cors
 from inferpool.service.api.web import App
+from inferpool.service.parts.live.page import Page
 from tests.service.api.fakes import call
 
 
 @pytest.fixture(scope="module")
 def app() -> App:
-    return App(version="0")
+    return App(version="0", routers=[Page(docs=True).router()])
 
 
 def test_the_page_asks_for_files_that_are_there_and_for_nothing_elsewhere(app: App) -> None:
@@ -36,7 +37,11 @@ def test_the_page_asks_for_files_that_are_there_and_for_nothing_elsewhere(app: A
 
 
 def test_caches_are_told_of_all_that_an_answer_depends_on() -> None:
-    app = App(version="0", cors=Cors(["https://app.example"]))
+    app = App(
+        version="0",
+        routers=[Page(docs=True).router()],
+        cors=Cors(["https://app.example"]),
+    )
     answer = call(app, "GET", "/page/main.js", headers={"origin": "https://app.example"})
     assert answer.headers["access-control-allow-origin"] == "https://app.example"
     assert set(answer.headers.get_list("vary")) == {"accept-encoding", "Origin"}
@@ -61,5 +66,6 @@ def test_nothing_else_is_there(app: App, path: str) -> None:
 
 def test_the_page_and_its_link_to_the_documentation_can_be_left_out(app: App) -> None:
     assert 'href="docs"' in call(app, "GET", "/").text
-    assert 'href="docs"' not in call(App(version="0", docs=False), "GET", "/").text
-    assert call(App(version="0", page=False), "GET", "/").status_code == 404
+    alone = App(version="0", docs=False, routers=[Page(docs=False).router()])
+    assert 'href="docs"' not in call(alone, "GET", "/").text
+    assert call(App(version="0"), "GET", "/").status_code == 404

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from inferpool.service.api.routes.health import SwapFigures
 from inferpool.service.errors import VersionRefusedError
 from inferpool.service.parts.swap.comparison import (
     Comparison,
@@ -16,7 +17,6 @@ from inferpool.service.parts.swap.comparison import (
     why_not,
 )
 from inferpool.service.parts.swap.requests import SwapOptions
-from inferpool.service.parts.swap.routes import SwapFigures
 from inferpool.workers.shared.arena import Arena
 from inferpool.workers.shared.errors import WorkerStartError
 from inferpool.workers.shared.messages import TensorBlob

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from inferpool.models.files.run_folder import RunFolder
+from inferpool.service.api.routes.health import SwapFigures
 from inferpool.service.errors import InvalidInputError, OverloadedError, VersionRefusedError
 from inferpool.service.parts.swap.comparison import Comparison
-from inferpool.service.parts.swap.routes import SwapFigures
 from inferpool.service.parts.swap.validation import read_cases, validate
 from inferpool.workers.shared.arena import Arena
 from inferpool.workers.shared.errors import WorkerStartError

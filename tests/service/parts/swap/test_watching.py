@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from inferpool.service.api.routes.health import SwapFigures
 from inferpool.service.errors import VersionRefusedError
 from inferpool.service.parts.swap.requests import SwapOptions
-from inferpool.service.parts.swap.routes import SwapFigures
 from inferpool.service.parts.swap.watching import FaultShare, VersionWatch
 from inferpool.service.telemetry.metrics import ModelMetrics
 from inferpool.workers.shared.messages import BatchDone
