@@ -1,8 +1,9 @@
-"""`entries`: our own files that a call enters in the front end, and how often it goes between them.
+"""`entries`: our own files that a call enters, in the front end and in the worker, and how often.
 
 A real service answers a few calls, each on a new connection and with another head, like the first
 call of a client. Its processes note each function of ours that begins: if its nearest caller among
-ours lies in another file, or there is none, the call enters a file. The call with the fewest
+ours lies in another file, or there is none, the call enters a file. A front end's loop is that of
+asyncio, whose callers do not count; that of a worker is ours. On each side the call with the fewest
 entries counts, since work beside the calls (looking at the workers, say) adds some now and then.
 """
 
@@ -16,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from traceback import walk_stack
 from types import FrameType
 
 from tests.bench.frame import Benchmark, benchmark
@@ -34,7 +36,7 @@ Entry = tuple[str, str]
 
 
 @benchmark(
-    "our own files that one call enters in the front end, and how often",
+    "our own files that one call enters in the front end and in the worker, and how often",
     front_ends=(1, "processes that take calls"),
     all=(False, "show each way between two files"),
 )
@@ -49,14 +51,15 @@ def entries(bench: Benchmark) -> None:
         with BenchServer(inferpool(args, *flags, env=env), args.port, folder / "log") as server:
             server.wait_ready()
             calls = [_count_call(server, folder, number) for number in range(_NUM_CALLS)]
-    found = min(calls, key=len)
-    files = Counter(entered for _, entered in found)
-    bench.content |= {"files": files, "entries": found}
-    named = [f"{come} -> {entered}" for come, entered in found] if args.all else files
-    rows = [(name, str(num)) for name, num in Counter(named).most_common()]
-    title = f"Own files that one call enters: {len(files)}; entries: {len(found)}"
-    caption = "A call from one of our files into another is an entry, as is one from the loop."
-    bench.add_table(title, ["file", "entries"], rows, caption)
+    for side, of_side in zip(("front end", "worker"), zip(*calls, strict=True), strict=True):
+        found = min(of_side, key=len)
+        files = Counter(entered for _, entered in found)
+        bench.content[side] = {"files": files, "entries": found}
+        named = [f"{come} -> {entered}" for come, entered in found] if args.all else files
+        rows = [(name, str(num)) for name, num in Counter(named).most_common()]
+        title = f"{side}: own files that one call enters: {len(files)}; entries: {len(found)}"
+        caption = "A call from one of our files into another is an entry, as is one from the loop."
+        bench.add_table(title, ["file", "entries"], rows, caption)
 
 
 def listen(folder: str) -> None:
@@ -82,9 +85,9 @@ def listen(folder: str) -> None:
         noted.clear()
         part.rename(part.with_suffix(".json"))
         if is_begin:
-            while frame is not None:
-                ground.add(frame)
-                frame = frame.f_back
+            below = [each for each, _ in walk_stack(frame)]
+            if any("asyncio" in each.f_code.co_filename for each in below):
+                ground.update(below)
             sys.setprofile(on_event)
 
     signal.signal(_SIGNAL, on_signal)
@@ -96,9 +99,12 @@ def _own_file(frame: FrameType) -> str | None:
     return path[len(str(ROOT)) + 1 :] if path.startswith(_OWN) else None
 
 
-def _count_call(server: BenchServer, folder: Path, number: int) -> list[Entry]:
-    fronts = server.http.get("/health").json()["fronts"]
-    pids = sorted({server.pid, *(front["pid"] for front in fronts)})
+def _count_call(server: BenchServer, folder: Path, number: int) -> tuple[list[Entry], list[Entry]]:
+    """Return the entries of a call in the front end, and in the worker."""
+    health = server.http.get("/health").json()
+    (worker,) = health["models"][0]["workers"]
+    fronts = sorted({server.pid, *(front["pid"] for front in health["fronts"])})
+    pids = [*fronts, worker["pid"]]
     with socket.create_connection((HOST, server.port)) as connection:
         head = (
             f"POST /predict HTTP/1.1\r\nHost: host{number}\r\n"
@@ -112,10 +118,11 @@ def _count_call(server: BenchServer, folder: Path, number: int) -> list[Entry]:
         found = _signal_all(pids, folder)
     if not answer.startswith(b"HTTP/1.1 200"):
         raise BenchError(f"the call was answered with {answer[:300]!r}")
-    return found
+    *of_fronts, of_worker = found
+    return [entry for each in of_fronts for entry in each], of_worker
 
 
-def _signal_all(pids: Sequence[int], folder: Path) -> list[Entry]:
+def _signal_all(pids: Sequence[int], folder: Path) -> list[list[Entry]]:
     """Make each process begin or end its notes; return what all have noted."""
     files = [folder / f"{pid}.json" for pid in pids]
     for pid, file in zip(pids, files, strict=True):
@@ -126,4 +133,4 @@ def _signal_all(pids: Sequence[int], folder: Path) -> list[Entry]:
         if time.monotonic() > until:
             raise BenchError("a process of the service does not say what it has entered")
         time.sleep(0.01)
-    return [(come, entered) for file in files for come, entered in json.loads(file.read_text())]
+    return [[(come, entered) for come, entered in json.loads(file.read_text())] for file in files]
