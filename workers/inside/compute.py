@@ -28,8 +28,7 @@ from inferpool.workers.inside.outcomes import (
     error_of,
     refusal_of,
 )
-from inferpool.workers.inside.preparing import Prepared, Preparer, unprepared
-from inferpool.workers.inside.shapes import ShapeGroup
+from inferpool.workers.inside.preparing import Prepared, Preparer, ShapeGroup, unprepared
 from inferpool.workers.inside.shortage import SafeSizes, release
 from inferpool.workers.inside.staging import Launch, Staging, take
 from inferpool.workers.shared.config import ErrorDetail
@@ -287,8 +286,7 @@ class Computer:
             outputs = {name: out.cpu() for name, out in outputs.items()}
         prepared.step = "postprocess"
         outputs = self.model.postprocess(outputs)
-        self.checks.check_shapes(outputs, len(indices))
-        if rows := self.checks.non_finite_rows(outputs):
+        if rows := self.checks.non_finite_rows(outputs, len(indices)):
             return self._leave_out(prepared, indices, rows, outputs)
         self._settle(prepared, indices, outputs)
         return []
