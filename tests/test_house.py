@@ -284,3 +284,11 @@ def test_what_the_map_for_contributors_names_is_there():
     assert [row for row in rows if not NAMED.search(row)] == [], "a row names no symbol of a file"
     named = NAMED.findall(text)
     assert [(name, path) for name, path in named if name not in names_in(ROOT / path)] == []
+
+
+def test_each_room_is_on_the_map_for_contributors():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    rooms = (path for folder in FOLDERS for path in (ROOT / folder).glob("*/__init__.py"))
+    places = [str(path.parent.relative_to(ROOT)) for path in rooms]
+    assert len(places) > 20
+    assert [place for place in places if f"]({place})" not in text] == []
