@@ -7,12 +7,10 @@ from inferpool.service.client.cli.flags import (
     add_access_flags,
     add_parameter_flag,
 )
+from inferpool.service.settings.flags import add_setting_flags
 
-SETTINGS = (
-    *("config", "model", "replicas", "devices", "weights", "speed", "decode", "decoders"),
-    "max_batch_size",
-)
-"""Flags that are settings of the service, for a run in this process."""
+SETTINGS = ("replicas", "devices", "weights", "speed", "decode", "decoders", "max_batch_size")
+"""Settings of the service that have a flag, for a run in this process."""
 
 
 def add_flags(parser: ArgumentParser) -> None:
@@ -54,16 +52,7 @@ def add_flags(parser: ArgumentParser) -> None:
     add("--model", metavar="MODEL", help="a source, as of `inferpool serve`, or a model's name")
     here = parser.add_argument_group("in this process")
     here.add_argument("--config", metavar="PATH", help="a TOML file of settings")
-    for name, text in (
-        ("replicas", 'copies of the model, or "auto"'),
-        ("devices", '"auto", "cpu", "cuda", or GPUs such as "cuda:0,1"'),
-        ("weights", '"DEFAULT", "none", a name or a file'),
-        ("speed", '"auto", "exact" or a preset\'s name'),
-        ("decode", "auto, exact or fast"),
-        ("decoders", "processes that decode pictures for each worker"),
-        ("max-batch-size", "instances per forward pass"),
-    ):
-        here.add_argument(f"--{name}", metavar="X", help=text)
+    add_setting_flags(here, SETTINGS)
     there = parser.add_argument_group("in a running service")
     there.add_argument("--url", help="address of the service")
     there.add_argument(

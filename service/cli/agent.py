@@ -19,7 +19,7 @@ import uvloop
 
 from inferpool.models.files.reading import read_file
 from inferpool.service.api.wire.descriptors import raise_limit
-from inferpool.service.cli.agent_flags import CLUSTER_KEY_VARIABLE
+from inferpool.service.cli.flags import CLUSTER_KEY_VARIABLE
 from inferpool.service.cli.starting import CANNOT_START, NoRoomError, prepared
 from inferpool.service.client.cli.access import key_of
 from inferpool.service.settings.address import address_of

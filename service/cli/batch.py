@@ -162,7 +162,11 @@ def _load(args: Namespace) -> "LoadedSettings":
     from inferpool.service.settings.loader import load
     from inferpool.service.settings.unloadable import check_loadable
 
-    flags = {name: getattr(args, name) for name in SETTINGS if getattr(args, name) is not None}
+    flags = {
+        name: getattr(args, name)
+        for name in ("config", "model", *SETTINGS)
+        if getattr(args, name) is not None
+    }
     loaded = load(flags, os.environ, Path.cwd())
     sys.stderr.writelines(f"inferpool batch: {each}\n" for each in loaded.warnings)
     check_loadable(loaded.settings, loaded.origins)

@@ -1,79 +1,18 @@
-"""Flags of the verbs `serve`, `config` and `doctor`, and those of settings.
+"""Flags of the verbs `serve`, `config`, `doctor` and `agent`, beside those of settings.
 
 The parser of these verbs imports this, so it imports little.
 """
 
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal
 
 from inferpool.service.client.cli.flags import ADMIN_KEY_VARIABLE, add_access_flags
 
+CLUSTER_KEY_VARIABLE = "INFERPOOL_CLUSTER_KEYS"
 ALL_SETTINGS = ("all",)
 """Value of `--describe` without a name; nobody can type it."""
-
-_SETTINGS_FLAGS: Mapping[str, Mapping[str, tuple[str, str]]] = {
-    "": {
-        "config": ("PATH", "a TOML file of settings"),
-        "host": ("ADDRESS", "address to listen on (default: 127.0.0.1)"),
-        "port": ("N", "TCP port to listen on (default: 8000)"),
-        "watch": ("FOLDER", "serve the models in a folder as they come and go"),
-        "front-ends": ("N", 'processes that take requests (default: "auto")'),
-        "job-store": ("PLACE", 'a folder or postgresql://… for jobs, or "none"'),
-        "show-errors": ("", "show clients the texts of exceptions that a model raises"),
-    },
-    "access": {
-        "predict-keys-file": ("PATH", "API keys for predictions, one per line"),
-        "metrics-keys-file": ("PATH", "API keys for metrics, one per line"),
-        "admin-keys-file": ("PATH", "API keys for /admin, one per line"),
-        "cors-origins": ("ORIGINS", 'web pages that may ask, such as "https://a.example"'),
-        "tls-certificate": ("PATH", "serve HTTPS with this PEM file"),
-        "tls-key": ("PATH", "its private key, if it is in another file"),
-        "root-path": ("PATH", 'the path that a proxy serves this under, such as "/models"'),
-        "proxy-headers": ("", "use X-Forwarded-Proto, -Host and -Prefix of trusted proxies"),
-        "forwarded-allow-ips": ("IPS", 'those proxies, such as "10.0.0.0/8" (default: none)'),
-    },
-    "cluster": {
-        "cluster-port": ("N", "TCP port that agents join at: all models are computed there"),
-        "cluster-host": ("ADDRESS", "address that agents join at (default: 127.0.0.1)"),
-        "cluster-keys-file": ("PATH", "keys of which an agent must know one, one per line"),
-        "cluster-certificate": ("PATH", "show agents this PEM file, and ask for theirs"),
-        "cluster-key": ("PATH", "its private key, if it is in another file"),
-        "cluster-authority": ("PATH", "who has signed the certificates of agents"),
-        "standby-of": ("HOST:PORT", "take over from this front end when it is lost"),
-    },
-    "models": {
-        "replicas": ("N", 'copies of each model, or "auto"'),
-        "devices": ("WHERE", '"auto", "cpu", "cuda", or GPUs such as "cuda:0,1"'),
-        "placement": ("HOW", '"replicate", or split as "pipeline" or "tensor"'),
-        "devices-per-replica": ("N", "devices that each copy is split over"),
-        "gpu-memory-fraction": ("X", "largest share of its GPU's memory for each process"),
-        "weights": ("WHICH", '"DEFAULT", "none", a name or a file'),
-        "max-batch-size": ("N", "instances per forward pass"),
-        "objective-p99-ms": ("MS", "answer 99 of 100 within it, refuse the rest"),
-        "check": ("HOW", 'check its example first: "on", "warn" or "off"'),
-        "speed": ("HOW", '"auto", "exact" or a preset\'s name'),
-        "decode": ("HOW", "auto, exact or fast"),
-        "decoders": ("N", "processes that decode pictures for each worker"),
-    },
-    "logs": {
-        "log-format": ("HOW", "auto, human or json"),
-        "log-level": ("LEVEL", "debug, info, warning or error"),
-    },
-}
-"""Flags of settings by the group in which --help shows them: each one's value, and its help.
-Those without a value turn something on."""
-
-
-def add_settings_flags(parser: ArgumentParser) -> None:
-    """Add MODEL and the flags of settings. All are text; `settings.loader` checks them."""
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="what to serve; see below")
-    for title, flags in _SETTINGS_FLAGS.items():
-        group = parser.add_argument_group(title) if title else parser
-        for name, (metavar, text) in flags.items():
-            if metavar:
-                group.add_argument(f"--{name}", metavar=metavar, help=text)
-            else:
-                group.add_argument(f"--{name}", action="store_const", const="true", help=text)
 
 
 def settings_in(args: Namespace) -> Mapping[str, str]:
@@ -135,3 +74,44 @@ def _add_json_flag(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_const", const="json", dest="format", help="print JSON"
     )
+
+
+class AgentFlags:
+    """The flags of `agent`: their names, defaults and help."""
+
+    join: Annotated[str, "HOST:PORT"]
+    """Cluster port of the front end; several with commas, of which one serves at a time."""
+    name: Annotated[str | None, "NAME"] = None
+    """Name of this host, unique in the cluster (default: its own)."""
+    devices: Annotated[str, "WHERE"] = "auto"
+    """Devices that it offers: `auto` (all GPUs and cores), `cpu`, or GPUs such as `cuda:0,1`."""
+    arena_bytes: int | None = None
+    """Shared memory for payloads (default: a tenth of the memory, 256 MiB at most)."""
+    cache_dir: Annotated[str | None, "PATH"] = None
+    """The folder of what is measured about speed, or `none` (default: ~/.cache/inferpool)."""
+    drain_timeout_s: Annotated[float, "N"] = 30
+    """How long workers may take to finish after SIGTERM or Ctrl-C."""
+    once: bool = False
+    """End when the front end refuses this host, or when the connection ends."""
+    key_file: Path | None = None
+    """Prove the first key in it (default: the first of INFERPOOL_CLUSTER_KEYS)."""
+    certificate: Annotated[str | None, "PATH"] = None
+    """Use TLS, and show this PEM file."""
+    key: Annotated[str | None, "PATH"] = None
+    """Its private key, if it is in another file."""
+    authority: Annotated[str | None, "PATH"] = None
+    """A PEM file with the authority that has signed the certificate of the front end."""
+    insecure: bool = False
+    """Do without TLS over an address that is not private."""
+    log_format: Literal["auto", "human", "json"] = "auto"
+    """The form of log lines, for people or for machines (default: for people on a terminal)."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """The least severe log lines to write."""
+
+
+def add_agent_flags(parser: ArgumentParser) -> None:
+    """Add the flags of `agent`."""
+    from inferpool.service.settings.fields import add_flags_of, fields_of  # not for other verbs
+
+    fields = fields_of(__name__, AgentFlags.__name__)
+    add_flags_of(parser, fields, {"key_file": "access", "log_format": "logs"})

@@ -10,7 +10,7 @@ from dataclasses import replace
 from inferpool.service.client.cli import verbs
 from inferpool.service.client.cli.verbs import Verb
 
-_SETTINGS_FLAGS = "inferpool.service.cli.flags:add_settings_flags"
+_SETTINGS_FLAGS = "inferpool.service.settings.flags:add_settings_flags"
 _SETTINGS = """\
 MODEL is a source (efficientnet_lite0, minilm_l6, echo, torchvision:NAME, encoder:FOLDER,
 package.module:Class, or a .pt2 or TorchScript file) or the name of a model in the settings. Without
@@ -36,7 +36,7 @@ VERBS: Mapping[str, Verb] = {
         "workers that it asks for, until SIGTERM, SIGHUP or Ctrl-C. It dials again whenever the "
         "connection ends. Exit status: 0 after its end, 1 if it cannot start, or with --once if it "
         "is refused.",
-        flags=("inferpool.service.cli.agent_flags:add_flags",),
+        flags=("inferpool.service.cli.flags:add_agent_flags",),
         code="inferpool.service.cli.agent:run",
     ),
     "predict": verbs.VERBS["predict"],

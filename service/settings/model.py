@@ -87,9 +87,8 @@ class ModelSettings(SettingsTable):
     batch_wait_ms: float = Field(0.0, ge=0, le=60_000, allow_inf_nan=False)
     """How long an idle worker waits for a batch to fill. 0: it starts with what is there."""
     objective_p99_ms: float | None = Field(None, gt=0, le=DAY_S * 1000, allow_inf_nan=False)
-    """The time in which 99 of 100 instances should be answered, from their arrival. Batches are
-    kept small enough for it, and what would be late is refused with 429. By default there is
-    none."""
+    """The time in which 99 of 100 instances should be answered, from their arrival; what would be
+    late is refused with 429. Batches are kept small enough for it. By default there is none."""
     batch_timeout_s: Auto | Seconds = "auto"
     """A batch that runs for longer counts as a hang: its worker is killed and replaced. Waits for
     other batches of a pipeline don't count. `auto`: ten times the longest batch of the warm-up, at
@@ -101,9 +100,10 @@ class ModelSettings(SettingsTable):
     runs one for each stage (four at most), and holds more for that; a worker with decoders holds
     one more."""
     check: CheckMode = "on"
-    """The check of the model on its own example, before its first worker is ready. `on`: a model
-    that fails on it, gives NaN, or answers otherwise again or beside another instance is refused;
-    `warn`: that is only logged, and shown in `/health`; `off`: nothing is checked."""
+    """The check of the model on its own example, before its first worker is ready: `on`, `warn` or
+    `off`. `on`: a model that fails on it, gives NaN, or answers otherwise again or beside another
+    instance is refused; `warn`: that is only logged, and shown in `/health`; `off`: nothing is
+    checked."""
     max_restarts: Tries = 5
     """A worker that has never been ready is given up after this many restarts in a row."""
     threads_per_replica: Auto | Copies = "auto"

@@ -24,29 +24,58 @@ GONE: Mapping[str, str] = {
 }
 """Settings of a model that earlier programs had, and what to do about each."""
 
-FLAGS: Mapping[str, str] = {
-    name: f"--{name.replace('_', '-')}"
-    for name in (
-        *("host", "port", "front_ends", "predict_keys_file", "metrics_keys_file"),
-        *(
-            "admin_keys_file",
-            "show_errors",
-            "cors_origins",
-            "root_path",
-            "proxy_headers",
-            "forwarded_allow_ips",
-            "tls_certificate",
-            "tls_key",
-            "log_format",
-        ),
-        *("log_level", "replicas", "devices", "placement", "devices_per_replica"),
-        *("gpu_memory_fraction", "weights", "max_batch_size", "objective_p99_ms", "check"),
-        *("speed", "decode", "decoders", "watch", "job_store", "cluster_host", "cluster_port"),
-        *("cluster_keys_file", "cluster_certificate", "cluster_key", "cluster_authority"),
-        "standby_of",
-    )
+FLAG_GROUPS: Mapping[str, Mapping[str, str]] = {
+    "": {
+        "host": "ADDRESS",
+        "port": "N",
+        "watch": "FOLDER",
+        "front_ends": "N",
+        "job_store": "PLACE",
+        "show_errors": "",
+    },
+    "access": {
+        "predict_keys_file": "PATH",
+        "metrics_keys_file": "PATH",
+        "admin_keys_file": "PATH",
+        "cors_origins": "ORIGINS",
+        "tls_certificate": "PATH",
+        "tls_key": "PATH",
+        "root_path": "PATH",
+        "proxy_headers": "",
+        "forwarded_allow_ips": "IPS",
+    },
+    "cluster": {
+        "cluster_port": "N",
+        "cluster_host": "ADDRESS",
+        "cluster_keys_file": "PATH",
+        "cluster_certificate": "PATH",
+        "cluster_key": "PATH",
+        "cluster_authority": "PATH",
+        "standby_of": "HOST:PORT",
+    },
+    "models": {
+        "replicas": "N",
+        "devices": "WHERE",
+        "placement": "HOW",
+        "devices_per_replica": "N",
+        "gpu_memory_fraction": "X",
+        "weights": "WHICH",
+        "max_batch_size": "N",
+        "objective_p99_ms": "MS",
+        "check": "HOW",
+        "speed": "HOW",
+        "decode": "HOW",
+        "decoders": "N",
+    },
+    "logs": {"log_format": "HOW", "log_level": "LEVEL"},
 }
-"""The settings that have a flag. Flags for models apply to each model served."""
+"""The settings that have a flag, and what stands for their values in the help, by its groups.
+
+Those without a value turn something on. Flags for models apply to each model served.
+"""
+FLAGS: Mapping[str, str] = {
+    name: f"--{name.replace('_', '-')}" for group in FLAG_GROUPS.values() for name in group
+}
 
 Key = tuple[str, ...]
 """The place of a setting: ("port",) or ("models", "resnet", "replicas")."""

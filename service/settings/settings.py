@@ -58,9 +58,10 @@ class Settings(SettingsTable):
     default_model: Text
     """The model that `/predict` uses if none is named; by default the first one."""
     log_format: Literal["auto", "human", "json"] = "auto"
-    """The form of log lines, for people or for machines. `auto`: for people on a terminal."""
+    """The form of log lines: `human` for people, `json` for machines, or `auto`: for people on a
+    terminal."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """The least severe log lines to write."""
+    """The least severe log lines to write: `debug`, `info`, `warning` or `error`."""
     color: Literal["auto", "never"] = "auto"
     """Colours on a terminal. The variable NO_COLOR means `never`."""
     trace_endpoint: Text | None = None
@@ -87,17 +88,18 @@ class Settings(SettingsTable):
     """API keys for predictions; without any, everyone may ask. They come only from the environment
     (INFERPOOL_PREDICT_KEYS, separated by commas) and from the files below, never from this file."""
     predict_keys_file: Text | None = None
-    """A file of such keys, one to a line, such as a docker secret."""
+    """A file of keys for predictions, one to a line, such as a docker secret."""
     metrics_keys: Keys = Keys()
     """API keys for /metrics, /health and /events; without any, `predict_keys` open those too."""
     metrics_keys_file: Text | None = None
-    """A file of such keys."""
+    """A file of keys for /metrics, /health and /events, one to a line."""
     admin_keys: Keys = Keys()
     """API keys for /admin, which does not exist without any."""
     admin_keys_file: Text | None = None
-    """A file of such keys."""
+    """A file of keys for /admin, one to a line."""
     tls_certificate: Text | None = None
-    """A PEM file with this server's certificate and those that lead to a known authority."""
+    """Serve HTTPS with this PEM file, which has this server's certificate and those that lead to a
+    known authority."""
     tls_key: Text | None = None
     """A PEM file with the certificate's private key, without a password; by default the key is in
     the file of the certificate."""
@@ -111,8 +113,8 @@ class Settings(SettingsTable):
     without, and addresses in answers begin with it. They are relative without, which works behind
     every proxy that removes its path."""
     proxy_headers: bool = True
-    """Use `X-Forwarded-Proto`, `X-Forwarded-Host` and `X-Forwarded-Prefix` of the peers below, for
-    addresses in answers and for nothing else."""
+    """Use `X-Forwarded-Proto`, `X-Forwarded-Host` and `X-Forwarded-Prefix` of the proxies in
+    `forwarded_allow_ips`, for addresses in answers and for nothing else."""
     forwarded_allow_ips: Texts = ()
     """Addresses and networks of proxies whose headers count, such as `10.0.0.5` or `10.0.0.0/8`, or
     `*` for everyone. By default nobody's do. Separate them by commas in the variable and the
@@ -223,7 +225,7 @@ class Settings(SettingsTable):
     """Keys of which an agent must know one to join. Only the environment (INFERPOOL_CLUSTER_KEYS)
     and the file below give them."""
     cluster_keys_file: Text | None = None
-    """A file of such keys."""
+    """A file of keys of which an agent must know one, one to a line."""
     cluster_authority: Text | None = None
     """A PEM file with the authority that has signed the certificates of agents."""
     cluster_certificate: Text | None = None
@@ -237,9 +239,8 @@ class Settings(SettingsTable):
     cluster_host: Text = Field("127.0.0.1", min_length=1)
     """The address that agents join at."""
     cluster_port: int | None = Field(None, ge=0, le=65535)
-    """The TCP port that agents join at (`inferpool agent --join`); 0 lets the system choose one.
-    With it all models are computed on the hosts of agents, and none on this one. By default there
-    is no cluster."""
+    """The TCP port that agents join at (`inferpool agent --join`), whose hosts then compute all
+    models; 0 lets the system choose one. By default there is no cluster."""
     standby_of: Text | None = None
     """The other front end's cluster address (`HOST:PORT`), if this one is to take over from it."""
     models: Mapping[str, ModelSettings] = Field(max_length=MAX_MODELS)

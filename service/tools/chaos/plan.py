@@ -6,10 +6,17 @@ Imported whenever the command's line is read, so it imports little.
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, get_args
 
-from inferpool.service.tools.trial.flags import count, folder, non_negative
+from inferpool.service.settings.fields import add_flag, add_flags_of, fields_of
+from inferpool.service.tools.trial.flags import (
+    READERS,
+    Count,
+    Folder,
+    NonNegative,
+    Seconds,
+    non_negative,
+)
 
 Fault = Literal[
     "kill", "stop", "poison", "forkserver", "decoder", "swap", "host",
@@ -30,26 +37,57 @@ PLURALS: Mapping[Fault, str] = {
 """Names of several faults of a kind."""
 HOST_STRIKES = 3
 """And until so many hosts were struck, each in another way."""
-_OWN_FLAGS = ("requests", "kills", "seconds", "clients", "seed", "inputs", "tolerance", "hosts")
+_OWN_FLAGS = ("requests", "kills", "seconds", "clients", "inputs", "tolerance", "hosts", "seed")
+
+
+_FAULTS: Mapping[Fault, tuple[float, str]] = {
+    "kill": (2.0, "SIGKILL a worker"),
+    "stop": (15.0, "SIGSTOP a worker, so that it hangs"),
+    "poison": (10.0, "send an input that kills any worker that takes it"),
+    "forkserver": (10.0, "SIGKILL or SIGSTOP the process that forks workers"),
+    "decoder": (5.0, "SIGKILL or SIGSTOP a decoder, if workers have some,"),
+    "swap": (0.0, "swap a model to an equal version, which needs memory for both,"),
+    "host": (
+        5.0,
+        "with --hosts: SIGKILL an agent, SIGSTOP it and its workers, or SIGTERM it, in turn,",
+    ),
+    "scribble": (0.0, "send an input whose model code writes to every descriptor it has,"),
+    "exit": (0.0, "send an input whose model code raises SystemExit,"),
+    "burst": (0.0, "SIGKILL the process that forks workers five times in a row,"),
+    "unread": (0.0, "open connections that ask and read nothing,"),
+    "greed": (0.0, "ask with a second key and eight times the clients,"),
+    "store": (0.0, "delete the folder of the job store while jobs run,"),
+    "upload": (0.0, "hold 64 uploads of jobs open with a second key,"),
+}
+"""The seconds between two faults of a kind by default, and what they do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChaosPlan:
     """How long the run goes on, and how often each fault happens."""
 
-    requests: int = 10_000
-    """Least number of requests; there are also `kills` kills and one of each other fault."""
-    kills: int = 10
-    seconds: float | None = None
-    clients: int = 16
-    every_s: Mapping[Fault, float]
-    """The mean time between two faults of a kind; 0 is never."""
+    requests: Count = 10_000
+    """Go on until at least this many numbered requests are sent."""
+    kills: Count = 10
+    """And until at least this many workers are killed, which takes a quick model far more
+    requests."""
+    seconds: Seconds | None = None
+    """Go on for these seconds instead of both."""
+    clients: Count = 16
+    """Clients at once."""
+    inputs: Folder | None = None
+    """Ask with the files in this folder: images, .npy, .safetensors, .json, .bin (default: made
+    up)."""
+    tolerance: NonNegative = 1e-3
+    """The part of itself by which a float may differ, since batches of different sizes are rounded
+    differently."""
+    hosts: Count = 0
+    """Run the workers on N hosts: agents on this machine, which join the front end (default:
+    none)."""
     seed: int = 1
-    inputs: Path | None = None
-    tolerance: float = 1e-3
+    """Decides the inputs, and what is done when."""
+    every_s: Mapping[Fault, float]
     is_json: bool = False
-    hosts: int = 0
-    """Agents that run the workers, each as a host of its own; 0 for workers of the front end."""
 
     @property
     def planned_kills(self) -> int:
@@ -82,89 +120,18 @@ def shown_share(shares: Sequence[float]) -> float:
 
 def add_flags(parser: ArgumentParser) -> None:
     """The flags of the verb, beside those of the settings."""
-    load = parser.add_argument_group("load")
-    load.add_argument(
-        "--requests",
-        type=count,
-        default=10_000,
-        metavar="N",
-        help="go on until at least so many numbered requests are sent (default: 10000)",
-    )
-    load.add_argument(
-        "--kills",
-        type=count,
-        default=10,
-        metavar="N",
-        help="and at least so many workers are killed, which takes a quick model far more requests "
-        "(default: 10)",
-    )
-    load.add_argument(
-        "--seconds", type=non_negative, metavar="S", help="for so long instead of both"
-    )
-    load.add_argument(
-        "--clients", type=count, default=16, metavar="N", help="at once (default: 16)"
-    )
-    load.add_argument(
-        "--inputs",
-        type=folder,
-        metavar="DIR",
-        help="ask with these files: images, .npy, .safetensors, .json, .bin (default: made up)",
-    )
-    load.add_argument(
-        "--tolerance",
-        type=non_negative,
-        default=1e-3,
-        metavar="X",
-        help="by how much of itself a float may differ, since batches of different sizes are "
-        "rounded differently (default: 0.001)",
-    )
-    load.add_argument(
-        "--hosts",
-        type=count,
-        default=0,
-        metavar="N",
-        help="run the workers on N hosts: agents on this machine, which join the front end "
-        "(default: none)",
-    )
+    *load, seed = fields_of(__name__, ChaosPlan.__name__)
+    add_flags_of(parser, load, {"requests": "load"}, READERS)
     faults = parser.add_argument_group("faults, each at random times; 0 for never")
-    for kind, default, what in (
-        ("kill", 2.0, "SIGKILL a worker"),
-        ("stop", 15.0, "SIGSTOP a worker, so that it hangs"),
-        ("poison", 10.0, "send an input that kills any worker that takes it"),
-        ("forkserver", 10.0, "SIGKILL or SIGSTOP the process that forks workers"),
-        ("decoder", 5.0, "SIGKILL or SIGSTOP a decoder, if workers have some,"),
-        (
-            "swap",
-            0.0,
-            "swap a model to an equal version, which needs memory for both,",
-        ),
-        (
-            "host",
-            5.0,
-            "with --hosts: SIGKILL an agent, SIGSTOP it and its workers, or SIGTERM it, in turn,",
-        ),
-        ("scribble", 0.0, "send an input whose model code writes to every descriptor it has,"),
-        ("exit", 0.0, "send an input whose model code raises SystemExit,"),
-        ("burst", 0.0, "SIGKILL the process that forks workers five times in a row,"),
-        ("unread", 0.0, "open connections that ask and read nothing,"),
-        ("greed", 0.0, "ask with a second key and eight times the clients,"),
-        ("store", 0.0, "delete the folder of the job store while jobs run,"),
-        ("upload", 0.0, "hold 64 uploads of jobs open with a second key,"),
-    ):
+    for kind, (every_s, what) in _FAULTS.items():
         faults.add_argument(
             f"--{kind}-every",
             type=non_negative,
-            default=default,
+            default=every_s,
             metavar="S",
-            help=f"{what} every S seconds (default: {default:g})",
+            help=f"{what} every S seconds (default: {every_s:g})",
         )
-    faults.add_argument(
-        "--seed",
-        type=int,
-        default=1,
-        metavar="N",
-        help="decides the inputs, and what is done when (default: 1)",
-    )
+    add_flag(seed, faults)
     parser.add_argument(
         "--json", action="store_true", help="print the report as JSON, and as text on stderr"
     )

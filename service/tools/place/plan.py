@@ -4,9 +4,11 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from inferpool.service.client.cli.access import key_of, url_of
 from inferpool.service.settings.address import address_of
+from inferpool.service.settings.fields import add_flags_of, fields_of
 from inferpool.service.settings.names import FlagError
 
 METRICS_KEY_VARIABLE = "INFERPOOL_METRICS_KEYS"
@@ -40,6 +42,40 @@ class PlacePlan:
     """End all agents."""
 
 
+class PlaceFlags:
+    """The flags of `place`: their names, defaults and help."""
+
+    join: Annotated[str | None, "HOST:PORT"] = None
+    """Address of the front end's cluster port, as the hosts reach it; several with commas."""
+    stop: bool = False
+    """Let all agents drain and end, free what Ray has reserved for them, and leave."""
+    address: Annotated[str, "HOST:PORT"] = "auto"
+    """Address of Ray's head (default: auto, the cluster that this host is a node of)."""
+    namespace: Annotated[str, "NAMESPACE"] = "inferpool"
+    """Ray's namespace of the actors; each service needs its own."""
+    gpus_per_host: int = 1
+    """GPUs that a node must have to get an agent, which takes all of them, and that an autoscaler
+    is asked for (default: 1; 0 for hosts without GPUs)."""
+    cpus_per_host: int = 1
+    """CPUs that Ray reserves on each host, and an autoscaler is asked for."""
+    drain_timeout_s: Annotated[float, "S"] = 60
+    """How long an agent may drain before it is killed."""
+    min_hosts: int = 1
+    """The fewest hosts."""
+    max_hosts: int | None = None
+    """The most hosts (default: all that the cluster has; needed with --front-end)."""
+    front_end: Annotated[str | None, "URL"] = None
+    """Address of the front end: as many hosts as its load needs. The key for its metrics is the
+    first of the variable INFERPOOL_METRICS_KEYS."""
+    objective_p99_ms: Annotated[float, "MS"] = 0.0
+    """Ask for more hosts, too, when the 99th percentile of the latency is longer (default:
+    never)."""
+    ca_file: Path | None = None
+    """Trust the certificates in this PEM file."""
+    insecure: bool = False
+    """Trust any certificate."""
+
+
 def add_flags(parser: ArgumentParser) -> None:
     """Add the flags of `place`."""
     parser.add_argument(
@@ -48,77 +84,8 @@ def add_flags(parser: ArgumentParser) -> None:
         metavar="-- AGENT_FLAGS",
         help="what else each agent is started with: see `inferpool agent --help`",
     )
-    parser.add_argument(
-        "--join",
-        metavar="HOST:PORT",
-        help="address of the front end's cluster port, as the hosts reach it; several with commas",
-    )
-    parser.add_argument(
-        "--stop",
-        action="store_true",
-        help="let all agents drain and end, free what Ray has reserved for them, and leave",
-    )
-    ray = parser.add_argument_group("the Ray cluster")
-    ray.add_argument(
-        "--address",
-        default="auto",
-        metavar="HOST:PORT",
-        help="where Ray's head listens (default: auto, the cluster that this host is a node of)",
-    )
-    ray.add_argument(
-        "--namespace",
-        default="inferpool",
-        help="Ray's namespace of the actors; each service needs its own (default: inferpool)",
-    )
-    ray.add_argument(
-        "--gpus-per-host",
-        type=int,
-        default=1,
-        metavar="N",
-        help="GPUs that a node must have to get an agent, which takes all of them, and that an "
-        "autoscaler is asked for (default: 1; 0 for hosts without GPUs)",
-    )
-    ray.add_argument(
-        "--cpus-per-host",
-        type=int,
-        default=1,
-        metavar="N",
-        help="CPUs that Ray reserves on each host, and an autoscaler is asked for (default: 1)",
-    )
-    ray.add_argument(
-        "--drain-timeout-s",
-        type=float,
-        default=60.0,
-        metavar="S",
-        help="how long an agent may drain before it is killed (default: 60)",
-    )
-    many = parser.add_argument_group("how many hosts")
-    many.add_argument(
-        "--min-hosts", type=int, default=1, metavar="N", help="the fewest (default: 1)"
-    )
-    many.add_argument(
-        "--max-hosts",
-        type=int,
-        metavar="N",
-        help="the most (default: all that the cluster has; needed with --front-end)",
-    )
-    many.add_argument(
-        "--front-end",
-        metavar="URL",
-        help="address of the front end: as many hosts as its load needs. The key for its metrics "
-        f"is the first of the variable {METRICS_KEY_VARIABLE}",
-    )
-    many.add_argument(
-        "--objective-p99-ms",
-        type=float,
-        default=0.0,
-        metavar="MS",
-        help="ask for more hosts, too, when the 99th percentile of the latency is longer",
-    )
-    many.add_argument(
-        "--ca-file", type=Path, metavar="PATH", help="trust the certificates in this PEM file"
-    )
-    many.add_argument("--insecure", action="store_true", help="trust any certificate")
+    fields = fields_of(__name__, PlaceFlags.__name__)
+    add_flags_of(parser, fields, {"address": "the Ray cluster", "min_hosts": "how many hosts"})
 
 
 def plan_of(args: Namespace, environ: Mapping[str, str]) -> PlacePlan:

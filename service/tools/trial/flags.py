@@ -1,9 +1,14 @@
 """Types of command-line flags, whose errors say what a value has to be. Imports little."""
 
 from argparse import ArgumentTypeError
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import isfinite, nan
 from pathlib import Path
+
+Count = int
+NonNegative = float
+Seconds = float
+Folder = Path
 
 
 def count(text: str) -> int:
@@ -47,3 +52,12 @@ def _number(text: str, what: str, fits: Callable[[float], bool]) -> float:
     if not isfinite(number) or not fits(number):
         raise ArgumentTypeError(f"{text!r} is not a number {what}")
     return number
+
+
+READERS: Mapping[str, tuple[Callable[[str], object], str]] = {
+    "Count": (count, "N"),
+    "NonNegative": (non_negative, "X"),
+    "Seconds": (non_negative, "S"),
+    "Folder": (folder, "DIR"),
+}
+"""Readers of values of fields with these annotations, for `settings.fields.add_flag`."""

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import pytest
 
-from inferpool.service.cli.flags import _SETTINGS_FLAGS
 from inferpool.service.cli.main import run
 from inferpool.service.settings.model import ModelSettings
 from inferpool.service.settings.names import FLAGS
@@ -321,8 +320,3 @@ def test_client_only_installation_has_its_verbs_and_names_missing_packages():
     for status, _, said in others:
         assert status == 1
         assert " is not installed. Without it, only version, predict and jobs work" in said
-
-
-def test_every_flag_of_a_setting_sets_it():
-    shown = {name for flags in _SETTINGS_FLAGS.values() for name in flags}
-    assert shown - {"config"} == {flag.removeprefix("--") for flag in FLAGS.values()}

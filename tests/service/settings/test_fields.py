@@ -26,6 +26,8 @@ class Wanted:
     untold: int = 1
     needed: int
     """Has no default."""
+    place: Annotated[str, "PLACE"] = "here"
+    """Where it is. It may be anywhere."""
 '''
 
 
@@ -38,11 +40,17 @@ def test_fields_are_read_from_the_source_without_an_import(tmp_path, monkeypatch
         ("num_parts", 3, "int", None),
         ("options", {}, "dict", None),
         ("is_new", False, "bool", None),
+        ("needed", None, "int", None),
+        ("place", "here", "str", None),
     ]
     assert [(each.flag, each.help) for each in fields] == [
         ("--colour", "The colour of 50 %% of it. (default: red)"),
         ("--num-parts", "How many. (default: 3)"),
         ("--options", "More."),
         ("--is-new", "New."),
+        ("--needed", "Has no default."),
+        ("--place", "Where it is. It may be anywhere. (default: here)"),
     ]
+    assert (fields[-1].brief, fields[-1].metavar) == ("Where it is. (default: here)", "PLACE")
+    assert [each.name for each in fields if each.is_required] == ["needed"]
     assert "wanted_fields" not in sys.modules
