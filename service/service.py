@@ -21,9 +21,11 @@ from inferpool.service.parts.jobs.records import StoreLimits
 from inferpool.service.parts.jobs.webhooks import Webhooks, read_secret
 from inferpool.service.parts.live.events import HostState
 from inferpool.service.parts.live.sampler import LiveFeed
+from inferpool.service.parts.objective import add_objective
 from inferpool.service.parts.speed import SpeedCache, SpeedSearch
 from inferpool.service.parts.swap.changes import Changes
 from inferpool.service.parts.swap.room import Room
+from inferpool.service.parts.turns.gate import DeviceGate
 from inferpool.service.parts.watched.model_folder import ModelFolder
 from inferpool.service.queue.pool import Pool
 from inferpool.service.report import is_host_ready, report_of
@@ -120,6 +122,9 @@ class Service:
             until_known=lambda: self.fronts.until_known(),
             state=state,
         )
+        self.catalog.on_load.append(add_objective)
+        if door is None:  # the gate knows only the devices of its own host
+            self.catalog.on_load.append(DeviceGate(host.num_cores).add)
         self.pools = self.catalog.serving
         try:
             self.arena = Arena(settings.arena_bytes)
@@ -221,15 +226,15 @@ class Service:
     async def drain(self) -> None:
         """Admit nothing more, and answer everything that was accepted."""
         self.begin_stop()
-        grace_s, pools = self.settings.drain_timeout_s, self.catalog.pools.values()
-        await asyncio.gather(*(pool.dispatcher.drain(grace_s) for pool in pools))
+        grace_s, loaded = self.settings.drain_timeout_s, self.catalog.loaded.values()
+        await asyncio.gather(*(each.pool.dispatcher.drain(grace_s) for each in loaded))
 
     def cut_off(self) -> None:
         """Answer everything in flight now, and let `stop` kill the workers."""
         self.begin_stop()
         self._is_hurried = True
-        for pool in self.catalog.pools.values():
-            pool.dispatcher.cut_off("this server was told to stop at once")
+        for version in self.catalog.loaded.values():
+            version.pool.dispatcher.cut_off("this server was told to stop at once")
 
     async def stop(self) -> None:
         """Stop every worker and front end, and free the memory."""
@@ -248,7 +253,8 @@ class Service:
         if self._door is not None and self._engine is not None:
             await self._engine.close()  # first, so that agents keep what they have loaded
         grace_s = 0.0 if self._is_hurried else _STOP_GRACE_S
-        await asyncio.gather(*(pool.stop(grace_s) for pool in self.catalog.pools.values()))
+        loaded = self.catalog.loaded.values()
+        await asyncio.gather(*(version.pool.stop(grace_s) for version in loaded))
         await self.catalog.stop()
         if self._door is None and self._engine is not None:
             await self._engine.close()
@@ -299,7 +305,7 @@ class Service:
         return Cluster(self.settings, self._door, arena, self.catalog, self.hosts)
 
     def _slots(self) -> list[WorkerSlot]:
-        return [slot for pool in self.catalog.pools.values() for slot in pool.slots]
+        return [slot for each in self.catalog.loaded.values() for slot in each.pool.slots]
 
     def _loaded(self, name: str) -> list[Pool]:
         return [version.pool for version in self.catalog.versions(name)]

@@ -55,7 +55,7 @@ class LocalTarget:
         kind, headers = self._form(given)
         chunk = given.data
         until = time.monotonic() + _PATIENCE_S
-        if not self._pool.dispatcher.can_hold(len(chunk)):
+        if not self._pool.dispatcher.arena.can_hold(len(chunk)):
             return refused(given, "too_large", "it is larger than the arena (arena_bytes)")
         while True:
             now = time.monotonic()

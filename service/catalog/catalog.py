@@ -7,21 +7,19 @@ back to.
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 from itertools import count
+from typing import get_args
 
+from inferpool.models.spec import TensorSpec
 from inferpool.service.api.predict import path_of
 from inferpool.service.catalog.claims import Claims
 from inferpool.service.catalog.plans import HostPlans, place_text, planned, with_model
-from inferpool.service.errors import NotSavedError, OverloadedError, UnavailableError
-from inferpool.service.parts.objective import Objective, ObjectiveAdmission
-from inferpool.service.parts.turns.gate import DeviceGate
+from inferpool.service.errors import NotSavedError, UnavailableError
 from inferpool.service.queue.admission import Admission
 from inferpool.service.queue.dispatcher import Dispatcher
-from inferpool.service.queue.gauges import read_model_gauges
-from inferpool.service.queue.instance import Buffer, CanaryShare
+from inferpool.service.queue.instance import CanaryShare
 from inferpool.service.queue.pool import Announcer, Pool
 from inferpool.service.queue.quarantine import Quarantine
 from inferpool.service.settings.model import ModelSettings
@@ -29,11 +27,11 @@ from inferpool.service.settings.settings import Settings
 from inferpool.service.settings.state import StateFile
 from inferpool.service.telemetry.metrics import Metrics, ModelMetrics, Reading
 from inferpool.workers.host.devices import DeviceError, Host
-from inferpool.workers.host.engine import Engine
+from inferpool.workers.host.engine import Engine, RankHealth, WorkerHandle
 from inferpool.workers.host.restart_policy import RestartPolicy
+from inferpool.workers.host.slots import State
 from inferpool.workers.shared.arena import Arena
 from inferpool.workers.shared.config import WorkerConfig
-from inferpool.workers.shared.messages import ItemRef
 
 logger = logging.getLogger(__name__)
 
@@ -41,20 +39,28 @@ _LARGEST_NUMBER = 10**15
 """The largest number that may be asked for. JavaScript is sure of those that follow, too."""
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
 class ModelVersion:
-    """One version of a model that is loaded, or is being loaded."""
+    """One version of a model that is loaded, or is being loaded, as calls get to it."""
 
-    number: int
-    """Counts the versions of the model, from 1."""
-    settings: ModelSettings
-    pool: Pool
-    metrics: ModelMetrics
+    def __init__(self, settings: ModelSettings, pool: Pool) -> None:
+        """Keep the version away from calls, until `Catalog.serve` or `Catalog.expose`."""
+        self.name = pool.name
+        """The name of the model."""
+        self.number = self.version = pool.version
+        """Counts the versions of the model, from 1."""
+        self.settings = settings
+        self.pool = pool
+        self.metrics = pool.dispatcher.metrics
+        self.is_serving = False
+        """Calls that name no version come here; if not, each call looks where it belongs."""
+        self.canary: CanaryShare | None = None
+        """The version that gets a share of its calls; calls must look anew meanwhile."""
+        self.submit = pool.submit  # without a step between, which each call would pay for
 
     @property
-    def name(self) -> str:
-        """The name of the model."""
-        return self.pool.name
+    def inputs(self) -> Sequence[TensorSpec]:
+        """The inputs of the model; empty until a worker is ready."""
+        return self.pool.inputs
 
 
 class Catalog:
@@ -76,9 +82,7 @@ class Catalog:
 
         Args:
             settings: The settings at the start.
-            host: The devices of this host; None: all workers run on hosts that join, as agents of
-                a cluster. Models that share a device there do not take turns at it, since the gate
-                of turns knows only devices of its own host.
+            host: The devices of this host; None: all workers run on hosts that join a cluster.
             metrics: Gets counters for each version.
             announcer: Tells people what the workers do.
             cache_dir: The folder of verdicts on speed; None for none.
@@ -91,14 +95,15 @@ class Catalog:
         """
         self.settings = settings
         """The settings, with the models as they are served now."""
-        self._gate = None if host is None else DeviceGate(host.num_cores)
+        self.on_load: list[Callable[[ModelVersion], None]] = []
+        """Called with each version before its workers start. Parts add what they attach to it."""
         self.claims = Claims()
         """The models that are being changed or restarted."""
         self.serving: dict[str, Pool] = {}
         """The version of each model that serves, by name."""
-        self.entries: dict[str, Pool] = {}
+        self.entries: dict[str, ModelVersion] = {}
         """The version that a call is for, by the rest of its path; see `path_of`."""
-        self.pools: dict[int, Pool] = {}
+        self.loaded: dict[int, ModelVersion] = {}
         """All versions that are loaded, by numbers that no other version gets."""
         self._versions: dict[str, dict[int, ModelVersion]] = {}
         self._newest: dict[str, int] = {}
@@ -110,9 +115,8 @@ class Catalog:
         self._tell = on_change
         self._waiting: list[asyncio.Future[None]] = []
         self._leaving: dict[ModelVersion, asyncio.Task[None]] = {}
-        """The versions that leave. They go on to leave if whoever has sent them is cancelled."""
+        """The versions that leave. They keep leaving even if the task that asked is cancelled."""
         self.until_known = until_known
-        """Waits until all fronts know what was changed."""
         self._engine: Engine | None = None
         self._arena: Arena | None = None
         self.plans: Mapping[str, Sequence[WorkerConfig]] = self._hosts.plan_all(settings)
@@ -163,8 +167,8 @@ class Catalog:
     def remove_host(self, name: str, reason: str) -> None:
         """Forget the workers on a host of the cluster that was lost; `reason` is for people."""
         self._hosts.leave(name)
-        for pool in list(self.pools.values()):
-            pool.withdraw(name, reason)
+        for version in list(self.loaded.values()):
+            version.pool.withdraw(name, reason)
 
     def versions(self, name: str) -> Sequence[ModelVersion]:
         """Return the loaded versions of a model, the oldest first."""
@@ -175,10 +179,7 @@ class Catalog:
         return self._newest.get(name) or self._state.newest_of(name)
 
     def number_next(self, name: str, number: int) -> int:
-        """Give the next version of a model this number if that is the largest; return its number.
-
-        If it is not, or is too large, the next version gets the next number.
-        """
+        """Return the number of the next version of a model: this one if it is larger than all."""
         newest = self.newest(name)
         if newest < number <= _LARGEST_NUMBER:
             self._newest[name] = newest = number - 1
@@ -228,25 +229,9 @@ class Catalog:
         version.pool.start(paused=paused)
         return version
 
-    def hold(self, version: ModelVersion) -> None:
-        """Let calls to a version wait until `Pool.release`, while it is compared.
-
-        Their payloads leave half of the arena free for the inputs of the comparison.
-        """
-        arena, name, rejected = self._arena, version.name, version.metrics.rejected
-        assert arena is not None, "it has been started"
-
-        def leave_room(ref: ItemRef, chunks: Sequence[Buffer]) -> None:
-            if 2 * arena.used_bytes > arena.num_bytes:
-                rejected["arena_full"] += 1
-                raise OverloadedError("too many calls wait for another version", retry_after_s=1)
-
-        trial = self._make_dispatcher(name, version.settings, ModelMetrics(name))
-        version.pool.hold(trial, leave_room)
-
     def expose(self, version: ModelVersion) -> None:
         """Let calls that name a version get to it."""
-        self.entries[path_of(version.name, version.number)] = version.pool
+        self.entries[path_of(version.name, version.number)] = version
         self._metrics.show(version.metrics)
         self._on_change()
 
@@ -256,24 +241,24 @@ class Catalog:
         Each call belongs to one version from its submission on, so this is atomic.
         """
         name = version.name
-        former = self.serving.get(name)
+        former = self.entries.get(name)
         if former is not None:
             former.is_serving, former.canary = False, None
-        self.serving[name] = self.entries[name] = version.pool
-        version.pool.is_serving = True
+        self.serving[name], self.entries[name] = version.pool, version
+        version.is_serving = True
         self.settings = with_model(self.settings, name, version.settings)
         self.expose(version)
 
     def begin_canary(self, version: ModelVersion, share: float) -> None:
         """Let a version answer a share of the calls that name no version, by their ids."""
-        serving = self.serving[version.name]
+        serving = self.entries[version.name]
         path = path_of(version.name, version.number)
         serving.canary, serving.is_serving = CanaryShare(path, share), False
         self.expose(version)
 
     def end_canary(self, version: ModelVersion) -> None:
         """Let the version that serves answer all calls again that name no version."""
-        serving = self.serving[version.name]
+        serving = self.entries[version.name]
         serving.canary, serving.is_serving = None, True
         self._on_change()
 
@@ -287,11 +272,10 @@ class Catalog:
         """
         task = self._leaving.get(version)
         if task is None:
-            pool = version.pool
             self._versions[version.name].pop(version.number)
-            for path in [path for path, entry in self.entries.items() if entry is pool]:
+            for path in [path for path, entry in self.entries.items() if entry is version]:
                 del self.entries[path]
-            pool.is_serving = False
+            version.is_serving = False
             ending = self._end(version, grace_s)
             task = asyncio.create_task(ending, name=f"unload {version.name}")
             self._leaving[version] = task
@@ -331,7 +315,7 @@ class Catalog:
         await self.until_known()
         await pool.dispatcher.drain(grace_s)
         await pool.stop(grace_s)
-        self.pools = {number: each for number, each in self.pools.items() if each is not pool}
+        self.loaded = {id: each for id, each in self.loaded.items() if each is not version}
         self._metrics.fold(version.metrics)
         self._announcer.left([slot.id.worker for slot in pool.slots])
 
@@ -378,7 +362,7 @@ class Catalog:
     def read_gauges(self) -> Iterator[Reading]:
         """Yield the gauges of all models."""
         for name, pool in self.serving.items():
-            yield from read_model_gauges(pool, [each.pool for each in self.versions(name)])
+            yield from _model_gauges(pool, [each.pool for each in self.versions(name)])
 
     def _on_change(self) -> None:
         waiting, self._waiting = self._waiting, []
@@ -392,38 +376,31 @@ class Catalog:
     ) -> ModelVersion:
         assert self._engine is not None, "it has been started"
         self._newest[name] = max(number, self.newest(name))
-        metrics = ModelMetrics(name)
         pool = Pool(
-            name=name,
             source=model.source,
             version=number,
             configs=configs,
             engine=self._engine,
-            dispatcher=self._make_dispatcher(name, model, metrics),
+            dispatcher=self.make_dispatcher(name, model),
             policy=RestartPolicy(max_restarts=model.max_restarts),
-            metrics=metrics,
             announcer=self._announcer,
             on_change=self._on_change,
-            gate=self._gate,
-            share=model.weight,
         )
-        pool.is_serving = False
-        version = ModelVersion(number=number, settings=model, pool=pool, metrics=metrics)
+        version = ModelVersion(model, pool)
+        for callback in self.on_load:
+            callback(version)
         self._versions.setdefault(name, {})[number] = version
-        self.pools[next(self._numbers)] = pool
+        self.loaded[next(self._numbers)] = version
         return version
 
-    def _make_dispatcher(
-        self, name: str, model: ModelSettings, metrics: ModelMetrics
-    ) -> Dispatcher:
+    def make_dispatcher(self, name: str, model: ModelSettings) -> Dispatcher:
+        """Return a dispatcher without workers for instances of a model."""
         assert self._arena is not None, "it has been started"
-        settings, p99_ms = self.settings, model.objective_p99_ms
-        objective = Objective(p99_ms / 1000, model=name) if p99_ms else None
-        kind = partial(ObjectiveAdmission, objective) if objective else Admission
+        settings, metrics = self.settings, ModelMetrics(name)
         return Dispatcher(
             name=name,
             arena=self._arena,
-            admission=kind(
+            admission=Admission(
                 max_queue_length=settings.max_queue_length,
                 max_batch_size=model.batch_size,
                 rejected=metrics.rejected,
@@ -433,6 +410,61 @@ class Catalog:
             metrics=metrics,
             max_batch_size=None if model.max_batch_size == "auto" else model.max_batch_size,
             batch_wait_ms=model.batch_wait_ms,
-            objective=objective,
             job_share=settings.job_share,
         )
+
+
+def _model_gauges(serving: Pool, pools: Sequence[Pool]) -> Iterator[Reading]:
+    """Yield the gauges of a model: of the version that serves, and of all that are loaded."""
+    label, dispatcher = serving.name, serving.dispatcher
+    for name, value in (
+        ("model_version", serving.version),
+        ("model_ready", serving.is_ready),
+        ("max_queue_length", dispatcher.max_queue_length),
+        ("max_batch_size", dispatcher.max_batch_size),
+        ("queue_depth", sum(pool.dispatcher.num_queued for pool in pools)),
+        ("background_depth", sum(pool.dispatcher.num_background for pool in pools)),
+        ("queue_bytes", sum(pool.dispatcher.queued_bytes for pool in pools)),
+        ("quarantined_inputs", sum(pool.dispatcher.num_quarantined for pool in pools)),
+    ):
+        yield Reading(name=name, value=value, labels=(label,))
+    states = Counter(slot.state for pool in pools for slot in pool.slots)
+    for state in get_args(State):
+        yield Reading(name="workers", value=states[state], labels=(label, state))
+    for pool in pools:
+        yield from _pool_gauges(pool)
+
+
+def _pool_gauges(pool: Pool) -> Iterator[Reading]:
+    for slot in pool.slots:
+        labels = (pool.name, slot.id.number)
+        placed = (str(slot.config.placement), slot.config.host)
+        place = placed if slot.config.host else placed[:1]
+        yield Reading(name="worker_up", value=slot.state == "ready", labels=(*labels, *place))
+        yield Reading(name="worker_incarnation", value=slot.id.incarnation, labels=labels)
+        if slot.handle:
+            yield from _worker_gauges(labels, slot.handle)
+
+
+def _worker_gauges(labels: tuple[str, str], worker: WorkerHandle) -> Iterator[Reading]:
+    vitals = worker.vitals()
+    speed = worker.ready.speed
+    for name, value in (
+        ("stalled", worker.is_stalled),
+        ("resident_memory_bytes", vitals.rss_bytes),
+        ("beat_age_seconds", vitals.last_beat_age_s),
+        ("answer_age_seconds", vitals.last_answer_age_s),
+        ("batch_age_seconds", vitals.batch_age_s),
+    ):
+        yield Reading(name=f"worker_{name}", value=value, labels=labels)
+    for name, value in (("gain", speed.gain), ("deviation", speed.deviation)):
+        yield Reading(name=f"worker_speed_{name}", value=value, labels=(*labels, speed.preset))
+    yield from _rank_gauges(labels, vitals.ranks)
+
+
+def _rank_gauges(labels: tuple[str, str], ranks: Sequence[RankHealth]) -> Iterator[Reading]:
+    for rank in ranks:
+        named = (*labels, str(rank.rank))
+        yield Reading(name="worker_rank_resident_memory_bytes", value=rank.rss_bytes, labels=named)
+        if rank.part:
+            yield Reading(name="worker_rank_parameter_bytes", value=rank.part_bytes, labels=named)

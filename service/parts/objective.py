@@ -1,17 +1,19 @@
 """Holds a latency objective: bounds the batches and the queue of one model."""
 
 import logging
-import time
 from collections.abc import Sequence
 from math import ceil, inf, sqrt
 
+from inferpool.service.catalog.catalog import ModelVersion
 from inferpool.service.errors import OverloadedError
 from inferpool.service.queue.admission import Admission
 from inferpool.service.queue.batch_sizing import CostCurve
 from inferpool.service.queue.batcher import Position
 from inferpool.service.queue.instance import Instance
+from inferpool.service.queue.scheduling.background import is_background
 from inferpool.service.queue.scheduling.lanes import Lane
-from inferpool.service.telemetry.metrics import RejectReason
+from inferpool.service.queue.scheduling.scheduler import BatchScheduler, QueuePolicy
+from inferpool.workers.shared.messages import BatchDone
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +34,7 @@ _SURELY_LOST = 100
 """Times in a row that a single instance takes too long before the user is told."""
 
 
-class Objective:
+class Objective(QueuePolicy):
     """Holds the 99th percentile of the time to an answer within an objective, at the least cost.
 
     Workers never wait: a worker that comes free gets what there is. So answers are as early as they
@@ -50,19 +52,18 @@ class Objective:
     large as without one, and nothing is refused for its sake.
     """
 
-    def __init__(self, objective_s: float, *, model: str) -> None:
+    def __init__(self, scheduler: BatchScheduler, objective_s: float, *, model: str) -> None:
         self.objective_s = objective_s
+        self._scheduler = scheduler
         self._model = model
         self._num_lost = 0
         """Times in a row that a single instance took longer than the objective."""
         self._has_warned = False
         self.aim_s = _FIRST_SHARE * objective_s
         """The most that an estimate may be: less than the objective, as far as estimates err."""
-        self.max_size = _ANY_SIZE
+        self._max_size = _ANY_SIZE
         """The largest batch."""
-        self.num_sent = 0
-        """Instances that workers hold."""
-        self.num_asked = 0
+        self._num_asked = 0
         """Instances that came since the rate was last computed, refused ones included."""
         self._rate = 0.0
         self._counted_at = 0.0
@@ -72,20 +73,49 @@ class Objective:
         """When each worker can begin with a further batch, sorted."""
 
     @property
-    def held_s(self) -> float:
+    def useful_s(self) -> float:
         """The aim; infinite if it cannot be held, or is not known to be."""
         return self.aim_s if self._batch_s else inf
 
-    def plan(self, lanes: Sequence[Lane], num_sent: int, limit: int, now: float) -> None:
-        """Plan again after workers were sent or have answered something.
+    def is_welcome(self, num_ahead: int, now: float) -> bool:
+        """Return whether an instance is answered within the aim, and count it as asked for."""
+        self._num_asked += 1
+        return self._answered_s(num_ahead, now) <= self.aim_s
 
-        Args:
-            lanes: The workers, without those that are much slower than others.
-            num_sent: Instances that workers hold.
-            limit: The largest batch that is allowed for other reasons.
-            now: CLOCK_MONOTONIC seconds.
+    def check(self, position: Position, admission: Admission, now: float) -> None:
+        """Check that an instance is answered within the aim, and that its key keeps to its share.
+
+        Raises:
+            OverShareError: Its key would take more than its share of the time.
+            OverloadedError: It would be answered too late.
         """
-        self.num_sent = num_sent
+        answered_s = self._answered_s(position.num_ahead, now)
+        num_own = position.num_own_by_deadline
+        if num_own >= self._max_size:  # less would not fill a batch, and so lose throughput
+            num_counted = position.num_ahead + ceil(admission.key_share.extra(num_own))
+            if answered_s <= self.aim_s < self._answered_s(num_counted, now):
+                raise admission.key_share.over(f"the {num_own} requests of this key that wait", 1)
+        if answered_s > self.aim_s:
+            admission.rejected["objective"] += 1
+            raise OverloadedError(
+                f"an answer would take about {answered_s * 1000:.0f} ms, and this model's "
+                f"objective is {self.objective_s * 1000:g} ms",
+                retry_after_s=max(1, ceil(answered_s - self.aim_s)),
+            )
+
+    def end(self, lane: Lane, batch: list[Instance], done: BatchDone | None, now: float) -> float:
+        """Learn from the answers to clients."""
+        if done is not None and not (is_background(batch) or batch[0].is_compared):
+            self._learn(batch, now)
+        return 0.0
+
+    def plan(self, now: float) -> None:
+        """Plan again after workers were sent or have answered something."""
+        limit = self._scheduler.limit
+        self._plan(self._scheduler.lanes.leading, limit.own, now)
+        limit.bound(self._max_size)
+
+    def _plan(self, lanes: Sequence[Lane], limit: int, now: float) -> None:
         self._free_at = sorted(lane.begins_at(now) for lane in lanes)
         curves = [lane.costs.curve(is_idle=False) for lane in lanes]
         curve = max(curves, key=lambda curve: curve.time_s(1), default=None)
@@ -93,17 +123,17 @@ class Objective:
             return
         alone_s = curve.time_s(1)
         if alone_s > self.objective_s:
-            self.max_size, self._batch_s = _ANY_SIZE, 0.0
-            self._note_lost(alone_s)
+            self._max_size, self._batch_s = _ANY_SIZE, 0.0
+            self._warn_of_lost(alone_s)
             return
         self._num_lost = 0
         self.aim_s = max(self.aim_s, alone_s)  # or even an idle worker would be refused work
-        self._note_rate(now)
-        self.max_size = self._best_size(curve, len(lanes), limit)
-        self._batch_s = curve.time_s(self.max_size)
+        self._measure_rate(now)
+        self._max_size = self._best_size(curve, len(lanes), limit)
+        self._batch_s = curve.time_s(self._max_size)
 
-    def note(self, batch: Sequence[Instance], now: float) -> None:
-        """Learn from an answered batch: aim lower for each late answer, higher for the others.
+    def _learn(self, batch: Sequence[Instance], now: float) -> None:
+        """Aim lower for each late answer of a batch, and higher for the others.
 
         The share of late answers settles where both balance (Robbins and Monro, "A stochastic
         approximation method", 1951).
@@ -113,18 +143,18 @@ class Objective:
         aim_s = self.aim_s * (1 + _STEP * (_LATE_SHARE - num_late / len(batch)))
         self.aim_s = min(objective_s, max(_LEAST_SHARE * objective_s, aim_s))
 
-    def _note_lost(self, alone_s: float) -> None:
+    def _warn_of_lost(self, alone_s: float) -> None:
         self._num_lost += 1
         if self._num_lost >= _SURELY_LOST and not self._has_warned:
             self._has_warned = True
             text = "%s: objective_p99_ms = %g cannot be held: a single instance takes %.3g ms"
             logger.warning(text, self._model, self.objective_s * 1e3, alone_s * 1e3)
 
-    def _note_rate(self, now: float) -> None:
+    def _measure_rate(self, now: float) -> None:
         elapsed_s = now - self._counted_at
         if elapsed_s > _RATE_OVER_S:
-            self._rate = self.num_asked / elapsed_s
-            self.num_asked, self._counted_at = 0, now
+            self._rate = self._num_asked / elapsed_s
+            self._num_asked, self._counted_at = 0, now
 
     def _best_size(self, curve: CostCurve, num_workers: int, limit: int) -> int:
         """Return the batch size that serves the most of what arrives now per second, in time."""
@@ -140,59 +170,18 @@ class Objective:
             size += 1 + size // 8
         return best
 
-    def answered_s(self, num_ahead: int, now: float) -> float:
+    def _answered_s(self, num_ahead: int, now: float) -> float:
         """Estimate the seconds to an answer behind `num_ahead` others; 0 if unknown."""
         free_at = self._free_at
         if not self._batch_s or not free_at or (not num_ahead and free_at[0] <= now):
             return 0.0
-        turn, number = divmod(num_ahead // self.max_size, len(free_at))
+        turn, number = divmod(num_ahead // self._max_size, len(free_at))
         return max(0.0, free_at[number] - now) + (turn + 1) * self._batch_s
 
 
-class ObjectiveAdmission(Admission):
-    """Also refuses what would be answered after the objective."""
-
-    def __init__(
-        self,
-        objective: Objective,
-        *,
-        max_queue_length: int,
-        max_batch_size: int,
-        rejected: dict[RejectReason, int],
-        key_share: float = 1.0,
-    ) -> None:
-        super().__init__(
-            max_queue_length=max_queue_length,
-            max_batch_size=max_batch_size,
-            rejected=rejected,
-            key_share=key_share,
-        )
-        self._objective = objective
-
-    def is_welcome(self, num_queued: int, num_ahead: int, num_workers: int, left_s: float) -> bool:
-        """See `Admission`."""
-        objective = self._objective
-        objective.num_asked += 1
-        return objective.answered_s(
-            num_queued, time.monotonic()
-        ) <= objective.aim_s and super().is_welcome(num_queued, num_ahead, num_workers, left_s)
-
-    def check_time(
-        self, position: Position, free_s: float, num_workers: int, left_s: float, now: float
-    ) -> None:
-        """See `Admission`."""
-        super().check_time(position, free_s, num_workers, left_s, now)
-        objective = self._objective
-        answered_s = objective.answered_s(position.num_ahead, now)
-        num_own = position.num_own_by_deadline
-        if num_own >= objective.max_size:  # less would not fill a batch, and so lose throughput
-            num_counted = position.num_ahead + ceil(self.key_share.extra(num_own))
-            if answered_s <= objective.aim_s < objective.answered_s(num_counted, now):
-                raise self.key_share.over(f"the {num_own} requests of this key that wait", 1)
-        if answered_s > objective.aim_s:
-            self._rejected["objective"] += 1
-            raise OverloadedError(
-                f"an answer would take about {answered_s * 1000:.0f} ms, and this model's "
-                f"objective is {objective.objective_s * 1000:g} ms",
-                retry_after_s=max(1, ceil(answered_s - objective.aim_s)),
-            )
+def add_objective(version: ModelVersion) -> None:
+    """Hold the objective of a version, if its settings have one."""
+    p99_ms = version.settings.objective_p99_ms
+    if p99_ms:
+        scheduler = version.pool.dispatcher.scheduler
+        scheduler.policies.append(Objective(scheduler, p99_ms / 1000, model=version.name))

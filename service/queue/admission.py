@@ -168,7 +168,7 @@ class Admission:
     ) -> None:
         self.rate = RateMeter(max_batch_size)
         self.key_share = KeyShare(key_share, rejected)
-        self._rejected = rejected
+        self.rejected = rejected
         self.is_draining = False
         self.max_queue_length = max_queue_length
         """Instances that may wait."""
@@ -187,13 +187,13 @@ class Admission:
             OverloadedError: The queue is full.
         """
         if self.is_draining:
-            self._rejected["draining"] += 1
+            self.rejected["draining"] += 1
             raise UnavailableError("this server is shutting down", retry_after_s=1)
         if left_s <= 0:
-            self._rejected["deadline"] += 1
+            self.rejected["deadline"] += 1
             raise DeadlineExceededError("the deadline passed before it could be queued")
         if num_queued >= self.max_queue_length:
-            self._rejected["queue_full"] += 1
+            self.rejected["queue_full"] += 1
             raise OverloadedError(
                 f"the queue is full ({num_queued} requests wait)",
                 retry_after_s=self._time_for_half(num_queued, num_workers),
@@ -225,7 +225,7 @@ class Admission:
             self.key_share.check_places(num_own, num_queued, self.max_queue_length, retry_after_s)
         num_kin = position.num_kin
         if num_kin > _TIMES_ROOM * (self.max_queue_length - num_queued):
-            self._rejected["queue_full"] += 1
+            self.rejected["queue_full"] += 1
             raise _share_taken(num_kin, self._time_for_half(num_kin, num_workers))
 
     def check_time(
@@ -257,7 +257,7 @@ class Admission:
         num_ahead = position.num_by_deadline
         answered_s = num_ahead * item_s + batch_s
         if (num_ahead or free_s) and answered_s * _SPARE > left_s:
-            self._rejected["deadline"] += 1
+            self.rejected["deadline"] += 1
             raise OverloadedError(
                 f"the deadline cannot be met: an answer would take about {answered_s:.1f} s, "
                 f"and {left_s:.1f} s are left",
@@ -271,7 +271,7 @@ class Admission:
         if num_kin := position.num_kin_by_deadline:
             over_s = (answered_s + num_kin * item_s) * _SPARE - left_s
             if over_s > 0:
-                self._rejected["deadline"] += 1
+                self.rejected["deadline"] += 1
                 raise _share_taken(num_kin, max(1, ceil(over_s)))
         late_s = 0.0
         for deadline, num in position.behind:
@@ -280,7 +280,7 @@ class Admission:
                 return  # this one takes the place of one that will be late anyway
             late_s = max(late_s, (other_s + item_s) * _ADMITTED_SPARE - other_left_s)
         if late_s > 0:
-            self._rejected["deadline"] += 1
+            self.rejected["deadline"] += 1
             raise OverloadedError(
                 "a request that was admitted before would miss its deadline",
                 retry_after_s=max(1, ceil(late_s)),

@@ -17,17 +17,16 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from inferpool.models.speed_names import ANY_SIZE
 from inferpool.service.errors import (
     InternalError,
     OverloadedError,
     ServiceError,
+    TooLargeError,
     UnavailableError,
     WorkerCrashedError,
 )
-from inferpool.service.parts.objective import Objective
 from inferpool.service.queue.admission import Admission
 from inferpool.service.queue.batch_sizing import SizeLimit
 from inferpool.service.queue.batcher import Batcher
@@ -44,8 +43,7 @@ from inferpool.service.queue.instance import (
 )
 from inferpool.service.queue.ledger import Ledger
 from inferpool.service.queue.quarantine import MAX_CRASHES, Quarantine, Suspects
-from inferpool.service.queue.scheduling.background import Background, TurnsQueue, is_background
-from inferpool.service.queue.scheduling.entrance import Entrance
+from inferpool.service.queue.scheduling.background import Background, TurnsQueue
 from inferpool.service.queue.scheduling.lanes import Lane, Lanes
 from inferpool.service.queue.scheduling.scheduler import BatchFiller, BatchScheduler
 from inferpool.service.telemetry.metrics import ModelMetrics
@@ -54,13 +52,12 @@ from inferpool.workers.shared.arena import Arena
 from inferpool.workers.shared.errors import WorkerLostError
 from inferpool.workers.shared.messages import BatchDone, ItemError, ItemRef
 
-if TYPE_CHECKING:
-    from inferpool.models.spec import TensorSpec
-
 logger = logging.getLogger(__name__)
 
 MAX_HOSTS_LOST = 5
 """Hosts that may be lost with one instance before it is given up."""
+_BACKGROUND_SHARE = 0.5
+"""Work in the background is refused while more of the arena than this is taken."""
 
 
 class Dispatcher:
@@ -79,30 +76,24 @@ class Dispatcher:
         metrics: ModelMetrics,
         max_batch_size: int | None,
         batch_wait_ms: float = 0.0,
-        objective: Objective | None = None,
         job_share: float = 0.0,
     ) -> None:
         self.name = name
-        self.inputs: Sequence[TensorSpec] = ()
-        """The inputs of the model, once a worker is ready."""
         self.loop = asyncio.get_running_loop()
-        self.on_batch: Callable[[int, BatchDone], None] | None = None
-        """Told the size of each batch that was computed, while versions are compared."""
-        self._arena = arena
+        self.arena = arena
+        self.metrics = metrics
+        self._observers: tuple[Callable[[int, BatchDone], None], ...] = ()
         self._admission = admission
-        self._metrics = metrics
         self._quarantine = quarantine
         self._suspects = Suspects(quarantine, arena, metrics)
         self._limit = SizeLimit(max_batch_size)
-        self._objective = objective
         self._queue: Batcher[Instance] = Batcher()
         work = Background(job_share)
         self._background = work.queue
         self._lanes = Lanes()
-        self._entrance = Entrance(admission, self._queue, self._lanes, arena)
         self._ledger = Ledger(metrics, self._on_deadline, self._unsettled)
         self._compared = self._ledger.beside()  # for instances that no client sent
-        filler = BatchFiller(self._queue, work, self._limit, admission.rate, self._objective)
+        filler = BatchFiller(self._queue, work, self._limit, admission.rate)
         self.scheduler = BatchScheduler(
             self._queue,
             work,
@@ -112,6 +103,7 @@ class Dispatcher:
             filler,
             self._give,
         )
+        self._entrance = Entrance(admission, self._queue, self.scheduler, arena)
 
     @property
     def num_queued(self) -> int:
@@ -147,7 +139,7 @@ class Dispatcher:
     @property
     def num_unsettled(self) -> int:
         """Instances that have no answer yet."""
-        return self._metrics.in_flight + self._compared.metrics.in_flight
+        return self.metrics.in_flight + self._compared.metrics.in_flight
 
     @property
     def is_draining(self) -> bool:
@@ -201,38 +193,33 @@ class Dispatcher:
         is_suspect = (
             num_bytes in quarantine.lengths or num_bytes in quarantine.suspect_lengths
         ) and self._suspects.check(ref, chunks, now, is_traffic=not is_compared)
-        queue = self._queue_of(ref)
-        if queue is self._background:
-            self._entrance.check_background(ref)
-        elif not is_compared:
-            self._entrance.check(ref, now)
-        if owner is None:
-            owner = self._arena
-            if ref.caller:
-                self._admission.key_share.check_bytes(self._arena, ref)
-            offset = self._arena.put(chunks, num_bytes, ref.caller)
-            if offset is None:
-                self._metrics.rejected["arena_full"] += not is_compared
-                raise OverloadedError("the arena for payloads is full", retry_after_s=1)
-            ref.offset = offset
+        owner = self._entrance.enter(ref, chunks, owner, now, is_compared=is_compared)
         ledger = self._compared if is_compared else self._ledger
         instance = (ComparedInstance if is_compared else Instance)(self, ref, owner, now)
         if is_compared or is_suspect:
             instance.is_solo = True
             instance.num_crashes = int(is_suspect)
         ledger.open(instance, now, steps)
-        queue.push(instance, now)
+        self._queue_of(ref).push(instance, now)
         if not self.scheduler.is_due:
             self.scheduler.soon()
         return instance
 
-    def can_hold(self, num_bytes: int) -> bool:
-        """Return whether this process may ever have room in the arena for such a payload."""
-        return self._arena.can_hold(num_bytes)
+    def observe(self, callback: Callable[[int, BatchDone], None]) -> Callable[[], None]:
+        """Call back with the size and the answers of each batch that was computed.
+
+        Returns:
+            A function that ends it.
+        """
+        self._observers += (callback,)
+
+        def remove() -> None:
+            self._observers = tuple(each for each in self._observers if each is not callback)
+
+        return remove
 
     def attach(self, worker: WorkerHandle) -> None:
         """Send a ready worker its share of the work, until it is detached."""
-        self.inputs = worker.ready.inputs
         if worker.ready.speed.preset not in ANY_SIZE:
             self._limit.hold()
         if worker.ready.is_accelerated:
@@ -250,12 +237,9 @@ class Dispatcher:
         Args:
             error: Makes the error that each is answered with.
         """
-        for instance in (*self._queue, *self._background):
+        for instance in tuple(self._unsettled()):
             self._unqueue(instance)
             self._ledger_of(instance).fail(instance, error())
-        for instance in self._lanes.held():
-            if instance.state != SETTLED:
-                self._ledger_of(instance).fail(instance, error())
 
     def cut_off(self, reason: str) -> None:
         """Admit nothing more, and answer everything in flight."""
@@ -263,7 +247,7 @@ class Dispatcher:
         self.abandon(lambda: UnavailableError(reason, retry_after_s=1))
 
     async def settled(self, most_s: float) -> None:
-        """Wait until everything is settled, for so long at most."""
+        """Wait until everything is settled, for `most_s` at most."""
         with contextlib.suppress(TimeoutError):
             await self._drained(most_s)
 
@@ -324,10 +308,9 @@ class Dispatcher:
         self._ledger.note_sent(batch, lane.worker, now)
         if len(lane.batches) == 1:
             lane.begin(now, was_idle=True)
-        if self.scheduler.turns is not None:
-            self.scheduler.turns.begin(lane, batch, now)
-        if self._objective:
-            self._plan(self._objective, now)
+        for policy in self.scheduler.policies:
+            policy.begin(lane, batch, now)
+            policy.plan(now)
 
     def _keep_back(self, batch: list[Instance], error: Exception) -> None:
         """Fail an instance that cannot be sent, or send each of several alone to find it."""
@@ -353,9 +336,9 @@ class Dispatcher:
     ) -> None:
         now, waited_s = time.monotonic(), 0.0
         error = future.exception()
-        if self.scheduler.turns is not None:
+        for policy in self.scheduler.policies:
             done = None if error else future.result()
-            waited_s = self.scheduler.turns.end(lane, batch, done, now)
+            waited_s += policy.end(lane, batch, done, now)
         if error is None:
             self._take_answers(lane, batch, future.result(), now, waited_s)
         elif isinstance(error, WorkerLostError):
@@ -374,17 +357,15 @@ class Dispatcher:
         self._admission.rate.note(num, took_s, now, lane.worker.id.slot)
         if not isinstance(done.outcomes[0], ItemError):  # or it may not have been computed
             self._lanes.learn(lane, num, now)
-            if self.on_batch is not None:
-                self.on_batch(num, done)
+            for observer in self._observers:
+                observer(num, done)
             if not lane.is_lagging:
                 self._limit.note(num, done.prepare_s, done.compute_s)
                 self.scheduler.prepare_s = done.prepare_s
         if lane.batches:
             lane.begin(now, was_idle=False)
-        if self._objective:
-            if not (is_background(batch) or batch[0].is_compared):
-                self._objective.note(batch, now)
-            self._plan(self._objective, now)
+        for policy in self.scheduler.policies:
+            policy.plan(now)
         self._suspects.note_answers(batch, done.outcomes)
         self._ledger_of(batch[0]).settle_batch(batch, done, now)
 
@@ -398,12 +379,6 @@ class Dispatcher:
             lambda deadline, num: are_in_time(num, free_s, num_workers, deadline - now, now)
         )
 
-    def _plan(self, objective: Objective, now: float) -> None:
-        """Adapt the size of batches to the objective."""
-        lanes = self._lanes
-        objective.plan(lanes.leading, lanes.num_sent, self._limit.own, now)
-        self._limit.bound(objective.max_size)
-
     def _refuse_quarantined(self) -> None:
         """Refuse the queued instances whose input has just been quarantined."""
         for instance in (*self._queue, *self._background):
@@ -414,7 +389,7 @@ class Dispatcher:
     def _take_back(
         self, lane: Lane, batch: list[Instance], error: WorkerLostError, now: float
     ) -> None:
-        """Queue again what a lost worker held, except what is settled or guilty of its death."""
+        """Queue again what a lost worker held, except what is settled or may have killed it."""
         # Settled instances are judged too: their payloads are still in their slots.
         if error.with_host:
             for instance in batch:
@@ -427,24 +402,113 @@ class Dispatcher:
         for instance in reversed(batch):
             if instance.state == SETTLED:
                 instance.owner.free(instance.ref.offset)
-            elif instance.num_crashes >= MAX_CRASHES:
-                self._ledger_of(instance).metrics.faults += 1
+            elif end := _given_up(instance, error) or self._suspects.refusal(instance):
+                self._ledger_of(instance).metrics.faults += instance.num_crashes >= MAX_CRASHES
                 instance.owner.free(instance.ref.offset)
-                self._ledger_of(instance).fail(
-                    instance,
-                    WorkerCrashedError(
-                        f"{instance.num_crashes} workers died while they computed this input "
-                        f"(the last: {error})"
-                    ),
-                )
-            elif instance.num_hosts_lost >= MAX_HOSTS_LOST:
-                instance.owner.free(instance.ref.offset)
-                text = f"{MAX_HOSTS_LOST} hosts were lost while they held it (the last: {error})"
-                self._ledger_of(instance).fail(instance, WorkerCrashedError(text))
-            elif refusal := self._suspects.refusal(instance):
-                instance.owner.free(instance.ref.offset)
-                self._ledger_of(instance).fail(instance, refusal)
+                self._ledger_of(instance).fail(instance, end)
             else:
                 self._ledger_of(instance).metrics.retried += 1
                 instance.state = QUEUED
                 self._queue_of(instance.ref).push_front(instance)
+
+
+def _given_up(instance: Instance, error: WorkerLostError) -> WorkerCrashedError | None:
+    """Return the error of an instance that is not tried again, since too much died with it."""
+    if instance.num_crashes >= MAX_CRASHES:
+        return WorkerCrashedError(
+            f"{instance.num_crashes} workers died while they computed this input "
+            f"(the last: {error})"
+        )
+    if instance.num_hosts_lost >= MAX_HOSTS_LOST:
+        return WorkerCrashedError(
+            f"{MAX_HOSTS_LOST} hosts were lost while they held it (the last: {error})"
+        )
+    return None
+
+
+class Entrance:
+    """Decides about each instance that comes, by what waits, the workers and the arena."""
+
+    def __init__(
+        self,
+        admission: Admission,
+        queue: Batcher[Instance],
+        scheduler: BatchScheduler,
+        arena: Arena,
+    ) -> None:
+        self._admission = admission
+        self._queue = queue
+        self._lanes = scheduler.lanes
+        self._arena = arena
+        self._policies = scheduler.policies
+
+    def enter(
+        self,
+        ref: ItemRef,
+        chunks: Sequence[Buffer],
+        owner: SlotOwner | None,
+        now: float,
+        *,
+        is_compared: bool,
+    ) -> SlotOwner:
+        """Refuse an instance that there is no room or no time for, or store its payload.
+
+        Returns:
+            The owner of the payload's slot in the arena: the one given if it is stored already.
+
+        Raises:
+            OverShareError: Its key has its share of the queue.
+            OverloadedError: The queue is full, the deadline cannot be met, or a policy refuses it.
+            UnavailableError: The service is draining.
+        """
+        if ref.priority >= BACKGROUND:
+            self._check_background(ref)
+        elif not is_compared:
+            self._check(ref, now)
+        if owner is not None:
+            return owner
+        arena = self._arena
+        if ref.caller:
+            self._admission.key_share.check_bytes(arena, ref)
+        offset = arena.put(chunks, ref.num_bytes, ref.caller)
+        if offset is None:
+            self._admission.rejected["arena_full"] += not is_compared
+            raise OverloadedError("the arena for payloads is full", retry_after_s=1)
+        ref.offset = offset
+        return arena
+
+    def _check(self, ref: ItemRef, now: float) -> None:
+        admission, queue, lanes = self._admission, self._queue, self._lanes
+        num_queued = queue.num_waiting
+        left_s = ref.deadline - now
+        num_workers = len(lanes.open) or 1
+        # If there are several kinds, all that wait may be of this one's. Its kind may take half of
+        # the time until its deadline, so each counts twice.
+        num_counted = 2 * num_queued if queue.is_mixed else num_queued
+        if num_queued and ref.caller:  # in the same way, all may be of this one's key
+            num_counted = max(num_counted, int((num_queued + 1) * admission.key_share.weight))
+        num_ahead = num_counted + lanes.num_sent
+        is_welcome = admission.is_welcome(num_counted, num_ahead, num_workers, left_s)
+        for policy in self._policies:
+            is_welcome = policy.is_welcome(num_counted, now) and is_welcome
+        if is_welcome:
+            return
+        admission.check(num_queued, num_workers, left_s)
+        position = queue.position(ref.priority, ref.deadline, now, ref.caller)
+        admission.check_share(position, num_queued, num_workers)
+        admission.check_time(position, lanes.free_in(now), num_workers, left_s, now)
+        for policy in self._policies:
+            policy.check(position, admission, now)
+
+    def _check_background(self, ref: ItemRef) -> None:
+        """Refuse an instance of the background that would leave others too little memory."""
+        if self._admission.is_draining:
+            raise UnavailableError("this server is shutting down", retry_after_s=1)
+        arena = self._arena
+        most = int(_BACKGROUND_SHARE * arena.num_bytes)
+        if ref.num_bytes > most:
+            raise TooLargeError(
+                f"an instance of a job may have {most:,} bytes here, which is half of arena_bytes"
+            )
+        if arena.used_bytes + ref.num_bytes > most:
+            raise OverloadedError("the arena has little room left", retry_after_s=1)

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import count, groupby
 from math import ceil
 from typing import TYPE_CHECKING, Protocol
 
@@ -15,12 +15,9 @@ import msgspec
 
 from inferpool.models.speed_names import SpeedReport
 from inferpool.service.errors import GivenUpError, ServiceError, UnavailableError
-from inferpool.service.parts.turns.gate import DeviceGate, GateMember
 from inferpool.service.queue.dispatcher import Dispatcher
-from inferpool.service.queue.instance import Buffer, CanaryShare, Instance, InstanceSteps, SlotOwner
-from inferpool.service.queue.numbers import SlotNumbers
+from inferpool.service.queue.instance import Buffer, Instance, InstanceSteps, SlotOwner
 from inferpool.service.queue.replacer import Replacer
-from inferpool.service.telemetry.metrics import ModelMetrics
 from inferpool.workers.host.engine import Cause, Engine, RankHealth, WorkerHandle, WorkerId
 from inferpool.workers.host.replica_files import ReplicaFiles
 from inferpool.workers.host.restart_policy import RestartPolicy
@@ -37,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 _NUM_ENDINGS = 20
 """Endings of workers that are kept for people to look at."""
+_NUM_ABSENT = 64
+"""Hosts that are gone, and get their workers' numbers again if they come back."""
 _MOMENT_S = 1.0
 """A model that loads within this time is worth waiting for when all its workers are down."""
 
@@ -77,46 +76,37 @@ class Pool:
     def __init__(
         self,
         *,
-        name: str,
         source: str,
         configs: Sequence[WorkerConfig],
         engine: Engine,
         dispatcher: Dispatcher,
         policy: RestartPolicy,
-        metrics: ModelMetrics,
         announcer: Announcer,
         on_change: Callable[[], None],
         version: int = 1,
-        gate: DeviceGate | None = None,
-        share: float = 1.0,
     ) -> None:
         """Start nothing yet.
 
         Args:
-            name: The name of the model.
             source: The source of the model, as the settings name it.
             configs: The configuration of each worker. In a cluster, more may come and go.
             engine: Starts workers.
-            dispatcher: Gives them work.
+            dispatcher: Gives them work, and knows the name of the model and its counters.
             policy: Says how often they are restarted.
-            metrics: Counters of the model.
             announcer: Shows people what comes and goes.
             on_change: Is called when a worker has come or gone.
             version: The number of the version.
-            gate: Gives turns to the models that share a device; None if this model has its own.
-            share: The model's weight there.
         """
-        self.name = name
+        self.name = name = dispatcher.name
         self.source = source
-        """The source of the model, as the settings name it."""
         self.version = version
-        self.is_serving = True
-        """Calls that name no version come here; if not, each call looks where it belongs."""
-        self.canary: CanaryShare | None = None
-        """The version that gets a share of its calls; calls must look anew meanwhile."""
-        self.recorder: Callable[[ItemRef, Sequence[Buffer]], None] | None = None
-        """Gets each instance before it is submitted, while versions are compared."""
+        self.configs = configs
+        """The configuration of each worker at the start, by its slot."""
         self.dispatcher = dispatcher
+        self.works_for = dispatcher
+        """The dispatcher that the workers compute for; see `attach`."""
+        self.on_stop: list[Callable[[], None]] = []
+        """Called once the workers have been stopped."""
         self.inputs: Sequence[TensorSpec] = ()
         """The inputs of the model; empty until a worker is ready."""
         self.example: object = None
@@ -125,13 +115,8 @@ class Pool:
         """Clients send something else than `inputs` say, so no example can be made up from them."""
         self.endings: deque[EndedIncarnation] = deque(maxlen=_NUM_ENDINGS)
         """The latest endings of workers, the newest last."""
-        self._configs = configs
+        self._gatekeepers: tuple[Callable[[ItemRef, Sequence[Buffer]], None], ...] = ()
         self._numbers = SlotNumbers()
-        self._gate = gate
-        self._share = share
-        self._turns: GateMember | None = None
-        self._trial: Dispatcher | None = None
-        self._metrics = metrics
         self._announcer = announcer
         self._on_change = on_change
         self._started_at: dict[str, float] = {}
@@ -153,11 +138,6 @@ class Pool:
     def slots(self) -> Sequence[WorkerSlot]:
         """The workers of the model."""
         return self._supervisor.slots
-
-    @property
-    def comparing(self) -> Dispatcher:
-        """Takes the inputs on which versions are compared."""
-        return self._trial or self.dispatcher
 
     @property
     def is_draining(self) -> bool:
@@ -193,7 +173,7 @@ class Pool:
             return ""
         if self.dispatcher.num_ready:
             return "stalled: no worker shows a sign of life"
-        if self._trial is not None:
+        if self._is_lent:
             return "calls wait until it is known to be good enough"
         if not self.slots:
             return "no host is connected that can run it"
@@ -203,15 +183,7 @@ class Pool:
 
     def start(self, *, paused: bool = False) -> None:
         """Begin to start the workers; if `paused`, each at its `resume`."""
-        if self._gate is not None:
-            placements = [config.placement for config in self._configs]
-            self._turns = self._gate.join(
-                self.dispatcher.scheduler,
-                model=self.name,
-                share=self._share,
-                placements=placements,
-            )
-        self._add(self._configs, paused=paused)
+        self._add(self.configs, paused=paused)
 
     def extend(self, configs: Sequence[WorkerConfig]) -> Sequence[WorkerSlot]:
         """Begin to start workers on a host that has joined, unless all others are paused.
@@ -249,27 +221,32 @@ class Pool:
         self._supervisor.resume(slot)
         self._on_change()
 
-    def hold(
-        self, trial: Dispatcher, on_submit: Callable[[ItemRef, Sequence[Buffer]], None]
-    ) -> None:
-        """Let all calls wait until `release`. Workers that come take what `trial` has meanwhile.
+    def attach(self, dispatcher: Dispatcher) -> None:
+        """Have the workers compute for a dispatcher from now on, and for none else.
 
-        `on_submit` may refuse instances with a `ServiceError`.
+        While that is not the pool's own, what is submitted to the pool waits.
         """
-        self._trial, self.recorder = trial, on_submit
-        self._expect()
-
-    def release(self) -> None:
-        """Let the workers compute the calls that wait."""
-        trial, self._trial = self._trial, None
-        if trial is None:
-            return
-        self.recorder = None
+        former, self.works_for = self.works_for, dispatcher
         for slot in self.slots:
             if slot.handle is not None:
-                trial.detach(slot.handle)
-                self.dispatcher.attach(slot.handle)
+                former.detach(slot.handle)
+                dispatcher.attach(slot.handle)
         self._expect()
+
+    def guard(self, gatekeeper: Callable[[ItemRef, Sequence[Buffer]], None]) -> Callable[[], None]:
+        """Call a gatekeeper with each instance before it is admitted.
+
+        It may refuse the instance with a `ServiceError`.
+
+        Returns:
+            A function that ends it.
+        """
+        self._gatekeepers += (gatekeeper,)
+
+        def remove() -> None:
+            self._gatekeepers = tuple(each for each in self._gatekeepers if each is not gatekeeper)
+
+        return remove
 
     def submit(
         self,
@@ -286,10 +263,10 @@ class Pool:
         """
         dispatcher = self.dispatcher
         if not self._is_expecting and not dispatcher.num_ready and not dispatcher.is_draining:
-            self._metrics.rejected["unavailable"] += 1
+            self.dispatcher.metrics.rejected["unavailable"] += 1
             raise self._nobody()
-        if self.recorder is not None:
-            self.recorder(ref, chunks)
+        for gatekeeper in self._gatekeepers:
+            gatekeeper(ref, chunks)
         return dispatcher.submit(ref, chunks, steps, owner)
 
     async def stop(self, grace_s: float) -> None:
@@ -297,8 +274,8 @@ class Pool:
         try:
             await self._supervisor.stop(grace_s)
         finally:
-            if self._turns is not None:
-                self._turns.leave()
+            for callback in self.on_stop:
+                callback()
 
     def on_progress(self, slot: WorkerSlot) -> None:
         """See `Watcher`."""
@@ -308,7 +285,7 @@ class Pool:
     def on_ready(self, slot: WorkerSlot) -> None:
         """See `Watcher`."""
         assert slot.handle is not None
-        self.comparing.attach(slot.handle)
+        self.works_for.attach(slot.handle)
         ready = slot.handle.ready
         self.inputs = ready.inputs
         self._load_s = ready.load_s
@@ -330,7 +307,7 @@ class Pool:
 
     def on_gone(self, handle: WorkerHandle) -> None:
         """See `Watcher`."""
-        self.comparing.detach(handle)
+        self.works_for.detach(handle)
         self._expect()
 
     def on_down(self, slot: WorkerSlot) -> None:
@@ -341,7 +318,7 @@ class Pool:
         if slot.state == "failed":
             self._announcer.failed(slot.id.worker, slot.reason)
         else:
-            self._metrics.restarts[slot.cause] += 1
+            self.dispatcher.metrics.restarts[slot.cause] += 1
         if self.is_lost:
             self.dispatcher.abandon(self._nobody)
         self._on_change()
@@ -362,7 +339,7 @@ class Pool:
             slot.config = replace(slot.config, chosen=None, known_split=None)
 
     def _note_successor(self, predecessor: WorkerId) -> None:
-        self._metrics.restarts["asked"] += 1
+        self.dispatcher.metrics.restarts["asked"] += 1
         self._note_ending(predecessor, "asked", "its successor took over")
 
     def _note_ending(self, id: WorkerId, cause: Cause, reason: str) -> None:
@@ -390,12 +367,16 @@ class Pool:
         how = slot.config.placement.split
         logger.log(level, "%s %s: %s%s", self.name, how, ", ".join(parts), why)
 
+    @property
+    def _is_lent(self) -> bool:
+        return self.works_for is not self.dispatcher
+
     def _expect(self) -> None:
         """Decide whether a worker will be back within a moment, so that callers may wait for it.
 
         A worker that has failed repeatedly, or takes long to load, does not count.
         """
-        self._is_expecting = self._trial is not None or (
+        self._is_expecting = self._is_lent or (
             self._load_s <= _MOMENT_S
             and any(
                 slot.was_ever_ready and slot.num_failures <= 1 and slot.state != "failed"
@@ -406,7 +387,7 @@ class Pool:
 
     def _nobody(self) -> ServiceError:
         """Make the error that says why no worker is ready, and when one may be."""
-        if self.is_lost and self._trial is None:  # or the former version comes back
+        if self.is_lost and not self._is_lent:  # or the former version comes back
             return GivenUpError(f"no worker of {self.name} can be started ({self.reason})")
         if not self.slots:
             return UnavailableError(self.reason, retry_after_s=1)
@@ -416,6 +397,34 @@ class Pool:
             f"no worker is ready ({self.reason})",
             retry_after_s=max(1, ceil(min(pauses_s, default=0.0) + self._load_s)),
         )
+
+
+class SlotNumbers:
+    """The numbers of the workers on each host. A host that comes back gets its own again."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, list[int]] = {}
+        self._absent: dict[str, None] = {}
+        """Hosts that are gone, the one that has been away the longest first."""
+
+    def take(self, host: str, num: int) -> list[int]:
+        """Return the numbers of `num` workers on a host: its own, then the lowest free ones."""
+        self._absent.pop(host, None)
+        own = self._numbers.setdefault(host, [])
+        taken = {number for numbers in self._numbers.values() for number in numbers}
+        free = (number for number in count() if number not in taken)
+        own += [next(free) for _ in range(num - len(own))]
+        return own[:num]
+
+    def leave(self, host: str) -> None:
+        """Keep the numbers of a host that is gone, as long as few others go after it."""
+        if host not in self._numbers:
+            return
+        self._absent.pop(host, None)
+        self._absent[host] = None
+        if len(self._absent) > _NUM_ABSENT:
+            oldest = next(iter(self._absent))
+            del self._absent[oldest], self._numbers[oldest]
 
 
 def _part_text(rank: RankHealth) -> str:

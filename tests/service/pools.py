@@ -8,8 +8,6 @@ import msgspec
 
 from inferpool.models.spec import Placement
 from inferpool.models.speed_names import SpeedReport
-from inferpool.service.parts.objective import Objective
-from inferpool.service.parts.turns.gate import DeviceGate
 from inferpool.service.queue.admission import Admission
 from inferpool.service.queue.dispatcher import Dispatcher
 from inferpool.service.queue.pool import Announcer, Pool
@@ -36,7 +34,6 @@ def make_dispatcher(
     batch_wait_ms: float = 0.0,
     key_share: float = 1.0,
     job_share: float = 0.0,
-    objective: Objective | None = None,
 ) -> Dispatcher:
     metrics = metrics or ModelMetrics("m")
     admission = Admission(
@@ -46,7 +43,7 @@ def make_dispatcher(
         key_share=key_share,
     )
     return Dispatcher(
-        name="m",
+        name=metrics.name,
         arena=arena,
         admission=admission,
         quarantine=Quarantine(name="m", duration_s=quarantine_s),
@@ -54,7 +51,6 @@ def make_dispatcher(
         max_batch_size=max_batch_size,
         batch_wait_ms=batch_wait_ms,
         job_share=job_share,
-        objective=objective,
     )
 
 
@@ -71,21 +67,17 @@ def make_pool(
     arena: Arena,
     announcer: Announcer | None = None,
     configs: Sequence[WorkerConfig] = (CONFIG,),
-    gate: DeviceGate | None = None,
     name: str = "m",
 ) -> Pool:
     metrics = ModelMetrics(name)
     return Pool(
-        name=name,
         source="echo",
         configs=configs,
         engine=engine,
         dispatcher=make_dispatcher(arena, metrics, max_queue_length=10, max_batch_size=1),
         policy=RestartPolicy(),
-        metrics=metrics,
         announcer=announcer or SilentAnnouncer(),
         on_change=lambda: None,
-        gate=gate,
     )
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from inferpool.service.errors import DeadlineExceededError, OverloadedError
-from inferpool.service.parts.objective import Objective, ObjectiveAdmission
+from inferpool.service.parts.objective import Objective
 from inferpool.service.queue.admission import Admission
 from inferpool.service.queue.dispatcher import Dispatcher
 from inferpool.service.queue.instance import Instance
@@ -210,12 +210,10 @@ def simulate_mix(
     async def go() -> None:
         metrics = ModelMetrics("m")
         arena = Arena(8 * 2**20)
-        objective = Objective(objective_s, model="m") if objective_s else None
-        kind = functools.partial(ObjectiveAdmission, objective) if objective else Admission
         dispatcher = Dispatcher(
             name="m",
             arena=arena,
-            admission=kind(
+            admission=Admission(
                 max_queue_length=max_queue_length,
                 max_batch_size=max_batch_size,
                 rejected=metrics.rejected,
@@ -224,9 +222,11 @@ def simulate_mix(
             quarantine=Quarantine(name="m", duration_s=60.0),
             metrics=metrics,
             max_batch_size=max_batch_size,
-            objective=objective,
             job_share=job_share,
         )
+        if objective_s:
+            objective = Objective(dispatcher.scheduler, objective_s, model="m")
+            dispatcher.scheduler.policies.append(objective)
         workers = [worker_type(each, slot, noise) for slot, each in enumerate(costs)]
         for worker in workers:
             dispatcher.attach(worker)

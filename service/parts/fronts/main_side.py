@@ -63,7 +63,7 @@ class LocalModels(Protocol):
     """The versions that calls may get to."""
 
     @property
-    def pools(self) -> Mapping[int, LocalModel]:
+    def loaded(self) -> Mapping[int, LocalModel]:
         """All that are loaded, by number."""
 
     @property
@@ -206,7 +206,7 @@ class MainSide:
         data = part.take(ref.offset, ref.num_bytes)
         steps = InstanceSteps() if submission.is_traced else None
         try:
-            model = self._models.pools.get(submission.model)
+            model = self._models.loaded.get(submission.model)
             if model is None:  # the front was told, and hung for too long
                 raise UnavailableError("this version of the model has gone", retry_after_s=1)
             instance = model.submit(ref, (data,), steps, part)
@@ -285,7 +285,7 @@ class MainSide:
 def rows_of(models: LocalModels) -> list[ModelRow]:
     """Return what fronts need to know of the versions that calls may get to."""
     rows = []
-    for number, model in models.pools.items():
+    for number, model in models.loaded.items():
         paths = [path for path, entry in models.entries.items() if entry is model]
         if paths:
             inputs, serves = list(model.inputs), model.is_serving

@@ -288,6 +288,7 @@ class Changes:
                 self._begin_watch(watch)
             raise
         self._serve(new)
+        succession.release()
         if reason:
             self._history.record(old, "serving").become("rolled_back", reason)
         if watch is not None:
@@ -381,7 +382,6 @@ class Changes:
     def _serve(self, version: ModelVersion) -> None:
         record = self._history.record(version, "serving")
         self._catalog.serve(version)
-        version.pool.release()
         record.become("serving")
 
     def _leave(self, version: ModelVersion, reason: str = "") -> None:

@@ -180,14 +180,14 @@ async def asked(
     Waits while there is no room for it; returns why, if there is none for too long.
     """
     until = time.monotonic() + _TIMEOUT_S
-    if not pool.comparing.can_hold(len(sample.payload)):
+    if not pool.works_for.arena.can_hold(len(sample.payload)):
         return OverloadedError("the main process has no room for it in the arena (arena_bytes)")
     while True:
         if pool.is_lost:
             return GivenUpError(f"none of its workers is left ({pool.reason})")
         ref = item_ref(sample, until - time.monotonic(), wants_tensors=wants_tensors)
         try:
-            return await pool.comparing.submit(ref, (sample.payload,), is_compared=True)
+            return await pool.works_for.submit(ref, (sample.payload,), is_compared=True)
         except NO_ROOM as error:
             if until - time.monotonic() < _AGAIN_AFTER_S:
                 return error

@@ -55,12 +55,12 @@ class InputRecorder:
     def __init__(self, pool: Pool, most: int, share: float = 1.0) -> None:
         """Begin to record up to `most` inputs, a share of those that come."""
         self.inputs: list[SwapInput] = []
-        self._pool = pool
         self._most = most
         self._share = share
         self._owed = 0.0
         self._num_bytes = 0
-        pool.recorder = self.take
+        self.stop = pool.guard(self.take)
+        """Records nothing more."""
 
     @property
     def is_full(self) -> bool:
@@ -91,10 +91,6 @@ class InputRecorder:
         """Return what was recorded since the last call, and make room for more."""
         inputs, self.inputs, self._num_bytes = self.inputs, [], 0
         return inputs
-
-    def stop(self) -> None:
-        """Record nothing more."""
-        self._pool.recorder = None
 
 
 async def inputs_of(pool: Pool) -> list[SwapInput]:

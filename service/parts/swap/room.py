@@ -14,6 +14,7 @@ from inferpool.models.spec import Placement
 from inferpool.service.catalog.catalog import Catalog, ModelVersion
 from inferpool.service.errors import (
     InvalidInputError,
+    OverloadedError,
     ServiceError,
     UnavailableError,
     VersionRefusedError,
@@ -28,6 +29,7 @@ from inferpool.service.parts.swap.memory import (
     total_of,
 )
 from inferpool.service.parts.swap.requests import SwapOptions
+from inferpool.service.queue.instance import Buffer
 from inferpool.service.queue.pool import Pool
 from inferpool.service.settings import unloadable
 from inferpool.service.settings.model import ModelSettings
@@ -35,6 +37,7 @@ from inferpool.workers.host.devices import DeviceError
 from inferpool.workers.host.engine import WorkerHandle
 from inferpool.workers.host.slots import WorkerSlot
 from inferpool.workers.shared.config import WorkerConfig
+from inferpool.workers.shared.messages import ItemRef
 
 logger = logging.getLogger(__name__)
 
@@ -340,11 +343,33 @@ class Succession:
         self._until_loaded = until_loaded
         if self.has_gap:
             await before_gap()
-            self._catalog.hold(new)
+            self._hold(new)
             self._catalog.serve(new)
             await self._catalog.until_known()
             await self._old.pool.dispatcher.settled(self._grace_s)
         await self._load(share)
+
+    def _hold(self, new: ModelVersion) -> None:
+        """Keep calls to the new version waiting, while its workers compute what it is judged by.
+
+        Their payloads leave half of the arena free for the inputs of the comparison.
+        """
+        arena, rejected = new.pool.dispatcher.arena, new.metrics.rejected
+
+        def leave_room(ref: ItemRef, chunks: Sequence[Buffer]) -> None:
+            if 2 * arena.used_bytes > arena.num_bytes:
+                rejected["arena_full"] += 1
+                raise OverloadedError("too many calls wait for another version", retry_after_s=1)
+
+        new.pool.attach(self._catalog.make_dispatcher(new.name, new.settings))
+        self._unguard = new.pool.guard(leave_room)
+
+    def release(self) -> None:
+        """Allow the new version to compute the calls that wait, if any do."""
+        if self.has_gap:
+            assert self._new is not None, "it has begun"
+            self._unguard()
+            self._new.pool.attach(self._new.pool.dispatcher)
 
     async def load(self, num: int) -> None:
         """Load more workers of the new version, until it has so many.
@@ -428,7 +453,7 @@ class Succession:
         return leaving[:-1] if leaving and leaving[-1].handle is not None else leaving
 
     def _leaving(self) -> list[WorkerSlot]:
-        """Return the workers of the former version, those first that had better leave first."""
+        """Return the workers of the former version in the order in which they should leave."""
         devices = set(self._next.config.placement.visible) if self._next is not None else set()
         return sorted(
             (slot for slot in self._old.pool.slots if not slot.is_paused),

@@ -1,6 +1,6 @@
 """Watches a version that answers clients, and says once it is worse than the former one.
 
-Faults are counted, and held against the share of faults that the former version had lately.
+Faults are counted, and compared with the share of faults that the former version had lately.
 Load changes the size of batches and what they take, so times of another load prove nothing. A
 canary is compared with what the former version takes for batches of the same size at that time. A
 former version that answers nobody is given copies of live inputs in groups of the same size now
@@ -10,7 +10,7 @@ and then, and once more before a version counts as slow.
 import asyncio
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import sqrt
 from statistics import median
@@ -79,13 +79,14 @@ class FaultShare:
 
 
 class BatchTimes:
-    """Times of a pool's latest batches, by size. Nobody else may look at them meanwhile."""
+    """Times of a pool's latest batches, by size."""
 
     def __init__(self, pool: "Pool") -> None:
         self._pool = pool
         self._item_s: defaultdict[int, deque[float]] = defaultdict(
             lambda: deque(maxlen=_NUM_RECENT)
         )
+        self._remove: Callable[[], None] = _nothing
 
     @property
     def common(self) -> list[int]:
@@ -102,17 +103,17 @@ class BatchTimes:
         return {size: median_bounds(self._item_s[size], _SURE) for size in self.common}
 
     def begin(self) -> None:
-        """Look from now on."""
+        """Begin to observe the batches, with no times of before."""
         self.clear()
-        self._pool.dispatcher.on_batch = self._note
+        self._remove = self._pool.dispatcher.observe(self._note)
 
     def clear(self) -> None:
-        """Forget all."""
+        """Forget all times."""
         self._item_s.clear()
 
     def stop(self) -> None:
-        """Look no longer."""
-        self._pool.dispatcher.on_batch = None
+        """Observe no further batches."""
+        self._remove()
 
     def _note(self, num: int, done: "BatchDone") -> None:
         self._item_s[num].append((done.prepare_s + done.compute_s) / num)
@@ -286,7 +287,7 @@ class VersionWatch:
             spent_s += done.prepare_s + done.compute_s
 
         dispatcher = self.old.pool.dispatcher
-        dispatcher.on_batch = note
+        remove = dispatcher.observe(note)
         try:
             async with asyncio.timeout(_GROUP_WITHIN_S):
                 futures = [
@@ -297,10 +298,13 @@ class VersionWatch:
         except (ServiceError, TimeoutError):
             return None
         finally:
-            dispatcher.on_batch = None
+            remove()
         if any(isinstance(result, BaseException) for result in results):
             return None
         return spent_s / size
+
+
+def _nothing() -> None: ...
 
 
 def _ratio(new: Mapping[int, float], old: Mapping[int, float]) -> float | None:

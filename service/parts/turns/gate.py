@@ -15,11 +15,12 @@ from itertools import count
 from math import inf
 
 from inferpool.models.spec import Placement
+from inferpool.service.catalog.catalog import ModelVersion
 from inferpool.service.parts.turns.accounts import SharedDevice, Turn
 from inferpool.service.queue.instance import Instance
 from inferpool.service.queue.scheduling.background import is_background
 from inferpool.service.queue.scheduling.lanes import Lane
-from inferpool.service.queue.scheduling.scheduler import EARLY_S, BatchScheduler
+from inferpool.service.queue.scheduling.scheduler import EARLY_S, BatchScheduler, QueuePolicy
 from inferpool.workers.shared.messages import BatchDone
 
 _CPU = "cpu"
@@ -47,6 +48,17 @@ class DeviceGate:
         self._is_due = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due = inf
+
+    def add(self, version: ModelVersion) -> None:
+        """Give the workers of a version their turns, from its start until they have stopped."""
+        pool = version.pool
+        member = self.join(
+            pool.dispatcher.scheduler,
+            model=version.name,
+            share=version.settings.weight,
+            placements=[config.placement for config in pool.configs],
+        )
+        pool.on_stop.append(member.leave)
 
     def join(
         self,
@@ -182,15 +194,15 @@ class DeviceGate:
         for device, width in widths.items():
             device.is_contested = len(device.accounts) > 1 and width > device.places
         for member in self._members:
-            if any(device.is_contested for c in member.claims for device in c.widths):
-                member.scheduler.turns = member
-            else:
+            if not any(device.is_contested for c in member.claims for device in c.widths):
                 self._let_go(member)
+            elif member not in member.scheduler.policies:
+                member.scheduler.policies.append(member)
 
     def _let_go(self, member: "GateMember") -> None:
-        """Let a pool send batches whenever it likes, and forget what it holds and waits for."""
-        if member.scheduler.turns is member:
-            member.scheduler.turns = None
+        """Allow a pool to send batches at any time, and forget what it holds and waits for."""
+        if member in member.scheduler.policies:
+            member.scheduler.policies.remove(member)
             member.drop_all(time.monotonic())
             for claim in member.claims:
                 self._withdraw(claim)
@@ -209,10 +221,10 @@ class DeviceGate:
         }
 
 
-class GateMember:
-    """The part that the workers of one pool take in the turns. Its dispatcher tells it of batches.
+class GateMember(QueuePolicy):
+    """The turns of the workers of one pool.
 
-    It is known to the pool's scheduler only while a device of the pool is contested.
+    It is a policy of the pool's scheduler only while a device of the pool is contested.
     """
 
     def __init__(
@@ -227,12 +239,13 @@ class GateMember:
         self._held: dict[int, tuple[Claim, Turn, float]] = {}
         """Turns that its workers hold, and how long each waited for it, by their batch."""
 
-    def ask(self) -> None:
+    def takes_over(self) -> bool:
         """Send what can be sent, as soon as it is this pool's turn."""
         now = time.monotonic()
         for claim in self.claims:
             self._gate.enter(claim, now)
         self._gate.give()
+        return True
 
     def begin(self, lane: Lane, batch: list[Instance], now: float) -> None:
         """Note that a worker was sent a batch."""
@@ -411,14 +424,14 @@ class Claim:
         """Return when it might be able to send a batch; infinite if that is unknown."""
         if self.usable(now):
             return min(device.has_room_at(now, now + self.lead_s) for device in self.widths)
-        # One that is late tells by its answer: its moment would be put off with each look.
+        # A late worker has no known end: wait for its answer.
         begins = [
             lane.begins_at(now) - self.lead_s
             for lane in self.lanes
             if lane.has_credit and now < lane.ends_at
         ]
         ends = [lane.late_at for lane in self.about_to_end(now)]
-        return min(*begins, *ends, inf, inf)
+        return min(begins + ends, default=inf)
 
     def send_one(self, *, are_others_waiting: bool) -> bool:
         """Let the scheduler send a batch, and return whether it did."""

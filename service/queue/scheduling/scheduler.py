@@ -13,12 +13,10 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from math import inf
-from typing import Protocol
 
-from inferpool.service.parts.objective import Objective
-from inferpool.service.queue.admission import RateMeter
+from inferpool.service.queue.admission import Admission, RateMeter
 from inferpool.service.queue.batch_sizing import SPARE, SizeLimit, fitting
-from inferpool.service.queue.batcher import Batcher
+from inferpool.service.queue.batcher import Batcher, Position
 from inferpool.service.queue.instance import Instance
 from inferpool.service.queue.scheduling.background import Background
 from inferpool.service.queue.scheduling.lanes import Lane, Lanes
@@ -40,21 +38,42 @@ _NEAR_BATCHES = 100.0
 """A deadline further off than so many recent batches needs no closer look."""
 
 
-class TurnTaker(Protocol):
-    """Takes turns at devices with other models."""
+class QueuePolicy:
+    """A part's say in what the queue of one model admits, how large batches are and when they go.
 
-    def ask(self) -> None:
-        """Call `BatchScheduler.send_next` whenever it is this model's turn."""
+    A part adds one to `BatchScheduler.policies`, and overrides what it needs: these methods leave
+    everything as it is. Without any policy nothing is called.
+    """
+
+    @property
+    def useful_s(self) -> float:
+        """Seconds after an instance's arrival within which an answer is of use."""
+        return inf
+
+    def is_welcome(self, num_ahead: int, now: float) -> bool:
+        """Return whether an instance behind `num_ahead` others may be admitted without `check`."""
+        return True
+
+    def check(self, position: Position, admission: Admission, now: float) -> None:
+        """Check an instance by its place in the queue; raise a `ServiceError` to refuse it."""
+
+    def takes_over(self) -> bool:
+        """Return whether the policy itself calls `BatchScheduler.send_next` when it is time."""
+        return False
 
     def begin(self, lane: Lane, batch: list[Instance], now: float) -> None:
-        """Note that a worker was sent a batch."""
+        """Learn that a worker was sent a batch."""
 
     def end(self, lane: Lane, batch: list[Instance], done: BatchDone | None, now: float) -> float:
-        """Note that a worker has answered a batch, or is lost with it (None).
+        """Learn that a worker returns a batch, which it still holds, or is lost with it (None).
 
         Returns:
-            The seconds for which the worker was idle before, waiting for its turn.
+            The seconds for which the policy had kept the worker idle before the batch.
         """
+        return 0.0
+
+    def plan(self, now: float) -> None:
+        """Bound the next batch, after workers were sent one or have answered one."""
 
 
 class BatchScheduler:
@@ -84,11 +103,11 @@ class BatchScheduler:
         self.prepare_s = 0.0
         """The time that it took to prepare the last batch."""
         self.lanes = lanes
-        self.turns: TurnTaker | None = None
-        """Says when batches may be sent, while other models contend for a device."""
+        self.policies: list[QueuePolicy] = []
+        """Added by parts."""
         self._queue = queue
         self.background = background
-        self._limit = limit
+        self.limit = limit
         self._batch_wait_s = batch_wait_s
         self._filler = filler
         self._give = give
@@ -106,10 +125,8 @@ class BatchScheduler:
 
     def _pump(self) -> None:
         self.is_due = False
-        lanes = self.lanes
-        if self.turns is not None:
-            if self.num_waiting:
-                self.turns.ask()
+        lanes, policies = self.lanes, self.policies
+        if policies and self.num_waiting and any(policy.takes_over() for policy in policies):
             return
         while self.num_waiting and self.send_next(lanes.leading, lanes.lagging):
             pass
@@ -160,7 +177,7 @@ class BatchScheduler:
         if self.background.queue.num_waiting and self.background.is_due(lane):
             self._send_background(lane, now)
         else:
-            self._send(lane, self._limit.now, now)
+            self._send(lane, self.limit.now, now)
         return True
 
     def _give_background(self, idle: Sequence[Lane], leading: Sequence[Lane], now: float) -> bool:
@@ -201,7 +218,7 @@ class BatchScheduler:
         Returns:
             Whether it was given anything.
         """
-        lanes, most = self.lanes, self._limit.now
+        lanes, most = self.lanes, self.limit.now
         num = self._queue.num_waiting
         by = lanes.answered_by(num, most, now)
         for lane in lagging:
@@ -229,7 +246,8 @@ class BatchScheduler:
         self._give(lane, self._filler.fill(lane, most, now), now)
 
     def _send_last(self, lane: Lane, most: int, now: float) -> bool:
-        batch = self._filler.fill_from_end(lane, most, now)
+        useful_s = min((policy.useful_s for policy in self.policies), default=inf)
+        batch = self._filler.fill_from_end(lane, most, now, useful_s)
         if batch:
             self._give(lane, batch, now)
         return bool(batch)
@@ -239,7 +257,7 @@ class BatchScheduler:
 
     def _waits_for_more(self, now: float) -> bool:
         """Return whether `batch_wait_ms` still holds the next batch back, and set a timer if so."""
-        if not self._batch_wait_s or self._queue.num_waiting >= self._limit.now:
+        if not self._batch_wait_s or self._queue.num_waiting >= self.limit.now:
             return False
         oldest = self._queue.oldest()
         assert oldest is not None
@@ -256,7 +274,7 @@ class BatchScheduler:
         if not lanes or oldest is None or oldest.is_solo:  # a solo one waits for an idle worker
             return None
         lane = min(lanes, key=lambda lane: (len(lane.batches), lane.ends_at))
-        if self._queue.num_waiting >= self._limit.now:
+        if self._queue.num_waiting >= self.limit.now:
             return lane
         return lane if len(lane.batches) == 1 and self._is_almost_free(lane, now) else None
 
@@ -293,14 +311,12 @@ class BatchFiller:
         background: Background,
         limit: SizeLimit,
         rate: RateMeter,
-        objective: Objective | None,
     ) -> None:
-        """Take what it fills from, and what it goes by."""
+        """Store the queues to take from and the limits to respect."""
         self._queue = queue
         self._background = background
         self._limit = limit
         self._rate = rate
-        self._objective = objective
 
     def fill(self, lane: Lane, most: int, now: float) -> list[Instance]:
         """Take instances from the front of the queue, as many as can be in time together."""
@@ -326,13 +342,12 @@ class BatchFiller:
             if end <= min(instance.ref.deadline for instance in batch):
                 batch += background.queue.next_batch(num)
 
-    def fill_from_end(self, lane: Lane, most: int, now: float) -> list[Instance]:
-        """Take instances from the end of the queue that have the time for this worker."""
+    def fill_from_end(self, lane: Lane, most: int, now: float, useful_s: float) -> list[Instance]:
+        """Return instances from the end of the queue that have the time for this worker."""
         end = lane.begins_at(now) + lane.next_curve.time_s(most) * SPARE
-        objective_s = self._objective.held_s if self._objective else inf
 
         def fits(instance: Instance) -> bool:
-            return end <= min(instance.ref.deadline, instance.arrived + objective_s)
+            return end <= min(instance.ref.deadline, instance.arrived + useful_s)
 
         return self._queue.last_batch(most, fits)
 

@@ -122,7 +122,7 @@ class Models:
     """A catalog of one version of each model."""
 
     def __init__(self, *models: LocalModel) -> None:
-        self.pools = dict(enumerate(models))
+        self.loaded = dict(enumerate(models))
         self.entries = {model.name: model for model in models}
 
 

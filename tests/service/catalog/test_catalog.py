@@ -201,7 +201,7 @@ async def test_a_model_that_is_removed_answers_what_it_has_and_may_come_again(ke
     worker.answer([b"1"])
     await leaving
     assert held.result().value == b"1"
-    assert (catalog.entries, catalog.pools, catalog.settings.models) == ({}, {}, {})
+    assert (catalog.entries, catalog.loaded, catalog.settings.models) == ({}, {}, {})
     kept.metrics.add("m")
     again = await kept.ready()
     assert again.number == 2
@@ -254,13 +254,13 @@ async def test_a_canary_gets_its_share_of_the_calls_and_the_same_ids_each_time(k
     assert set(await versions("/predict/m/versions/1")) == {"1"}
     catalog.end_canary(second)
     assert set(await versions()) == {"1"}
-    assert first.pool.is_serving
+    assert first.is_serving
     catalog.begin_canary(second, 0.0)
     assert set(await versions()) == {"1"}
     catalog.begin_canary(second, 1.0)
     assert set(await versions()) == {"2"}
     catalog.serve(second)
-    assert first.pool.canary is None
+    assert first.canary is None
     assert set(await versions()) == {"2"}
     assert set(await versions("/predict/m/versions/1")) == {"1"}
 

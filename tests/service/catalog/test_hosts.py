@@ -49,8 +49,8 @@ class Hosted:
         """Lose a host as an engine tells it: its workers first."""
         gone = {
             str(slot.id)
-            for pool in self.catalog.pools.values()
-            for slot in pool.slots
+            for version in self.catalog.loaded.values()
+            for slot in version.pool.slots
             if slot.config.host == host
         }
         for worker in self.engine.started:

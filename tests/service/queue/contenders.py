@@ -53,7 +53,7 @@ class Contender:
 
     @property
     def is_gated(self) -> bool:
-        return self.dispatcher.scheduler.turns is not None
+        return bool(self.dispatcher.scheduler.policies)
 
     @property
     def busy_s(self) -> float:

@@ -439,8 +439,9 @@ async def test_instances_of_a_comparison_are_no_traffic_however_they_end(bench):
 
 
 async def test_answers_to_a_comparison_do_not_move_the_aim_of_an_objective(bench):
-    objective = Objective(10.0, model="m")
-    b = bench(objective=objective)
+    b = bench()
+    objective = Objective(b.dispatcher.scheduler, 10.0, model="m")
+    b.dispatcher.scheduler.policies.append(objective)
     worker, aim_s = b.worker(), objective.aim_s
     compared = b.dispatcher.submit(ref_to(b"x"), [b"x"], is_compared=True)
     await turn()

@@ -155,7 +155,7 @@ async def test_refusals_and_failures_come_back_as_what_they_are():
 
 async def test_an_instance_for_a_version_that_has_gone_is_refused():
     async with open_sides() as b:
-        b.main_side._models.pools.clear()
+        b.main_side._models.loaded.clear()
         with pytest.raises(UnavailableError, match="version of the model has gone"):
             await b.ask()
         await b.until(lambda: not b.slots.used_bytes)

@@ -163,7 +163,7 @@ async def test_a_version_whose_leaving_is_cancelled_leaves_all_the_same(make):
     leaving.cancel()
     kept.told.set()
     await catalog.until_left("m")
-    assert [pool.version for pool in catalog.pools.values()] == [2]
+    assert [each.number for each in catalog.loaded.values()] == [2]
     assert all(not slot.handle for slot in first.pool.slots)
     await changing.closed()
 

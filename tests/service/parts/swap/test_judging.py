@@ -176,7 +176,7 @@ async def test_a_worse_version_is_refused_with_the_figure_that_shows_why(
     assert it.info()["state"] == "refused"
     assert it.info()["serves"] == 1
     assert not it.failed
-    assert it.catalog.version("m").pool.recorder is None
+    assert not it.catalog.version("m").pool._gatekeepers
     assert it.kept.metrics.total("m").faults == 0  # no client has seen them
 
 
@@ -274,7 +274,7 @@ async def test_the_version_that_serves_is_shown_as_that_while_a_canary_answers_t
     it = await ready(stage())
     with it.clients():
         task = asyncio.create_task(it.swap(policy="canary", wait_s=1, duration_s=5, rollback_s=0))
-        await when(lambda: it.catalog.version("m").pool.canary)
+        await when(lambda: it.catalog.version("m").canary)
         versions = it.changes.model_info("m").versions
         assert [each.state for each in versions] == ["comparing", "serving"]
         await task
@@ -289,7 +289,7 @@ async def test_a_version_to_which_no_traffic_comes_is_refused_and_says_what_to_d
     assert "raise these, or use the policy `verified`" in none.value.message
     assert none.value.figures["num_live"] == 20
     assert it.info()["serves"] == 1
-    assert it.catalog.version("m").pool.is_serving
+    assert it.catalog.version("m").is_serving
 
 
 @pytest.mark.parametrize(
@@ -311,14 +311,14 @@ async def test_a_canary_that_is_worse_stops_at_once(stage, acts, reason, figure)
     }
     with it.clients():
         task = asyncio.create_task(it.swap(**request))
-        await when(lambda: it.catalog.version("m").pool.canary)
+        await when(lambda: it.catalog.version("m").canary)
         if figure != "fault_share":
             it.acts[1] = Acts(item_s=0.016, batch_s=0.016)
         with pytest.raises(VersionRefusedError, match=reason) as refused:
             await task
     assert refused.value.figures[figure] > 0.0
-    assert it.catalog.version("m").pool.canary is None
-    assert it.catalog.version("m").pool.is_serving
+    assert it.catalog.version("m").canary is None
+    assert it.catalog.version("m").is_serving
     assert sum(it.failed.values()) < 10  # of some thousand
 
 

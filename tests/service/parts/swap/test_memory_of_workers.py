@@ -152,7 +152,7 @@ class RealStage:
     async def close(self) -> None:
         await self.changes.stop()
         await self.catalog.stop()
-        await asyncio.gather(*(pool.stop(1) for pool in self.catalog.pools.values()))
+        await asyncio.gather(*(each.pool.stop(1) for each in self.catalog.loaded.values()))
         engine = self.kept.engine
         assert isinstance(engine, LocalEngine)
         await engine.close()

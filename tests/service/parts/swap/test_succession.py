@@ -141,7 +141,7 @@ class TightStage(Kept):
     async def close(self) -> None:
         await self.changes.stop()
         await self.catalog.stop()
-        await asyncio.gather(*(pool.stop(0) for pool in self.catalog.pools.values()))
+        await asyncio.gather(*(each.pool.stop(0) for each in self.catalog.loaded.values()))
 
 
 @asynccontextmanager

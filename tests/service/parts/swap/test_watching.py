@@ -1,6 +1,7 @@
 """The former version that is kept, and the watch over the one that serves."""
 
 import asyncio
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -98,7 +99,7 @@ class Counting:
     def __init__(self, num: int = 0, num_faults: int = 0) -> None:
         self.metrics = ModelMetrics("m")
         self.pool: Any = SimpleNamespace(
-            is_lost=False, is_draining=False, dispatcher=SimpleNamespace(on_batch=None)
+            is_lost=False, is_draining=False, dispatcher=SimpleNamespace(observe=self.observe)
         )
         self.count(num, num_faults)
 
@@ -108,10 +109,14 @@ class Counting:
         self.metrics.faults += max(0, num_faults - 1)
         self.metrics.rejected["unavailable"] += min(1, num_faults)
 
+    def observe(self, callback: Callable[[int, BatchDone], None]) -> Callable[[], None]:
+        self.callback = callback
+        return lambda: None
+
     def compute(self, *times_s: float) -> None:
         for time_s in times_s:
             done = BatchDone(0, [], prepare_s=4 * time_s - 2, compute_s=2)
-            self.pool.dispatcher.on_batch(4, done)
+            self.callback(4, done)
 
 
 def watching(old: Counting, new: Counting, *, is_canary: bool = False, **bounds: float) -> Any:
