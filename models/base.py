@@ -159,8 +159,6 @@ class Model:
                 example=example,
                 split_points=self.split_points,
                 tensor_plan=self.tensor_plan,
-                known=runtime.known_split,
-                room_bytes=runtime.room_bytes,
             )
         )
         self._runtime = replace(self._runtime, split_network=part)

@@ -32,10 +32,6 @@ class NetworkToSplit:
     """Submodules that the stages of a pipeline begin with, as the user says; empty: chosen."""
     tensor_plan: Mapping[str, object] | None
     """The user's plan; None takes the network's own, or finds one."""
-    known: SplitReport | None
-    """How it was split before, if it was found to compute the same then."""
-    room_bytes: int
-    """Memory that this rank may take of its device; 0 where that is not known."""
 
 
 class SplitNetwork(Protocol):
@@ -108,10 +104,6 @@ class Runtime:
     decode: Decoding = "exact"
     stack_instances: Callable[[list[Tensor]], Tensor] = torch.stack
     ranks: ReplicaRank | None = None
-    known_split: SplitReport | None = None
-    """The split of an earlier incarnation, which was verified."""
-    room_bytes: int = 0
-    """Bytes of its device's memory that this rank may take; 0 if unknown."""
     seed: int | None = None
     """The seed of torch that this process was given before the user's code ran; None if unknown."""
     split_network: SplitNetwork | None = None

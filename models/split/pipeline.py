@@ -265,7 +265,7 @@ def load_pipeline(ranks: Ranks, network: NetworkToSplit) -> Pipeline:
         EOFError: Another rank has failed.
     """
     if ranks.rank != _LEAD:
-        ranks.send(_LEAD, network.room_bytes)
+        ranks.send(_LEAD, ranks.room_bytes)
         received = msgspec.convert(ranks.receive(_LEAD)[0], SplitReport)
         try:
             pipeline = _load_stage(ranks, network, lambda _: received)
@@ -277,9 +277,9 @@ def load_pipeline(ranks: Ranks, network: NetworkToSplit) -> Pipeline:
 
     def choose(steps: ForwardSteps) -> SplitReport:
         rooms: list[Any] = [ranks.receive(rank)[0] for rank in range(1, ranks.size)]
-        report = network.known
+        report = ranks.known_split
         if report is None or len(report.cuts) != ranks.size - 1:
-            report = choose_cuts(ranks, steps, network, min(network.room_bytes, *rooms))
+            report = choose_cuts(ranks, steps, network, min(ranks.room_bytes, *rooms))
             report = verified(steps, report, network.example, ranks.device)
         steps.positions(report.cuts)  # before the others try
         for rank in range(1, ranks.size):

@@ -7,6 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from inferpool.models.runtime import ReplicaRank
+from inferpool.models.spec import SplitReport
 from inferpool.models.split.turnstile import BatchClock
 
 
@@ -16,6 +17,14 @@ class Ranks(ReplicaRank, Protocol):
     Messages go beside the collectives, and tell the receiver which tensors come: so nobody waits in
     a collective for a rank that has raised, and shapes may differ from call to call.
     """
+
+    @property
+    def known_split(self) -> SplitReport | None:
+        """The split of an earlier incarnation, which was verified."""
+
+    @property
+    def room_bytes(self) -> int:
+        """Bytes of its device's memory that this rank may take; 0 if unknown."""
 
     def send(self, to: int, message: object, tensors: Sequence[Tensor] = ()) -> None:
         """Send a message, and tensors with it, to another rank; does not wait for their receipt.

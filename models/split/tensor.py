@@ -186,7 +186,7 @@ def load_tensor_parallel(ranks: Ranks, wanted: NetworkToSplit) -> TensorParallel
         check_fit(network, source.shapes, wanted.weights)
     can_verify = has_all_shapes(wanted.example)
     plan, text = choose_plan(network, ranks.size, wanted.tensor_plan, can_verify=can_verify)
-    must_verify = wanted.known is None and not plan.styles
+    must_verify = ranks.known_split is None and not plan.styles
     verification = None
     if must_verify and ranks.rank == _LEAD:
         verification = Verification(network, wanted.example, ranks.device)
@@ -202,7 +202,7 @@ def load_tensor_parallel(ranks: Ranks, wanted: NetworkToSplit) -> TensorParallel
         ranks,
         collectives,
         part=RankPart(ranks.rank, part_bytes(network), text),
-        report=wanted.known or SplitReport(note="; ".join([text, *plan.notes])),
+        report=ranks.known_split or SplitReport(note="; ".join([text, *plan.notes])),
         uses_dtensor=bool(plan.styles),
     )
     if must_verify:

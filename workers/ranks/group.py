@@ -29,7 +29,7 @@ from inferpool.models.accelerator.order import OwnStream
 from inferpool.models.base import Model
 from inferpool.models.errors import OutOfStepError
 from inferpool.models.runtime import NetworkToSplit, SplitNetwork
-from inferpool.models.spec import Placement, Split
+from inferpool.models.spec import Placement, Split, SplitReport
 from inferpool.models.split.pipeline import load_pipeline
 from inferpool.models.split.tensor import load_tensor_parallel
 from inferpool.models.split.turnstile import BatchClock
@@ -78,6 +78,8 @@ class Group:
         self.device = torch.device(device)
         self.giving_way: Callable[[], AbstractContextManager[BatchClock]] = _alone
         """See `Ranks`. A loop that computes several batches at once replaces it."""
+        self.known_split: SplitReport | None = None
+        self.room_bytes = 0
         self._ends = ends
         store = torch.distributed.FileStore(str(ends.meeting), ends.num_ranks)  # type: ignore[attr-defined]  # its module does not export it
         self._under_way: SimpleQueue[tuple[dist.Work | None, Tensor]] = SimpleQueue()
@@ -120,19 +122,12 @@ class Group:
             ModelError: It cannot be built.
         """
         model = build_model(config)
-        model._runtime = replace(
-            model._runtime, ranks=self, known_split=config.known_split, room_bytes=self.room_bytes
-        )
-        return model
-
-    @property
-    def room_bytes(self) -> int:
-        """Free memory of the device for this rank: an equal share if ranks share the device.
-
-        Initialises CUDA.
-        """
+        self.known_split = config.known_split
         is_apart = is_accelerator(self.device)
-        return (free_bytes(self.device) if is_apart else available_bytes()) // self._num_sharing
+        free = free_bytes(self.device) if is_apart else available_bytes()
+        self.room_bytes = free // self._num_sharing  # ranks that share a device share it equally
+        model._runtime = replace(model._runtime, ranks=self)
+        return model
 
     def load(self, network: NetworkToSplit) -> SplitNetwork:
         """See `Ranks`."""

@@ -170,10 +170,6 @@ class RankProcesses(AbstractContextManager):
             raise error
 
 
-_GIVEN = ("known_split", "room_bytes")
-"""Attributes that the worker gives a model."""
-
-
 class _LoadingModel(Model):
     def __init__(self, build, weights, example, attributes):
         self._load = (build, weights, example)
@@ -214,9 +210,10 @@ def _load(state, split, build, weights, example, attributes):
         return tensor
 
     state.group.split = split
-    given = {name: attributes.pop(name) for name in _GIVEN if name in attributes}
+    state.group.known_split = attributes.pop("known_split", None)
+    state.group.room_bytes = attributes.pop("room_bytes", 0)
     model = _LoadingModel(build, weights, example, attributes)
-    model._runtime = replace(model._runtime, ranks=state.group, **given)
+    model._runtime = replace(model._runtime, ranks=state.group)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StoredWeights, "read", counted)
         load_model(model, replace(state.placement, split=split))
