@@ -161,10 +161,6 @@ def counts_in(text: str) -> LoadCounts:
     return counts
 
 
-class _Host(msgspec.Struct):
-    name: str
-
-
 def _num_hosts(body: bytes) -> int:
     try:
         return len(msgspec.json.decode(body, type=ServiceHealth).hosts)
