@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 
 _REFUSALS_PER_S = 5
 """Refused admin calls that are logged one by one."""
-_PACKAGE, _WORKERS = "inferpool.", "inferpool.workers."
+_PACKAGE = "inferpool."
 _DOCUMENT_PATH = "/openapi.json"
 _ASSETS_PATH = "/docs/assets"
 _REPEATABLE = b"vary"
@@ -289,10 +289,10 @@ def _modules_of(routers: Sequence[APIRouter]) -> frozenset[ModuleType]:
     routes = [each for router in routers for each in router.routes if isinstance(each, APIRoute)]
     parts = [part for route in routes for part in (route.endpoint, route.response_model)]
     names = {getattr(part, "__module__", "") for part in parts}
-    modules = {sys.modules[name] for name in names if name.startswith(_PACKAGE)}
-    shown = (each for module in modules for each in vars(module).values() if is_dataclass(each))
-    states = {each.__module__ for each in shown if each.__module__.startswith(_WORKERS)}
-    return frozenset(modules | {sys.modules[name] for name in states})
+    ours = [sys.modules[name] for name in names if name.startswith(_PACKAGE)]
+    shown = (each for module in ours for each in vars(module).values() if is_dataclass(each))
+    names |= {each.__module__ for each in shown}  # states of workers come as their room has them
+    return frozenset(sys.modules[name] for name in names if name.startswith(_PACKAGE))
 
 
 def _log_more_refusals(num: int) -> None:
