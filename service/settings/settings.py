@@ -1,14 +1,13 @@
 """The settings of the service; those of a model are in `service.settings.model`."""
 
 import os
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import parse_qs
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
 from inferpool.models.spec import MAX_IMAGE_PIXELS, Placement
 from inferpool.service.settings.address import address_of
@@ -26,14 +25,12 @@ from inferpool.service.settings.bounds import (
 from inferpool.service.settings.keys import Keys
 from inferpool.service.settings.model import ModelSettings, SettingsTable
 from inferpool.service.settings.tracing import TraceHeaders, endpoint_of, pairs_of
-from inferpool.service.settings.trust import OWN_PATHS, TrustedPeers, prefix_of
+from inferpool.service.settings.trust import Origins, Peers, RootPath
 from inferpool.workers.host.devices import Host
 from inferpool.workers.host.mps import DEFAULT_FOLDER
 from inferpool.workers.host.placing import share_cores
 from inferpool.workers.shared.cgroups import read_limits
 
-_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9_.-]+|\[[0-9a-f:.]+\])(:\d{1,5})?")
-"""An origin as browsers write it (RFC 6454, 6.1)."""
 _MIB = 2**20
 
 
@@ -43,6 +40,19 @@ def is_loopback(host: str) -> bool:
         return host == "localhost" or ip_address(host.partition("%")[0]).is_loopback
     except ValueError:  # the name of a host
         return False
+
+
+def _check_job_store(job_store: str) -> str:
+    scheme, is_url, rest = job_store.partition("://")
+    if is_url and scheme != "postgresql":
+        raise ValueError("is a URL that does not begin with postgresql://")
+    has_password = ":" in rest.partition("/")[0].rpartition("@")[0]
+    if has_password or (is_url and "password" in parse_qs(rest.partition("?")[2])):
+        raise ValueError("has a password; give that in PGPASSWORD or in ~/.pgpass instead")
+    return job_store
+
+
+JobStore = Annotated[Text, AfterValidator(_check_job_store)]
 
 
 class Settings(SettingsTable):
@@ -105,17 +115,17 @@ class Settings(SettingsTable):
     the file of the certificate."""
     docs: bool = True
     """Serve /docs and /openapi.json, which name the models and need no key."""
-    cors_origins: Texts = ()
+    cors_origins: Origins = ()
     """Origins whose pages may call this host from a browser (CORS), such as `https://app.example`,
     or `*` for all. Separate them by commas in the variable and the flag. Cookies are not used."""
-    root_path: Text = ""
+    root_path: RootPath = ""
     """The path that a proxy serves this service under, such as `/models`. Calls may come with it or
     without, and addresses in answers begin with it. They are relative without, which works behind
     every proxy that removes its path."""
     proxy_headers: bool = True
     """Use `X-Forwarded-Proto`, `X-Forwarded-Host` and `X-Forwarded-Prefix` of the proxies in
     `forwarded_allow_ips`, for addresses in answers and for nothing else."""
-    forwarded_allow_ips: Texts = ()
+    forwarded_allow_ips: Peers = ()
     """Addresses and networks of proxies whose headers count, such as `10.0.0.5` or `10.0.0.0/8`, or
     `*` for everyone. By default nobody's do. Separate them by commas in the variable and the
     flag."""
@@ -185,7 +195,7 @@ class Settings(SettingsTable):
     """The file that keeps what is changed of models at run time, for the next start; `none` keeps
     nothing. `auto`: beside the file of settings, as `inferpool.state.json`; none without such a
     file, or if MODEL is given."""
-    job_store: Text = Field("auto", min_length=1)
+    job_store: JobStore = Field("auto", min_length=1)
     """The place of jobs: a folder, or `postgresql://USER@HOST/DATABASE`, which several services can
     share; `none`: there are no jobs. `auto`: a folder in the user's state directory, one for each
     file of settings, or for each model and port. Passwords come from PGPASSWORD or ~/.pgpass."""
@@ -260,41 +270,6 @@ class Settings(SettingsTable):
             return tuple(each.strip() for each in listed.split(",") if each.strip())
         return tuple(listed) if isinstance(listed, list) else listed
 
-    @field_validator("cors_origins")
-    @classmethod
-    def _check_origins(cls, origins: Sequence[str]) -> Sequence[str]:
-        for origin in origins:
-            if origin != "*" and not _ORIGIN.fullmatch(origin):
-                raise ValueError(
-                    f"has {origin!r}, which is not an origin: write only scheme, host and port, in "
-                    "lower case, as browsers send them, such as https://app.example or "
-                    "http://localhost:3000"
-                )
-        return tuple(origins)
-
-    @field_validator("root_path")
-    @classmethod
-    def _check_root_path(cls, root_path: str) -> str:
-        prefix = prefix_of(root_path)
-        if prefix is None:
-            raise ValueError(
-                f"is {root_path[:80]!r}, which is not the beginning of a path: write such as "
-                "/models or /teams/vision, as it stands in addresses, without '//' and '..'"
-            )
-        first = prefix[1:].partition("/")[0]
-        if first in OWN_PATHS:
-            raise ValueError(
-                f"begins with /{first}, which is a path of the service itself: have the proxy "
-                "remove its path, and leave this out"
-            )
-        return prefix
-
-    @field_validator("forwarded_allow_ips")
-    @classmethod
-    def _check_peers(cls, peers: Sequence[str]) -> Sequence[str]:
-        TrustedPeers(peers)
-        return tuple(peers)
-
     @field_validator("trace_endpoint")
     @classmethod
     def _complete_endpoint(cls, endpoint: str | None) -> str | None:
@@ -305,17 +280,6 @@ class Settings(SettingsTable):
     def _check_resource(cls, resource: str) -> str:
         pairs_of(resource)
         return resource
-
-    @field_validator("job_store")
-    @classmethod
-    def _check_job_store(cls, job_store: str) -> str:
-        scheme, is_url, rest = job_store.partition("://")
-        if is_url and scheme != "postgresql":
-            raise ValueError("is a URL that does not begin with postgresql://")
-        has_password = ":" in rest.partition("/")[0].rpartition("@")[0]
-        if has_password or (is_url and "password" in parse_qs(rest.partition("?")[2])):
-            raise ValueError("has a password; give that in PGPASSWORD or in ~/.pgpass instead")
-        return job_store
 
     @field_validator("tls_key")
     @classmethod

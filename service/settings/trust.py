@@ -3,7 +3,12 @@
 import re
 from collections.abc import Sequence
 from ipaddress import IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+from typing import Annotated
 from urllib.parse import unquote
+
+from pydantic import AfterValidator
+
+from inferpool.service.settings.bounds import Text, Texts
 
 ANYONE = "*"
 SCHEMES = frozenset({"http", "https"})
@@ -20,6 +25,10 @@ _PREFIX = re.compile(r"(/([A-Za-z0-9._~!$&'()*+,;=:@-]|%[0-9A-Fa-f]{2})+)+")
 """An absolute path without empty segments (RFC 3986, 3.3)."""
 _AUTHORITY = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~-]+)(:[0-9]{1,5})?")
 """A host and a port without a user (RFC 3986, 3.2), of the characters that names of hosts have."""
+
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9_.-]+|\[[0-9a-f:.]+\])(:\d{1,5})?")
+"""An origin as browsers write it (RFC 6454, 6.1)."""
 
 
 class TrustedPeers:
@@ -90,3 +99,40 @@ def _network_of(text: str) -> IPv4Network | IPv6Network:
         f"has {text[:80]!r}, which is neither an address nor a network: write such as 10.0.0.5, "
         "10.0.0.0/8 (without bits after the mask) or fd00::/8; or * for everyone"
     )
+
+
+def _check_origins(origins: Sequence[str]) -> Sequence[str]:
+    for origin in origins:
+        if origin != "*" and not _ORIGIN.fullmatch(origin):
+            raise ValueError(
+                f"has {origin!r}, which is not an origin: write only scheme, host and port, in "
+                "lower case, as browsers send them, such as https://app.example or "
+                "http://localhost:3000"
+            )
+    return tuple(origins)
+
+
+def _check_root_path(root_path: str) -> str:
+    prefix = prefix_of(root_path)
+    if prefix is None:
+        raise ValueError(
+            f"is {root_path[:80]!r}, which is not the beginning of a path: write such as "
+            "/models or /teams/vision, as it stands in addresses, without '//' and '..'"
+        )
+    first = prefix[1:].partition("/")[0]
+    if first in OWN_PATHS:
+        raise ValueError(
+            f"begins with /{first}, which is a path of the service itself: have the proxy "
+            "remove its path, and leave this out"
+        )
+    return prefix
+
+
+def _check_peers(peers: Sequence[str]) -> Sequence[str]:
+    TrustedPeers(peers)
+    return tuple(peers)
+
+
+Origins = Annotated[Texts, AfterValidator(_check_origins)]
+RootPath = Annotated[Text, AfterValidator(_check_root_path)]
+Peers = Annotated[Texts, AfterValidator(_check_peers)]
