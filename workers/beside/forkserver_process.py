@@ -12,30 +12,17 @@ import os
 import random
 import signal
 import socket
-import struct
 import sys
 from collections.abc import Iterable, Sequence
 from importlib.machinery import PathFinder
 from multiprocessing import forkserver, resource_tracker, spawn
 from typing import Any, NoReturn
 
-from inferpool.workers.shared.guard import die_with_parent
+from inferpool.workers.shared.guard import HANDLED_SIGNALS, die_with_parent
+from inferpool.workers.shared.messages import FORKED, MAX_DESCRIPTORS
 from inferpool.workers.shared.threads import spin_briefly
 
-ANSWER = struct.Struct("q")
-"""Answer to a request: the number of the new process, or a negative errno."""
 READY = b"r"
-MAX_DESCRIPTORS = 250
-"""Most descriptors for one process; the kernel passes 253 at once (SCM_MAX_FD)."""
-IGNORED_SIGNALS = (
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGHUP,
-    signal.SIGQUIT,
-    signal.SIGUSR2,
-)
-"""Ignored signals, which a whole process group or a cgroup may get. Only the front end ends this
-process, by closing its channel."""
 _NO_PROCESS = 0
 
 
@@ -45,9 +32,9 @@ EXIT_UNSAFE = 75
 
 def main(channel_fd: int, front_end_pid: int, modules: Sequence[str], extra: Sequence[str]) -> None:
     """Import modules, then fork a worker for each message until the front end is gone."""
-    for number in IGNORED_SIGNALS:
+    for number in HANDLED_SIGNALS:  # only the front end ends this process, by its channel
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED_SIGNALS)
     die_with_parent(front_end_pid)
     spin_briefly()
     _import(modules)
@@ -154,7 +141,7 @@ def _serve(channel: socket.socket, fds: Sequence[int]) -> None:
         answer = _refusal(error)
     if answer != _NO_PROCESS:
         with contextlib.suppress(BrokenPipeError):  # nobody waits for the answer
-            os.write(answer_w, ANSWER.pack(answer))
+            os.write(answer_w, FORKED.pack(answer))
     for fd in fds:
         os.close(fd)
 
@@ -170,13 +157,13 @@ def _fork_twice(
             _fork_and_leave(channel, (told_r, told_w, answer_w), data_r, tracker_fd, inherited)
         os.close(told_w)
         told_w = -1
-        told = os.read(told_r, ANSWER.size)
+        told = os.read(told_r, FORKED.size)
         os.waitpid(between, 0)  # now the front end is the worker's parent
     finally:
         os.close(told_r)
         if told_w >= 0:
             os.close(told_w)
-    answer: int = ANSWER.unpack(told)[0] if told else _NO_PROCESS
+    answer: int = FORKED.unpack(told)[0] if told else _NO_PROCESS
     return answer
 
 
@@ -198,7 +185,7 @@ def _fork_and_leave(
             for fd in ours:
                 os.close(fd)
             _become_worker(data_r, tracker_fd, inherited)
-        os.write(ours[1], ANSWER.pack(pid))
+        os.write(ours[1], FORKED.pack(pid))
     finally:
         os._exit(0)
 

@@ -17,9 +17,9 @@ from multiprocessing.context import set_spawning_popen
 from multiprocessing.process import BaseProcess
 from typing import ClassVar
 
-from inferpool.workers.beside.forkserver_process import IGNORED_SIGNALS
 from inferpool.workers.host.forkserver import running_forkserver
 from inferpool.workers.host.orphans import end_group
+from inferpool.workers.shared.guard import HANDLED_SIGNALS
 
 _UNKNOWN = 255
 """Exit code if the true one is lost, as in multiprocessing."""
@@ -115,7 +115,7 @@ class _SpawnedPopen(_Popen):
         tracker_fd = resource_tracker.getfd()
         data_r, lifeline = os.pipe()
         # Until it handles them, it must not end by what a whole process group or cgroup gets.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED_SIGNALS)
         try:
             command = spawn.get_command_line(tracker_fd=tracker_fd, pipe_handle=data_r)
             command.insert(1, "-P")  # else modules of the models' folder would replace Python's

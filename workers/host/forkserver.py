@@ -23,13 +23,14 @@ from pathlib import Path
 
 import psutil
 
-from inferpool.workers.beside.forkserver_process import ANSWER, IGNORED_SIGNALS, MAX_DESCRIPTORS
 from inferpool.workers.host.engine import ForkserverHealth
 from inferpool.workers.host.error_guard import ErrorGuard
 from inferpool.workers.host.observed import describe_exit
 from inferpool.workers.host.orphans import Orphans, adopt_orphans
 from inferpool.workers.shared.backoff import Backoff
 from inferpool.workers.shared.errors import WorkerStartError
+from inferpool.workers.shared.guard import HANDLED_SIGNALS
+from inferpool.workers.shared.messages import FORKED, MAX_DESCRIPTORS
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +107,7 @@ class ForkserverProcess:
         self._tracker_fd = tracker_fd
         self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.channel.setblocking(False)
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED_SIGNALS)
         try:
             self._process = start_interpreter(theirs.fileno(), modules, extra)
         except BaseException:
@@ -154,10 +155,10 @@ class ForkserverProcess:
                     file.write(body)
             except BrokenPipeError:
                 pass  # no answer will come either
-            answer = os.read(answer_r, ANSWER.size)
-            if len(answer) < ANSWER.size:
+            answer = os.read(answer_r, FORKED.size)
+            if len(answer) < FORKED.size:
                 raise ForkserverLostError("it ended before it had answered")
-            pid: int = ANSWER.unpack(answer)[0]
+            pid: int = FORKED.unpack(answer)[0]
             if pid < 0:
                 raise OSError(-pid, os.strerror(-pid))
             on_failure.pop_all()

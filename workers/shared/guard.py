@@ -16,8 +16,9 @@ _PR_SET_PDEATHSIG = 1
 """linux/prctl.h"""
 _F_SETSIG = 10
 """asm-generic/fcntl.h"""
-_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2)
-"""Signals that our processes handle."""
+HANDLED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2)
+"""Signals that our processes handle or ignore, since a whole process group or a cgroup may get
+them."""
 _OOM_SCORE_ADJ = 500
 """Score that makes a process look as if it used half of all memory more than it does."""
 _MAX_OOM_SCORE_ADJ = 1000
@@ -88,7 +89,7 @@ class _Handlers:
 
     def hold(self) -> None:
         """Block the signals in this thread, and so in the process that it forks."""
-        self._masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
+        self._masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED_SIGNALS)
 
     def release(self) -> None:
         """Unblock them."""
@@ -97,7 +98,7 @@ class _Handlers:
     def give_back(self) -> None:
         """Handle them by default in the forked process, and unblock them."""
         signal.set_wakeup_fd(-1)
-        ours = [n for n in _HANDLED if self._own is None or signal.getsignal(n) in self._own]
+        ours = [n for n in HANDLED_SIGNALS if self._own is None or signal.getsignal(n) in self._own]
         for number in ours:
             signal.signal(number, signal.SIG_DFL)
         self.release()  # what has come meanwhile ends this process

@@ -19,6 +19,10 @@ from inferpool.models.speed_names import SpeedReport
 from inferpool.workers.shared.config import CheckReport
 
 MAX_FRAME_BYTES = 1 << 30
+MAX_DESCRIPTORS = 250
+"""Most descriptors for one process; the kernel passes 253 at once (SCM_MAX_FD)."""
+FORKED = struct.Struct("q")
+"""Answer of the forkserver: the number of the new process, or a negative errno."""
 ID_FIELDS = ("request_id", "trace_id", "span_id")
 """Fields of log lines about a call."""
 

@@ -32,9 +32,8 @@ from inferpool.service.parts.fronts.messages import (
 )
 from inferpool.service.settings.tls import server_context
 from inferpool.service.telemetry.metrics import ModelMetrics
-from inferpool.workers.beside.forkserver_process import IGNORED_SIGNALS
 from inferpool.workers.shared.arena import Slots
-from inferpool.workers.shared.guard import die_with_front_end, die_with_parent
+from inferpool.workers.shared.guard import HANDLED_SIGNALS, die_with_front_end, die_with_parent
 from inferpool.workers.shared.log_lines import LineHandler
 from inferpool.workers.shared.messages import LogLine
 
@@ -55,10 +54,10 @@ def run(
     die_with_parent(config.main_pid)
     die_with_front_end()
     # Ctrl-C and a stop of the whole cgroup reach fronts too; only the main process decides.
-    for signum in IGNORED_SIGNALS:
+    for signum in HANDLED_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
     faulthandler.register(signal.SIGQUIT, 2, chain=False)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED_SIGNALS)
     slots = Slots(memory, config.part.start, len(config.part))
     for offset, num_bytes in config.held.items():
         slots.reserve(offset, num_bytes)

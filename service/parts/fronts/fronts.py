@@ -23,7 +23,6 @@ from inferpool.service.parts.fronts.messages import FrontConfig, FrontCounts
 from inferpool.service.parts.fronts.only_front import read_fronts
 from inferpool.service.settings.settings import Settings
 from inferpool.service.telemetry.metrics import Metrics, Reading
-from inferpool.workers.beside.forkserver_process import IGNORED_SIGNALS
 from inferpool.workers.host.engine import WorkerId
 from inferpool.workers.host.error_guard import ErrorGuard
 from inferpool.workers.host.observed import OomKills
@@ -32,6 +31,7 @@ from inferpool.workers.host.slots import Slot
 from inferpool.workers.host.supervisor import Supervisor
 from inferpool.workers.shared.arena import Arena, slot_bytes
 from inferpool.workers.shared.errors import WorkerStartError
+from inferpool.workers.shared.guard import HANDLED_SIGNALS
 from inferpool.workers.shared.memory import SharedMemory
 
 logger = logging.getLogger(__name__)
@@ -223,7 +223,7 @@ class Fronts:
             counted=self._counted.writable,
         )
         # The new process inherits this: it ignores these signals from the start, and we end it.
-        signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
+        signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED_SIGNALS)
         try:
             front = FrontProcess(
                 id, config, self._memory, part, self._models, self._oom_kills, self._take_counts
@@ -232,7 +232,7 @@ class Fronts:
             text = f"it could not be started: {error}"
             raise WorkerStartError(text, permanent=False) from error
         finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED_SIGNALS)
         self._started.append(front)
         await front.until_up(_START_S)
         return front

@@ -22,7 +22,6 @@ import pytest
 import inferpool.workers.host.forked
 import inferpool.workers.host.forkserver
 from inferpool.service.tools.trial.processes import is_alive
-from inferpool.workers.beside.forkserver_process import ANSWER, IGNORED_SIGNALS
 from inferpool.workers.host.engine import WorkerId
 from inferpool.workers.host.forked import ForkedProcess, SpawnedProcess
 from inferpool.workers.host.forkserver import (
@@ -34,6 +33,8 @@ from inferpool.workers.host.local import LocalEngine
 from inferpool.workers.host.orphans import Orphans
 from inferpool.workers.shared.arena import Arena
 from inferpool.workers.shared.errors import WorkerLostError, WorkerStartError
+from inferpool.workers.shared.guard import HANDLED_SIGNALS
+from inferpool.workers.shared.messages import FORKED
 from tests.workers.contract import (
     PATIENT,
     answers,
@@ -145,9 +146,9 @@ async def test_forkserver_that_does_not_answer_does_not_hold_up_the_end_nor_leav
 @pytest.mark.parametrize(
     ("answer", "error"),
     [
-        (ANSWER.pack(-errno.EAGAIN), BlockingIOError),
+        (FORKED.pack(-errno.EAGAIN), BlockingIOError),
         (b"", ForkserverLostError),
-        (ANSWER.pack(7)[:-1], ForkserverLostError),
+        (FORKED.pack(7)[:-1], ForkserverLostError),
     ],
 )
 async def test_fork_that_is_refused_or_not_answered_in_full_is_an_error_and_leaves_nothing_open(
@@ -337,7 +338,7 @@ async def test_spawned_process_is_not_ended_by_signals_of_its_group_before_it_ha
         process.kill()
         process.join(60)
         assert process.exitcode == -signal.SIGKILL
-        assert blocked == set(IGNORED_SIGNALS)
+        assert blocked == set(HANDLED_SIGNALS)
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
 
 
