@@ -9,8 +9,12 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+import uvicorn
 
 from inferpool.service.api.auth import Guard
 from inferpool.service.api.predict import Predict
@@ -27,29 +31,42 @@ from inferpool.service.api.wire.listening import (
 )
 from inferpool.service.api.wire.protocol import PredictProtocol
 from inferpool.service.api.wire.server import Server
+from inferpool.service.checks.memory import needs_of_worker
 from inferpool.service.checks.quick import check_quickly
 from inferpool.service.endpoint import (
     make_addresses,
     make_cors,
     make_guard,
+    make_limits,
     make_predict,
     server_config,
-    set_up_tracing,
 )
 from inferpool.service.errors import StartError
 from inferpool.service.example import try_or_ask
+from inferpool.service.parts.admin.operations import Operations
 from inferpool.service.parts.admin.routes import admin_router
 from inferpool.service.parts.cluster.door import ClusterDoor, open_door
+from inferpool.service.parts.cluster.hosts import Cluster
+from inferpool.service.parts.cluster.shown import ShownHosts
 from inferpool.service.parts.fronts.forwarded import forwarded_config
 from inferpool.service.parts.fronts.fronts import Fronts
 from inferpool.service.parts.fronts.number import number_of_fronts
 from inferpool.service.parts.fronts.only_front import OnlyFront
 from inferpool.service.parts.jobs.http.routes import jobs_router
-from inferpool.service.parts.live.events import events_router
+from inferpool.service.parts.jobs.jobs import Jobs, make_jobs
+from inferpool.service.parts.live.events import HostState, events_router
 from inferpool.service.parts.live.page import Page
+from inferpool.service.parts.live.sampler import LiveFeed
+from inferpool.service.parts.objective import add_objective
+from inferpool.service.parts.speed import SpeedCache, SpeedSearch
+from inferpool.service.parts.swap.changes import Changes
 from inferpool.service.parts.swap.requests import request_schemas
+from inferpool.service.parts.swap.room import Room
 from inferpool.service.parts.swap.routes import models_router
-from inferpool.service.service import ClosableEngine, Service
+from inferpool.service.parts.turns.gate import DeviceGate
+from inferpool.service.parts.watched.model_folder import ModelFolder
+from inferpool.service.service import ClosableEngine, Part, Service
+from inferpool.service.settings.loader import LoadedSettings, json_of
 from inferpool.service.settings.problems import with_ways
 from inferpool.service.settings.settings import Settings
 from inferpool.service.settings.state import StateFile
@@ -60,9 +77,12 @@ from inferpool.service.telemetry.console import Console
 from inferpool.service.telemetry.metrics import Metrics, Reading
 from inferpool.service.telemetry.raw_output import RawOutput
 from inferpool.service.telemetry.versions import version_of
+from inferpool.workers.host.device_memory import DeviceMemory
 from inferpool.workers.host.devices import DeviceError, Host, find_host
 from inferpool.workers.host.local import LocalEngine
 from inferpool.workers.shared.arena import Arena
+from inferpool.workers.shared.cgroups import processes_left
+from inferpool.workers.speed.host_side import search as find_speed
 
 if TYPE_CHECKING:
     from inferpool.service.parts.tracing.tracer import Tracer
@@ -107,10 +127,8 @@ def run(
             log_quick_checks(settings, host)
             console = Console(logs, is_colored=settings.color == "auto")
             num_fronts, why = number_of_fronts(settings, host.num_cores)
-            service, tracer = make_service(
-                settings, host, console, origins, make_engine, state, door
-            )
-            service.metrics.gauge_source(
+            assembly = assemble(settings, host, console, origins, make_engine, state, door)
+            assembly.service.metrics.gauge_source(
                 lambda: [Reading(name="log_lines_dropped", value=logs.num_dropped)]
             )
             tls = tls_context(settings)
@@ -124,8 +142,8 @@ def run(
             if door is not None:
                 about["cluster"] = f"agents join at {door.address}"
                 devices = ["those of the hosts that join"]
-            console.started(about, devices, service.catalog.planned)
-            return _serve(service, console, listener, tls, num_fronts, tracer, until_changed)
+            console.started(about, devices, assembly.service.catalog.planned)
+            return _Serving(assembly, console, listener, tls, num_fronts, until_changed).run()
         finally:
             for process in multiprocessing.active_children():
                 process.kill()  # only a hurried shutdown leaves any
@@ -164,7 +182,21 @@ def log_quick_checks(settings: Settings, host: Host) -> None:
             logger.log(logging.getLevelNamesMapping()[finding.level.upper()], "%s", finding)
 
 
-def make_service(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assembly:
+    """A service with the parts that its settings ask for, not started."""
+
+    service: Service
+    guard: Guard
+    operations: Operations
+    changes: Changes
+    live: LiveFeed
+    jobs: Jobs | None
+    """Jobs that outlive their connections; None if there is no place to keep them."""
+    tracer: "Tracer | None"
+
+
+def assemble(
     settings: Settings,
     host: Host,
     console: Console,
@@ -172,8 +204,8 @@ def make_service(
     make_engine: Callable[[Arena], ClosableEngine] = LocalEngine,
     state: StateFile | None = None,
     door: ClusterDoor | None = None,
-) -> "tuple[Service, Tracer | None]":
-    """Make a service that is not started, and the tracer of its calls if tracing is on.
+) -> Assembly:
+    """Make a service and all its parts, whose calls come from the program around it.
 
     With the `door` of a cluster, other hosts run all workers.
 
@@ -181,28 +213,229 @@ def make_service(
         StartError: It could not start on this host.
     """
     metrics = Metrics(settings.models, {"version": version_of(), "torch": version_of("torch")})
-    origin = (origins or {}).get("trace_endpoint", "default")
-    settings, tracer = set_up_tracing(settings, origin, metrics.model)
-    service = Service(settings, host, metrics, console, origins, make_engine, state, door)
-    if service.jobs is not None:
-        service.jobs.hold()
-    return service, tracer
+    settings, tracer = _set_up_tracing(settings, origins or {}, metrics)
+    cache, own_host = SpeedCache(settings), host if door is None else None
+    service = Service(
+        settings, own_host, metrics, console, OnlyFront(), state=state, cache_dir=cache.folder
+    )
+    service.catalog.on_load.append(add_objective)
+    if own_host:  # the gate knows only the devices of its own host
+        service.catalog.on_load.append(DeviceGate(own_host.num_cores).add)
+    search = None
+    if settings.speed_search and own_host:
+        search = SpeedSearch(find_speed, grace_s=settings.drain_timeout_s)
+    hosts = ShownHosts()
+    changes = Changes(
+        service.catalog,
+        metrics,
+        search,
+        _room_on(own_host) if own_host else Room.of_other_hosts(),
+        grace_s=settings.drain_timeout_s,
+    )
+    jobs = make_jobs(settings, service.pools) if settings.has_jobs else None
+    if jobs is not None:
+        metrics.job_durations = jobs.durations
+        jobs.hold()
+    assembly = Assembly(
+        service=service,
+        guard=make_guard(settings),
+        operations=_make_operations(service, origins or {}, hosts),
+        changes=changes,
+        live=_make_feed(service, changes, jobs),
+        jobs=jobs,
+        tracer=tracer,
+    )
+    workers = (
+        _workers_here(service, make_engine)
+        if door is None
+        else _workers_of_hosts(service, door, hosts)
+    )
+    service.attach(_in_order(assembly, cache, workers, search))
+    return assembly
 
 
-def make_whole_app(service: Service, tracer: "Tracer | None") -> tuple[App, Predict, EdgeLimits]:
-    """Make the HTTP application over a service as its settings say, and its parts."""
-    settings, metrics = service.settings, service.metrics.model
-    guard = make_guard(settings)
-    recorder = None if tracer is None else tracer.recorder
-    limits = edge_limits(settings, service.num_processes)
-    predict = make_predict(service.catalog.entries, settings, guard, recorder, metrics, limits)
-    app = make_app(service, predict, guard)
-    app.tracing = recorder
-    return app, predict, limits
+def _in_order(
+    assembly: Assembly, cache: SpeedCache, workers: Sequence[Part], search: SpeedSearch | None
+) -> list[Part]:
+    """Return all parts: they start in this order, and stop in the other."""
+    service, settings, tracer = assembly.service, assembly.service.settings, assembly.tracer
+    watch, operations, jobs = service.gpu_watch, assembly.operations, assembly.jobs
+    return [
+        # It stops last, once all calls are over that are traced.
+        *([] if tracer is None else [_tracing(tracer, service)]),
+        # Workers use both until they have ended, so these come before them.
+        Part(name="cache of speed presets", stop=cache.close),
+        Part(name="arena", stop=service.arena.close),
+        *workers,
+        # The drain stops several fronts, but there is none if the start has failed half-way.
+        Part(name="front ends", stop=lambda: service.fronts.stop()),
+        # All that follow give calls to the queues, and let go of theirs before these are drained.
+        Part(name="queues", stop=service.drain, gauges=service.read_gauges),
+        Part(name="watch of the GPUs", start=watch.start, stop=watch.stop),
+        _live_feed(assembly),
+        Part(
+            name="operations",
+            begin_stop=operations.end,
+            stop=operations.stop,
+            routers=lambda: [admin_router(operations)] if settings.admin_keys else [],
+        ),
+        # A change begins and ends searches until it has stopped.
+        *([] if search is None else [_speed_search(search, service)]),
+        _changes(assembly.changes, settings),
+        # It asks for changes, so it stops before them.
+        *([] if settings.watch is None else [_watched(settings.watch, assembly)]),
+        # Last, since the routes of the documentation come in this order.
+        *([] if jobs is None else [_jobs(jobs, assembly)]),
+    ]
 
 
-def make_app(service: Service, predict: Predict, guard: Guard) -> App:
+def _workers_here(service: Service, make_engine: Callable[[Arena], ClosableEngine]) -> list[Part]:
+    engine, start = make_engine(service.arena), service.start_workers
+    return [
+        # It ends what starts workers, so no worker may start any more.
+        Part(name="engine", stop=engine.close),
+        Part(name="workers", start=partial(start, engine), stop=service.stop_workers),
+    ]
+
+
+def _workers_of_hosts(service: Service, door: ClusterDoor, shown: ShownHosts) -> list[Part]:
+    cluster = Cluster(service.settings, door, service.arena, service.catalog, shown)
+    start = service.start_workers
+    return [
+        Part(name="workers", start=partial(start, cluster), stop=service.stop_workers),
+        # Hosts get workers as soon as they join, so there must be pools. The hosts are left before
+        # the workers are stopped, so that agents keep what they have loaded.
+        Part(
+            name="hosts",
+            start=cluster.open,
+            stop=cluster.close,
+            gauges=lambda: shown.read_gauges(service.slots()),
+            health=lambda report: shown.add_to_health(report, service.slots()),
+        ),
+    ]
+
+
+def _tracing(tracer: "Tracer", service: Service) -> Part:
+    return Part(
+        name="traces",
+        start=tracer.start,
+        stop=partial(asyncio.to_thread, tracer.stop),  # it waits for the collector
+        gauges=partial(_read_traces, tracer, service),
+    )
+
+
+def _live_feed(assembly: Assembly) -> Part:
+    live, settings = assembly.live, assembly.service.settings
+    page = [Page(docs=settings.docs).router()] if settings.page else []
+    return Part(
+        name="live feed",
+        start=live.start,
+        begin_stop=live.end,
+        stop=live.stop,
+        routers=lambda: [events_router(live, assembly.guard), *page],
+    )
+
+
+def _speed_search(search: SpeedSearch, service: Service) -> Part:
+    return Part(
+        name="search for speed",
+        start=partial(search.start, service.pools.values()),
+        stop=search.stop,
+        on_change=search.on_change,
+        health=search.add_to_health,
+    )
+
+
+def _changes(changes: Changes, settings: Settings) -> Part:
+    return Part(
+        name="changes of models",
+        begin_stop=changes.end,
+        stop=changes.stop,
+        routers=lambda: [models_router(changes)] if settings.admin_keys else [],
+        health=changes.add_to_health,
+    )
+
+
+def _watched(path: str, assembly: Assembly) -> Part:
+    folder = ModelFolder(Path(path), assembly.changes, assembly.service.settings.watch_policy)
+    return Part(name="watched folder", start=folder.start, stop=folder.stop)
+
+
+def _jobs(jobs: Jobs, assembly: Assembly) -> Part:
+    limits = make_limits(assembly.service.settings)
+    return Part(
+        name="jobs",
+        start=jobs.start,
+        begin_stop=jobs.end,
+        stop=jobs.stop,
+        routers=lambda: [jobs_router(jobs, assembly.guard, limits)],
+        gauges=jobs.read_gauges,
+        health=lambda report: replace(report, job_store=jobs.store_health()),
+    )
+
+
+def _set_up_tracing(
+    settings: Settings, origins: Mapping[str, str], metrics: Metrics
+) -> "tuple[Settings, Tracer | None]":
+    if settings.trace_endpoint is None:  # nothing of it is imported
+        return settings, None
+    from inferpool.service.parts.tracing.setup import set_up_tracing
+
+    return set_up_tracing(settings, origins.get("trace_endpoint", "default"), metrics.model)
+
+
+def _make_operations(service: Service, origins: Mapping[str, str], hosts: ShownHosts) -> Operations:
+    loaded = LoadedSettings(settings=service.settings, origins=origins)
+    return Operations(
+        service.pools,
+        service.catalog.claims,
+        grace_s=service.settings.drain_timeout_s,
+        drain=service.set_draining,
+        settings_json=lambda: json_of(loaded.rows()),
+        measure_host=hosts.measure,
+    )
+
+
+def _make_feed(service: Service, changes: Changes, jobs: Jobs | None) -> LiveFeed:
+    def host_state() -> HostState:
+        gauges = {each.name: each.value for each in service.fronts.read_gauges()}
+        return HostState(
+            connections=int(gauges["connections"]),
+            arena_bytes=service.arena.num_bytes,
+            arena_used_bytes=service.arena_used_bytes,
+        )
+
+    return LiveFeed(
+        service.settings,
+        service.pools,
+        service.metrics,
+        report=service.report,
+        host=host_state,
+        changes=changes.steps,
+        jobs=jobs,
+    )
+
+
+def _room_on(host: Host) -> Room:
+    memory = DeviceMemory(host.gpus, host.accelerator.library)
+    estimate = partial(needs_of_worker, gpus=host.gpus)
+    return Room(estimate, memory.free, memory.used_by, processes_left)
+
+
+def _read_traces(tracer: "Tracer", service: Service) -> Iterator[Reading]:
+    ours, theirs = tracer.counts(), service.fronts.traced
+    yield Reading(name="traces_exported", value=ours[0] + theirs[0])
+    yield Reading(name="traces_dropped", value=ours[1] + theirs[1])
+
+
+def make_app(assembly: Assembly) -> tuple[App, Predict, EdgeLimits]:
     """Make the HTTP application over a service, whose life is the application's lifespan."""
+    service, guard, settings = assembly.service, assembly.guard, assembly.service.settings
+    limits = edge_limits(settings, service.num_processes)
+    recorder = None if assembly.tracer is None else assembly.tracer.recorder
+    predict = make_predict(
+        service.catalog.entries, settings, guard, recorder, service.metrics.model, limits
+    )
 
     @asynccontextmanager
     async def lifespan(_: App) -> AsyncIterator[None]:
@@ -212,106 +445,154 @@ def make_app(service: Service, predict: Predict, guard: Guard) -> App:
         finally:
             await service.stop()
 
-    routers = [
-        health_router(service, guard),
-        metrics_router(service.metrics),
-        events_router(service.live, guard),
-    ]
-    if service.settings.page:
-        routers.append(Page(docs=service.settings.docs).router())
-    if service.settings.admin_keys:
-        routers += [admin_router(service.operations), models_router(service.changes)]
-    if service.jobs is not None:
-        routers.append(jobs_router(service.jobs, guard, predict.limits))
+    routers = [health_router(service, guard), metrics_router(service.metrics)]
+    for part in service.parts:
+        routers += part.routers()
     app = App(
         version=version_of(),
         routers=routers,
         guard=guard,
-        cors=make_cors(service.settings),
-        docs=service.settings.docs,
+        cors=make_cors(settings),
+        docs=settings.docs,
         lifespan=lifespan,
     )
-    app.predict = predict
-    app.has_jobs = service.jobs is not None
+    app.predict, app.tracing = predict, recorder
+    app.has_jobs = assembly.jobs is not None
     app.examples = service.examples
     app.bodies = request_schemas
-    return app
+    return app, predict, limits
 
 
-def _serve(
-    service: Service,
-    console: Console,
-    listener: socket.socket,
-    tls: ssl.SSLContext | None,
-    num_fronts: int,
-    tracer: "Tracer | None",
-    until_changed: Callable[[], Awaitable[str]] | None,
-) -> int:
-    settings = service.settings
-    url = url_of(listener, is_tls=tls is not None)
-    app, predict, limits = make_whole_app(service, tracer)
-    app.addresses = make_addresses(settings)
-    exit_code = 0
+class _Serving:
+    """One run of the command: the server, and what waits for its events."""
 
-    def on_stopping(reason: str) -> None:
-        console.stopping(reason)
-        service.begin_stop()
+    def __init__(
+        self,
+        assembly: Assembly,
+        console: Console,
+        listener: socket.socket,
+        tls: ssl.SSLContext | None,
+        num_fronts: int,
+        until_changed: Callable[[], Awaitable[str]] | None,
+    ) -> None:
+        self._service = assembly.service
+        self._settings = assembly.service.settings
+        self._operations = assembly.operations
+        self._console = console
+        self._until_changed = until_changed
+        self._url = url_of(listener, is_tls=tls is not None)
+        self._exit_code = 0
+        app, predict, limits = make_app(assembly)
+        app.addresses = make_addresses(self._settings)
+        if num_fronts == 1:
+            self._listeners = [listener]
+            self._server = self._make_only_server(app, predict, limits, tls)
+        else:
+            self._listeners = []
+            self._server = self._make_server_of_fronts(app, num_fronts, limits, listener)
 
-    def fail(what: str, code: int) -> None:
-        nonlocal exit_code
-        if not server.is_stopping:
-            logger.critical("nothing can be served: %s", what)  # the reasons are in the log above
-            exit_code = code
-            server.stop(what)
+    def run(self) -> int:
+        """Serve until told to stop, and return the exit code."""
+        with asyncio.Runner(loop_factory=self._server.config.get_loop_factory()) as runner:
+            runner.run(self._main())
+        self._console.stopped()
+        return self._exit_code
 
-    make_server = partial(
-        Server,
-        shutdown_delay_s=settings.shutdown_delay_s,
-        drain_timeout_s=settings.drain_timeout_s,
-        on_stopping=on_stopping,
-    )
-    if num_fronts == 1:
-        only = service.fronts
-        assert isinstance(only, OnlyFront)
+    def _make_only_server(
+        self, app: App, predict: Predict, limits: EdgeLimits, tls: ssl.SSLContext | None
+    ) -> Server:
+        """Make the server of this process as the only front."""
+        service, only = self._service, OnlyFront(is_up=False)
+        service.fronts = only
         http = PredictProtocol.bound_to(predict, limits)
-        config = server_config(app, http, settings, tls)
-        server = make_server(
-            config, on_listening=only.up.set, drain=service.drain, cut_off=service.cut_off
+        server = self._make_server(
+            server_config(app, http, self._settings, tls),
+            on_listening=only.up.set,
+            drain=service.drain,
+            cut_off=service.cut_off,
         )
         only.connections = server.server_state.connections
         only.use = http.connection_limits.use
-    else:
+        return server
+
+    def _make_server_of_fronts(
+        self, app: App, num: int, limits: EdgeLimits, listener: socket.socket
+    ) -> Server:
+        """Make the server that answers what several fronts forward."""
+        service = self._service
         fronts = Fronts(
-            num=num_fronts,
-            settings=settings,
+            num=num,
+            settings=self._settings,
             limits=limits,
             listener=listener,
             arena=service.arena,
             models=service.catalog,
             metrics=service.metrics,
-            on_lost=lambda: fail("no front could be started", EXIT_CANNOT_START),
+            on_lost=lambda: self._fail("no front could be started", EXIT_CANNOT_START),
         )
         service.fronts = fronts
         service.metrics.refresh_by(fronts.count)
 
         async def drain() -> None:
             await service.drain()
-            await fronts.stop(server.flush_until)
+            await fronts.stop(self._server.flush_until)
 
         def cut_off() -> None:
             service.cut_off()
             fronts.hurry()
 
-        config = forwarded_config(app, fronts.forwarding_path)
-        server = make_server(
-            config,
+        return self._make_server(
+            forwarded_config(app, fronts.forwarding_path),
             on_listening=fronts.start,
             drain=drain,
             cut_off=cut_off,
             move_clients_away=fronts.move_clients_away,
         )
 
-    async def announce() -> None:
+    def _make_server(
+        self,
+        config: uvicorn.Config,
+        *,
+        on_listening: Callable[[], None],
+        drain: Callable[[], Awaitable[None]],
+        cut_off: Callable[[], None],
+        move_clients_away: Callable[[], Awaitable[None]] | None = None,
+    ) -> Server:
+        return Server(
+            config,
+            shutdown_delay_s=self._settings.shutdown_delay_s,
+            drain_timeout_s=self._settings.drain_timeout_s,
+            on_listening=on_listening,
+            on_stopping=self._on_stopping,
+            drain=drain,
+            cut_off=cut_off,
+            move_clients_away=move_clients_away,
+        )
+
+    def _on_stopping(self, reason: str) -> None:
+        self._console.stopping(reason)
+        self._service.begin_stop()
+
+    def _fail(self, what: str, code: int) -> None:
+        if not self._server.is_stopping:
+            logger.critical("nothing can be served: %s", what)  # the reasons are in the log above
+            self._exit_code = code
+            self._server.stop(what)
+
+    async def _main(self) -> None:
+        waits = (self._announce(), self._leave_when_lost(), self._leave_when_changed())
+        tasks = [asyncio.create_task(each) for each in waits]
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(RETRY_SIGNAL, self._operations.retry_lost)
+        gc.freeze()  # modules are never freed, so later collections can skip them
+        await self._server.serve(sockets=self._listeners or None)
+        loop.remove_signal_handler(RETRY_SIGNAL)
+        signal.signal(RETRY_SIGNAL, signal.SIG_IGN)  # or a late one would end this process at once
+        for task in tasks:
+            task.cancel()
+
+    async def _announce(self) -> None:
+        service, settings, url = self._service, self._settings, self._url
         if not settings.models:  # they come later
             await service.fronts.until_up()
             logger.info("no model is served yet at %s", url)
@@ -321,7 +602,7 @@ def _serve(
         if served:
             served.sort(key=lambda name: name != settings.default_model)
             lines = [try_or_ask(url, service.pools[name], settings) for name in served]
-            console.serving(url, served, lines, service.loading())
+            self._console.serving(url, served, lines, service.loading())
         elif any(pool.is_refused for pool in service.pools.values()):
             logger.error("no model is ready; /health says why, at %s", url)
         while True:  # models come and go later too
@@ -330,45 +611,13 @@ def _serve(
             for name, pool in service.pools.items():
                 if pool.is_ready and name not in served:
                     served.append(name)
-                    console.joined(name, try_or_ask(url, pool, settings), service.loading())
+                    line = try_or_ask(url, pool, settings)
+                    self._console.joined(name, line, service.loading())
 
-    async def leave_when_lost() -> None:
-        await service.until_lost()
-        fail("no model could be loaded", EXIT_NEVER_SERVED)
+    async def _leave_when_lost(self) -> None:
+        await self._service.until_lost()
+        self._fail("no model could be loaded", EXIT_NEVER_SERVED)
 
-    async def leave_when_changed() -> None:
-        if until_changed is not None:
-            server.stop(await until_changed())
-
-    async def main() -> None:
-        tasks = [asyncio.create_task(announce()), asyncio.create_task(leave_when_lost())]
-        tasks.append(asyncio.create_task(leave_when_changed()))
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(RETRY_SIGNAL, service.operations.retry_lost)
-        gc.freeze()  # modules are never freed, so later collections can skip them
-        await server.serve(sockets=[listener] if num_fronts == 1 else None)
-        loop.remove_signal_handler(RETRY_SIGNAL)
-        signal.signal(RETRY_SIGNAL, signal.SIG_IGN)  # or a late one would end this process at once
-        for task in tasks:
-            task.cancel()
-
-    if tracer is not None:
-        start_tracing(tracer, service)
-    with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-        runner.run(main())
-    if tracer is not None:
-        tracer.stop()
-    console.stopped()
-    return exit_code
-
-
-def start_tracing(tracer: "Tracer", service: Service) -> None:
-    """Begin to export traces, and count them."""
-    service.metrics.gauge_source(partial(_read_traces, tracer, service))
-    tracer.start()
-
-
-def _read_traces(tracer: "Tracer", service: Service) -> Iterator[Reading]:
-    ours, theirs = tracer.counts(), service.fronts.traced
-    yield Reading(name="traces_exported", value=ours[0] + theirs[0])
-    yield Reading(name="traces_dropped", value=ours[1] + theirs[1])
+    async def _leave_when_changed(self) -> None:
+        if self._until_changed is not None:
+            self._server.stop(await self._until_changed())

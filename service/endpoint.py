@@ -4,7 +4,6 @@ import logging
 import ssl
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
 
 import uvicorn
 from uvicorn.config import LifespanType
@@ -20,25 +19,16 @@ from inferpool.service.api.wire.handshakes import TlsHandshake
 from inferpool.service.api.wire.held import HeldBytes
 from inferpool.service.api.wire.listening import BACKLOG
 from inferpool.service.api.wire.protocol import PredictProtocol
-from inferpool.service.errors import StartError
-from inferpool.service.settings.names import FlagError
 from inferpool.service.settings.settings import Settings
 from inferpool.service.settings.trust import TrustedPeers
 from inferpool.service.telemetry.logs import LogThrottle
 from inferpool.service.telemetry.metrics import ModelMetrics, recorder
-
-if TYPE_CHECKING:
-    from inferpool.service.parts.tracing.tracer import Tracer
 
 logger = logging.getLogger(__name__)
 
 _MAX_LOGGED_PATH = 200
 _WARNINGS_PER_S = 3
 """Warnings a second about failed answers, for each status."""
-
-
-class TraceError(StartError):
-    """Calls cannot be traced as the settings say."""
 
 
 def make_guard(settings: Settings) -> Guard:
@@ -63,54 +53,17 @@ def make_addresses(settings: Settings) -> Addresses:
     return Addresses(peers, settings.root_path)
 
 
-def set_up_tracing(
-    settings: Settings, origin: str, metrics: Callable[[str], ModelMetrics]
-) -> "tuple[Settings, Tracer | None]":
-    """Return the settings in force and the tracer, if tracing is on.
-
-    A variable of OpenTelemetry may be set for the whole host. If it cannot be followed, tracing is
-    switched off with a warning.
-
-    Args:
-        settings: The settings.
-        origin: The origin of the endpoint's setting; see `LoadedSettings`.
-        metrics: Returns the metrics of a model.
-
-    Raises:
-        TraceError: A setting of inferpool's own asks for traces, and they are not possible.
-    """
-    try:
-        return settings, make_tracer(settings, metrics)
-    except TraceError as error:
-        if not origin.startswith("environment OTEL_"):
-            raise
-        logger.warning("calls are not traced although %s asks for it: %s", origin, error)
-        return settings.model_copy(update={"trace_endpoint": None}), None
-
-
-def make_tracer(settings: Settings, metrics: Callable[[str], ModelMetrics]) -> "Tracer | None":
-    """Make the tracer if tracing is on. What it needs is imported only then.
-
-    Raises:
-        TraceError: OpenTelemetry is not installed, or a file is missing.
-    """
-    if settings.trace_endpoint is None:
-        return None
-    try:
-        from inferpool.service.parts.tracing.tracer import Tracer
-    except ModuleNotFoundError as error:
-        raise TraceError(
-            f"traces are to go to {settings.trace_endpoint} (trace_endpoint), and what that takes "
-            f"is not installed ({error.name}): pip install 'inferpool[otel]', or set "
-            "OTEL_SDK_DISABLED=true"
-        ) from error
-    try:
-        return Tracer(settings, metrics)
-    except OSError as error:
-        path = settings.trace_certificate
-        raise TraceError(f"trace_certificate: {path} cannot be used: {error}") from error
-    except FlagError as error:
-        raise TraceError(f"traces are to go to {settings.trace_endpoint}, but {error}") from error
+def make_limits(settings: Settings) -> Limits:
+    """Return the limits of one call."""
+    return Limits(
+        max_body_bytes=settings.max_body_bytes,
+        max_json_bytes=settings.max_json_bytes,
+        max_job_bytes=settings.max_job_bytes if settings.has_jobs else 0,
+        body_gap_s=settings.body_gap_s,
+        max_instances=settings.max_instances_per_request,
+        default_timeout_s=settings.default_timeout_s,
+        max_timeout_s=settings.max_timeout_s,
+    )
 
 
 def make_predict(
@@ -128,15 +81,7 @@ def make_predict(
         models,
         default=settings.default_model,
         root_path=settings.root_path.encode(),
-        limits=Limits(
-            max_body_bytes=settings.max_body_bytes,
-            max_json_bytes=settings.max_json_bytes,
-            max_job_bytes=settings.max_job_bytes if settings.has_jobs else 0,
-            body_gap_s=settings.body_gap_s,
-            max_instances=settings.max_instances_per_request,
-            default_timeout_s=settings.default_timeout_s,
-            max_timeout_s=settings.max_timeout_s,
-        ),
+        limits=make_limits(settings),
         unfinished=UnfinishedRequests(
             max(max_unfinished_bytes, settings.max_body_bytes), share=guard.share, held=unfinished
         ),

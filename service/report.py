@@ -3,79 +3,48 @@
 import asyncio
 import platform
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 
 from inferpool.service.api.routes.health import (
     CheckHealth,
     FrontHealth,
     HealthReport,
-    HostHealth,
     HostStatus,
     InputDescription,
-    JobStoreHealth,
     LastEnding,
-    LostHostHealth,
     ModelHealth,
     RestartHealth,
-    SpeedSearchHealth,
     SplitHealth,
     WorkerHealth,
 )
-from inferpool.service.parts.speed import SearchProgress, SpeedSearch
-from inferpool.service.parts.swap.routes import ModelInfo
 from inferpool.service.queue.pool import Pool
 from inferpool.service.telemetry.versions import version_of
 from inferpool.workers.host.engine import ForkserverHealth, GpuHealth, Vitals
 from inferpool.workers.host.slots import WorkerSlot
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterReport:
-    """The part of the report about hosts."""
-
-    address: str | None = None
-    """Address at which agents join; None if all workers run on this host."""
-    standby: str = ""
-    """Why none may join now; empty if they may."""
-    hosts: Sequence[HostHealth] = ()
-    lost: Sequence[LostHostHealth] = ()
-
-
-NO_CLUSTER = ClusterReport()
 _VERSIONS = {name: version_of(name) for name in ("inferpool", "torch")}
 
 
 def report_of(
-    models: Sequence[tuple[ModelInfo, Sequence[Pool]]],
+    models: Sequence[ModelHealth],
     fronts: Sequence[FrontHealth],
     gpus: Sequence[GpuHealth],
-    speed_search: SpeedSearch,
     forkserver: ForkserverHealth | None,
     *,
+    is_ready: bool,
     is_draining: bool,
-    cluster: ClusterReport = NO_CLUSTER,
-    job_store: JobStoreHealth | None = None,
 ) -> HealthReport:
-    """Return the state of everything now, given the loaded versions of each model."""
-    told = [_model_health(info, pools, speed_search.progress(info.name)) for info, pools in models]
-    serving = [pool for model in models if (pool := _serving(*model)) is not None]
-    is_ready = is_host_ready(serving) and not is_draining
+    """Return the state of the core now; parts add theirs, and then `status_of` sums it up."""
     return HealthReport(
-        status=_status(told, is_ready=is_ready, is_draining=is_draining),
+        status="starting",
         ready=is_ready,
         draining=is_draining,
-        models=told,
+        models=models,
         fronts=fronts,
         gpus=gpus,
         forkserver=forkserver,
-        job_store=job_store,
         version=_VERSIONS["inferpool"],
         torch=_VERSIONS["torch"],
         python=platform.python_version(),
-        cluster_address=cluster.address,
-        standby=cluster.standby,
-        hosts=cluster.hosts,
-        lost_hosts=cluster.lost,
     )
 
 
@@ -89,35 +58,25 @@ def is_host_ready(pools: Iterable[Pool]) -> bool:
     return bool(hopeful) and all(pool.is_ready for pool in hopeful)
 
 
-def _status(models: list[ModelHealth], *, is_ready: bool, is_draining: bool) -> HostStatus:
-    workers = [worker for model in models for worker in model.workers]
-    if is_draining:
+def status_of(report: HealthReport) -> HostStatus:
+    """Return the state of a service in one word."""
+    workers = [worker for model in report.models for worker in model.workers]
+    if report.draining:
         return "draining"
-    if is_ready:
+    if report.ready:
         return "ready" if all(worker.state == "ready" for worker in workers) else "degraded"
-    is_first_life = bool(models) and all(worker.restarts == 0 for worker in workers)
+    is_first_life = bool(report.models) and all(worker.restarts == 0 for worker in workers)
     return "starting" if is_first_life else "unavailable"
 
 
-def _model_health(info: ModelInfo, pools: Sequence[Pool], search: SearchProgress) -> ModelHealth:
-    serving = _serving(info, pools)
-    health = ModelHealth(
-        name=info.name,
-        ready=info.ready,
-        reason=info.change or "no version of it serves",
-        version=info.version,
-        change=info.change,
-        versions=info.versions,
-        other_workers=[
-            _worker_health(slot) for pool in pools if pool is not serving for slot in pool.slots
-        ],
-    )
-    if serving is None:
-        return health
+def model_health(name: str, serving: Pool, pools: Sequence[Pool]) -> ModelHealth:
+    """Return the state of a model, given its version that serves and all that are loaded."""
     restart = serving.replacer.restart
-    return replace(
-        health,
+    return ModelHealth(
+        name=name,
+        ready=serving.is_ready,
         reason=serving.reason,
+        version=serving.version,
         queue_depth=sum(pool.dispatcher.num_queued for pool in pools),
         inputs=[
             InputDescription(name=each.name, dtype=each.dtype, shape=each.shape)
@@ -126,9 +85,11 @@ def _model_health(info: ModelInfo, pools: Sequence[Pool], search: SearchProgress
         example=serving.example,
         reads_own_form=serving.reads_own_form,
         check=_check_health(serving),
-        speed_search=SpeedSearchHealth(state=search.state, text=search.text),
         restart=RestartHealth(state=restart.state, text=restart.text),
-        workers=[_worker_health(slot) for slot in serving.slots],
+        workers=[worker_health(slot) for slot in serving.slots],
+        other_workers=[
+            worker_health(slot) for pool in pools if pool is not serving for slot in pool.slots
+        ],
     )
 
 
@@ -146,11 +107,8 @@ def _check_health(pool: Pool) -> CheckHealth:
     )
 
 
-def _serving(info: ModelInfo, pools: Sequence[Pool]) -> Pool | None:
-    return next((pool for pool in pools if pool.version == info.version), None)
-
-
-def _worker_health(slot: WorkerSlot) -> WorkerHealth:
+def worker_health(slot: WorkerSlot) -> WorkerHealth:
+    """Return the state of a worker."""
     vitals = slot.handle.vitals() if slot.handle else None
     speed = slot.handle.ready.speed if slot.handle else None
     split = slot.handle.ready.split if slot.handle else None

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import msgspec
 
 from inferpool.models.spec import Kind, TensorHeader
-from inferpool.service.app import log_quick_checks, make_service
+from inferpool.service.app import assemble, log_quick_checks
 from inferpool.service.batch.inputs import BatchAnswer, RunLostError
 from inferpool.service.batch.reading import DecodedInput
 from inferpool.service.batch.target import answered, refused
@@ -20,7 +20,6 @@ from inferpool.service.errors import (
     StartError,
     UnavailableError,
 )
-from inferpool.service.parts.fronts.only_front import OnlyFront
 from inferpool.service.queue.pool import Pool
 from inferpool.service.service import Service
 from inferpool.service.settings.loader import LoadedSettings
@@ -115,11 +114,9 @@ async def local_target(loaded: LoadedSettings, parameters: bytes) -> AsyncIterat
     try:
         host = find_host(settings.cuda_visible_devices, settings.cuda_device_order)
         log_quick_checks(settings, host)
-        service, _ = make_service(settings, host, Console(None), loaded.origins)
+        service = assemble(settings, host, Console(None), loaded.origins).service
     except (DeviceError, OSError) as error:
         raise StartError(str(error)) from error
-    assert isinstance(service.fronts, OnlyFront)
-    service.fronts.up.set()
     service.start()
     try:
         await service.until_settled()
@@ -145,6 +142,7 @@ def _own_settings(settings: Settings) -> Settings:
         "models": {name: settings.models[name]},
         "job_store": "none",  # jobs belong to the service of these settings, which may run
         "watch": None,
+        "trace_endpoint": None,  # there are no calls
         "cluster_port": None,  # this run computes here, with workers of its own
         "speed_search": False,  # it would take time from the run, and change presets amid it
     }

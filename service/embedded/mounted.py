@@ -17,10 +17,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from inferpool.models.errors import SourceError
 from inferpool.models.sources.importing import end_import_for_model
 from inferpool.service.api.web import App
-from inferpool.service.app import log_quick_checks, make_service, make_whole_app, start_tracing
+from inferpool.service.app import assemble, log_quick_checks, make_app
 from inferpool.service.embedded.arguments import ServedModels, read_arguments
 from inferpool.service.errors import StartError
-from inferpool.service.parts.fronts.only_front import OnlyFront
 from inferpool.service.service import ClosableEngine, Service
 from inferpool.service.settings.loader import LoadedSettings
 from inferpool.service.settings.names import StateFileError
@@ -169,19 +168,14 @@ class MountedApp:
                     log_quick_checks(settings, host)
                     modules = modules_to_preload(settings.sources(), Path.cwd())
                     stack.enter_context(guest_forkserver(modules))
-                service, tracer = make_service(
+                assembly = assemble(
                     settings, host, Console(None), loaded.origins, self._make_engine, loaded.state
                 )
             except (DeviceError, OSError, StateFileError) as error:
                 raise StartError(str(error)) from error
-            app, _, _ = make_whole_app(service, tracer)
-            assert isinstance(service.fronts, OnlyFront)
-            service.fronts.up.set()
-            if tracer is not None:
-                start_tracing(tracer, service)
-                stack.callback(tracer.stop)
+            app, _, _ = make_app(assembly)
             await stack.enter_async_context(app.router.lifespan_context(app))
-            yield app, service
+            yield app, assembly.service
 
     async def _live(self, receive: Receive, send: Send) -> None:
         """Run as the whole application of a server, which tells us when to start and to stop."""

@@ -9,13 +9,14 @@ import logging
 import os
 import shutil
 from asyncio import Task
-from collections.abc import Awaitable, Callable, Container, Sequence
+from collections.abc import Awaitable, Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Literal
 
 from inferpool.models.speed_names import SpeedReport
+from inferpool.service.api.routes.health import HealthReport, SpeedSearchHealth
 from inferpool.service.queue.pool import Pool
 from inferpool.service.settings.settings import Settings
 from inferpool.workers.host.slots import WorkerSlot
@@ -101,6 +102,11 @@ class SpeedSearch:
         """Held while a search process runs: two would compete for idle cores and memory."""
         self._changed = asyncio.Event()
 
+    def start(self, pools: Iterable[Pool]) -> None:
+        """Search for each of these models."""
+        for pool in pools:
+            self.add(pool)
+
     def add(self, pool: Pool) -> None:
         """Begin to wait for the workers of a model, and then to search for it.
 
@@ -133,6 +139,15 @@ class SpeedSearch:
     def progress(self, model: str) -> SearchProgress:
         """Return the progress for a model."""
         return self._progress.get(model, SearchProgress(state="off"))
+
+    def add_to_health(self, report: HealthReport) -> HealthReport:
+        """Return a report of /health with the progress for each model."""
+        models = [
+            replace(each, speed_search=SpeedSearchHealth(state=found.state, text=found.text))
+            for each in report.models
+            for found in [self.progress(each.name)]
+        ]
+        return replace(report, models=models)
 
     async def _run(self, pool: Pool, progress: SearchProgress) -> None:
         """Search as long as workers come up that may serve faster."""

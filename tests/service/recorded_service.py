@@ -37,7 +37,7 @@ RECORDED = {
     GpuWatch: ("start", "stop"),
     Jobs: ("start", "end", "stop"),
     LiveFeed: ("start", "end", "stop"),
-    ModelFolder: ("run",),
+    ModelFolder: ("start", "stop"),
     Operations: ("end", "stop"),
     Pool: ("start", "stop"),
     SpeedCache: ("close",),
@@ -68,7 +68,7 @@ def record(kind: type, name: str) -> None:
 
 async def until_up(num_fronts: str) -> str:
     """Return the reason to stop, once everything has started."""
-    last = {"ModelFolder.run", *(["Fronts.on_ready"] if num_fronts == "2" else [])}
+    last = {"Jobs.start", *(["Fronts.on_ready"] if num_fronts == "2" else [])}
     while not last <= set(EVENTS):  # noqa: ASYNC110  # the events are only recorded
         await asyncio.sleep(0.01)
     EVENTS.append("|")

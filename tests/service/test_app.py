@@ -12,29 +12,29 @@ from inferpool.service.api.auth import POLICIES, policy_of
 from inferpool.service.api.call import begin_call
 from inferpool.service.api.web import App
 from inferpool.service.api.wire.listening import warn_if_open
-from inferpool.service.app import make_app
-from inferpool.service.endpoint import failure_log, make_guard, make_predict
-from inferpool.service.service import Service
+from inferpool.service.app import assemble, make_app
+from inferpool.service.endpoint import failure_log
 from inferpool.service.settings.loader import load
 from inferpool.service.settings.settings import Settings
 from inferpool.service.telemetry.console import Console
-from inferpool.service.telemetry.logs import configure
-from inferpool.service.telemetry.metrics import Metrics
 from inferpool.workers.host.devices import find_host
 from tests.virtual_time import run_in_virtual_time
 
-STARTS = "GpuWatch.start LiveFeed.start Jobs.start ModelFolder.run"
-BEGINS_OF_STOPS = "Operations.end Changes.end LiveFeed.end Jobs.end"
-STOPS = "GpuWatch.stop LiveFeed.stop Operations.stop Changes.stop SpeedSearch.stop Jobs.stop"
+STARTS = "GpuWatch.start LiveFeed.start"
+JOBS = "ModelFolder.start Jobs.start"
+BEGINS_OF_STOPS = "Jobs.end Changes.end Operations.end LiveFeed.end"
+JOBS_STOP = "Jobs.stop ModelFolder.stop Changes.stop"
+STOPS = "Operations.stop LiveFeed.stop GpuWatch.stop"
 WORKERS_STOP = "Pool.stop Catalog.stop RecordedEngine.close Arena.close SpeedCache.close"
 ORDERS = {
-    "front_ends=1": f"Catalog.start Pool.start {STARTS} SpeedSearch.add | {BEGINS_OF_STOPS} "
-    f"Dispatcher.drain {STOPS} {WORKERS_STOP}",
-    "front_ends=2": f"Catalog.start Pool.start {STARTS} SpeedSearch.add Fronts.start "
+    "front_ends=1": f"Catalog.start Pool.start {STARTS} SpeedSearch.add {JOBS} | "
+    f"{BEGINS_OF_STOPS} Dispatcher.drain {JOBS_STOP} SpeedSearch.stop {STOPS} {WORKERS_STOP}",
+    "front_ends=2": f"Catalog.start Pool.start {STARTS} SpeedSearch.add {JOBS} Fronts.start "
     f"Fronts.on_ready | {BEGINS_OF_STOPS} Fronts.move_clients_away Dispatcher.drain Fronts.stop "
-    f"{STOPS} {WORKERS_STOP}",
-    "cluster_port=0": f"Catalog.start Pool.start Cluster.open {STARTS} | {BEGINS_OF_STOPS} "
-    f"Dispatcher.drain {STOPS} Cluster.close Pool.stop Catalog.stop Arena.close SpeedCache.close",
+    f"{JOBS_STOP} SpeedSearch.stop {STOPS} {WORKERS_STOP}",
+    "cluster_port=0": f"Catalog.start Pool.start Cluster.open {STARTS} {JOBS} | "
+    f"{BEGINS_OF_STOPS} Dispatcher.drain {JOBS_STOP} {STOPS} Cluster.close Pool.stop "
+    "Catalog.stop Arena.close SpeedCache.close",
 }
 """What starts, and after `|` what stops, of a service with one setting."""
 
@@ -43,22 +43,14 @@ KEYS = {f"INFERPOOL_{kind}_KEYS": f"{kind.lower()}-0123456789" for kind in ("PRE
 
 @pytest.fixture
 def settings(tmp_path) -> Settings:
-    return load({"model": "echo"}, KEYS, tmp_path).settings
+    return load({"model": "echo", "job_store": str(tmp_path / "jobs")}, KEYS, tmp_path).settings
 
 
 @pytest.fixture
-def app(settings) -> Iterator[App]:
+def app(settings) -> App:
     """The application as it is served, over a service that has not been started."""
-    logs = configure("json")
-    service = Service(
-        settings, find_host(settings.cuda_visible_devices), Metrics(settings.models, {}),
-        Console(logs),
-    )  # fmt: skip
-    guard = make_guard(settings)
-    yield make_app(
-        service, make_predict(service.pools, settings, guard, None, service.metrics.model), guard
-    )
-    logs.close()
+    app, _, _ = make_app(assemble(settings, find_host(""), Console(None)))
+    return app
 
 
 @pytest.mark.parametrize("setting", ORDERS)
@@ -73,11 +65,10 @@ def test_everything_starts_and_stops_in_its_order(setting, tmp_path):
 def test_decoders_count_among_the_processes_that_need_descriptors(tmp_path):
     model = "INFERPOOL_MODELS__ECHO__"
     environ = {f"{model}REPLICAS": "2", f"{model}DECODERS": "3"}
-    settings = load({"model": "echo", "devices": "cpu"}, environ, tmp_path).settings
-    logs = configure("json")
-    service = Service(settings, find_host(""), Metrics(settings.models, {}), Console(logs))
+    cli = {"model": "echo", "devices": "cpu", "job_store": "none"}
+    settings = load(cli, environ, tmp_path).settings
+    service = assemble(settings, find_host(""), Console(None)).service
     assert service.num_processes == 2 * (1 + 3)
-    logs.close()
 
 
 def paths_of(routes: Iterable[BaseRoute]) -> Iterator[str]:

@@ -2,11 +2,10 @@
 
 import pytest
 
-from inferpool.service.service import Service
+from inferpool.service.app import assemble
 from inferpool.service.settings.model import ModelSettings
 from inferpool.service.settings.settings import Settings
 from inferpool.service.telemetry.console import Console
-from inferpool.service.telemetry.metrics import Metrics
 from inferpool.workers.host.devices import find_host
 from inferpool.workers.shared.errors import WorkerStartError
 from tests.fakes import FakeEngine
@@ -36,20 +35,20 @@ async def test_a_service_whose_last_good_model_is_removed_stays_up(tmp_path):
         state_file=str(tmp_path / "state.json"),
     )
     engine = PartlyBrokenEngine()
-    metrics = Metrics(settings.models, {})
-    service = Service(settings, find_host(""), metrics, Console(None), make_engine=lambda _: engine)
+    assembly = assemble(settings, find_host(""), Console(None), make_engine=lambda _: engine)
+    service, changes = assembly.service, assembly.changes
     service.start()
     await until(lambda: service.pools["m"].is_ready and service.pools["broken"].is_lost)
     assert service.report().ready
-    service.changes.begin_remove("m")
-    await service.changes.until_decided("m")
+    changes.begin_remove("m")
+    await changes.until_decided("m")
     assert not service.report().ready
-    service.changes.begin_remove("broken")
-    await service.changes.until_decided("broken")
+    changes.begin_remove("broken")
+    await changes.until_decided("broken")
     assert service.report().status == "unavailable"
     assert not service._lost.is_set()
-    metrics.render()
-    await service.live.next()
+    service.metrics.render()
+    await assembly.live.next()
     await service.stop()
 
 
@@ -62,9 +61,8 @@ def test_metrics_tell_of_the_service_and_of_jobs_where_these_are_kept(tmp_path, 
         cache_dir=str(tmp_path),
         state_file=str(tmp_path / "state.json"),
     )
-    metrics = Metrics(settings.models, {})
-    Service(settings, find_host(""), metrics, Console(None))
-    text = metrics.render()[0].decode()
+    service = assemble(settings, find_host(""), Console(None)).service
+    text = service.metrics.render()[0].decode()
     assert "\ninferpool_ready 0.0\n" in text
     assert ("\ninferpool_job_store_open 0.0\n" in text) is has_jobs
     assert ("\ninferpool_job_duration_seconds_count 0.0\n" in text) is has_jobs

@@ -6,13 +6,12 @@ Used in the front end's event loop.
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from inferpool.service.api.errors import NotFoundError
-from inferpool.service.api.routes.health import HostHealth, LostHostHealth
+from inferpool.service.api.routes.health import HealthReport, HostHealth, LostHostHealth
 from inferpool.service.errors import ConflictError, UnavailableError
 from inferpool.service.parts.admin.routes import HostSpeed
-from inferpool.service.report import ClusterReport
 from inferpool.service.telemetry.metrics import Reading, gpu_gauges
 from inferpool.workers.host.slots import WorkerSlot
 from inferpool.workers.remote.host import RemoteHost
@@ -77,20 +76,22 @@ class ShownHosts:
         if len(self._losses) > _MOST_LOST:
             del self._losses[next(iter(self._losses))]
 
-    def report(self, slots: Sequence[WorkerSlot]) -> ClusterReport:
-        """Return the state of all hosts now, for /health.
+    def add_to_health(self, report: HealthReport, slots: Sequence[WorkerSlot]) -> HealthReport:
+        """Return a report of /health with the state of all hosts now.
 
         Args:
+            report: The report without them.
             slots: The workers of all models.
         """
         hosts = sorted(self._connected.items())
-        return ClusterReport(
-            address=self.address,
+        return replace(
+            report,
+            cluster_address=self.address,
             standby=self.standby(),
             hosts=[
                 _health(host, [s for s in slots if s.config.host == name]) for name, host in hosts
             ],
-            lost=[_lost_health(loss, self._now()) for loss in reversed(self._lost_lately())],
+            lost_hosts=[_lost_health(loss, self._now()) for loss in reversed(self._lost_lately())],
         )
 
     def read_gauges(self, slots: Sequence[WorkerSlot]) -> Iterator[Reading]:

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from inferpool.service.api.wire.held import held_bytes
 from inferpool.service.api.wire.protocol import PredictProtocol
 from inferpool.service.api.wire.server import DrainingServer
-from inferpool.service.endpoint import make_guard, make_predict, make_tracer, server_config
+from inferpool.service.endpoint import make_guard, make_predict, server_config
 from inferpool.service.parts.fronts.forwarding import Forwarder
 from inferpool.service.parts.fronts.front_side import FrontSide
 from inferpool.service.parts.fronts.messages import (
@@ -100,7 +100,11 @@ class Front:
         self._metrics: defaultdict[str, ModelMetrics] = defaultdict(lambda: ModelMetrics(""))
         self._front_side = FrontSide(reader, writer, slots, self._obey, _end, settings.key_share)
         self._send_logs_to_main(config.log_level)
-        self._tracer = make_tracer(settings, self._metrics.__getitem__)
+        self._tracer = None
+        if settings.trace_endpoint is not None:  # else nothing of it is imported
+            from inferpool.service.parts.tracing.setup import make_tracer
+
+            self._tracer = make_tracer(settings, self._metrics.__getitem__)
         guard = make_guard(settings)
         unfinished, unread = held_bytes(config.counted, config.number)
         predict = make_predict(

@@ -16,19 +16,19 @@ class OnlyFront:
 
     used_bytes = 0
     """Bytes of the arena that other processes use."""
-    traced = (0, 0)
-    """Calls traced by other processes: exported, and dropped."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_up: bool = True) -> None:
+        """Take connections from now on, or once `up` is set."""
+        self.traced = (0, 0)
+        """Calls traced by other processes: exported, and dropped."""
         self.connections: Collection[object] = ()
         """Open connections; set once there is a server."""
         self.use: Callable[[], EdgeUse] = EdgeUse
         """Returns what the connections hold; set once there is a server."""
         self.up = asyncio.Event()
         """Set once there is a server."""
-
-    def start(self) -> None:
-        """Do nothing: it has started."""
+        if is_up:
+            self.up.set()
 
     async def until_up(self) -> None:
         """Wait until it takes connections."""

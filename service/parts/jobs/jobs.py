@@ -26,6 +26,7 @@ from inferpool.models.spec import TensorSpec
 from inferpool.service.api.routes.health import JobStoreHealth
 from inferpool.service.errors import (
     ServiceError,
+    StartError,
     UnknownJobError,
     UnknownModelError,
 )
@@ -45,9 +46,10 @@ from inferpool.service.parts.jobs.records import (
 from inferpool.service.parts.jobs.runner import LeasePeriods, Runner
 from inferpool.service.parts.jobs.threads import in_thread
 from inferpool.service.parts.jobs.watches import Watches
-from inferpool.service.parts.jobs.webhooks import Webhooks
+from inferpool.service.parts.jobs.webhooks import Webhooks, read_secret
 from inferpool.service.queue.pool import Pool
 from inferpool.service.queue.shares import Shares
+from inferpool.service.settings.settings import Settings
 from inferpool.service.telemetry.distribution import Distribution
 from inferpool.service.telemetry.metrics import Reading
 
@@ -401,3 +403,36 @@ async def _again(work: Callable[[], Awaitable[None]], what: str) -> None:
         except Exception:
             logger.exception("%s: this failed, and begins again in %g s", what, _RETRY_S)
             await asyncio.sleep(_RETRY_S)
+
+
+def make_jobs(settings: Settings, pools: Mapping[str, Pool]) -> Jobs:
+    """Make the jobs of a service as its settings say.
+
+    Raises:
+        StartError: The key that signs webhooks cannot be used.
+    """
+    limits = StoreLimits(
+        retention_s=settings.job_retention_s,
+        max_jobs=settings.max_jobs,
+        max_bytes=settings.max_job_bytes,
+        share=settings.key_share,
+    )
+    hooks = Webhooks(settings.webhook_hosts, _webhook_secret(settings), settings.key_share)
+    return Jobs(settings.job_store, limits, pools, settings.default_model, hooks)
+
+
+def _webhook_secret(settings: Settings) -> bytes:
+    """Read the key that signs webhooks; empty if there are none.
+
+    Raises:
+        StartError: It cannot be used.
+    """
+    file = settings.webhook_secret_file
+    if not settings.webhook_hosts:
+        return b""
+    if file is None:
+        raise StartError("calls to webhook_hosts are signed: name a file in webhook_secret_file")
+    try:
+        return read_secret(Path(file).read_text())
+    except (OSError, ValueError) as error:
+        raise StartError(f"webhook_secret_file, {file}: {error}") from error

@@ -7,10 +7,11 @@ step in the event loop. The former version stays loaded for a while, to go back 
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from inferpool.service.api.routes.health import SwapFigures
+from inferpool.service.api.routes.health import HealthReport, ModelHealth, SwapFigures
 from inferpool.service.catalog.catalog import Catalog, ModelVersion
 from inferpool.service.errors import (
     ConflictError,
@@ -28,6 +29,7 @@ from inferpool.service.parts.swap.room import Room, Succession
 from inferpool.service.parts.swap.routes import ChangeKind, ModelInfo
 from inferpool.service.parts.swap.validation import LabelledInput, read_cases
 from inferpool.service.parts.swap.watching import FaultShare, VersionWatch
+from inferpool.service.report import worker_health
 from inferpool.service.settings.model import ModelSettings
 from inferpool.service.telemetry.metrics import Metrics
 
@@ -83,6 +85,31 @@ class Changes:
         if name not in self._changes and not self._history.changes(name):
             self._check_known(name)
         return self._info(name)
+
+    def add_to_health(self, report: HealthReport) -> HealthReport:
+        """Return a report of /health with versions and changes, and models that come or go."""
+        served = {model.name: model for model in report.models}
+        return replace(
+            report,
+            models=[
+                replace(
+                    served.get(info.name) or self._absent(info),
+                    change=info.change,
+                    versions=info.versions,
+                )
+                for info in self.list_models()
+            ],
+        )
+
+    def _absent(self, info: ModelInfo) -> ModelHealth:
+        """Return what /health shows of a model without a version that serves."""
+        pools = [version.pool for version in self._catalog.versions(info.name)]
+        return ModelHealth(
+            name=info.name,
+            ready=False,
+            reason=info.change or "no version of it serves",
+            other_workers=[worker_health(slot) for pool in pools for slot in pool.slots],
+        )
 
     @property
     def served(self) -> frozenset[str]:

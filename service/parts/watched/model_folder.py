@@ -68,6 +68,17 @@ class ModelFolder:
         self._ours: set[str] = set()
         self._told: dict[str, str] = {}
         """Errors that are in the log, by model; empty for the folder."""
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to look at it."""
+        self._task = asyncio.create_task(self.run(), name="watch the folder of models")
+
+    async def stop(self) -> None:
+        """Look at it no longer."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
 
     async def run(self) -> None:
         """Look again and again."""

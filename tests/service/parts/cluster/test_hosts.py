@@ -4,14 +4,13 @@ import asyncio
 
 import pytest
 
+from inferpool.service.app import assemble
 from inferpool.service.errors import UnavailableError
 from inferpool.service.parts.cluster.door import open_door
-from inferpool.service.service import Service
 from inferpool.service.settings.keys import digest_of, read_keys
 from inferpool.service.settings.model import ModelSettings
 from inferpool.service.settings.settings import Settings
 from inferpool.service.telemetry.console import Console
-from inferpool.service.telemetry.metrics import Metrics
 from inferpool.service.telemetry.versions import version_of
 from inferpool.workers.host.devices import find_host
 from tests.fakes import ref_to
@@ -30,7 +29,7 @@ async def test_a_service_goes_on_without_hosts_and_serves_with_the_first_that_jo
         cluster_port=0,
     )
     door = open_door(settings)
-    service = Service(settings, find_host(""), Metrics(["m"], {}), Console(None), door=door)
+    service = assemble(settings, find_host(""), Console(None), door=door).service
     service.start()
     pool = service.pools["m"]
     with pytest.raises(UnavailableError, match="no host is connected") as caught:

@@ -1,10 +1,14 @@
 """The state of hosts as it is shown, over fakes of them."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from inferpool.service.api.errors import NotFoundError
+from inferpool.service.api.routes.health import HealthReport
 from inferpool.service.errors import UnavailableError
 from inferpool.service.parts.cluster.shown import ShownHosts
+from inferpool.workers.host.slots import WorkerSlot
 from inferpool.workers.remote.wire import HostVitals
 from tests.service.parts.cluster.shown_hosts import FakeHost, slot_on
 
@@ -35,6 +39,11 @@ def hosts(clock: Clock) -> ShownHosts:
     return hosts
 
 
+def shown(hosts: ShownHosts, slots: Sequence[WorkerSlot] = ()) -> HealthReport:
+    report = HealthReport(status="starting", ready=False, draining=False, models=[])
+    return hosts.add_to_health(report, slots)
+
+
 def readings(hosts: ShownHosts) -> dict[tuple[str, ...], float]:
     return {(each.name, *each.labels): each.value for each in hosts.read_gauges(SLOTS)}
 
@@ -42,7 +51,7 @@ def readings(hosts: ShownHosts) -> dict[tuple[str, ...], float]:
 def test_each_connected_host_is_shown_with_its_own_workers(hosts: ShownHosts):
     for name in ("b", "a"):
         hosts.on_joined(FakeHost(name))
-    report = hosts.report(SLOTS)
+    report = shown(hosts, SLOTS)
     assert [host.name for host in report.hosts] == ["a", "b"]
     host = report.hosts[1]
     assert (host.workers, host.workers_ready, host.state) == (2, 1, "connected")
@@ -58,7 +67,7 @@ def test_what_an_agent_has_not_told_yet_is_not_shown_as_zero(hosts: ShownHosts):
     host = FakeHost("a")
     host.vitals, host.is_silent = HostVitals(), True
     hosts.on_joined(host)
-    (shown_host,) = hosts.report([]).hosts
+    (shown_host,) = shown(hosts).hosts
     assert (shown_host.round_trip_s, shown_host.clock_offset_s) == (None, None)
     assert (shown_host.state, shown_host.forkserver) == ("silent", None)
     assert ("host_round_trip_seconds", "a") not in readings(hosts)
@@ -70,9 +79,9 @@ def test_a_lost_host_is_shown_for_ten_minutes_or_until_it_is_back(hosts: ShownHo
     hosts._connected["b"].has_left = True
     for name, reason in (("a", "no sign of life"), ("b", "its agent was told to stop")):
         hosts.on_lost(hosts._connected[name], reason)
-    report = hosts.report([])
+    report = shown(hosts)
     assert [host.name for host in report.hosts] == ["c"]
-    lost = [(host.name, host.state, host.reason) for host in report.lost]
+    lost = [(host.name, host.state, host.reason) for host in report.lost_hosts]
     assert lost == [
         ("b", "left", "its agent was told to stop"),
         ("a", "lost", "no sign of life"),
@@ -82,11 +91,11 @@ def test_a_lost_host_is_shown_for_ten_minutes_or_until_it_is_back(hosts: ShownHo
     assert ("host_up", "b") not in seen  # nobody need look after it
     assert (seen["hosts_lost", "lost"], seen["hosts_lost", "left"], seen["hosts",]) == (1, 1, 1)
     hosts.on_joined(FakeHost("a", epoch=2))
-    assert [host.name for host in hosts.report([]).lost] == ["b"]
+    assert [host.name for host in shown(hosts).lost_hosts] == ["b"]
     clock.now += 600.0
-    assert [(host.name, host.age_s) for host in hosts.report([]).lost] == [("b", 600.0)]
+    assert [(host.name, host.age_s) for host in shown(hosts).lost_hosts] == [("b", 600.0)]
     clock.now += 0.1
-    assert hosts.report([]).lost == []
+    assert shown(hosts).lost_hosts == []
 
 
 def test_hosts_of_a_front_end_that_hands_over_have_left(hosts: ShownHosts):
@@ -94,8 +103,8 @@ def test_hosts_of_a_front_end_that_hands_over_have_left(hosts: ShownHosts):
     host.has_left = True
     hosts.standby = lambda: "standing by for b:7000"
     hosts.on_lost(host, "standing by for b:7000")
-    report = hosts.report([])
-    assert (report.standby, report.lost[0].state) == ("standing by for b:7000", "left")
+    report = shown(hosts)
+    assert (report.standby, report.lost_hosts[0].state) == ("standing by for b:7000", "left")
     assert readings(hosts)["standby",] == 1
 
 
@@ -104,7 +113,7 @@ def test_a_later_connection_of_a_host_is_not_lost_with_an_earlier_one(hosts: Sho
     hosts.on_joined(first)
     hosts.on_joined(second)
     hosts.on_lost(first, "its agent has joined anew")
-    assert [host.epoch for host in hosts.report([]).hosts] == [2]
+    assert [host.epoch for host in shown(hosts).hosts] == [2]
 
 
 def test_gauges_have_the_host_and_its_gpus(hosts: ShownHosts):

@@ -11,7 +11,7 @@ from inferpool.service.parts.admin.operations import Operations
 from inferpool.service.parts.cluster.shown import ShownHosts
 from inferpool.service.parts.speed import SpeedSearch
 from inferpool.service.parts.swap.changes import Changes
-from inferpool.service.report import report_of
+from inferpool.service.report import is_host_ready, model_health, report_of, status_of
 from inferpool.workers.shared.arena import Arena
 from inferpool.workers.shared.errors import WorkerStartError
 from inferpool.workers.speed.host_side import search
@@ -53,10 +53,13 @@ class Changing:
 
     def report(self):
         models = [
-            (info, [version.pool for version in self.catalog.versions(info.name)])
-            for info in self.changes.list_models()
+            model_health(name, pool, [version.pool for version in self.catalog.versions(name)])
+            for name, pool in self.catalog.serving.items()
         ]
-        return report_of(models, [], [], self.speed_search, None, is_draining=False)
+        is_ready = is_host_ready(self.catalog.serving.values())
+        report = report_of(models, [], [], None, is_ready=is_ready, is_draining=False)
+        report = self.changes.add_to_health(self.speed_search.add_to_health(report))
+        return replace(report, status=status_of(report))
 
     @property
     def steps(self) -> list[tuple[int | None, str]]:

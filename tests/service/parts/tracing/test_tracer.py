@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from inferpool.service.endpoint import make_tracer, set_up_tracing
 from inferpool.service.errors import StartError
 from inferpool.service.parts.tracing.recorder import MAX_BATCH
+from inferpool.service.parts.tracing.setup import make_tracer, set_up_tracing
 from inferpool.service.parts.tracing.tracer import ExportPeriods, Tracer
 from inferpool.service.settings.model import ModelSettings
 from inferpool.service.settings.settings import Settings
