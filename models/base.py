@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from inferpool.models.agreement import Tolerance, ValueTolerance
 from inferpool.models.attached import attached
 from inferpool.models.errors import InputError, ModelError
 from inferpool.models.inputs import features_of
@@ -24,6 +23,7 @@ from inferpool.models.runtime import (
     from_runtime,
 )
 from inferpool.models.spec import Decoding, Placement, TensorSpec
+from inferpool.models.tolerance import Tolerance, ValueTolerance
 
 MAX_JSON_NUMBERS = 1 << 24
 """So many numbers take 640 MB as lists, and more than may be sent as JSON."""

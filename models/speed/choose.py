@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from inferpool.models.accelerator.device import release_memory
-from inferpool.models.agreement import Agreement
 from inferpool.models.base import Model
 from inferpool.models.errors import ModelError
 from inferpool.models.speed.compiled import Compiled, can_compile
@@ -28,6 +27,7 @@ from inferpool.models.speed.trial import (
 )
 from inferpool.models.speed.verdicts import VerdictStore
 from inferpool.models.speed_names import COMPILED, FOR_ACCELERATORS, GRAPHED, SpeedReport
+from inferpool.models.tolerance import Agreement
 
 logger = logging.getLogger(__name__)
 

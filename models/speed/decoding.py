@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from inferpool.models.accelerator.device import is_accelerator, name_of, synchronize
 from inferpool.models.accelerator.failures import is_lost_device, lacks_resources
-from inferpool.models.agreement import Agreement
 from inferpool.models.base import Model
 from inferpool.models.errors import ModelError
 from inferpool.models.item import Features, Item
@@ -29,6 +28,7 @@ from inferpool.models.speed.times import AT_START, TrialTimes
 from inferpool.models.speed.trial import using_network
 from inferpool.models.speed.verdicts import VerdictStore, fingerprint
 from inferpool.models.speed_names import SpeedReport
+from inferpool.models.tolerance import Agreement
 
 logger = logging.getLogger(__name__)
 

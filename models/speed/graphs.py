@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from inferpool.models.accelerator.device import GraphPool, current_stream
+from inferpool.models.accelerator.device import current_stream
+from inferpool.models.accelerator.graph_pool import GraphPool
 from inferpool.models.accelerator.order import OwnStream
 
 _NUM_WARM = 3

@@ -23,7 +23,6 @@ from inferpool.models.accelerator.device import (
     synchronize,
 )
 from inferpool.models.accelerator.failures import is_out_of_memory
-from inferpool.models.agreement import Agreement
 from inferpool.models.base import Model
 from inferpool.models.item import Features, Item
 from inferpool.models.overrides import forward_can_run_ahead
@@ -33,6 +32,7 @@ from inferpool.models.speed.presets import Recast, can_be_changed, prepare
 from inferpool.models.speed.times import AT_START, TrialTimes
 from inferpool.models.speed.verdicts import VerdictStore, fingerprint
 from inferpool.models.speed_names import COMPILED, GRAPHED, LONG_S, SpeedReport
+from inferpool.models.tolerance import Agreement
 from inferpool.models.warm_sizes import steps_to
 
 logger = logging.getLogger(__name__)

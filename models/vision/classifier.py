@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
-from inferpool.models.agreement import LabelTolerance, Tolerance
+from inferpool.models.agreement import LabelTolerance
 from inferpool.models.base import Model
 from inferpool.models.errors import InputError, ModelError
 from inferpool.models.inputs import (
@@ -30,6 +30,7 @@ from inferpool.models.inputs import (
 )
 from inferpool.models.item import Features, Item
 from inferpool.models.spec import Decoding, Placement, TensorHeader, TensorSpec
+from inferpool.models.tolerance import Tolerance
 from inferpool.models.vision.gpu_jpegs import GpuJpegs, decoder_on
 from inferpool.models.vision.images import check_size, decode_image, decode_scaled
 from inferpool.models.vision.photos import sample_jpegs, sample_views

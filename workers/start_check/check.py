@@ -20,7 +20,6 @@ from inferpool.models.accelerator.failures import (
     lacks_resources,
     raised,
 )
-from inferpool.models.agreement import ValueTolerance
 from inferpool.models.base import Model
 from inferpool.models.errors import InputError, ModelError
 from inferpool.models.files.modules import is_ours, line_of
@@ -28,6 +27,7 @@ from inferpool.models.item import Features, Item
 from inferpool.models.overrides import bad_return, is_overridden, place_of, rendering_of
 from inferpool.models.sources.made_up import made_up, shrunk, varied
 from inferpool.models.texts import described, text_of
+from inferpool.models.tolerance import ValueTolerance
 from inferpool.workers.inside.checks import BrokenPromiseError
 from inferpool.workers.inside.compute import Computer
 from inferpool.workers.inside.outcomes import (

@@ -6,11 +6,11 @@ import pytest
 import torch
 from msgspec.structs import replace as replace_report
 
-from inferpool.models.agreement import ValueTolerance
 from inferpool.models.speed.choose import choose
 from inferpool.models.speed.search import SearchError, search
 from inferpool.models.speed.verdicts import VerdictStore
 from inferpool.models.speed_names import SpeedReport
+from inferpool.models.tolerance import ValueTolerance
 from inferpool.workers.speed.worker_side import CompileError
 from tests.models.items import loaded, run
 from tests.models.speed.pace import FewSamples, LoadedPackage, quietly

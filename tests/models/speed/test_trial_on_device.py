@@ -11,7 +11,6 @@ from msgspec.structs import replace as replace_report
 from torch import nn
 
 from inferpool.models.accelerator.device import has_tf32
-from inferpool.models.agreement import Agreement
 from inferpool.models.spec import Placement
 from inferpool.models.speed.choose import choose
 from inferpool.models.speed.graphs import Graphed
@@ -19,6 +18,7 @@ from inferpool.models.speed.presets import presets_for
 from inferpool.models.speed.trial import Trial
 from inferpool.models.speed.verdicts import VerdictStore
 from inferpool.models.speed_names import GRAPHED, SpeedReport
+from inferpool.models.tolerance import Agreement
 from tests.models.items import run
 from tests.models.speed.pace import FewSamples, quietly, small
 from tests.simulated_accelerator import convolutions
