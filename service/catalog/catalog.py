@@ -10,9 +10,8 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from itertools import count
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
-from inferpool.models.spec import TensorSpec
 from inferpool.service.api.predict import path_of
 from inferpool.service.catalog.claims import Claims
 from inferpool.service.catalog.plans import HostPlans, place_text, planned, with_model
@@ -33,6 +32,9 @@ from inferpool.workers.host.slots import State
 from inferpool.workers.shared.arena import Arena
 from inferpool.workers.shared.config import WorkerConfig
 
+if TYPE_CHECKING:
+    from inferpool.models.spec import TensorSpec
+
 logger = logging.getLogger(__name__)
 
 _LARGEST_NUMBER = 10**15
@@ -48,6 +50,8 @@ class ModelVersion:
         """The name of the model."""
         self.number = self.version = pool.version
         """Counts the versions of the model, from 1."""
+        self.path = path_of(self.name, self.number)
+        """The rest of the path of calls that name it."""
         self.settings = settings
         self.pool = pool
         self.metrics = pool.dispatcher.metrics
@@ -55,12 +59,9 @@ class ModelVersion:
         """Calls that name no version come here; if not, each call looks where it belongs."""
         self.canary: CanaryShare | None = None
         """The version that gets a share of its calls; calls must look anew meanwhile."""
-        self.submit = pool.submit  # without a step between, which each call would pay for
-
-    @property
-    def inputs(self) -> Sequence[TensorSpec]:
+        self.inputs: Sequence[TensorSpec] = ()
         """The inputs of the model; empty until a worker is ready."""
-        return self.pool.inputs
+        self.submit = pool.submit  # without a step between, which each call would pay for
 
 
 class Catalog:
@@ -231,7 +232,7 @@ class Catalog:
 
     def expose(self, version: ModelVersion) -> None:
         """Let calls that name a version get to it."""
-        self.entries[path_of(version.name, version.number)] = version
+        self.entries[version.path] = version
         self._metrics.show(version.metrics)
         self._on_change()
 
@@ -252,8 +253,7 @@ class Catalog:
     def begin_canary(self, version: ModelVersion, share: float) -> None:
         """Let a version answer a share of the calls that name no version, by their ids."""
         serving = self.entries[version.name]
-        path = path_of(version.name, version.number)
-        serving.canary, serving.is_serving = CanaryShare(path, share), False
+        serving.canary, serving.is_serving = CanaryShare(version.path, share), False
         self.expose(version)
 
     def end_canary(self, version: ModelVersion) -> None:
@@ -365,6 +365,8 @@ class Catalog:
             yield from _model_gauges(pool, [each.pool for each in self.versions(name)])
 
     def _on_change(self) -> None:
+        for version in self.loaded.values():
+            version.inputs = version.pool.inputs
         waiting, self._waiting = self._waiting, []
         for future in waiting:
             if not future.done():

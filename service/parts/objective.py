@@ -7,11 +7,10 @@ from math import ceil, inf, sqrt
 from inferpool.service.catalog.catalog import ModelVersion
 from inferpool.service.errors import OverloadedError
 from inferpool.service.queue.admission import Admission
-from inferpool.service.queue.batch_sizing import CostCurve
 from inferpool.service.queue.batcher import Position
 from inferpool.service.queue.instance import Instance
 from inferpool.service.queue.scheduling.background import is_background
-from inferpool.service.queue.scheduling.lanes import Lane
+from inferpool.service.queue.scheduling.lanes import CostCurve, Lane
 from inferpool.service.queue.scheduling.scheduler import BatchScheduler, QueuePolicy
 from inferpool.workers.shared.messages import BatchDone
 

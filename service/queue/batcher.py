@@ -139,6 +139,8 @@ class Batcher(Generic[Q]):
         """The same, in the order in which they go."""
         self._is_tight = False
         """The order is by deadline alone, since time is tight."""
+        self.can_be_rearranged = False
+        """Several priorities wait, or time is tight: see `arrange`."""
         self._newest = Bucket(0, 0)
         """The bucket that the last instance went to."""
         self._late = Bucket(0, 0)
@@ -246,11 +248,6 @@ class Batcher(Generic[Q]):
                     bucket.num_of[caller] -= 1
                     self._late.num_of[caller] += 1
 
-    @property
-    def can_be_rearranged(self) -> bool:
-        """Several priorities wait, or the order is by deadline alone: see `arrange`."""
-        return self._is_tight or self._order is not self._by_deadline
-
     def arrange(self, is_in_time: Callable[[float, int], bool]) -> None:
         """Order by priority while everything will be in time, or else by deadline alone.
 
@@ -348,6 +345,7 @@ class Batcher(Generic[Q]):
         self._order = order = self._by_deadline
         if not self._is_tight and any(bucket.priority != order[0].priority for bucket in order):
             self._order = sorted(order, key=_PRIORITY)
+        self.can_be_rearranged = self._is_tight or self._order is not order
 
     def _sum_up(self) -> DeadlineSums:
         buckets = [bucket for bucket in self._by_deadline if bucket.instances]

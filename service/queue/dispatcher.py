@@ -92,15 +92,15 @@ class Dispatcher:
         self._background = work.queue
         self._lanes = Lanes()
         self._ledger = Ledger(metrics, self._on_deadline, self._unsettled)
+        self._traced = self._ledger.traced
         self._compared = self._ledger.beside()  # for instances that no client sent
-        filler = BatchFiller(self._queue, work, self._limit, admission.rate)
         self.scheduler = BatchScheduler(
             self._queue,
             work,
             self._lanes,
             self._limit,
             batch_wait_ms / 1000,
-            filler,
+            BatchFiller(self._queue, work, self._limit, admission.rate),
             self._give,
         )
         self._entrance = Entrance(admission, self._queue, self.scheduler, arena)
@@ -303,11 +303,10 @@ class Dispatcher:
             return
         for instance in batch:
             instance.state = SENT
-        self._lanes.give(lane, batch)
+        self._lanes.give(lane, batch, now)
         future.add_done_callback(partial(self._on_batch_done, lane, batch))
-        self._ledger.note_sent(batch, lane.worker, now)
-        if len(lane.batches) == 1:
-            lane.begin(now, was_idle=True)
+        if self._traced:
+            self._traced.send(batch, lane.worker, now)
         for policy in self.scheduler.policies:
             policy.begin(lane, batch, now)
             policy.plan(now)
@@ -345,34 +344,34 @@ class Dispatcher:
             self._take_back(lane, batch, error, now)
         else:
             raise error
-        self._arrange(now)
-        self.scheduler.soon()
+        if self._queue.can_be_rearranged:
+            self._arrange(now)
+        if self._queue.num_waiting or self._background.num_waiting:
+            self.scheduler.soon()
 
     def _take_answers(
         self, lane: Lane, batch: list[Instance], done: BatchDone, now: float, waited_s: float
     ) -> None:
         """Learn how fast a worker is from a batch that has come back, and answer its instances."""
         num, took_s = len(batch), now - lane.busy_since + waited_s
-        self._lanes.take(lane, batch)
+        was_computed = not isinstance(done.outcomes[0], ItemError)  # or it may not have been
+        self._lanes.answered(lane, batch, now, was_computed=was_computed)
         self._admission.rate.note(num, took_s, now, lane.worker.id.slot)
-        if not isinstance(done.outcomes[0], ItemError):  # or it may not have been computed
-            self._lanes.learn(lane, num, now)
+        if was_computed:
             for observer in self._observers:
                 observer(num, done)
             if not lane.is_lagging:
-                self._limit.note(num, done.prepare_s, done.compute_s)
+                if num >= self._limit.own:
+                    self._limit.note(num, done.prepare_s, done.compute_s)
                 self.scheduler.prepare_s = done.prepare_s
-        if lane.batches:
-            lane.begin(now, was_idle=False)
         for policy in self.scheduler.policies:
             policy.plan(now)
-        self._suspects.note_answers(batch, done.outcomes)
+        if batch[0].is_solo or self._quarantine.recent or ItemError in map(type, done.outcomes):
+            self._suspects.note_answers(batch, done.outcomes)
         self._ledger_of(batch[0]).settle_batch(batch, done, now)
 
     def _arrange(self, now: float) -> None:
         """Order what waits by priority, unless some of it would miss its deadline then."""
-        if not self._queue.can_be_rearranged:
-            return
         free_s, num_workers = self._lanes.free_in(now), len(self._lanes.open) or 1
         are_in_time = self._admission.are_in_time
         self._queue.arrange(
@@ -398,7 +397,8 @@ class Dispatcher:
             self._refuse_quarantined()
         self._lanes.take(lane, batch)
         self._lanes.detach(lane.worker)
-        self._ledger.note_lost(batch, str(error), now)
+        if self._traced:
+            self._traced.lose(batch, str(error), now)
         for instance in reversed(batch):
             if instance.state == SETTLED:
                 instance.owner.free(instance.ref.offset)

@@ -64,7 +64,7 @@ class Ledger:
         """
         self.metrics = metrics
         self._deadlines = Deadlines(on_due, unsettled)
-        self._traced = TracedInstances()
+        self.traced = TracedInstances()
         self._drained = asyncio.Event()
 
     def beside(self) -> "Ledger":
@@ -77,7 +77,7 @@ class Ledger:
     def open(self, instance: Instance, now: float, steps: InstanceSteps | None) -> None:
         """Open the account of an admitted instance; `steps` are given if it is traced."""
         if steps is not None:
-            self._traced.add(instance, steps)
+            self.traced.add(instance, steps)
         metrics = self.metrics
         metrics.accepted += 1
         metrics.in_flight += 1
@@ -93,20 +93,10 @@ class Ledger:
             self._drained.clear()
             await asyncio.wait_for(self._drained.wait(), grace_s)
 
-    def note_sent(self, batch: Sequence[Instance], worker: WorkerHandle, now: float) -> None:
-        """Note that a worker holds a batch."""
-        if self._traced:
-            self._traced.send(batch, worker, now)
-
-    def note_lost(self, batch: Sequence[Instance], reason: str, now: float) -> None:
-        """Note that a worker was lost with a batch."""
-        if self._traced:
-            self._traced.lose(batch, reason, now)
-
     def settle_batch(self, batch: Sequence[Instance], done: BatchDone, now: float) -> None:
         """Answer the instances of a batch that has come back, and free their slots."""
-        if self._traced:
-            self._traced.compute(batch, done)
+        if self.traced:
+            self.traced.compute(batch, done)
         metrics = self.metrics
         prepare_s, compute_s = done.prepare_s, done.compute_s
         metrics.batch_size.observe(len(batch))
@@ -132,8 +122,8 @@ class Ledger:
     def cancel(self, instance: Instance) -> None:
         """Settle an instance that nobody waits for any more."""
         self.metrics.cancelled += 1
-        if self._traced:
-            self._traced.fail(instance, "cancelled", "nobody waits for it any more")
+        if self.traced:
+            self.traced.fail(instance, "cancelled", "nobody waits for it any more")
         self._settle(instance)
 
     def expire(self, instance: Instance, message: str) -> None:
@@ -165,15 +155,15 @@ class Ledger:
             self.fail(instance, ModelFailedError(error.message))
 
     def _end(self, instance: Instance, error: ServiceError) -> None:
-        if self._traced:
-            self._traced.fail(instance, error.code, error.message)
+        if self.traced:
+            self.traced.fail(instance, error.code, error.message)
         self._settle(instance)
         instance.set_exception(error)
 
     def _settle(self, instance: Instance) -> None:
         instance.state = SETTLED
-        if self._traced:
-            self._traced.settle(instance)
+        if self.traced:
+            self.traced.settle(instance)
         if instance.tick != NO_TICK:
             self._deadlines.discard(instance)
         metrics = self.metrics

@@ -9,10 +9,9 @@ keep the calls that come meanwhile waiting.
 from collections.abc import Iterator
 from math import inf
 
-from inferpool.service.queue.batch_sizing import CostCurve
 from inferpool.service.queue.batcher import Batcher
 from inferpool.service.queue.instance import BACKGROUND, Instance
-from inferpool.service.queue.scheduling.lanes import Lane
+from inferpool.service.queue.scheduling.lanes import CostCurve, Lane
 
 _NEARLY = 1.1
 """In a frugal batch, an instance may take so many times as long as in the best one."""

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from inferpool.service.errors import OverloadedError, UnavailableError
-from inferpool.service.queue.batch_sizing import CostCurve
 from inferpool.service.queue.instance import BACKGROUND, Instance
 from inferpool.service.queue.scheduling.background import Background
+from inferpool.service.queue.scheduling.lanes import CostCurve
 from inferpool.workers.shared.arena import Arena
 from inferpool.workers.shared.messages import ItemRef
 from tests.fakes import FakeWorker, ref_to
