@@ -136,7 +136,14 @@ def admin_router(target: AdminTarget) -> APIRouter:
     """Return the routes, acting on a target. Whoever serves them checks the key."""
     logger.setLevel(logging.INFO)  # always, whatever the level of the rest
     router = APIRouter(prefix="/admin", tags=["admin"], responses=ERRORS)
+    _add_drain(router, target)
+    _add_restarts(router, target)
+    _add_views(router, target)
+    _add_log_level(router)
+    return router
 
+
+def _add_drain(router: APIRouter, target: AdminTarget) -> None:
     @router.post("/drain", summary="Turn readiness red, but serve on; /admin/resume undoes it")
     async def drain(request: Request) -> Draining:
         """Balancers send no more requests; those that come all the same are answered."""
@@ -151,6 +158,8 @@ def admin_router(target: AdminTarget) -> APIRouter:
         record(request, "resume")
         return Draining(draining=False)
 
+
+def _add_restarts(router: APIRouter, target: AdminTarget) -> None:
     async def restarted(
         request: Request, response: Response, model: str, number: int | None, old_first: bool
     ) -> Restarting:
@@ -186,6 +195,8 @@ def admin_router(target: AdminTarget) -> APIRouter:
         """The successor is ready before the old worker leaves; if it fails, the old one stays."""
         return await restarted(request, response, model, number, old_first)
 
+
+def _add_views(router: APIRouter, target: AdminTarget) -> None:
     @router.post(
         "/hosts/{host}/measure",
         summary="Measure the connection between the front end and a host",
@@ -206,6 +217,8 @@ def admin_router(target: AdminTarget) -> APIRouter:
         record(request, "show settings")
         return Response(target.settings_json(), media_type="application/json")
 
+
+def _add_log_level(router: APIRouter) -> None:
     @router.get("/log-level", summary="The least severe log lines that are written")
     async def log_level() -> Logging:
         """The setting `log_level`, or the level that was put since the start."""
@@ -218,8 +231,6 @@ def admin_router(target: AdminTarget) -> APIRouter:
         logging.getLogger().setLevel(level.upper())
         record(request, f"log level {before} -> {level}")
         return Logging(level=level)
-
-    return router
 
 
 def _level_now() -> LogLevel:

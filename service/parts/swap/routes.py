@@ -123,11 +123,39 @@ def models_router(target: ModelsTarget, *, answer_s: float = _ANSWER_S) -> APIRo
         answer_s: The longest that a call waits for the decision.
     """
     router = APIRouter(prefix="/admin/models", tags=["admin"], responses=ERRORS)
+    _add_views(router, target)
+    _add_changes(router, target, answer_s)
+    _add_removal(router, target)
+    return router
 
-    asked_changes = AskedChanges()
 
-    async def change(
-        request: Request, response: Response, body: bytes, begin: Callable[[], str]
+def _add_views(router: APIRouter, target: ModelsTarget) -> None:
+    @router.get("", summary="All models and their versions")
+    async def models() -> ModelList:
+        """The version that serves, what is being changed, and what became of earlier versions."""
+        return ModelList(models=target.list_models())
+
+    @router.get("/{model}", summary="One model and its versions", responses=_NO_MODEL)
+    async def show_model(model: str) -> ModelInfo:
+        """The same as in the list of all models."""
+        return target.model_info(model)
+
+    @router.get("/{model}/versions", summary="The versions of a model", responses=_NO_MODEL)
+    async def show_versions(model: str) -> Sequence[VersionInfo]:
+        """The newest first; those that are gone too, as far as they are remembered."""
+        return target.model_info(model).versions
+
+
+class _ChangeCalls:
+    """Begins changes, and waits for the decision as long as the caller wants."""
+
+    def __init__(self, target: ModelsTarget, answer_s: float) -> None:
+        self._target = target
+        self._answer_s = answer_s
+        self._asked = AskedChanges()
+
+    async def begin(
+        self, request: Request, response: Response, body: bytes, begin: Callable[[], str]
     ) -> ModelInfo:
         """Begin a change, unless it was begun before, and wait for the decision.
 
@@ -135,22 +163,21 @@ def models_router(target: ModelsTarget, *, answer_s: float = _ANSWER_S) -> APIRo
         """
         key = request.headers.get("idempotency-key")
         about = request.url.path.encode() + b"\0" + body
-        asked = asked_changes.begin(key, about, begin, target.until_decided)
+        asked = self._asked.begin(key, about, begin, self._target.until_decided)
         is_decided = False
         if not _is_asynchronous(request):
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(answer_s):
+                async with asyncio.timeout(self._answer_s):
                     await asyncio.shield(asked.decision)
                     is_decided = True
         if not is_decided:
             response.status_code = 202
             response.headers.update(_going_on_headers(request, asked.name))
-        return target.model_info(asked.name)
+        return self._target.model_info(asked.name)
 
-    @router.get("", summary="All models and their versions")
-    async def models() -> ModelList:
-        """The version that serves, what is being changed, and what became of earlier versions."""
-        return ModelList(models=target.list_models())
+
+def _add_changes(router: APIRouter, target: ModelsTarget, answer_s: float) -> None:
+    change = _ChangeCalls(target, answer_s).begin
 
     @router.post("", summary="Load one more model", responses=_BUSY | _UNFIT | _UNSAVED | _GOING_ON)
     async def add_model(request: Request, response: Response) -> ModelInfo:
@@ -163,39 +190,6 @@ def models_router(target: ModelsTarget, *, answer_s: float = _ANSWER_S) -> APIRo
             return name
 
         return await change(request, response, body, begin)
-
-    @router.get("/{model}", summary="One model and its versions", responses=_NO_MODEL)
-    async def show_model(model: str) -> ModelInfo:
-        """The same as in the list of all models."""
-        return target.model_info(model)
-
-    @router.delete(
-        "/{model}",
-        status_code=204,
-        summary="Serve a model no longer",
-        responses=_NO_MODEL | _BUSY | _UNSAVED | _GOING_ON,
-    )
-    async def remove_model(request: Request, model: str, ephemeral: bool = False) -> Response:
-        """New calls get 404. The answer comes once what it had accepted is answered.
-
-        The next start of the service does not bring it back, unless `ephemeral` is true.
-        """
-        target.begin_remove(model, ephemeral=ephemeral)
-        record(request, f"remove {model}")
-        if _is_asynchronous(request):
-            return Response(
-                msgspec.json.encode(target.model_info(model)),
-                status_code=202,
-                headers=_going_on_headers(request, model),
-                media_type="application/json",
-            )
-        await target.until_decided(model)
-        return Response(status_code=204)
-
-    @router.get("/{model}/versions", summary="The versions of a model", responses=_NO_MODEL)
-    async def show_versions(model: str) -> Sequence[VersionInfo]:
-        """The newest first; those that are gone too, as far as they are remembered."""
-        return target.model_info(model).versions
 
     @router.post(
         "/{model}/versions",
@@ -228,7 +222,30 @@ def models_router(target: ModelsTarget, *, answer_s: float = _ANSWER_S) -> APIRo
 
         return await change(request, response, b"", begin)
 
-    return router
+
+def _add_removal(router: APIRouter, target: ModelsTarget) -> None:
+    @router.delete(
+        "/{model}",
+        status_code=204,
+        summary="Serve a model no longer",
+        responses=_NO_MODEL | _BUSY | _UNSAVED | _GOING_ON,
+    )
+    async def remove_model(request: Request, model: str, ephemeral: bool = False) -> Response:
+        """New calls get 404. The answer comes once what it had accepted is answered.
+
+        The next start of the service does not bring it back, unless `ephemeral` is true.
+        """
+        target.begin_remove(model, ephemeral=ephemeral)
+        record(request, f"remove {model}")
+        if _is_asynchronous(request):
+            return Response(
+                msgspec.json.encode(target.model_info(model)),
+                status_code=202,
+                headers=_going_on_headers(request, model),
+                media_type="application/json",
+            )
+        await target.until_decided(model)
+        return Response(status_code=204)
 
 
 def _is_asynchronous(request: Request) -> bool:

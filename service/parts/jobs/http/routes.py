@@ -4,6 +4,7 @@ They run in the event loop of the main process.
 """
 
 import re
+from functools import partial
 from typing import Annotated, Any
 from urllib.parse import urlencode
 
@@ -77,15 +78,23 @@ def jobs_router(target: Jobs, guard: Guard, limits: Limits) -> APIRouter:
     """Return the routes, acting on a target. Whoever serves them checks the key."""
     router = APIRouter(tags=["jobs"])
     maker = JobMaker(target, guard, limits)
-    streams = Shares(MAX_STREAMS, guard.share, "streams of events")
+    _add_making(router, maker)
+    _add_views(router, target, maker)
+    _add_result(router, target, maker)
+    _add_events(router, target, maker, Shares(MAX_STREAMS, guard.share, "streams of events"))
+    _add_predict(router, maker)
+    return router
 
-    async def owner_of(request: Request, id: str | None = None) -> str:
-        """Return whose jobs a call is about, once the store is open and the id could be one."""
-        await target.until_open()
-        if id is not None and not _ID.fullmatch(id):
-            raise UnknownJobError(_NO_ID)  # PostgreSQL refuses some texts, such as U+0000
-        return maker.owner_of(request)
 
+async def _owner_of(target: Jobs, maker: JobMaker, request: Request, id: str | None = None) -> str:
+    """Return whose jobs a call is about, once the store is open and the id could be one."""
+    await target.until_open()
+    if id is not None and not _ID.fullmatch(id):
+        raise UnknownJobError(_NO_ID)  # PostgreSQL refuses some texts, such as U+0000
+    return maker.owner_of(request)
+
+
+def _add_making(router: APIRouter, maker: JobMaker) -> None:
     @router.post(
         "/jobs",
         status_code=202,
@@ -117,6 +126,10 @@ def jobs_router(target: Jobs, guard: Guard, limits: Limits) -> APIRouter:
         if not _ID.fullmatch(id):
             raise BadRequestError(_NO_ID)
         return await maker.answer(request, model, id)
+
+
+def _add_views(router: APIRouter, target: Jobs, maker: JobMaker) -> None:
+    owner_of = partial(_owner_of, target, maker)
 
     @router.get("/jobs", summary="The jobs of this key", responses=_NO_PAGE)
     async def list_jobs(
@@ -164,6 +177,10 @@ def jobs_router(target: Jobs, guard: Guard, limits: Limits) -> APIRouter:
             return Response(status_code=204)
         return info_of(await target.cancel(id, owner))
 
+
+def _add_result(router: APIRouter, target: Jobs, maker: JobMaker) -> None:
+    owner_of = partial(_owner_of, target, maker)
+
     @router.get(
         "/jobs/{id}/result",
         summary="The predictions of a job",
@@ -197,6 +214,10 @@ def jobs_router(target: Jobs, guard: Guard, limits: Limits) -> APIRouter:
             lines = stream_json(answers, first, num, is_range=is_range)
         return StreamingResponse(lines, headers=headers, media_type=MEDIA_TYPES[chosen])
 
+
+def _add_events(router: APIRouter, target: Jobs, maker: JobMaker, streams: Shares) -> None:
+    owner_of = partial(_owner_of, target, maker)
+
     @router.get(
         "/jobs/{id}/events",
         summary="The progress of a job (server-sent events)",
@@ -211,6 +232,8 @@ def jobs_router(target: Jobs, guard: Guard, limits: Limits) -> APIRouter:
         events = stream_events(target.watch(id, owner), is_head=is_head)
         return EventStream(events, streams, maker.caller_of(request), is_head=is_head)
 
+
+def _add_predict(router: APIRouter, maker: JobMaker) -> None:
     @router.post("/predict", include_in_schema=False)
     async def predict_later(request: Request) -> Response:
         """Begin a job of the default model, since the call prefers `respond-async`."""
@@ -222,5 +245,3 @@ def jobs_router(target: Jobs, guard: Guard, limits: Limits) -> APIRouter:
         if "/" in model:
             raise BadRequestError(ONE_VERSION)
         return await maker.answer_later(request, model)
-
-    return router
