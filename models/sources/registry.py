@@ -63,7 +63,6 @@ def build(source: str, weights: str | None, options: Mapping[str, object]) -> Mo
     if path.suffix in MODEL_FILE_SUFFIXES:
         if not path.is_file():
             raise SourceError(f"there is no file {path} (looked for from {Path.cwd()})")
-        options = options if path.suffix == ".pt2" else with_specs(options)
         return _built(path.suffix, [path], str(path), weights, options)
     if path.suffix in WEIGHT_FILE_SUFFIXES:
         raise SourceError(
@@ -161,7 +160,8 @@ def _built(
         factory = partial(factory, weights=weights)
     elif weights not in (None, "DEFAULT"):
         raise SourceError(f"{source} takes no weights, but was given {weights!r}")
-    return construct(factory, options, source)
+    has_specs = "inputs" in inspect.signature(factory).parameters
+    return construct(factory, with_specs(options) if has_specs else options, source)
 
 
 def last_line(error: BaseException) -> str:

@@ -62,7 +62,8 @@ class SentenceEncoder(Model):
         max_tokens: int | None = None,
         prompt: str | None = None,
     ) -> None:
-        self._files = files = read_folder(Path(folder))
+        folder = Path(folder)
+        self._files = files = read_folder(folder)
         most = files.config.max_position_embeddings
         if max_tokens is not None and not 3 <= max_tokens <= most:
             raise ModelError(f"max_tokens must be from 3 to {most}, not {max_tokens}")
