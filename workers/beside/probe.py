@@ -64,7 +64,7 @@ def _try_building(order: Mapping[str, Any]) -> dict[str, object]:
 
 def _why_unsurveyed(model: Any) -> str:
     """Return why the network of a model cannot be measured; empty if it may be."""
-    from inferpool.models.survey import may_have_network
+    from inferpool.workers.beside.survey import may_have_network
 
     if getattr(model, "download", ""):
         return "its weights have to be downloaded first"
@@ -77,8 +77,7 @@ def _survey(order: Mapping[str, Any]) -> dict[str, object]:
 
     from inferpool.models.accelerator.device import foreign_bytes, is_accelerator
     from inferpool.models.spec import Placement
-    from inferpool.models.survey import find_network, survey
-    from inferpool.workers.beside.peak import PeakMemory
+    from inferpool.workers.beside.survey import find_network, survey
     from inferpool.workers.inside.own_process import pin
 
     placement = msgspec.convert(order["placement"], Placement)
@@ -97,7 +96,6 @@ def _survey(order: Mapping[str, Any]) -> dict[str, object]:
         device=device,
         max_rows=order["max_batch_size"],
         rooms=dict(order["rooms"]),
-        peak=PeakMemory(device),
     )
     return {
         "problem": "",

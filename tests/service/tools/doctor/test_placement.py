@@ -12,13 +12,12 @@ from inferpool.models.base import Model
 from inferpool.models.sources.modules import ModuleModel
 from inferpool.models.spec import Placement, TensorSpec
 from inferpool.models.split.report import Survey
-from inferpool.models.survey import find_network, may_have_network, survey
 from inferpool.service.checks.facts import gather
 from inferpool.service.checks.findings import Finding
 from inferpool.service.settings.loader import load
 from inferpool.service.tools.doctor.placement import ModelRoom, judge, room_for
 from inferpool.service.tools.doctor.speeds import Speed
-from inferpool.workers.beside.peak import PeakMemory
+from inferpool.workers.beside.survey import find_network, may_have_network, survey
 from inferpool.workers.host.devices import Host
 from inferpool.workers.host.gpus import Gpu
 from tests.service.checks.machines import GIB, TWO_CORES, root_of
@@ -46,8 +45,7 @@ class Tower(nn.Sequential):
 def surveyed(model: Model, rooms: dict[int, int]) -> Survey:
     found = find_network(model, Placement(devices=("cpu",)))
     assert found is not None
-    peak = PeakMemory(CPU)
-    return survey(model, found, device=CPU, max_rows=8, rooms=rooms, peak=peak)
+    return survey(model, found, device=CPU, max_rows=8, rooms=rooms)
 
 
 @pytest.fixture(scope="module")

@@ -7,11 +7,13 @@ this machine's memory. Not in the front end.
 from collections.abc import Callable, Mapping, Sequence
 from inspect import isfunction
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, fx, nn
 
+from inferpool.models.accelerator.device import is_accelerator, peak_bytes, reset_peak
 from inferpool.models.base import Model
 from inferpool.models.errors import ModelError, PassesThrough
 from inferpool.models.runtime import Example
@@ -29,19 +31,53 @@ from inferpool.models.split.report import Survey, Way
 from inferpool.models.split.stages import ForwardSteps
 from inferpool.models.split.tensor import choose_plan, cut_parameters
 from inferpool.models.split.verification import has_all_shapes
+from inferpool.workers.inside.allocator import give_back
+
+_FORGET_PEAK = "5"
+"""Value for /proc/PID/clear_refs that resets the peak of the resident set (proc(5))."""
 
 
-class Peak(Protocol):
-    """Measures the peak of the memory in use on a device."""
+class PeakMemory:
+    """Peak of the memory in use, above the level at the start.
+
+    On a CPU it is the peak of the resident set, which includes what libraries keep; on a GPU the
+    peak of torch's allocations. Where the system does not record the peak, it is the present value.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._start = 0
 
     def start(self) -> None:
-        """Count from what is in use now."""
+        """Make the memory in use now the level that counts as zero."""
+        self._start = 0
+        self.reset()
+        self._start = self.read()
 
     def reset(self) -> None:
-        """Forget the peak."""
+        """Begin a new peak."""
+        if is_accelerator(self._device):
+            reset_peak(self._device)
+            return
+        give_back()
+        try:
+            Path("/proc/self/clear_refs").write_text(_FORGET_PEAK)
+        except OSError:  # another system, or not permitted
+            return
 
     def read(self) -> int:
-        """Return the peak since then, in bytes."""
+        """Return the peak since the last reset, in bytes."""
+        is_apart = is_accelerator(self._device)
+        return (peak_bytes(self._device) if is_apart else _peak_bytes()) - self._start
+
+
+def _peak_bytes() -> int:
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        lines = []
+    found = [line.split()[1] for line in lines if line.startswith("VmHWM:")]
+    return int(found[0]) << 10 if found else int(psutil.Process().memory_info().rss)
 
 
 class FoundNetwork(PassesThrough):
@@ -94,7 +130,6 @@ def survey(
     device: torch.device,
     max_rows: int,
     rooms: Mapping[int, int],
-    peak: Peak,
 ) -> Survey:
     """Measure a network: whole, and split over each of several numbers of ranks.
 
@@ -104,11 +139,11 @@ def survey(
         device: Device to compute on.
         max_rows: Rows of the largest batch.
         rooms: Numbers of ranks to try, with the bytes that each rank then has.
-        peak: Measures memory on the device.
 
     Raises:
         Exception: Raised by the building of the network.
     """
+    peak = PeakMemory(device)
     network = MetaNetwork(found.build).network
     num_used = num_bytes(network)
     seconds: Sequence[float] = ()
@@ -154,7 +189,7 @@ def _activation_bytes(
     steps: ForwardSteps,
     batch: Sequence[Tensor] | Mapping[str, Tensor],
     device: torch.device,
-    peak: Peak,
+    peak: PeakMemory,
 ) -> int:
     """Measure the peak in addition to the parameters of the step being computed."""
     sizes = dict(zip(steps.steps, sizes_of(steps), strict=True))
