@@ -75,12 +75,3 @@ def grouped(findings: Iterable[Finding], models: Collection[str]) -> list[Findin
         )
         for finding, names in groups.items()
     ]
-
-
-def in_words(num_bytes: float) -> str:
-    """Format a size: "1.5 GiB", "300 MiB"."""
-    if num_bytes >= 1 << 30:
-        return f"{num_bytes / 2**30:.1f} GiB"
-    if num_bytes >= 1 << 20:
-        return f"{num_bytes / 2**20:.0f} MiB"
-    return f"{num_bytes / 2**10:.0f} KiB"

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 from inferpool.service.api.wire.descriptors import MIN_CONNECTIONS, max_connections
 from inferpool.service.checks.facts import Facts
-from inferpool.service.checks.findings import Finding, error, in_words, note, ok, warning
+from inferpool.service.checks.findings import Finding, error, note, ok, warning
+from inferpool.service.client.texts import in_words
 from inferpool.service.settings.settings import Settings
 
 _FEW_CONNECTIONS = 256

@@ -5,8 +5,9 @@ from collections.abc import Iterator, Sequence
 
 from inferpool.models.spec import Placement
 from inferpool.service.checks.facts import Facts
-from inferpool.service.checks.findings import Finding, error, in_words, note, ok, warning
+from inferpool.service.checks.findings import Finding, error, note, ok, warning
 from inferpool.service.checks.weights import weights_file
+from inferpool.service.client.texts import in_words
 from inferpool.service.errors import StartError
 from inferpool.service.parts.fronts.number import number_of_fronts
 from inferpool.service.settings.model import ModelSettings

@@ -9,7 +9,8 @@ from multiprocessing import get_all_start_methods
 
 from inferpool.models.accelerator.kinds import CUDA
 from inferpool.service.checks.facts import Build, Facts
-from inferpool.service.checks.findings import Finding, error, in_words, note, ok, warning
+from inferpool.service.checks.findings import Finding, error, note, ok, warning
+from inferpool.service.client.texts import in_words
 from inferpool.service.settings.settings import Settings
 
 _MIN_FREE_BYTES = 64 << 20

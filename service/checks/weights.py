@@ -9,7 +9,8 @@ from pathlib import Path
 from inferpool.models.attached import MODEL_FILE_SUFFIXES
 from inferpool.models.files.run_folder import RunFolder
 from inferpool.service.checks.facts import Facts
-from inferpool.service.checks.findings import Finding, error, in_words, ok
+from inferpool.service.checks.findings import Finding, error, ok
+from inferpool.service.client.texts import in_words
 from inferpool.service.settings import unloadable
 from inferpool.service.settings.model import ModelSettings
 from inferpool.service.settings.settings import Settings

@@ -60,14 +60,7 @@ VERBS: Mapping[str, Verb] = {
         flags=("inferpool.service.train.flags:add_flags",),
         code="inferpool.service.cli.train:run",
     ),
-    "top": Verb(
-        summary="watch a service live",
-        description="Show throughput, latency, queue and workers of a service, second by second. "
-        "Exit status: 0 after a normal end, 1 if there is nothing to show, 2 for wrong "
-        "arguments, 130 after Ctrl-C.",
-        flags=("inferpool.service.tools.top.plan:add_flags",),
-        code="inferpool.service.tools.top.run:run",
-    ),
+    "top": verbs.VERBS["top"],
     "models": replace(
         verbs.VERBS["models"],  # with flags and checks that need the settings of a model
         flags=("inferpool.service.tools.models.plan:add_flags",),

@@ -11,7 +11,8 @@ from typing import TextIO
 from rich.console import Console as RichConsole
 from rich.text import Text
 
-from inferpool.service.telemetry.logs import Logs, escape
+from inferpool.service.client.texts import escape
+from inferpool.service.telemetry.logs import Logs
 
 logger = logging.getLogger(__name__)
 

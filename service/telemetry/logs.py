@@ -21,6 +21,8 @@ from collections.abc import Callable, Sequence
 from logging import Formatter, Handler, LogRecord
 from typing import Literal, TextIO
 
+from inferpool.service.client.texts import escape
+
 MAX_QUEUED = 10_000
 """Lines that wait for a slow reader; about 10 MB at worst."""
 _MAX_BATCH = 256
@@ -40,10 +42,8 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {
 _ID_KEYS = ("request_id", "trace_id", "span_id")
 _FIRST_JSON_KEYS = ("time", "level", "logger", "message", *_ID_KEYS, "exception")
 
-_UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Control characters, line breaks, and characters that reorder the text around them."""
 _UNSAFE_IN_JSON = re.compile("[\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""The characters of `_UNSAFE` that JSON does not escape itself."""
+"""The characters that `escape` replaces and JSON does not escape itself."""
 
 _COLORS = {"DEBUG": "2", "INFO": "32", "WARNING": "33", "ERROR": "31", "CRITICAL": "1;31"}
 """Terminal attributes by level (ECMA-48, Select Graphic Rendition)."""
@@ -134,11 +134,6 @@ def configure(
 def is_json(format: Literal["auto", "human", "json"], stream: TextIO) -> bool:
     """Return whether log lines to a stream are JSON."""
     return format == "json" or (format == "auto" and not stream.isatty())
-
-
-def escape(text: str) -> str:
-    r"""Return a text on one line: control characters and lone surrogates as \n, \x1b or \u2028."""
-    return _UNSAFE.sub(_escaped, text)
 
 
 class LogThrottle:
@@ -405,10 +400,6 @@ def _json(fields: dict[str, object]) -> str:
 def _plain(value: object) -> str:
     text = escape(str(value))
     return json.dumps(text, ensure_ascii=False) if re.search(r'[\s"=]', text) or not text else text
-
-
-def _escaped(match: re.Match[str]) -> str:
-    return match[0].encode("unicode_escape", "backslashreplace").decode("ascii")
 
 
 def _escaped_for_json(match: re.Match[str]) -> str:

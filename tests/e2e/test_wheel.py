@@ -171,8 +171,9 @@ def test_the_client_works_where_nothing_but_httpx_is_installed(client_alone: Pat
     nobody = ("--url", "http://127.0.0.1:9")
     jobs = asked(client_alone, "jobs", "show", "a-job", *nobody, "--key-file", "missing")
     assert jobs.stderr == "inferpool-client jobs: --key-file: missing: No such file or directory\n"
-    models = asked(client_alone, "models", "list", *nobody)
-    assert (models.returncode, models.stderr.count("service/client[cli]")) == (1, 1)
+    for verb in (["models", "list"], ["top"]):
+        done = asked(client_alone, *verb, *nobody)
+        assert (done.returncode, done.stderr.count("service/client[cli]")) == (1, 1)
     for arguments in (["--help"], ["predict", "--help"], ["models", "swap", "--help"]):
         assert "inferpool-client" in asked(client_alone, *arguments).stdout
 
@@ -200,6 +201,7 @@ def test_both_wheels_work_side_by_side(installed: Path, tmp_path: Path):
         submitted = asked(installed, "jobs", "submit", f"{tmp_path}/in.jsonl", "--result", *where)
         assert submitted.returncode == 0, submitted.stderr
         assert json.loads(submitted.stdout)["prediction"] == "a"
+        assert "echo ready" in asked(installed, "top", "--once", *where).stdout
         admin = (*where, "--key-file", str(tmp_path / "key"))
         swapped = asked(
             installed,

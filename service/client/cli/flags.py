@@ -8,6 +8,7 @@ from ..usage import COMMAND
 
 PREDICT_KEY_VARIABLE = "INFERPOOL_PREDICT_KEYS"
 ADMIN_KEY_VARIABLE = "INFERPOOL_ADMIN_KEYS"
+METRICS_KEY_VARIABLE = "INFERPOOL_METRICS_KEYS"
 STATES = ("queued", "running", "succeeded", "failed", "cancelled")
 _STATUS = (
     "Exit status: 0 if each instance has a prediction, 4 if some have none, 1 if a job failed, was "
@@ -165,6 +166,21 @@ def _add_result(parser: ArgumentParser) -> None:
 
 def _add_timeout(parser: ArgumentParser, text: str) -> None:
     parser.add_argument("--timeout-s", type=float, metavar="N", help=text)
+
+
+def add_top_flags(parser: ArgumentParser) -> None:
+    """Add the flags of `top`."""
+    _add_service_flags(parser, "metrics", METRICS_KEY_VARIABLE)
+    shown = parser.add_argument_group("what is shown")
+    shown.add_argument(
+        "--once",
+        action="store_true",
+        help="print the current state as plain text; the default if the output is no terminal",
+    )
+    shown.add_argument("--json", action="store_true", help="print the current state as JSON")
+    shown.add_argument(
+        "--no-color", action="store_true", help="use no colours; so does the variable NO_COLOR"
+    )
 
 
 def add_models_flags(parser: ArgumentParser) -> None:

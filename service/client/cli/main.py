@@ -188,5 +188,6 @@ examples:
   inferpool-client predict photo.jpg                     print what a model says of a file
   inferpool-client predict --text hello --url HOST:8000  ask a service on another host
   inferpool-client jobs submit inputs.jsonl --wait       hand many inputs to a service
+  inferpool-client top                                   watch a service live
   inferpool-client models swap cats --weights new.pth    serve another version, if it is good enough
 """

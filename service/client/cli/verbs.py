@@ -41,6 +41,7 @@ class Verb:
 
 
 _HERE = __package__
+_CLIENT = _HERE.removesuffix(".cli")
 
 VERBS: Mapping[str, Verb] = {
     "predict": Verb(
@@ -57,6 +58,14 @@ VERBS: Mapping[str, Verb] = {
         f"room. `{COMMAND} jobs WHAT --help` tells of each.",
         flags=(f"{_HERE}.flags:add_jobs_flags",),
         code=f"{_HERE}.jobs:run",
+    ),
+    "top": Verb(
+        summary="watch a service live",
+        description="Show throughput, latency, queue and workers of a service, second by second. "
+        "Exit status: 0 after a normal end, 1 if there is nothing to show, 2 for wrong "
+        "arguments, 130 after Ctrl-C.",
+        flags=(f"{_HERE}.flags:add_top_flags",),
+        code=f"{_CLIENT}.top.run:run",
     ),
     "models": Verb(
         summary="add, remove and swap the models of a running service",

@@ -17,6 +17,7 @@ from typing import Literal
 
 import psutil
 
+from inferpool.service.client.health import DecoderState, WorkerState
 from inferpool.service.tools.chaos.greed import Greed
 from inferpool.service.tools.chaos.hosts import HostFaults
 from inferpool.service.tools.chaos.load import PATIENCE_S, ChaosTally
@@ -28,7 +29,6 @@ from inferpool.service.tools.chaos.unread import UnreadConnections
 from inferpool.service.tools.chaos.uploads import SlowUploads
 from inferpool.service.tools.chaos.watch import FORKSERVER, Recovery, Watch, decoder_name
 from inferpool.service.tools.trial.connection import Address, NoAnswerError, connected
-from inferpool.service.tools.trial.health import DecoderState, WorkerState
 
 PLACES = ("preprocess", "forward", "render")
 """Places where a poisoned input acts: see `models.sources.poisonable`."""

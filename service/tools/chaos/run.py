@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import uvloop
 
+from inferpool.service.client.health import ServiceHealth
 from inferpool.service.settings.loader import LoadedSettings, Row
 from inferpool.service.settings.names import Key
 from inferpool.service.tools.chaos.faults import POISONS, Faults
@@ -52,7 +53,6 @@ from inferpool.service.tools.trial.connection import (
     TrialError,
     connected,
 )
-from inferpool.service.tools.trial.health import ServiceHealth
 from inferpool.service.tools.trial.screen import Interruption, Screen
 from inferpool.service.tools.trial.service import TrialService, rows_of
 

@@ -8,17 +8,16 @@ from typing import Literal, NamedTuple
 import msgspec
 import psutil
 
+from inferpool.service.client.health import (
+    DecoderState,
+    ServiceHealth,
+    WorkerState,
+)
 from inferpool.service.tools.trial.connection import (
     Address,
     NoAnswerError,
     TrialConnection,
     connect,
-)
-from inferpool.service.tools.trial.health import (
-    DecoderState,
-    ServiceHealth,
-    WorkerState,
-    read_health,
 )
 from inferpool.service.tools.trial.processes import is_alive
 
@@ -102,7 +101,7 @@ class Watch:
         async with self._is_asking:
             if self._connection is None or not self._connection.is_open:
                 self._connection = await connect(self._address, key=self._key)
-            return await read_health(self._connection)
+            return await self._connection.read_health()
 
     def add(self, recovery: Recovery) -> None:
         """Watch how what was struck comes back. Workers of a struck host are lost in any case."""

@@ -18,9 +18,9 @@ import msgspec
 
 from inferpool.service.checks.findings import Finding, error, note, ok, warning
 from inferpool.service.client.connecting import STRAIGHT, open_client
+from inferpool.service.client.health import KnownHost, LostHost, ServiceHealth
 from inferpool.service.client.reaching import why_unreached
 from inferpool.service.client.urls import without_password
-from inferpool.service.tools.trial.health import KnownHost, LostHost, ServiceHealth
 
 HEALTH_KEY_VARIABLE = "INFERPOOL_METRICS_KEYS"
 _TIMEOUT_S = 150.0

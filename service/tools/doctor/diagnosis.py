@@ -7,9 +7,10 @@ from pathlib import Path
 from inferpool.models.speed_names import COMPILED
 from inferpool.service.api.wire.descriptors import max_connections
 from inferpool.service.checks.facts import Facts, folder, gather
-from inferpool.service.checks.findings import Finding, error, in_words, note, ok, warning
+from inferpool.service.checks.findings import Finding, error, note, ok, warning
 from inferpool.service.checks.limits import MORE_FILES
 from inferpool.service.checks.quick import QUICK, Check
+from inferpool.service.client.texts import in_words
 from inferpool.service.errors import StartError
 from inferpool.service.parts.fronts.number import number_of_fronts
 from inferpool.service.parts.speed import compiler_name, find_compiler

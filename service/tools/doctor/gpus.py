@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from inferpool.models.accelerator.kinds import CUDA
 from inferpool.service.checks.devices import all_placements
 from inferpool.service.checks.facts import Facts
-from inferpool.service.checks.findings import Finding, error, in_words, note, ok, warning
+from inferpool.service.checks.findings import Finding, error, note, ok, warning
+from inferpool.service.client.texts import in_words
 from inferpool.workers.host.nvml import GpuState, NvmlState
 
 _IN_USE = 0.1

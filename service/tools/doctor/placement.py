@@ -16,8 +16,9 @@ import psutil
 from inferpool.models.spec import Placement
 from inferpool.models.split.report import Survey, Way
 from inferpool.service.checks.facts import Facts
-from inferpool.service.checks.findings import Finding, error, in_words, note, ok, warning
+from inferpool.service.checks.findings import Finding, error, note, ok, warning
 from inferpool.service.checks.memory import FORKSERVER_BYTES, FRONT_END_BYTES, WORKER_BYTES
+from inferpool.service.client.texts import in_words
 from inferpool.service.settings.model import ModelSettings
 from inferpool.service.settings.settings import Settings
 from inferpool.service.tools.doctor.probes import PROBE_TIMEOUT_S, may_split, order_for, probe

@@ -12,8 +12,9 @@ from inferpool.models.accelerator.kinds import CUDA, Accelerator
 from inferpool.models.attached import MODEL_FILE_SUFFIXES
 from inferpool.service.checks.devices import all_placements
 from inferpool.service.checks.facts import Facts
-from inferpool.service.checks.findings import Finding, error, in_words, note, ok, warning
+from inferpool.service.checks.findings import Finding, error, note, ok, warning
 from inferpool.service.checks.weights import is_lost
+from inferpool.service.client.texts import in_words
 from inferpool.service.settings.model import ModelSettings
 from inferpool.service.settings.settings import Settings
 from inferpool.workers.host.gpus import Gpu

@@ -10,11 +10,11 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from inferpool.service.client.connecting import STRAIGHT, open_client
+from inferpool.service.client.health import ServiceHealth
 from inferpool.service.client.reaching import why_unreached
 from inferpool.service.client.urls import without_password
 from inferpool.service.tools.place.plan import METRICS_KEY_VARIABLE
 from inferpool.service.tools.place.scaling import Demand
-from inferpool.service.tools.trial.health import ServiceHealth
 
 _TIMEOUT_S = 3.0
 _MIN_CALLS = 20

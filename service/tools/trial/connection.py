@@ -14,11 +14,16 @@ from dataclasses import dataclass
 from typing import cast
 
 import httptools
+import msgspec
+
+from inferpool.service.client.health import ServiceHealth
 
 Address = tuple[str, int]
 _HEAD_END = b"\r\n\r\n"
 _MAX_HEAD_BYTES = 1 << 16
 _NO_BODY = (204, 304)
+_HEALTH_S = 10.0
+_decode = msgspec.json.Decoder(ServiceHealth).decode
 
 
 class TrialError(Exception):
@@ -110,6 +115,10 @@ class TrialConnection(asyncio.Protocol):
         if isinstance(result, str):
             raise NoAnswerError(result)
         return result
+
+    async def read_health(self) -> ServiceHealth:
+        """Return the state of the service and all its workers."""
+        return _decode(await self.read("/health", _HEALTH_S))
 
     async def read(self, path: str, timeout_s: float) -> bytes:
         """Return the body of a page.

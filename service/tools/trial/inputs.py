@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from inferpool.models.spec import TensorSpec
 from inferpool.models.text.prose import PROSE
+from inferpool.service.client.health import ModelState
 from inferpool.service.client.safetensors import RawTensor, safetensors_parts
 from inferpool.service.tools.trial.connection import TrialError
-from inferpool.service.tools.trial.health import ModelState
 
 _ANY_LENGTH = 16
 """Length of a dimension that may have any, in a tensor of one or two dimensions."""
@@ -61,7 +62,7 @@ def made_up(model: ModelState, seed: int, count: int) -> list[TrialInput]:
     Raises:
         TrialError: Nobody can know what it takes.
     """
-    specs, example = model.inputs, model.example
+    specs, example = specs_of(model), model.example
     if not specs and isinstance(example, str):
         return [_text(f"input {i}", random.Random(f"{seed} {i}")) for i in range(count)]
     if example is not None and (model.reads_own_form or not specs):
@@ -113,6 +114,11 @@ def read_inputs(
     if not inputs:
         raise TrialError(f"{flag}: there is no file of a known kind in {path} ({known})")
     return inputs
+
+
+def specs_of(model: ModelState) -> list[TensorSpec]:
+    """Return the inputs that a model declares."""
+    return msgspec.convert(model.inputs, list[TensorSpec])
 
 
 def is_image(specs: Sequence[TensorSpec]) -> bool:

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import psutil
 
+from inferpool.service.client.health import ServiceHealth
 from inferpool.service.settings.loader import LoadedSettings, Row, write_toml
 from inferpool.service.settings.names import KEY_SETTINGS, PREFIX
 from inferpool.service.settings.settings import Settings
 from inferpool.service.tools.trial.bound import bound_command
 from inferpool.service.tools.trial.connection import Address, NoAnswerError, TrialError, connected
-from inferpool.service.tools.trial.health import ServiceHealth, read_health
 from inferpool.service.tools.trial.processes import Family, LogReader
 
 HOST = "127.0.0.1"
@@ -123,7 +123,7 @@ class TrialService:
     async def health(self) -> ServiceHealth:
         """Return the state of its workers."""
         async with connected(self.address, key=self.key) as connection:
-            return await read_health(connection)
+            return await connection.read_health()
 
     async def until_ready(self, timeout_s: float) -> None:
         """Wait until every worker of every model is ready.

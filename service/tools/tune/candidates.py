@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from inferpool.models.vision import photos
+from inferpool.service.client.health import ModelState, ServiceHealth
 from inferpool.service.settings.loader import LoadedSettings, Row
 from inferpool.service.tools.trial.connection import (
     NoAnswerError,
@@ -14,8 +15,13 @@ from inferpool.service.tools.trial.connection import (
     connected,
     post_request,
 )
-from inferpool.service.tools.trial.health import ModelState, ServiceHealth
-from inferpool.service.tools.trial.inputs import TrialInput, is_image, made_up, read_inputs
+from inferpool.service.tools.trial.inputs import (
+    TrialInput,
+    is_image,
+    made_up,
+    read_inputs,
+    specs_of,
+)
 from inferpool.service.tools.trial.load import LoadGenerator, LoadPlan, require_answers
 from inferpool.service.tools.trial.processes import pss_of
 from inferpool.service.tools.trial.service import TrialService, rows_of
@@ -171,6 +177,6 @@ def choose_inputs(given: Path | None, source: str, model: ModelState) -> list[Tr
     if source == "echo":
         body = bytes(_ECHO_BYTES)
         return [TrialInput(name="1 KiB", body=body, content_type="application/octet-stream")]
-    if is_image(model.inputs):
+    if is_image(specs_of(model)):
         return read_inputs(_PHOTOS)
     return made_up(model, _SEED, _NUM_MADE_UP)

@@ -13,25 +13,26 @@ _SERVER = ("fastapi", "starlette", "uvicorn", "inferpool.service.app", "inferpoo
 _SETTINGS = ("pydantic", "inferpool.service.settings.settings")
 _CLIENT = "inferpool.service.client.calls"
 _CLIENTS = ("httpx", _CLIENT)
+_TOP = "inferpool.service.client.top.run"
 _TOOLS = {
     name: f"inferpool.service.tools.{name}"
-    for name in ("chaos", "doctor", "models", "place", "top", "trial", "tune")
+    for name in ("chaos", "doctor", "models", "place", "trial", "tune")
 }
 _FLAGS = (_TOOLS["trial"], f"{_TOOLS['trial']}.flags")
 _NOT_BY_CODE = {
-    "serve": (*_TORCH, *_CLIENTS, *_TOOLS.values()),
+    "serve": (*_TORCH, *_CLIENTS, _TOP, *_TOOLS.values()),
     "agent": (*_TORCH, *_SERVER, *_CLIENTS, *_TOOLS.values(), "sqlalchemy"),
     "predict": (*_TORCH, *_SERVER, *_SETTINGS, *_TOOLS.values(), "numpy", "inferpool.workers"),
     "batch": (*_TORCH, *_SERVER, *_SETTINGS, *_CLIENTS, *_TOOLS.values(), "numpy"),
     "jobs": (*_TORCH, *_SERVER, *_SETTINGS, *_TOOLS.values(), "numpy", "inferpool.workers"),
     "train": (*_TORCH, *_SERVER, *_CLIENTS, "sqlalchemy"),
-    "top": (*_TORCH, *_SERVER, *_SETTINGS, "numpy", "inferpool.workers.host", _CLIENT),
-    "models": (*_TORCH, *_SERVER, "numpy", _CLIENT, _TOOLS["top"], _TOOLS["tune"]),
-    "place": (*_TORCH, *_SERVER, "numpy", _CLIENT, _TOOLS["top"], _TOOLS["tune"], "ray"),
+    "top": (*_TORCH, *_SERVER, *_SETTINGS, "numpy", "inferpool.workers", _CLIENT),
+    "models": (*_TORCH, *_SERVER, "numpy", _CLIENT, _TOP, _TOOLS["tune"]),
+    "place": (*_TORCH, *_SERVER, "numpy", _CLIENT, _TOP, _TOOLS["tune"], "ray"),
     "config": (*_TORCH, *_SERVER, *_CLIENTS, *_TOOLS.values(), "numpy", "asyncio", "rich"),
-    "doctor": (*_TORCH, *_SERVER, *_CLIENTS, _TOOLS["chaos"], _TOOLS["tune"], _TOOLS["top"]),
-    "tune": (*_TORCH, *_SERVER, _TOOLS["chaos"], _TOOLS["doctor"], _TOOLS["top"]),
-    "chaos": (*_TORCH, *_SERVER, _TOOLS["tune"], _TOOLS["doctor"], _TOOLS["top"]),
+    "doctor": (*_TORCH, *_SERVER, *_CLIENTS, _TOOLS["chaos"], _TOOLS["tune"], _TOP),
+    "tune": (*_TORCH, *_SERVER, _TOOLS["chaos"], _TOOLS["doctor"], _TOP),
+    "chaos": (*_TORCH, *_SERVER, _TOOLS["tune"], _TOOLS["doctor"], _TOP),
     "version": (*_TORCH, *_SERVER, *_SETTINGS, *_CLIENTS, *_TOOLS.values(), "asyncio"),
 }
 _NOT_BY_HELP = (*_TORCH, *_SERVER, *_SETTINGS, *_CLIENTS, "asyncio", "msgspec", "numpy", "rich")

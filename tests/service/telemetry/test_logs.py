@@ -13,6 +13,7 @@ from typing import TextIO
 
 import pytest
 
+from inferpool.service.client.texts import escape
 from inferpool.service.telemetry.logs import (
     MAX_QUEUED,
     HumanFormatter,
@@ -20,7 +21,6 @@ from inferpool.service.telemetry.logs import (
     Logs,
     LogThrottle,
     configure,
-    escape,
 )
 
 ROOT = Path(__file__).parents[3]

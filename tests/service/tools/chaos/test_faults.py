@@ -7,6 +7,14 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import get_args
 
+from inferpool.service.client.health import (
+    DecoderState,
+    ForkserverState,
+    ModelState,
+    Rank,
+    ServiceHealth,
+    WorkerState,
+)
 from inferpool.service.tools.chaos.faults import BURST, Faults, schedule
 from inferpool.service.tools.chaos.greed import Greed
 from inferpool.service.tools.chaos.hosts import HostFaults
@@ -17,14 +25,6 @@ from inferpool.service.tools.chaos.swaps import Swaps
 from inferpool.service.tools.chaos.unread import UnreadConnections
 from inferpool.service.tools.chaos.uploads import SlowUploads
 from inferpool.service.tools.chaos.watch import Recovery, Watch
-from inferpool.service.tools.trial.health import (
-    DecoderState,
-    ForkserverState,
-    ModelState,
-    Rank,
-    ServiceHealth,
-    WorkerState,
-)
 
 NO_SWAPS = Swaps(address=("127.0.0.1", 1), models=["m"], key="")
 

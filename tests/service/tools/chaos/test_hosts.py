@@ -7,15 +7,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from inferpool.service.tools.chaos.hosts import TURNS, HostFaults
-from inferpool.service.tools.chaos.watch import Recovery, Watch
-from inferpool.service.tools.trial.agents import TrialAgent
-from inferpool.service.tools.trial.health import (
+from inferpool.service.client.health import (
     KnownHost,
     ModelState,
     ServiceHealth,
     WorkerState,
 )
+from inferpool.service.tools.chaos.hosts import TURNS, HostFaults
+from inferpool.service.tools.chaos.watch import Recovery, Watch
+from inferpool.service.tools.trial.agents import TrialAgent
 from tests.e2e.running import left_over, until
 
 

@@ -8,8 +8,8 @@ import safetensors.numpy
 from PIL import Image
 
 from inferpool.models.spec import TensorSpec
+from inferpool.service.client.health import ModelState
 from inferpool.service.tools.trial.connection import TrialError
-from inferpool.service.tools.trial.health import ModelState
 from inferpool.service.tools.trial.inputs import made_up, read_inputs
 
 

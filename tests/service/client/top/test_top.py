@@ -8,7 +8,7 @@ import pytest
 
 from inferpool.service.cli.main import run
 from tests.pty_screen import on_terminal
-from tests.service.tools.top.states import NOW, answers, event, feed, sends
+from tests.service.client.top.states import NOW, answers, event, feed, sends
 
 KEY = "a-key-for-metrics-0123456789"
 

@@ -1,11 +1,9 @@
 """Models and workers of a service, as its /health shows them."""
 
+from typing import Any
+
 import msgspec
 
-from inferpool.models.spec import TensorSpec
-from inferpool.service.tools.trial.connection import TrialConnection
-
-_TIMEOUT_S = 10.0
 _NO_WORKER = "failed"
 _LOST = "lost"
 
@@ -83,7 +81,8 @@ class ModelState(msgspec.Struct):
     """The change that goes on."""
     versions: list[LoadedVersion] = []
     """The newest first."""
-    inputs: list[TensorSpec] = []
+    inputs: list[dict[str, Any]] = []
+    """Name, dtype and shape of each."""
     example: object = None
     reads_own_form: bool = False
     """It reads another form than `inputs` say."""
@@ -198,11 +197,3 @@ class ServiceHealth(msgspec.Struct):
         """Reason why a worker was given up; empty if none was."""
         failed = [worker for worker in self.workers if worker.state == _NO_WORKER]
         return f"{failed[0].name}: {failed[0].reason}" if failed else ""
-
-
-_decode = msgspec.json.Decoder(ServiceHealth).decode
-
-
-async def read_health(connection: TrialConnection) -> ServiceHealth:
-    """Read the state of all workers."""
-    return _decode(await connection.read("/health", _TIMEOUT_S))

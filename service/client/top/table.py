@@ -11,9 +11,8 @@ from math import ceil
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
-from inferpool.service.checks.findings import in_words
-from inferpool.service.telemetry.logs import escape
-from inferpool.service.tools.trial.health import KnownHost, ModelState, ServiceHealth, WorkerState
+from ..health import KnownHost, ModelState, ServiceHealth, WorkerState
+from ..texts import escape, in_words
 
 STATE_STYLES = {
     "ready": "green",

@@ -3,9 +3,9 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 
-from inferpool.service.tools.top.screen import ScreenSize, page_lines, screen_lines
-from inferpool.service.tools.top.state import View, read_state
-from tests.service.tools.top.states import NOW, event, sample, worker
+from inferpool.service.client.top.screen import ScreenSize, page_lines, screen_lines
+from inferpool.service.client.top.state import View, read_state
+from tests.service.client.top.states import NOW, event, sample, worker
 
 ENDING = {
     "worker": "resnet/0",

@@ -8,9 +8,9 @@ from datetime import datetime
 from rich.cells import cell_len
 from rich.text import Text
 
-from inferpool.service.checks.findings import in_words
-from inferpool.service.telemetry.logs import escape
-from inferpool.service.tools.top.state import (
+from ..health import DeviceState, ModelState
+from ..texts import escape, in_words
+from .state import (
     EndingSeen,
     JobsSeen,
     PercentilesSeen,
@@ -19,8 +19,7 @@ from inferpool.service.tools.top.state import (
     StateSeen,
     View,
 )
-from inferpool.service.tools.top.table import bars, duration, host_lines, rate, span, worker_lines
-from inferpool.service.tools.trial.health import DeviceState, ModelState
+from .table import bars, duration, host_lines, rate, span, worker_lines
 
 HOST_STYLES = {"ready": "green", "starting": "cyan", "unavailable": "bold red", "lost": "bold red"}
 """Styles by status; any other status is shown as a notice."""

@@ -3,20 +3,19 @@
 import asyncio
 import contextlib
 import os
-import ssl
 import sys
 from argparse import Namespace
 from collections.abc import AsyncGenerator
 
 from rich.console import Console
 
-from inferpool.service.client.cli.access import key_of, tls_context, url_of
-from inferpool.service.tools.top.feed import EventFeed, FeedError, LostError
-from inferpool.service.tools.top.plan import KEY_VARIABLE
-from inferpool.service.tools.top.screen import page_lines
-from inferpool.service.tools.top.state import StateSeen, View, as_json, read_state
-from inferpool.service.tools.top.terminal import LiveTerminal
-from inferpool.workers.shared.backoff import Backoff
+from ..cli.access import context_of, key_of, url_of
+from ..cli.flags import METRICS_KEY_VARIABLE
+from ..usage import COMMAND
+from .feed import EventFeed, FeedError, LostError
+from .screen import page_lines
+from .state import StateSeen, View, as_json, read_state
+from .terminal import LiveTerminal
 
 NO_FEED = 1
 _FIRST_PAUSE_S = 0.5
@@ -26,11 +25,11 @@ _SIGNALLED = 128
 
 def run(args: Namespace) -> int:
     """Show a service until the user quits; return the exit status."""
-    url, key = url_of(args.url), key_of(args.key_file, os.environ, KEY_VARIABLE)
+    url, key = url_of(args.url), key_of(args.key_file, os.environ, METRICS_KEY_VARIABLE)
     try:
-        return asyncio.run(_run(EventFeed(url, key, _tls_context(args)), args))
+        return asyncio.run(_run(EventFeed(url, key, context_of(args)), args))
     except FeedError as error:
-        sys.stderr.write(f"inferpool top: {error}\n")
+        sys.stderr.write(f"{COMMAND} top: {error}\n")
         return NO_FEED
 
 
@@ -77,20 +76,21 @@ async def _follow(
     feed: EventFeed, events: AsyncGenerator[bytes, None], terminal: LiveTerminal
 ) -> None:
     """Show each event; connect again after each end of the stream."""
-    pauses = Backoff(_FIRST_PAUSE_S, _MAX_PAUSE_S)
+    pause_s = _FIRST_PAUSE_S
     while True:
         try:
             async with contextlib.aclosing(events):
                 async for data in events:
                     terminal.view.take(_read(feed, data))
                     terminal.draw()
-                    pauses.reset()
+                    pause_s = _FIRST_PAUSE_S
             trouble = f"{feed.place} has ended it"
         except LostError as error:
             trouble = str(error)
         terminal.view.trouble = f"Feed lost, connecting again: {trouble}"
         terminal.draw()
-        await asyncio.sleep(pauses.next_s())
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, _MAX_PAUSE_S)
         events = feed.events()
 
 
@@ -99,10 +99,3 @@ def _read(feed: EventFeed, data: bytes) -> StateSeen:
         return read_state(data)
     except ValueError as error:
         raise FeedError(f"this version cannot read the feed of {feed.place} ({error})") from error
-
-
-def _tls_context(args: Namespace) -> ssl.SSLContext:
-    try:
-        return tls_context(False if args.insecure else str(args.ca_file or "") or True)
-    except (OSError, ssl.SSLError) as error:
-        raise FeedError(f"--ca-file: {args.ca_file}: {error}") from error

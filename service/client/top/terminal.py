@@ -13,8 +13,8 @@ from functools import partial
 from rich.console import Console, Group
 from rich.live import Live
 
-from inferpool.service.tools.top.screen import ScreenSize, screen_lines
-from inferpool.service.tools.top.state import View
+from .screen import ScreenSize, screen_lines
+from .state import View
 
 _MAX_READ = 1024
 _NEXT = (b"j", b"\t", b"\x1b[C", b"\x1b[B", b"\x1bOC", b"\x1bOB")

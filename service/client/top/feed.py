@@ -12,10 +12,11 @@ from collections.abc import AsyncGenerator, AsyncIterator
 import httpx
 import msgspec
 
-from inferpool.service.client.connecting import STRAIGHT, open_async_client
-from inferpool.service.client.reaching import is_hopeless, why_unreached
-from inferpool.service.client.urls import without_password
-from inferpool.service.tools.top.plan import KEY_VARIABLE
+from ..cli.flags import METRICS_KEY_VARIABLE
+from ..connecting import STRAIGHT, open_async_client
+from ..reaching import is_hopeless, why_unreached
+from ..urls import without_password
+from ..usage import COMMAND
 
 _CONNECT_S = 5.0
 _SILENCE_S = 10.0
@@ -64,7 +65,7 @@ class EventFeed:
                 async for data in _read_states(answer.aiter_bytes()):
                     yield data
         except httpx.TransportError as error:
-            text = why_unreached(error, self._url, place=self.place, command="inferpool top")
+            text = why_unreached(error, self._url, place=self.place, command=f"{COMMAND} top")
             raise (FeedError if is_hopeless(error) else LostError)(text) from error
 
     async def close(self) -> None:
@@ -77,8 +78,8 @@ class EventFeed:
             case 401 | 403:
                 cure = "another key" if self._has_key else "a key for metrics"
                 return FeedError(
-                    f"{self.place} wants {cure}: --key-file PATH, or the variable {KEY_VARIABLE}"
-                    + (f" ({detail})" if detail else "")
+                    f"{self.place} wants {cure}: --key-file PATH, or the variable "
+                    f"{METRICS_KEY_VARIABLE}" + (f" ({detail})" if detail else "")
                 )
             case 502 | 503 | 504 | 429:
                 said = detail or f"it answers with {answer.status_code}"

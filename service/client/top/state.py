@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from inferpool.service.tools.trial.health import ModelState, ServiceHealth
+from ..health import ModelState, ServiceHealth
 
 _MAX_PAST = 300
 
