@@ -1,7 +1,7 @@
 """Checks API keys: which key a call needs is decided by its path.
 
-Runs in the event loop, before a body is read. A path without a policy here is not served at all, so
-no route is open by oversight.
+Runs in the event loop, before a body is read. A path without a policy here is not served at all,
+and a service that has such a route does not start, so no route is open by oversight.
 """
 
 import logging
@@ -23,6 +23,7 @@ POLICIES: Mapping[str, Policy] = {
     "/": "open",
     "/page": "open",
     "/docs": "open",
+    "/docs/assets": "open",
     "/openapi.json": "open",
     "/health/live": "open",
     "/health/ready": "open",
@@ -34,7 +35,7 @@ POLICIES: Mapping[str, Policy] = {
     "/admin": "admin",
 }
 """The policy of a path and of everything below it; the longest match counts. "/" means itself
-alone."""
+alone. A route that is to be open stands here itself: none is so because of a path above it."""
 
 KEY_MEANINGS: Mapping[Access, str] = {
     "predict": "the setting `predict_keys`.",

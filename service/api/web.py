@@ -2,9 +2,10 @@
 
 import hashlib
 import logging
+import re
 import sys
 import time
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import is_dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
+from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import Lifespan, Receive, Scope, Send
 
@@ -25,7 +27,7 @@ from inferpool.service.api.addresses import (
     without_last_slash,
 )
 from inferpool.service.api.asgi import answer
-from inferpool.service.api.auth import Guard, policy_of
+from inferpool.service.api.auth import POLICIES, Guard, Policy, policy_of
 from inferpool.service.api.call import Call, Tracing, begin_call
 from inferpool.service.api.cors import Cors
 from inferpool.service.api.errors import (
@@ -51,7 +53,7 @@ from inferpool.service.api.replies import (
     preflight_reply,
     send_reply,
 )
-from inferpool.service.errors import ServiceError
+from inferpool.service.errors import ServiceError, StartError
 from inferpool.service.telemetry.logs import LogThrottle
 
 logger = logging.getLogger(__name__)
@@ -63,6 +65,8 @@ _DOCUMENT_PATH = "/openapi.json"
 _ASSETS_PATH = "/docs/assets"
 _REPEATABLE = b"vary"
 """A header that may stand several times (RFC 9110, 12.5.5)."""
+_PARAMETER = re.compile(r"/\{[^}/]*\}$")
+"""A parameter at the end of a route's path."""
 _ASSETS_PACKAGE = "fastapi_offline"
 """The package with Swagger UI's files, so that `/docs` asks no other host for anything."""
 
@@ -93,6 +97,9 @@ class App(FastAPI):
             cors: Pages of other origins that may call; None: none.
             docs: Serve the API's documentation.
             lifespan: Runs around the serving, as in FastAPI.
+
+        Raises:
+            StartError: Nothing says which key a route needs.
         """
         super().__init__(
             **INFO,
@@ -124,6 +131,8 @@ class App(FastAPI):
         self._modules = _modules_of(routers)
         if docs:
             self._install_docs()
+        self.scopes = {} if guard is None else dict(_scopes_of(self.routes))
+        """The key that each route needs, by its path."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one ASGI call."""
@@ -282,6 +291,29 @@ def with_call_headers(call: Call, send: Send) -> Send:
         await send(message)
 
     return sending
+
+
+def _scopes_of(routes: Iterable[BaseRoute]) -> Iterator[tuple[str, Policy]]:
+    """Yield the paths of routes and the keys that they need.
+
+    Raises:
+        StartError: Nothing says which key one needs, or it is open because it lies below a path
+            that is.
+    """
+    for route in routes:
+        included = getattr(route, "original_router", None)
+        if included is not None:
+            yield from _scopes_of(included.routes)
+            continue
+        if not isinstance(route, Route | Mount):  # calls to others are not checked here
+            raise StartError(f"{route} cannot be served: no key is asked for there")
+        policy = policy_of(route.path)
+        if policy is None or (policy == "open" and _PARAMETER.sub("", route.path) not in POLICIES):
+            raise StartError(
+                f"{route.path} cannot be served: POLICIES of service.api.auth do not say which key "
+                "it needs"
+            )
+        yield route.path, policy
 
 
 def _modules_of(routers: Sequence[APIRouter]) -> frozenset[ModuleType]:

@@ -1,19 +1,22 @@
 import asyncio
 import json
+import re
 import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 
 import pytest
+from fastapi import APIRouter
 from starlette.routing import BaseRoute, Mount, Route
 
-from inferpool.service.api.auth import POLICIES, policy_of
+from inferpool.service.api.auth import Guard, policy_of
 from inferpool.service.api.call import begin_call
 from inferpool.service.api.web import App
 from inferpool.service.api.wire.listening import warn_if_open
 from inferpool.service.app import assemble, make_app
 from inferpool.service.endpoint import failure_log
+from inferpool.service.errors import StartError
 from inferpool.service.settings.loader import load
 from inferpool.service.settings.settings import Settings
 from inferpool.service.telemetry.console import Console
@@ -81,12 +84,43 @@ def paths_of(routes: Iterable[BaseRoute]) -> Iterator[str]:
             yield route.path
 
 
-def test_every_route_has_a_policy(app):
-    paths = [*paths_of(app.routes), *app.openapi()["paths"]]
-    assert len(paths) > 8
-    assert [path for path in paths if policy_of(path) is None] == []
-    assert set(POLICIES) - {"/admin", "/page"} <= set(paths)
-    assert any(path.startswith("/admin/") for path in paths)
+SCOPES = {
+    "open": "/ /docs /docs/assets /health/live /health/ready /openapi.json /page/{name}",
+    "metrics": "/events /health /metrics",
+    "predict": """
+        /jobs /jobs/{id} /jobs/{id}/events /jobs/{id}/result
+        /predict /predict/{model:path} /predict/{model} /predict/{model}/versions/{version}
+    """,
+    "admin": """
+        /admin/drain /admin/hosts/{host}/measure /admin/log-level /admin/log-level/{level}
+        /admin/models /admin/models/{model} /admin/models/{model}/restart
+        /admin/models/{model}/rollback /admin/models/{model}/versions
+        /admin/models/{model}/workers/{number}/restart /admin/resume /admin/settings
+    """,
+}
+"""All paths of a service with everything, by the key that they need."""
+
+
+def test_each_route_needs_the_key_that_this_table_says(app):
+    expected = {path: scope for scope, paths in SCOPES.items() for path in paths.split()}
+    paths = {*paths_of(app.routes), *app.openapi()["paths"]}
+    assert {path: policy_of(path) for path in paths} == expected
+    assert app.scopes == {path: expected[path] for path in paths_of(app.routes)}
+
+
+@pytest.mark.parametrize("path", ["/models", "/health/live/all", "/docs/{name}/keys", "/{any}"])
+def test_a_service_whose_route_states_no_scope_does_not_start(path):
+    router = APIRouter()
+    router.add_route(path, lambda _: None)
+    with pytest.raises(StartError, match=re.escape(f"{path} cannot be served")):
+        App(version="0", routers=[router], guard=Guard())
+
+
+def test_a_service_does_not_start_with_a_route_that_no_key_would_guard():
+    router = APIRouter()
+    router.add_websocket_route("/predict/stream", lambda _: None)
+    with pytest.raises(StartError, match="no key is asked for"):
+        App(version="0", routers=[router], guard=Guard())
 
 
 def test_openapi_lists_exactly_the_routes_that_are_no_pages(app):

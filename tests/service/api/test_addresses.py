@@ -5,6 +5,7 @@ from fastapi import APIRouter, FastAPI, Request
 
 from inferpool.service.api.addresses import root_for
 from inferpool.service.api.web import App
+from inferpool.service.parts.live.page import Page
 from tests.service.api.fakes import FakeModel, call, endpoint, post
 
 IMAGE = {"content-type": "image/png"}
@@ -18,7 +19,7 @@ def mounted() -> FastAPI:
     async def job(request: Request, id: str) -> str:
         return f"{root_for(request.scope)}/jobs/{id}"
 
-    app = App(version="0", routers=[router])
+    app = App(version="0", routers=[router, Page(docs=True).router()])
     app.predict = endpoint(FakeModel())
     outer = FastAPI()
     outer.mount("/models", app)
