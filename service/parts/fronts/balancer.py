@@ -11,9 +11,9 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from inferpool.service.api.wire.backlog import take_last
+from inferpool.service.parts.fronts.front_process import FrontProcess
 
 logger = logging.getLogger(__name__)
 
@@ -23,21 +23,11 @@ _PAUSE_S = 0.05
 """How long connections wait in the backlog after no descriptor was left, or no front took one."""
 
 
-class ConnectionTaker(Protocol):
-    """A front that takes connections."""
-
-    num_open: int
-    """Connections that the front has."""
-
-    def give(self, connection: socket.socket) -> bool:
-        """Hand a connection over; return False if the front takes none."""
-
-
 class ConnectionBalancer:
     """Shares the connections of one listening socket among the fronts that take any."""
 
     def __init__(
-        self, listener: socket.socket, takers: Callable[[], Sequence[ConnectionTaker]]
+        self, listener: socket.socket, takers: Callable[[], Sequence[FrontProcess]]
     ) -> None:
         self._listener = listener
         self._takers = takers
