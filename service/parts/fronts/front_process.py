@@ -9,15 +9,18 @@ from mmap import mmap
 from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from inferpool.service.api.wire.budgets import EdgeUse
-from inferpool.service.parts.fronts.main_side import ArenaPart, LocalModels, MainSide
+from inferpool.service.parts.fronts.main_side import ArenaPart, MainSide
 from inferpool.service.parts.fronts.messages import FrontConfig, FrontCounts, Leave, MoveAway
 from inferpool.workers.host.engine import Cause, Ending, WorkerId
 from inferpool.workers.host.observed import EXIT_AFTER_EOF_S, ObservedProcess, OomKills
 from inferpool.workers.shared.errors import WorkerStartError
 from inferpool.workers.shared.memory import WritableMemory
+
+if TYPE_CHECKING:  # each front imports this module, and not the catalog
+    from inferpool.service.catalog.catalog import Catalog
 
 _LEAVE_S = 4.0
 """How long a front may take to close its connections once no client has anything left to read; half
@@ -37,7 +40,7 @@ class FrontProcess:
         config: FrontConfig,
         memory: WritableMemory,
         part: ArenaPart,
-        models: LocalModels,
+        models: "Catalog",
         oom_kills: OomKills,
         on_counts: Callable[[FrontCounts], None],
     ) -> None:

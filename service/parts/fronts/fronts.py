@@ -16,9 +16,10 @@ from pathlib import Path
 from inferpool.service.api.routes.health import FrontHealth
 from inferpool.service.api.wire.budgets import EdgeLimits
 from inferpool.service.api.wire.held import clear, num_bytes_for
+from inferpool.service.catalog.catalog import Catalog
 from inferpool.service.parts.fronts.balancer import ConnectionBalancer
 from inferpool.service.parts.fronts.front_process import FrontProcess
-from inferpool.service.parts.fronts.main_side import ArenaPart, LocalModels
+from inferpool.service.parts.fronts.main_side import ArenaPart
 from inferpool.service.parts.fronts.messages import FrontConfig, FrontCounts
 from inferpool.service.parts.fronts.only_front import read_fronts
 from inferpool.service.settings.settings import Settings
@@ -61,7 +62,7 @@ class Fronts:
         limits: EdgeLimits,
         listener: socket.socket,
         arena: Arena,
-        models: LocalModels,
+        models: Catalog,
         metrics: Metrics,
         on_lost: Callable[[], None],
     ) -> None:

@@ -6,15 +6,14 @@ Runs in the main process's event loop, one for each process that a front has had
 import asyncio
 import logging
 import mmap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 from itertools import count
 from multiprocessing.connection import Connection
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from inferpool.service.api.call import ModelEntry
 from inferpool.service.errors import InternalError, ServiceError, UnavailableError
 from inferpool.service.parts.fronts.link import Link
 from inferpool.service.parts.fronts.messages import (
@@ -33,10 +32,13 @@ from inferpool.service.parts.fronts.messages import (
     TableTaken,
     failure_of,
 )
-from inferpool.service.queue.instance import Buffer, InstanceSteps, Result, SlotOwner
+from inferpool.service.queue.instance import InstanceSteps, Result
 from inferpool.workers.shared.arena import slot_bytes
 from inferpool.workers.shared.log_lines import log_line
-from inferpool.workers.shared.messages import FrameError, ItemRef, LogLine
+from inferpool.workers.shared.messages import FrameError, LogLine
+
+if TYPE_CHECKING:  # each front imports this module, and not the catalog
+    from inferpool.service.catalog.catalog import Catalog
 
 logger = logging.getLogger(__name__)
 
@@ -44,31 +46,6 @@ _MAX_ANSWER_BYTES = 1 << 20
 """More answers than this are sent before the turn is over, so that no message gets huge."""
 _GIVEN_UP = Failure("cancelled", "nobody waits for it any more")
 _decode = msgspec.msgpack.Decoder(FromFront).decode
-
-
-class LocalModel(ModelEntry, Protocol):
-    """A version of a model whose dispatcher is in this process."""
-
-    def submit(
-        self,
-        ref: ItemRef,
-        chunks: Sequence[Buffer],
-        steps: InstanceSteps | None = None,
-        owner: SlotOwner | None = None,
-    ) -> "asyncio.Future[Result]":
-        """See `Dispatcher.submit`."""
-
-
-class LocalModels(Protocol):
-    """The versions that calls may get to."""
-
-    @property
-    def loaded(self) -> Mapping[int, LocalModel]:
-        """All that are loaded, by number."""
-
-    @property
-    def entries(self) -> Mapping[str, LocalModel]:
-        """Those that calls may get to, by the rest of the path; see `Predict.models`."""
 
 
 class MainSide:
@@ -81,7 +58,7 @@ class MainSide:
         writer: Connection,
         *,
         part: "ArenaPart",
-        models: LocalModels,
+        models: "Catalog",
         on_counts: Callable[[FrontCounts], None],
         on_end: Callable[[str], None],
     ) -> None:
@@ -282,7 +259,7 @@ class MainSide:
             future.set_result(None)
 
 
-def rows_of(models: LocalModels) -> list[ModelRow]:
+def rows_of(models: "Catalog") -> list[ModelRow]:
     """Return what fronts need to know of the versions that calls may get to."""
     rows = []
     for number, model in models.loaded.items():

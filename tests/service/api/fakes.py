@@ -17,7 +17,7 @@ from inferpool.service.api.predict import Predict
 from inferpool.service.api.replies import Reply as Answered
 from inferpool.service.errors import ServiceError
 from inferpool.service.parts.fronts.front_side import FrontSide, RemoteModel
-from inferpool.service.parts.fronts.main_side import ArenaPart, LocalModel, MainSide, rows_of
+from inferpool.service.parts.fronts.main_side import ArenaPart, MainSide, rows_of
 from inferpool.service.parts.fronts.messages import FrontCounts
 from inferpool.service.queue.instance import (
     Buffer,
@@ -121,7 +121,7 @@ class NoWire:
 class Models:
     """A catalog of one version of each model."""
 
-    def __init__(self, *models: LocalModel) -> None:
+    def __init__(self, *models: ModelEntry) -> None:
         self.loaded = dict(enumerate(models))
         self.entries = {model.name: model for model in models}
 
@@ -129,7 +129,7 @@ class Models:
 def both_sides(
     part: ArenaPart,
     memory: mmap,
-    model: LocalModel,
+    model: ModelEntry,
     on_counts: Callable[[FrontCounts], object] = print,
     key_share: float = 1.0,
 ) -> tuple[MainSide, FrontSide, Slots]:
