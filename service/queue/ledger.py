@@ -99,9 +99,6 @@ class Ledger:
             self.traced.compute(batch, done)
         metrics = self.metrics
         prepare_s, compute_s = done.prepare_s, done.compute_s
-        metrics.batch_size.observe(len(batch))
-        metrics.prepare_duration.observe(prepare_s)
-        metrics.inference_duration.observe(compute_s)
         # All time that was neither preparation nor computation was waiting, here or in the worker.
         began = now - prepare_s - compute_s
         waits_s: list[float] = []
@@ -117,7 +114,7 @@ class Ledger:
                 metrics.succeeded += 1
                 self._settle(instance)
                 instance.set_result(Result(outcome, InstanceTiming(queue_s, prepare_s, compute_s)))
-        metrics.queue_wait.observe_all(waits_s)
+        metrics.observe_batch(len(batch), prepare_s, compute_s, waits_s)
 
     def cancel(self, instance: Instance) -> None:
         """Settle an instance that nobody waits for any more."""

@@ -10,7 +10,7 @@ import numpy as np
 from prometheus_client.samples import Exemplar as RenderedExemplar
 from prometheus_client.utils import floatToGoString
 
-_MAX_PENDING = 4096
+MAX_PENDING = 4096
 """Values kept before they are counted."""
 
 Bucket = tuple[str, float] | tuple[str, float, RenderedExemplar]
@@ -20,7 +20,7 @@ Bucket = tuple[str, float] | tuple[str, float, RenderedExemplar]
 class Distribution:
     """A histogram. `observe` only appends, and numpy counts many values at once later."""
 
-    __slots__ = ("_counts", "_edges", "_parts", "_pending", "_sum")
+    __slots__ = ("_counts", "_edges", "_parts", "_sum", "pending")
 
     def __init__(self, edges: Sequence[float], parts: int = 1) -> None:
         """Start empty.
@@ -33,24 +33,19 @@ class Distribution:
         self._parts = parts
         self._counts = np.zeros(len(self._edges) + 1, dtype=np.int64)
         self._sum = 0.0
-        self._pending: list[float] = []
+        self.pending: list[float] = []
+        """Values that are not counted yet. Who appends here calls `fold` at `MAX_PENDING`."""
 
     def observe(self, value: float) -> None:
         """Count one value."""
-        pending = self._pending
+        pending = self.pending
         pending.append(value)
-        if len(pending) >= _MAX_PENDING:
-            self._fold()
-
-    def observe_all(self, values: Sequence[float]) -> None:
-        """Count several values."""
-        self._pending += values
-        if len(self._pending) >= _MAX_PENDING:
-            self._fold()
+        if len(pending) >= MAX_PENDING:
+            self.fold()
 
     def take(self) -> tuple[list[int], float]:
         """Return the number of values in each part, and their sum; start again at zero."""
-        self._fold()
+        self.fold()
         taken = self._counts.tolist(), self._sum
         self._counts[:] = 0
         self._sum = 0.0
@@ -64,17 +59,17 @@ class Distribution:
     @property
     def count(self) -> int:
         """The number of values."""
-        return int(self._counts.sum()) + len(self._pending)
+        return int(self._counts.sum()) + len(self.pending)
 
     @property
     def sum(self) -> float:
         """The sum of the values."""
-        self._fold()
+        self.fold()
         return self._sum
 
     def buckets(self) -> list[tuple[str, float]]:
         """Return (upper bound, values up to it) as Prometheus has them: cumulative, "+Inf" last."""
-        self._fold()
+        self.fold()
         last = self._parts - 1
         bounds = [*map(floatToGoString, self._edges[last :: self._parts].tolist()), "+Inf"]
         cumulative = self._counts.cumsum()
@@ -85,23 +80,24 @@ class Distribution:
         """Return the sum of two distributions with the same parts."""
         both = Distribution(())
         both._edges, both._parts = self._edges, self._parts
-        self._fold()
-        other._fold()
+        self.fold()
+        other.fold()
         both._counts = self._counts + other._counts
         both._sum = self._sum + other._sum
         return both
 
     def __sub__(self, before: "Distribution") -> "Recent":
         """Return what was counted after a copy of this distribution was made."""
-        self._fold()
-        before._fold()
+        self.fold()
+        before.fold()
         return Recent(self._edges, self._counts - before._counts)
 
-    def _fold(self) -> None:
-        if not self._pending:
+    def fold(self) -> None:
+        """Count the values that are pending."""
+        if not self.pending:
             return
-        values = np.array(self._pending, dtype=np.float64)
-        self._pending.clear()
+        values = np.array(self.pending, dtype=np.float64)
+        self.pending.clear()
         self._sum += float(values.sum())
         places = self._edges.searchsorted(values, side="left")
         self._counts += np.bincount(places, minlength=len(self._counts))

@@ -1,7 +1,7 @@
 """Every number that `/metrics` shows: cheap to record, and put into Prometheus' form on demand.
 
 Recording and rendering both happen in the front end's event loop, so there are no locks. Counters
-are plain attributes; the hot path does `metrics.queue_wait.observe(seconds)`.
+are plain attributes, and the numbers of one batch are recorded by one call.
 """
 
 import logging
@@ -21,7 +21,7 @@ from prometheus_client.core import (
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from inferpool.service.telemetry.distribution import Bucket, Distribution, Exemplars
+from inferpool.service.telemetry.distribution import MAX_PENDING, Bucket, Distribution, Exemplars
 from inferpool.workers.host.engine import Cause, GpuHealth
 
 logger = logging.getLogger(__name__)
@@ -108,6 +108,19 @@ class ModelMetrics:
                 )
         both.exemplars = self.exemplars
         return both
+
+    def observe_batch(
+        self, size: int, prepare_s: float, compute_s: float, waits_s: Sequence[float]
+    ) -> None:
+        """Count a batch that has come back, and the seconds that its instances waited."""
+        self.batch_size.pending.append(size)
+        self.prepare_duration.pending.append(prepare_s)
+        self.inference_duration.pending.append(compute_s)
+        self.queue_wait.pending += waits_s
+        if max(len(self.batch_size.pending), len(self.queue_wait.pending)) >= MAX_PENDING:
+            for each in (self.batch_size, self.prepare_duration, self.inference_duration):
+                each.fold()
+            self.queue_wait.fold()
 
     def forget(self) -> None:
         """Start again from zero, with what is in flight."""

@@ -44,7 +44,7 @@ def test_the_memory_of_a_distribution_is_bounded():
     distribution = Distribution(DURATION_EDGES_S)
     for _ in range(100_000):
         distribution.observe(0.01)
-        assert len(distribution._pending) < 4096
+        assert len(distribution.pending) < 4096
     assert distribution.count == 100_000
 
 

@@ -122,7 +122,8 @@ def test_durations_of_jobs_are_shown_where_jobs_are_kept(metrics, accept):
     name = "inferpool_job_duration_seconds"
     assert (f"{name}_sum", "") not in samples(metrics, accept)
     metrics.job_durations = Distribution((1.0, 60.0))
-    metrics.job_durations.observe_all([0.5, 3.5, 100.0])
+    for duration_s in (0.5, 3.5, 100.0):
+        metrics.job_durations.observe(duration_s)
     found = samples(metrics, accept)
     assert found[f"{name}_bucket", "le=60.0"] == 2
     assert (found[f"{name}_count", ""], found[f"{name}_sum", ""]) == (3, 104.0)
@@ -172,3 +173,12 @@ def test_a_label_that_a_reading_leaves_out_is_not_there(metrics):
     found = samples(metrics)
     assert found["inferpool_gpu_up", "gpu=0,uuid=a"] == 1
     assert found["inferpool_gpu_up", "gpu=0,host=far,uuid=a"] == 1
+
+
+def test_what_batches_took_is_kept_in_few_numbers_until_it_is_read():
+    model = ModelMetrics("m")
+    for _ in range(5000):
+        model.observe_batch(2, 0.001, 0.002, [0.003, 0.003])
+        assert len(model.batch_size.pending) < 4096
+        assert len(model.queue_wait.pending) < 4096
+    assert (model.batch_size.count, model.queue_wait.count) == (5000, 10_000)
