@@ -45,7 +45,7 @@ class ModelVersion:
     """One version of a model that is loaded, or is being loaded, as calls get to it."""
 
     def __init__(self, settings: ModelSettings, pool: Pool) -> None:
-        """Keep the version away from calls, until `Catalog.serve` or `Catalog.expose`."""
+        """Make a version that no call gets to before `Catalog.serve` or `Catalog.expose`."""
         self.name = pool.name
         """The name of the model."""
         self.number = self.version = pool.version
@@ -166,7 +166,7 @@ class Catalog:
             self._announcer.planned([(slot.id.worker, place_text(slot.config)) for slot in slots])
 
     def remove_host(self, name: str, reason: str) -> None:
-        """Forget the workers on a host of the cluster that was lost; `reason` is for people."""
+        """Remove the workers on a host of the cluster that was lost; `reason` is for people."""
         self._hosts.leave(name)
         for version in list(self.loaded.values()):
             version.pool.withdraw(name, reason)
@@ -231,13 +231,13 @@ class Catalog:
         return version
 
     def expose(self, version: ModelVersion) -> None:
-        """Let calls that name a version get to it."""
+        """Open a version to the calls that name it."""
         self.entries[version.path] = version
         self._metrics.show(version.metrics)
         self._on_change()
 
     def serve(self, version: ModelVersion) -> None:
-        """Let a version answer all calls from now on that name no version.
+        """Have a version answer all calls from now on that name no version.
 
         Each call belongs to one version from its submission on, so this is atomic.
         """
@@ -251,19 +251,19 @@ class Catalog:
         self.expose(version)
 
     def begin_canary(self, version: ModelVersion, share: float) -> None:
-        """Let a version answer a share of the calls that name no version, by their ids."""
+        """Have a version answer a share of the calls that name no version, by their ids."""
         serving = self.entries[version.name]
         serving.canary, serving.is_serving = CanaryShare(version.path, share), False
         self.expose(version)
 
     def end_canary(self, version: ModelVersion) -> None:
-        """Let the version that serves answer all calls again that name no version."""
+        """Have the version that serves answer all calls again that name no version."""
         serving = self.entries[version.name]
         serving.canary, serving.is_serving = None, True
         self._on_change()
 
     def let_go(self, version: ModelVersion, grace_s: float) -> asyncio.Task[None]:
-        """Let a version answer what it has accepted, and then end its workers.
+        """Have a version answer what it has accepted, and then end its workers.
 
         Calls that are on their way to it go to the version that serves.
 
@@ -326,7 +326,7 @@ class Catalog:
             logger.error(text, version.name, version.number, exc_info=error)
 
     async def save(self, name: str, version: ModelVersion | None) -> None:
-        """Let the next start of the service serve this version; None removes the model.
+        """Write down that the next start serves this version; None removes the model.
 
         Raises:
             NotSavedError: It could not be written.
@@ -337,7 +337,7 @@ class Catalog:
         await self._saved(self._state.save(name, model, version=number, newest=newest))
 
     async def save_number(self, version: ModelVersion) -> None:
-        """Let no start of the service give the number of this version to another one.
+        """Write down the number of this version, so that no other version ever gets it.
 
         Raises:
             NotSavedError: It could not be written.

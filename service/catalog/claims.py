@@ -28,5 +28,5 @@ class Claims:
         self._what[model] = what
 
     def give_back(self, model: str) -> None:
-        """Let others claim a model."""
+        """End the claim to a model."""
         self._what.pop(model, None)

@@ -18,7 +18,7 @@ class HostPlans:
     """Plans the workers of models on this host alone, or on all hosts of a cluster."""
 
     def __init__(self, host: Host | None, cache_dir: str | None) -> None:
-        """Take the devices of this host; None: hosts of a cluster join later.
+        """Plan for the devices of this host; None: hosts of a cluster join later.
 
         `cache_dir` is the folder of verdicts on speed. Agents have folders of their own.
         """

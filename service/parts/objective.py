@@ -45,7 +45,7 @@ class Objective(QueuePolicy):
       W / (W + 1) of the objective. If more arrives than can be served so, batches may be larger,
       and are filled with what comes shortly before a worker is free.
     - How many may wait. An instance that would be answered too late is refused at once. So what is
-      admitted is answered in time whatever arrives, and workers stay busy with full batches.
+      admitted is answered in time at any load, and workers stay busy with full batches.
 
     If even a single instance takes longer than the objective, nothing can be held: batches are as
     large as without one, and nothing is refused for its sake.

@@ -34,7 +34,7 @@ _ADMITTED_SPARE, _TIGHT_SPARE = 1.05, 1.1
 """The same factor when checking that what was admitted before stays in time. It is smaller, which
 leaves room for instances with a nearer deadline."""
 _LOST = 1.5
-"""An admitted instance counts as lost if it would take so many times the time that is left.
+"""An admitted instance counts as lost if it would take this many times the time that is left.
 Estimates vary by less (with 1.2, one simulated mix in 50 lost 128 of 1,356), and an instance that
 will be late reaches this as its deadline draws near."""
 _TIMES_ROOM = 3
@@ -73,7 +73,7 @@ class RateMeter:
     def under_load(self, now: float) -> tuple[float, float]:
         """Estimate the seconds per instance and per batch once batches are full; 0 if unknown.
 
-        Refusals go by this, so it errs on the low side. It uses medians, since one slow batch says
+        Refusals use it, so it errs on the low side. It uses medians, since one slow batch says
         little about the next. If only small batches were seen, it assumes that full ones take no
         longer.
         """

@@ -65,7 +65,7 @@ class SizeLimit:
             self.now = self.own = AUTO_SIZE
 
     def accelerate(self) -> None:
-        """Note that the fast workers compute on accelerators."""
+        """Grow as it pays on accelerators, which the fast workers have."""
         if not self._is_accelerated:
             self._is_accelerated, self._num_full = True, -_NUM_COLD
 
@@ -74,7 +74,7 @@ class SizeLimit:
         self.now = min(self.own, most)
 
     def note(self, size: int, prepare_s: float, compute_s: float) -> None:
-        """Learn from a batch that took a worker so long to prepare and to compute."""
+        """Learn from the seconds that a worker took to prepare and to compute a batch."""
         if size < self.own or not self._may_grow:
             return
         # An accelerator computes a batch while the next one is prepared.

@@ -1,11 +1,11 @@
 """Orders what waits, and forms batches: by priority, then the earliest deadline first.
 
-If going by priority would make something late, the earliest deadline goes first, whatever its
-priority. So a priority decides who is answered sooner, and not who is answered at all.
+If the order by priority would make something late, the earliest deadline goes first instead. So a
+priority decides what is answered sooner, and not what is answered at all.
 
 Instances of one priority and of about the same deadline share a bucket, which is first come, first
 served. To add one or to take one out, even from the middle, costs the same however many wait.
-Whatever must look at everything that waits looks at the buckets, which are few. Pure: it holds no
+A search of everything that waits goes through the buckets, which are few. Pure: it holds no
 clock, no future and no process.
 """
 
@@ -22,7 +22,7 @@ from inferpool.workers.shared.messages import ItemRef
 _OCTAVES, _OCTAVE_1_S = 26, 5
 """The number of timeout classes, which differ by factors of 2 from 1/32 s up, and that of 1 s."""
 _PER_OCTAVE = 8
-"""A bucket is so many times narrower than the shortest timeout of its kind."""
+"""A bucket is this many times narrower than the shortest timeout of its kind."""
 _PER_S = tuple(_PER_OCTAVE * 2.0 ** (_OCTAVE_1_S + 1 - octave) for octave in range(_OCTAVES))
 """Buckets per second, by timeout class."""
 _KINDS = 512
@@ -221,7 +221,7 @@ class Batcher(Generic[Q]):
         self._sums = None
 
     def remove(self, instance: Q) -> None:
-        """Take out an instance that waits."""
+        """Remove an instance that waits."""
         del instance.bucket.instances[instance]
         if caller := instance.ref.caller:
             instance.bucket.num_of[caller] -= 1
@@ -252,7 +252,8 @@ class Batcher(Generic[Q]):
         """Order by priority while everything will be in time, or else by deadline alone.
 
         Args:
-            is_in_time: Returns whether so many (second) can be answered by a deadline (first).
+            is_in_time: Returns whether all instances of a number (second) can be answered by a
+                deadline (first).
         """
         sums = self._sums or self._sum_up()
         is_tight = not all(is_in_time(deadline, num) for deadline, num in sums.behind(0))
@@ -261,7 +262,7 @@ class Batcher(Generic[Q]):
             self._sort()
 
     def next_batch(self, max_size: int) -> list[Q]:
-        """Take the best instances, at most `max_size`; a solo instance comes alone."""
+        """Remove and return the best instances, at most `max_size`; a solo instance comes alone."""
         batch: list[Q] = []
         for bucket in chain(self._order, (self._late,)):
             instances, num_of = bucket.instances, bucket.num_of
@@ -282,7 +283,7 @@ class Batcher(Generic[Q]):
         return batch
 
     def last_batch(self, max_size: int, fits: Callable[[Q], bool]) -> list[Q]:
-        """Take the instances that would go last, at most `max_size`; no solo instances.
+        """Remove and return those that would go last, at most `max_size`; no solo instances.
 
         Args:
             max_size: The most to take.
@@ -358,7 +359,7 @@ class Batcher(Generic[Q]):
         return self._sums
 
     def _forget_kinds(self, now: float) -> None:
-        """Keep only the kinds that wait or came lately."""
+        """Drop the kinds that neither wait nor came lately."""
         waiting = {bucket.kind for bucket in self._by_deadline if bucket.instances}
         self._kinds = {
             kind: came

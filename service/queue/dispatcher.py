@@ -261,7 +261,7 @@ class Dispatcher:
             self.cut_off("this server is shutting down and ran out of time")
 
     def on_cancelled(self, instance: Instance) -> None:
-        """Forget an instance whose caller has gone."""
+        """Settle an instance after its caller has gone."""
         self._unqueue(instance)
         self._ledger_of(instance).cancel(instance)
 
@@ -379,7 +379,7 @@ class Dispatcher:
         )
 
     def _refuse_quarantined(self) -> None:
-        """Refuse the queued instances whose input has just been quarantined."""
+        """Refuse queued instances with an input that has just been quarantined."""
         for instance in (*self._queue, *self._background):
             if refusal := self._suspects.refusal(instance):
                 self._unqueue(instance)

@@ -62,7 +62,7 @@ class CancelListener(Protocol):
     loop: asyncio.AbstractEventLoop
 
     def on_cancelled(self, instance: "Instance") -> None:
-        """Forget an instance whose caller has gone."""
+        """Settle an instance after its caller has gone."""
 
 
 class Instance(asyncio.Future[Result]):
@@ -93,12 +93,12 @@ class Instance(asyncio.Future[Result]):
         self.tick = NO_TICK
 
     is_compared = False
-    """See `ComparedInstance`; an attribute of the class, since instances are many."""
+    """True in `ComparedInstance`. An attribute of the class costs each instance nothing."""
 
     __hash__ = asyncio.Future.__hash__
 
     def cancel(self, msg: object = None) -> bool:
-        """Give the instance up, since nobody waits for it any more."""
+        """Cancel the instance: its caller does not wait any more."""
         if self.done():
             return False
         self.dispatcher.on_cancelled(self)

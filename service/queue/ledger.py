@@ -68,7 +68,7 @@ class Ledger:
         self._drained = asyncio.Event()
 
     def beside(self) -> "Ledger":
-        """Return another ledger of the same dispatcher, whose counters nobody is shown."""
+        """Return another ledger of the same dispatcher, with counters that are shown nowhere."""
         other = copy(self)
         other.metrics = ModelMetrics(self.metrics.name)
         other._drained = asyncio.Event()
@@ -117,14 +117,14 @@ class Ledger:
         metrics.observe_batch(len(batch), prepare_s, compute_s, waits_s)
 
     def cancel(self, instance: Instance) -> None:
-        """Settle an instance that nobody waits for any more."""
+        """Settle an instance after its caller has gone."""
         self.metrics.cancelled += 1
         if self.traced:
             self.traced.fail(instance, "cancelled", "nobody waits for it any more")
         self._settle(instance)
 
     def expire(self, instance: Instance, message: str) -> None:
-        """Answer an instance whose deadline has passed."""
+        """Answer an instance after its deadline has passed."""
         self.metrics.expired += 1
         after_s = instance.ref.deadline - instance.arrived
         self._end(instance, DeadlineExceededError(f"{message}, {after_s:.2f} s after it came"))
@@ -195,7 +195,7 @@ class Deadlines:
             self._loop.call_later(_LOOK_S, self._look)
 
     def discard(self, instance: Instance) -> None:
-        """Take an instance out of the wheel, if it is there."""
+        """Remove an instance from the wheel, if it is there."""
         instances = self._ticks.get(instance.tick)
         if instances is not None:
             instances.discard(instance)
@@ -237,33 +237,33 @@ class TracedInstances(dict[Instance, InstanceSteps]):
         self[instance] = steps
 
     def send(self, batch: Sequence[Instance], worker: WorkerHandle, now: float) -> None:
-        """Note that a batch goes to a worker."""
+        """Record that a batch goes to a worker."""
         id, device = worker.id, worker.ready.device
         for steps in self._of(batch):
             attempt = Attempt(id.worker, id.incarnation, device, len(batch), now, host=id.host)
             steps.tries.append(attempt)
 
     def lose(self, batch: Sequence[Instance], reason: str, now: float) -> None:
-        """Note that the worker of a batch is lost."""
+        """Record that the worker of a batch is lost."""
         for steps in self._of(batch):
             steps.tries[-1].lost = now
             steps.tries[-1].reason = reason
 
     def compute(self, batch: Sequence[Instance], done: BatchDone) -> None:
-        """Note when a batch that has come back was prepared and computed."""
+        """Record when a batch that has come back was prepared and computed."""
         for steps in self._of(batch):
             newest = steps.tries[-1]
             newest.prepare_began, newest.prepare_s = done.prepare_began, done.prepare_s
             newest.compute_began, newest.compute_s = done.compute_began, done.compute_s
 
     def fail(self, instance: Instance, code: str, message: str) -> None:
-        """Note the error that an instance is about to end with."""
+        """Record the error that an instance is about to end with."""
         steps = self.get(instance)
         if steps is not None:
             steps.code, steps.message = code, message
 
     def settle(self, instance: Instance) -> None:
-        """Note the end of an instance, and forget it."""
+        """Record the end of an instance, and drop it."""
         steps = self.pop(instance, None)
         if steps is not None:
             steps.settled = time.monotonic()

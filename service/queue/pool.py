@@ -55,10 +55,10 @@ class Announcer(Protocol):
     """The console, as a pool sees it."""
 
     def planned(self, plan: Sequence[tuple[str, str]]) -> None:
-        """Note each worker that comes, and its placement."""
+        """Show each worker that is planned, and its placement."""
 
     def left(self, workers: Sequence[str]) -> None:
-        """Forget workers that will not come back."""
+        """Show no longer workers that will not come back."""
 
     def progress(self, worker: str, stage: str) -> None:
         """Show what a worker that loads is doing now."""
@@ -197,7 +197,7 @@ class Pool:
         return self.slots[before:]
 
     def withdraw(self, host: str, reason: str) -> None:
-        """Forget the workers of a host that was lost; `reason` is for people."""
+        """Remove the workers of a host that was lost; `reason` is for people."""
         gone = [slot for slot in self.slots if slot.config.host == host]
         for slot in gone:
             self._supervisor.remove(slot, reason)
@@ -209,7 +209,7 @@ class Pool:
         self._on_change()
 
     async def pause(self, slot: WorkerSlot, grace_s: float, reason: str) -> None:
-        """Let a worker finish what it holds and leave, until `resume`; `reason` is for people."""
+        """End a worker once it has finished its work, until `resume`; `reason` is for people."""
         logger.info("%s leaves: %s", slot.id, reason, extra=slot.id.log_fields)
         await self._supervisor.pause(slot, grace_s)
         slot.reason = reason
@@ -278,12 +278,12 @@ class Pool:
                 callback()
 
     def on_progress(self, slot: WorkerSlot) -> None:
-        """See `Watcher`."""
+        """Show a new step of a start."""
         self._started_at.setdefault(slot.id.worker, asyncio.get_running_loop().time())
         self._announcer.progress(slot.id.worker, slot.stage)
 
     def on_ready(self, slot: WorkerSlot) -> None:
-        """See `Watcher`."""
+        """Attach a ready worker, and learn what it says of the model."""
         assert slot.handle is not None
         self.works_for.attach(slot.handle)
         ready = slot.handle.ready
@@ -306,12 +306,12 @@ class Pool:
         self._on_change()
 
     def on_gone(self, handle: WorkerHandle) -> None:
-        """See `Watcher`."""
+        """Detach a worker that takes no more work."""
         self.works_for.detach(handle)
         self._expect()
 
     def on_down(self, slot: WorkerSlot) -> None:
-        """See `Watcher`."""
+        """Record an end or a failed start."""
         self._started_at.pop(slot.id.worker, None)
         self._note_ending(slot.id, slot.cause, slot.reason)
         self._expect()
@@ -333,7 +333,7 @@ class Pool:
             )
 
     def _forget_found_out(self) -> None:
-        """Forget what was found out: other files may make another network."""
+        """Drop what was found out: other files may make another network."""
         self.check.forget()
         for slot in self.slots:
             slot.config = replace(slot.config, chosen=None, known_split=None)
@@ -417,7 +417,7 @@ class SlotNumbers:
         return own[:num]
 
     def leave(self, host: str) -> None:
-        """Keep the numbers of a host that is gone, as long as few others go after it."""
+        """Reserve the numbers of a host that is gone, as long as few others go after it."""
         if host not in self._numbers:
             return
         self._absent.pop(host, None)

@@ -6,9 +6,9 @@ with it, until it succeeds once. An input that two workers died of while they he
 into quarantine, unless it succeeded in between. It does not matter who asked for it, or whether
 anybody still waited. Sharing a batch with a bad input, however often, is never enough.
 
-If several different inputs in a row kill workers while alone, and no batch succeeds in between,
-then the workers are at fault, not the inputs. All are released, and none is quarantined until a
-batch succeeds.
+If several different inputs in a row each kill a worker while alone, and no batch succeeds in
+between, then the workers are at fault, not the inputs. All are released, and none is quarantined
+until a batch succeeds.
 
 Only digests are kept, never payloads, and only a bounded number. Used by the event loop's thread
 alone.
@@ -34,7 +34,7 @@ from inferpool.workers.shared.messages import ItemError, ItemRef, Outcome
 logger = logging.getLogger(__name__)
 
 MAX_CRASHES = 3
-"""Deaths that convict an input: one with a batch (however many those were), two with it alone."""
+"""Deaths that quarantine an input: one with a batch (or several), and two with it alone."""
 MAX_INPUTS = 1024
 """Quarantined inputs. The oldest makes room for one more."""
 _MAX_SUSPECTS = 4096
@@ -67,7 +67,7 @@ class InputContent(NamedTuple):
         return b"".join((payload[:_SAMPLE_BYTES], *parts))
 
     def digest(self) -> bytes:
-        """Return the digest of every byte, which a verdict goes by."""
+        """Return the digest of every byte, by which an input is quarantined."""
         return self._digest(b"", [self.payload])
 
     def mark(self) -> bytes:
@@ -106,9 +106,9 @@ class Quarantine:
         """
         self.name = name
         self.duration_s = duration_s
-        self._guilty = _Register(duration_s, max_inputs)
+        self._quarantined = _Register(duration_s, max_inputs)
         self._suspects = _Register(duration_s, _MAX_SUSPECTS)
-        self.lengths = self._guilty.lengths
+        self.lengths = self._quarantined.lengths
         """Samples of the quarantined payloads, by the payload's length in bytes."""
         self.suspect_lengths = self._suspects.lengths
         """The same for the inputs under suspicion."""
@@ -117,14 +117,14 @@ class Quarantine:
 
     def num_inputs(self, now: float) -> int:
         """Return the number of quarantined inputs."""
-        self._guilty.release(now)
-        return len(self._guilty.entries)
+        self._quarantined.release(now)
+        return len(self._quarantined.entries)
 
     def left_s(self, input: InputContent, now: float) -> float:
         """Return for how many seconds an input stays quarantined; 0 if it is not."""
-        if not self._guilty.may_have(input, now):
+        if not self._quarantined.may_have(input, now):
             return 0.0
-        entry = self._guilty.entries.get(input.digest())
+        entry = self._quarantined.entries.get(input.digest())
         return 0.0 if entry is None else entry.until - now
 
     def is_suspect(self, input: InputContent, now: float) -> bool:
@@ -132,14 +132,14 @@ class Quarantine:
         return self._suspects.may_have(input, now) and input.mark() in self._suspects.entries
 
     def note_death(self, input: InputContent, now: float) -> None:
-        """Note that a worker died with an input and others."""
+        """Suspect an input after a worker died with it and others."""
         if not self._is_in_doubt:
             self._suspects.put(input.mark(), input, 1, now)
 
     def note_death_alone(
         self, input: InputContent, num_crashes: int, now: float
     ) -> tuple[int, str]:
-        """Note that a worker died with an input and nothing else, and judge the input.
+        """Judge an input after a worker died with it and nothing else.
 
         Args:
             input: The input.
@@ -155,7 +155,7 @@ class Quarantine:
         if self.duration_s > 0 and len(self.recent) < _NUM_DOUBTFUL:
             self.recent.add(digest)
             if self._is_in_doubt:
-                self._let_go()
+                self._release_all()
         if self._is_in_doubt:
             return num_crashes + 1, digest.hex()
         self._suspects.release(now)
@@ -164,28 +164,28 @@ class Quarantine:
         self._suspects.put(input.mark(), input, 1, now)
         self._suspects.put(digest, input, num_crashes, now)
         if num_crashes >= MAX_CRASHES:
-            self._guilty.put(digest, input, num_crashes, now)
+            self._quarantined.put(digest, input, num_crashes, now)
         return num_crashes, digest.hex()
 
-    def acquit(self, input: InputContent) -> None:
+    def clear(self, input: InputContent) -> None:
         """Drop the suspicion against an input that has succeeded alone."""
         self._suspects.drop(input.mark())
         self._suspects.drop(input.digest())
 
-    def convict(self, input: InputContent, now: float) -> None:
-        """Quarantine an input of which a worker says that its decoders have died of it."""
+    def add(self, input: InputContent, now: float) -> None:
+        """Quarantine an input that has killed the decoders of a worker."""
         self.note_death_alone(input, MAX_CRASHES - 1, now)
 
     def note_success(self) -> None:
-        """Note that a batch has succeeded, so workers do not die of every input."""
+        """Record that a batch has succeeded, so workers do not die of every input."""
         self.recent.clear()
 
     @property
     def _is_in_doubt(self) -> bool:
         return len(self.recent) >= _NUM_DOUBTFUL
 
-    def _let_go(self) -> None:
-        """Release the inputs that were convicted while nothing succeeded."""
+    def _release_all(self) -> None:
+        """Release the inputs that were quarantined while nothing succeeded."""
         logger.warning(
             "%s: workers have died of %d different inputs in a row, and no batch has succeeded in "
             "between, so the inputs are not the cause; none is quarantined until a batch succeeds",
@@ -193,7 +193,7 @@ class Quarantine:
             len(self.recent),
         )
         for digest in self.recent:
-            self._guilty.drop(digest)
+            self._quarantined.drop(digest)
         self._suspects.clear()
 
 
@@ -228,12 +228,12 @@ class Suspects:
         return quarantine.is_suspect(input, now)
 
     def blame(self, batch: Sequence[Instance], now: float) -> bool:
-        """Hold a worker's death against the batch that it had begun.
+        """Suspect the inputs of the batch that a worker had begun when it died.
 
         Returns:
             Whether an input went into quarantine, so that others in the queue may be refused now.
         """
-        is_any_guilty = False
+        has_quarantined = False
         for instance in batch:
             input = self._input_of(instance)
             if not instance.is_solo:
@@ -245,7 +245,7 @@ class Suspects:
                 input, instance.num_crashes, now
             )
             if instance.num_crashes >= MAX_CRASHES:
-                is_any_guilty = True
+                has_quarantined = True
                 logger.error(
                     "%s: an input has killed %d workers: not trying it again (digest %s)",
                     self._quarantine.name,
@@ -253,7 +253,7 @@ class Suspects:
                     digest,
                     extra=instance.ref.log_ids(),
                 )
-        return is_any_guilty
+        return has_quarantined
 
     def note_answers(self, batch: Sequence[Instance], outcomes: Sequence[Outcome]) -> None:
         """Clear the suspicion against an input that has come back alone with an answer.
@@ -264,14 +264,14 @@ class Suspects:
         if ItemError in map(type, outcomes):
             for instance, outcome in zip(batch, outcomes, strict=True):
                 if isinstance(outcome, ItemError) and outcome.code == "worker_crashed":
-                    quarantine.convict(self._input_of(instance), time.monotonic())
+                    quarantine.add(self._input_of(instance), time.monotonic())
         if batch[0].is_solo and not isinstance(outcomes[0], ItemError):
-            quarantine.acquit(self._input_of(batch[0]))
+            quarantine.clear(self._input_of(batch[0]))
         if quarantine.recent and not all(isinstance(each, ItemError) for each in outcomes):
             quarantine.note_success()
 
     def refusal(self, instance: Instance) -> QuarantinedError | None:
-        """Return the error for an admitted instance whose input was quarantined meanwhile."""
+        """Return the error of an admitted instance if its input was quarantined meanwhile."""
         if instance.ref.num_bytes not in self._quarantine.lengths:
             return None
         if self._quarantine.left_s(self._input_of(instance), time.monotonic()) <= 0:
@@ -322,7 +322,7 @@ class _Register:
         return samples is not None and input.sample in samples
 
     def release(self, now: float) -> None:
-        """Drop the inputs whose time is over."""
+        """Drop the inputs that have expired."""
         while self.entries:
             digest, entry = next(iter(self.entries.items()))
             if entry.until > now:

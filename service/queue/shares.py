@@ -22,7 +22,7 @@ class Shares:
     """Places that owners share, such as uploads at once."""
 
     def __init__(self, most: int, share: float, what: str) -> None:
-        """Give nothing yet.
+        """Begin with all places free.
 
         Args:
             most: All places.
@@ -45,7 +45,7 @@ class Shares:
 
     @contextmanager
     def place(self, owner: str, retry_after_s: int = 5) -> Iterator[None]:
-        """Keep a place for an owner.
+        """Hold a place for an owner.
 
         Raises:
             OverShareError: It has its share.
@@ -61,7 +61,7 @@ class Shares:
 
     @asynccontextmanager
     async def turn(self, owner: str) -> AsyncIterator[None]:
-        """Wait for a place, and keep it. Of those who wait, the owner with the fewest is next."""
+        """Wait for a place, and hold it. The waiting owner that has the fewest is next."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(owner, deque()).append(turn)
         self._serve()
@@ -79,12 +79,12 @@ class Shares:
             self.give_back(owner)
 
     def take(self, owner: str) -> None:
-        """Take a place for an owner that may have one; `give_back` follows."""
+        """Count a place as taken by an owner that may have one; `give_back` follows."""
         self._held[owner] += 1
         self.num += 1
 
     def give_back(self, owner: str) -> None:
-        """Give a place back, and serve those who wait."""
+        """Free a place, and serve those that wait."""
         self.num -= 1
         self._held[owner] -= 1
         if not self._held[owner]:
@@ -92,7 +92,7 @@ class Shares:
         self._serve()
 
     def _serve(self) -> None:
-        """Give places to those who wait, as many as may have one."""
+        """Serve those that wait, as many as may have a place."""
         while waiting := [owner for owner in self._waiting if self.may_take(owner)]:
             owner = min(waiting, key=self._held.__getitem__)
             turns = self._waiting.pop(owner)
@@ -126,7 +126,7 @@ def allowance(own: float, left: float, share: float) -> float:
 
     Args:
         own: What it has.
-        left: What nobody has.
+        left: What is free.
         share: The part of what others leave that it may have.
     """
     return share * (left + own) - own

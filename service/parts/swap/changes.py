@@ -234,7 +234,7 @@ class Changes:
         change.task.add_done_callback(lambda _: self._close(name, change))
 
     def _close(self, name: str, change: Change) -> None:
-        """Let others change the model."""
+        """Open the model to the next change."""
         if self._is_ending:
             change.fail(UnavailableError("the service is shutting down", retry_after_s=1))
         if self._changes.get(name) is not change:
@@ -246,7 +246,7 @@ class Changes:
             self._speed_search.add(self._catalog.serving[name])
 
     async def _run(self, name: str, change: Change, steps: _Steps) -> None:
-        """Take the steps of a change."""
+        """Run the steps of a change, and record how it ended."""
         try:
             if self._speed_search is not None:
                 await self._speed_search.forget(name)
@@ -301,7 +301,7 @@ class Changes:
     async def _swap(
         self, name: str, model: ModelSettings, options: SwapOptions, reason: str, change: Change
     ) -> None:
-        """Let another version serve; `reason` says why the one of now is rolled back, if it is."""
+        """Replace the version of now by another; `reason` says why it is rolled back, if it is."""
         watch = await self._end_watch(name)
         try:
             if watch is not None and await self._room.needs(self._catalog, name, model, watch.old):
@@ -412,7 +412,7 @@ class Changes:
         record.become("serving")
 
     def _leave(self, version: ModelVersion, reason: str = "") -> None:
-        """Let a version leave; what is said of one that was rolled back stays."""
+        """Have a version leave. The record of one that was rolled back stays as it is."""
         if version not in self._catalog.versions(version.name):
             return  # memory was too short to keep it
         record = self._history.record(version, "serving")
@@ -424,13 +424,13 @@ class Changes:
         leaving.add_done_callback(lambda _: record.become("gone", reason))
 
     def _begin_watch(self, watch: VersionWatch) -> None:
-        """Look at a version that serves from now on, or again."""
+        """Begin to watch a version that serves, or go on with it."""
         name = watch.new.name
         task = asyncio.create_task(self._watch(name, watch), name=f"watch {name}")
         self._watches[name] = watch, task
 
     async def _end_watch(self, name: str) -> VersionWatch | None:
-        """Look no longer at a version that serves; return the watch, which can begin again."""
+        """End the watch over a version that serves, and return it: it can begin again."""
         watch, task = self._watches.pop(name, (None, None))
         if task is not None:
             task.cancel()
@@ -438,7 +438,7 @@ class Changes:
         return watch
 
     async def _watch(self, name: str, watch: VersionWatch) -> None:
-        """Keep the former version for a while, and go back to it if the new one is worse."""
+        """Watch the new version for a while, and go back to the former one if it is worse."""
         watch.begin()
         try:
             while not watch.is_over or name in self._claims:
@@ -457,7 +457,7 @@ class Changes:
         self._leave(watch.old)
 
     async def _go_back(self, name: str, reason: str, change: Change) -> None:
-        """Let the version that is kept serve again, at once."""
+        """Have the version that is kept serve again, at once."""
         await self._end_watch(name)
         new = self._catalog.version(name)
         (old,) = (each for each in self._catalog.versions(name) if each is not new)

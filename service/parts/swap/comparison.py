@@ -68,7 +68,7 @@ class Comparison:
         self._memory_before = 0
 
     async def record(self, sample: SwapInput, *, with_tensors: bool = True) -> None:
-        """Keep what the version of now answers to an input, since it may leave before the other.
+        """Record what the version of now answers to an input, since it may leave before the other.
 
         What is kept is bounded: inputs that come later then count as inputs without an answer.
         """
@@ -98,7 +98,7 @@ class Comparison:
     ) -> None:
         """Compare on some inputs. Inputs that the version of now fails on do not count.
 
-        It ends early with so many faults that their share will be too large in any case.
+        It ends early once the share of faults will be too large in any case.
         """
         for number, sample in enumerate(inputs, 1):
             await self._add_one(sample)
@@ -127,7 +127,7 @@ class Comparison:
         self._times_s.append(times_s)
 
     async def _compare_outputs(self, sample: SwapInput) -> str:
-        """Note how far outputs are apart; return what is wrong with those of the new version."""
+        """Measure how far outputs are apart; return what is wrong with those of the new version."""
         exact = await self.before(sample, wants_tensors=True)
         if isinstance(exact, ServiceError):
             return ""

@@ -104,7 +104,7 @@ class Judge:
         if self._is_compared and self._live is None:
             self._is_compared = await self._is_old_ready()
         if not self._is_compared:
-            return  # nobody wants it, or nothing serves that it could be compared with
+            return  # it is not asked for, or nothing serves that it could be compared with
         await self._compare()
         if options.policy == "shadow":
             await self._shadow()
@@ -156,7 +156,7 @@ class Judge:
         return recorder.take_all()
 
     async def _shadow(self) -> None:
-        """Let both versions compute copies of a share of the traffic, and compare the answers."""
+        """Have both versions compute copies of a share of the traffic, and compare the answers."""
         options, comparison = self._options, self._comparison
         recorder = InputRecorder(self._old.pool, _MOST_SHADOWED, options.traffic_share)
         until, num = time.monotonic() + options.duration_s, 0
@@ -180,7 +180,7 @@ class Judge:
             raise VersionRefusedError(f"as a shadow, it has computed no live input: {self._none}")
 
     async def _canary(self) -> None:
-        """Let the version answer a share of the calls, until it is worse or the time is over."""
+        """Have the version answer a share of the calls, until it is worse or the time is over."""
         options = self._options
         until, reason = time.monotonic() + options.duration_s, ""
         self._catalog.begin_canary(self._new, options.traffic_share)

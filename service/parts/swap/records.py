@@ -123,7 +123,7 @@ class Change:
         return replace(begun, state="failed", code=code, reason=reason)
 
     def fail(self, error: Exception) -> None:
-        """Tell who waits that it came to nothing, if it is not decided."""
+        """End the wait for its decision with an error, if it is not decided."""
         if not self.decided.done():
             self.decided.set_exception(error)
             self.decided.exception()  # nobody may be waiting for it
@@ -177,7 +177,7 @@ class VersionHistory:
         return max(earlier, key=lambda record: record.served_until, default=None)
 
     def note(self, name: str, change: ChangeInfo, served: Container[str]) -> None:
-        """Keep the outcome of a change, for those who have not waited for it.
+        """Record the outcome of a change, for callers that have not waited for it.
 
         Of the models that are not served, those that were changed last are remembered.
         """
@@ -191,7 +191,7 @@ class VersionHistory:
             self._records.pop(each, None)
 
     def forget(self, name: str) -> None:
-        """Forget the versions of a model."""
+        """Drop the versions of a model."""
         self._records.pop(name, None)
 
     def tell_removal(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Sees to it that versions which are being loaded fit into memory together.
+"""Ensures that versions which are being loaded fit into memory together.
 
 Memory is counted by place: that of the host, and that of each GPU.
 """
@@ -58,7 +58,7 @@ class MemoryShare:
     """Memory that is kept for workers that load."""
 
     def __init__(self, room: "Room", needs: Sequence[Memory]) -> None:
-        """Keep nothing yet for workers that need so much."""
+        """Begin with nothing kept for workers that need this memory."""
         self.needs = needs
         self.num = 0
         """The workers that there is room for, counted from the first on."""
@@ -74,7 +74,7 @@ class MemoryShare:
         return total_of(self.needs[: self.num])
 
     async def look(self) -> None:
-        """Look how many there is room for now."""
+        """Measure how many there is room for now."""
         left = await self._room.left_beside(self)
         returning = total_of(await self.returning())  # read last: a worker may die meanwhile
         self.left = {place: num - returning.get(place, 0) for place, num in left.items()}
@@ -91,7 +91,7 @@ class Room:
         used_by: Callable[[WorkerHandle], Memory],
         processes_left: Callable[[], int | None] = lambda: None,
     ) -> None:
-        """Give out nothing yet.
+        """Begin with nothing given out.
 
         Args:
             estimate: Returns what a worker will need at least, before it is loaded.
@@ -186,7 +186,7 @@ class Room:
     async def taken(
         self, catalog: Catalog, name: str, model: ModelSettings
     ) -> AsyncIterator[PlannedWorkers]:
-        """Keep the memory of a version while it loads, as `share` does.
+        """Reserve the memory of a version while it loads, as `share` does.
 
         Raises:
             InvalidInputError: A requested device is missing, or the model cannot be loaded.
@@ -350,7 +350,7 @@ class Succession:
         await self._load(share)
 
     def _hold(self, new: ModelVersion) -> None:
-        """Keep calls to the new version waiting, while its workers compute what it is judged by.
+        """Make calls to the new version wait, while its workers compute what it is judged by.
 
         Their payloads leave half of the arena free for the inputs of the comparison.
         """
@@ -372,7 +372,7 @@ class Succession:
             self._new.pool.attach(self._new.pool.dispatcher)
 
     async def load(self, num: int) -> None:
-        """Load more workers of the new version, until it has so many.
+        """Load more workers of the new version, until it has `num`.
 
         Raises:
             VersionRefusedError: A worker did not come up, or there is no room any more.
@@ -392,7 +392,7 @@ class Succession:
             logger.error(text, self._new.name, self._new.number, error.message)
 
     async def undo(self, new: ModelVersion) -> None:
-        """Let the new version leave, and the former one have its workers again."""
+        """Have the new version leave, and give the former one its workers again."""
         if self.has_gap:
             self._catalog.serve(self._old)
             new.pool.dispatcher.abandon(_refused)
@@ -421,7 +421,7 @@ class Succession:
         await self._until_loaded()
 
     async def _make_way(self, share: MemoryShare) -> None:
-        """Let workers of the former version leave, until one of the new version fits."""
+        """Have workers of the former version leave, until one of the new version fits."""
         assert self._new is not None, "it has begun"
         new = self._next
         why = "it makes room for " + (new.id.worker if new else f"version {self._new.number}")

@@ -3,7 +3,7 @@
 Faults are counted, and compared with the share of faults that the former version had lately.
 Load changes the size of batches and what they take, so times of another load prove nothing. A
 canary is compared with what the former version takes for batches of the same size at that time. A
-former version that answers nobody is given copies of live inputs in groups of the same size now
+former version that answers no client is given copies of live inputs in groups of the same size now
 and then, and once more before a version counts as slow.
 """
 
@@ -108,7 +108,7 @@ class BatchTimes:
         self._remove = self._pool.dispatcher.observe(self._note)
 
     def clear(self) -> None:
-        """Forget all times."""
+        """Drop all times."""
         self._item_s.clear()
 
     def stop(self) -> None:
@@ -131,7 +131,7 @@ class VersionWatch:
         *,
         is_canary: bool = False,
     ) -> None:
-        """Look at nothing yet.
+        """Watch nothing yet.
 
         Args:
             old: The former version.
@@ -170,7 +170,7 @@ class VersionWatch:
         return time.monotonic() >= self._ends_at
 
     def begin(self) -> None:
-        """Look from now on; again if it was stopped."""
+        """Begin to watch, or go on if it was stopped."""
         self._start = FaultShare.of(self.new) - self._counted
         self._times.begin()
         if self._old_times is not None:
@@ -183,7 +183,7 @@ class VersionWatch:
         return self._faults() or await self._latency()
 
     def stop(self) -> None:
-        """Look no longer. What the version computes until the next `begin` does not count."""
+        """Watch no longer. What the version computes until the next `begin` does not count."""
         self._counted = self._tally()
         self._times.stop()
         if self._old_times is not None:
@@ -253,7 +253,7 @@ class VersionWatch:
         )
 
     async def _measure(self, sizes: list[int]) -> dict[int, float]:
-        """Let the former version compute copies of live inputs, in groups of these sizes."""
+        """Have the former version compute copies of live inputs, in groups of these sizes."""
         until = time.monotonic() + _INPUTS_WITHIN_S
         recorder = InputRecorder(self.new.pool, max(sizes))
         try:

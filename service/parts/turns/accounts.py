@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from math import inf
 
 _STILL_ACTIVE_S = 0.25
-"""A model counts as active for so long after its last batch. Until then no other model gets a
+"""A model counts as active for this long after its last batch. Until then no other model gets a
 batch ahead early, so that its next request waits for no more than the batch that runs."""
 _MOST_SAVED_S = 1.0
 """The most that a model which is always busy can save of its share, since its workers cannot use
 it all. Without a bound, one that gets more workers could keep all others waiting for long."""
 _LATE, _LATE_S = 0.5, 0.01
-"""How much longer than expected a batch may take, as a share and in seconds, before nobody waits
-for it any more."""
+"""How much longer than expected a batch may take, as a share and in seconds, before others wait
+for it no longer."""
 
 
 @dataclass(slots=True, eq=False)
@@ -33,7 +33,7 @@ class Turn:
 
     @property
     def late_at(self) -> float:
-        """When nobody counts on its end any more: its worker may hang."""
+        """When its end counts as unknown: its worker may hang."""
         return self.ends_at + self._patience_s
 
     @property
@@ -99,16 +99,16 @@ class SharedDevice:
         return account
 
     def close(self, model: str, share: float) -> None:
-        """Note that a member of a model has left, which came with this share."""
+        """Remove a member of a model that came with this share."""
         account = self.accounts[model]
         account.shares.remove(share)
         if not account.shares:
             del self.accounts[model]
 
     def wait(self, account: Account) -> None:
-        """Note that a model waits from now on. One that was idle has saved nothing."""
+        """Count a model as waiting from now on. One that was idle has saved nothing."""
         if not any(each.num_turns or each.num_waiting for each in self.accounts.values()):
-            # Nobody had a use for the device, so nobody has to make up for his last batch.
+            # No model had a use for the device, so none has to make up for its last batch.
             self.level_s = max(each.level_s for each in self.accounts.values())
         saved_s = _MOST_SAVED_S if account.num_turns or account.num_waiting else 0.0
         account.level_s = max(account.level_s, self.level_s - saved_s)

@@ -1,7 +1,7 @@
 """The gate that the batches of all models pass where models share devices. In the event loop.
 
-The dispatcher of each model still decides which instances form a batch. The gate decides whose
-batch goes next, once the devices have room for one more. They have room shortly before a batch
+The dispatcher of each model still decides which instances form a batch. The gate decides which
+model is next, once the devices have room for one more. They have room shortly before a batch
 ends, so that a worker can prepare the next one meanwhile.
 
 A model that has a device to itself meets no gate: its scheduler does not even know of one.
@@ -50,7 +50,7 @@ class DeviceGate:
         self._timer_due = inf
 
     def add(self, version: ModelVersion) -> None:
-        """Give the workers of a version their turns, from its start until they have stopped."""
+        """Have the workers of a version take turns, from its start until they have stopped."""
         pool = version.pool
         member = self.join(
             pool.dispatcher.scheduler,
@@ -68,7 +68,7 @@ class DeviceGate:
         share: float,
         placements: Sequence[Placement],
     ) -> "GateMember":
-        """Let the workers of one pool take part, until it leaves.
+        """Have the workers of one pool take part, until it leaves.
 
         Args:
             scheduler: Gives the workers their batches.
@@ -87,35 +87,35 @@ class DeviceGate:
                 device.open(model, share)
             member.claims.append(Claim(scheduler, widths, frozenset(those), model))
         self._members.append(member)
-        self._look_who_contends()
+        self._find_contested()
         return member
 
     def leave(self, member: "GateMember") -> None:
-        """Forget a pool, and whatever it holds or waits for."""
+        """Remove a pool, with all that it holds or waits for."""
         if member not in self._members:
             return
         self._members.remove(member)
-        self._let_go(member)
+        self._release(member)
         for claim in member.claims:
             for device in claim.widths:
                 device.close(member.model, member.share)
-        self._look_who_contends()
+        self._find_contested()
         self.soon()
 
     def soon(self) -> None:
-        """Give turns once this turn of the loop is over."""
+        """Serve the claims once this turn of the loop is over."""
         if not self._is_due and self._loop is not None:
             self._is_due = True
             self._loop.call_soon(self.give)
 
     def enter(self, claim: "Claim", now: float) -> None:
-        """Let a claim wait for its turn, if it does not yet."""
+        """Add a claim to those that wait, if it is none of them."""
         if claim not in self._waiting:
             self._waiting.add(claim)
             claim.wait(now, next(self._order))
 
     def give(self) -> None:
-        """Let claims send batches in turn, while there is room for one."""
+        """Have claims send batches in turn, while there is room for one."""
         self._is_due = False
         for idle in [claim for claim in self._waiting if not claim.has_work]:
             self._withdraw(idle)
@@ -129,11 +129,11 @@ class DeviceGate:
         self._set_timer(now)
 
     def note_sent(self, lane: Lane, batch: list[Instance], turn: Turn) -> None:
-        """Note a turn whose batch the worker may begin later."""
+        """Remember a turn with a batch that the worker may begin later."""
         self._ahead.append((lane, batch, turn))
 
     def note_others(self, took_s: float, now: float) -> None:
-        """Let work in the background know that others had a turn while it waited."""
+        """Count a turn of others for the work in the background that waits."""
         for claim in self._waiting:
             claim.note_others(took_s, now)
 
@@ -156,7 +156,7 @@ class DeviceGate:
         return min(first, key=lambda claim: not claim.has_idle, default=None)
 
     def _note_begun(self, now: float) -> None:
-        """Let batches that were sent ahead and have begun take the places that are left."""
+        """Assign the places that are left to batches that were sent ahead and have begun."""
         ahead, self._ahead = self._ahead, []
         for lane, batch, turn in ahead:
             if batch not in lane.batches:
@@ -168,7 +168,7 @@ class DeviceGate:
             turn.is_counted = turn.is_counted or has_room(turn.widths, now, now)
 
     def _set_timer(self, now: float) -> None:
-        """Look again when a worker or a device that somebody waits for should come free."""
+        """Try again when a worker or a device that a claim waits for should come free."""
         due = min((claim.able_at(now) for claim in self._waiting), default=inf)
         if self._timer is not None:
             if self._timer_due == due:
@@ -184,7 +184,7 @@ class DeviceGate:
         self._timer = None
         self.give()
 
-    def _look_who_contends(self) -> None:
+    def _find_contested(self) -> None:
         """Find the devices that are contested, and the schedulers that must ask for turns."""
         widths: dict[SharedDevice, int] = defaultdict(int)
         for member in self._members:
@@ -195,11 +195,11 @@ class DeviceGate:
             device.is_contested = len(device.accounts) > 1 and width > device.places
         for member in self._members:
             if not any(device.is_contested for c in member.claims for device in c.widths):
-                self._let_go(member)
+                self._release(member)
             elif member not in member.scheduler.policies:
                 member.scheduler.policies.append(member)
 
-    def _let_go(self, member: "GateMember") -> None:
+    def _release(self, member: "GateMember") -> None:
         """Allow a pool to send batches at any time, and forget what it holds and waits for."""
         if member in member.scheduler.policies:
             member.scheduler.policies.remove(member)
@@ -248,7 +248,7 @@ class GateMember(QueuePolicy):
         return True
 
     def begin(self, lane: Lane, batch: list[Instance], now: float) -> None:
-        """Note that a worker was sent a batch."""
+        """Begin the turn of a batch that a worker was sent."""
         slot = lane.worker.id.slot
         claim = next(claim for claim in self.claims if slot in claim.slots)
         is_first = len(lane.batches) == 1
@@ -271,7 +271,7 @@ class GateMember(QueuePolicy):
             self._gate.note_sent(lane, batch, turn)
 
     def end(self, lane: Lane, batch: list[Instance], done: BatchDone | None, now: float) -> float:
-        """Give back the turn of a batch that a worker has answered or is lost with.
+        """End the turn of a batch that a worker has answered or is lost with.
 
         Args:
             lane: The worker, which still holds the batch.
@@ -299,11 +299,11 @@ class GateMember(QueuePolicy):
         return waited_s
 
     def leave(self) -> None:
-        """Take no more part. What its workers hold counts no more."""
+        """End its part in the turns. The batches of its workers count no more."""
         self._gate.leave(self)
 
     def drop_all(self, now: float) -> None:
-        """Give back all turns."""
+        """End all turns."""
         for claim, turn, _ in self._held.values():
             claim.end(turn, turn.expected_s, now)
         self._held.clear()
@@ -325,7 +325,7 @@ class Claim:
         """The workers."""
         self.waits_since = 0.0
         self.number = 0
-        """The lowest goes first among claims whose models have had as much."""
+        """The lowest goes first among claims of models that have had as much."""
         self._scheduler = scheduler
         self._accounts = [(device, device.accounts[model]) for device in widths]
 
@@ -352,9 +352,9 @@ class Claim:
     def rank(self) -> tuple[bool, float, int]:
         """Return its place in line; the lowest goes first.
 
-        Work in the background comes after all other work, of whatever model. Of several devices,
+        Work in the background comes after all other work of all models. Of several devices,
         the one counts where its model has had the least, compared with others. Otherwise it might
-        wait forever for one device while nobody is served on another, which it keeps from others
+        wait forever for one device while no model is served on another, which it keeps from others
         because it is first there.
         """
         lag_s = min(device.lag_s(account) for device, account in self._accounts)
@@ -373,18 +373,18 @@ class Claim:
             account.num_waiting -= 1
 
     def note_others(self, took_s: float, now: float) -> None:
-        """Note a turn of others, if only work in the background waits here."""
+        """Count a turn of others, if only work in the background waits here."""
         if self._scheduler.is_in_background:
             self._scheduler.background.others_at = now
             self._scheduler.background.note_others(took_s)
 
     def begin(self, turn: Turn) -> None:
-        """Take a turn."""
+        """Begin a turn."""
         for device, account in self._accounts:
             device.begin(account, turn)
 
     def end(self, turn: Turn, took_s: float, now: float) -> None:
-        """Give a turn back."""
+        """End a turn."""
         for device, account in self._accounts:
             device.end(account, turn, took_s, now)
 
@@ -434,7 +434,7 @@ class Claim:
         return min(begins + ends, default=inf)
 
     def send_one(self, *, are_others_waiting: bool) -> bool:
-        """Let the scheduler send a batch, and return whether it did."""
+        """Have the scheduler send a batch, and return whether it did."""
         if not self._scheduler.num_waiting:
             return False
         now, lanes = time.monotonic(), self._scheduler.lanes
@@ -452,5 +452,5 @@ class Claim:
 
 
 def has_room(widths: Mapping[SharedDevice, int], now: float, by: float) -> bool:
-    """Return whether each device will have so many places at a moment."""
+    """Return whether each device will have its number of places free at a moment."""
     return all(device.num_free(now, by) >= width for device, width in widths.items())

@@ -14,7 +14,7 @@ from inferpool.service.queue.instance import BACKGROUND, Instance
 from inferpool.service.queue.scheduling.lanes import CostCurve, Lane
 
 _NEARLY = 1.1
-"""In a frugal batch, an instance may take so many times as long as in the best one."""
+"""In a frugal batch, an instance may take this many times as long as in the best one."""
 _ENOUGH = 0.9
 """Batches of others are filled up while it gets less than this part of the time that is idle: of
 that of its own batches, and of what the others lose by not being frugal.
@@ -25,7 +25,7 @@ it was without, times 1.2, plus one full batch (without either: 0.4 to 1.15 time
 _REMEMBERED_S = 2.0
 """Seconds of both after which what came before counts half."""
 _LATELY_S = 2.0
-"""If no other call came for so long, a batch is as large as it may be."""
+"""If no other call came for this long, a batch is as large as it may be."""
 _MOST_OWED_S = 1.0
 """The most seconds that others can owe it beyond one batch."""
 
@@ -35,7 +35,7 @@ class TurnsQueue:
 
     def __init__(self) -> None:
         self._queues: dict[int, Batcher[Instance]] = {}
-        """Instances that wait, by caller; the one whose turn was last comes last."""
+        """Instances that wait, by caller; the caller that was served last comes last."""
         self.num_waiting = 0
 
     def __iter__(self) -> Iterator[Instance]:
@@ -54,7 +54,7 @@ class TurnsQueue:
         self.num_waiting += 1
 
     def remove(self, instance: Instance) -> None:
-        """Take out an instance that waits."""
+        """Remove an instance that waits."""
         self._queue_of(instance).remove(instance)
         self.num_waiting -= 1
 
@@ -63,7 +63,7 @@ class TurnsQueue:
         return next((queue.oldest() for queue in self._queues.values() if queue.num_waiting), None)
 
     def next_batch(self, max_size: int) -> list[Instance]:
-        """Take instances of callers in turn, at most `max_size`; a solo instance comes alone."""
+        """Return instances of callers in turn, at most `max_size`; a solo one comes alone."""
         batch: list[Instance] = []
         waiting = [(caller, queue) for caller, queue in self._queues.items() if queue.num_waiting]
         while waiting and len(batch) < max_size:
@@ -93,7 +93,7 @@ class Background:
     """The work of one model in the background, which waits until there is room for it."""
 
     def __init__(self, share: float = 0.0) -> None:
-        """Take the part of the workers' time that it gets even if other calls wait."""
+        """Begin with nothing; `share` is its part of the workers' time even if other calls wait."""
         self.queue = TurnsQueue()
         self._owed = share / (1 - share)
         """Seconds that it is owed for each one that others get while it waits."""
@@ -140,7 +140,7 @@ class Background:
         return self.is_owed and not any(is_background(batch) for batch in lane.batches)
 
     def note(self, took_s: float) -> None:
-        """Note a batch of its own, by the time that it should take."""
+        """Count a batch of its own, by the time that it should take."""
         self._batch_s = took_s
         self._own_s += took_s
         self._forget()
@@ -151,7 +151,7 @@ class Background:
             self._own_s, self._wasted_s = self._own_s / 2, self._wasted_s / 2
 
     def note_others(self, took_s: float) -> None:
-        """Note a batch of others while it waits, by the time that it should take."""
+        """Count a batch of others while it waits, by the time that it should take."""
         if self._owed:
             self._owed_s = min(self._owed_s + self._owed * took_s, self._batch_s + _MOST_OWED_S)
 

@@ -14,22 +14,22 @@ from inferpool.workers.host.engine import WorkerHandle
 _COMPARED_AT = 4
 """The batch size at which workers are compared."""
 _LAGS_FROM, _LAGS_UNTIL = 2.0, 1.5
-"""A worker lags from and until it takes so many times as long as the fastest. Workers on the same
+"""A worker lags from and until it takes this many times as long as the fastest. Workers on the same
 kind of device vary by less."""
 _LEAST_S = 0.002
 """Workers that take less than this for such a batch are all fast enough."""
 _COMPARED_AFTER = 16
 """Batches between comparisons, after as many batches of each worker."""
 _LATE, _LATE_S = 0.5, 0.01
-"""How much longer than expected a batch may take, as a share and in seconds, before nobody counts
-on its worker any more."""
+"""How much longer than expected a batch may take, as a share and in seconds, before the end of its
+worker's batch counts as unknown."""
 
 _LEVEL_WEIGHT = 0.1
-"""The newest batch's weight in how slow the worker is now, whatever the size."""
+"""The newest batch's weight in how slow the worker is now, at any size."""
 _SHAPE_WEIGHT = 0.02
 """The newest batch's weight in how its size compares with others, once there were many."""
 _MOST_UP, _MOST_DOWN = 3.0, 0.25
-"""A batch counts for at most so many times what was expected, since the next may not have its bad
+"""A batch counts for at most this many times what was expected, since the next may not have its bad
 luck. A worker that has become slower for good is believed within a dozen batches."""
 _UNKNOWN_FIXED = 0.5
 """While only one size was seen, this share of its time is assumed to be the same for all sizes."""
@@ -59,7 +59,7 @@ class Lane:
         self.ends_at = 0.0
         """When the worker should answer that batch."""
         self.idle_since = 0.0
-        """When the worker last became idle; 0 if it has not, or nobody takes turns with it."""
+        """When the worker last became idle, if it takes turns with others; else 0."""
         self.is_lagging = False
         """The worker is clearly slower than another."""
         self.was_idle = True
@@ -78,7 +78,7 @@ class Lane:
 
     @property
     def late_at(self) -> float:
-        """The time after which nobody counts on its oldest batch any more."""
+        """The time from which on the end of its oldest batch counts as unknown."""
         if not self.batches:
             return inf
         return self.ends_at + max(_LATE_S, _LATE * (self.ends_at - self.busy_since))

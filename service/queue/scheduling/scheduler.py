@@ -3,7 +3,7 @@
 - An idle worker gets what there is, at once. Several idle workers share it, unless one alone would
   be done so soon that a second batch costs more than it gains.
 - A busy worker gets its next batch when that is full, or just before it finishes the current one.
-- Work in the background goes to workers that nobody else has a use for; see `background.py`.
+- Work in the background goes to workers that no other work has a use for; see `background.py`.
 - A replica more than twice as slow as the fastest (a CPU beside a GPU) takes only instances from
   the end of the queue that it can finish before the fast ones would. So it delays no instance, and
   still helps as much as it can under load.
@@ -31,11 +31,11 @@ _LEAST_WAIT_S = 0.001
 again."""
 _SHARING_PAYS_S = 0.0005
 """Work that takes one worker less than this is not shared. An echo answers 16 instances in 0.12 ms,
-while each batch costs the front end 80 µs and a worker 45 µs whatever its size."""
+while each batch of any size costs the front end 80 µs and a worker 45 µs."""
 _OVERLAP_PAYS_S = 0.002
 """A worker with a shorter batch is back before a timer could be of use."""
 _NEAR_BATCHES = 100.0
-"""A deadline further off than so many recent batches needs no closer look."""
+"""A deadline further off than this many recent batches needs no closer look."""
 
 
 class QueuePolicy:
@@ -181,7 +181,7 @@ class BatchScheduler:
         return True
 
     def _give_background(self, idle: Sequence[Lane], leading: Sequence[Lane], now: float) -> bool:
-        """Give a batch of the background to an idle worker, or to one that is about to be idle.
+        """Send a batch of the background to an idle worker, or to one that is about to be idle.
 
         The latter has to prepare it, which takes it as long as its present batch still does. So
         whoever comes next waits no longer than for a batch that an idle worker has just got.
@@ -209,7 +209,7 @@ class BatchScheduler:
                 self._send(lane, -(-num // (len(idle) - position)), now)
 
     def _give_rest(self, lagging: Sequence[Lane], now: float) -> bool:
-        """Give a lagging worker what it can answer no later than the leading ones would.
+        """Send a lagging worker what it can answer no later than the leading ones would.
 
         If none of the leading workers is on time, it gets what it can answer in as long as they
         have been overdue: little if they were only held up, and more and more if they do not come
@@ -288,7 +288,7 @@ class BatchScheduler:
         return left_s <= 0
 
     def wake_in(self, delay_s: float) -> None:
-        """Look again after this long, or sooner."""
+        """Try to send again after this long, or sooner."""
         due = self._loop.time() + max(delay_s, _RESOLUTION_S)
         if self._timer is not None:
             if self._timer_due <= due:
@@ -319,7 +319,7 @@ class BatchFiller:
         self._rate = rate
 
     def fill(self, lane: Lane, most: int, now: float) -> list[Instance]:
-        """Take instances from the front of the queue, as many as can be in time together."""
+        """Return instances from the front of the queue, as many as can be in time together."""
         queue = self._queue
         most = min(most, queue.num_waiting, self._limit.now)
         if queue.soonest() - now < _NEAR_BATCHES * self._rate.batch_s:
@@ -352,7 +352,7 @@ class BatchFiller:
         return self._queue.last_batch(most, fits)
 
     def fill_from_background(self, lane: Lane, now: float) -> list[Instance]:
-        """Take instances of the background alone."""
+        """Return instances of the background alone."""
         curve = lane.next_curve
         size = self._background.size(curve, self._limit.now, now)
         batch = self._background.queue.next_batch(size)

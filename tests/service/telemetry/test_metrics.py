@@ -12,6 +12,7 @@ from inferpool.service.telemetry.metrics import (
     GAUGES,
     NO_MODEL,
     Metrics,
+    ModelMetrics,
     Reading,
     gpu_gauges,
 )
