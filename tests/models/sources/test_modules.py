@@ -1,13 +1,11 @@
-import re
 from collections import namedtuple
 
 import pytest
 import torch
 from torch import nn
 
-from inferpool.models.errors import ModelError, SourceError
+from inferpool.models.errors import ModelError
 from inferpool.models.sources.modules import ModuleModel, named_outputs
-from inferpool.models.sources.registry import specs_of
 from inferpool.models.spec import TensorSpec
 from tests.models.items import answers, json_item, loaded, run, tensor_item
 
@@ -87,27 +85,6 @@ def test_outputs_are_named_by_what_holds_them():
     assert list(named_outputs([tensor, tensor])) == ["output_0", "output_1"]
     assert list(named_outputs({"a": tensor})) == ["a"]
     assert list(named_outputs(Point(tensor, tensor))) == ["x", "y"]
-
-
-@pytest.mark.parametrize(
-    "value",
-    ["x", [{"name": "x"}], [{"name": "x", "dtype": "float32", "shape": "4"}], [{"nome": 1}]],
-)
-def test_malformed_specs_are_refused_with_an_example(value):
-    with pytest.raises(SourceError, match=r"option 'inputs' must be a list like \[\{name"):
-        specs_of(value, "inputs")
-    with pytest.raises(SourceError, match="no dtype 'float'; known are bool"):
-        specs_of([{"name": "x", "dtype": "float", "shape": [-1]}], "inputs")
-
-
-@pytest.mark.parametrize(
-    ("shape", "right"), [([3, 8], "[-1, 3, 8]"), ([3], "[-1, 3]"), ([1, 3], "[-1, 3]")]
-)
-def test_spec_without_the_batch_is_refused_with_the_shape_to_write(shape, right):
-    with pytest.raises(SourceError, match=re.escape("'inputs': the shape of 'x' must")) as caught:
-        specs_of([{"name": "x", "dtype": "float32", "shape": shape}], "inputs")
-    assert str(caught.value).endswith(f"write {right}, not {shape}")
-    assert specs_of([{"name": "x", "dtype": "float32", "shape": []}], "inputs")[0].shape == ()
 
 
 def test_finite_outputs_are_promised_unless_the_options_say_otherwise():

@@ -1,5 +1,6 @@
 import os
 import py_compile
+import re
 import sys
 import textwrap
 from importlib.util import spec_from_file_location
@@ -13,7 +14,7 @@ from inferpool.models.errors import CheckpointError, SourceError
 from inferpool.models.sources import classes
 from inferpool.models.sources.archives import ExportedModel, ScriptedModel
 from inferpool.models.sources.echo import Echo
-from inferpool.models.sources.registry import build
+from inferpool.models.sources.registry import build, specs_of
 from inferpool.models.vision.efficientnet import EfficientNetLite0
 from tests.models.items import CPU, answers, json_item, loaded
 
@@ -266,3 +267,24 @@ def test_weights_for_what_takes_none_are_refused(user):
     assert refused("echo", "a.pth") == "echo takes no weights, but was given 'a.pth'"
     (user / "a.pt2").touch()
     assert "takes no weights" in refused("a.pt2", "a.pth")
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["x", [{"name": "x"}], [{"name": "x", "dtype": "float32", "shape": "4"}], [{"nome": 1}]],
+)
+def test_malformed_specs_are_refused_with_an_example(value):
+    with pytest.raises(SourceError, match=r"option 'inputs' must be a list like \[\{name"):
+        specs_of(value, "inputs")
+    with pytest.raises(SourceError, match="no dtype 'float'; known are bool"):
+        specs_of([{"name": "x", "dtype": "float", "shape": [-1]}], "inputs")
+
+
+@pytest.mark.parametrize(
+    ("shape", "right"), [([3, 8], "[-1, 3, 8]"), ([3], "[-1, 3]"), ([1, 3], "[-1, 3]")]
+)
+def test_spec_without_the_batch_is_refused_with_the_shape_to_write(shape, right):
+    with pytest.raises(SourceError, match=re.escape("'inputs': the shape of 'x' must")) as caught:
+        specs_of([{"name": "x", "dtype": "float32", "shape": shape}], "inputs")
+    assert str(caught.value).endswith(f"write {right}, not {shape}")
+    assert specs_of([{"name": "x", "dtype": "float32", "shape": []}], "inputs")[0].shape == ()
