@@ -445,7 +445,7 @@ def make_app(assembly: Assembly) -> tuple[App, Predict, EdgeLimits]:
         finally:
             await service.stop()
 
-    routers = [health_router(service, guard), metrics_router(service.metrics)]
+    routers = [health_router(service.report, guard), metrics_router(service.metrics)]
     for part in service.parts:
         routers += part.routers()
     app = App(

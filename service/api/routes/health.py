@@ -1,8 +1,8 @@
 """GET /health, /health/live and /health/ready: for people, orchestrators and balancers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from fastapi import APIRouter, Request, Response
 
@@ -340,24 +340,21 @@ class Health:
     status: str
 
 
-class HealthSource(Protocol):
-    """Knows the state of the service."""
-
-    def report(self) -> HealthReport:
-        """Return the state now; called in the event loop, so it must not block."""
-
-
-def health_router(source: HealthSource, guard: Guard | None = None) -> APIRouter:
-    """Return the routes, answering from a source; the guard decides who may see reasons.
+def health_router(report: Callable[[], HealthReport], guard: Guard | None = None) -> APIRouter:
+    """Return the routes; the guard decides who may see reasons.
 
     Reasons quote errors, and probes ask without a key.
+
+    Args:
+        report: Returns the state of the service now.
+        guard: Knows the keys.
     """
     router = APIRouter(tags=["health"])
 
     @router.get("/health", summary="Models and workers, one by one")
     async def health() -> HealthReport:
         """The state, device, memory and last answer of each worker, and why it is not there."""
-        return source.report()
+        return report()
 
     @router.get("/health/live", summary="200 while the event loop turns")
     async def live() -> Health:
@@ -372,18 +369,18 @@ def health_router(source: HealthSource, guard: Guard | None = None) -> APIRouter
     )
     async def ready(request: Request) -> Health | Response:
         """For the readiness probe and balancers: 503 while it starts, drains or has no worker."""
-        report = source.report()
-        if report.ready:
-            return Health(status=report.status)
+        found = report()
+        if found.ready:
+            return Health(status=found.status)
         if guard is not None and not guard.allows("metrics", joined(request.headers.raw)):
-            message = "draining" if report.draining else "not ready; /health says why"
+            message = "draining" if found.draining else "not ready; /health says why"
             return problem_response(request, UnavailableError(message, retry_after_s=1))
         reasons = [
             f"{model.name}: {model.reason or 'not ready'}"
-            for model in report.models
+            for model in found.models
             if not model.ready
         ]
-        if report.draining:
+        if found.draining:
             reasons.insert(0, "draining")
         message = "; ".join(reasons) or "no model is served"
         return problem_response(request, UnavailableError(message, retry_after_s=1))

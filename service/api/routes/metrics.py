@@ -1,8 +1,8 @@
 """GET /metrics, for Prometheus."""
 
-from typing import Protocol
-
 from fastapi import APIRouter, Request, Response
+
+from inferpool.service.telemetry.metrics import Metrics
 
 _FORMS = {
     "text/plain": {
@@ -15,17 +15,7 @@ _FORMS = {
 """Content types that `Accept` chooses from."""
 
 
-class MetricsSource(Protocol):
-    """Counts, and renders the counts."""
-
-    async def refresh(self) -> None:
-        """Fetch the counts of other processes, if that takes no time to speak of."""
-
-    def render(self, accept: str) -> tuple[bytes, str]:
-        """Return all metrics, and their content type as `Accept` chooses it."""
-
-
-def metrics_router(source: MetricsSource) -> APIRouter:
+def metrics_router(source: Metrics) -> APIRouter:
     """Return the route, answering from a source."""
     router = APIRouter(tags=["health"])
 

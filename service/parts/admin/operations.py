@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from inferpool.service.api.errors import NotFoundError
 from inferpool.service.catalog.claims import Claims
@@ -12,13 +13,26 @@ from inferpool.service.errors import (
     UnavailableError,
     UnknownModelError,
 )
-from inferpool.service.parts.admin.routes import HostSpeed
 from inferpool.service.queue.pool import Pool
 
 logger = logging.getLogger(__name__)
 
 _ANSWER_S = 30.0
 """How long an HTTP call waits for a restart. Many proxies give up after a minute."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostSpeed:
+    """Bandwidth to and from a host of the cluster, beside all else that used the connection."""
+
+    host: str
+    to_bytes_per_s: int
+    """From the front end to the host."""
+    from_bytes_per_s: int
+    round_trip_s: float
+    """A beat to the host and back, on average."""
+    num_bytes: int
+    """Bytes that were sent each way."""
 
 
 class Operations:
@@ -45,7 +59,9 @@ class Operations:
             measure_host: Measures the connection to a host.
         """
         self.settings_json = settings_json
-        self._measure_host = measure_host
+        """Returns every setting in force and its origin, without secrets."""
+        self.measure_host = measure_host
+        """Measures the connection to a host of the cluster."""
         self._pools = pools
         self._claims = claims
         self._grace_s = grace_s
@@ -54,12 +70,24 @@ class Operations:
         self._is_ending = False
 
     def set_draining(self, is_draining: bool) -> None:
-        """See `AdminTarget`."""
+        """Turn readiness red, or green again.
+
+        Raises:
+            ConflictError: The service is shutting down, which cannot be undone.
+        """
         if not self._drain(is_draining):
             raise ConflictError("the service is shutting down")
 
     def restart(self, model: str, slot: int | None, *, old_first: bool) -> Sequence[str]:
-        """See `AdminTarget`."""
+        """Begin to replace one worker of a model, or each in turn if `slot` is None, and name them.
+
+        With `old_first`, each worker leaves before its successor starts.
+
+        Raises:
+            UnknownModelError: There is no such model.
+            NotFoundError: There is no such worker.
+            ConflictError: Workers of the model are being replaced.
+        """
         pool = self._pools.get(model)
         if pool is None:
             names = ", ".join(self._pools) or "none"
@@ -93,7 +121,12 @@ class Operations:
                 logger.info("%s is tried again", name)
 
     async def until_restarted(self, model: str) -> bool:
-        """See `AdminTarget`."""
+        """Wait until the restart of a model is over; return False if it takes very long.
+
+        Raises:
+            RestartFailedError: A worker could not be replaced.
+            UnavailableError: The service was told to stop.
+        """
         task = self._restarts.get(model)
         if task is None:
             return True
@@ -104,10 +137,6 @@ class Operations:
             raise UnavailableError("the service is shutting down", retry_after_s=1)
         task.result()
         return True
-
-    async def measure_host(self, name: str) -> HostSpeed:
-        """See `AdminTarget`."""
-        return await self._measure_host(name)
 
     def end(self) -> None:
         """Start no further restart, and end the running ones; their old workers serve on."""

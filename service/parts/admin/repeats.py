@@ -50,7 +50,7 @@ class AskedChanges:
             key: The `Idempotency-Key`, if there is one.
             asked: Everything that tells one change from another: path and body.
             begin: Begins the change, and returns the name of the model.
-            until_decided: See `ModelsTarget`.
+            until_decided: See `Changes`.
 
         Raises:
             BadRequestError: The key is too long.

@@ -6,12 +6,13 @@ No route here reads a body, so there is none to bound or to wait for.
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from fastapi import APIRouter, Path, Query, Request, Response
 
 from inferpool.service.api.auth import caller_of
 from inferpool.service.api.errors import CALL_KEY
+from inferpool.service.parts.admin.operations import HostSpeed, Operations
 
 if TYPE_CHECKING:
     from inferpool.service.api.call import Call
@@ -76,63 +77,7 @@ class Logging:
     level: LogLevel
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostSpeed:
-    """Bandwidth to and from a host of the cluster, beside all else that used the connection."""
-
-    host: str
-    to_bytes_per_s: int
-    """From the front end to the host."""
-    from_bytes_per_s: int
-    round_trip_s: float
-    """A beat to the host and back, on average."""
-    num_bytes: int
-    """Bytes that were sent each way."""
-
-
-class AdminTarget(Protocol):
-    """Does what the operator asks for."""
-
-    def set_draining(self, is_draining: bool) -> None:
-        """Turn readiness red, or green again.
-
-        Raises:
-            ConflictError: The service is shutting down, which cannot be undone.
-        """
-
-    def restart(self, model: str, slot: int | None, *, old_first: bool) -> Sequence[str]:
-        """Begin to replace one worker of a model, or each in turn if `slot` is None, and name them.
-
-        With `old_first`, each worker leaves before its successor starts.
-
-        Raises:
-            UnknownModelError: There is no such model.
-            NotFoundError: There is no such worker.
-            ConflictError: Workers of the model are being replaced.
-        """
-
-    async def until_restarted(self, model: str) -> bool:
-        """Wait until the restart of a model is over; return False if it takes very long.
-
-        Raises:
-            RestartFailedError: A worker could not be replaced.
-            UnavailableError: The service was told to stop.
-        """
-
-    async def measure_host(self, name: str) -> HostSpeed:
-        """Measure the connection to a host of the cluster.
-
-        Raises:
-            NotFoundError: No such host is connected.
-            ConflictError: It is being measured.
-            UnavailableError: The host was lost meanwhile.
-        """
-
-    def settings_json(self) -> str:
-        """Return every setting in force and its origin, without secrets."""
-
-
-def admin_router(target: AdminTarget) -> APIRouter:
+def admin_router(target: Operations) -> APIRouter:
     """Return the routes, acting on a target. Whoever serves them checks the key."""
     logger.setLevel(logging.INFO)  # always, whatever the level of the rest
     router = APIRouter(prefix="/admin", tags=["admin"], responses=ERRORS)
@@ -143,7 +88,7 @@ def admin_router(target: AdminTarget) -> APIRouter:
     return router
 
 
-def _add_drain(router: APIRouter, target: AdminTarget) -> None:
+def _add_drain(router: APIRouter, target: Operations) -> None:
     @router.post("/drain", summary="Turn readiness red, but serve on; /admin/resume undoes it")
     async def drain(request: Request) -> Draining:
         """Balancers send no more requests; those that come all the same are answered."""
@@ -159,7 +104,7 @@ def _add_drain(router: APIRouter, target: AdminTarget) -> None:
         return Draining(draining=False)
 
 
-def _add_restarts(router: APIRouter, target: AdminTarget) -> None:
+def _add_restarts(router: APIRouter, target: Operations) -> None:
     async def restarted(
         request: Request, response: Response, model: str, number: int | None, old_first: bool
     ) -> Restarting:
@@ -196,7 +141,7 @@ def _add_restarts(router: APIRouter, target: AdminTarget) -> None:
         return await restarted(request, response, model, number, old_first)
 
 
-def _add_views(router: APIRouter, target: AdminTarget) -> None:
+def _add_views(router: APIRouter, target: Operations) -> None:
     @router.post(
         "/hosts/{host}/measure",
         summary="Measure the connection between the front end and a host",

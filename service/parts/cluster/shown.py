@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from inferpool.service.api.errors import NotFoundError
 from inferpool.service.api.routes.health import HealthReport, HostHealth, LostHostHealth
 from inferpool.service.errors import ConflictError, UnavailableError
-from inferpool.service.parts.admin.routes import HostSpeed
+from inferpool.service.parts.admin.operations import HostSpeed
 from inferpool.service.telemetry.metrics import Reading, gpu_gauges
 from inferpool.workers.host.slots import WorkerSlot
 from inferpool.workers.remote.host import RemoteHost

@@ -8,12 +8,11 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
-from typing import Protocol
 
 import msgspec
 
 from inferpool.service.api.routes.health import HealthReport
-from inferpool.service.parts.jobs.records import StoreCounts
+from inferpool.service.parts.jobs.jobs import Jobs
 from inferpool.service.parts.live.events import (
     ChangeEvent,
     EndingEvent,
@@ -38,22 +37,8 @@ _NUM_KEPT = 300
 _OUTCOMES = ("accepted", "succeeded", "failed", "expired", "cancelled")
 
 
-class CountedJobs(Protocol):
-    """The jobs of a service, as far as the feed tells of them."""
-
-    counts: StoreCounts
-
-    @property
-    def is_open(self) -> bool:
-        """The store can be used."""
-
-    @property
-    def num_answered(self) -> int:
-        """Instances that this service has answered."""
-
-
 class LiveFeed:
-    """Keeps the last samples and makes events; see `service.api.routes.events.Feed`."""
+    """Keeps the last samples and makes events; see `Feed`."""
 
     def __init__(
         self,
@@ -64,7 +49,7 @@ class LiveFeed:
         report: Callable[[], HealthReport],
         host: Callable[[], HostState],
         changes: Collection[ChangeEvent] = (),
-        jobs: CountedJobs | None = None,
+        jobs: Jobs | None = None,
         every_s: float = 1.0,
     ) -> None:
         self._settings = settings

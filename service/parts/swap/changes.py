@@ -23,10 +23,16 @@ from inferpool.service.errors import (
 )
 from inferpool.service.parts.speed import SpeedSearch
 from inferpool.service.parts.swap.judging import Judge
-from inferpool.service.parts.swap.records import Change, Record, VersionHistory, why_of
+from inferpool.service.parts.swap.records import (
+    Change,
+    ChangeKind,
+    ModelInfo,
+    Record,
+    VersionHistory,
+    why_of,
+)
 from inferpool.service.parts.swap.requests import SwapOptions, read_add, read_swap
 from inferpool.service.parts.swap.room import Room, Succession
-from inferpool.service.parts.swap.routes import ChangeKind, ModelInfo
 from inferpool.service.parts.swap.validation import LabelledInput, read_cases
 from inferpool.service.parts.swap.watching import FaultShare, VersionWatch
 from inferpool.service.report import worker_health
@@ -41,7 +47,11 @@ _Steps = Callable[[Change], Coroutine[Any, Any, None]]
 
 
 class Changes:
-    """Adds, removes and swaps models; see `ModelsTarget`. Lives in the event loop."""
+    """Adds, removes and swaps models: one change of each at a time. Lives in the event loop.
+
+    What begins one raises `UnknownModelError`, `ConflictError` if the model is being changed, and
+    `InvalidInputError` if the settings cannot be used.
+    """
 
     def __init__(
         self,
@@ -76,12 +86,12 @@ class Changes:
         self._is_ending = False
 
     def list_models(self) -> Sequence[ModelInfo]:
-        """See `ModelsTarget`."""
+        """Return all models."""
         names = dict.fromkeys((*self._catalog.serving, *self._changes))
         return [self._info(name) for name in names]
 
     def model_info(self, name: str) -> ModelInfo:
-        """See `ModelsTarget`."""
+        """Return one model: also one that is on its way in or out, or that failed to come."""
         if name not in self._changes and not self._history.changes(name):
             self._check_known(name)
         return self._info(name)
@@ -117,30 +127,34 @@ class Changes:
         return frozenset(self._catalog.serving)
 
     def begin_add(self, settings: Mapping[str, object]) -> str:
-        """See `ModelsTarget`."""
+        """Begin to load a model with the settings of one `[models.NAME]`; return its name."""
         self._catalog.check_hosts()
         name, model, is_ephemeral = read_add(settings, self._catalog.serving)
         self._begin(name, "add", partial(self._add, name, model, is_ephemeral))
         return name
 
     def begin_remove(self, name: str, *, ephemeral: bool = False) -> None:
-        """See `ModelsTarget`."""
+        """Serve a model no longer, and begin to drain it. If ephemeral, a start serves it again."""
         self._check_known(name)
         self._begin(name, "remove", partial(self._remove, name, ephemeral))
 
     def begin_swap(self, name: str, request: Mapping[str, object]) -> None:
-        """See `ModelsTarget`."""
+        """Begin to load another version of a model, which takes over if it is good enough."""
         self._check_known(name)
         self._catalog.check_hosts()
         model, options = read_swap(request, self._catalog.version(name).settings)
         self._begin(name, "swap", partial(self._swap, name, model, options, ""))
 
     def number_next(self, name: str, number: int) -> int:
-        """See `WatchTarget`."""
+        """Give the version that begins to load this number if that is the largest up to now.
+
+        Returns:
+            Its number.
+        """
         return self._catalog.number_next(name, number)
 
     def begin_rollback(self, name: str) -> None:
-        """See `ModelsTarget`."""
+        """Begin to let the version serve again that served before."""
         self._check_known(name)
         former = self._former(name)
         if former is None:
@@ -156,7 +170,11 @@ class Changes:
         return partial(self._swap, name, former.settings, options, reason)
 
     def until_decided(self, name: str) -> asyncio.Future[None]:
-        """See `ModelsTarget`."""
+        """Return a future that is done once the change of a model of now is decided.
+
+        It fails with the `ServiceError` of a change that came to nothing, which says why, and what
+        serves. Cancelling it leaves the change going on.
+        """
         change = self._changes.get(name)
         if change is not None:
             return asyncio.shield(change.decided)

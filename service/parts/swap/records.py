@@ -6,17 +6,19 @@ import time
 from collections import deque
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 from uuid import uuid4
 
 from inferpool.service.api.routes.health import SwapFigures, VersionInfo, VersionState
 from inferpool.service.catalog.catalog import ModelVersion
 from inferpool.service.errors import InternalError, ServiceError
 from inferpool.service.parts.live.events import ChangeEvent
-from inferpool.service.parts.swap.routes import ChangeInfo, ChangeKind
 from inferpool.service.settings.model import ModelSettings
 
 logger = logging.getLogger(__name__)
 
+ChangeKind = Literal["add", "remove", "swap", "rollback"]
+ChangeState = Literal["going_on", "done", "failed"]
 Steps = deque[ChangeEvent]
 """The latest steps of changes of all models, the newest first."""
 _SAID = {
@@ -38,6 +40,43 @@ _NUM_ABSENT = 100
 _USELESS: Sequence[VersionState] = ("refused", "rolled_back")
 """States of versions that are forgotten first: no rollback goes back to them."""
 _LEVELS = {"refused": logging.WARNING, "rolled_back": logging.ERROR}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChangeInfo:
+    """A change of a model, and how it went."""
+
+    id: str
+    """No other change has it."""
+    kind: ChangeKind
+    state: ChangeState
+    """`going_on` until it is decided; `failed` if it came to nothing, and all is as it was."""
+    since: float
+    """When it began, in seconds of the Unix epoch."""
+    version: int | None = None
+    """The version that it loads, or goes back to."""
+    code: str = ""
+    """The code of the error that it failed with."""
+    reason: str = ""
+    """Why it failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """One model and its versions."""
+
+    name: str
+    version: int | None
+    """The version that serves; null while the model loads for the first time."""
+    ready: bool
+    change: str = ""
+    """The change that goes on, for a person; empty if there is none."""
+    saved: bool = False
+    """The next start of the service will serve this version too."""
+    versions: Sequence[VersionInfo] = ()
+    """The newest first; those that are gone too, as far as they are remembered."""
+    changes: Sequence[ChangeInfo] = ()
+    """The newest first, since the start of the service, as far as they are remembered."""
 
 
 @dataclass(slots=True, kw_only=True)

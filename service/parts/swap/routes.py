@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -15,15 +15,14 @@ from inferpool.service.api.routes.health import VersionInfo
 from inferpool.service.errors import BadRequestError, TooLargeError
 from inferpool.service.parts.admin.repeats import AskedChanges
 from inferpool.service.parts.admin.routes import ERRORS, record
+from inferpool.service.parts.swap.changes import Changes
+from inferpool.service.parts.swap.records import ModelInfo
 
 MAX_BODY_BYTES = 256 * 1024
 _BODY_S = 10.0
 """How long a body may take to arrive."""
 _ANSWER_S = 3600.0
 """The longest that a call waits for the decision."""
-
-ChangeKind = Literal["add", "remove", "swap", "rollback"]
-ChangeState = Literal["going_on", "done", "failed"]
 
 _Responses = dict[int | str, dict[str, Any]]
 _NO_MODEL: _Responses = {404: {"description": "No such model."}}
@@ -39,83 +38,13 @@ _GOING_ON: _Responses = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChangeInfo:
-    """A change of a model, and how it went."""
-
-    id: str
-    """No other change has it."""
-    kind: ChangeKind
-    state: ChangeState
-    """`going_on` until it is decided; `failed` if it came to nothing, and all is as it was."""
-    since: float
-    """When it began, in seconds of the Unix epoch."""
-    version: int | None = None
-    """The version that it loads, or goes back to."""
-    code: str = ""
-    """The code of the error that it failed with."""
-    reason: str = ""
-    """Why it failed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelInfo:
-    """One model and its versions."""
-
-    name: str
-    version: int | None
-    """The version that serves; null while the model loads for the first time."""
-    ready: bool
-    change: str = ""
-    """The change that goes on, for a person; empty if there is none."""
-    saved: bool = False
-    """The next start of the service will serve this version too."""
-    versions: Sequence[VersionInfo] = ()
-    """The newest first; those that are gone too, as far as they are remembered."""
-    changes: Sequence[ChangeInfo] = ()
-    """The newest first, since the start of the service, as far as they are remembered."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelList:
     """All models."""
 
     models: Sequence[ModelInfo]
 
 
-class ModelsTarget(Protocol):
-    """Does what the operator asks for. Each change is of one model; it has one at a time.
-
-    All of these raise `UnknownModelError`, `ConflictError` if the model is being changed, and
-    `InvalidInputError` if the settings cannot be used.
-    """
-
-    def list_models(self) -> Sequence[ModelInfo]:
-        """Return all models."""
-
-    def model_info(self, name: str) -> ModelInfo:
-        """Return one model: also one that is on its way in or out, or that failed to come."""
-
-    def begin_add(self, settings: Mapping[str, object]) -> str:
-        """Begin to load a model with the settings of one `[models.NAME]`; return its name."""
-
-    def begin_remove(self, name: str, *, ephemeral: bool = False) -> None:
-        """Serve a model no longer, and begin to drain it. If ephemeral, a start serves it again."""
-
-    def begin_swap(self, name: str, request: Mapping[str, object]) -> None:
-        """Begin to load another version of a model, which takes over if it is good enough."""
-
-    def begin_rollback(self, name: str) -> None:
-        """Let the version that served before serve again."""
-
-    def until_decided(self, name: str) -> "asyncio.Future[None]":
-        """Return a future that is done once the change of a model of now is decided.
-
-        It fails with the `ServiceError` of a change that came to nothing, which says why, and what
-        serves. Cancelling it leaves the change going on.
-        """
-
-
-def models_router(target: ModelsTarget, *, answer_s: float = _ANSWER_S) -> APIRouter:
+def models_router(target: Changes, *, answer_s: float = _ANSWER_S) -> APIRouter:
     """Return the routes, acting on a target. Whoever serves them checks the key.
 
     Args:
@@ -129,7 +58,7 @@ def models_router(target: ModelsTarget, *, answer_s: float = _ANSWER_S) -> APIRo
     return router
 
 
-def _add_views(router: APIRouter, target: ModelsTarget) -> None:
+def _add_views(router: APIRouter, target: Changes) -> None:
     @router.get("", summary="All models and their versions")
     async def models() -> ModelList:
         """The version that serves, what is being changed, and what became of earlier versions."""
@@ -149,7 +78,7 @@ def _add_views(router: APIRouter, target: ModelsTarget) -> None:
 class _ChangeCalls:
     """Begins changes, and waits for the decision as long as the caller wants."""
 
-    def __init__(self, target: ModelsTarget, answer_s: float) -> None:
+    def __init__(self, target: Changes, answer_s: float) -> None:
         self._target = target
         self._answer_s = answer_s
         self._asked = AskedChanges()
@@ -176,7 +105,7 @@ class _ChangeCalls:
         return self._target.model_info(asked.name)
 
 
-def _add_changes(router: APIRouter, target: ModelsTarget, answer_s: float) -> None:
+def _add_changes(router: APIRouter, target: Changes, answer_s: float) -> None:
     change = _ChangeCalls(target, answer_s).begin
 
     @router.post("", summary="Load one more model", responses=_BUSY | _UNFIT | _UNSAVED | _GOING_ON)
@@ -223,7 +152,7 @@ def _add_changes(router: APIRouter, target: ModelsTarget, answer_s: float) -> No
         return await change(request, response, b"", begin)
 
 
-def _add_removal(router: APIRouter, target: ModelsTarget) -> None:
+def _add_removal(router: APIRouter, target: Changes) -> None:
     @router.delete(
         "/{model}",
         status_code=204,

@@ -7,9 +7,8 @@ the files in a thread.
 
 import asyncio
 import logging
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from inferpool.service.errors import (
     ConflictError,
@@ -17,6 +16,7 @@ from inferpool.service.errors import (
     UnavailableError,
     UnknownModelError,
 )
+from inferpool.service.parts.swap.changes import Changes
 from inferpool.service.parts.swap.requests import read_model
 from inferpool.service.parts.watched.versions import (
     FoundVersion,
@@ -25,39 +25,18 @@ from inferpool.service.parts.watched.versions import (
     validation_of,
 )
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
 
 
-class WatchTarget(Protocol):
-    """Changes the models that are served; see `ModelsTarget`."""
-
-    @property
-    def served(self) -> frozenset[str]:
-        """The names of the models that are served."""
-
-    def begin_add(self, settings: Mapping[str, object]) -> str:
-        """Begin to load a model."""
-
-    def begin_remove(self, name: str, *, ephemeral: bool = False) -> None:
-        """Serve a model no longer."""
-
-    def begin_swap(self, name: str, request: Mapping[str, object]) -> None:
-        """Begin to load another version of a model."""
-
-    def number_next(self, name: str, number: int) -> int:
-        """Give the version that begins to load this number if that is the largest up to now.
-
-        Returns:
-            Its number.
-        """
-
-
 class ModelFolder:
     """Serves what is in a folder. One task looks at it, until it is cancelled."""
 
-    def __init__(self, folder: Path, target: WatchTarget, policy: str) -> None:
+    def __init__(self, folder: Path, target: Changes, policy: str) -> None:
         """Look at nothing yet; `policy` says how a later version is judged."""
         self._folder = folder
         self._target = target

@@ -31,7 +31,7 @@ def make_app(**keys: str) -> App:
     guard = Guard(**{name: read_keys(text) for name, text in keys.items()})  # type: ignore[arg-type]
     app = App(
         version="0",
-        routers=[health_router(SecretiveSource(), guard), metrics_router(SecretiveSource())],
+        routers=[health_router(SecretiveSource().report, guard), metrics_router(SecretiveSource())],
         guard=guard,
     )
     app.predict = endpoint(FakeModel(), guard=guard)

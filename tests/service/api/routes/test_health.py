@@ -78,7 +78,7 @@ class FixedSource:
 def make_app(status: HostStatus, *models: ModelHealth) -> FastAPI:
     app = FastAPI()
     install_error_handlers(app)
-    app.include_router(health_router(FixedSource(status, *models)))
+    app.include_router(health_router(FixedSource(status, *models).report))
     return app
 
 
