@@ -18,15 +18,13 @@ from typing import Literal
 import psutil
 
 from inferpool.service.client.health import DecoderState, WorkerState
-from inferpool.service.tools.chaos.greed import Greed
+from inferpool.service.tools.chaos.greed import Greed, SlowUploads, UnreadConnections
 from inferpool.service.tools.chaos.hosts import HostFaults
 from inferpool.service.tools.chaos.load import PATIENCE_S, ChaosTally
 from inferpool.service.tools.chaos.plan import Fault
 from inferpool.service.tools.chaos.questions import Question, is_refusal, problem_code
 from inferpool.service.tools.chaos.stores import StoreFaults
 from inferpool.service.tools.chaos.swaps import Swaps
-from inferpool.service.tools.chaos.unread import UnreadConnections
-from inferpool.service.tools.chaos.uploads import SlowUploads
 from inferpool.service.tools.chaos.watch import FORKSERVER, Recovery, Watch, decoder_name
 from inferpool.service.tools.trial.connection import Address, NoAnswerError, connected
 

@@ -17,7 +17,7 @@ from inferpool.service.client.health import ServiceHealth
 from inferpool.service.settings.loader import LoadedSettings, Row
 from inferpool.service.settings.names import Key
 from inferpool.service.tools.chaos.faults import POISONS, Faults
-from inferpool.service.tools.chaos.greed import Greed
+from inferpool.service.tools.chaos.greed import Greed, SlowUploads, UnreadConnections
 from inferpool.service.tools.chaos.hosts import HostFaults
 from inferpool.service.tools.chaos.load import ChaosTally, NumberedLoad
 from inferpool.service.tools.chaos.plan import (
@@ -43,8 +43,6 @@ from inferpool.service.tools.chaos.resources import (
 )
 from inferpool.service.tools.chaos.stores import StoreFaults
 from inferpool.service.tools.chaos.swaps import Swaps
-from inferpool.service.tools.chaos.unread import UnreadConnections
-from inferpool.service.tools.chaos.uploads import SlowUploads
 from inferpool.service.tools.chaos.watch import Watch
 from inferpool.service.tools.trial import inputs
 from inferpool.service.tools.trial.agents import TrialAgents

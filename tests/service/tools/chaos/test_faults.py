@@ -16,14 +16,12 @@ from inferpool.service.client.health import (
     WorkerState,
 )
 from inferpool.service.tools.chaos.faults import BURST, Faults, schedule
-from inferpool.service.tools.chaos.greed import Greed
+from inferpool.service.tools.chaos.greed import Greed, SlowUploads, UnreadConnections
 from inferpool.service.tools.chaos.hosts import HostFaults
 from inferpool.service.tools.chaos.load import ChaosTally
 from inferpool.service.tools.chaos.plan import Fault
 from inferpool.service.tools.chaos.stores import StoreFaults
 from inferpool.service.tools.chaos.swaps import Swaps
-from inferpool.service.tools.chaos.unread import UnreadConnections
-from inferpool.service.tools.chaos.uploads import SlowUploads
 from inferpool.service.tools.chaos.watch import Recovery, Watch
 
 NO_SWAPS = Swaps(address=("127.0.0.1", 1), models=["m"], key="")

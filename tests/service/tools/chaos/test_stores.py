@@ -6,9 +6,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from inferpool.service.tools.chaos.greed import SlowUploads
 from inferpool.service.tools.chaos.questions import EchoQuestion
 from inferpool.service.tools.chaos.stores import StoreFaults
-from inferpool.service.tools.chaos.uploads import SlowUploads
 
 Answer = tuple[int, dict[str, str]]
 GONE: Answer = (503, {"detail": "the job store /jobs is not there"})

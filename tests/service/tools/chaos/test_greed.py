@@ -1,6 +1,6 @@
 import asyncio
 
-from inferpool.service.tools.chaos.unread import UnreadConnections
+from inferpool.service.tools.chaos.greed import UnreadConnections
 
 
 async def test_connections_send_all_that_goes_out_read_nothing_and_are_closed():
