@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import uvicorn
+from fastapi import APIRouter
 
 from inferpool.service.api.auth import Guard
 from inferpool.service.api.predict import Predict
@@ -269,10 +270,14 @@ def _in_order(
         *workers,
         # The drain stops several fronts, but there is none if the start has failed half-way.
         Part(name="front ends", stop=lambda: service.fronts.stop()),
-        # All that follow give calls to the queues, and let go of theirs before these are drained.
+        # All that follow begin nothing more and end what they have begun; what was accepted until
+        # then is answered here.
         Part(name="queues", stop=service.drain, gauges=service.read_gauges),
+        # These two only look on, so they see the end of the others.
         Part(name="watch of the GPUs", start=watch.start, stop=watch.stop),
         _live_feed(assembly),
+        # A restart and a change exclude each other by their claims, so their order makes no
+        # difference.
         Part(
             name="operations",
             begin_stop=operations.end,
@@ -326,13 +331,17 @@ def _tracing(tracer: "Tracer", service: Service) -> Part:
 
 def _live_feed(assembly: Assembly) -> Part:
     live, settings = assembly.live, assembly.service.settings
-    page = [Page(docs=settings.docs).router()] if settings.page else []
+
+    def routers() -> list[APIRouter]:
+        page = [Page(docs=settings.docs).router()] if settings.page else []
+        return [events_router(live, assembly.guard), *page]
+
     return Part(
         name="live feed",
         start=live.start,
         begin_stop=live.end,
         stop=live.stop,
-        routers=lambda: [events_router(live, assembly.guard), *page],
+        routers=routers,
     )
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 from inferpool.service.app import assemble
+from inferpool.service.service import Part
 from inferpool.service.settings.model import ModelSettings
 from inferpool.service.settings.settings import Settings
 from inferpool.service.telemetry.console import Console
@@ -66,3 +67,25 @@ def test_metrics_tell_of_the_service_and_of_jobs_where_these_are_kept(tmp_path, 
     assert "\ninferpool_ready 0.0\n" in text
     assert ("\ninferpool_job_store_open 0.0\n" in text) is has_jobs
     assert ("\ninferpool_job_duration_seconds_count 0.0\n" in text) is has_jobs
+
+
+async def test_a_part_that_fails_to_stop_does_not_keep_the_others_from_it(caplog):
+    def fail() -> None:
+        raise OSError("it is gone")
+
+    echo = ModelSettings(source="echo", replicas=1)
+    settings = Settings(models={"m": echo}, default_model="m", job_store="none")
+    service = assemble(settings, find_host(""), Console(None)).service
+    done = []
+    first = Part(
+        name="first",
+        start=lambda: done.append("start"),
+        begin_stop=lambda: done.append("begin_stop"),
+        stop=lambda: done.append("stop"),
+    )
+    service.attach([first, Part(name="second", stop=fail)])
+    service.start()
+    await service.stop()
+    assert done == ["start", "begin_stop", "stop"]
+    assert "second: this did not stop in order" in caplog.text
+    service.arena.close()
