@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-ArchiveKind = Literal["torchscript", "export", "checkpoint", "other"]
-
 _HEAD_BYTES = 512
 _OLD_EXPORT = "serialized_exported_program.json"
 """A file in the archives that `torch.export.save` wrote before torch 2.8, which it still reads."""
@@ -95,12 +93,8 @@ _SUFFIXES = {
 """Kinds by the names of files whose content does not say more."""
 
 
-def archive_kind(path: Path) -> ArchiveKind:
+def _archive_kind_of(members: Sequence[str]) -> str:
     """Tell apart the archives that torch writes, by the names of the files inside."""
-    return _archive_kind_of(_members(path))
-
-
-def _archive_kind_of(members: Sequence[str]) -> ArchiveKind:
     names = {name.partition("/")[2] for name in members}
     if "archive_format" in names or _OLD_EXPORT in members:
         return "export"

@@ -13,7 +13,6 @@ from inferpool.models.errors import SourceError
 from inferpool.models.files.kinds import what_it_is
 from inferpool.models.files.reading import read_file
 
-FORMAT = "inferpool-run"
 VERSION = 1
 
 

@@ -7,9 +7,8 @@ import msgspec
 
 from inferpool.models.files.run_folder import TransformCard
 
-AUGMENTATIONS = ("none", "shift", "crop", "trivial", "randaugment", "autoaugment")
-"""Names of the augmentations of `models.training.augment`."""
 Augmentation = Literal["none", "shift", "crop", "trivial", "randaugment", "autoaugment"]
+"""Names of the augmentations of `models.training.augment`."""
 Precision = Literal["fp32", "bf16"]
 
 

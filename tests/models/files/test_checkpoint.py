@@ -12,7 +12,7 @@ from inferpool.models.files.checkpoint import (
     load_weights,
     read_weights,
 )
-from inferpool.models.files.kinds import archive_kind
+from inferpool.models.files.kinds import kind_of
 
 # torch.jit is deprecated, and still what users have.
 scripting = pytest.mark.filterwarnings("ignore:`torch.jit")
@@ -235,8 +235,8 @@ def test_whole_models_are_no_weights(tmp_path):
 @scripting
 def test_archives_are_told_apart_by_what_is_in_them(tmp_path):
     torch.jit.script(nn.Linear(2, 2)).save(tmp_path / "a")
-    assert archive_kind(tmp_path / "a") == "torchscript"
-    assert archive_kind(saved(tmp_path / "b", state())) == "checkpoint"
-    assert archive_kind(tmp_path / "none") == "other"
+    assert kind_of(tmp_path / "a") == "torchscript"
+    assert kind_of(saved(tmp_path / "b", state())) == "checkpoint"
+    assert kind_of(tmp_path / "none") is None
     (tmp_path / "c").write_bytes(b"PK\3\4")
-    assert archive_kind(tmp_path / "c") == "other"
+    assert kind_of(tmp_path / "c") == "cut"

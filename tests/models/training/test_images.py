@@ -1,4 +1,5 @@
 from itertools import chain
+from typing import get_args
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from inferpool.models.training.images import (
     TrainingImages,
     collate,
 )
-from inferpool.models.training.recipe import AUGMENTATIONS
+from inferpool.models.training.recipe import Augmentation
 from inferpool.models.vision.photos import sample_jpegs
 
 SEEN = TransformCard(resize=32, crop=32, mean=(0.5,) * 3, std=(0.5,) * 3)
@@ -35,7 +36,7 @@ def images(paths, seed=0, augment="autoaugment"):
     return TrainingImages(source, training_transform(SEEN, augment, flip=True), seed=seed)
 
 
-@pytest.mark.parametrize("augment", AUGMENTATIONS)
+@pytest.mark.parametrize("augment", get_args(Augmentation))
 def test_the_changes_of_an_image_depend_on_seed_epoch_and_index_alone(photos, augment):
     dataset = images(photos, augment=augment)
     torch.manual_seed(1)
