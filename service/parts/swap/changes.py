@@ -22,7 +22,7 @@ from inferpool.service.errors import (
     VersionRefusedError,
 )
 from inferpool.service.parts.speed import SpeedSearch
-from inferpool.service.parts.swap.judging import Judge
+from inferpool.service.parts.swap.decision import SwapDecision
 from inferpool.service.parts.swap.records import (
     Change,
     ChangeKind,
@@ -327,7 +327,7 @@ class Changes:
                 watch = None
             await self._catalog.until_left(name)
             old = self._catalog.version(name)
-            new, faults_before, succession = await self._judged(old, model, options, change)
+            new, faults_before, succession = await self._decided(old, model, options, change)
         except BaseException:
             if watch is not None and not self._is_ending:
                 self._begin_watch(watch)
@@ -351,7 +351,7 @@ class Changes:
         if options.rollback_s:
             self._begin_watch(VersionWatch(old, new, options, faults_before))
 
-    async def _judged(
+    async def _decided(
         self, old: ModelVersion, model: ModelSettings, options: SwapOptions, change: Change
     ) -> tuple[ModelVersion, FaultShare, Succession]:
         """Load another version, and return it if it may serve.
@@ -376,29 +376,29 @@ class Changes:
         async with self._room.share(plan.needs) as share:
             await succession.plan(share)
             new = catalog.load(name, model, plan.configs, paused=True)
-            judge = Judge(catalog, old, new, options, say, cases)
+            decision = SwapDecision(catalog, old, new, options, say, cases)
             record = self._history.record(new, "loading")
             record.become("loading", succession.text)
             until_loaded = partial(self._until_loaded, new, change)
             try:
                 if not options.ephemeral:
                     await catalog.save_number(new)
-                await succession.begin(new, share, until_loaded, judge.record)
+                await succession.begin(new, share, until_loaded, decision.record)
             except BaseException as error:
                 await self._refuse(new, error, succession)
                 raise
         try:
             record.become("comparing")
-            await judge.judge()
+            await decision.decide()
             await succession.load((len(plan.needs) + 1) // 2)
             if not options.ephemeral:
                 await catalog.save(name, new)
         except BaseException as error:
-            record.figures = judge.figures
+            record.figures = decision.figures
             await self._refuse(new, error, succession)
             raise
-        record.figures = judge.figures
-        return new, judge.faults_before, succession
+        record.figures = decision.figures
+        return new, decision.faults_before, succession
 
     async def _refuse(
         self, version: ModelVersion, error: BaseException, succession: Succession

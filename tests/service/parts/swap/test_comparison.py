@@ -20,7 +20,7 @@ from inferpool.service.parts.swap.requests import SwapOptions
 from inferpool.workers.shared.arena import Arena
 from inferpool.workers.shared.errors import WorkerStartError
 from inferpool.workers.shared.messages import TensorBlob
-from tests.service.parts.swap.test_judging import Acts, Stage, ready, when
+from tests.service.parts.swap.test_decision import Acts, Stage, ready, when
 
 pytestmark = pytest.mark.usefixtures("virtual_time")
 

@@ -13,7 +13,7 @@ from inferpool.service.parts.swap.changes import Changes
 from inferpool.service.parts.swap.room import Room
 from inferpool.workers.host.device_memory import HOST
 from inferpool.workers.shared.arena import Arena
-from tests.service.parts.swap.test_judging import Acts, Stage, when
+from tests.service.parts.swap.test_decision import Acts, Stage, when
 
 pytestmark = pytest.mark.usefixtures("virtual_time")
 

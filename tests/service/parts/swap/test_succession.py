@@ -8,7 +8,7 @@ import pytest
 
 from inferpool.service.errors import ServiceError, UnavailableError, VersionRefusedError
 from inferpool.service.parts.swap.changes import Changes
-from inferpool.service.parts.swap.judging import Judge
+from inferpool.service.parts.swap.decision import SwapDecision
 from inferpool.service.parts.swap.room import Room
 from inferpool.service.settings.state import StateFile
 from inferpool.workers.host.device_memory import HOST
@@ -282,12 +282,12 @@ async def test_with_old_first_the_former_version_comes_back_if_the_new_one_is_re
 async def test_a_version_without_workers_is_waited_for_only_before_it_leaves(arena, monkeypatch):
     num_asked = 0
 
-    async def is_ready(self: Judge) -> bool:
+    async def is_ready(self: SwapDecision) -> bool:
         nonlocal num_asked
         num_asked += 1
         return False
 
-    monkeypatch.setattr(Judge, "_is_old_ready", is_ready)
+    monkeypatch.setattr(SwapDecision, "_is_old_ready", is_ready)
     async with serving(arena, 1, 1) as it:
         await it.swap(old_first=True, policy="verified")
         assert it.catalog.serving["m"].version == 2

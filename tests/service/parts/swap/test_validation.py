@@ -17,7 +17,7 @@ from inferpool.workers.shared.arena import Arena
 from inferpool.workers.shared.errors import WorkerStartError
 from inferpool.workers.shared.messages import ItemRef, Outcome
 from tests.run_folders import TINY, write_colours, write_run
-from tests.service.parts.swap.test_judging import Acts, Stage, lines_of, ready
+from tests.service.parts.swap.test_decision import Acts, Stage, lines_of, ready
 from tests.virtual_time import run_in_virtual_time
 
 pytestmark = pytest.mark.usefixtures("virtual_time")

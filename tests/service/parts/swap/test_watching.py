@@ -14,7 +14,7 @@ from inferpool.service.parts.swap.watching import FaultShare, VersionWatch
 from inferpool.service.telemetry.metrics import ModelMetrics
 from inferpool.workers.shared.messages import BatchDone
 from tests.service.catalog.test_catalog import Kept
-from tests.service.parts.swap.test_judging import Acts, Stage, ready, stage, swapped, when
+from tests.service.parts.swap.test_decision import Acts, Stage, ready, stage, swapped, when
 
 pytestmark = pytest.mark.usefixtures("virtual_time")
 

@@ -24,8 +24,8 @@ _MOST_SHADOWED = 64
 """Inputs of a shadow that may wait to be computed; those that come meanwhile are not copied."""
 
 
-class Judge:
-    """Judges one version, before it serves. Lives in the event loop."""
+class SwapDecision:
+    """The decision about one version, before it serves. Lives in the event loop."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Judge:
         say: Callable[[str], None],
         cases: Sequence[LabelledInput] = (),
     ) -> None:
-        """Judge a version against the one that serves.
+        """Decide about a version by comparison with the one that serves.
 
         Args:
             catalog: Gives a canary its share of the calls.
@@ -82,20 +82,20 @@ class Judge:
             await self._comparison.record(sample, with_tensors=False)
         self._comparison.is_old_gone = True
 
-    async def judge(self) -> None:
+    async def decide(self) -> None:
         """Find out whether the version may serve.
 
         Raises:
             VersionRefusedError: It is not good enough; has the figures that show why.
         """
         try:
-            await self._judge()
+            await self._decide()
         except VersionRefusedError as error:
             self.figures = self.figures or self._comparison.figures()
             error.figures = asdict(self.figures)
             raise
 
-    async def _judge(self) -> None:
+    async def _decide(self) -> None:
         options = self._options
         self._say("looks at its outputs")
         if fault := await output_fault(self._new.pool):
