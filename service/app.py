@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import uvicorn
 from fastapi import APIRouter
 
 from inferpool.service.api.auth import Guard
@@ -491,6 +490,12 @@ class _Serving:
         self._until_changed = until_changed
         self._url = url_of(listener, is_tls=tls is not None)
         self._exit_code = 0
+        self._make_server = partial(
+            Server,
+            shutdown_delay_s=self._settings.shutdown_delay_s,
+            drain_timeout_s=self._settings.drain_timeout_s,
+            on_stopping=self._on_stopping,
+        )
         app, predict, limits = make_app(assembly)
         app.addresses = make_addresses(self._settings)
         if num_fronts == 1:
@@ -556,26 +561,6 @@ class _Serving:
             drain=drain,
             cut_off=cut_off,
             move_clients_away=fronts.move_clients_away,
-        )
-
-    def _make_server(
-        self,
-        config: uvicorn.Config,
-        *,
-        on_listening: Callable[[], None],
-        drain: Callable[[], Awaitable[None]],
-        cut_off: Callable[[], None],
-        move_clients_away: Callable[[], Awaitable[None]] | None = None,
-    ) -> Server:
-        return Server(
-            config,
-            shutdown_delay_s=self._settings.shutdown_delay_s,
-            drain_timeout_s=self._settings.drain_timeout_s,
-            on_listening=on_listening,
-            on_stopping=self._on_stopping,
-            drain=drain,
-            cut_off=cut_off,
-            move_clients_away=move_clients_away,
         )
 
     def _on_stopping(self, reason: str) -> None:
