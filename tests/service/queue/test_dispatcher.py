@@ -681,3 +681,17 @@ async def test_an_instance_is_not_blamed_for_lost_hosts_and_given_up_after_many(
             await instance
     assert b.metrics.faults == 0  # which are the model's own
     b.check_books()
+
+
+async def test_each_observer_sees_the_batches_until_it_ends(bench):
+    b = bench()
+    worker, sizes, others = b.worker(), [], []
+    end = b.dispatcher.observe(lambda num, done: sizes.append(num))
+    b.dispatcher.observe(lambda num, done: others.append(num))
+    await b.send(2)
+    await answer(worker)
+    end()
+    await b.send(3)
+    await answer(worker)
+    assert (sizes, others) == ([2], [2, 3])
+    b.check_books()

@@ -5,18 +5,20 @@ from dataclasses import replace
 import pytest
 
 from inferpool.service.catalog.catalog import ModelVersion
-from inferpool.service.errors import GivenUpError, UnavailableError
+from inferpool.service.errors import GivenUpError, OverloadedError, UnavailableError
 from inferpool.service.parts.turns.gate import DeviceGate
 from inferpool.service.queue.pool import Pool, SlotNumbers
 from inferpool.service.settings.model import ModelSettings
 from inferpool.workers.shared.arena import Arena
 from inferpool.workers.shared.config import WorkerConfig
 from inferpool.workers.shared.errors import WorkerStartError
-from tests.fakes import FakeEngine
+from inferpool.workers.shared.messages import ItemRef
+from tests.fakes import FakeEngine, ref_to
 from tests.service.pools import (
     CONFIG,
     MeasuringEngine,
     SilentAnnouncer,
+    make_dispatcher,
     make_pool,
     ready_pool,
     submit,
@@ -82,6 +84,39 @@ async def test_a_pool_whose_stop_is_cancelled_leaves_the_device_to_others(arena:
     assert not pools[1].dispatcher.scheduler.policies
     await pools[0].stop(0)
     await pools[1].stop(0)
+
+
+async def test_what_is_submitted_waits_while_the_workers_compute_for_another_dispatcher(
+    arena: Arena,
+):
+    engine = FakeEngine()
+    pool, other = await ready_pool(engine, arena), make_dispatcher(arena)
+    pool.attach(other)
+    waiting, sent = submit(pool), other.submit(ref_to(b"y"), [b"y"])
+    await until(lambda: engine.started[0].batches)
+    engine.started[0].answer()
+    assert await sent
+    assert not waiting.done()
+    assert not pool.is_ready
+    pool.attach(pool.dispatcher)
+    await until(lambda: engine.started[0].batches)
+    engine.started[0].answer()
+    assert await waiting
+    await pool.stop(0)
+
+
+async def test_a_gatekeeper_may_refuse_what_is_submitted_until_it_is_removed(arena: Arena):
+    pool = await ready_pool(FakeEngine(), arena)
+
+    def refuse(ref: ItemRef, chunks: object) -> None:
+        raise OverloadedError("not now")
+
+    remove = pool.guard(refuse)
+    with pytest.raises(OverloadedError, match="not now"):
+        submit(pool)
+    remove()
+    submit(pool).cancel()
+    await pool.stop(0)
 
 
 class TimingAnnouncer(SilentAnnouncer):
