@@ -19,7 +19,7 @@ from inferpool.service.errors import NotSavedError, UnavailableError
 from inferpool.service.queue.admission import Admission
 from inferpool.service.queue.dispatcher import Dispatcher
 from inferpool.service.queue.instance import CanaryShare
-from inferpool.service.queue.pool import Announcer, Pool
+from inferpool.service.queue.pool import Pool
 from inferpool.service.queue.quarantine import Quarantine
 from inferpool.service.settings.model import ModelSettings
 from inferpool.service.settings.settings import Settings
@@ -34,6 +34,7 @@ from inferpool.workers.shared.config import WorkerConfig
 
 if TYPE_CHECKING:
     from inferpool.models.spec import TensorSpec
+    from inferpool.service.telemetry.console import Console
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ class Catalog:
         settings: Settings,
         host: Host | None,
         metrics: Metrics,
-        announcer: Announcer,
+        announcer: "Console",
         *,
         cache_dir: str | None,
         on_change: Callable[[], None],

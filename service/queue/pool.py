@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, groupby
 from math import ceil
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -29,6 +29,7 @@ from inferpool.workers.shared.messages import UNREADABLE, ItemRef
 
 if TYPE_CHECKING:
     from inferpool.models.spec import SplitReport, TensorSpec
+    from inferpool.service.telemetry.console import Console
 
 logger = logging.getLogger(__name__)
 
@@ -51,25 +52,6 @@ class EndedIncarnation:
     reason: str
 
 
-class Announcer(Protocol):
-    """The console, as a pool sees it."""
-
-    def planned(self, plan: Sequence[tuple[str, str]]) -> None:
-        """Show each worker that is planned, and its placement."""
-
-    def left(self, workers: Sequence[str]) -> None:
-        """Show no longer workers that will not come back."""
-
-    def progress(self, worker: str, stage: str) -> None:
-        """Show what a worker that loads is doing now."""
-
-    def ready(self, worker: str, seconds: float) -> None:
-        """Show that a worker takes batches."""
-
-    def failed(self, worker: str, reason: str) -> None:
-        """Show that a worker is given up."""
-
-
 class Pool:
     """The supervisor and the dispatcher of one version of a model, connected to each other."""
 
@@ -81,7 +63,7 @@ class Pool:
         engine: Engine,
         dispatcher: Dispatcher,
         policy: RestartPolicy,
-        announcer: Announcer,
+        announcer: "Console",
         on_change: Callable[[], None],
         version: int = 1,
     ) -> None:

@@ -10,7 +10,7 @@ from inferpool.models.spec import Placement
 from inferpool.models.speed_names import SpeedReport
 from inferpool.service.queue.admission import Admission
 from inferpool.service.queue.dispatcher import Dispatcher
-from inferpool.service.queue.pool import Announcer, Pool
+from inferpool.service.queue.pool import Pool
 from inferpool.service.queue.quarantine import Quarantine
 from inferpool.service.telemetry.metrics import ModelMetrics
 from inferpool.workers.host.engine import WorkerId
@@ -65,7 +65,7 @@ class SilentAnnouncer:
 def make_pool(
     engine: FakeEngine,
     arena: Arena,
-    announcer: Announcer | None = None,
+    announcer: SilentAnnouncer | None = None,
     configs: Sequence[WorkerConfig] = (CONFIG,),
     name: str = "m",
 ) -> Pool:
@@ -76,7 +76,7 @@ def make_pool(
         engine=engine,
         dispatcher=make_dispatcher(arena, metrics, max_queue_length=10, max_batch_size=1),
         policy=RestartPolicy(),
-        announcer=announcer or SilentAnnouncer(),
+        announcer=announcer or SilentAnnouncer(),  # type: ignore[arg-type]
         on_change=lambda: None,
     )
 
