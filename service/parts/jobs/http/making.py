@@ -23,6 +23,7 @@ from inferpool.service.api.codecs.body import BodyContext, Limits
 from inferpool.service.api.codecs.parameters import read_query
 from inferpool.service.api.codecs.requests import check_encoding
 from inferpool.service.api.errors import CALL_KEY
+from inferpool.service.api.event_stream import client_of
 from inferpool.service.api.predict import VERSION_HEADER
 from inferpool.service.api.preferences import Preferences, read_preferences
 from inferpool.service.errors import BadRequestError, NotAcceptableError
@@ -33,7 +34,6 @@ from inferpool.service.parts.jobs.http.uploads import Uploads
 from inferpool.service.parts.jobs.jobs import Jobs
 from inferpool.service.parts.jobs.records import Job, NewJob
 from inferpool.service.parts.jobs.threads import in_thread
-from inferpool.service.parts.live.events import client_of
 from inferpool.service.queue.shares import Shares
 from inferpool.service.settings.keys import digest_of
 

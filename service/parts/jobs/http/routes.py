@@ -15,6 +15,7 @@ from inferpool.service.api.addresses import root_for
 from inferpool.service.api.auth import Guard
 from inferpool.service.api.codecs.body import Limits
 from inferpool.service.api.errors import WAS_HEAD
+from inferpool.service.api.event_stream import EventStream
 from inferpool.service.errors import (
     BadRequestError,
     ConflictError,
@@ -38,7 +39,6 @@ from inferpool.service.parts.jobs.http.results import (
 )
 from inferpool.service.parts.jobs.jobs import Jobs
 from inferpool.service.parts.jobs.records import STATES, JobState
-from inferpool.service.parts.live.events import EventStream
 from inferpool.service.queue.shares import Shares
 
 MAX_STREAMS = 256

@@ -19,12 +19,14 @@ from inferpool.service.api.auth import Guard
 from inferpool.service.api.codecs.body import Limits
 from inferpool.service.api.web import App
 from inferpool.service.api.wire.protocol import PredictProtocol
+from inferpool.service.catalog.catalog import ModelVersion
 from inferpool.service.parts.jobs.http.routes import jobs_router
 from inferpool.service.parts.jobs.jobs import Jobs
 from inferpool.service.parts.jobs.records import StoreLimits
 from inferpool.service.parts.jobs.webhooks import Webhooks
 from inferpool.service.queue.pool import Pool
 from inferpool.service.settings.keys import read_keys
+from inferpool.service.settings.model import ModelSettings
 from inferpool.workers.shared.arena import Arena
 from tests.fakes import FakeEngine
 from tests.service.api.fakes import endpoint
@@ -52,8 +54,10 @@ async def serving(
     store_limits = msgspec.structs.replace(STORE_LIMITS, share=share)
     hooks = Webhooks(hosts, b"k" * 24, share)
     jobs = Jobs(str(place), store_limits, {"m": pool}, "m", hooks)
+    version = ModelVersion(ModelSettings(source="echo"), pool)
+    version.is_serving = True
     predict = endpoint(
-        pool,
+        version,
         guard=guard,
         limits=Limits(**{"max_job_bytes": STORE_LIMITS.max_bytes, **limits}),  # type: ignore[arg-type]  # bytes are whole numbers
     )
