@@ -275,7 +275,7 @@ def _in_order(
         # These two only look on, so they see the end of the others.
         Part(name="watch of the GPUs", start=watch.start, stop=watch.stop),
         _live_feed(assembly),
-        # A restart and a change exclude each other by their claims, so their order makes no
+        # A restart and a change of a model exclude each other, so their order makes no
         # difference.
         Part(
             name="operations",
@@ -396,7 +396,7 @@ def _make_operations(service: Service, origins: Mapping[str, str], hosts: ShownH
     loaded = LoadedSettings(settings=service.settings, origins=origins)
     return Operations(
         service.pools,
-        service.catalog.claims,
+        service.catalog.busy,
         grace_s=service.settings.drain_timeout_s,
         drain=service.set_draining,
         settings_json=lambda: json_of(loaded.rows()),

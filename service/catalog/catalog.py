@@ -13,9 +13,8 @@ from itertools import count
 from typing import TYPE_CHECKING, get_args
 
 from inferpool.service.api.predict import path_of
-from inferpool.service.catalog.claims import Claims
 from inferpool.service.catalog.plans import HostPlans, place_text, planned, with_model
-from inferpool.service.errors import NotSavedError, UnavailableError
+from inferpool.service.errors import ConflictError, NotSavedError, UnavailableError
 from inferpool.service.queue.admission import Admission
 from inferpool.service.queue.dispatcher import Dispatcher
 from inferpool.service.queue.instance import CanaryShare
@@ -65,6 +64,32 @@ class ModelVersion:
         self.submit = pool.submit  # without a step between, which each call would pay for
 
 
+class BusyModels:
+    """The models that are being changed or restarted, which exclude each other."""
+
+    def __init__(self) -> None:
+        """Begin with no model busy."""
+        self._what: dict[str, str] = {}
+
+    def __contains__(self, model: str) -> bool:
+        """Return whether something is being done to a model."""
+        return model in self._what
+
+    def begin(self, model: str, what: str) -> None:
+        """Mark a model as busy until `end`; `what` says what is done to it, as a sentence.
+
+        Raises:
+            ConflictError: Something else is being done to it.
+        """
+        if model in self._what:
+            raise ConflictError(f"{model} is busy: {self._what[model]}", retry_after_s=1)
+        self._what[model] = what
+
+    def end(self, model: str) -> None:
+        """Open a model to the next change or restart."""
+        self._what.pop(model, None)
+
+
 class Catalog:
     """All versions that are loaded, and which of them answer which calls."""
 
@@ -99,7 +124,7 @@ class Catalog:
         """The settings, with the models as they are served now."""
         self.on_load: list[Callable[[ModelVersion], None]] = []
         """Called with each version before its workers start. Parts add what they attach to it."""
-        self.claims = Claims()
+        self.busy = BusyModels()
         """The models that are being changed or restarted."""
         self.serving: dict[str, Pool] = {}
         """The version of each model that serves, by name."""

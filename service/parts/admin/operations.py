@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from inferpool.service.api.errors import NotFoundError
-from inferpool.service.catalog.claims import Claims
+from inferpool.service.catalog.catalog import BusyModels
 from inferpool.service.errors import (
     ConflictError,
     RestartFailedError,
@@ -41,7 +41,7 @@ class Operations:
     def __init__(
         self,
         pools: Mapping[str, Pool],
-        claims: Claims,
+        busy: BusyModels,
         *,
         grace_s: float,
         drain: Callable[[bool], bool],
@@ -52,7 +52,7 @@ class Operations:
 
         Args:
             pools: The pools by model, looked up each time.
-            claims: Says which models are being changed; none of them is restarted.
+            busy: Says which models are being changed; none of them is restarted.
             grace_s: How long a worker may take to finish what it holds.
             drain: Turns readiness red or green; returns False during a shutdown.
             settings_json: Returns the settings in force.
@@ -63,7 +63,7 @@ class Operations:
         self.measure_host = measure_host
         """Measures the connection to a host of the cluster."""
         self._pools = pools
-        self._claims = claims
+        self._busy = busy
         self._grace_s = grace_s
         self._drain = drain
         self._restarts: dict[str, asyncio.Task[None]] = {}
@@ -97,7 +97,7 @@ class Operations:
             raise NotFoundError(f"{model} has {len(pool.slots)} workers, counted from 0")
         if self._is_ending:
             raise ConflictError("the service is shutting down")
-        self._claims.take(model, "workers of it are being restarted")
+        self._busy.begin(model, "workers of it are being restarted")
         replaced = pool.replacer.replace(slots, self._grace_s, old_first=old_first)
         task = asyncio.create_task(replaced, name=f"restart {model}")
         self._restarts[model] = task
@@ -151,7 +151,7 @@ class Operations:
 
     def _on_done(self, model: str, task: asyncio.Task[None]) -> None:
         self._restarts.pop(model, None)
-        self._claims.give_back(model)
+        self._busy.end(model)
         error = None if task.cancelled() else task.exception()
         if error is not None and not isinstance(error, RestartFailedError):
             logger.error("the restart of %s failed", model, exc_info=error)

@@ -65,7 +65,7 @@ class Changes:
         self.steps = self._history.steps
         """The latest steps of changes, the newest first."""
         self._speed_search = speed_search
-        self._claims = catalog.claims
+        self._busy = catalog.busy
         self._catalog = catalog
         self._changes: dict[str, Change] = {}
         self._versions = VersionSteps(
@@ -222,7 +222,7 @@ class Changes:
         self._check_idle(name)
         if self._versions.is_ending:
             raise ConflictError("the service is shutting down")
-        self._claims.take(name, f"it is being changed ({kind})")
+        self._busy.begin(name, f"it is being changed ({kind})")
         decided = asyncio.get_running_loop().create_future()
         change = Change(kind=kind, what=kind, decided=decided)
         self._changes[name] = change
@@ -237,7 +237,7 @@ class Changes:
         if self._changes.get(name) is not change:
             return
         del self._changes[name]
-        self._claims.give_back(name)
+        self._busy.end(name)
         self._history.note(name, change.info(), self.served)
         if self._speed_search and name in self._catalog.serving and not self._versions.is_ending:
             self._speed_search.add(self._catalog.serving[name])

@@ -51,7 +51,7 @@ class VersionSteps:
         self.is_ending = False
         """No change begins any more, and those that run are cancelled."""
         self._catalog = catalog
-        self._claims = catalog.claims
+        self._busy = catalog.busy
         self._metrics = metrics
         self._room = room
         self._history = history
@@ -240,10 +240,10 @@ class VersionSteps:
         """Watch the new version for a while, and go back to the former one if it is worse."""
         watch.begin()
         try:
-            while not watch.is_over or name in self._claims:
+            while not watch.is_over or name in self._busy:
                 await asyncio.sleep(_WATCH_EVERY_S)
-                reason = "" if name in self._claims else await watch.look()
-                if reason and name not in self._claims and not self.is_ending:
+                reason = "" if name in self._busy else await watch.look()
+                if reason and name not in self._busy and not self.is_ending:
                     record = self._history.record(watch.new, "serving")
                     record.figures = watch.with_figures(record.figures or SwapFigures())
                     del self._watches[name]

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 
 from inferpool.service.api.errors import NotFoundError
-from inferpool.service.catalog.claims import Claims
+from inferpool.service.catalog.catalog import BusyModels
 from inferpool.service.errors import (
     ConflictError,
     RestartFailedError,
@@ -37,7 +37,7 @@ class HeldPool:
 def operations(pool: HeldPool, *, is_stopping: bool = False) -> Operations:
     return Operations(
         {"m": pool},  # type: ignore[dict-item]
-        Claims(),
+        BusyModels(),
         grace_s=1,
         drain=lambda is_draining: is_draining or not is_stopping,
         settings_json=lambda: "{}",

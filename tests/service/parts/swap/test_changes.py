@@ -30,7 +30,7 @@ class Changing:
         self.changes = Changes(catalog, kept.metrics, self.speed_search, ROOM, grace_s=5)
         self.operations = Operations(
             catalog.serving,
-            catalog.claims,
+            catalog.busy,
             grace_s=1,
             drain=lambda is_draining: True,
             settings_json=lambda: "{}",
@@ -83,7 +83,7 @@ async def test_a_restart_and_a_change_of_one_model_exclude_each_other(make):
     with pytest.raises(ConflictError, match="workers of it are being restarted"):
         changing.changes.begin_swap("m", {})
     assert await changing.operations.until_restarted("m")
-    await until(lambda: "m" not in changing.catalog.claims)
+    await until(lambda: "m" not in changing.catalog.busy)
     changing.changes.begin_swap("m", {"policy": "force"})
     with pytest.raises(ConflictError, match=r"it is being changed \(swap\)"):
         changing.operations.restart("m", None, old_first=False)
@@ -151,7 +151,7 @@ async def test_a_shutdown_answers_those_who_wait_for_a_change_also_for_one_not_b
         with pytest.raises(UnavailableError, match="shutting down"):
             await each
     await changing.closed()
-    assert "m" not in changing.catalog.claims
+    assert "m" not in changing.catalog.busy
     assert changing.catalog.serving["m"].version == 1
 
 
@@ -182,7 +182,7 @@ async def test_each_step_is_told_and_versions_beside_do_not_degrade_the_status(m
     assert [each.name for each in model.other_workers] == ["m/0"]
     changing.changes.begin_rollback("m")
     await changing.changes.until_decided("m")
-    await until(lambda: "m" not in changing.catalog.claims)
+    await until(lambda: "m" not in changing.catalog.busy)
     told = [(2, "loading"), (2, "comparing"), (2, "serving"), (1, "kept")]
     assert changing.steps == [*told, (2, "rolled_back"), (1, "serving")]
     assert "m: version 2 is rolled back: it was asked for" in caplog.text
@@ -248,10 +248,10 @@ async def test_a_version_is_kept_while_its_model_is_restarted(make):
     changing = await make().ready()
     await changing.swapped(rollback_s=5)
     await until(lambda: not changing.changes.model_info("m").change)
-    changing.catalog.claims.take("m", "workers of it are being restarted")
+    changing.catalog.busy.begin("m", "workers of it are being restarted")
     await asyncio.sleep(10)
     assert [each.number for each in changing.catalog.versions("m")] == [1, 2]
-    changing.catalog.claims.give_back("m")
+    changing.catalog.busy.end("m")
     await asyncio.sleep(1)
     assert [each.number for each in changing.catalog.versions("m")] == [2]
     await changing.closed()

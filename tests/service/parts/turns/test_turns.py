@@ -12,7 +12,7 @@ from inferpool.service.parts.turns.gate import DeviceGate
 from inferpool.service.queue.instance import BACKGROUND
 from inferpool.workers.shared.arena import Arena
 from tests.fakes import FakeWorker
-from tests.service.queue.contenders import (
+from tests.service.parts.turns.contenders import (
     BOTH_GPUS,
     CORE,
     GPU,
