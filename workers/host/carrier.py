@@ -155,7 +155,8 @@ class Carrier:
 
     def send_sentinel(self) -> None:
         """Tell the worker to finish its batches and to leave."""
-        self._send(_SENTINEL)
+        assert self._writer is not None
+        self._writer.write(_SENTINEL)
 
     def at_work_on(self) -> str:
         """Return a text that names the requests which it computes, for a log line."""
@@ -189,7 +190,7 @@ class Carrier:
     def close(self) -> None:
         """Stop writing."""
         if self._writer is not None:
-            self._loop.remove_writer(self._writer.fd)
+            self._writer.close()
 
     def _give(
         self, items: Sequence[ItemRef], future: "Future[BatchDone] | None", limit_s: float
@@ -197,17 +198,8 @@ class Carrier:
         id = next(self._ids)
         body = _encode(Batch(id, list(items)))  # before it is added: encoding may fail
         self.held.add(id, HeldBatch(items, future, limit_s), time.monotonic())
-        self._send(body)
-
-    def _send(self, body: bytes) -> None:
-        writer = self._writer
-        assert writer is not None
-        if not writer.write(body):
-            self._loop.add_writer(writer.fd, self._on_writable, writer)
-
-    def _on_writable(self, writer: FrameWriter) -> None:
-        if writer.flush():
-            self._loop.remove_writer(writer.fd)
+        assert self._writer is not None
+        self._writer.write(body)
 
 
 class Canary:

@@ -7,6 +7,7 @@ each end no lock is needed, so a process that is killed cannot leave one locked.
 a worker gets new queues, which are closed after its exit.
 """
 
+import asyncio
 import os
 from collections import deque
 from collections.abc import Iterable
@@ -82,28 +83,32 @@ class FrameReader:
 
 
 class FrameWriter:
-    """Writing end in the front end: writes as much as fits, and keeps the rest for `flush`."""
+    """Writing end in the front end: writes as much as fits, and the rest once there is room."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self.fd = connection.fileno()
-        os.set_blocking(self.fd, False)
+        self._fd = connection.fileno()
+        os.set_blocking(self._fd, False)
+        self._loop = asyncio.get_running_loop()
         self._waiting: deque[memoryview] = deque()
 
     def write(self, body: bytes) -> bool:
-        """Send a frame; return True if all is written, else call `flush` once there is room.
+        """Send a frame; return True if all is written already.
 
         A broken pipe is no error here: whoever reads from that process sees its end.
         """
         self._waiting.append(memoryview(frame_of(body)))
-        return self.flush()
+        is_written = self.flush()
+        if not is_written:
+            self._loop.add_writer(self._fd, self._on_writable)
+        return is_written
 
     def flush(self) -> bool:
-        """Write what is left; return True once that is nothing."""
+        """Write as much as fits of what is left; return True once that is nothing."""
         waiting = self._waiting
         while waiting:
             try:
-                written = os.write(self.fd, waiting[0])
+                written = os.write(self._fd, waiting[0])
             except BlockingIOError:
                 return False
             except OSError:
@@ -116,8 +121,13 @@ class FrameWriter:
         return True
 
     def close(self) -> None:
-        """Close the end."""
+        """Close the end, and drop what is left."""
+        self._loop.remove_writer(self._fd)
         self._connection.close()
+
+    def _on_writable(self) -> None:
+        if self.flush():
+            self._loop.remove_writer(self._fd)
 
 
 def _widen(fd: int) -> None:

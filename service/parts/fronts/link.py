@@ -48,8 +48,8 @@ class Link(Generic[M]):
         Raises:
             Exception: It cannot be encoded; nothing of it was sent.
         """
-        if self._is_open and not self._writer.write(_encode(message)):
-            self._loop.add_writer(self._writer.fd, self._on_writable)
+        if self._is_open:
+            self._writer.write(_encode(message))
 
     def send_all(
         self,
@@ -88,7 +88,6 @@ class Link(Generic[M]):
         if self._is_open:
             self._is_open = False
             self._loop.remove_reader(self._reader.fd)
-            self._loop.remove_writer(self._writer.fd)
             with contextlib.suppress(OSError):
                 self._reader.close()
                 self._writer.close()
@@ -101,10 +100,6 @@ class Link(Generic[M]):
             self._end("its pipe is closed")
         except (FrameError, *UNREADABLE) as error:
             self._end(f"it wrote what is no message: {error}")
-
-    def _on_writable(self) -> None:
-        if self._writer.flush():
-            self._loop.remove_writer(self._writer.fd)
 
     def _end(self, reason: str) -> None:
         if self._is_open:

@@ -21,7 +21,7 @@ def queue() -> Iterator[PrivateQueue]:
     queue.close()
 
 
-def test_batches_that_arrive_together_are_got_one_by_one(queue: PrivateQueue):
+async def test_batches_that_arrive_together_are_got_one_by_one(queue: PrivateQueue):
     inbox = WorkerQueue(queue.reader, queue.writer)
     writer = FrameWriter(queue.writer)
     batches = [Batch(id, [ItemRef("bytes", 0, id, 1.0)] * 1000) for id in range(9)]
@@ -34,7 +34,7 @@ def test_batches_that_arrive_together_are_got_one_by_one(queue: PrivateQueue):
     assert inbox.get() is None
 
 
-def test_messages_before_the_end_of_file_are_read_first(queue: PrivateQueue):
+async def test_messages_before_the_end_of_file_are_read_first(queue: PrivateQueue):
     inbox = WorkerQueue(queue.reader, queue.writer)
     writer = FrameWriter(queue.writer)
     assert writer.write(encode(Batch(1, [])))
