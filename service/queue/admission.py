@@ -59,7 +59,7 @@ class RateMeter:
         self._kept = (0.0, 0.0)
         self._kept_until = 0.0
 
-    def note(self, num_items: int, elapsed_s: float, now: float, worker: int = 0) -> None:
+    def learn(self, num_items: int, elapsed_s: float, now: float, worker: int = 0) -> None:
         """Learn from a batch of a worker, given by its slot, that was busy all that time."""
         item_s = elapsed_s / num_items
         self.item_s += _WEIGHT * (item_s - self.item_s) if self.item_s else item_s
@@ -202,7 +202,7 @@ class Admission:
     def is_welcome(self, num_queued: int, num_ahead: int, num_workers: int, left_s: float) -> bool:
         """Return whether there is room and the deadline is so far off that no check is needed.
 
-        Everything that waits is answered by then, so whatever goes behind it is in time too.
+        Everything that waits is answered by then, so an instance behind it is in time too.
         """
         if num_queued >= self.max_queue_length or self.is_draining or left_s <= 0:
             return False

@@ -73,7 +73,7 @@ class SizeLimit:
         """Allow no more than an objective does."""
         self.now = min(self.own, most)
 
-    def note(self, size: int, prepare_s: float, compute_s: float) -> None:
+    def learn(self, size: int, prepare_s: float, compute_s: float) -> None:
         """Learn from the seconds that a worker took to prepare and to compute a batch."""
         if size < self.own or not self._may_grow:
             return

@@ -81,7 +81,7 @@ class Position(NamedTuple):
     num_ahead: int
     """Instances that go first as long as all are in time."""
     num_by_deadline: int
-    """Instances with an earlier deadline, whatever their priority."""
+    """Instances of any priority with an earlier deadline."""
     num_kin: int
     """Instances of its kind, if other kinds wait or came lately; else 0."""
     num_kin_by_deadline: int

@@ -356,13 +356,13 @@ class Dispatcher:
         num, took_s = len(batch), now - lane.busy_since + waited_s
         was_computed = not isinstance(done.outcomes[0], ItemError)  # or it may not have been
         self._lanes.answered(lane, batch, now, was_computed=was_computed)
-        self._admission.rate.note(num, took_s, now, lane.worker.id.slot)
+        self._admission.rate.learn(num, took_s, now, lane.worker.id.slot)
         if was_computed:
             for observer in self._observers:
                 observer(num, done)
             if not lane.is_lagging:
                 if num >= self._limit.own:
-                    self._limit.note(num, done.prepare_s, done.compute_s)
+                    self._limit.learn(num, done.prepare_s, done.compute_s)
                 self.scheduler.prepare_s = done.prepare_s
         for policy in self.scheduler.policies:
             policy.plan(now)

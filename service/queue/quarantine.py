@@ -3,8 +3,8 @@
 A worker's death proves something only if the worker held one input alone. When a whole batch dies,
 each of its inputs becomes a *suspect*: from then on it is computed alone, so that it takes no other
 with it, until it succeeds once. An input that two workers died of while they held nothing else goes
-into quarantine, unless it succeeded in between. It does not matter who asked for it, or whether
-anybody still waited. Sharing a batch with a bad input, however often, is never enough.
+into quarantine, unless it succeeded in between. It does not matter which client asked for it, or
+whether that one still waited. Sharing a batch with a bad input, however often, is never enough.
 
 If several different inputs in a row each kill a worker while alone, and no batch succeeds in
 between, then the workers are at fault, not the inputs. All are released, and none is quarantined

@@ -165,7 +165,7 @@ class Change:
         """End the wait for its decision with an error, if it is not decided."""
         if not self.decided.done():
             self.decided.set_exception(error)
-            self.decided.exception()  # nobody may be waiting for it
+            self.decided.exception()  # perhaps no caller waits for it
 
 
 class VersionHistory:

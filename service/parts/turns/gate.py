@@ -132,10 +132,10 @@ class DeviceGate:
         """Remember a turn with a batch that the worker may begin later."""
         self._ahead.append((lane, batch, turn))
 
-    def note_others(self, took_s: float, now: float) -> None:
+    def count_others(self, took_s: float, now: float) -> None:
         """Count a turn of others for the work in the background that waits."""
         for claim in self._waiting:
-            claim.note_others(took_s, now)
+            claim.count_others(took_s, now)
 
     def _withdraw(self, claim: "Claim") -> None:
         if claim in self._waiting:
@@ -265,7 +265,7 @@ class GateMember(QueuePolicy):
         turn.is_counted = not has_place and has_room(claim.widths, now, by)
         claim.begin(turn)
         if not is_background(batch):
-            self._gate.note_others(expected_s, now)
+            self._gate.count_others(expected_s, now)
         self._held[id(batch)] = (claim, turn, waited_s)
         if not is_first:
             self._gate.note_sent(lane, batch, turn)
@@ -285,7 +285,7 @@ class GateMember(QueuePolicy):
         if len(lane.batches) == 1:
             lane.idle_since = now
         held = self._held.pop(id(batch), None)
-        if held is None:  # it was sent before anybody had to ask
+        if held is None:  # it was sent before any model had to ask
             return 0.0
         claim, turn, waited_s = held
         took_s = now - lane.busy_since if lane.batches[0] is batch else 0.0
@@ -372,11 +372,11 @@ class Claim:
         for _, account in self._accounts:
             account.num_waiting -= 1
 
-    def note_others(self, took_s: float, now: float) -> None:
+    def count_others(self, took_s: float, now: float) -> None:
         """Count a turn of others, if only work in the background waits here."""
         if self._scheduler.is_in_background:
             self._scheduler.background.others_at = now
-            self._scheduler.background.note_others(took_s)
+            self._scheduler.background.count_others(took_s)
 
     def begin(self, turn: Turn) -> None:
         """Begin a turn."""

@@ -1,8 +1,8 @@
 """Decides how much work in the background is computed along with others, and how much alone.
 
-It takes what is idle. That is a worker for which nothing else waits, and also the room in a batch
-that is too small to use its device well. Both get no more than a frugal batch: the smallest that
-serves nearly as many instances per second as the best one. A larger batch would gain little, and
+Such work uses what is idle: a worker that nothing else waits for, and the room left in a batch that
+is too small to use its device well. Both get no more than a frugal batch: the smallest that serves
+nearly as many instances per second as the best one. A larger batch would gain little, and
 keep the calls that come meanwhile waiting.
 """
 
@@ -139,7 +139,7 @@ class Background:
         """
         return self.is_owed and not any(is_background(batch) for batch in lane.batches)
 
-    def note(self, took_s: float) -> None:
+    def count_own(self, took_s: float) -> None:
         """Count a batch of its own, by the time that it should take."""
         self._batch_s = took_s
         self._own_s += took_s
@@ -150,7 +150,7 @@ class Background:
         if self._own_s + self._wasted_s > _REMEMBERED_S:
             self._own_s, self._wasted_s = self._own_s / 2, self._wasted_s / 2
 
-    def note_others(self, took_s: float) -> None:
+    def count_others(self, took_s: float) -> None:
         """Count a batch of others while it waits, by the time that it should take."""
         if self._owed:
             self._owed_s = min(self._owed_s + self._owed * took_s, self._batch_s + _MOST_OWED_S)

@@ -164,7 +164,7 @@ class Lanes:
         """Learn from the oldest batch of a worker, which had this size and was answered now."""
         are_several = len(self.open) > 1
         is_first = are_several and not lane.costs.curve(is_idle=False).is_known
-        lane.costs.note(size, now - lane.busy_since, was_idle=lane.was_idle)
+        lane.costs.learn(size, now - lane.busy_since, was_idle=lane.was_idle)
         self._num_learned += 1
         if are_several and (
             is_first
@@ -246,7 +246,7 @@ class CostCurve:
         self._times_s: list[float] = []
         """The corners of the shape. The first and the last extend it beyond the sizes seen."""
 
-    def note(self, size: int, took_s: float) -> None:
+    def learn(self, size: int, took_s: float) -> None:
         """Learn from a batch."""
         self._num_notes += 1
         seen = self._seen.get(_class_of(size))
@@ -347,9 +347,9 @@ class BatchCosts:
         """Estimate what a batch of that size takes; 0 if nothing is known."""
         return self.curve(is_idle=is_idle).time_s(size)
 
-    def note(self, size: int, took_s: float, *, was_idle: bool) -> None:
+    def learn(self, size: int, took_s: float, *, was_idle: bool) -> None:
         """Learn from a batch."""
-        (self._idle if was_idle else self._ahead).note(size, took_s)
+        (self._idle if was_idle else self._ahead).learn(size, took_s)
 
 
 @dataclass(slots=True)

@@ -184,7 +184,7 @@ class BatchScheduler:
         """Send a batch of the background to an idle worker, or to one that is about to be idle.
 
         The latter has to prepare it, which takes it as long as its present batch still does. So
-        whoever comes next waits no longer than for a batch that an idle worker has just got.
+        what comes next waits no longer than for a batch that an idle worker has just got.
         """
         if idle:
             self._send_background(idle[0], now)
@@ -335,7 +335,7 @@ class BatchFiller:
     def _add_companions(self, batch: list[Instance], lane: Lane, now: float) -> None:
         """Fill the rest of a batch with work in the background, if all can be in time."""
         background, curve = self._background, lane.next_curve
-        background.note_others(curve.time_s(len(batch)))
+        background.count_others(curve.time_s(len(batch)))
         num = background.companions(curve, len(batch), self._limit.now)
         if num and not batch[0].is_solo:
             end = lane.begins_at(now) + curve.time_s(len(batch) + num) * SPARE
@@ -356,5 +356,5 @@ class BatchFiller:
         curve = lane.next_curve
         size = self._background.size(curve, self._limit.now, now)
         batch = self._background.queue.next_batch(size)
-        self._background.note(curve.time_s(len(batch)))
+        self._background.count_own(curve.time_s(len(batch)))
         return batch

@@ -22,7 +22,7 @@ def admission(
         max_queue_length=100, max_batch_size=8, rejected=metrics.rejected, key_share=key_share
     )
     for _ in range(num if num_items else 0):
-        gate.rate.note(num_items=num_items, elapsed_s=took_s, now=1.0)
+        gate.rate.learn(num_items=num_items, elapsed_s=took_s, now=1.0)
     return gate, metrics
 
 
@@ -59,7 +59,7 @@ def test_a_rate_that_says_little_refuses_nothing():
     slow, _ = admission(1, 5.0)
     slow.check_time(behind(0), free_s=0.0, num_workers=1, left_s=0.1, now=1.0)  # nothing ahead
     fast, _ = admission(8, 0.01, num=3)
-    fast.rate.note(num_items=1, elapsed_s=30.0, now=2.0)  # the only slow batch
+    fast.rate.learn(num_items=1, elapsed_s=30.0, now=2.0)  # the only slow batch
     fast.check_time(behind(99), free_s=0.0, num_workers=1, left_s=1, now=2.0)
 
 
@@ -67,7 +67,7 @@ def test_small_batches_do_not_tell_how_many_a_full_one_serves():
     gate, _ = admission(1, 0.04, num=8)
     gate.check_time(behind(80), free_s=0.0, num_workers=1, left_s=0.6, now=1.0)
     for _ in range(4):
-        gate.rate.note(num_items=8, elapsed_s=0.32, now=1.0)
+        gate.rate.learn(num_items=8, elapsed_s=0.32, now=1.0)
     with pytest.raises(OverloadedError):
         gate.check_time(behind(80), free_s=0.0, num_workers=1, left_s=0.6, now=1.0)
 

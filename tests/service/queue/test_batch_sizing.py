@@ -15,7 +15,7 @@ def curve() -> CostCurve:
     """10 ms, and 10 ms more for each member, as far as estimates go."""
     curve = CostCurve()
     for size in [1, 2, 4, 8] * 10:
-        curve.note(size, (0.010 + 0.010 * size) / 1.2)  # so that with the spare it comes out even
+        curve.learn(size, (0.010 + 0.010 * size) / 1.2)  # so that with the spare it comes out even
     return curve
 
 
@@ -48,7 +48,7 @@ def test_deadlines_that_can_be_met_bound_the_batch(lefts_s, begin_s, expected):
 def test_rounding_makes_no_empty_batch():
     took_s, begin = 0.8607808228554693, 414184.2971055744
     costs = CostCurve()
-    costs.note(1, took_s)
+    costs.learn(1, took_s)
     waiting: Batcher[Queued] = Batcher()
     waiting.push(Queued("x", arrived=begin, deadline=begin + took_s * SPARE), begin)
     assert fitting(waiting, 1, begin, costs) == 1
@@ -74,7 +74,7 @@ def test_the_soonest_deadline_is_a_lower_bound(left_s: float):
 
 def fed(limit: SizeLimit, item_s: float, num_batches: int = 100) -> int:
     for _ in range(num_batches):
-        limit.note(limit.now, 0.0, item_s * limit.now)
+        limit.learn(limit.now, 0.0, item_s * limit.now)
     return limit.now
 
 
@@ -92,11 +92,11 @@ def test_only_auto_grows_and_while_full_batches_take_little_time(set_size, item_
 def test_batch_that_is_not_full_or_was_interrupted_changes_nothing():
     limit = SizeLimit(None)
     for _ in range(50):
-        limit.note(limit.now - 1, 0.0, 0.00001)
+        limit.learn(limit.now - 1, 0.0, 0.00001)
     assert limit.now == 8
     fed(limit, item_s=0.00001, num_batches=30)
     grown = limit.now
-    limit.note(grown, 0.0, 5.0)
+    limit.learn(grown, 0.0, 5.0)
     assert fed(limit, item_s=0.00001) == 64
 
 
@@ -115,7 +115,7 @@ def accelerated(fixed_s: float, item_s: float, num_batches: int = 200, prepare_s
         is_new = number == 0 or sizes[-1] != limit.now
         sizes.append(limit.now)
         cold_s = 1.0 if is_new else 0.0  # the first batch of a size
-        limit.note(limit.now, prepare_s * limit.now, cold_s + fixed_s + item_s * limit.now)
+        limit.learn(limit.now, prepare_s * limit.now, cold_s + fixed_s + item_s * limit.now)
     return sizes
 
 
@@ -150,5 +150,5 @@ def test_a_size_in_the_settings_holds_for_accelerators_too():
     limit = SizeLimit(8)
     limit.accelerate()
     for _ in range(100):
-        limit.note(8, 0.0, 0.001)
+        limit.learn(8, 0.0, 0.001)
     assert limit.now == 8

@@ -406,7 +406,7 @@ async def test_a_worker_is_sent_nothing_ahead_while_another_model_is_busy(model)
         each.dispatcher.detach(each.workers[0])
         workers.append(FakeWorker())
         each.dispatcher.attach(workers[-1])
-        each.dispatcher.scheduler.lanes.open[0].costs.note(4, 0.1, was_idle=True)
+        each.dispatcher.scheduler.lanes.open[0].costs.learn(4, 0.1, was_idle=True)
         contenders.append(each)
     first, second = contenders
 
@@ -437,7 +437,7 @@ async def test_a_model_with_nothing_left_to_send_keeps_no_place_for_its_next_bat
     for each, worker in zip((favoured, other), workers, strict=True):
         each.dispatcher.detach(each.workers[0])
         each.dispatcher.attach(worker)
-        each.dispatcher.scheduler.lanes.open[0].costs.note(1, 0.1, was_idle=True)
+        each.dispatcher.scheduler.lanes.open[0].costs.learn(1, 0.1, was_idle=True)
 
     favoured.dispatcher.scheduler.prepare_s = 0.01  # so it would be sent one sooner
 

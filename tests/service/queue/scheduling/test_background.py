@@ -167,7 +167,7 @@ def curve(*times_s: float) -> CostCurve:
     found = CostCurve()
     for _ in range(40):
         for size, time_s in enumerate(times_s, 1):
-            found.note(size, time_s)
+            found.learn(size, time_s)
     return found
 
 
@@ -199,7 +199,7 @@ def test_batches_are_no_larger_than_pays_while_others_call(
     times_s: Sequence[float], size: int
 ) -> None:
     work = waiting()
-    work.note_others(0.01)
+    work.count_others(0.01)
     work.others_at = 99.0
     assert work.size(curve(*times_s), 8, now=100.0) == size
 
@@ -216,12 +216,12 @@ def test_batches_of_others_are_filled_while_it_gets_too_little(
 
 def test_batches_of_others_are_left_alone_while_it_gets_enough() -> None:
     work, cost = waiting(), curve(*FLAT)
-    work.note(1.0)
+    work.count_own(1.0)
     num_alone = 0
     while not work.companions(cost, 3, 8):  # each of them wastes 31 ms
         num_alone += 1
     assert num_alone == 3
-    work.note(1.0)
+    work.count_own(1.0)
     assert not work.companions(cost, 3, 8)
 
 

@@ -62,7 +62,7 @@ def test_a_lagging_worker_delays_nothing():
 def taught(curve: CostCurve, sizes: list[int], fixed_s: float, item_s: float, noise: float = 0.1):
     chance = random.Random(0)
     for size in sizes:
-        curve.note(size, (fixed_s + item_s * size) * (1 + chance.uniform(-noise, noise)))
+        curve.learn(size, (fixed_s + item_s * size) * (1 + chance.uniform(-noise, noise)))
     return curve
 
 
@@ -84,7 +84,7 @@ def test_larger_batches_never_take_less_whatever_the_noise():
     curve = CostCurve()
     for _ in range(300):
         size = chance.randint(1, 64)
-        curve.note(size, (0.02 + 0.0001 * size) * chance.uniform(0.3, 3))
+        curve.learn(size, (0.02 + 0.0001 * size) * chance.uniform(0.3, 3))
     times = [curve.time_s(size) for size in range(1, 130)]
     assert times == sorted(times)
 
@@ -92,14 +92,14 @@ def test_larger_batches_never_take_less_whatever_the_noise():
 def test_a_curve_need_not_be_a_straight_line():
     curve = CostCurve()
     for size in [1, 2, 4, 6, 8, 12, 16] * 20:
-        curve.note(size, 0.010 if size <= 8 else 0.030)
+        curve.learn(size, 0.010 if size <= 8 else 0.030)
     assert curve.time_s(7) == pytest.approx(0.010, rel=0.01)
     assert curve.time_s(12) == pytest.approx(0.030, rel=0.01)
 
 
 def test_a_batch_slowed_by_a_pause_says_little_about_the_next():
     curve = taught(CostCurve(), [4, 8] * 20, fixed_s=0.010, item_s=0.005)
-    curve.note(8, 10.0)
+    curve.learn(8, 10.0)
     assert curve.time_s(8) < 0.050 * 1.5
     taught(curve, [4, 8] * 10, fixed_s=0.010, item_s=0.005)
     assert curve.time_s(8) == pytest.approx(0.050, rel=0.1)
@@ -107,7 +107,7 @@ def test_a_batch_slowed_by_a_pause_says_little_about_the_next():
 
 def test_first_batch_of_a_size_that_is_slow_by_chance_is_soon_forgotten():
     curve = taught(CostCurve(), [1] * 20, fixed_s=0.010, item_s=0.005)
-    curve.note(8, 5.0)
+    curve.learn(8, 5.0)
     taught(curve, [8] * 10, fixed_s=0.010, item_s=0.005)
     assert curve.time_s(8) == pytest.approx(0.050, rel=0.25)
 
@@ -123,16 +123,16 @@ def test_worker_that_changes_its_pace_is_believed_at_every_size(factor: float):
 def test_size_that_was_not_used_for_long_may_be_tried_again():
     curve = taught(CostCurve(), [1, 2, 4], fixed_s=0.010, item_s=0.005)
     for _ in range(5):
-        curve.note(8, 0.100)
+        curve.learn(8, 0.100)
     taught(curve, [1, 2, 4] * 700, fixed_s=0.010, item_s=0.005)
     assert curve.time_s(8) == pytest.approx(0.050, rel=0.1)
 
 
 def test_idle_and_busy_workers_have_separate_curves():
     costs = BatchCosts()
-    costs.note(4, 0.030, was_idle=True)
+    costs.learn(4, 0.030, was_idle=True)
     assert costs.curve(is_idle=False).time_s(4) == pytest.approx(0.030)
     for _ in range(5):
-        costs.note(4, 0.020, was_idle=False)
+        costs.learn(4, 0.020, was_idle=False)
     assert costs.curve(is_idle=False).time_s(4) == pytest.approx(0.020)
     assert costs.curve(is_idle=True).time_s(4) == pytest.approx(0.030)
