@@ -26,12 +26,12 @@ class LabelTolerance:
     28 % of all pictures change their label. In bf16, scores move by 2 to 4 %, and 3 to 5 % change.
     To ignore such changes set `min_lead`, to 0.1 say, and `max_deviation` to what one level does
     (0.15 to 0.25 in 60 pictures). Leads are measured by the spread of the scores, so that networks
-    whose scores are all alike, as with random weights, are judged the same way.
+    with scores that are all alike, as with random weights, are judged the same way.
     """
 
     output: str = "probabilities"
     min_agreement: float = 0.99
-    """Part of the images (those whose best label leads clearly) that must keep their label."""
+    """Part of the images with a clearly leading label that must keep it."""
     min_lead: float = 0.0
     """Least clear lead, as a part of the spread of the scores; 0 counts every image."""
     max_deviation: float = 0.05

@@ -1,6 +1,6 @@
-"""Names all that is imported only where a model needs it: one page, and no torch.
+"""Names all that is imported only if a model needs it. Imports no torch.
 
-The code that each call runs through imports none of it, and finds it by its name here.
+The code of each call imports none of it, and finds it here by name.
 """
 
 from pkgutil import resolve_name
@@ -35,11 +35,11 @@ OTHERS = {
 BUILT_IN_SOURCES = ("efficientnet_lite0", "minilm_l6", "echo")
 """Sources that need neither a file nor a package of the user's."""
 CARD_FILE = "card.json"
-"""The file that tells the folder of a training run."""
+"""The file that marks the folder of a training run."""
 MODEL_FILE_SUFFIXES = (".pt2", ".pt", ".ts", ".torchscript")
 WEIGHT_FILE_SUFFIXES = (".pth", ".safetensors")
 
 
 def attached(name: str) -> Any:
-    """Import and return what a name stands for."""
+    """Import and return the object with a name of this table."""
     return resolve_name((SOURCES | OTHERS)[name])

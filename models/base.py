@@ -26,7 +26,7 @@ from inferpool.models.spec import Decoding, Placement, TensorSpec
 from inferpool.models.tolerance import Tolerance, ValueTolerance
 
 MAX_JSON_NUMBERS = 1 << 24
-"""So many numbers take 640 MB as lists, and more than may be sent as JSON."""
+"""Most numbers in lists: these take 640 MB, and more than may be sent as JSON."""
 
 
 class Model:
@@ -54,11 +54,11 @@ class Model:
     """An instance that people are shown to try: a JSON value, or bytes with their content type, as
     in `(data, "image/jpeg")`. It may be a method that returns one."""
     outputs: Sequence[TensorSpec] = ()
-    """Tensors that `postprocess` returns, with the batch dimension first. An instance whose outputs
-    have another shape fails."""
+    """Tensors that `postprocess` returns, with the batch dimension first. An instance with outputs
+    of another shape fails."""
     finite_outputs: bool = True
-    """Outputs have no NaN and no infinity; an instance whose outputs have one fails alone. Set it
-    to False if they mean something."""
+    """Outputs have no NaN and no infinity; an instance with one in its outputs fails alone. Set
+    it to False if they mean something."""
     repeatable: bool = True
     """The same instance gets the same outputs each time, within `tolerance`. Set it to False if the
     model draws random numbers or keeps a state: a worker checks it before it is ready."""
@@ -83,8 +83,8 @@ class Model:
     done with the batch before: the worker copies it there in time, and calls `forward` before that
     one's `postprocess`. A subclass with a `forward` of its own must say so anew."""
     stack_instances: Callable[[list[Tensor]], Tensor] = from_runtime()
-    """Stacks tensors, for `collate`: batches for an accelerator in memory from which it copies
-    them itself."""
+    """Stacks tensors, for `collate`: batches for an accelerator in memory that it copies
+    from by itself."""
     network: Callable[..., object] | None = None
     """The network that `forward` calls. If `load` sets it to an `nn.Module`, a speed preset may
     replace it with a faster one that takes and returns the same, after a trial on `samples`."""
@@ -132,7 +132,7 @@ class Model:
             weights: A checkpoint to load; None leaves the network as built.
             placement: The argument of `load`.
             example: Arguments that the network will be called with, by position or by name; None
-                for one whose shape is unknown. They are used to balance and verify a split.
+                for one of unknown shape. They are used to balance and verify a split.
 
         Returns:
             The network, or a callable that computes it with all its parts.
@@ -182,7 +182,7 @@ class Model:
         return None
 
     def collate(self, instances: Sequence[Features]) -> Features:
-        """Make one batch of several instances; by default, stack the tensors of each name.
+        """Collate several instances to one batch; by default, stack the tensors of each name.
 
         If they do not fit together, they are computed in groups that do.
 

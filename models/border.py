@@ -79,7 +79,7 @@ class _Preprocessed:
 
     def __init__(self, *, has_own_collate: bool) -> None:
         self._has_own_collate = has_own_collate
-        """The model's own `collate` takes whatever `preprocess` returns."""
+        """The model's own `collate` accepts anything that `preprocess` returns."""
         self._specs: list[tuple[str, torch.dtype, TensorSpec]] | None = None
 
     def __call__(self, model: Model, method: str, features: object, *_: object) -> None:

@@ -51,7 +51,7 @@ def non_finite_input(item: Item, features: Features | None = None) -> str | None
 
     Args:
         item: The instance.
-        features: Its tensors if they are the numbers that the client sent, in whatever form.
+        features: Its tensors if they are the numbers that the client sent, in any form.
     """
     sent = item.views() if item.kind == "tensors" else features
     for name, tensor in (sent or {}).items():
@@ -210,7 +210,7 @@ def _from_json(payload: memoryview, inputs: Sequence[TensorSpec]) -> Features:
 
 
 def _from_bytes(data: bytes, spec: TensorSpec, where: str) -> Tensor:
-    """Make a tensor of row-major, little-endian bytes with the declared dtype and shape."""
+    """Return a tensor of row-major, little-endian bytes with the declared dtype and shape."""
     expected = f"{where}.b64: expected the bytes of {spec.dtype} {shape_text(spec)}"
     if not spec.shape or spec.instance_shape.count(-1) > 1:
         raise InputError(f"{expected}, whose shape they do not tell: send npy or safetensors")
@@ -242,7 +242,7 @@ def _check_names(found: Sequence[str], expected: Sequence[str]) -> None:
 
 
 def _rank(text: memoryview, where: str) -> int:
-    """Return how deep the first list is nested; in lists that are not ragged, all are so deep."""
+    """Return how deep the first list is nested; in lists that are not ragged, all are as deep."""
     rank = 0
     for char in bytes(text[:1024]):
         if char == ord("["):
@@ -275,7 +275,7 @@ def _explanation(
     where: str,
     error: Exception | None,
 ) -> InputError:
-    """Make the error that names the first wrong place in a value."""
+    """Return the error that names the first wrong place in a value."""
     try:
         value = msgspec.json.decode(text)
     except JsonErrors as bad:

@@ -71,7 +71,7 @@ def number_out_of_range(
 def first_in(
     value: object, is_wanted: Callable[[object], bool], place: str = ""
 ) -> tuple[object, str] | None:
-    """Return the first value in objects and lists for which a claim holds, and its place."""
+    """Return the first value in objects and lists that meets a claim, and its place."""
     if is_wanted(value):
         return value, place
     members: Iterable[tuple[object, object]] = ()

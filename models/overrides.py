@@ -15,7 +15,7 @@ def is_overridden(model: Model, method: str) -> bool:
 
 
 def rendering_of(model: Model) -> tuple[str, Callable[..., Sequence[object]]]:
-    """Return the name of the method that renders, and what renders a batch with it.
+    """Return the name of the method that renders, and a function that renders a batch with it.
 
     Of `render` and `render_batch` the one that is defined nearer to the model's class counts, and
     `render_batch` if one class defines both.
@@ -44,7 +44,7 @@ def place_of(model: Model, method: str) -> str:
 
 
 def bad_return(model: Model, method: str, must: str, found: str) -> BadReturnError:
-    """Make the error for a method that returned `found` where it must return `must`."""
+    """Return the error for a method that returned `found` where it must return `must`."""
     place = place_of(model, method)
     where = f" ({place})" if place else ""
     return BadReturnError(f"{method} must return {must}, got {found}{where}")

@@ -16,7 +16,7 @@ Example: TypeAlias = Sequence[Tensor | None] | Mapping[str, Tensor | None]
 
 
 class LoadIsOver(PassesThrough):
-    """Ends `load` on a follower, which has loaded its part: the rest of it is for the lead."""
+    """Ends `load` on a follower once its part is loaded: the rest of it is for the lead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class SplitNetwork(Protocol):
         """Wait for the lead's next call and compute this rank's part of it; on a follower.
 
         Raises:
-            EOFError: The lead lets this rank go, or is gone.
+            EOFError: The lead has no more calls, or is gone.
             TimeoutError: No call has come.
             torch.AcceleratorError: The device's context is lost.
         """
@@ -122,5 +122,5 @@ class _FromRuntime:
 
 
 def from_runtime() -> Any:
-    """Make an attribute of a model that reads and sets the one of its runtime with its name."""
+    """Return an attribute of a model that reads and sets the attribute of its runtime by name."""
     return _FromRuntime()

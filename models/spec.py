@@ -166,7 +166,7 @@ class Placement:
 
 
 def matches(shape: Sequence[int], pattern: Sequence[int]) -> bool:
-    """Return whether a shape fits a pattern, in which -1 stands for any size."""
+    """Return whether a shape fits a pattern; -1 in the pattern stands for any size."""
     return len(shape) == len(pattern) and all(
         want in (-1, got) for got, want in zip(shape, pattern, strict=True)
     )

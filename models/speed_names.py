@@ -25,7 +25,7 @@ CHOICES = (
 """Values of the setting `speed`.
 
 `exact` serves the network as it is, in float32. `channels_last` keeps the colours of each pixel
-together; `folded` also folds batch normalisation into convolutions. `tf32` lets a GPU round what
+together; `folded` also folds batch normalisation into convolutions. `tf32` has a GPU round what
 `folded` multiplies to TF32; `bf16` and `fp16` keep weights and activations in 16 bits. `compiled`
 and `compiled_bf16` compile the folded or bf16 network to machine code for CPUs once, which takes a
 C++ compiler and a minute. The `graphed` ones launch all kernels of another preset at once, on a

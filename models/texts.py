@@ -1,6 +1,6 @@
 """Short texts of errors that a model raises, safe to build and to send. Any process.
 
-A model may raise an error with a text of 500 MB, or whose `__str__` raises another error. Nothing
+A model may raise an error with a text of 500 MB, or with a `__str__` that raises another. Nothing
 here raises, and no long text is copied.
 """
 
@@ -24,7 +24,7 @@ def printable(text: str) -> str:
 def on_one_line(text: str) -> str:
     """Return the text with what is not printable escaped, such as line breaks.
 
-    Names of files may have line breaks, and what terminals take for orders.
+    Names of files may have line breaks, and codes that terminals execute.
     """
     return "".join(
         each if each.isprintable() else each.encode("unicode_escape", "replace").decode()

@@ -48,7 +48,7 @@ def name_of(device: Device) -> str:
 
 
 def select(device: Device) -> None:
-    """Make an accelerator the current device of this thread; do nothing for the CPU."""
+    """Select an accelerator as the current device of this thread; do nothing for the CPU."""
     if is_accelerator(device):
         module_of(device).set_device(torch.device(device))
 
@@ -85,7 +85,7 @@ def finish_stream(device: Device) -> None:
 
 
 def use_stream(stream: torch.Stream) -> None:
-    """Make a stream, and its device, the current ones of this thread."""
+    """Use a stream, and its device, as the current ones of this thread."""
     module = module_of(stream.device)
     module.set_device(stream.device)
     module.set_stream(stream)
@@ -104,14 +104,14 @@ def use_float32() -> None:
 
 def has_tf32() -> bool:
     """Return whether convolutions or matrix products of float32 may be rounded to TF32."""
-    backends: Any = torch.backends  # whose annotations leave out `conv` and `rnn`
+    backends: Any = torch.backends  # its annotations leave out `conv` and `rnn`
     found = (backends.cudnn.conv, backends.cudnn.rnn, backends.cuda.matmul)
     return any(each.fp32_precision == "tf32" for each in found)
 
 
 @contextmanager
 def tf32() -> Iterator[None]:
-    """Let the block round float32 to TF32, in a process that has called `use_float32`.
+    """Allow the block to round float32 to TF32, in a process that has called `use_float32`.
 
     Other threads' calls meanwhile may be rounded, too.
     """
@@ -128,7 +128,7 @@ def _allow_tf32(is_allowed: bool) -> None:
 
 
 def limit_memory(device: Device, fraction: float) -> None:
-    """Let this process allocate at most that part of a device's memory."""
+    """Limit this process to that part of a device's memory."""
     module_of(device).set_per_process_memory_fraction(fraction, torch.device(device))
 
 
@@ -211,10 +211,10 @@ class HandOver:
         stream.record_event(self._event)
 
     def take(self, values: Iterable[object]) -> None:
-        """Let this thread's stream wait for the moment, and then use what the other one made.
+        """Have this thread's stream wait for the moment, and then use what the other one made.
 
-        The memory of the tensors among the values is not used for others before this thread's
-        stream is done with them. The host does not wait.
+        The memory of the tensors among the values is reused only after this thread's stream is done
+        with them. The host does not wait.
         """
         stream: torch.Stream = self._module.current_stream()
         stream.wait_event(self._event)
@@ -223,7 +223,7 @@ class HandOver:
                 value.record_stream(stream)
 
     def wait(self) -> None:
-        """Let this thread wait for the moment, asleep.
+        """Block this thread, asleep, until the moment.
 
         Raises:
             torch.AcceleratorError: The device's context is lost, perhaps by an earlier call.

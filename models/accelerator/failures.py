@@ -1,4 +1,4 @@
-"""Recognizes errors of models, for want of memory, and of lost devices. Worker processes only."""
+"""Recognizes errors of models, lack of memory, and lost devices. Worker processes only."""
 
 import errno
 import signal
@@ -25,13 +25,13 @@ _MESSAGES = (
 """Parts of messages, in the words of NVIDIA's libraries and of torch.
 
 "_STATUS_NOT_INITIALIZED" has other causes too, such as a lost context. So after an error of this
-kind the caller waits for the device, which tells.
+kind the caller waits for the device, which reports a lost context.
 """
 
 _ERRNOS = frozenset(
     (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.EAGAIN)
 )
-"""Errors of the kernel for want of a resource: the same call may succeed another time."""
+"""Errors of the kernel for lack of a resource: the same call may succeed another time."""
 
 
 def raised() -> type[BaseException] | tuple[()]:
@@ -58,7 +58,7 @@ def _may_be_interrupted() -> bool:
 
 
 def lacks_resources(error: BaseException) -> bool:
-    """Return whether an error or its cause was for want of memory, descriptors or disk space.
+    """Return whether an error or its cause was a lack of memory, descriptors or disk space.
 
     Then neither the input nor the model's files are at fault, and another try may succeed.
     """
@@ -69,14 +69,14 @@ def lacks_resources(error: BaseException) -> bool:
 
 
 def is_unanswered(error: BaseException) -> bool:
-    """Return whether an error or its cause was that another service does not answer for now."""
+    """Return whether an error or its cause was a service that does not answer for now."""
     return any(
         isinstance(each, ConnectionError | TimeoutError | gaierror) for each in chain_of(error)
     )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether a computation failed for memory, so that a smaller one may succeed."""
+    """Return whether a computation lacked memory, so that a smaller one may succeed."""
     if isinstance(error, RankError):
         return error.is_out_of_memory
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
@@ -85,5 +85,5 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_lost_device(error: BaseException) -> bool:
-    """Return whether an error is that of a device whose context is lost: this process must end."""
+    """Return whether an error says that a device's context is lost: this process must end."""
     return isinstance(error, torch.AcceleratorError) and not is_out_of_memory(error)

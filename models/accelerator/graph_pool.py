@@ -10,7 +10,7 @@ from inferpool.models.accelerator.device import module_in_use
 
 
 class GraphPool:
-    """Memory for the graphs of one network, of which one is replayed at a time."""
+    """Memory for the graphs of one network; one of them is replayed at a time."""
 
     def __init__(self) -> None:
         self._module = module_in_use()
@@ -41,14 +41,14 @@ class GraphPool:
             self._forget_capture(before.device)
             if spoilt_by is None:
                 raise
-        # The end of a spoilt capture has failed, too, which says no more than that it was spoilt.
+        # The end of a spoilt capture fails too, and says no more than that it was spoilt.
         try:
             raise spoilt_by
         finally:
             spoilt_by = None  # its traceback holds this frame, and the network's tensors
 
     def _forget_capture(self, device: torch.device) -> None:
-        """Tell torch's allocator that a capture is over, as `capture_end` does not if it fails.
+        """Report the end of a capture to torch's allocator: `capture_end` does not if it fails.
 
         Else it would take back no memory that several streams use, and never free the pool
         (`CUDAGraph::capture_end` in aten/src/ATen/cuda/CUDAGraph.cpp).

@@ -60,7 +60,7 @@ CUDA = Accelerator(
         # sends runs until another rank receives, which may be loading too (CUDA Programming Guide,
         # "Lazy Loading", "Concurrent Execution").
         "CUDA_MODULE_LOADING": "EAGER",
-        # Transfers have groups in which none waits for another: see `workers.ranks.group`.
+        # No transfer waits for another one of its group: see `workers.ranks.group`.
         "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
     },
 )

@@ -14,26 +14,26 @@ from inferpool.models.accelerator.device import (
 
 
 class OwnStream:
-    """A stream of a device beside those of the threads, for work that these shall not wait for.
+    """A stream of a device beside those of the threads, for work that they need not wait for.
 
     For the CPU it is nothing, and none of its methods does anything.
     """
 
     def __init__(self, device: Device | None = None) -> None:
-        """Make a stream of a device, which may initialise it; or of the one in use, if any is."""
+        """Create a stream of a device, which may initialise it; or of the one in use, if any is."""
         if device is None and (stream := current_stream()) is not None:
             device = stream.device
         is_apart = device is not None and is_accelerator(device)
         self._stream = SideStream(device) if is_apart and device is not None else None
 
     def used(self) -> AbstractContextManager[None]:
-        """Make it this thread's stream in the block."""
+        """Use it as this thread's stream in the block."""
         return nullcontext() if self._stream is None else self._stream.in_use()
 
     def inserted(self) -> AbstractContextManager[None]:
-        """Make it this thread's stream in the block, in order with the thread's other work.
+        """Use it as this thread's stream in the block, in order with the thread's other work.
 
-        So what is made on one of the two may be used on the other, and freed once that is done.
+        So what one of the two makes may be used by the other, and freed once that is done.
         """
         return nullcontext() if self._stream is None else self._in_order(self._stream)
 

@@ -178,7 +178,7 @@ def _read_pickle(path: Path) -> object:
                 f"{path} holds objects other than tensors ({found[1]}), and loading those would "
                 "run code: save the network's state_dict alone, or convert it to safetensors"
             ) from error
-        # Torch's own first line advises to load it unsafely; what is wrong comes after that.
+        # Torch's own first line advises to load it unsafely; the fault comes after that.
         reason = re.search(r"WeightsUnpickler error:\s*(.+)", str(error))
         text = reason[1].strip() if reason else first_line(error)
         raise CheckpointError(
@@ -186,7 +186,7 @@ def _read_pickle(path: Path) -> object:
         ) from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {first_line(error)}") from error
-    except Exception as error:  # torch.load raises whatever a damaged file makes it stumble over
+    except Exception as error:  # a damaged file makes torch.load raise almost anything
         raise CheckpointError(
             f"{path} is not a checkpoint, or is damaged: torch.load fails with {_named(error)}"
         ) from error

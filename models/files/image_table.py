@@ -1,4 +1,4 @@
-"""Reads tables of images: CSV files whose first line names the columns. No torch."""
+"""Reads tables of images: CSV files with the names of columns in the first line. No torch."""
 
 import csv
 from collections.abc import Iterator, Sequence

@@ -90,11 +90,11 @@ _SUFFIXES = {
     ".plan": "engine", ".mar": "mar", ".html": "html", ".py": "python", ".ipynb": "notebook",
     ".pth": "checkpoint", ".ckpt": "checkpoint", ".safetensors": "safetensors",
 }  # fmt: skip
-"""Kinds by the names of files whose content does not say more."""
+"""Kinds by the names of files, for content that does not say more."""
 
 
 def _archive_kind_of(members: Sequence[str]) -> str:
-    """Tell apart the archives that torch writes, by the names of the files inside."""
+    """Distinguish the archives that torch writes by the names of the files inside."""
     names = {name.partition("/")[2] for name in members}
     if "archive_format" in names or _OLD_EXPORT in members:
         return "export"
@@ -129,7 +129,7 @@ def what_it_is(path: Path) -> str:
     """
     if kind := kind_of(path):
         return KINDS[kind].of(path)
-    if os.path.isfile(path / "saved_model.pb"):  # it never raises, whatever text the path is
+    if os.path.isfile(path / "saved_model.pb"):  # never raises, for any text
         return FileKind(called="a SavedModel of TensorFlow", advice=_CLASS).of(path)
     if os.path.isfile(path / "config.json"):
         advice = f"encoder:{path} serves it if it is an encoder of texts; else {_CLASS}"

@@ -92,7 +92,7 @@ def nearest_modules(name: str, folder: Path) -> str:
     """Return a hint that names the modules in a folder that are called almost so; or nothing."""
     try:
         names = [path.stem for path in folder.iterdir() if path.suffix == ".py" or path.is_dir()]
-    except OSError:  # such as a folder that may be entered, and not listed
+    except OSError:  # such as a folder that may be entered but not listed
         return ""
     near = difflib.get_close_matches(name, names)
     return f", which has {', '.join(near)}" if near else ""

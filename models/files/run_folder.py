@@ -54,7 +54,7 @@ class ScoreCard(msgspec.Struct, frozen=True, kw_only=True):
     loss: float
     epochs: int
     best_epoch: int
-    """Epoch whose weights are kept, counted from 1."""
+    """Epoch of the weights that are kept, counted from 1."""
     seconds: float
     """Time of the training, without pauses between restarts."""
     images_per_s: float
@@ -162,7 +162,7 @@ class RunFolder:
 
     @property
     def failed(self) -> Path:
-        """The reason for which the ranks gave up, in one sentence, while the command goes on."""
+        """The reason why the ranks gave up, in one sentence, while the command goes on."""
         return self.path / "failed"
 
     @property
@@ -187,7 +187,7 @@ class RunFolder:
 
 def is_run(path: Path) -> bool:
     """Return whether a path is the folder of a run that has ended well."""
-    return os.path.isfile(path / CARD_FILE)  # never raises, whatever text the path is
+    return os.path.isfile(path / CARD_FILE)  # never raises, for any text
 
 
 def has_begun(path: Path) -> bool:

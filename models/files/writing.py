@@ -10,7 +10,7 @@ from typing import BinaryIO, TextIO
 
 @contextlib.contextmanager
 def replacing(path: Path, ending: str = ".new") -> Iterator[Path]:
-    """Yield the path of a draft, and give it the name of the file once it is on the disk.
+    """Yield the path of a draft, and rename it to the file once it is on the disk.
 
     Args:
         path: The file. If anything fails, it is as it was, and the draft is gone.
@@ -32,7 +32,7 @@ def replacing(path: Path, ending: str = ".new") -> Iterator[Path]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make new names in a folder last (fsync(2): a file's own fsync does not)."""
+    """Force new names in a folder to the disk (fsync(2): a file's own fsync does not)."""
     _sync(folder, os.O_RDONLY | os.O_DIRECTORY)
 
 

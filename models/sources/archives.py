@@ -1,6 +1,6 @@
 """Whole models from files: torch.export archives and TorchScript. Runs in worker processes only.
 
-Such a file brings its own code: serve only those whose makers you trust.
+Such a file brings its own code: serve only those of makers that you trust.
 """
 
 import sys

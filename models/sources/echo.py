@@ -38,7 +38,7 @@ class Echo(Model):
         self._delay_s = delay_s
 
     def preprocess(self, item: Item) -> Features:
-        """Keep what the answer needs."""
+        """Return the tensors that the answer needs."""
         payload = item.payload
         if item.kind == "tensors":
             return item.views()

@@ -16,7 +16,7 @@ from inferpool.models.errors import PassesThrough, SourceError
 _under_way: dict[threading.Thread, tuple[str, str]] = {}
 """Imports under way by thread: the module, and the class that is wanted."""
 _imported: set[str] = set()
-"""Modules whose import for a model has begun in this worker process."""
+"""Modules that this worker process has begun to import for a model."""
 
 
 class HasDefinedModelError(PassesThrough):

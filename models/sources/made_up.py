@@ -33,7 +33,7 @@ def made_up(
         numbers: Makes floats; by default from 0 to 1.
 
     Returns:
-        The instance; None if the specs leave all of a shape open, or so much that it is large.
+        The instance; None if the specs leave a whole shape open, or if it would be large.
     """
     if not inputs or not all(spec.shape for spec in inputs):
         return None

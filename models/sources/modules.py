@@ -20,7 +20,7 @@ _PROBE_ROWS = 2
 
 
 class TensorModel(Model, ABC):
-    """Base of models whose network takes tensors by position, with the batch dimension first."""
+    """Base of models that pass tensors to a network by position, with the batch dimension first."""
 
     network: Callable[..., object]
     can_run_ahead = True
@@ -119,7 +119,7 @@ class TensorModel(Model, ABC):
 
 
 class ModuleModel(TensorModel):
-    """Serves a user's `nn.Module` class whose forward takes and returns tensors.
+    """Serves a user's `nn.Module` class with a forward that takes and returns tensors.
 
     Args:
         build: Makes the network, with random weights.

@@ -33,7 +33,7 @@ def build_classifier(
 
     Args:
         model: `torchvision:NAME`, `efficientnet_lite0`, or `package.module:Class` of an `nn.Module`
-            whose constructor takes `num_classes`.
+            with a constructor that takes `num_classes`.
         weights: `DEFAULT` for those that the source publishes, one of torchvision's names, a
             checkpoint's path or the folder of a run; None for random ones. A last layer for
             another number of classes is replaced by a random one.
@@ -169,7 +169,6 @@ def _published(name: str, weights: str, options: Mapping[str, object]) -> nn.Mod
 
 
 def _without_second_heads(network: Any) -> nn.Module:
-    """Remove the second heads, which serve only the training of very deep networks."""
     network.aux_logits = False
     for name in ("AuxLogits", "aux1", "aux2"):
         if hasattr(network, name):
@@ -192,7 +191,7 @@ def _users(
 def _loaded(
     build: Callable[[int], nn.Module], file: Path, num_classes: int, model: str
 ) -> nn.Module:
-    """Load a checkpoint, whose last layer may be for another number of classes."""
+    """Load a checkpoint; its last layer may be for another number of classes."""
     network = build(num_classes)
     weights = read_weights(file, network)
     name, head = _named_head(network, num_classes)

@@ -1,4 +1,4 @@
-"""Lets a parameter of a request kill or disturb the worker, for `inferpool chaos` only.
+"""Kills or disturbs the worker on a parameter of a request, for `inferpool chaos` only.
 
 Runs in worker processes. Chaos names `Poisonable` as the source instead of the user's; otherwise
 the model is the user's own.
@@ -62,7 +62,6 @@ class _Poisoned(Model):
         return {**features, _MARK: torch.tensor(HOWS.index(how))} if marked else features
 
     def collate(self, instances: Sequence[Features]) -> Features:
-        """Mark a batch with a marked instance."""
         marks = [each[_MARK] for each in instances if _MARK in each]
         if not marks:
             return super().collate(instances)
@@ -72,7 +71,6 @@ class _Poisoned(Model):
         return {**batch, _MARK: marks[0]}
 
     def forward(self, batch: Features) -> Features:
-        """Act on a marked batch."""
         if _MARK in batch:
             _act(HOWS[int(batch[_MARK])])
             batch = {name: tensor for name, tensor in batch.items() if name != _MARK}

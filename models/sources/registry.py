@@ -40,8 +40,8 @@ def build(source: str, weights: str | None, options: Mapping[str, object]) -> Mo
 
     Args:
         source: `efficientnet_lite0`, `minilm_l6`, `echo`, `torchvision:NAME`, `encoder:FOLDER`,
-            `package.module:Class` (a `Model`, or an `nn.Module` whose forward takes and returns
-            tensors), the folder of a training run, or an archive's path.
+            `package.module:Class` (a `Model`, or an `nn.Module` with a forward of tensors
+            to tensors), the folder of a training run, or an archive's path.
         weights: "DEFAULT" for the source's own, a named weight of torchvision, a checkpoint's path,
             or None for random weights.
         options: Keyword arguments of the class. For networks and TorchScript, `inputs` and
@@ -57,7 +57,7 @@ def build(source: str, weights: str | None, options: Mapping[str, object]) -> Mo
     if source in BUILT_IN_SOURCES:
         first = [attached("folder of minilm_l6")()] if source == "minilm_l6" else []
         return _built(source, first, source, weights, options)
-    if os.path.isfile(path / CARD_FILE):  # never raises, whatever text the path is
+    if os.path.isfile(path / CARD_FILE):  # never raises, for any text
         trained: Callable[..., Model] = attached(CARD_FILE)
         return construct(lambda: trained(path, weights=weights), options, source)
     if path.suffix in MODEL_FILE_SUFFIXES:

@@ -21,7 +21,7 @@ from inferpool.models.vision.transforms import ImageTransform
 
 _MOST_SAMPLES = 64
 _MOST_SAMPLE_BYTES = 16 << 20
-"""They are decoded at each start, which takes about half a second for so many."""
+"""They are decoded at each start, which takes about half a second."""
 _LEAST_SAMPLES = 16
 """With fewer held-out images, presets are tried on photographs."""
 _MOST_EXAMPLE_BYTES = 8 << 10

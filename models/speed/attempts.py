@@ -16,7 +16,7 @@ _HOLDS_S = 24 * 3600.0
 
 @contextlib.contextmanager
 def attempt(folder: Path, key: str, *, fatal: type[Exception] | tuple[()] = ()) -> Iterator[bool]:
-    """Begin an attempt that may kill this process, or use so much memory that the kernel does.
+    """Mark an attempt that may kill this process, such as one that uses up all memory.
 
     Yields whether to go on: False if an attempt of the last day never ended, or ended with an error
     of the type `fatal`. It may have killed the whole service, and would do so again.
@@ -73,11 +73,11 @@ def _is_marked(folder: Path, key: str) -> bool:
 
 
 def forget_attempt(folder: Path, key: str, pid: int) -> None:
-    """Forget the attempt of a process that we ended on purpose, and remove what it left."""
+    """Remove the mark of an attempt that we ended on purpose, and what its process left."""
     mark = _mark(folder, key)
     with contextlib.suppress(OSError):
         if read_file(mark) != str(pid).encode():
-            return  # there is none, or it is another's
+            return  # there is none, or it belongs to another process
         for scratch in folder.glob(f"{key}-*-compiling-*"):
             shutil.rmtree(scratch, ignore_errors=True)
         mark.unlink()
@@ -89,7 +89,7 @@ def loading_prefix(stem: str, pid: int) -> str:
 
 
 def forget_load(folder: Path, pid: int) -> None:
-    """Forget which package a process was loading when we ended it on purpose."""
+    """Remove the mark of a package that a process was loading when we ended it on purpose."""
     for mark in folder.glob(loading_prefix("*", pid) + "*"):
         shutil.rmtree(mark, ignore_errors=True)
 

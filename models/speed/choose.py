@@ -65,7 +65,7 @@ class SpeedOptions:
 
 
 def choose(model: Model, options: SpeedOptions, on_progress: Callable[[str], None]) -> SpeedReport:
-    """Give a loaded model the fastest network and decoder whose answers agree with its own.
+    """Choose a loaded model's fastest network and decoder that answer as its own do.
 
     The caller's thread is the one that computes in service, since graphs are captured here.
 
@@ -73,7 +73,7 @@ def choose(model: Model, options: SpeedOptions, on_progress: Callable[[str], Non
         ModelError: The preset or decoder that the settings name cannot be used with this model.
     """
     report = _choose(model, options, on_progress)
-    gc.collect()  # networks that were tried, which refer to themselves: a worker freezes the rest
+    gc.collect()  # networks that were tried refer to themselves; a worker freezes the rest
     release_memory()  # of theirs, for other replicas on this device
     return report
 
@@ -162,7 +162,7 @@ def _apply_chosen(trial: Trial, chosen: SpeedReport) -> SpeedReport | None:
 def _compile(
     trial: Trial, options: SpeedOptions, store: VerdictStore, on_progress: Callable[[str], None]
 ) -> None:
-    """Make the package, or wait for the worker that makes it."""
+    """Compile the package, or wait for the worker that compiles it."""
     if not trial.is_on_cpu:
         raise ModelError(f'speed = "{options.speed}" is for CPUs')
     if trial.has_varying_shapes:

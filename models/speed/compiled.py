@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from inferpool.models.speed.presets import prepare
 
 _MADE_OF = {"compiled": "folded", "compiled_bf16": "bf16"}
-"""Preset whose network each compiled preset compiles."""
+"""The preset that gives each compiled preset its network."""
 _FORMS = "inputs"
 
 
@@ -25,7 +25,7 @@ class Compiled(nn.Module):
     """A network in a package that `compile_network` wrote."""
 
     memory_format = torch.channels_last
-    """Layout in which inputs are best made."""
+    """Best layout of inputs."""
 
     def __init__(self, path: Path, exact: nn.Module | None = None) -> None:
         """Load the package.

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 _BATCH = 8
 _LEAST_GAIN = 1.1
-"""Least gain for which another way is used; less may be noise."""
+"""Least gain that another way must have; less may be noise."""
 _LOCK_WAIT_S = 60.0
 StartPool = Callable[[int, str], Executor]
 """Starts a number of threads, which have a name."""
@@ -43,7 +43,7 @@ _TITLES = {"fast": "fast decoding", "device": "decoding on the device"}
 
 
 class DecodeTrial:
-    """Comparison of the ways in which a model can decode its inputs.
+    """Comparison of the ways to decode a model's inputs.
 
     Args:
         model: With its network chosen.
@@ -85,11 +85,11 @@ class DecodeTrial:
         measures: bool = True,
         on_progress: Callable[[str], None],
     ) -> SpeedReport:
-        """Let the model decode in the fastest way that agrees, and return the completed report.
+        """Choose the model's fastest way to decode that agrees, and return the completed report.
 
         Args:
             report: Report about the model's network.
-            is_wanted: Whether the settings name `fast`: then one is used whatever it changes.
+            is_wanted: Whether the settings name `fast`: then one is used even if answers change.
             measures: Whether to measure what the store has no verdict on. Otherwise the report is
                 provisional then, and the model decodes exactly.
             on_progress: Called with what is being done.
@@ -225,7 +225,7 @@ class DecodeTrial:
         way: Decoding,
         preprocess: Callable[[Sequence[Item]], list[Features]],
     ) -> tuple[Features, float]:
-        """Make a batch of items, ready on the device; return how long that took."""
+        """Prepare a batch of items, ready on the device; return how long that took."""
         model, device = self._model, self._device
         model.decode = way
         began = self._clock()

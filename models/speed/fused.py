@@ -1,4 +1,4 @@
-"""Lets one kernel compute a convolution, its bias, a sum and a rectifier. Worker processes only.
+"""Has one kernel compute a convolution, its bias, a sum and a rectifier. Worker processes only.
 
 In a network of torch each of them is a kernel that reads and writes all pixels; in 16 bits on a GPU
 those after the convolution take longer than it does. cuDNN has a kernel for all of them, and torch
@@ -8,7 +8,7 @@ those that belong together are replaced. The caller verifies that the results st
 
 cuDNN's rectifier may make 0 of NaN (cuDNN's backend API, CUDNN_ATTR_POINTWISE_NAN_PROPAGATION), and
 an answer that should be an error would pass for a good one. So no operation before it may make NaN
-of finite numbers, and an instance whose input is not finite gets NaN.
+of finite numbers, and an instance with an input that is not finite gets NaN.
 """
 
 import operator
@@ -114,7 +114,7 @@ def _convolution_of(device: torch.device) -> Convolution:
 
 
 class _Marking(nn.Module):
-    """Gives NaN to instances whose input is not finite.
+    """Gives NaN to instances with an input that is not finite.
 
     The first axis of all inputs and outputs is that of the instances.
     """
@@ -124,7 +124,6 @@ class _Marking(nn.Module):
         self.network = network
 
     def forward(self, *inputs: Tensor) -> object:
-        """Compute a batch."""
         sound = [x.flatten(1).isfinite().all(1) for x in inputs if x.is_floating_point()]
         is_bad = ~torch.stack(sound).all(0)
 

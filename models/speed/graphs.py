@@ -20,7 +20,7 @@ from inferpool.models.accelerator.graph_pool import GraphPool
 from inferpool.models.accelerator.order import OwnStream
 
 _NUM_WARM = 3
-"""Calls before a capture, in which libraries choose kernels and allocate memory."""
+"""Calls before a capture: libraries choose kernels and allocate memory in them."""
 _MAX_GRAPHS = 32
 """Most graphs of a network; batches of further shapes are computed without one."""
 
@@ -76,7 +76,7 @@ class Graphed(nn.Module):
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """Capture a graph for each call in the block whose shapes have none.
+        """Capture a graph for each call in the block with shapes that have none.
 
         Graphs share memory, so begin with the largest batch: the others then fit into its memory.
         """
@@ -129,7 +129,7 @@ class Graphed(nn.Module):
         return x.clone(memory_format=wanted or torch.contiguous_format)
 
     def _follow_stream(self) -> None:
-        """Let this thread's stream wait for the last one's use of the graphs' memory."""
+        """Have this thread's stream wait until the last one is done with the graphs' memory."""
         stream, last = current_stream(), self._last_stream
         if stream is not None and stream != last:
             if last is not None:

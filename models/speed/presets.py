@@ -38,7 +38,7 @@ def presets_for(network: nn.Module, device: torch.device) -> list[str]:
 
 
 def can_be_changed(network: object) -> bool:
-    """Return whether presets can change it: a float32 network whose code is Python."""
+    """Return whether presets can change it: a float32 network with code in Python."""
     if not isinstance(network, nn.Module) or isinstance(network, torch.jit.ScriptModule):
         return False
     floats = {p.dtype for p in network.state_dict().values() if p.is_floating_point()}
@@ -49,7 +49,7 @@ class Recast(nn.Module):
     """A network that gets its inputs in its own dtype and layout, and returns float32."""
 
     memory_format = torch.channels_last
-    """Layout in which inputs are best made."""
+    """Best layout of inputs."""
 
     def __init__(self, network: nn.Module, dtype: torch.dtype, *, is_tf32: bool = False) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Recast(nn.Module):
 
 
 def prepare(name: str, network: nn.Module, run: Callable[[nn.Module], object]) -> Recast:
-    """Make the network of a preset; the given one stays as it is.
+    """Return the network of a preset; the given one stays as it is.
 
     Args:
         name: The preset, neither compiled nor graphed.
@@ -101,7 +101,7 @@ def prepare(name: str, network: nn.Module, run: Callable[[nn.Module], object]) -
 
 
 def fold_batch_norms(network: nn.Module, run: Callable[[], object]) -> int:
-    """Fold, in place, each batch norm whose input is a convolution's output.
+    """Fold, in place, each batch norm that follows a convolution.
 
     It runs the network to see which belong together, so it works for any code; the caller verifies
     that the results stay the same.
@@ -157,12 +157,12 @@ def _pairs(network: nn.Module, run: Callable[[], object]) -> list[tuple[nn.Conv2
 
 
 def _is_frozen(norm: nn.Module) -> bool:
-    """Return whether it normalises by learnt statistics rather than the batch's."""
+    """Return whether it normalises by learnt statistics, not by those of the batch."""
     return isinstance(getattr(norm, "running_mean", None), Tensor) and not norm.training
 
 
 def correct_biases(network: nn.Module, dtype: torch.dtype, run: Callable[[], object]) -> None:
-    """Correct, in place, the biases of a network whose weights are going to be rounded.
+    """Correct, in place, the biases of a network before its weights are rounded.
 
     Rounding shifts the mean of each output channel by (W - rounded W) times the mean of the inputs,
     which is large after a rectifier; the bias takes that shift back at no cost. Source: Nagel et

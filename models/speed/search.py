@@ -121,7 +121,7 @@ def _make(
     on_progress(f"compiling the preset {name}")
     try:
         store.make_package(trial.key, name, lambda draft: make(trial.exact, name, draft))
-    except Exception as error:  # whatever the network, the compiler or the disk may raise
+    except Exception as error:  # the network, the compiler or the disk may raise anything
         selection.notes.append(f"{name} cannot be used: {first_line(error)}")
         return False
     return True

@@ -138,7 +138,7 @@ class Trial:
                 tuple((name, tensor.shape) for name, tensor in self._features_of(number).items())
                 for number in some
             }
-        except Exception:  # the model is the user's: what it raises is told by who compares
+        except Exception:  # the model is the user's: the comparison reports what it raises
             return False
         return len(looks) > 1
 
@@ -192,7 +192,7 @@ class Trial:
         return float(math.prod(gains) ** (1 / len(gains)))
 
     def recover(self) -> None:
-        """Take back the memory of a preset that failed.
+        """Free the memory of a preset that failed.
 
         Raises:
             torch.AcceleratorError: The device's context is lost.
@@ -260,9 +260,9 @@ class Trial:
         return sizes
 
     def _gain(self, network: nn.Module, batch: Features, other: nn.Module | None = None) -> float:
-        """Return how many times as fast as another it is, by default as the exact one.
+        """Return how many times as fast as another network it is, by default as the exact one.
 
-        It is the median over rounds in which they take turns, so that slow moments hit both.
+        It is the median over rounds; they take turns in each, so that slow moments hit both.
         """
         other = self.exact if other is None else other
         times = self.times
@@ -304,7 +304,7 @@ class Trial:
 
     @torch.inference_mode()
     def _collate(self, numbers: Sequence[int]) -> Features:
-        """Make a batch of samples as a worker does."""
+        """Collate a batch of samples as a worker does."""
         batch = self.model.collate([self._features_of(number) for number in numbers])
         if self.is_on_cpu:
             return batch
@@ -319,7 +319,7 @@ class Trial:
 
     @torch.inference_mode()
     def _timed_batch(self, size: int) -> Features:
-        """Make a batch, and put it on the device if service does so beside what it computes."""
+        """Collate a batch, and put it on the device if service does so beside what it computes."""
         batch = self._collate(range(size))
         if self.is_on_cpu or not forward_can_run_ahead(self.model):
             return batch
@@ -424,7 +424,7 @@ def first_line(error: Exception) -> str:
 
 @contextmanager
 def using_network(model: Model, network: Callable[..., object] | None) -> Iterator[None]:
-    """Let the model compute with another network meanwhile."""
+    """Have the model compute with another network in the block."""
     before, model.network = model.network, network
     try:
         yield

@@ -96,7 +96,7 @@ class VerdictStore:
         return None if report.is_cut_short and age_s > _CUT_SHORT_HOLDS_S else report
 
     def write(self, key: str, report: SpeedReport) -> None:
-        """Keep a verdict, if the folder can be written."""
+        """Store a verdict, if the folder can be written."""
         if self._folder is None:
             return
         try:
@@ -130,7 +130,7 @@ class VerdictStore:
         return path
 
     def make_package(self, key: str, preset: str, make: Callable[[Path], None]) -> None:
-        """Make a package and keep it.
+        """Write a package by `make`, and keep it.
 
         Raises:
             Exception: Raised by `make`, or by writing to the folder.
@@ -210,7 +210,7 @@ class VerdictStore:
 
     @contextlib.contextmanager
     def host_turn(self, timeout_s: float, on_wait: Callable[[], None]) -> Iterator[None]:
-        """Search alone among this user's processes on this host, whatever their folders."""
+        """Search alone among this user's processes on this host, for all folders."""
         path = Path(tempfile.gettempdir(), f"inferpool-search-{os.geteuid()}.lock")
         with self._locked(path, timeout_s, on_wait):
             yield

@@ -2,7 +2,7 @@
 
 A network is cut for its memory, so bytes come first: the largest stage has at most `SPREAD` times
 an even share of them, or as little as is possible. A pipeline is as fast as its slowest stage, so
-of such cuts those are taken with which the slowest stage takes the least time. For a network that
+of such cuts those are chosen that make the slowest stage fastest. For a network that
 is small beside the ranks' memory only time counts.
 """
 
@@ -85,7 +85,7 @@ def choose_cuts(
 
 
 def largest_share_for(num_bytes: int, room_bytes: int) -> float:
-    """Return how many even shares of a network's bytes a stage may have in so much memory."""
+    """Return how many even shares of a network's bytes a stage may have in some memory."""
     return math.inf if num_bytes <= _SMALL_SHARE * room_bytes else SPREAD
 
 
@@ -233,7 +233,7 @@ def run_steps(
     device: torch.device,
     on_step: Callable[[fx.Node, Callable[[], Any]], Any],
 ) -> None:
-    """Compute a network whose parameters have no numbers: each step gets small ones for its turn.
+    """Compute a network with empty parameters: each step gets small numbers for its turn.
 
     Args:
         steps: The steps of the network.
@@ -292,7 +292,7 @@ class _StepByStep(fx.Interpreter):
         return result
 
     def _with_numbers(self, tensor: Tensor) -> Tensor:
-        """Make small numbers for a meta tensor, none of them denormal, which would be slow."""
+        """Return small numbers for a meta tensor, none of them denormal, which would be slow."""
         if not tensor.is_meta:
             return tensor.to(self._device)
         return torch.full(tensor.shape, 0.01, dtype=tensor.dtype, device=self._device)

@@ -1,4 +1,4 @@
-"""Builds networks of which this process keeps a part, in the memory of that part. Worker processes.
+"""Builds networks to keep a part of them, in the memory of that part. Worker processes.
 
 A network is first built with its parameters on torch's meta device, to see what there is. The
 numbers of a part then come from a checkpoint, or the network is built again with them.
@@ -26,7 +26,7 @@ _RANDOM_FILLS = {
 
 
 class MetaNetwork:
-    """A network whose parameters have names, shapes and dtypes, and no numbers.
+    """A network with parameters that have names, shapes and dtypes, and no numbers.
 
     They are on torch's meta device; buffers are real, for a checkpoint may lack them.
     """
@@ -135,7 +135,7 @@ class MetaNetwork:
 
 
 def fill(part: nn.Module, read: Callable[[str], Tensor | None], device: torch.device) -> None:
-    """Give a part its numbers, one tensor after the other, and put it on its device.
+    """Read the numbers of a part, one tensor after the other, and put it on its device.
 
     Args:
         part: A module with parameters on the meta device.
@@ -165,7 +165,7 @@ def num_bytes(part: nn.Module) -> int:
 
 
 def joined(prefix: str, name: str) -> str:
-    """Join two names of modules, of which either may be empty."""
+    """Join two names of modules; either may be empty."""
     return f"{prefix}.{name}".strip(".")
 
 

@@ -1,4 +1,4 @@
-"""The number of pieces in which a batch goes through a pipeline: found by measuring. On the lead.
+"""The number of pieces to cut a batch into for a pipeline: found by measuring. On the lead.
 
 With one piece each stage waits for the one before it; with many each piece costs its messages, and
 small ones compute less efficiently. Which number is best depends on the network, on the devices and
@@ -55,7 +55,7 @@ class MicroBatches:
         return near[size.num_calls // _TRY_AGAIN % len(near)]
 
     def note(self, num_rows: int, num_pieces: int, seconds: float) -> None:
-        """Remember how long a batch took."""
+        """Record how long a batch took."""
         size = self._sizes[num_rows.bit_length()]
         num_trials = size.num_trials.get(num_pieces, 0) + 1
         size.num_trials[num_pieces] = num_trials

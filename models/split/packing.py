@@ -16,7 +16,7 @@ def pack(value: object, device: torch.device) -> tuple[object, list[Tensor]]:
     Args:
         value: Tensors, numbers, strings, None, dtypes and devices, in tuples, lists, mappings and
             named tuples.
-        device: This rank's device, for which the receiver puts its own.
+        device: This rank's device, which the receiver replaces by its own.
 
     Raises:
         TypeError: The value has something else in it, or a tensor that is not dense.
@@ -106,7 +106,7 @@ def join_rows(parts: Sequence[Any], rows: int) -> Any:
     """Put together the outputs for the parts of a value that `split_rows` has cut.
 
     Raises:
-        ValueError: They do not have so many rows in all, or the parts are not alike.
+        ValueError: They do not have `num_rows` rows in all, or the parts are not alike.
         RuntimeError: The shapes of their rows differ.
     """
     found = sum(num_rows(part) or 0 for part in parts)

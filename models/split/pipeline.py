@@ -2,7 +2,7 @@
 
 A batch goes through in pieces: a rank computes one while those after it compute the pieces before.
 The next batch follows, where threads of the lead call with several: each enters when the one before
-has sent its last piece, and all come out in the order in which they went in. The values that a
+has sent its last piece, and all come out in the order of their entry. The values that a
 stage makes travel with a message that describes them, so shapes may differ from call to call; and a
 stage that raises sends the error on instead, so that nobody waits in vain.
 
@@ -245,7 +245,7 @@ class Pipeline:
 
 
 def _values(packed: object, held_up_s: float) -> list[object]:
-    """Make the message that goes with the values of a piece.
+    """Return the message that describes the values of a piece.
 
     Args:
         packed: See `pack`.

@@ -47,14 +47,14 @@ class Ranks(ReplicaRank, Protocol):
             timeout_s: How long to wait at most; None waits until that rank is gone.
 
         Raises:
-            EOFError: That rank is gone, or lets this one go.
+            EOFError: That rank is gone, or has no more calls.
             OutOfStepError: This rank has no memory for the tensors: its process must end, since
                 what comes next would be taken for them.
             TimeoutError: No message has come.
         """
 
     def giving_way(self) -> AbstractContextManager[BatchClock]:
-        """Let other batches run the model's code while a call is on its way through the ranks.
+        """Allow other batches to run the model's code while a call passes through the ranks.
 
         The lead may have several batches under way, each in a thread. One of these runs the model's
         code, and the others wait until it gives way, or has an answer.

@@ -1,4 +1,4 @@
-"""Layers of which each rank holds a part, to stand in for those of a network that is split.
+"""Layers that each rank holds a part of, to replace those of a network that is split.
 
 A column layer has some rows of the stored matrix, i.e. some of the outputs, and leaves its result
 in parts or gathers it; a row layer has the matrix's columns that go with a result in parts, and
@@ -179,7 +179,7 @@ class ColumnEmbedding(Shard):
         self._hold("weight", whole.weight, "weight", columns, dim=1)
 
     def forward(self, indices: Tensor) -> Tensor:
-        """Look up whole entries."""
+        """Return whole entries by their indices."""
         return self.collectives.gather(functional.embedding(indices, self.weight), self.widths)
 
 
@@ -287,7 +287,7 @@ class SplitAttention(Shard):
 
 
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Make a mask to add to the scores, of one that is such, or is True at masked positions."""
+    """Return a mask to add to the scores, from one of that kind or one of booleans."""
     if mask.dtype != torch.bool:
         return mask.to(dtype)
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask, -torch.inf)

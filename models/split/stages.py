@@ -75,7 +75,7 @@ class ForwardSteps:
         return list(itertools.pairwise([0, *positions, len(self.steps)]))
 
     def cut(self, begin: int, end: int) -> fx.GraphModule:
-        """Make a stage of the network's own submodules and parameters.
+        """Return a stage of the network's own submodules and parameters.
 
         Args:
             begin: Its first step.
@@ -104,7 +104,7 @@ class ForwardSteps:
         return fx.GraphModule(self.network, graph)
 
     def crossing(self, position: int) -> list[fx.Node]:
-        """Find the values that a stage takes which begins at a step."""
+        """Find the values that a stage takes if it begins at a step."""
         if position == 0:
             return self.inputs
         made = [*self.inputs, *self.steps[:position]]
@@ -125,7 +125,7 @@ def _trace(
     """Trace a network by `torch.fx`, into submodules as deep as they can be traced.
 
     Shapes stay open. Submodules of `torch.nn` are steps as a whole, and so are those that cannot be
-    traced, such as one whose forward branches on numbers.
+    traced, such as one with a forward that branches on numbers.
 
     Args:
         network: In evaluation mode. Its numbers are not needed.
@@ -179,7 +179,7 @@ class _Tracer(fx.Tracer):
         super().__init__(param_shapes_constant=True)
         self._opaque = opaque
         self.failed = ""
-        """The innermost submodule whose forward raised."""
+        """The innermost submodule with a forward that raised."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         if module_qualified_name in self._opaque or asks_for_types(m):
@@ -225,7 +225,7 @@ class EncoderByLayers(nn.TransformerEncoder):
 
 
 def run_encoders_by_layers(network: nn.Module) -> None:
-    """Make each `nn.TransformerEncoder` in a network an `EncoderByLayers`."""
+    """Replace each `nn.TransformerEncoder` in a network by an `EncoderByLayers`."""
     for module in network.modules():
         if type(module) is nn.TransformerEncoder:
             module.__class__ = EncoderByLayers
@@ -259,7 +259,7 @@ def _given(network: nn.Module, example: Sequence[object] | Mapping[str, object])
 
 
 def _erase(graph: fx.Graph, node: fx.Node) -> None:
-    """Take out a placeholder that stands for a constant, and what asserts that it is one."""
+    """Remove a placeholder that stands for a constant, and what asserts that it is one."""
     for user in [*node.users]:
         _erase(graph, user)
     graph.erase_node(node)

@@ -16,9 +16,9 @@ An error must leave no rank waiting in a collective for one that has raised:
   collective, as where an input makes all ranks raise alike, it tells them to go on, and its error
   is that of this call alone.
 - Else some rank is, or will be, in a collective that others never come to. The rank that finds that
-  out raises `OutOfStepError`, on which its process ends, and the group with it.
+  out raises `OutOfStepError`; its process ends, and the group with it.
 
-A style of torch's own (`ParallelStyle`) that no shard can stand in for is left to DTensor, whose
+A style of torch's own (`ParallelStyle`) that no shard can stand in for is left to DTensor. Its
 collectives are not counted: there the errors must be the same word by word.
 """
 
@@ -154,7 +154,7 @@ class TensorParallel:
         }
 
     def _settle(self, error: BaseException) -> None:
-        """Check that all followers have failed alike, and let them go on."""
+        """Check that all followers have failed alike, and tell them to go on."""
         mine = self._summary(error)
         followers = range(1, self._ranks.size)
         for follower in followers:

@@ -5,8 +5,8 @@ stands for one part of a name, as in "layers.*.mlp.up":
 
     "column"     a Linear that leaves its outputs in parts, for elementwise steps and then a "row"
     "row"        a Linear that takes inputs in parts; its outputs are whole
-    "gather"     a Linear whose outputs are computed in parts and put together
-    "embedding"  an Embedding whose features are looked up in parts and put together
+    "gather"     a Linear with outputs that are computed in parts and put together
+    "embedding"  an Embedding with features that are looked up in parts and put together
     "attention"  an nn.MultiheadAttention; or a module with one Linear for each of queries, keys,
                  values and outputs, and an attribute that counts its heads or their features
 
@@ -296,7 +296,7 @@ def _num_bytes(module: nn.Module) -> int:
 
 
 def _read_by(module: nn.Module, prefix: str) -> set[str]:
-    """Find the layers below a module whose weights its own code may read, past their forward."""
+    """Find the layers below a module that its own code may read weights of, past their forward."""
     if type(module).__module__.startswith("torch.nn"):
         return set()
     names: dict[str, set[str]] = {}
@@ -376,7 +376,7 @@ def _pairs_of(graph: fx.Graph, modules: Mapping[str, nn.Module]) -> Iterator[tup
 def _columns_before(
     row: fx.Node, linears: Mapping[fx.Node, nn.Linear], modules: Mapping[str, nn.Module]
 ) -> list[fx.Node]:
-    """Find the Linears of which a Linear takes the outputs, through elementwise steps alone.
+    """Find the Linears that feed a Linear through elementwise steps alone.
 
     Returns:
         Nothing if something else reads their outputs, or what is made of those.

@@ -18,14 +18,14 @@ class BatchClock:
                 had never stopped, in seconds of CLOCK_MONOTONIC; infinity while it is stopped.
         """
         self.waited_s = 0.0
-        """Seconds for which it was stopped."""
+        """Seconds that it was stopped."""
         self._show = show
         self._since = time.monotonic()
         show(self._since)
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """Stop the clock while the batch waits for another, whose clock runs."""
+        """Stop the clock while the batch waits for another; the clock of that one runs."""
         began = time.monotonic()
         self._show(math.inf)
         try:
@@ -34,7 +34,7 @@ class BatchClock:
             self._shift(time.monotonic() - began)
 
     def take_back(self, seconds: float) -> None:
-        """Count so much of the stopped time after all: the batch was computed meanwhile."""
+        """Count some of the stopped time after all: the batch was computed meanwhile."""
         self._shift(-seconds)
 
     def progressed(self) -> None:
@@ -108,7 +108,7 @@ class PipelineCall:
             self._before = None
 
     def was_held_up(self, seconds: float) -> None:
-        """Note for how long stages were busy with earlier calls while this one waited at them.
+        """Record for how long stages were busy with earlier calls while this one waited.
 
         In the rest of `wait_for_others` a stage computed this call, beside others.
         """
@@ -116,14 +116,14 @@ class PipelineCall:
         self._behind_s = 0.0
 
     def leave(self) -> None:
-        """Let the next call have what comes out."""
+        """Allow the next call to have what comes out."""
         self.wait_for_others()  # this call may have sent nothing, and so have received nothing
         self._ended = time.perf_counter()
         self._left.set()
 
 
 class Turnstile:
-    """Lets calls in one after the other, and out in the same order."""
+    """Admits calls one after the other, and releases them in the same order."""
 
     def __init__(self) -> None:
         self._entrance = FairLock()

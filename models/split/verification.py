@@ -1,7 +1,7 @@
-"""Holds a split network against the whole one, before either has its numbers. Worker processes.
+"""Compares a split network with the whole one, before either has its numbers. Worker processes.
 
-Tracing may go wrong without notice: code that asks for shapes, types or values may go another way
-with what stands for a tensor, and what it computes of a shape may become a constant. So both
+Tracing may go wrong without notice: code that asks for shapes, types or values may branch otherwise
+for what stands for a tensor, and what it computes of a shape may become a constant. So both
 networks are computed once with numbers that are made up from the names of the parameters. They are
 made for each operation as it is called, so that one layer at a time has memory; and they vary, so
 that a parameter in another's place shows.
@@ -50,7 +50,7 @@ _PLAIN_ATTRIBUTES = tuple(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """Place of an empty parameter in the whole network, from which its made-up numbers follow."""
+    """Place of an empty parameter in the whole network; its made-up numbers follow from that."""
 
     tensor: Tensor
     """The empty parameter."""
@@ -111,7 +111,7 @@ class Verification:
     def difference(
         self, compute: Callable[..., object], origins: Iterable[Origin], tolerance: float
     ) -> str:
-        """Hold a split network against the whole.
+        """Compare a split network with the whole.
 
         Args:
             compute: The split network, called as the whole is.
@@ -144,7 +144,7 @@ class Verification:
 
 @contextmanager
 def made_up(origins: Iterable[Origin], device: torch.device) -> Iterator[None]:
-    """Let operations on empty parameters compute with made-up numbers."""
+    """Have operations on empty parameters compute with made-up numbers."""
     devices = [device] if is_accelerator(device) else []
     kind = {"device_type": device.type} if devices else {}
     with torch.random.fork_rng(devices, **kind):  # what this process draws later is its own
@@ -199,7 +199,7 @@ class _MadeUpNumbers(TorchFunctionMode):
 
 
 def _varied_calls(example: Example, device: torch.device) -> list[NetworkCall]:
-    """Make calls like the example, of several batch sizes where all its tensors have rows."""
+    """Return calls like the example, of several batch sizes where all its tensors have rows."""
     names = list(example) if isinstance(example, Mapping) else None
     values = example.values() if isinstance(example, Mapping) else example
     tensors = [each for each in values if each is not None]
@@ -211,7 +211,7 @@ def _varied_calls(example: Example, device: torch.device) -> list[NetworkCall]:
 
 
 def _varied(x: Tensor, num_rows: int | None) -> Tensor:
-    """Make a tensor of so many rows, which differ as far as their meaning allows.
+    """Return a tensor of some rows, which differ as far as their meaning allows.
 
     Whole numbers may be indices, so they change places only. Of booleans the ends of all rows but
     the first change, as those of texts of several lengths do.

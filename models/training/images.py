@@ -84,7 +84,7 @@ class ImageFiles:
 
 
 class UserImages:
-    """A part of a dataset of the user's, whose items are an image and the index of its class.
+    """A part of a dataset of the user's; its items are an image and the index of its class.
 
     An image is one of Pillow's, or a tensor uint8 [3, H, W].
     """
@@ -225,7 +225,7 @@ class HeldOutImages(Dataset[TrainingBatch]):
 
 
 def collate(items: Sequence[TrainingBatch]) -> TrainingBatch:
-    """Make one batch of several images."""
+    """Collate several images to one batch."""
     return TrainingBatch(
         torch.cat([item.pixels for item in items]),
         torch.cat([item.targets for item in items]),

@@ -79,7 +79,7 @@ class Learner:
             if weights is None
             else torch.tensor(weights, dtype=self._dtype, device=self._device),
             label_smoothing=recipe.label_smoothing,
-            reduction="sum",  # weights of classes are not to depend on which images are together
+            reduction="sum",  # weights of classes are not to depend on the images beside
         )
         self._optimizer = torch.optim.AdamW(
             [*_groups(network, recipe.weight_decay)],
@@ -128,7 +128,7 @@ class Learner:
                     module.eval()
 
     def step(self, batches: Sequence[TrainingBatch]) -> float:
-        """Take one step of the optimizer; return the mean loss of this rank's images.
+        """Run one step of the optimizer; return the mean loss of this rank's images.
 
         Args:
             batches: One batch of equal size for each forward pass.
@@ -209,7 +209,7 @@ class Learner:
         return x_BCHW.to(self._dtype)
 
     def _unless_last(self, is_last: bool) -> AbstractContextManager[None]:
-        """Return a context in which ranks do not average their gradients yet."""
+        """Return a context that prevents ranks from averaging their gradients yet."""
         wait: Callable[[], AbstractContextManager[None]] | None
         wait = getattr(self._trained, "no_sync", None)
         return nullcontext() if is_last or wait is None else wait()

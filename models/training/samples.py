@@ -79,7 +79,7 @@ def find_parts(source: Path, val: str, seed: int) -> tuple[LabelledImages, Label
     Args:
         source: A folder with a subfolder of images for each label, or a CSV file.
         val: The share of each label's images to hold out, such as "0.2"; or another folder or CSV
-            file, whose images are held out.
+            file of images to hold out.
         seed: Seed of the choice.
 
     Raises:
@@ -127,7 +127,7 @@ def find_images(source: Path) -> LabelledImages:
 
 
 def find_held_out(source: Path, labels: Sequence[str]) -> LabelledImages:
-    """Find images to hold out, whose labels are some of those that are trained. Blocks.
+    """Find images to hold out; their labels are some of those that are trained. Blocks.
 
     Raises:
         DataError: There are none, or they have other labels.
@@ -183,7 +183,7 @@ def split(images: LabelledImages, share: float, seed: int) -> tuple[LabelledImag
 
 
 def survey(images: LabelledImages, most: int = 2000) -> ImageFacts:
-    """Look at images, evenly spaced in their order. Blocks: 2,000 take about a second.
+    """Return facts about images, evenly spaced in their order. Blocks: 2,000 take a second.
 
     Only the first bytes of each are read, and up to 200 are decoded until one has a colour.
     """
@@ -359,7 +359,7 @@ def _are_gray(modes: Mapping[str, str]) -> bool:
                     break
                 image.info.pop("transparency", None)
                 red, green, blue = image.convert("RGB").split()
-        except Exception:  # damaged; whoever trains on it will say so
+        except Exception:  # damaged; the training reports it
             continue
         for each in (green, blue):
             if any(ImageChops.difference(red, each).histogram()[_MOST_TINT + 1 :]):

@@ -17,7 +17,7 @@ class ClassScore:
     num_images: int
     """Images that have the label."""
     num_predicted: int
-    """Images for which the label was predicted."""
+    """Images that were predicted to have the label."""
     num_right: int
 
     @property

@@ -25,7 +25,7 @@ _NO_LENGTH = frozenset((0x01, *range(0xD0, 0xD9)))
 
 
 def check_container(form: str | None, data: bytes, check_size: Callable[[int, int], None]) -> None:
-    """Refuse a file whose decoding would cost far more than its picture is worth.
+    """Refuse a file that costs far more to decode than its picture is worth.
 
     The decoder itself reports mere damage.
 

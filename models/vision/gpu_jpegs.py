@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 Decode = Callable[[list[Tensor]], list[Tensor]]
 """Decodes JPEGs (uint8 [bytes], on the CPU) to pixels, uint8 [C, H, W] on the GPU.
 
-Raises `torch.OutOfMemoryError` for want of memory, `torch.AcceleratorError` if the device's context
+Raises `torch.OutOfMemoryError` for lack of memory, `torch.AcceleratorError` if the device's context
 is lost, and another `RuntimeError` if it cannot decode one of them.
 """
 
@@ -99,7 +99,7 @@ class GpuJpegs:
             on_cpu: Decodes on the CPU those that the GPU refuses.
 
         Raises:
-            torch.OutOfMemoryError: The GPU has no room for so many.
+            torch.OutOfMemoryError: The GPU has no room for them.
             torch.AcceleratorError: The device's context is lost.
         """
         images = self._decoded([*jpegs])
@@ -168,7 +168,7 @@ def _plain_size(data: bytearray) -> tuple[int, int] | None:
 
 
 def _is_upright(metadata: Mapping[str, bytes]) -> bool:
-    """Tell whether EXIF or XMP say that a picture is upright, or nothing.
+    """Return whether EXIF or XMP say that a picture is upright, or nothing.
 
     Raises:
         Exception: The EXIF metadata is damaged.

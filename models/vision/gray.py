@@ -88,7 +88,7 @@ def to_8_bits(image: Image.Image, samples: Samples) -> Image.Image:
 
 
 def _check_high_bits(image: Image.Image) -> None:
-    """Refuse colours of 16 bits, of which Pillow leaves the high byte, with none in the high bits.
+    """Refuse 16-bit colours that use no high bits, since Pillow keeps only the high byte.
 
     Raises:
         InputError: The picture is refused.
@@ -130,7 +130,7 @@ def _range_of(values: NDArray[Any], samples: Samples) -> tuple[float, float]:
 
 
 def _num_bits(values: NDArray[Any], samples: Samples, highest: int) -> int:
-    """Return in how many bits unsigned samples are.
+    """Return the number of bits of unsigned samples.
 
     PNG (11.3.2.4) says that samples of fewer bits are scaled up to those that are stored. Some
     writers leave them as they are: then low bits are in use that would not be in a dark picture.

@@ -52,7 +52,7 @@ _STRAYS = [
     for stray in (b"\x35\xca\x93\x6c" * 8, b"\x7e\xe7\x81\x18" * 8, b"\xda\x5b\x24\xa4" * 8)
 ]
 """Bytes that no picture goes on with: also behind each of the markers that begin a new part of the
-entropy-coded data (ITU-T T.81, B.1.1.2), one of which libjpeg may wait for."""
+entropy-coded data (ITU-T T.81, B.1.1.2): libjpeg may wait for one."""
 
 # EXIF 2.3, 4.6.4 A, tag 274: what undoes each orientation.
 _UPRIGHT = {
@@ -123,7 +123,7 @@ def decode_scaled(
         raise InputError(f"these {len(data)} bytes are no image: {_FORMATS} are understood")
     try:
         check_container(opener.format, data, partial(check_size, max_pixels=max_pixels))
-        # Past `Image.open`, whose size check is global and warns where this one refuses.
+        # Not by `Image.open`: its size check is global, and warns where this one refuses.
         image = opener(BytesIO(data))
         check_size(*image.size, max_pixels=max_pixels)
         if max(image.size) > _MAX_EDGE:
@@ -202,7 +202,7 @@ def _is_whole_without_end(data: bytes) -> bool:
     """Return whether a JPEG without its end marker has all its pixels.
 
     libjpeg fills up what is missing, and does not say so. But where something is missing, it takes
-    whatever comes next for it, and the pixels differ with that; else it skips that.
+    what comes next for it, and the pixels differ with that; else it skips that.
     """
     image = JpegImageFile(BytesIO(data + _JPEG_END))
     others = (JpegImageFile(BytesIO(data + stray + _JPEG_END)) for stray in _STRAYS)
@@ -211,9 +211,9 @@ def _is_whole_without_end(data: bytes) -> bool:
 
 @cache
 def _silence_libtiff() -> None:
-    """Keep libtiff from writing what it finds wrong with a client's picture to our stderr."""
+    """Prevent libtiff from writing to our stderr what is wrong with a client's picture."""
     with contextlib.suppress(OSError, AttributeError):  # built in, or built without
-        libtiff = ctypes.CDLL(_imaging.__file__)  # its symbols are found through who links it
+        libtiff = ctypes.CDLL(_imaging.__file__)  # found through what links it
         libtiff.TIFFSetErrorHandler(None)
         libtiff.TIFFSetWarningHandler(None)
 

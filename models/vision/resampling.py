@@ -1,7 +1,7 @@
 """Resizes and crops pictures of several sizes at once, on their device. Worker processes only.
 
 A row of the result is a weighted sum of the picture's rows, and a column one of its columns. So
-pictures are resized by two products of matrices, whose weights depend on each picture's size.
+pictures are resized by two products of matrices; their weights depend on each picture's size.
 
 Axes: N 2 (rows, columns), B batch, C = 3 colours, H height, W width, S steps along an edge of the
 result, P positions along an edge of the pictures.
@@ -86,7 +86,7 @@ def _num_bytes(height: int, width: int, edge: int) -> int:
 
 
 def _canvas(images_CHW: Sequence[Tensor]) -> Tensor:
-    """Copy pictures into the corners of larger ones of one size, whose other pixels are random."""
+    """Copy pictures into the corners of larger ones of one size; other pixels are random."""
     height = max(each.shape[1] for each in images_CHW)
     width = max(each.shape[2] for each in images_CHW)
     first = images_CHW[0]

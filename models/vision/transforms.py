@@ -76,9 +76,8 @@ class ImageTransform:
         """Resize and crop nearly three times as fast, with some pixels off by one and few by two.
 
         Args:
-            image: The picture, or a smaller one down to `least_edge`, whose pixels differ as much
-                as that
-                scaling differs from the resizing.
+            image: The picture, or a smaller one down to `least_edge`, with pixels that differ as
+                much as that scaling differs from the resizing.
             full_size: Width and height of the full picture.
 
         Raises:
@@ -86,7 +85,7 @@ class ImageTransform:
         """
         width, height = self._resized(full_size)
         left, top = _margin(width, self.crop), _margin(height, self.crop)
-        # Torch does not resize an edge that is to be as long as it was, whatever the scale.
+        # Torch does not resize an edge that is to be as long as it was, at any scale.
         num_rows = height if top + self.crop == image.height else top + self.crop
         x_1CHW = _view(image).permute(2, 0, 1)[None]
         y_1CHW = torch.empty(
@@ -136,8 +135,8 @@ class ImageTransform:
     ) -> tuple[tuple[int, int], tuple[float, float, float, float], tuple[int, int]] | None:
         """Find how to crop while resizing, with the same result as afterwards.
 
-        Pillow takes windows in single precision, so this works along edges whose scale is a
-        multiple of a power of 1/2, such as any edge that becomes 256.
+        Pillow takes windows in single precision, so this works along edges with a scale that is
+        a multiple of a power of 1/2, such as any edge that becomes 256.
 
         Returns:
             The size to resize to, the window to resize, and where the crop then begins; None if

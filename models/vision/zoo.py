@@ -183,7 +183,6 @@ def _transform(preset: Any) -> ImageTransform:
 
 
 def _cache_path(url: str) -> Path:
-    """Return the path at which torch.hub keeps a download."""
     return Path(torch.hub.get_dir(), "checkpoints", Path(urlparse(url).path).name)
 
 
