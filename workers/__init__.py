@@ -1,4 +1,4 @@
-"""Batches: which process computes one, on which devices, and who is alive. Knows no HTTP."""
+"""Batches: processes and devices that compute them, and which are alive. Knows no HTTP."""
 
 if __name__ == "workers":
     raise ImportError(

@@ -84,7 +84,7 @@ def _import(names: Sequence[str]) -> None:
 
 
 def _has_own(names: Iterable[str]) -> bool:
-    """Return True if the models' folder, where workers look first, has another of these modules."""
+    """Return True if the models' folder has another of these modules: workers look there first."""
     for name in {name.partition(".")[0] for name in names}:
         spec = PathFinder.find_spec(name, [os.getcwd()])
         if spec and spec.origin and spec.origin != getattr(sys.modules.get(name), "__file__", None):
@@ -109,8 +109,8 @@ def has_opened_gpu() -> bool:
 def generators() -> list[Any]:
     """Return the sources of random numbers that imported packages have made for themselves.
 
-    What torch has is left out, for it begins with the same number in every interpreter: whoever
-    makes a `torch.Generator` knows that. Each worker seeds the generators of torch itself, too.
+    Those of torch are left out: they begin with the same number in every interpreter, as code that
+    makes a `torch.Generator` expects. Each worker seeds torch's own, too.
     """
     kinds: tuple[type, ...] = (random.Random,)
     if numpy_random := sys.modules.get("numpy.random"):
@@ -149,7 +149,7 @@ def _serve(channel: socket.socket, fds: Sequence[int]) -> None:
 def _fork_twice(
     channel: socket.socket, data_r: int, answer_w: int, tracker_fd: int, inherited: Sequence[int]
 ) -> int:
-    """Fork a worker whose parent exits at once; return its number, or a negative errno."""
+    """Fork a worker by a parent that exits at once; return its number, or a negative errno."""
     told_r, told_w = os.pipe()
     try:
         between = os.fork()

@@ -49,7 +49,7 @@ class PeakMemory:
         self._start = 0
 
     def start(self) -> None:
-        """Make the memory in use now the level that counts as zero."""
+        """Use the memory in use now as the level that counts as zero."""
         self._start = 0
         self.reset()
         self._start = self.read()
@@ -176,7 +176,7 @@ def survey(
 
 
 def _with_rows(example: Example, num: int) -> Sequence[Tensor] | Mapping[str, Tensor]:
-    """Return an example of so many rows; empty if its shapes are not known."""
+    """Return an example of `num` rows; empty if its shapes are not known."""
     values = list(example.values()) if isinstance(example, Mapping) else list(example)
     known = [each for each in values if each is not None]
     if len(known) < len(values) or num_rows(known) is None:

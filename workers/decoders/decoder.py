@@ -1,7 +1,7 @@
 """Main program of a decoder: it builds the model without loading it, and runs its `preprocess`.
 
 It reads payloads in place in the arena, and writes what comes out to the slot that the worker has
-named. It works on one instance at a time, so that its death convicts one at most.
+named. It works on one instance at a time, so one at most is to blame for its death.
 """
 
 import logging

@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 _MAIN = "inferpool.workers.decoders.decoder:main"
 _RECENT_S = 60.0
-"""Seconds for which a death makes the next starts wait longer."""
+"""Seconds that a death makes the next starts wait longer."""
 _FIRST_PAUSE_S = 0.05
 _MAX_IDLE_DEATHS = 5
 """Deaths in a row of decoders that have begun nothing, after which the next starts wait long."""
@@ -63,7 +63,7 @@ class DecoderHost:
         starter: Starter,
         on_gone: Callable[[], None],
     ) -> None:
-        """Make the door.
+        """Create the socket to the worker.
 
         Args:
             id: The worker.
@@ -97,7 +97,7 @@ class DecoderHost:
         return self.is_ending and not self._keeping
 
     def begin(self, ready: Ready) -> int:
-        """See `Attachment`. The worker begins with one batch more while others are decoded."""
+        """Create the ring and start decoders; the worker may then hold one batch more."""
         said = ready.plans.get("decoders")
         if not said or self.is_ending:
             return 0
@@ -122,7 +122,7 @@ class DecoderHost:
         return 1
 
     def on_started(self) -> None:
-        """See `Attachment`."""
+        """Close the worker's end of the socket, since the worker has it."""
         self.worker_end.close()
 
     def end(self) -> None:
@@ -135,7 +135,7 @@ class DecoderHost:
         self._settle()
 
     def look(self) -> None:
-        """See `RankProcess.look`."""
+        """Record what cannot be read after the end of a decoder."""
         for decoder in self._living.values():
             decoder.look()
 
@@ -229,7 +229,6 @@ class DecoderHost:
         return pauses.pause_s(len(self._deaths))
 
     def _tell(self, message: NewRing | NewDecoder, fds: list[int]) -> None:
-        """Tell the worker of something new."""
         socket.send_fds(self._door, [msgspec.msgpack.encode(message)], fds)
 
     def _on_unkept(self, keeping: Task[None]) -> None:
@@ -254,7 +253,7 @@ class _DecoderLife:
     def __init__(
         self, id: WorkerId, seat: int, oom_kills: OomKills, periods: WorkerPeriods
     ) -> None:
-        """Make what it will write to.
+        """Create the memory and the pipes that it will use.
 
         Raises:
             SharedMemoryError: There is too little memory.
@@ -288,7 +287,7 @@ class _DecoderLife:
         process.attach(await starter.start(run_main, process.name, args), self)
 
     def introduce(self, tell: Callable[[NewDecoder, list[int]], None]) -> None:
-        """Hand the other ends of its pipes to the worker, and close them here.
+        """Pass the other ends of its pipes to the worker, and close them here.
 
         Raises:
             OSError: The worker does not listen.
@@ -320,7 +319,6 @@ class _DecoderLife:
         self.process.close()
 
     def on_message(self, rank: RankProcess, message: FromWorker) -> None:
-        """See `RankListener`."""
         match message:
             case LogLine():
                 log_line(message, rank.labels)
@@ -332,11 +330,9 @@ class _DecoderLife:
                 raise FrameError(f"{type(message).__name__}, which a decoder may not send")
 
     def on_mute(self, rank: RankProcess, reason: str) -> None:
-        """See `RankListener`."""
         self.reason = self.reason or reason
 
     def on_exit(self, rank: RankProcess) -> None:
-        """See `RankListener`."""
         self.reason = self.reason or rank.ending[1]
         rank.log_last_stacks(self.reason, "")
         self._gone.set_result(None)

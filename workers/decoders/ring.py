@@ -1,8 +1,8 @@
 """The ring and the messages between a worker and its decoders. Imports no torch.
 
 The ring is shared memory for what the decoders of one worker make. It begins with one number for
-each decoder: the task that it works on, so that a decoder that dies convicts no other. Then come
-equal slots, one for each instance. The worker gives a slot away with each task, and it reuses the
+each decoder: its present task, the only one to blame if the decoder dies. Then come equal slots,
+one for each instance. The worker gives a slot away with each task, and it reuses the
 slot only after the decoder's answer, or after the decoder's exit is confirmed.
 
 Each decoder has two pipes of its own, with one writer and one reader each. Messages are msgpack,
@@ -90,7 +90,7 @@ class NewDecoder(msgspec.Struct, frozen=True, array_like=True, tag="decoder", gc
 
 
 ToDoor = NewRing | NewDecoder
-"""Messages that reach a worker through its door: a socket that also carries descriptors."""
+"""Messages to a worker through its *door*, a socket that also carries descriptors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,9 +144,9 @@ class RingRuns:
         self._taken: list[range] = []
 
     def take(self, num: int, *, or_less: bool = False) -> range | None:
-        """Take a run of free slots after the newest one, or from the start; None if neither is.
+        """Allocate free slots after the newest run, or from the start; None if neither is free.
 
-        Runs go round in circles, since batches are answered in about the order in which they came.
+        Runs go round in circles, since batches are answered in about the order of their arrival.
 
         Args:
             num: Length of the run.

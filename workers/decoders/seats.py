@@ -1,4 +1,4 @@
-"""One batch at the decoders of a worker, and the seats of these. Worker processes.
+"""One batch at the decoders of a worker, and the state of each decoder. Worker processes.
 
 The thread that prepares batches uses them; see `workers.decoders.worker_side`.
 """
@@ -21,7 +21,7 @@ Found = Features | ItemError | None
 
 @dataclass(slots=True)
 class MoreWork:
-    """Source of the next batches, for the time in which decoders have nothing to do."""
+    """Source of the next batches, for times when decoders have nothing to do."""
 
     fd: int
     """Descriptor that can be read when a batch may have arrived."""
@@ -42,14 +42,14 @@ class Decoding:
         finish: "Callable[[Decoding, MoreWork | None], None]",
         release: "Callable[[Decoding], None]",
     ) -> None:
-        """Note which instances of a batch go to decoders, by index; the crew does the rest."""
+        """Record which instances of a batch go to decoders, by index."""
         self.refs = refs
         self.run = run
         self.found: dict[int, Found] = {}
         self.others = [i for i in range(len(refs)) if i not in set(given)]
         """Instances that the worker prepares itself."""
         self.num_writers = 0
-        """Instances whose slots a decoder may still write to."""
+        """Instances with slots that a decoder may still write to."""
         self._readers: Sequence[Callable[[], bool]] = ()
         self._given = given
         self._finish = finish
@@ -88,7 +88,7 @@ class Decoding:
         return decoded
 
     def release(self, readers: Sequence[Callable[[], bool]] = ()) -> None:
-        """Give back the slots, since the batch is computed. Any thread may call it.
+        """Release the slots, since the batch is computed. Any thread may call it.
 
         Args:
             readers: Each returns whether the device is done with some copies from the slots.

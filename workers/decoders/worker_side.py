@@ -3,7 +3,7 @@
 One thread uses it: the one that prepares batches. Only `release` may be called by others.
 
 The front end starts decoders and replaces them; it sends the ends of their pipes through the
-*door*, a socket. Here each has a seat. The oldest task of a decoder runs, the others lie ready. A
+*door*, a socket. The oldest task of a decoder runs, the others lie ready. A
 decoder that ends, or is killed because its task takes too long, gives back what it had not begun.
 What it had begun is tried once more by a decoder, and then counts as poison: it fails alone.
 Without decoders the worker prepares everything itself, so nothing waits for them long.
@@ -57,10 +57,10 @@ logger = logging.getLogger(__name__)
 MAX_DEATHS = 2
 """Decoders that an instance may kill."""
 _MAX_UNBEGUN = 5
-"""Decoders that may end before they have begun their oldest instance, by what they say. From then
-on it counts as begun: a decoder that is out of its mind may have overwritten what it said."""
+"""Decoders that may end before they report the begin of their oldest instance. After that many it
+counts as begun: a broken decoder may have overwritten its report."""
 _COMEBACK_S = 5.0
-"""Seconds for which all wait for a decoder, if the last one was killed by what it worked on."""
+"""Seconds that all wait for a decoder, if the last one was killed by what it worked on."""
 _EXIT_S = 5.0
 """Seconds that a decoder may take to exit after SIGKILL, before its slots count as lost."""
 _LOOKS_PER_TIMEOUT = 8
@@ -93,11 +93,11 @@ class DecodedBatches:
         self._more = MoreWork(receiver.inbox.fileno(), self._begin_next)
 
     def wait(self, timeout_s: float) -> bool:
-        """See `PreparedBatches`."""
+        """Wait for a batch or the sentinel; return True if there is one."""
         return bool(self._begun) or self._receiver.wait(timeout_s)
 
     def receive(self) -> Prepared | None:
-        """See `PreparedBatches`. Decoders begin with the next batches meanwhile."""
+        """Wait for a batch and prepare it; decoders begin with the next batches meanwhile."""
         if not self._begun:
             self._begin()
         begun = self._begun.popleft()
@@ -119,7 +119,6 @@ class DecodedBatches:
         return has_arrived
 
     def _begin(self) -> None:
-        """Wait for a batch, and begin with it."""
         batch = self._receiver.take()
         if batch is None:
             self._more.is_over = True
@@ -149,7 +148,7 @@ class DecoderCrew:
         on_ring: Callable[[Tensor], None] = lambda _: None,
         on_progress: Callable[[], None] = lambda: None,
     ) -> None:
-        """Expect decoders at the door.
+        """Expect decoders on a socket.
 
         Args:
             door: Socket on which the front end introduces the ring and each decoder.
@@ -195,7 +194,7 @@ class DecoderCrew:
         return sum(seat.is_greeted and not seat.killed_at for seat in self._living())
 
     def begin(self, refs: Sequence[ItemRef], in_part: bool = False) -> Decoding | None:
-        """Give decoders what they can prepare of a batch; return None if that is nothing now.
+        """Send decoders what they can prepare of a batch; return None if that is nothing now.
 
         Args:
             refs: The batch.
@@ -216,7 +215,7 @@ class DecoderCrew:
         return decoding
 
     def finish(self, decoding: Decoding, more: MoreWork | None) -> None:
-        """See `Decoding.finish`."""
+        """Wait until a batch is done; `more` may begin with other batches meanwhile."""
         while not decoding.is_done:
             is_hungry = more is not None and not self._waiting and self._has_room()
             if more is None or not is_hungry or more.is_over:
@@ -246,7 +245,7 @@ class DecoderCrew:
         self._feed()
 
     def _forgive(self) -> None:
-        """Do not count the time in which nobody has looked, such as a pause of the whole host."""
+        """Extend all deadlines by time without looks, such as a pause of the whole host."""
         now = time.monotonic()
         pause_s = now - self._looked_at - _LATE * self._look_s
         self._looked_at = now
@@ -262,7 +261,7 @@ class DecoderCrew:
         return (seat for fd, seat in self._seats.items() if fd == seat.process_fd)
 
     def _patience_s(self) -> float:
-        """Return the seconds until something must be done, whatever happens."""
+        """Return the most seconds to wait for an event."""
         now = time.monotonic()
         dues = [seat.due for seat in self._living() if seat.jobs and not seat.killed_at]
         dues += [due for seat in self._living() if now < (due := seat.killed_at + _EXIT_S)]
@@ -270,7 +269,7 @@ class DecoderCrew:
         return max(0.0, min(due - now for due in (now + self._look_s, *dues))) + 0.001
 
     def _feed(self) -> None:
-        """Give waiting instances to decoders: one to each that has none, then one more to each."""
+        """Send waiting instances to decoders: one to each that has none, then one more to each."""
         waiting, now = self._waiting, time.monotonic()
         self._skip_late(now)
         for most in range(1, TASKS_AT_ONCE + 1):
@@ -282,11 +281,11 @@ class DecoderCrew:
             self._take_back()
 
     def _skip_late(self, now: float) -> None:
-        """Leave to the worker the next instances whose deadline has passed."""
+        """Leave to the worker the next instances that are past their deadline."""
         waiting = self._waiting
         while waiting and waiting[0].decoding.refs[waiting[0].index].deadline <= now:
             job = waiting.popleft()
-            job.decoding.found[job.index] = None  # the worker says that it is late
+            job.decoding.found[job.index] = None  # the worker answers that it is late
 
     def _give(self, seat: DecoderSeat, job: DecoderJob) -> None:
         decoding = job.decoding
@@ -321,7 +320,7 @@ class DecoderCrew:
                 return
             for frame in seat.frames.feed(data):
                 self._take(seat, _decode(frame))
-        except Exception as error:  # whatever it wrote, only the decoder is to blame
+        except Exception as error:  # only the decoder is to blame, for any message
             logger.error("decoder %d wrote an invalid message: %s", seat.number, error)
             self._poll.unregister(seat.answers_fd)
             seat.kill()
@@ -353,7 +352,7 @@ class DecoderCrew:
         job.decoding.found.setdefault(job.index, found)
 
     def _end_hung(self) -> None:
-        """Kill decoders whose task takes too long; give up on those that do not exit."""
+        """Kill decoders with a task that takes too long; give up those that do not exit."""
         now = time.monotonic()
         for seat in self._living():
             if not seat.killed_at and seat.jobs and now > seat.due:
@@ -365,7 +364,7 @@ class DecoderCrew:
                     job.decoding.found.setdefault(job.index, None)
 
     def _bury(self, seat: DecoderSeat) -> None:
-        """Take back the tasks of a decoder whose exit is certain."""
+        """Queue the tasks of a decoder again, once its exit is certain."""
         self._drain(seat)
         for fd in (seat.answers_fd, seat.process_fd):
             with contextlib.suppress(KeyError):
@@ -419,12 +418,12 @@ class DecoderCrew:
                 self.released.append(decoding)
 
     def _open_door(self) -> None:
-        """Take in the ring and all decoders that wait."""
+        """Accept the ring and all decoders that wait."""
         while self._door is not None and self._let_in(self._door):
             pass
 
     def _let_in(self, door: socket.socket) -> bool:
-        """Take in the ring or a decoder; return False if none waits."""
+        """Accept the ring or a decoder; return False if none waits."""
         try:
             data, fds, _, _ = socket.recv_fds(
                 door, _DOOR_BYTES, 3, socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
@@ -484,7 +483,7 @@ def decoded_batches(
 def crew_for(
     config: WorkerConfig, model: Model, door: socket.socket, on_progress: Callable[[], None]
 ) -> DecoderCrew | None:
-    """Return the crew of a loaded model; None if decoders cannot prepare its instances."""
+    """Return the decoders of a loaded model; None if they cannot prepare its instances."""
     if not model.prepares_apart or model.decode not in ("exact", "fast"):
         return None  # its pictures may be decoded on the device
     samples = decodable(model)

@@ -36,7 +36,7 @@ class Attachment(Protocol):
         """
 
     def look(self) -> None:
-        """See `RankProcess.look`."""
+        """Record what cannot be read after the end of a process."""
 
     def vitals(self) -> Sequence[DecoderHealth]:
         """Return the state of those that run."""
@@ -47,7 +47,7 @@ class Attachment(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Starter:
-    """Means by which a part starts processes that it attaches."""
+    """Means to start the processes of a part."""
 
     arena: SharedMemory
     oom_kills: OomKills

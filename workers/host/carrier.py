@@ -104,7 +104,7 @@ class Carrier:
         return future
 
     def give_canary(self, limit_s: float) -> None:
-        """Send a canary, which must be answered within so many seconds."""
+        """Send a canary, and expect an answer within `limit_s` seconds."""
         self._give((), None, limit_s)
 
     def is_canary_due(self, now: float) -> bool:
@@ -118,7 +118,7 @@ class Carrier:
         return self.proven_at + self.canary.every_s - now
 
     def take(self, done: BatchDone) -> bool:
-        """Take an answer, and settle its batch.
+        """Receive an answer, and settle its batch.
 
         Returns:
             True if it answers a canary; `canary.failure` has the error, if it failed.
@@ -154,7 +154,7 @@ class Carrier:
         return False
 
     def send_sentinel(self) -> None:
-        """Tell the worker to finish its batches and to leave."""
+        """Ask the worker to finish its batches and to leave."""
         assert self._writer is not None
         self._writer.write(_SENTINEL)
 
@@ -230,7 +230,7 @@ class Canary:
         return self._num_failures >= _MAX_FAILURES
 
     def note(self, done: BatchDone) -> bool:
-        """Take the answer to a canary into account; return True if it is a good one."""
+        """Count the answer to a canary; return True if it is a good one."""
         took_s = done.prepare_s + done.compute_s
         self.limit_s = min(self._batch_timeout_s, max(self._patience_s, took_s * _CANARY_SLOWER))
         self.every_s = max(self._least_every_s, took_s / _MAX_SHARE)
@@ -352,7 +352,7 @@ class HeldBatches:
         self._forgiven_at = now
 
     def oldest_age_s(self, now: float) -> float:
-        """Return the seconds for which the oldest has made no progress; 0 if there is none."""
+        """Return the seconds since the oldest made progress; 0 if there is none."""
         return max(0.0, now - self._since()) if self._batches else 0.0
 
     def next_due_s(self, now: float) -> float:
@@ -411,5 +411,5 @@ class HeldBatches:
         return batch.limit_s
 
     def _most_s(self, batch: HeldBatch) -> float:
-        """Return the seconds that the oldest batch may take, whatever the worker reports."""
+        """Return the most seconds for the oldest batch, independent of the worker's reports."""
         return self.batch_timeout_s * max(_LEAST_COUNTED, len(batch.items)) * self._num_at_once

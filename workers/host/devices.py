@@ -28,8 +28,8 @@ _UUID = re.compile(r"(GPU|MIG)-[\w/-]+")
 _KIND = re.compile(r"[a-z]+(:\d+)?")
 _INDEX = re.compile(r"\d+")
 BY_BUS = "PCI_BUS_ID"
-"""Value of CUDA_DEVICE_ORDER with which CUDA counts GPUs as NVML does. By default it is
-"FASTEST_FIRST", by a rule that is not told (CUDA Programming Guide, "CUDA Environment Variables").
+"""Value of CUDA_DEVICE_ORDER that makes CUDA count GPUs as NVML does. By default it is
+"FASTEST_FIRST", by an unpublished rule (CUDA Programming Guide, "CUDA Environment Variables").
 """
 
 
@@ -167,7 +167,7 @@ def called(gpus: Sequence[Gpu], name: str) -> list[Gpu]:
 
 
 def _find_gpus(host: Host, answer_s: float) -> Host:
-    """Return a host with its GPUs of the first kind of which it has some."""
+    """Return a host with its GPUs of the first kind that it has."""
     for each in known_accelerators():
         try:
             gpus = in_time(partial(read_gpus, each.library, each.kind), answer_s)

@@ -67,7 +67,7 @@ class WorkerPeriods:
     stacks_step_s: float = 0.01
     """Seconds between two looks at the stacks that a process is told to write: see `Stacks`."""
     max_decoder_pause_s: float = 2.0
-    """Longest pause before the next start of a decoder. It is less than the time for which a worker
+    """Longest pause before the next start of a decoder. It is less than the time that a worker
     waits for a decoder that its inputs have killed."""
     decoder_rest_s: float = 300.0
     """Pause of decoders that die before they do anything."""
@@ -111,7 +111,7 @@ class GpuHealth:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankHealth:
-    """One process of a worker whose model is split."""
+    """One process of a worker with a split model."""
 
     rank: int
     """0 leads: it is given the batches."""
@@ -154,7 +154,7 @@ class Vitals:
     failure: str = ""
     """Error of its last canary; empty if it gave a good answer to that, or to a batch since."""
     batch_age_s: float = 0.0
-    """Seconds for which it has computed its present batch; 0 if it has none."""
+    """Seconds that it has computed its present batch; 0 if it has none."""
     ranks: Sequence[RankHealth] = ()
     """Processes of a split replica; empty for others."""
     decoders: Sequence[DecoderHealth] = ()
@@ -207,7 +207,7 @@ class WorkerHandle(Incarnation, Protocol):
 
     @property
     def ready(self) -> Ready:
-        """Message in which the worker announced that it was ready."""
+        """Message that announced the worker as ready."""
 
     @property
     def is_stalled(self) -> bool:

@@ -311,17 +311,17 @@ class Forkserver:
         adopt_orphans(adopts=False)
 
     def fork(self, body: bytes, fds: Sequence[int]) -> tuple[int, int]:
-        """See `ForkserverProcess.fork`."""
+        """Ask the forkserver to fork a process, and wait for the answer. Any thread may call it."""
         pid, lifeline = self.process.fork(body, fds)
         self.own(pid)
         return pid, lifeline
 
     def own(self, pid: int) -> None:
-        """Leave it to someone else to wait for a process. Any thread may call it."""
+        """Leave the wait for a process to other code. Any thread may call it."""
         self._orphans.own(pid)
 
     def forget(self, pid: int) -> None:
-        """Forget a process that someone has waited for."""
+        """Drop a process that someone has waited for."""
         self._orphans.owned.discard(pid)
 
     async def _keep(self) -> None:
@@ -360,7 +360,7 @@ class Forkserver:
         self._tell()
 
     def _judge(self, process: ForkserverProcess) -> float:
-        """Note how it ended, and return the seconds to wait before the next start."""
+        """Record how it ended, and return the seconds to wait before the next start."""
         was_ready = process.is_ready
         self._is_lost = True
         code = process.end()

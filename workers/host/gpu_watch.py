@@ -46,7 +46,7 @@ class GpuWatch:
         """Number of errors by the UUID of the whole GPU. Used by the thread only."""
         self._last_xids: dict[str, int] = {}
         self._heard: set[str] = set()
-        """UUIDs of whole GPUs whose errors the driver reports."""
+        """UUIDs of whole GPUs with errors that the driver reports."""
 
     def start(self) -> None:
         """Start the thread, if there are GPUs."""

@@ -138,7 +138,7 @@ def _is_gpu(device: Path) -> bool:
 
 
 def problem_of(nvml: Any, error: Exception) -> str:
-    """Return the reason for which a driver cannot be used, for people."""
+    """Return why a driver cannot be used, for people."""
     advice = next((f"; {text}" for name, text in _REMEDIES.items() if _is(nvml, error, name)), "")
     return f"no GPU can be used: NVML says {str(error).rstrip('.')}{advice}"
 
@@ -171,7 +171,7 @@ def _gpus_of(nvml: Any, handle: object, index: int) -> Iterator[Gpu]:
 
 
 def is_cut(nvml: Any, handle: object) -> bool:
-    """Return True if a GPU is in MIG mode, in which CUDA sees only its slices."""
+    """Return True if a GPU is in MIG mode: CUDA then sees only its slices."""
     try:
         return bool(nvml.nvmlDeviceGetMigMode(handle)[0] == nvml.NVML_DEVICE_MIG_ENABLE)
     except nvml.NVMLError:  # a GPU without MIG

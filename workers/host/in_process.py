@@ -105,14 +105,14 @@ class InProcessWorker:
         self._computer, self.ready = await self._order(load_here)
 
     def run(self, items: Sequence[ItemRef]) -> Future[BatchDone]:
-        """See `WorkerHandle`."""
+        """Send a batch to the thread."""
         self._num_batches += 1
         future = self._order(partial(self._compute, self._num_batches, items))
         future.add_done_callback(self._on_answer)
         return future
 
     async def wait(self) -> Ending:
-        """See `WorkerHandle`."""
+        """Wait for the end of the thread, and return how it ended."""
         return await asyncio.shield(self._gone)
 
     async def stop(self, grace_s: float) -> None:
@@ -127,7 +127,7 @@ class InProcessWorker:
             self._gone.set_result(Ending(cause="asked", reason="stopped"))
 
     def vitals(self) -> Vitals:
-        """See `WorkerHandle`."""
+        """Return the present state."""
         return Vitals(
             pid=os.getpid(),
             rss_bytes=psutil.Process().memory_info().rss,

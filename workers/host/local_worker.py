@@ -1,7 +1,7 @@
 """The front end's view of one incarnation of a worker on this host.
 
-A worker is one process. Of a split replica it has one for each device, of which the lead owns the
-inbox and answers the batches: see `workers.ranks.host_side`.
+A worker is one process. Of a split replica it has one for each device; the lead owns the inbox and
+answers the batches: see `workers.ranks.host_side`.
 Nothing here blocks the event loop: reads and writes return at once, and the end of file of a
 process's outbox, or its sentinel, tells of its death.
 """
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 _STALLED_S = 3.0
 """Seconds without a heartbeat; an idle process beats every second."""
 PAUSE_S = 0.5
-"""Delay of the watch from which on the whole host must have paused, not this loop alone."""
+"""Delay of the watch that only a pause of the whole host explains, not one of this loop."""
 Program = tuple[Callable[..., None], tuple[object, ...]]
 """Entry point of a process, and its arguments."""
 
@@ -58,7 +58,7 @@ class LocalWorker:
         oom_kills: OomKills,
         periods: WorkerPeriods,
     ) -> None:
-        """Make the queues and the shared memory of an incarnation.
+        """Create the queues and the shared memory of an incarnation.
 
         Raises:
             SharedMemoryError: There is too little memory.
@@ -108,7 +108,7 @@ class LocalWorker:
 
     @property
     def ready(self) -> Ready:
-        """Message in which the worker announced that it was ready."""
+        """Message that announced the worker as ready."""
         return self.started.result()
 
     @property
@@ -133,7 +133,7 @@ class LocalWorker:
         return entry.run, (self._config, *queues, *memory, rank.stacks, ends)
 
     def attach(self, processes: Sequence[BaseProcess]) -> None:
-        """Take over the started processes: close their ends of the queues, listen, and watch."""
+        """Use the started processes: close their ends of the queues, listen, and watch."""
         self.inbox.reader.close()
         for each in self.attachments.values():
             each.on_started()
@@ -144,7 +144,7 @@ class LocalWorker:
         self._watching.add_done_callback(self._on_unwatched)
 
     def run(self, items: Sequence[ItemRef]) -> "Future[BatchDone]":
-        """See `WorkerHandle.run`."""
+        """Send a batch; its future fails with `WorkerLostError` once the worker has ended."""
         if self._is_ending:
             future: Future[BatchDone] = self._loop.create_future()
             future.set_exception(WorkerLostError(self._reason, started=False))
@@ -152,7 +152,7 @@ class LocalWorker:
         return self.carrier.give(items)
 
     async def wait(self) -> Ending:
-        """See `Incarnation.wait`."""
+        """Wait for its exit, and return how it ended."""
         return await asyncio.shield(self._gone)
 
     async def stop(self, grace_s: float) -> None:
@@ -193,7 +193,7 @@ class LocalWorker:
         await self._kill_all()
 
     def vitals(self) -> Vitals:
-        """See `WorkerHandle.vitals`."""
+        """Return the present state."""
         is_gone = self._gone.done()
         now = time.monotonic()
         proven_at = self.carrier.proven_at
@@ -211,7 +211,7 @@ class LocalWorker:
         )
 
     def on_message(self, rank: RankProcess, message: FromWorker) -> None:
-        """See `RankListener`."""
+        """Handle a message of a process."""
         match message:
             case BatchDone():
                 if self.carrier.take(message):
@@ -236,12 +236,12 @@ class LocalWorker:
                 raise FrameError(f"{type(message).__name__}, which this process may not send")
 
     def on_mute(self, rank: RankProcess, reason: str) -> None:
-        """See `RankListener`."""
+        """Handle the end of a process's messages."""
         self._is_ending = True
         self._reason = self._reason or (rank.about(reason) if reason else "")
 
     def on_exit(self, rank: RankProcess) -> None:
-        """See `RankListener`."""
+        """Handle the confirmed exit of a process."""
         self._is_ending = True
         self._note_end(rank)
         rank.log_last_stacks(self._reason, self.carrier.at_work_on())
@@ -290,7 +290,7 @@ class LocalWorker:
         )
 
     async def _watch(self) -> None:
-        """Look at the processes regularly: send canaries, and end a worker that hangs."""
+        """Check the processes regularly: send canaries, and end a worker that hangs."""
         while True:
             now = time.monotonic()
             look_s = min(self._periods.look_s, self.patience_s)
@@ -303,7 +303,7 @@ class LocalWorker:
                 await self._look_after(now, now - wake_at)
 
     async def _look_after(self, now: float, late_s: float) -> None:
-        """Take one look, `late_s` later than planned."""
+        """Check the processes once, `late_s` later than planned."""
         if late_s > PAUSE_S:
             self.carrier.held.forgive(late_s, now)
         for rank in self.ranks:
@@ -342,7 +342,7 @@ class LocalWorker:
         return bool(done)
 
     def _note_our_doing(self) -> None:
-        """Note that its end from now on is our doing, unless a batch has hung already."""
+        """Blame no batch for its end from now on, unless one has hung already."""
         self._is_our_doing = self._is_our_doing or self._cause != "hang"
 
     def _on_unwatched(self, watching: Task[None]) -> None:
@@ -350,7 +350,7 @@ class LocalWorker:
             logger.critical("%s is no longer watched", self.id, exc_info=error)
 
     async def _retire(self, reason: str) -> None:
-        """Let it finish its batches, each within its timeout, and end it to be replaced."""
+        """Ask it to leave after its batches, each within its timeout; then it is replaced."""
         logger.error("%s: %s; replacing it", self.id, reason)
         self._cause, self._reason, self._is_ending = "canary", reason, True
         self.carrier.send_sentinel()

@@ -1,4 +1,4 @@
-"""Detects CUDA's Multi-Process Service, with which processes compute on a GPU at the same time.
+"""Detects CUDA's Multi-Process Service: with it processes compute on a GPU at the same time.
 
 CUDA uses the service by itself if it finds it; without it, processes take turns on the GPU. Source:
 https://docs.nvidia.com/deploy/mps/
@@ -7,12 +7,12 @@ https://docs.nvidia.com/deploy/mps/
 from pathlib import Path
 
 DEFAULT_FOLDER = "/tmp/nvidia-mps"
-"""Folder in which CUDA looks for it, unless CUDA_MPS_PIPE_DIRECTORY names another."""
+"""Folder that CUDA finds it in, unless CUDA_MPS_PIPE_DIRECTORY names another."""
 _SOCKET = "control"
 _PID_FILE = "nvidia-cuda-mps-control.pid"
 """File that the service removes when it ends, unlike its socket."""
 _NAME = "nvidia-cuda-mps"
-"""Name of the process, of which the kernel keeps 15 characters."""
+"""Name of the process, as the kernel cuts it to 15 characters."""
 
 
 def is_mps_running(folder: Path, proc: Path = Path("/proc")) -> bool:
@@ -20,7 +20,7 @@ def is_mps_running(folder: Path, proc: Path = Path("/proc")) -> bool:
 
     Args:
         folder: Folder with its socket.
-        proc: Folder in which the proc file system is mounted. A daemon that is not found there is
+        proc: Folder of the proc file system. A daemon that is not found there is
             assumed to run outside of this container.
     """
     try:

@@ -49,7 +49,7 @@ class ObservedProcess:
         return self._rss_bytes
 
     def look(self) -> None:
-        """Note what cannot be read any more after the end; takes some 0.1 ms."""
+        """Record what cannot be read any more after the end; takes some 0.1 ms."""
         self._look_at_memory()
         self._nums_oom_kills = self._nums_oom_kills[1], self._oom_kills.count()
 

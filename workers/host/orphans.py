@@ -1,4 +1,4 @@
-"""Reaps the orphans that the front end inherits: processes whose own parent has ended.
+"""Reaps the orphans that the front end inherits: processes with a parent that has ended.
 
 Workers are among them by design (see `workers.beside.forkserver_process`), and so are processes
 that a model has forked and left behind. A front end that is the first process of a container
@@ -23,7 +23,7 @@ class Orphans:
         self.owned: set[int] = set()
         """Processes that someone else waits for. Any thread adds to it."""
         self._groups: set[int] | None = set() if is_guest else None
-        """Process groups whose members are ours; None if all children are ours."""
+        """Process groups with our processes; None if all children are ours."""
         self._dead: set[int] = set()
         """Processes that were dead at the last look."""
 
@@ -52,7 +52,7 @@ class Orphans:
 
 
 def adopt_orphans(*, adopts: bool = True) -> None:
-    """Make this process, not the first of the host, the parent of orphaned descendants."""
+    """Adopt orphaned descendants in this process instead of the host's first one."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, int(adopts), 0, 0, 0)
     if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or the kernel forgets all exit codes

@@ -23,7 +23,7 @@ CONTEXT_BYTES = 800 << 20
 """GPU memory that each process takes besides torch's allocations: CUDA's context and the kernels.
 On an H200 with CUDA 13 it was 616 MiB for the context, and 793 with the kernels of networks."""
 _FAR = 50
-"""NVML_TOPOLOGY_SYSTEM, the assumed distance of GPUs whose distance the host does not tell."""
+"""NVML_TOPOLOGY_SYSTEM, the assumed distance of GPUs if the host does not tell it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ _F_SETPIPE_SZ = 1031
 
 
 class PrivateQueue:
-    """A queue of which one end stays here; the other goes to the process that it is passed to."""
+    """A queue with one end here; the other end goes to the process that it is passed to."""
 
     def __init__(self) -> None:
         self.reader: Connection
@@ -95,7 +95,7 @@ class FrameWriter:
     def write(self, body: bytes) -> bool:
         """Send a frame; return True if all is written already.
 
-        A broken pipe is no error here: whoever reads from that process sees its end.
+        A broken pipe is no error here: the reader of that process sees its end.
         """
         self._waiting.append(memoryview(frame_of(body)))
         is_written = self.flush()

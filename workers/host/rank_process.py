@@ -57,7 +57,7 @@ class RankProcess:
         kind: str = "rank",
         periods: WorkerPeriods = USUAL_PERIODS,
     ) -> None:
-        """Make the outbox, the heartbeat and the stacks that the process will write to.
+        """Create the outbox, the heartbeat and the stacks that the process will write to.
 
         Args:
             worker: The worker that it belongs to.
@@ -114,7 +114,7 @@ class RankProcess:
         return self._ending
 
     def attach(self, process: BaseProcess, listener: RankListener) -> None:
-        """Take over the started process: close its end of the queue, and listen."""
+        """Use the started process: close its end of the queue, and listen."""
         self._listener = listener
         self._observed = ObservedProcess(process, self._oom_kills, self._on_exit)
         self.outbox.writer.close()
@@ -122,7 +122,7 @@ class RankProcess:
         self._loop.add_reader(self._reader.fd, self._on_readable)
 
     def look(self) -> None:
-        """Note what cannot be read any more after the end; takes some 0.1 ms."""
+        """Record what cannot be read any more after the end; takes some 0.1 ms."""
         if self._observed is not None:
             self._observed.look()
 

@@ -191,7 +191,7 @@ class ReplicaFiles(Generic[L]):
 
 
 class ModelFiles:
-    """Files of a model in the state in which the present workers have loaded them."""
+    """Files of a model in the state that the present workers have loaded."""
 
     def __init__(self, marks: Sequence[FileMark]) -> None:
         self._marks = {mark.path: mark for mark in marks}
@@ -208,7 +208,7 @@ class ModelFiles:
         self._is_closed = True
 
     def remember(self) -> None:
-        """Hash each file, so that a file of which only the date changes counts as unchanged."""
+        """Hash each file, so that a file with only a new date counts as unchanged."""
         for mark in list(self._marks.values()):
             if mark.digest:
                 continue
@@ -279,6 +279,5 @@ def _unlike(id: WorkerId, differing: Sequence[str]) -> FilesChangedError:
 
 
 def _listed(paths: Sequence[str]) -> str:
-    """Return a list of files for people."""
     more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
     return ", ".join(paths[:_SHOWN]) + more

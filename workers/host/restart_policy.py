@@ -22,7 +22,7 @@ class RestartPolicy:
     """Pause after the second failure in a row; each later one is twice as long."""
 
     def pause_s(self, num_in_row: int) -> float:
-        """Return the seconds to wait before the next start, after so many failures in a row."""
+        """Return the seconds to wait before the next start, after a number of failures in a row."""
         if num_in_row <= 1:
             return 0.0
         pause_s = Backoff(self.first_pause_s, _MAX_BACKOFF_S).pause_s(num_in_row - 2)

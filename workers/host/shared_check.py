@@ -17,7 +17,7 @@ _PATIENCE_S = 10.0
 
 
 class SharedCheck:
-    """Starts workers of one version, of which one checks it, and the others wait for its findings.
+    """Starts workers of one version: one checks it, and the others wait for its findings.
 
     If that worker does not come up, or takes much longer to load than another one, the other one is
     started again to check.
@@ -29,7 +29,7 @@ class SharedCheck:
         Args:
             start: Starts a worker, like `Engine.start`.
             patience_s: Seconds that a worker waits for the findings of another one, beyond twice
-                the time in which it has loaded itself.
+                the time of its own load.
         """
         self._start = start
         self._patience_s = patience_s

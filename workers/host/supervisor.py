@@ -29,7 +29,7 @@ _LEAVING_S = 60.0
 """A worker that ended with its host is not started again before, if the host is still known then:
 hosts that leave end their workers one by one."""
 _NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+")
-"""Parts in which two tracebacks of the same error differ: addresses, bytes, seconds."""
+"""Parts that may differ in two tracebacks of the same error: addresses, bytes, seconds."""
 
 
 class Supervisor(Generic[C, L]):
@@ -60,7 +60,7 @@ class Supervisor(Generic[C, L]):
         self._ending: set[Task[None]] = set()
         """Tasks of slots that were removed."""
         self._leaving: dict[L, Task[None]] = {}
-        """Incarnations that are finishing while their successors serve, and who sees to it."""
+        """Incarnations that finish while their successors serve, with the tasks that stop them."""
         self._starts_more = True
         self._is_stopping = False
         self._files = files or ReplicaFiles[L](lambda _: ())
@@ -75,7 +75,7 @@ class Supervisor(Generic[C, L]):
         host: str = "",
         paused: bool = False,
     ) -> None:
-        """Keep one process more per config running: from now on, or each from its `resume` on.
+        """Start one more process per config and keep it running, now or from its `resume` on.
 
         Args:
             model: Name of the model.
@@ -97,9 +97,9 @@ class Supervisor(Generic[C, L]):
                 self.resume(slot)
 
     def remove(self, slot: Slot[C, L], reason: str) -> None:
-        """Forget a process that was lost with its host, and start it no more.
+        """Remove a process that was lost with its host, and start it no more.
 
-        Whoever replaces it just now is told that it is not ready.
+        A replacement under way is told that it is not ready.
         """
         if slot not in self.slots:
             return
@@ -143,7 +143,7 @@ class Supervisor(Generic[C, L]):
         await self._files.close()
 
     async def pause(self, slot: Slot[C, L], grace_s: float) -> None:
-        """Let a process finish what it holds, and start none in its place until `resume`."""
+        """Stop a process after what it holds, and start none in its place until `resume`."""
         slot.is_paused = True
         task = slot.task
         if task is None or slot not in self.slots:
@@ -246,7 +246,7 @@ class Supervisor(Generic[C, L]):
         await asyncio.shield(self._let_go(predecessor, grace_s))
 
     def _let_go(self, handle: L, grace_s: float) -> Task[None]:
-        """Begin to stop an incarnation that is no slot's any more."""
+        """Begin to stop an incarnation that is in no slot any more."""
         leaving = asyncio.create_task(handle.stop(grace_s), name=f"stop {handle.id}")
         self._leaving[handle] = leaving
         leaving.add_done_callback(lambda _: self._leaving.pop(handle))
@@ -375,7 +375,7 @@ class Supervisor(Generic[C, L]):
         return await self._files.load(id, start, self._is_present_served, renews=renews)
 
     def _adopt(self, slot: Slot[C, L], files: ModelFiles | None) -> None:
-        """Make the files of this incarnation those of all later ones, if it loaded new files."""
+        """Require the files of this incarnation of all later ones, if it loaded new files."""
         if files is not None:
             self._files.adopt(files)
         slot.files = self._files.present

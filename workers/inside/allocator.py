@@ -19,12 +19,12 @@ _TOP_PAD = 1 << 24
 _IDLE_S = 5.0
 _CHECK_S = 10.0
 _SLACK_BYTES = 1 << 28
-"""Excess over the usual memory from which on memory is returned under load."""
+"""Excess over the usual memory that is returned even under load."""
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def keep_large_buffers() -> bool:
-    """Make glibc reuse large buffers instead of mapping and unmapping them for every batch.
+    """Configure glibc to reuse large buffers instead of mapping them anew for every batch.
 
     Returns:
         True if it worked; other C libraries do not support it.
@@ -68,7 +68,7 @@ class SpareMemory:
         """Memory of the process after some work since memory was last returned."""
 
     def worked(self, now: float) -> None:
-        """Note that a batch is done."""
+        """Return spare memory after a batch, if it is far more than usual."""
         self._worked_at = now
         self._is_given_back = False
         if now < self._checked_at + _CHECK_S:
@@ -84,7 +84,7 @@ class SpareMemory:
             self._usual_bytes = min(self._usual_bytes, held)
 
     def idle(self, now: float) -> None:
-        """Note that there is no batch."""
+        """Return spare memory once the worker has been idle for a while."""
         if not self._is_given_back and now >= self._worked_at + _IDLE_S:
             self._is_given_back = True
             give_back()

@@ -27,8 +27,8 @@ class OutputChecks:
     def non_finite_rows(self, outputs: Mapping[str, Tensor], num_rows: int) -> list[int]:
         """Check all outputs; return the rows with NaN or an infinity, if none may have them.
 
-        A sum takes a fifth of the time of `isfinite`. Only if it is not finite, for which it may
-        also have overflowed, the rows are checked one by one.
+        A sum takes a fifth of the time of `isfinite`. Only if it is not finite, maybe by
+        an overflow, the rows are checked one by one.
 
         Raises:
             BrokenPromiseError: A shape or the number of rows is wrong, or an output is missing.

@@ -54,7 +54,7 @@ class Computer:
         keep: Callable[[memoryview], bytes | Stored] = bytes,
         error_detail: ErrorDetail = "name",
     ) -> None:
-        """Take over a loaded model.
+        """Store a loaded model, and start the threads that prepare for it.
 
         Args:
             model: The model.
@@ -62,7 +62,7 @@ class Computer:
             device: Device that the model computes on.
             sample: Item that canaries compute.
             on_progress: Called before each part but the first of a batch computed in parts.
-            keep: Copies the bytes of an output, whose memory the model may reuse.
+            keep: Copies the bytes of an output: the model may reuse its memory.
             error_detail: Detail of the model's exceptions in answers.
         """
         self.model = model
@@ -87,7 +87,7 @@ class Computer:
         return self.preparer.prepare(unprepared(id, refs, payloads))
 
     def use_sample(self, sample: Item | None, is_finite: bool | None) -> None:
-        """Let canaries compute an instance, whose outputs are finite if that is known."""
+        """Use an instance for canaries; `is_finite` says whether its outputs are, if known."""
         self._sample, self._is_sample_finite = sample, is_finite
 
     def prepare_sample(self, id: int) -> Prepared:
@@ -110,11 +110,11 @@ class Computer:
 
     @property
     def runs_ahead(self) -> bool:
-        """Batches may be launched before the batch before is answered."""
+        """Batches may be launched before the previous one is answered."""
         return self.staging is not None and self.staging.runs_ahead
 
     def launch(self, prepared: Prepared) -> None:
-        """Tell the device to compute a batch, and do not wait: `compute` does the rest.
+        """Start a batch on the device, and do not wait: `compute` does the rest.
 
         `compute` also does anew what fails here, when the batch before needs no more memory.
 
@@ -375,6 +375,6 @@ class Computer:
 
 
 def _in_time(prepared: Prepared, indices: Sequence[int]) -> list[int]:
-    """Return the items whose deadline has not passed."""
+    """Return the items that are still within their deadline."""
     now = time.monotonic()
     return [i for i in indices if prepared.refs[i].deadline > now]

@@ -43,7 +43,7 @@ def run_main(stacks: int, main: str, *args: object) -> None:
 
     Args:
         stacks: See `record`.
-        main: Place of its main program, a function, whose module may import torch.
+        main: Place of its main function, in a module that may import torch.
         args: Arguments of that.
     """
     begin(stacks)

@@ -41,7 +41,7 @@ _MOST_WHOLE = 2.0**63
 """Larger numbers fit into no integer of torch."""
 
 Keep = Callable[[memoryview], bytes | Stored]
-"""Function that copies the bytes of an output, whose memory the model may reuse."""
+"""Function that copies the bytes of an output: the model may reuse its memory."""
 
 
 class TensorOutputs:
@@ -195,7 +195,7 @@ class PreprocessErrors:
 
 
 def client_text(error: BaseException, detail: ErrorDetail) -> str:
-    """Describe an exception of the model to a client, who may be a stranger."""
+    """Describe an exception of the model to a client, maybe a stranger."""
     if detail == "name":
         return f"{name_of(error)}; the service's log has the rest"
     return text_for(error, detail)
@@ -285,7 +285,7 @@ def _plain_of(name: str, tensor: Tensor) -> Tensor:
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     flat = tensor.contiguous().reshape(-1)
-    if flat.stride() != (1,):  # a single number counts as contiguous, whatever its stride
+    if flat.stride() != (1,):  # a single number counts as contiguous, with any stride
         flat = flat.clone(memory_format=torch.contiguous_format)
     data: memoryview = flat.view(torch.uint8).numpy().data
     return data

@@ -161,7 +161,7 @@ def _go_on(signum: int, frame: FrameType | None) -> None:
 
 
 def _compute_alone() -> None:
-    """Keep a forked process from waiting for OpenMP's threads, which only its parent has."""
+    """Prevent a forked process from waiting for OpenMP's threads, which only its parent has."""
     torch.set_num_threads(1)
 
 

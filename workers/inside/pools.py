@@ -25,7 +25,7 @@ from inferpool.models.accelerator.device import current_stream, use_stream
 
 
 def started_pool(num_threads: int, name: str, *, shares_openmp: bool = False) -> ThreadPoolExecutor:
-    """Return a pool whose threads are all started, with the settings of the caller's thread.
+    """Return a pool with all threads started, with the settings of the caller's thread.
 
     They are started now because the host may refuse new threads later, under load.
 

@@ -31,12 +31,12 @@ from inferpool.workers.shared.messages import ItemError, ItemRef, Outcome
 logger = logging.getLogger(__name__)
 
 _SAMPLE_REF = ItemRef("bytes", 0, 0, math.inf, request_id="canary")
-"""Reference for the item of a canary, whose payload is not in the arena."""
+"""Reference for the item of a canary; its payload is not in the arena."""
 _POOL_PAYS_S = 0.0005
-"""Preparation time per item from which on other threads are used: a hand-over costs time."""
+"""Least preparation time per item to use other threads: a hand-over costs time."""
 _PARTS_PAY_S = 0.002
-"""Preparation time of a batch for an accelerator from which on other threads are used for parts of
-it. 64 tensors of 600 KB take 0.9 ms if they are only looked at, 0.7 ms in 2 to 8 parts; 29 ms if
+"""Least preparation time of a batch for an accelerator to use other threads for parts of it.
+64 tensors of 600 KB take 0.9 ms if they are only looked at, 0.7 ms in 2 to 8 parts; 29 ms if
 they are checked for NaN, 15 ms in 4 parts on 2 cores. On CPUs other threads would take cores from
 the forward pass."""
 
@@ -114,8 +114,8 @@ class Preparer:
             num_threads: Number of preparations that may run at once.
             staging: The way to the accelerator; None if batches stay on the host.
             error_detail: Detail of the model's exceptions in answers.
-            pool_pays_s: Seconds per item from which on each is prepared by another thread.
-            parts_pay_s: Seconds of a batch for an accelerator from which on threads share it.
+            pool_pays_s: Least seconds per item to have another thread prepare each.
+            parts_pay_s: Least seconds of a batch for an accelerator to share it among threads.
         """
         self._model = model
         self._staging = staging
@@ -139,7 +139,7 @@ class Preparer:
         """Decode, transform and collate. May run while another batch is computed.
 
         Args:
-            prepared: The batch, of which nothing is prepared.
+            prepared: The batch, before any preparation.
             preprocess: Decodes and transforms all its items; by default here and in the threads.
         """
         prepared.began = time.monotonic()
@@ -164,7 +164,7 @@ class Preparer:
         return self.prepare(prepared)
 
     def collate(self, prepared: Prepared, indices: Sequence[int]) -> Features:
-        """Make one batch of some instances."""
+        """Collate some instances to one batch."""
         chosen = [features for i in indices if (features := prepared.features[i]) is not None]
         prepared.step = "collate"
         batch = self._model.collate(chosen)
@@ -232,7 +232,7 @@ class Preparer:
 
 
 def unprepared(id: int, refs: Sequence[ItemRef], payloads: Sequence[memoryview]) -> Prepared:
-    """Return a batch that was received, of which nothing is prepared."""
+    """Return a received batch before any preparation."""
     items = [item_of(ref, payload) for ref, payload in zip(refs, payloads, strict=True)]
     return _prepared(id, refs, items)
 
@@ -305,7 +305,7 @@ def _collated(
 
 
 def _alike(indices: Iterable[int], name_of: Callable[[int], object]) -> list[list[int]]:
-    """Group indices by name, in the order in which each name first occurs."""
+    """Group indices by name, in the order of each name's first index."""
     parts: dict[object, list[int]] = {}
     for i in indices:
         parts.setdefault(name_of(i), []).append(i)

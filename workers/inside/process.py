@@ -46,7 +46,7 @@ from inferpool.workers.shared.worker_queue import WorkerQueue
 logger = logging.getLogger(__name__)
 
 _OVERLAP_PAYS_S = 0.001
-"""Computation time from which on another thread prepares the next batch."""
+"""Least computation time to prepare the next batch in another thread."""
 BEAT_S = 1.0
 
 
@@ -139,14 +139,14 @@ class BatchReceiver:
         self.wait = inbox.wait
 
     def receive(self) -> Prepared | None:
-        """See `PreparedBatches`."""
+        """Wait for a batch and prepare it, or return None for the sentinel."""
         batch = self.take()
         if batch is None or batch.is_canary:
             return batch
         return self.computer.preparer.prepare(batch)
 
     def take(self) -> Prepared | None:
-        """Wait for a batch, of which nothing is prepared unless it is a canary.
+        """Wait for a batch; prepare it only if it is a canary.
 
         Raises:
             EOFError: The front end is gone.
@@ -194,7 +194,7 @@ class LaunchedBatch:
         takes, the batch is over soon after its launch. Then to launch the next would only delay its
         answers. So it is given the time of its launch once more.
 
-        There is no other timeout: the front end ends a worker whose batch takes too long.
+        There is no other timeout: the front end ends a worker if its batch takes too long.
         """
         awaited: set[Future[Any]] = {self._over, coming}
         wait({self._over}, self._launch_s)

@@ -42,7 +42,7 @@ class SafeSizes:
         self._sizes: dict[object, _SafeSize] = {}
 
     def note(self, memory_class: object, num_rows: int) -> int:
-        """Note that so many did not fit; return how many to compute at once from now on."""
+        """Record that `num_rows` did not fit; return how many to compute at once from now on."""
         self.are_all = False
         size = max(1, num_rows // 2)
         if memory_class not in self._sizes and len(self._sizes) >= _MAX_CLASSES:
@@ -54,7 +54,7 @@ class SafeSizes:
         return size
 
     def note_good(self, memory_class: object, num_rows: int) -> None:
-        """Note a good batch; after `_GOOD_BATCHES` full ones the size is doubled."""
+        """Count a good batch; after `_GOOD_BATCHES` full ones the size is doubled."""
         size = self._sizes.get(memory_class)
         if size is None or num_rows != size.num_rows:
             return

@@ -39,7 +39,7 @@ class Staging:
         self._back = SideStream(device)
 
     def beside(self) -> AbstractContextManager[None]:
-        """Let this thread put on the device what it prepares, in the block."""
+        """Return a context that puts on the device what this thread prepares."""
         return self._there.in_use()
 
     def hand_over(self) -> HandOver:
@@ -130,5 +130,5 @@ def _memory_of(outputs: Features) -> set[int]:
 
 
 def take(handed_over: HandOver, features: Features | None) -> None:
-    """Let this thread's stream use what was put on the device before a moment."""
+    """Have this thread's stream wait for features that another one put on the device."""
     handed_over.take(features.values() if isinstance(features, Mapping) else ())

@@ -79,7 +79,7 @@ def main(config: WorkerConfig, outbox: WorkerQueue, row: mmap, ends: RankEnds) -
 
 
 def serve(network: SplitNetwork, on_beat: Callable[[], None]) -> None:
-    """Compute this rank's part of what the lead calls, until the lead lets go. On followers.
+    """Compute this rank's part of each call, until the lead has no more. On followers.
 
     Args:
         network: The part of this rank.

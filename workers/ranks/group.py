@@ -116,7 +116,7 @@ class Group:
         threading.Thread(target=self._keep_until_arrived, name="keep-sent", daemon=True).start()
 
     def build_model(self, config: WorkerConfig) -> Model:
-        """Build the model, of which this rank is to load its part.
+        """Build the model; this rank is to load its part of it.
 
         Raises:
             ModelError: It cannot be built.
@@ -130,12 +130,12 @@ class Group:
         return model
 
     def load(self, network: NetworkToSplit) -> SplitNetwork:
-        """See `Ranks`."""
+        """Load this rank's part of a network."""
         load = load_tensor_parallel if self.split == "tensor" else load_pipeline
         return load(self, network)
 
     def send(self, to: int, message: object, tensors: Sequence[Tensor] = ()) -> None:
-        """See `Ranks`."""
+        """Send a message, and tensors with it, to another rank; do not wait for their receipt."""
         sent = [self._outgoing(tensor) for tensor in tensors]
         made = self._sending.mark()
         shapes = [(str(t.dtype).removeprefix("torch."), tuple(t.shape)) for t in sent]
@@ -153,7 +153,7 @@ class Group:
             self._lose(to, error)
 
     def receive(self, source: int, timeout_s: float | None = None) -> tuple[object, list[Tensor]]:
-        """See `Ranks`."""
+        """Wait for the next message of another rank; its tensors come on this rank's device."""
         reader = self._ends.readers[source]
         try:
             if not reader.poll(timeout_s):
@@ -174,7 +174,7 @@ class Group:
         raise EOFError(f"rank {source} has no more calls")
 
     def let_go(self) -> None:
-        """Tell the higher ranks that this rank sends no more calls."""
+        """Announce to the higher ranks that this rank sends no more calls."""
         for rank, writer in self._ends.writers.items():
             if rank < self.rank:
                 continue
@@ -211,7 +211,7 @@ class Group:
         return group
 
     def _keep_until_arrived(self) -> None:
-        """Keep sent tensors until they have arrived. Runs in a thread, since it must wait.
+        """Hold sent tensors until they have arrived. Runs in a thread, since it must wait.
 
         NCCL's `wait` returns at once and has the thread's stream wait: here one of its own.
         """
@@ -245,7 +245,7 @@ def _alone() -> AbstractContextManager[BatchClock]:
 
 
 def way_from(source: int, split: Split, size: int) -> int:
-    """Return the number of the group in which a rank's tensors travel, from 0.
+    """Return the number of the group that a rank's tensors travel in, from 0.
 
     NCCL runs the transfers of a group one after the other, and a send ends when it is received. So
     the stages of a pipeline take turns with two groups, and the last of an odd number has a third:

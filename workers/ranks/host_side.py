@@ -51,7 +51,7 @@ class RankedWorker(LocalWorker):
         """True once one of the processes has ended."""
 
     def program_of(self, rank: RankProcess, arena: object) -> Program:
-        """See `LocalWorker.program_of`."""
+        """Return what one of its processes runs; the arena is the memory with the payloads."""
         ends = self._wiring.ends_of(rank.number)
         if rank is self.lead:
             _, args = super().program_of(rank, arena)
@@ -60,16 +60,16 @@ class RankedWorker(LocalWorker):
         return worker_side.follow, (ends, self._config, rank.outbox, row, rank.stacks)
 
     def attach(self, processes: Sequence[BaseProcess]) -> None:
-        """See `LocalWorker.attach`."""
+        """Close the ranks' ends of their connections, and use the started processes."""
         self._wiring.close()
         super().attach(processes)
 
     def vitals(self) -> Vitals:
-        """See `WorkerHandle.vitals`."""
+        """Return the present state, with that of each rank."""
         return replace(super().vitals(), ranks=[self._vitals_of(rank) for rank in self.ranks])
 
     def on_message(self, rank: RankProcess, message: FromWorker) -> None:
-        """See `RankListener`."""
+        """Handle a message of a process: followers send other ones than the lead."""
         if rank is self.lead or isinstance(message, LogLine | Leaving | StartFailed):
             super().on_message(rank, message)
         elif isinstance(message, RankReady):
@@ -98,7 +98,7 @@ class RankedWorker(LocalWorker):
         )
 
     def _note_end(self, rank: RankProcess) -> None:
-        """Note the end of the first process, which ends the others."""
+        """End the other processes at the end of the first."""
         if self._is_end_known:
             return
         self._is_end_known = True

@@ -1,4 +1,4 @@
-"""Rank 0 of a group, in its process: a worker whose model calls the other ranks.
+"""Rank 0 of a group, in its process: a worker with a model that calls the other ranks.
 
 The lead of a pipeline computes several batches at once, so that all stages are busy.
 
@@ -54,7 +54,7 @@ class Lead:
         return self._group.build_model(config)
 
     def make_loop(self, *parts: Any) -> "LeadLoop":
-        """Make the main loop of its process, of the parts of a `WorkerLoop`."""
+        """Return the main loop of its process, from the parts of a `WorkerLoop`."""
         return LeadLoop(self._group, self._num_at_once, *parts)
 
 
@@ -67,7 +67,7 @@ class LeadLoop(WorkerLoop):
         self._num_at_once = num_at_once
 
     def serve(self) -> None:
-        """See `WorkerLoop.serve`."""
+        """Answer batches until the sentinel arrives."""
         if self._num_at_once == 1:
             self.run()
         else:
@@ -122,7 +122,7 @@ class ModelLock:
 
     @contextmanager
     def held(self) -> Iterator[BatchClock]:
-        """Wait for the lock and hold it for a batch, whose clock begins then."""
+        """Wait for the lock and hold it for a batch; the batch's clock begins then."""
         self._acquire()
         self._own_time = own_time = BatchClock(partial(self._show, threading.get_ident()))
         try:
@@ -147,7 +147,7 @@ class ModelLock:
             self._own_time = own_time
 
     def progressed(self) -> None:
-        """Note that the next part of the batch begins that holds the lock."""
+        """Restart the clock of the batch that holds the lock, for its next part."""
         self._own_time.progressed()
 
     def _acquire(self) -> None:
@@ -163,7 +163,6 @@ class ModelLock:
             self._lock.release()
 
     def _show(self, thread: int, since: float) -> None:
-        """See `BatchClock`."""
         with self._telling:
             if since == math.inf:
                 self._clocks.pop(thread, None)

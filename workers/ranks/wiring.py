@@ -1,6 +1,6 @@
 """Connects the ranks of a group; the front end makes the connections before it starts the ranks.
 
-Private pipes carry messages between ranks, and `torch.distributed` lets the ranks find each other
+Private pipes carry messages between ranks, and in `torch.distributed` the ranks find each other
 through an anonymous file. Neither needs a port or a path: groups cannot clash, and nothing is left
 behind however the processes die.
 """
@@ -23,11 +23,11 @@ class RankEnds:
     readers: Mapping[int, Connection]
     writers: Mapping[int, Connection]
     meeting: "MeetingFile"
-    """File in which they meet."""
+    """File that they meet in."""
 
 
 class MeetingFile:
-    """Anonymous file in which the ranks meet; a process that gets it sees it as a path."""
+    """Anonymous file that the ranks meet in; a process that gets it sees it as a path."""
 
     def __init__(self) -> None:
         self._fd = open_anonymous("meeting")
@@ -48,7 +48,7 @@ class Wiring:
     """
 
     def __init__(self, num_ranks: int) -> None:
-        """Make the pipes.
+        """Create the pipes.
 
         Raises:
             OSError: There are too few descriptors.

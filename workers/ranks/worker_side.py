@@ -23,7 +23,7 @@ def lead(
     stacks: int,
     attachments: Mapping[str, object],
 ) -> None:
-    """Run rank 0: a worker like others, whose model and loop belong to a group."""
+    """Run rank 0: a worker like others, with a model and a loop of its group."""
     begin(stacks)
     from inferpool.workers.inside import process
     from inferpool.workers.ranks.lead import Lead
