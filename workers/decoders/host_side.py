@@ -5,9 +5,9 @@ gets. They are processes of the worker's incarnation, like the ranks of a split 
 forkserver starts them, since a worker could not fork any more once it has initialised its device;
 the same observers tell how they end, and they end with the worker and with the front end.
 
-Once a worker is loaded it says what ring its decoders need. The front end makes the ring, and tells
-the worker of it and of each decoder through the *door*: a socket that carries descriptors. Which
-decoder gets which instance, and what its death means for it, is the worker's business.
+Once a worker is loaded it says what ring its decoders need. The front end creates the ring, and
+announces it and each decoder through a socket that carries descriptors. The worker decides which
+decoder gets which instance, and what happens to an instance after a death.
 """
 
 import asyncio
@@ -84,7 +84,7 @@ class DecoderHost:
         self._ring: SharedMemory | None = None
         self._keeping: list[Task[None]] = []
         self._living: dict[int, RankProcess] = {}
-        """Decoders that run, by their seats."""
+        """Decoders that run, by number."""
         self._num_starts = [0] * config.decoders
         self._deaths: deque[float] = deque()
         """Times of the last deaths of any decoder."""

@@ -2,8 +2,8 @@
 
 The ring is shared memory for what the decoders of one worker make. It begins with one number for
 each decoder: its present task, the only one to blame if the decoder dies. Then come equal slots,
-one for each instance. The worker gives a slot away with each task, and it reuses the
-slot only after the decoder's answer, or after the decoder's exit is confirmed.
+one for each instance. The worker sends a slot's number with each task, and reuses the slot only
+after the decoder's answer, or after its exit is confirmed.
 
 Each decoder has two pipes of its own, with one writer and one reader each. Messages are msgpack,
 and are decoded by type.
@@ -90,7 +90,7 @@ class NewDecoder(msgspec.Struct, frozen=True, array_like=True, tag="decoder", gc
 
 
 ToDoor = NewRing | NewDecoder
-"""Messages to a worker through its *door*, a socket that also carries descriptors."""
+"""Messages to a worker through the socket that also carries descriptors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

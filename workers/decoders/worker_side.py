@@ -1,12 +1,11 @@
-"""The worker's side of its decoders: gives them instances, and takes back what they make.
+"""The worker's side of its decoders: sends them instances, and receives what they make.
 
 One thread uses it: the one that prepares batches. Only `release` may be called by others.
 
-The front end starts decoders and replaces them; it sends the ends of their pipes through the
-*door*, a socket. The oldest task of a decoder runs, the others lie ready. A
-decoder that ends, or is killed because its task takes too long, gives back what it had not begun.
-What it had begun is tried once more by a decoder, and then counts as poison: it fails alone.
-Without decoders the worker prepares everything itself, so nothing waits for them long.
+The front end starts and replaces decoders, and sends the ends of their pipes through a socket. The
+oldest task of a decoder runs, the others wait. If a decoder ends, or is killed because its task
+takes too long, others get the tasks that it had not begun. A task that it had begun is tried once
+more, and then fails alone. Without decoders the worker prepares everything itself.
 """
 
 import contextlib
@@ -64,10 +63,10 @@ _COMEBACK_S = 5.0
 _EXIT_S = 5.0
 """Seconds that a decoder may take to exit after SIGKILL, before its slots count as lost."""
 _LOOKS_PER_TIMEOUT = 8
-"""Looks at a decoder, at least, before it counts as hung."""
+"""Least number of looks at a decoder before it counts as hung."""
 _LATE = 1.5
-"""Factor by which a look may come later than planned. The rest of the time was a pause of this
-process, or of the whole host, and it does not count."""
+"""Planned pauses between two looks that count at most; more time was a pause of this process, or of
+the whole host."""
 _SHARE_OF_TIMEOUT = 0.5
 """Part of a batch's timeout after which a decoder counts as hung."""
 _LEAST_TIMEOUT_S = 10.0
@@ -151,7 +150,7 @@ class DecoderCrew:
         """Expect decoders on a socket.
 
         Args:
-            door: Socket on which the front end introduces the ring and each decoder.
+            door: Socket that announces the ring and each decoder.
             layout: Places in the ring.
             digest: Digest of what this worker makes of the model's samples: see `digest_of`.
             task_timeout_s: Seconds after which a decoder counts as hung.

@@ -1,7 +1,7 @@
 """The agent of a host: dials the front end, and runs the workers that it asks for.
 
-It dials again whenever the connection ends, for as long as it runs. It knows all addresses at which
-a front end may be, and begins with the one that it has worked for last.
+It dials again whenever the connection ends, for as long as it runs. It knows all addresses of
+front ends, and begins with the one that it has worked for last.
 """
 
 import asyncio
@@ -36,8 +36,8 @@ class Dialing:
     refused_pause_s: float = 5.0
     """Seconds before an agent that was refused tries again: somebody must mend something first."""
     patience_s: float = 1.0
-    """Seconds that a front end may take at first to let an agent join that knows others, too. It
-    may have lost its power, or stand still. They double while no front end can be joined."""
+    """Seconds that a front end may take at first to admit an agent that knows others, too. It may
+    have lost its power, or stand still. They double while no front end can be joined."""
     most_patience_s: float = 30.0
 
 
@@ -99,14 +99,14 @@ class Agent:
             await self._workers.stop(0.0 if self._grace_s <= 0 else 5.0)
 
     def stop(self, *, at_once: bool = False) -> None:
-        """Let workers finish what they hold, and end; or end at once."""
+        """End once workers have finished what they hold, or at once."""
         if at_once:
             self._grace_s = 0.0
             self._hurried.set()
         self._stopped.set()
 
     async def _leave(self, session: AgentSession) -> None:
-        """Leave the front end, until this is told to end at once."""
+        """Leave the front end, at once when `stop` says so."""
         reason = "its agent was told to stop"
         leaving = asyncio.ensure_future(session.leave(self._grace_s, reason))
         hurried = asyncio.ensure_future(self._hurried.wait())
@@ -155,7 +155,7 @@ class Agent:
             await asyncio.sleep(pause_s * random.uniform(0.8, 1.2))
 
     async def _join(self, address: Address) -> tuple[HostLink[ToAgent], Mailbox[ToAgent], Joined]:
-        """Join a front end, but do not let one that is silent keep this host from the others."""
+        """Join a front end; give up a silent one, so that this host can join the others."""
         is_only_one = len(self._addresses) == 1
         async with asyncio.timeout(None if is_only_one else self._patience_s):
             return await self._dialer.join(address, role="agent", term=self.term)

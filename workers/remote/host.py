@@ -83,7 +83,7 @@ class RemoteHost(LinkListener[ToFrontEnd]):
         arena: memoryview,
         owner: HostOwner,
     ) -> None:
-        """Take over a connection.
+        """Serve a connection from now on.
 
         Args:
             link: The connection; messages must come here from now on.
@@ -202,7 +202,7 @@ class RemoteHost(LinkListener[ToFrontEnd]):
     # Messages
 
     def room_for(self, message: ToFrontEnd, num_bytes: int) -> Views:
-        """See `LinkListener`."""
+        """Return memory for a body."""
         match message:
             case BatchOutcomes():
                 self._worker(message.number)  # which must be there
@@ -213,7 +213,7 @@ class RemoteHost(LinkListener[ToFrontEnd]):
         return [memoryview(bytearray(num_bytes))]
 
     def on_message(self, message: ToFrontEnd, body: Views) -> None:
-        """See `LinkListener`."""
+        """Handle a message of the agent."""
         if self.is_lost:
             return
         match message:
@@ -248,7 +248,7 @@ class RemoteHost(LinkListener[ToFrontEnd]):
                 raise ValueError(f"{type(message).__name__}, which no agent sends")
 
     def on_closed(self, reason: str) -> None:
-        """See `LinkListener`."""
+        """Fail all workers and starts, since the host is lost."""
         if self.is_lost:
             return
         self.is_lost = True

@@ -50,12 +50,12 @@ class HostedWorker:
         return loading.result() if is_ready else None
 
     def tell(self, stage: str) -> None:
-        """Pass on the present step of its start."""
+        """Report the present step of its start."""
         self.stage = stage
         self.on_progress(stage)
 
     async def stop(self, grace_s: float) -> None:
-        """Stop it within so many seconds, or give up its start."""
+        """Stop it within `grace_s` seconds, or give up its start."""
         self.is_ending = True
         if not self.loading.done():
             self.loading.cancel()
@@ -91,7 +91,7 @@ class HostedWorkers:
         return self._engine.forkserver_vitals()
 
     def begin(self) -> None:
-        """Note that a front end has been joined, which may claim what is loaded."""
+        """Stop workers later that the front end just joined has not claimed by then."""
         loop = asyncio.get_running_loop()
         self._joined_at = loop.time()
         loop.call_later(_KEPT_S, self._stop_unclaimed, self._joined_at)
@@ -128,8 +128,8 @@ class HostedWorkers:
         return await asyncio.to_thread(with_digests, handle.ready.files, self._digests)
 
     def release(self) -> None:
-        """Let all workers go that a connection has claimed. They stay for the next one."""
-        self._joined_at = 0.0  # what nobody claims is stopped only while there is a front end
+        """Release all workers of a connection. They stay for the next one."""
+        self._joined_at = 0.0  # unclaimed workers are stopped only while there is a front end
         for worker in self._workers:
             worker.is_claimed = False
             worker.on_progress = lambda _: None
@@ -143,7 +143,7 @@ class HostedWorkers:
         await self._engine.close()
 
     async def _loaded(self, key: WorkerConfig) -> HostedWorker | None:
-        """Claim a worker with that configuration whose files are on disk as it has loaded them."""
+        """Claim a worker of that configuration, if it has loaded the files that are on disk now."""
         for worker in list(self._unclaimed()):
             if worker.key != key or worker.is_claimed or worker.is_ending:
                 continue

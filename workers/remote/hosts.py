@@ -50,7 +50,7 @@ class HostWatcher(Protocol):
 
 
 class RemoteHosts:
-    """The hosts whose agents are connected, as one engine."""
+    """The hosts with connected agents, as one engine."""
 
     def __init__(
         self,
@@ -69,12 +69,12 @@ class RemoteHosts:
         Args:
             arena: Holds the payloads.
             listener: A socket that listens on the cluster port.
-            keys: Keys of which an agent must know one.
+            keys: Keys; an agent must know one of them.
             tls: Context of a server; None for connections in clear text.
             version: Version of this program, which agents must have too.
             watcher: Told of hosts that come and go.
-            join_s: Seconds that whoever connects may take for the TLS handshake, and again to
-                prove itself.
+            join_s: Seconds that an agent may take for the TLS handshake, and again to prove
+                itself.
             rest_s: Seconds without accepting once there are too few descriptors.
         """
         self.hosts: dict[str, RemoteHost] = {}
@@ -112,7 +112,7 @@ class RemoteHosts:
     async def start(
         self, id: WorkerId, config: WorkerConfig, on_progress: Callable[[str], None]
     ) -> WorkerHandle:
-        """See `Engine.start`.
+        """Start a worker on the host of its config, and return once it is ready.
 
         Raises:
             WorkerStartError: It did not become ready, or its host is not connected.
@@ -123,13 +123,13 @@ class RemoteHosts:
         return await host.start(id, config, on_progress)
 
     def stand_by(self, reason: str) -> None:
-        """Let no agent join until `take_over`, and end all connections of agents."""
+        """Refuse agents until `take_over`, and end all connections of agents."""
         self.standby_reason = reason
         for host in list(self.hosts.values()):
             host.refuse(reason)
 
     def take_over(self, after: int = 0) -> None:
-        """Let agents join, in a term that follows this one and `after`, the other front end's."""
+        """Accept agents, in a term that follows this one and `after`, the other front end's."""
         self.term = max(time.time_ns(), self.term + 1, after + 1)
         self.standby_reason = ""
 
@@ -147,7 +147,7 @@ class RemoteHosts:
         await asyncio.sleep(0)  # the links tell of their ends
 
     def on_lost(self, host: RemoteHost, reason: str) -> None:
-        """Forget a host whose connection has ended."""
+        """Remove a host after the end of its connection."""
         if host in self._observers:
             self._observers.remove(host)
             logger.warning("standby %s at %s has gone: %s", host.name, host.address, reason)
@@ -192,7 +192,7 @@ class RemoteHosts:
             logger.error("an agent could not join", exc_info=error)
 
     async def _receive(self, sock: socket.socket, address: str) -> None:
-        """Let one agent join, or refuse it."""
+        """Accept one agent, or refuse it."""
         link = None
         mailbox: Mailbox[ToFrontEnd] = Mailbox()
         try:
@@ -278,7 +278,7 @@ class RemoteHosts:
         mailbox.hand_over(link, host)
 
     def _warn_of_differences(self, host: RemoteHost) -> None:
-        """Log other versions of torch or Python, with which the same model may answer otherwise."""
+        """Log other versions of torch or Python: the same model may answer otherwise with them."""
         ours = (host.facts.torch, host.facts.python)
         for other in self.hosts.values():
             theirs = (other.facts.torch, other.facts.python)

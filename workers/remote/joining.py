@@ -1,4 +1,4 @@
-"""How an agent and a front end make each other's acquaintance.
+"""Authenticates an agent and a front end to each other.
 
 Each proves to the other that it knows the shared key, without sending it: an HMAC (RFC 2104, with
 SHA-256) over both sides' random numbers. The agent must be sure of the front end too, since it
@@ -51,7 +51,7 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joined:
-    """A connection whose sides know each other."""
+    """A connection with two sides that know each other."""
 
     term: int
     """Term of the front end."""
@@ -140,7 +140,7 @@ class Dialer:
                 sock.setblocking(False)
                 try:
                     await loop.sock_connect(sock, where)
-                except OSError as error:  # a name may have addresses at which nobody listens
+                except OSError as error:  # a name may have addresses where nobody listens
                     sock.close()
                     failure = error
                 except BaseException:
@@ -184,7 +184,7 @@ async def secured(
     server_name: str | None,
     timeout_s: float = JOIN_S,
 ) -> socket.socket:
-    """Make the TLS handshake over a connected socket, if there is a context.
+    """Complete the TLS handshake over a connected socket, if there is a context.
 
     Args:
         sock: A socket that does not block.
@@ -227,10 +227,10 @@ async def challenge(
     keys: Sequence[bytes],
     timeout_s: float = JOIN_S,
 ) -> tuple[Hello, bytes]:
-    """Ask whoever has connected to prove itself within some time, as a front end.
+    """Ask the other side to prove itself within some time, as a front end.
 
     Returns:
-        Its greeting, and the proof that the front end knows the key too.
+        Its first message, and the proof that the front end knows the key too.
 
     Raises:
         RefusedError: It did not prove itself, or has another version of the protocol.
@@ -255,7 +255,7 @@ async def challenge(
 
 
 def _shown(reason: str) -> str:
-    """Return a text of somebody who has not proved anything, for the log: one line, not long."""
+    """Return a text of a side that has not proved itself, for the log: one short line."""
     return "".join(each if each.isprintable() else " " for each in reason[:_MOST_SHOWN])
 
 

@@ -6,7 +6,7 @@ LEASE_S = 3.0
 """Seconds without any sign of life after which the other side counts as lost."""
 _LEAST_LOOK_S = 0.02
 _PAUSE_S = 0.5
-"""Delay of a look from which on this process itself must have paused."""
+"""Delay of a look that only a pause of this process itself explains."""
 
 
 class Lease:
@@ -17,7 +17,7 @@ class Lease:
         self._heard_at = self._look_due = now
 
     def renew(self, now: float) -> None:
-        """Note a sign of life from the other side, at that time."""
+        """Record a sign of life from the other side, at that time."""
         self._heard_at = max(self._heard_at, now)
 
     def age_s(self, now: float) -> float:
@@ -40,7 +40,7 @@ class Lease:
         return min(BEAT_S, max(_LEAST_LOOK_S, self._lease_s - self.age_s(now) + _LEAST_LOOK_S))
 
     def is_out(self, now: float, next_look_s: float) -> bool:
-        """Return whether the other side counts as lost. A pause of our own is not held against it.
+        """Return whether the other side counts as lost. A pause of our own does not count.
 
         Args:
             now: Monotonic seconds.

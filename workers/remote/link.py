@@ -68,10 +68,10 @@ class LinkListener(Protocol[M_in]):
 
 
 class Mailbox(Generic[M]):
-    """Listener that keeps messages without a body, while two sides make their acquaintance."""
+    """Listener that stores messages without a body until another one replaces it."""
 
     def __init__(self, most: int = 64) -> None:
-        """Keep so many messages at most."""
+        """Store `most` messages at most."""
         self._most = most
         self._messages: deque[M] = deque()
         self._came = asyncio.Event()
@@ -82,14 +82,14 @@ class Mailbox(Generic[M]):
         raise ValueError("a body, from a stranger")
 
     def on_message(self, message: M, body: Views) -> None:
-        """Keep a message."""
+        """Store a message."""
         if len(self._messages) == self._most:
             raise ValueError("too many messages at once")
         self._messages.append(message)
         self._came.set()
 
     def on_closed(self, reason: str) -> None:
-        """Wake whoever waits."""
+        """Wake the caller of `get`."""
         self._closed_reason = reason or "closed"
         self._came.set()
 
@@ -107,7 +107,7 @@ class Mailbox(Generic[M]):
         return self._messages.popleft()
 
     def hand_over(self, link: "HostLink[M]", listener: LinkListener[M]) -> None:
-        """Give what has come, and what will come, to the listener that follows."""
+        """Pass what has come, and what will come, to the next listener."""
         link.listener = listener
         with link.closing_at_errors():
             while self._messages and not link.is_closed:
@@ -150,7 +150,7 @@ class HostLink(Generic[M]):
         self._start = self._end = 0
         """Part of the staging buffer that is filled and not used up."""
         self._message: M | None = None
-        """Message whose body is on its way."""
+        """Message with a body on its way."""
         self._body: Views = ()
         self._missing: deque[memoryview] = deque()
         """Parts of the body that have not come yet."""
@@ -254,7 +254,7 @@ class HostLink(Generic[M]):
             unsent.popleft()
 
     def _join_small(self) -> None:
-        """Join small pieces at the front of the queue, of which each would become a TLS record."""
+        """Join small pieces at the front of the queue: each would become a TLS record."""
         unsent = self._unsent
         if len(unsent) < 2 or unsent[0].nbytes + unsent[1].nbytes > _JOINED_BYTES:
             return
@@ -265,7 +265,7 @@ class HostLink(Generic[M]):
 
     @contextlib.contextmanager
     def _full_segments(self) -> Iterator[None]:
-        """Let the kernel send full segments alone meanwhile: OpenSSL writes record by record."""
+        """Have the kernel send only full segments in the block: OpenSSL writes record by record."""
         if _TCP_CORK is None or self._sock.family == socket.AF_UNIX:
             yield
             return
@@ -321,7 +321,7 @@ class HostLink(Generic[M]):
         return self._staging[self._end :]
 
     def _note_read(self, num_bytes: int) -> None:
-        """Note that the next part of the body has come."""
+        """Count the next part of the body; deliver the message after the last."""
         view = self._missing[0]
         if num_bytes < view.nbytes:
             self._missing[0] = view[num_bytes:]

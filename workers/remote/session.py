@@ -78,7 +78,7 @@ class AgentSession(LinkListener[ToAgent]):
         workers: HostedWorkers,
         gpus: Callable[[], Sequence[GpuHealth]],
     ) -> None:
-        """Take over a connection.
+        """Serve a connection from now on.
 
         Args:
             link: The connection; messages must come here from now on.
@@ -99,7 +99,7 @@ class AgentSession(LinkListener[ToAgent]):
         self._hosted: dict[int, HostedWorker] = {}
         self._running: dict[int, WorkerHandle] = {}
         self._tasks: dict[int, Task[None]] = {}
-        """Tasks that see to each worker from its start to its end, by number."""
+        """Tasks that run each worker from its start to its end, by number."""
         self._stopping: set[Task[None]] = set()
         self._held: dict[Future[BatchDone], WorkerHandle] = {}
         """Batches that workers compute."""
@@ -115,7 +115,7 @@ class AgentSession(LinkListener[ToAgent]):
         return await asyncio.shield(self._over)
 
     async def wind_up(self) -> None:
-        """Let workers finish what they hold after the end, and end those that take too long.
+        """Wait for batches under way after the end, and end workers that take too long.
 
         A lease later the front end has given their batches to others.
         """
@@ -132,7 +132,7 @@ class AgentSession(LinkListener[ToAgent]):
         self._workers.release()
 
     async def leave(self, grace_s: float, reason: str) -> None:
-        """Take no more work, finish what is held, and end the connection."""
+        """Refuse new work, finish what is held, and end the connection."""
         self.is_leaving = True
         tasks = dict(self._tasks)
         for number, task in tasks.items():
@@ -148,7 +148,7 @@ class AgentSession(LinkListener[ToAgent]):
     # Messages
 
     def room_for(self, message: ToAgent, num_bytes: int) -> Views:
-        """See `LinkListener`. The payloads of a batch go into slots of the arena."""
+        """Return memory for a body: slots of the arena for the payloads of a batch."""
         if isinstance(message, Measure):
             return [memoryview(bytearray(min(num_bytes, MAX_MEASURED_BYTES)))]
         if not isinstance(message, RunBatch):
@@ -160,7 +160,7 @@ class AgentSession(LinkListener[ToAgent]):
         return [self._memory[offset : offset + item.num_bytes] for offset, item in places]
 
     def on_message(self, message: ToAgent, body: Views) -> None:
-        """See `LinkListener`."""
+        """Handle a message of the front end."""
         match message:
             case RunBatch():
                 batch, self._arriving = self._arriving or self._receive(message), None
@@ -181,7 +181,7 @@ class AgentSession(LinkListener[ToAgent]):
                 raise ValueError(f"{type(message).__name__}, which no front end sends now")
 
     def on_closed(self, reason: str) -> None:
-        """See `LinkListener`."""
+        """Drop batches that no worker has, and end the session."""
         self._watching.cancel()
         if self._arriving is not None:
             self._free(self._arriving)
@@ -199,7 +199,7 @@ class AgentSession(LinkListener[ToAgent]):
         self._link.close(f"no sign of life from the front end for {LEASE_S:g} s")
 
     def _tell(self, sent_at: float) -> None:
-        """Tell the front end of the state of this host."""
+        """Send the state of this host to the front end."""
         self._told_at = time.monotonic()
         vitals = HostVitals(
             forkserver=self._workers.forkserver,
@@ -238,7 +238,7 @@ class AgentSession(LinkListener[ToAgent]):
         stopping.add_done_callback(self._stopping.discard)
 
     async def _see_to(self, order: StartWorker) -> None:
-        """Start a worker, and tell of its start and its end."""
+        """Start a worker, and report its start and its end."""
         number = order.number
 
         def on_progress(stage: str) -> None:
@@ -302,7 +302,7 @@ class AgentSession(LinkListener[ToAgent]):
         batch.offsets.clear()
 
     def _run_waiting(self) -> None:
-        """Give batches to their workers in the order of their arrival, as far as there is room."""
+        """Pass batches to their workers in the order of their arrival, while there is room."""
         while self._waiting:
             batch = self._waiting[0]
             if batch.payload is not None and not self._find_room(batch):
@@ -315,7 +315,6 @@ class AgentSession(LinkListener[ToAgent]):
                 self._run(batch)
 
     def _run(self, batch: _Batch) -> None:
-        """Give a batch to its worker; there is room for it."""
         order = batch.order
         if batch.payload is not None:
             self._move_in(batch)

@@ -1,4 +1,4 @@
-"""Two front ends of which one serves: the other watches it, and takes over when it is lost.
+"""Two front ends, one that serves, and one that watches it and takes over when it is lost.
 
 Runs in the event loop of each front end that names another one. The rules are the same for both, so
 both may name each other, and each may be started again at any time. Agents follow the front end of
@@ -21,8 +21,8 @@ from inferpool.workers.remote.wire import Beat, HostVitals, Pulse, Refusal, ToAg
 logger = logging.getLogger(__name__)
 
 _GONE_S = 0.7
-"""Seconds without an answer after which a front end counts as gone whose connection has ended. It
-is stopped for good then, or needs longer to start again."""
+"""Seconds without an answer after which a front end without a connection counts as gone. It is
+stopped for good then, or needs longer to start again."""
 _NEVER_SEEN_S = 2 * LEASE_S
 _RETRY_S = 0.1
 _REFUSED_S = 2.0
@@ -40,15 +40,15 @@ class Standby:
         never_seen_s: float = _NEVER_SEEN_S,
         refused_s: float = _REFUSED_S,
     ) -> None:
-        """Let no agent join yet.
+        """Refuse agents at first.
 
         Args:
             hosts: The hosts of this front end.
             other: Name or address of the other front end, and its cluster port.
             dialer: Joins it.
-            never_seen_s: Seconds after which the other one counts as gone that has never answered:
+            never_seen_s: Seconds after which the other one counts as gone if it never answered:
                 it may be about to start.
-            refused_s: Seconds before one is dialed again that has refused this one.
+            refused_s: Seconds before one that has refused this one is dialed again.
         """
         self._hosts = hosts
         self._other = other
@@ -119,7 +119,7 @@ class Standby:
             observed.close()
 
     def _judge(self, term: int, *, is_standing_by: bool) -> None:
-        """Decide who serves, given what the other front end says of itself."""
+        """Decide which front end serves, by what the other one says of itself."""
         hosts, self._others_term = self._hosts, term
         if self.is_serving and not is_standing_by and term > hosts.term:
             logger.warning("the front end at %s:%d has taken over", *self._other)
@@ -138,7 +138,7 @@ class Standby:
 
 
 class _Observed(LinkListener[ToAgent]):
-    """A connection to the other front end, on which nothing is asked for but beats."""
+    """A connection to the other front end that only asks for beats."""
 
     def __init__(self, link: HostLink[ToAgent]) -> None:
         self.over: Future[None] = asyncio.get_running_loop().create_future()
@@ -160,15 +160,12 @@ class _Observed(LinkListener[ToAgent]):
             self.over.set_result(None)
 
     def close(self) -> None:
-        """Close the connection."""
         self._link.close()
 
     def room_for(self, message: ToAgent, num_bytes: int) -> Views:
-        """See `LinkListener`."""
         raise ValueError("a body, for a standby")
 
     def on_message(self, message: ToAgent, body: Views) -> None:
-        """See `LinkListener`."""
         self._lease.renew(time.monotonic())
         match message:
             case Beat():
@@ -180,7 +177,6 @@ class _Observed(LinkListener[ToAgent]):
                 raise ValueError(f"{type(message).__name__}, for a standby")
 
     def on_closed(self, reason: str) -> None:
-        """See `LinkListener`."""
         if not self.is_over:
             self.has_ended = True
             self.over.set_result(None)

@@ -37,7 +37,7 @@ MAX_BODY_BYTES = MAX_FRAME_BYTES
 MAX_MEASURED_BYTES = 64 << 20
 """Largest body of `Measure` and of its answer."""
 _MIN_PLACED_BYTES = 1 << 12
-"""Size from which an output goes into the body, where it need not be copied."""
+"""Least size of an output to go into the body, where it need not be copied."""
 
 Role = Literal["agent", "standby"]
 
@@ -76,7 +76,7 @@ class Challenge(msgspec.Struct, frozen=True, array_like=True, tag="challenge"):
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
-    """Agent to front end: the answer to the challenge, and who it is."""
+    """Agent to front end: the answer to the challenge, and the facts of the host."""
 
     protocol: int
     role: Role
@@ -191,7 +191,7 @@ class RunBatch(msgspec.Struct, frozen=True, array_like=True, tag="run"):
 
 
 class BatchOutcomes(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
-    """Agent to front end: the outcomes of a batch, whose large outputs are in the body."""
+    """Agent to front end: the outcomes of a batch, with large outputs in the body."""
 
     number: int
     done: BatchDone

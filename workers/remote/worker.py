@@ -20,7 +20,7 @@ from inferpool.workers.shared.errors import WorkerLostError
 from inferpool.workers.shared.messages import BatchDone, ItemRef, Ready
 
 _END_S = 10.0
-"""Seconds beyond the grace in which an agent ends a worker, by force if need be."""
+"""Seconds beyond the grace that an agent may take to end a worker, by force if need be."""
 _AVERAGED = 0.2
 """Weight of the latest batch in the average of the time that one takes."""
 
@@ -39,7 +39,7 @@ class WorkerLink(Protocol):
 
 
 class RemoteWorker:
-    """One incarnation of a worker: what it holds, and what its agent has told of it."""
+    """One incarnation of a worker: what it holds, and what its agent has reported of it."""
 
     def __init__(self, id: WorkerId, started: WorkerStarted, link: WorkerLink) -> None:
         self.id = id
@@ -77,7 +77,7 @@ class RemoteWorker:
         return self._link.is_silent or (self._pulse is not None and self._pulse.is_stalled)
 
     def run(self, items: Sequence[ItemRef]) -> "Future[BatchDone]":
-        """See `WorkerHandle.run`."""
+        """Send a batch; its future fails with `WorkerLostError` once the worker has ended."""
         assert items, "only the agent sends canaries"
         future: Future[BatchDone] = self._loop.create_future()
         if self._ending_reason:
@@ -94,17 +94,17 @@ class RemoteWorker:
         return self._gone.done() and not self._held
 
     async def wait(self) -> Ending:
-        """See `Incarnation.wait`."""
+        """Wait for its end, and return how it ended."""
         return await asyncio.shield(self._gone)
 
     async def stop(self, grace_s: float) -> None:
-        """Let the agent stop it; see `Incarnation.stop`."""
+        """Have the agent stop it, and wait for its end."""
         if not self._gone.done():
             self._link.order(StopWorker(self._number, grace_s))
             await asyncio.wait([self._gone], timeout=grace_s + _END_S)
 
     def vitals(self) -> Vitals:
-        """See `WorkerHandle.vitals`. What the agent tells is up to half a second old."""
+        """Return the state, as the agent reported it up to half a second ago."""
         now = time.monotonic()
         answer_age_s = now - self._answered_at
         if self._gone.done() or self._pulse is None:
@@ -125,7 +125,7 @@ class RemoteWorker:
         )
 
     def on_pulse(self, pulse: WorkerPulse, now: float) -> None:
-        """Note what the agent tells of it."""
+        """Store the state that the agent reports."""
         self._pulse, self._pulse_at = pulse, now
 
     def on_answer(self, done: BatchDone) -> None:
@@ -155,7 +155,7 @@ class RemoteWorker:
             future.set_exception(WorkerLostError(lost.reason, started=lost.started))
 
     def on_ended(self, ending: Ending) -> None:
-        """Note its end. Batches that are on their way to it come back one by one."""
+        """Store how it ended. Batches that are on their way to it come back one by one."""
         self._ending_reason = self._ending_reason or ending.reason or "ended"
         if not self._gone.done():
             self._gone.set_result(ending)

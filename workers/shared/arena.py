@@ -1,4 +1,4 @@
-"""The arena: shared memory to which the front end writes each payload once; workers read it there.
+"""The arena: shared memory. The front end writes each payload there once, and workers read it.
 
 It is a buddy allocator (Knowlton, "A fast storage allocator", CACM 8(10), 1965) over one region. A
 short list of recently freed blocks per size avoids splits and merges under a steady load. One event
@@ -105,7 +105,7 @@ class Slots:
             self._merge(offset, order)
 
     def reserve(self, offset: int, num_bytes: int) -> None:
-        """Take a slot that an earlier allocator of this part gave out and that is still in use."""
+        """Reserve a slot that an earlier allocator of this part gave out and that is in use."""
         order = _order_of(num_bytes)
         for larger in range(order, len(self._free)):
             size = MIN_BLOCK_BYTES << larger

@@ -55,8 +55,8 @@ def processes_left(
 ) -> int | None:
     """Return the processes and threads that may still be started; None if no limit is known.
 
-    Those of the kernel count, those of the control groups, and that of the user, who may have
-    others already: how many is not known.
+    The limits of the kernel and of the control groups count, and that of the user. Other
+    processes of the user are not counted: their number is unknown.
     """
     left = [read_limits(mount, membership).num_pids_left]
     running = _read(proc / "loadavg").split()[3:4]

@@ -13,7 +13,7 @@ ErrorDetail = Literal["name", "text", "traceback"]
 CheckMode = Literal["on", "warn", "off"]
 """Effect of the check of a model at its start: it refuses the model, only warns, or is left out."""
 REFUSED = 'set check = "warn" or "off" to serve it as it is'
-"""End of the reason for which the check refuses a model."""
+"""End of a text that says why the check refuses a model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

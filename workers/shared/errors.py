@@ -1,4 +1,4 @@
-"""Errors of workers, on which the front end acts.
+"""Errors of workers, for the front end to act on.
 
 WorkerError
 +-- WorkerStartError           an incarnation never became ready; `permanent` if none ever will

@@ -38,7 +38,7 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def die_with_front_end() -> None:
-    """Make this process, and all that it will fork, end when the front end ends or closes its pipe.
+    """Have this process, and its later forks, end when the front end ends or closes its pipe.
 
     It becomes the leader of a process group. On Linux the kernel kills that group when the front
     end's end of the lifeline closes, even if this process holds the GIL, is stopped or ignores
@@ -107,7 +107,7 @@ class _Handlers:
 
 
 def give_way_for_memory() -> None:
-    """Make the kernel kill this process before the front end when memory runs out (Linux)."""
+    """Have the kernel kill this process before the front end when memory runs out (Linux)."""
     with contextlib.suppress(OSError, ValueError):
         path = Path("/proc/self/oom_score_adj")
         path.write_text(str(min(_MAX_OOM_SCORE_ADJ, int(path.read_text()) + _OOM_SCORE_ADJ)))

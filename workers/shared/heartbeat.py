@@ -50,7 +50,7 @@ class HeartbeatReader:
     """The front end's side of a heartbeat, from before the start until after the exit."""
 
     def __init__(self) -> None:
-        """Make the shared memory.
+        """Create the shared memory.
 
         Raises:
             SharedMemoryError: There is too little memory.
@@ -85,7 +85,7 @@ class HeartbeatReader:
         return self._row[_AT_WORK_NS] / 1e9
 
     def tell_to_leave(self) -> None:
-        """Make SIGTERM end the worker, which ignores it otherwise."""
+        """Allow SIGTERM to end the worker, which ignores it otherwise."""
         self._row[_LEAVE] = 1
 
     def close(self) -> None:

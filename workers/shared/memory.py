@@ -18,7 +18,7 @@ import psutil
 from inferpool.workers.shared.cgroups import read_limits
 
 _CHECKED_BYTES = 1 << 20
-"""Size from which on the free memory is checked first."""
+"""Least size that is compared with the free memory first."""
 
 
 class SharedMemoryError(Exception):
@@ -41,7 +41,7 @@ class SharedMemory:
         Args:
             num_bytes: Its size.
             name: Name in /proc/PID/maps, for people.
-            writable: Let children write to it.
+            writable: Whether children may write to it.
             is_reserved: Reserve all pages now instead of each at its first write.
 
         Raises:

@@ -3,8 +3,8 @@
 Each message is one msgpack value. The framing is that of multiprocessing.connection: a signed
 32-bit big-endian length, or -1 and an unsigned 64-bit length, then that many bytes.
 
-Both sides decode by type with msgspec, never with pickle: whatever bytes a worker writes, the worst
-that they cause in the front end is one of the errors in `UNREADABLE`.
+Both sides decode by type with msgspec, never with pickle: bytes of a worker cause nothing worse in
+the front end than one of the errors in `UNREADABLE`.
 """
 
 import struct
@@ -55,7 +55,7 @@ class ItemRef(msgspec.Struct, array_like=True, gc=False):
     worker ignores it."""
 
     def log_ids(self) -> dict[str, str]:
-        """Return the fields by which log lines about it are found."""
+        """Return the fields that log lines about it are found by."""
         trace_id, _, span_id = self.trace.partition("-")
         found = (self.request_id, trace_id, span_id)
         return {name: value for name, value in zip(ID_FIELDS, found, strict=True) if value}
@@ -159,7 +159,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     part: RankPart | None = None
     """Part of the model that the lead holds, if it is split."""
     split: SplitReport | None = None
-    """Way in which it is split, if it is."""
+    """How it is split, if it is."""
     example: bytes = b""
     """An example of an instance, as JSON; empty if there is none."""
     reads_own_form: bool = False

@@ -17,7 +17,7 @@ from inferpool.workers.shared.memory import SharedMemory
 from inferpool.workers.shared.messages import BatchDone, Outcome, Stored, TensorBlob
 
 MIN_STORED_BYTES = 1 << 16
-"""Size from which this is cheaper than the queue (`python -m tests.bench outputs`)."""
+"""Least size for this to be cheaper than the queue (`python -m tests.bench outputs`)."""
 _BLOCK_BYTES = 1 << 16
 NUM_BLOCKS = 2047
 """Number of blocks: 128 MiB with the flags. Pages that are never written take no memory."""
@@ -57,7 +57,7 @@ class OutputRegion:
     """The front end's side of a region; made before the process starts."""
 
     def __init__(self) -> None:
-        """Make a region.
+        """Create a region.
 
         Raises:
             SharedMemoryError: There are too few descriptors.

@@ -28,7 +28,7 @@ _MAX_BYTES = 1 << 16
 
 
 class Stacks:
-    """Memory for the stacks of one process, to which it is passed as an argument."""
+    """Memory for the stacks of one process, which gets it as an argument."""
 
     def __init__(self, step_s: float = _STEP_S) -> None:
         """Allocate it; `step_s` are the seconds between two looks at a dump that is written."""
@@ -42,7 +42,7 @@ class Stacks:
         return _detach, (reduction.DupFd(self._fileno()),)
 
     async def ask(self, pid: int) -> tuple[str, str]:
-        """Make a process write its stacks, if it can do so within a moment.
+        """Have a process write its stacks, if it can do so within a moment.
 
         Returns:
             The kernel's name for its state, and the stacks, or "".
@@ -93,7 +93,7 @@ class Stacks:
 
 
 def record(fd: int) -> None:
-    """Make this process write the stacks of all threads on a crash and on `DUMP_SIGNAL`.
+    """Have this process write the stacks of all threads on a crash and on `DUMP_SIGNAL`.
 
     Args:
         fd: Descriptor that stays open as long as the process lives.

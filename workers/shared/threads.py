@@ -8,7 +8,7 @@ has a core of its own (nothing against the default) and where two share one."""
 
 
 def spin_briefly() -> None:
-    """Make threads that wait for each other spin only briefly before they sleep.
+    """Limit how long threads that wait for each other spin before they sleep.
 
     Call it before torch is imported. GNU's OpenMP, which torch uses on Linux, spins 300,000 rounds
     by default, about as long as the kernel's time slice. If the kernel puts two threads on one core

@@ -1,6 +1,6 @@
 """Runs the process that searches for a faster speed preset, from the front end's event loop.
 
-The process exits with the front end, whose end it sees as the end of its standard input.
+The process exits with the front end: its standard input ends then.
 """
 
 import asyncio

@@ -55,7 +55,7 @@ def main(message: dict[str, object]) -> None:
 
 
 def give_way(*, to_everything: bool) -> None:
-    """Let workers go first, and be the first to be killed when memory runs out.
+    """Yield to workers, and be the first to be killed when memory runs out.
 
     Compiling takes minutes, so it gives way to everything: it uses only idle time of the cores.
     """

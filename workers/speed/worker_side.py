@@ -39,7 +39,7 @@ _MAX_REASON = 300
 def chosen_preset(
     config: WorkerConfig, model: Model, max_batch_size: int, tell: Callable[[str], None]
 ) -> SpeedReport:
-    """Give a loaded model the network and the decoder that its settings ask for.
+    """Choose the network and the decoder that a loaded model's settings ask for.
 
     Args:
         config: Configuration of the worker.

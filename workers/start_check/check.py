@@ -1,8 +1,8 @@
 """Checks a loaded model on an instance of its own, before its worker is ready. In workers only.
 
-The instance goes the whole way of a call: alone, again, and beside another one. A model that fails
-on it, whose answer cannot be sent or is not finite, or that answers otherwise another time, is
-refused. What an instance that was made up shows is only a warning.
+The instance goes the whole way of a call: alone, again, and beside another one. A model is refused
+if it fails, if its answer cannot be sent or is not finite, or if it answers otherwise another time.
+With an instance that was made up, it is only warned of.
 """
 
 import logging
@@ -62,7 +62,7 @@ LONG_S = 1.0
 """A pass that took longer is not repeated."""
 _LEAST_ROUNDING = 1e-5
 _ROUNDINGS = {"bf16": BF16_ROUNDING, "fp16": 2**-7, "tf32": 2**-7}
-"""Part of its largest value by which an output may differ with a preset: eight epsilons."""
+"""Largest deviation of an output with a preset, as a part of its largest value: 8 epsilons."""
 _PROMISES = ("repeatable", "alone_as_in_batch", "finite_outputs")
 
 
@@ -87,7 +87,7 @@ class ReadyCheck:
             example: The model's own example.
             samples: Instances of its warm-up.
             preset: Speed preset that it computes with.
-            long_s: Seconds of a pass from which on it is not repeated.
+            long_s: Seconds after which a pass counts as too long to be repeated.
         """
         self._model = model
         self._config = config
@@ -164,7 +164,7 @@ class ReadyCheck:
         return other if fits else None
 
     def _keep(self, size: int, one: Pass) -> None:
-        """Keep a pass of the warm-up, so that it need not be repeated."""
+        """Store a pass of the warm-up, so that it need not be repeated."""
         if self._item is self._samples[0]:
             self._known[size] = one
 
@@ -324,7 +324,7 @@ class ReadyCheck:
         # It may change them in place.
         copies = {name: x.clone() if isinstance(x, Tensor) else x for name, x in outputs.items()}
         (value,) = render_batch(copies, [item.parameters])
-        if isinstance(value, InputError):  # such as for a parameter, of which it has none
+        if isinstance(value, InputError):  # such as for a missing parameter
             told = f"its answers, since render wants more: {text_of(value)}"
             self._not_checked += [] if told in self._not_checked else [told]
             return None
@@ -359,7 +359,7 @@ class ReadyCheck:
         )
 
     def _rounding_seen(self, computer: Computer) -> float:
-        """Return the rounding of the formats in which the model computes, however it says so."""
+        """Return the rounding of the formats that the model computes in, however it says so."""
         if not self._formats.found and self._item is not None:
             try:
                 features = self._prepared(self._item)
@@ -399,7 +399,7 @@ class ReadyCheck:
         self._refuse(f"{self._name} fails on {self._instance}{when}: {step}{text}{where}{hint}")
 
     def _refuse(self, text: str, *, is_certain: bool = False) -> None:
-        """Refuse the model, or warn if it was made up what shows it and that is not certain."""
+        """Refuse the model; only warn of an uncertain fault that a made-up instance shows."""
         if self._config.check == "on" and (is_certain or not self._is_made_up):
             raise ModelError(f"{text}; {REFUSED}")
         self._warn(text)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 _LEAST = 1e-6
-"""Difference that is rounding whatever it is compared with."""
+"""Difference that counts as rounding for any value."""
 _HARDLY_SUPPORTED = (torch.uint16, torch.uint32, torch.uint64)
 
 

@@ -16,10 +16,10 @@ from inferpool.models.base import Model
 logger = logging.getLogger(__name__)
 
 BF16_ROUNDING = 2**-4
-"""Part of its largest value by which an output of bfloat16 may differ: kernels for another size of
-the batch add up in another order. It is eight times the epsilon."""
+"""Largest deviation of an output of bfloat16, as a part of its largest value: kernels for another
+size of the batch add up in another order. It is eight times the epsilon."""
 _ROUNDING_OF_BYTES = 2**-3
-"""The same for formats of 8 bits and less, whose own epsilon is as large: what is computed in them
+"""The same for formats of 8 bits and less. Their own epsilon is as large: what is computed in them
 is added up in others."""
 _TRAINED = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm, nn.RNNBase, nn.RReLU)
 """Modules that compute otherwise while they train."""
@@ -39,7 +39,7 @@ def networks_of(model: Model) -> Iterator[tuple[str, nn.Module]]:
         try:
             is_network = isinstance(value, nn.Module)
             inner = [] if is_network or depth == _DEPTH else [*_members(place, value, depth + 1)]
-        except Exception:  # a proxy may raise anything whoever looks at it
+        except Exception:  # a proxy may raise anything
             logger.debug("%s cannot be looked into", place, exc_info=True)
             continue
         waiting.extend(inner)
@@ -97,7 +97,7 @@ def _is_broken(tensor: Tensor) -> bool:
 
 
 def rounding_of(model: Model, outputs: Mapping[str, Tensor]) -> float:
-    """Return the part of their largest value by which rounding may change outputs."""
+    """Return how far rounding may change outputs, as a part of their largest value."""
     if model.decode == "device":  # it may decode one picture otherwise than several
         return BF16_ROUNDING
     tensors = [*outputs.values()]
@@ -107,7 +107,7 @@ def rounding_of(model: Model, outputs: Mapping[str, Tensor]) -> float:
 
 
 def rounding_in(formats: Iterable[torch.dtype]) -> float:
-    """Return the part of its largest value by which an output computed in formats may differ."""
+    """Return how far an output computed in formats may differ, as a part of its largest value."""
     roundings = (
         8 * torch.finfo(each).eps if each.itemsize > 1 else _ROUNDING_OF_BYTES for each in formats
     )

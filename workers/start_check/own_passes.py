@@ -106,7 +106,7 @@ class OwnPasses:
         return Pass(outputs=first, is_finite=is_finite, took_s=took_s)
 
     def _once(self, chosen: Sequence[Features]) -> Features:
-        """Compute features that are no batch of a client, in the way in which batches go."""
+        """Compute features that are no batch of a client, in the way of batches."""
         model, staging = self._model, self._staging
         if staging is None:
             return {name: out.cpu() for name, out in model.forward(model.collate(chosen)).items()}

@@ -24,7 +24,7 @@ class NoSpaceError(Exception):
 
 
 class Checkpoints:
-    """The checkpoints of a run, of which the newest is kept, and the weights of its best epoch.
+    """The checkpoints of a run, with only the newest kept, and the weights of its best epoch.
 
     Args:
         folder: The folder of them.
@@ -68,7 +68,7 @@ class Checkpoints:
         return self._folder / f"best-{epoch}.safetensors"
 
     def save_best(self, epoch: int, network: nn.Module) -> None:
-        """Keep the weights of an epoch, and those that the newest checkpoint names.
+        """Write the weights of an epoch; keep also those that the newest checkpoint names.
 
         Raises:
             NoSpaceError: There is no room.
@@ -106,7 +106,7 @@ def decoded(data: bytes) -> dict[str, Any]:
     """
     try:
         state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception as error:  # torch.load raises whatever a damaged file makes it stumble over
+    except Exception as error:  # a damaged file makes torch.load raise almost anything
         raise CheckpointError(
             f"the checkpoint is damaged: {error}; begin anew with --overwrite"
         ) from error

@@ -168,7 +168,7 @@ class Course:
         self._saving_s = self._saved_at - began
 
     def _run_epoch(self) -> bool:
-        """Take the steps that are left of an epoch; return False after a stop."""
+        """Run the steps that are left of an epoch; return False after a stop."""
         state, recipe = self.state, self.recipe
         self.learner.begin(head_only=state.epoch < recipe.head_only_epochs)
         self.batches.begin(state.epoch, state.epoch_step)
@@ -193,7 +193,6 @@ class Course:
         return True
 
     def _steps(self) -> Iterator[list[TrainingBatch]]:
-        """Yield the batches of each step."""
         loader = iter(self.training)
         while passes := [*islice(loader, self.learner.accumulate)]:
             for batch in passes:
@@ -278,7 +277,7 @@ class Course:
         return True
 
     def _gather_faults(self, held_out: dict[str, str] | None = None) -> None:
-        """Tell of the images that cannot be read, each once."""
+        """Report the images that cannot be read, each once."""
         mine = {self.source.name_of(i): reason for i, reason in self._new_faults.items()}
         self._new_faults.clear()
         for found in self.group.gather({**mine, **(held_out or {})}):

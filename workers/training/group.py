@@ -1,4 +1,4 @@
-"""The ranks of a training run, and what they tell each other. Runs in each rank."""
+"""The ranks of a training run, and their messages. Runs in each rank."""
 
 import os
 from collections.abc import Sequence
@@ -62,7 +62,7 @@ class RankGroup:
         return self.place.rank == 0
 
     def wrap(self, network: nn.Module) -> nn.Module:
-        """Let a network average its gradients over all ranks."""
+        """Return a network that averages its gradients over all ranks."""
         if self.place.num_ranks == 1:
             return network
         ids = [self._device.index] if is_accelerator(self._device) else None
@@ -74,7 +74,7 @@ class RankGroup:
         return self.place.local_rank == 0
 
     def share_buffers(self, network: nn.Module) -> None:
-        """Give all ranks the buffers of the first one: statistics of norms differ by rank."""
+        """Copy the buffers of the first rank to all: statistics of norms differ by rank."""
         if self.place.num_ranks > 1:
             for buffer in network.buffers():
                 distributed.broadcast(buffer, 0)

@@ -124,7 +124,6 @@ class _DeathHandler(logging.Handler):
         self._on_death = on_death
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Tell of a dead rank."""
         match record.args:
             case (int(exit_code), int(rank), *_):
                 self._on_death(f"process {rank} of this host died ({_ending(exit_code)})")

@@ -222,7 +222,7 @@ def _prepared(
 def _make_room(
     folder: RunFolder, checkpoints: Checkpoints, network: nn.Module, recipe: Recipe
 ) -> None:
-    """Make the folder of checkpoints.
+    """Create the folder of checkpoints.
 
     Raises:
         TrainingError: They will not fit on the disk.
@@ -311,7 +311,7 @@ def _checkpoint(checkpoints: Checkpoints, group: RankGroup) -> dict[str, Any] | 
 
 
 def _share_best(course: Course) -> None:
-    """Give the best weights to hosts that have joined since, any of which may be the first."""
+    """Send the best weights to hosts that have joined since; any may be the first."""
     path = course.checkpoints.best(course.state.best_epoch)
     if not course.state.best_epoch:
         return
@@ -353,7 +353,7 @@ def _begin_reader(number: int) -> None:
 
 
 def _announce(course: Course, note: str, num_training: int, num_validation: int) -> None:
-    """Begin the metrics, and say who trains on what."""
+    """Begin the metrics, and report the ranks and the images."""
     group, recipe, step = course.group, course.recipe, course.state.step
     devices = [str(name) for name in group.gather(name_of(course.device))]
     if group.is_first:
@@ -379,7 +379,7 @@ def _announce(course: Course, note: str, num_training: int, num_validation: int)
 
 
 def _hand_over(course: Course) -> None:
-    """Keep the best weights, judge them as they will be served, and write the card."""
+    """Write the best weights, judge them as they will be served, and write the card."""
     group, folder, recipe, state = course.group, course.folder, course.recipe, course.state
     writer = group.place.rank
     if group.keeps_files:  # each host has all of it, since any of them may be asked to serve it

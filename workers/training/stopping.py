@@ -9,16 +9,16 @@ from collections.abc import Iterator
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 GRACE_S = 60.0
-"""Time that a rank has to save a checkpoint. torchrun's agent then kills it."""
+"""Time for a rank to save a checkpoint; then torchrun's agent kills it."""
 _LEAST_S = 10.0
 _STEPS = 5.0
-"""Waits of so many times the longest step say that a rank waits for another one that is dead."""
+"""A wait of this many times the longest step says that a rank waits for a dead one."""
 _STUCK = 143
 """Exit status of a rank that could not end its step: 128 + SIGTERM."""
 
 
 class StopWatch:
-    """Lets a rank end its step when it is told to, and save a checkpoint.
+    """Delays a stop until the rank has ended its step and saved a checkpoint.
 
     Before `begin`, and after `pause`, there is nothing to save: then a signal ends the process at
     once, even one that waits for another rank in C++ and holds the GIL.
@@ -33,7 +33,7 @@ class StopWatch:
             signal.signal(signum, signal.SIG_DFL)
 
     def begin(self) -> None:
-        """Take signals from now on. The main thread calls it."""
+        """Handle signals from now on. The main thread calls it."""
         read, write = os.pipe()
         os.set_blocking(write, False)
         # A thread learns of the signal, since the main one may be deep in a collective.
@@ -75,7 +75,7 @@ class StopWatch:
 
 @contextlib.contextmanager
 def without_signals() -> Iterator[None]:
-    """Let processes that the block starts never get the signals: they end with this process."""
+    """Shield processes that the block starts from the signals: they end with this process."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         yield
