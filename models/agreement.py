@@ -61,7 +61,7 @@ def expected_agreement(exact_NK: Tensor, other_NK: Tensor, min_lead: float = 0.0
 
     A label changes if its lead over the runner-up (in log probability) shrinks by more than the
     lead. All pairs of a sample's lead and another's shrinking are counted: that way a few dozen
-    samples tell 99 % from 97 %, which counting changed labels could not.
+    samples distinguish 99 % from 97 %; counting changed labels could not.
 
     Args:
         exact_NK: Exact probabilities.

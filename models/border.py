@@ -104,7 +104,7 @@ class _Preprocessed:
                 must = f"{name!r} as {spec.dtype}, as `inputs` declares"
                 raise bad_return(model, method, must, found)
             if spec.shape and not matches(tensor.shape, spec.instance_shape):
-                # It follows from what the client sent, so the client is told.
+                # It follows from what the client sent, so the client gets the error.
                 raise InputError(
                     f"{name!r}: expected shape {shape_text(spec)}, found {list(tensor.shape)}"
                 )

@@ -19,7 +19,7 @@ Device = torch.device | str
 
 
 def is_accelerator(device: Device) -> bool:
-    """Return True for a device that computes apart from the host, and later than it is told to."""
+    """Return True for a device that computes apart from the host, from a queue of work."""
     return torch.device(device).type not in ("cpu", "meta")
 
 
@@ -54,7 +54,7 @@ def select(device: Device) -> None:
 
 
 def synchronize(device: Device | None = None) -> None:
-    """Wait until a device has done all that it was told to; by default the one in use.
+    """Wait until a device has done all queued work; by default the one in use.
 
     Raises:
         torch.AcceleratorError: The device's context is lost, perhaps by an earlier call.
@@ -73,9 +73,9 @@ def current_stream() -> torch.Stream | None:
 
 
 def finish_stream(device: Device) -> None:
-    """Wait until a device has done all that it was told on this thread's stream.
+    """Wait until a device has done all work queued on this thread's stream.
 
-    Then its allocator gives this thread no memory that is still read or written.
+    Then its allocator returns no memory to this thread that is still read or written.
 
     Raises:
         torch.AcceleratorError: The device's context is lost, perhaps by an earlier call.
@@ -200,7 +200,7 @@ def pin_in_place(memory: Tensor, device: Device) -> bool:
 
 
 class HandOver:
-    """The moment at which a stream has done all that it was told until now."""
+    """The moment at which a stream has done all work queued until now."""
 
     def __init__(self, stream: torch.Stream) -> None:
         """Mark the moment on a stream; the host does not wait for it."""
@@ -244,7 +244,7 @@ class HandOver:
 
 
 def mark_here() -> HandOver:
-    """Mark the moment at which this thread's stream has done all that it was told until now."""
+    """Mark the moment at which this thread's stream has done all work queued until now."""
     stream = current_stream()
     assert stream is not None, "the device is in use"
     return HandOver(stream)
@@ -261,7 +261,7 @@ class SideStream:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Send all that this thread tells the device in the block to this stream."""
+        """Queue all work of this thread in the block on this stream."""
         before = module_of(self._stream.device).current_stream()
         use_stream(self._stream)
         try:
@@ -270,5 +270,5 @@ class SideStream:
             use_stream(before)
 
     def mark(self) -> HandOver:
-        """Mark the moment at which it has done all that it was told until now."""
+        """Mark the moment at which it has done all work queued until now."""
         return HandOver(self._stream)

@@ -19,7 +19,7 @@ class GraphPool:
 
     @contextmanager
     def captured(self) -> Iterator[Any]:
-        """Capture all that this thread tells the device in the block; yield the graph.
+        """Capture all work that this thread queues in the block; yield the graph.
 
         Another thread may go on using the device: its calls do not spoil the capture. If the
         capture fails, the device may be used as before, unless its context is lost.

@@ -1,4 +1,4 @@
-"""Orders what several threads and streams tell an accelerator. Worker processes only."""
+"""Orders the work that several threads and streams queue. Worker processes only."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -38,14 +38,14 @@ class OwnStream:
         return nullcontext() if self._stream is None else self._in_order(self._stream)
 
     def mark(self) -> HandOver | None:
-        """Mark the moment at which the device has done what this thread has told it until now.
+        """Mark the moment at which the device has done all that this thread has queued until now.
 
-        The thread need not be using this stream. None if the device was told nothing yet.
+        The thread need not be using this stream. None if nothing was queued yet.
         """
         return None if self._stream is None or current_stream() is None else mark_here()
 
     def follow(self, marked: HandOver | None, values: Iterable[object] = ()) -> None:
-        """Have the device begin what this thread tells it next after a moment.
+        """Have the device begin this thread's next work after a moment.
 
         Args:
             marked: The moment.
@@ -55,7 +55,7 @@ class OwnStream:
             marked.take(values)
 
     def finish(self) -> HandOver | None:
-        """Wait until the device has done what this thread has told it; return that moment.
+        """Wait until the device has done all work of this thread; return that moment.
 
         Raises:
             torch.AcceleratorError: The device's context is lost, perhaps by an earlier call.

@@ -1,4 +1,4 @@
-"""Memory that a network takes, as told to people and to other processes. No torch."""
+"""Memory that a network takes, for people and for other processes. No torch."""
 
 import msgspec
 

@@ -13,8 +13,8 @@ An error must leave no rank waiting in a collective for one that has raised:
 - A follower that raises sends the lead the number of collectives that it has been through, and
   waits two seconds for the lead's word.
 - A lead that raises waits as long for the same from every follower. If all stand at the same
-  collective, as where an input makes all ranks raise alike, it tells them to go on, and its error
-  is that of this call alone.
+  collective, as where an input makes all ranks raise alike, it tells them to go on, and only
+  this call fails.
 - Else some rank is, or will be, in a collective that others never come to. The rank that finds that
   out raises `OutOfStepError`; its process ends, and the group with it.
 

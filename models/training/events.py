@@ -32,7 +32,7 @@ class Started(TrainEvent, frozen=True, kw_only=True, tag="started"):
 
 
 class Stepped(TrainEvent, frozen=True, kw_only=True, tag="stepped"):
-    """A step of the optimizer is done; only some steps are told, about two a second."""
+    """A step of the optimizer is done; only some steps are reported, about two a second."""
 
     epoch: int
     """The epoch that is under way, from 1."""

@@ -44,7 +44,7 @@ def resampled(
 ) -> list[Tensor]:
     """Resize and crop pictures as `torch.nn.functional.interpolate` does with antialiasing.
 
-    This tells the device a few dozen things for all pictures together, and one for each.
+    This queues a few dozen operations for all pictures together, and one for each.
 
     Args:
         images_CHW: Pictures uint8 [C, H, W], all on one device.

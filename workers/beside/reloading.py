@@ -1,8 +1,8 @@
 """Starts `inferpool serve --debug --reload` anew by forks, so that torch is imported only once.
 
 The process that the user has started imports torch and the service, and no file of the user's. It
-forks one that serves, which imports these. When one of them changes that process ends, and the
-next one is forked: nothing of the user's is older than its file.
+forks a process that serves and imports these. When one of them changes, that process ends and the
+next one is forked, so no code of the user's is older than its file.
 """
 
 import contextlib
@@ -41,8 +41,8 @@ def serve_anew(
     Args:
         serve: Serves until a signal or a change, and returns the exit status.
         installed: Beginnings of the paths of files that are not watched.
-        packages: Installed packages that the model will import, to be imported once. A process
-            between tries that: if no other may be forked with them, each imports them itself.
+        packages: Installed packages of the model. A process between imports them once; if it
+            cannot be forked after that, each process imports them itself.
     """
     own_files = _times(_own_files(installed))
     if sys.platform != "linux" or has_opened_gpu():
@@ -58,7 +58,7 @@ def serve_anew(
 
 
 def _serve_by_forks(serve: Callable[[], int], own_files: Mapping[Path, int]) -> int:
-    """Return `CHANGED` if a file that this process has imported is another one now."""
+    """Return `CHANGED` if a file that this process has imported has changed."""
     gc.collect()
     sources = generators()
     gc.freeze()

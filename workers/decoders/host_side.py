@@ -3,7 +3,7 @@
 They prepare instances beside the worker, so that its GIL does not limit how many instances a device
 gets. They are processes of the worker's incarnation, like the ranks of a split one: the same
 forkserver starts them, since a worker could not fork any more once it has initialised its device;
-the same observers tell how they end, and they end with the worker and with the front end.
+the same observers report how they end, and they end with the worker and with the front end.
 
 Once a worker is loaded it says what ring its decoders need. The front end creates the ring, and
 announces it and each decoder through a socket that carries descriptors. The worker decides which

@@ -31,7 +31,7 @@ _MIN_TIMEOUT_S = 10.0
 _SLOWER = 10.0
 """Factor by which a batch may take longer than the longest batch of the warm-up."""
 _LEAST_COUNTED = 2
-"""Instances that a smaller batch counts as: two decoders may hang on one of them."""
+"""Least instances that a batch counts as: two decoders may hang on one."""
 _LOOK_EVERY = 0.25
 """Interval of checks while several batches are computed, as a share of a batch's timeout."""
 _MAX_SHARE = 0.02
@@ -172,7 +172,7 @@ class Carrier:
 
         Args:
             reason: How the worker ended, for people.
-            is_our_doing: True if we ended it for a reason that its batches are not to blame for.
+            is_our_doing: True if we ended it, and not because of its batches.
 
         Returns:
             True if the worker had begun a batch that may be to blame.
@@ -278,9 +278,9 @@ class HeldBatches:
     in its heartbeat. So a batch that hangs is found even if others pass it, and a batch that waits
     behind many others still has its whole time.
 
-    What the worker reports is written by its own process, and so maybe by a model's code. So there
-    is a second bound, which only answers move: the time of a batch for each instance of the oldest,
-    and that as often as there are batches that may be computed at once.
+    The worker's process writes the reports, and a model's code may overwrite them. A second bound
+    ignores them: the timeout of a batch, times the instances of the oldest batch, times the batches
+    that may be computed at once.
     """
 
     def __init__(

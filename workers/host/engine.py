@@ -59,13 +59,13 @@ class WorkerPeriods:
     retire_s: float = 5.0
     """Seconds that a worker may take to leave once it has finished its batches."""
     follow_out_s: float = 1.0
-    """Seconds that the other ranks may take to leave after one has left as it was told."""
+    """Seconds that the other ranks may take to leave after one has left as asked."""
     give_up_s: float = 5.0
     """Seconds to wait for a start that was given up; after that it ends itself later."""
     exit_s: float = 5.0
     """Seconds that a process may take to exit after SIGKILL."""
     stacks_step_s: float = 0.01
-    """Seconds between two looks at the stacks that a process is told to write: see `Stacks`."""
+    """Seconds between two looks at the stacks that a process is asked to write: see `Stacks`."""
     max_decoder_pause_s: float = 2.0
     """Longest pause before the next start of a decoder. It is less than the time that a worker
     waits for a decoder that its inputs have killed."""
@@ -111,7 +111,7 @@ class GpuHealth:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankHealth:
-    """One process of a worker with a split model."""
+    """One process of a worker whose model is split."""
 
     rank: int
     """0 leads: it is given the batches."""

@@ -3,7 +3,7 @@
 A worker is one process. Of a split replica it has one for each device; the lead owns the inbox and
 answers the batches: see `workers.ranks.host_side`.
 Nothing here blocks the event loop: reads and writes return at once, and the end of file of a
-process's outbox, or its sentinel, tells of its death.
+process's outbox, or its sentinel, shows its death.
 """
 
 import asyncio
@@ -103,7 +103,7 @@ class LocalWorker:
         self._is_ending = False
         """True once it takes no more batches."""
         self._is_our_doing = False
-        """True if we end it for a reason that its batches are not to blame for."""
+        """True if we end it, and not because of its batches."""
         self._error_guard = ErrorGuard(f"the watch of {id}")
 
     @property

@@ -1,7 +1,7 @@
 """The front end's view of one process of a worker: it reads its messages and detects its end.
 
 A worker has one process for each of its devices. Reads never block the event loop; the end of file
-of the process's outbox, or its sentinel, tells of its death.
+of the process's outbox, or its sentinel, shows its death.
 """
 
 import asyncio
@@ -85,7 +85,7 @@ class RankProcess:
         self.heartbeat = HeartbeatReader()
         self.is_gone = False
         self.has_left = False
-        """True once it has exited with code 0, as it was told to."""
+        """True once it has exited with code 0, as asked."""
         self._oom_kills = oom_kills
         self._loop = asyncio.get_running_loop()
         self._observed: ObservedProcess | None = None

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 _PIECE_BYTES = 1 << 20
 _SHOWN = 3
 _NUM_TORN = 3
-"""Loads in a row during which a file changed, after which it counts as always changing."""
+"""Loads in a row with a change of a file, after which it counts as always changing."""
 
 
 L = TypeVar("L", bound=Incarnation)
@@ -101,7 +101,7 @@ class ReplicaFiles(Generic[L]):
     ) -> "ModelFiles | None":
         """Check that a new worker has loaded the files of the others, unless it `renews`.
 
-        One on another host may also have other files if no worker has those of before any more.
+        A worker on another host may also have other files once no worker has the former ones.
 
         Args:
             worker: The new worker.

@@ -26,7 +26,7 @@ from inferpool.workers.shared.messages import LogLine
 logger = logging.getLogger(__name__)
 
 _LEAVING_S = 60.0
-"""A worker that ended with its host is not started again before, if the host is still known then:
+"""Seconds before a worker that ended with its host is started again on a host that is still known:
 hosts that leave end their workers one by one."""
 _NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+")
 """Parts that may differ in two tracebacks of the same error: addresses, bytes, seconds."""
@@ -99,7 +99,7 @@ class Supervisor(Generic[C, L]):
     def remove(self, slot: Slot[C, L], reason: str) -> None:
         """Remove a process that was lost with its host, and start it no more.
 
-        A replacement under way is told that it is not ready.
+        A replacement under way learns that it is not ready.
         """
         if slot not in self.slots:
             return
@@ -260,8 +260,8 @@ class Supervisor(Generic[C, L]):
     def choose_files(self) -> list[Slot[C, L]]:
         """Choose the files for all workers, if they differ after a restart that was cut short.
 
-        The new files win if at least two workers have loaded them: that is evidence that they can
-        be loaded again. Else the files that most of the other workers have win.
+        The new files win if at least two workers have loaded them, which shows that they can be
+        loaded again. Else the files that most of the other workers have win.
 
         Returns:
             The workers that have loaded other files.

@@ -317,7 +317,7 @@ class Computer:
         """Return the error for an item with an output or answer that is not finite."""
         if refusal := self._refusal(prepared, i):
             return refusal
-        if not prepared.is_canary:  # which the host tells of
+        if not prepared.is_canary:  # which the host reports
             logger.error("the model's %s", what, extra=prepared.refs[i].log_ids())
         return ItemError("non_finite_output", f"the model's {what}")
 

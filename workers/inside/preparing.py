@@ -49,7 +49,7 @@ class ShapeGroup:
     batch: Features | None
     """Collated features; None if they could not be collated."""
     launch: Launch | None = None
-    """Its computation on an accelerator, if that was told to begin with it."""
+    """Its computation on an accelerator, if it was launched."""
     memory_class: object = None
     """Names, dtypes and sizes that its memory depends on; None while nobody needs to know."""
 
@@ -89,7 +89,7 @@ class Prepared:
     """Set if its features lie in memory of a part, and called once it is computed. Each of the
     functions returns whether the device is done with copies from there."""
     handed_over: HandOver | None = None
-    """When all that its preparation puts on the device is there; None on CPUs."""
+    """Moment at which all that its preparation puts on the device is there; None on CPUs."""
     device_s: float = 0.0
     """The device's time for what was launched of it."""
 

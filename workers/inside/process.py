@@ -93,7 +93,7 @@ def main(
         for name, end in attachments.items():
             attach: AttachBatches = attached(f"{name} in a worker")
             batches, ready.plans[name] = attach(config, receiver, end)
-    give_back()  # free memory that loading and the choice of a preset have left
+    give_back()  # free what loading and the choice of a preset have left
     gc.freeze()  # loaded objects stay, so later collections can skip them
     heartbeat.beat()  # from now on silence means a hang; the last beat was before the load
     outbox.put(ready)
@@ -168,7 +168,7 @@ It returns the source of batches to use from now on, and what its side on the ho
 
 
 class LaunchedBatch:
-    """A batch that the device was told to compute. Used by the worker's main thread."""
+    """A batch that was launched on the device. Used by the worker's main thread."""
 
     def __init__(self, prepared: Prepared, computer: Computer, waiting: Executor) -> None:
         """Launch a batch.
@@ -190,9 +190,9 @@ class LaunchedBatch:
     def is_before(self, coming: "Future[Prepared | None]") -> bool:
         """Wait until it is over, or the next batch is prepared; return whether it was first.
 
-        If the model waits for the device itself, or takes longer to tell it what to do than that
-        takes, the batch is over soon after its launch. Then to launch the next would only delay its
-        answers. So it is given the time of its launch once more.
+        If the model waits for the device itself, or launches slower than the device computes, the
+        batch is over soon after its launch. Launching the next one would then only delay its
+        answers, so this first waits as long as its launch took.
 
         There is no other timeout: the front end ends a worker if its batch takes too long.
         """
@@ -254,8 +254,8 @@ class WorkerLoop:
         """On an accelerator, answer each batch while the device computes the next one.
 
         A batch is answered as soon as its outputs are there. If the next one is prepared sooner,
-        the device is told of that first, so that it has work while this thread renders. Only one
-        batch is ahead, so a batch that fails may be computed anew behind no more than that one.
+        that is launched first, so that the device has work while this thread renders. Only one
+        batch is ahead, so a batch that fails is computed anew behind that one at most.
         """
         waiting = started_pool(1, "device")
         ahead: LaunchedBatch | None = None

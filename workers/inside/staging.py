@@ -85,7 +85,7 @@ class Staging:
 
 
 class Launch:
-    """Items that a device was told to compute, and their outputs on the way to the host."""
+    """Items that were launched on a device, and their outputs on the way to the host."""
 
     def __init__(self, outputs: Features, began: HandOver, done: HandOver) -> None:
         self._outputs = outputs

@@ -190,7 +190,7 @@ class Group:
     def _incoming(self, source: int, dtype: str, shape: tuple[int, ...]) -> Tensor:
         """Receive a tensor and wait for it, so that the time it takes is this call's.
 
-        Nothing that this thread or another has told the device delays it.
+        No other work on the device delays it.
         """
         device = "cpu" if self._is_staged else self.device
         with self._receiving.used():

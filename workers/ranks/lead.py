@@ -10,7 +10,7 @@ its call of the network. The clock of a batch measures its own time: it stands s
 waits for the lock, or for other batches in the stages before it.
 
 On an accelerator each batch has a stream of its own, or its answer would wait for the first stage
-of the batches behind it. What the model's code tells the device is done in the order of the lock.
+of the batches behind it. The device does the model's work in the order of the lock.
 """
 
 import math
@@ -114,7 +114,7 @@ class ModelLock:
         """Clock of the batch that holds the lock."""
         self._own_stream = OwnStream()
         self._told = self._own_stream.mark()
-        """Mark behind all that the device was told under the lock."""
+        """Mark behind all work that was queued under the lock."""
         self._tell = tell
         self._telling = threading.Lock()
         self._clocks: dict[int, float] = {}

@@ -59,7 +59,7 @@ class HostOwner(Protocol):
     """Why no agent may join now; empty if they may."""
 
     def on_lost(self, host: "RemoteHost", reason: str) -> None:
-        """Handle the loss of a host, after all its workers were told."""
+        """Handle the loss of a host; all its workers have failed by then."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -104,7 +104,7 @@ class RemoteHost(LinkListener[ToFrontEnd]):
         self.vitals = HostVitals()
         self.is_lost = False
         self.has_left = False
-        """True if one side has told the other why the connection ends: nothing is wrong then."""
+        """True if one side has sent a reason to end the connection: nothing is wrong then."""
         self._link = link
         self._arena = arena
         self._owner = owner
@@ -189,7 +189,7 @@ class RemoteHost(LinkListener[ToFrontEnd]):
         return num_bytes / to_s, num_bytes / from_s
 
     def refuse(self, reason: str) -> None:
-        """End the connection, and tell the agent why."""
+        """End the connection, and send the agent the reason."""
         self.has_left = True
         with contextlib.suppress(Exception):
             self._link.send(Refusal(reason))

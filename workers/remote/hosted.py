@@ -40,7 +40,7 @@ class HostedWorker:
     is_claimed: bool = True
     """A connection uses it."""
     is_ending: bool = False
-    """It is told to stop, and nobody gets it any more."""
+    """It is being stopped, and no connection gets it any more."""
 
     @property
     def handle(self) -> WorkerHandle | None:

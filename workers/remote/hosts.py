@@ -46,7 +46,7 @@ class HostWatcher(Protocol):
         """Handle a host that takes workers now."""
 
     def on_lost(self, host: RemoteHost, reason: str) -> None:
-        """Handle the loss of a host, after all its workers were told."""
+        """Handle the loss of a host; all its workers have failed by then."""
 
 
 class RemoteHosts:
@@ -144,7 +144,7 @@ class RemoteHosts:
         await asyncio.gather(*self._joining, return_exceptions=True)
         for host in (*self.hosts.values(), *self._observers):
             host.close("the front end has stopped")
-        await asyncio.sleep(0)  # the links tell of their ends
+        await asyncio.sleep(0)  # the links report their ends
 
     def on_lost(self, host: RemoteHost, reason: str) -> None:
         """Remove a host after the end of its connection."""
@@ -245,7 +245,7 @@ class RemoteHosts:
                     "host a name of its own (--name)"
                 )
             earlier.close("its agent has joined anew")
-            await asyncio.sleep(0)  # its link tells of its end in the next step of the loop
+            await asyncio.sleep(0)  # its link reports its end in the next step of the loop
         if self.standby_reason:
             raise RefusedError(self.standby_reason)
 

@@ -88,7 +88,7 @@ class Dialer:
         Args:
             key: The shared key.
             tls: Context with this host's certificate; None for connections in clear text.
-            facts: What front ends are told of this host.
+            facts: Description of this host for front ends.
             insecure: Also send in clear text to addresses that are not private.
             join_s: Seconds for each step: to connect, to make the TLS handshake, and to prove.
         """

@@ -64,7 +64,7 @@ class LinkListener(Protocol[M_in]):
         """
 
     def on_closed(self, reason: str) -> None:
-        """Handle the end of the link, which is told once."""
+        """Handle the end of the link; called once."""
 
 
 class Mailbox(Generic[M]):
@@ -169,7 +169,7 @@ class HostLink(Generic[M]):
     def send(self, message: Message, body: Sequence[memoryview] = ()) -> None:
         """Send a message. Its body is read until it is sent, or the link is closed.
 
-        After the end of the link this does nothing: the listener is told of it.
+        After the end of the link this does nothing: the listener learns of the end.
 
         Raises:
             FrameTooLargeError: The message is too large. Nothing was sent.
@@ -186,7 +186,7 @@ class HostLink(Generic[M]):
             self._flush()
 
     def close(self, reason: str = "closed") -> None:
-        """Close the link, and drop what is not sent yet; the listener is told soon."""
+        """Close the link, and drop what is not sent yet; the listener learns it soon."""
         if self._is_closed:
             return
         self._is_closed = True

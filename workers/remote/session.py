@@ -1,4 +1,4 @@
-"""The agent's side of one connection to a front end: does what it is told, and answers."""
+"""The agent's side of one connection to a front end: follows its orders, and answers."""
 
 import asyncio
 import logging

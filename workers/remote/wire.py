@@ -65,7 +65,7 @@ class HostVitals(msgspec.Struct, frozen=True, kw_only=True):
     arena_bytes: int = 0
     arena_used_bytes: int = 0
     wall_time: float = 0.0
-    """Seconds of the Unix epoch by the clock of the host; 0.0 if it has told nothing yet."""
+    """Seconds of the Unix epoch by the clock of the host; 0.0 before its first report."""
     gpus: list[GpuHealth] = []
 
 

@@ -69,7 +69,7 @@ def _leave_with(lifeline: int) -> NoReturn:
 def give_children_defaults(own: Collection[object] | None = None) -> None:
     """Have each process that this one forks handle signals as Python does when it begins.
 
-    With our handlers it could not be terminated, or would tell this process that it had been.
+    With our handlers it could not be terminated, or would report that to this process.
 
     Args:
         own: Our handlers, where code of the user's may have set others; None if all are ours.

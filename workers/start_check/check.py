@@ -336,7 +336,7 @@ class ReadyCheck:
         """Return how two passes differ by more than the model's tolerance; empty if they do not."""
         one, two = floats_of(first.outputs), floats_of(other.outputs)
         if form_of(one) != form_of(two) or len(one) < len(first.outputs):
-            # Outputs of another size, or in another form, than tensors: the answers must tell.
+            # Outputs of another size, or not in tensors: only the answers can be compared.
             if is_overridden(self._model, rendering_of(self._model)[0]):
                 is_same = not self._is_steady or are_close(answer, another)
                 return "" if is_same else "another answer"

@@ -94,7 +94,7 @@ class Course:
     _new_faults: dict[int, str] = field(default_factory=dict)
 
     def run(self) -> bool:
-        """Train until the end; return False if the ranks were told to stop, after a checkpoint.
+        """Train until the end; return False if the ranks were stopped, after a checkpoint.
 
         Raises:
             TrainingError: The loss is NaN.
@@ -317,7 +317,7 @@ class HeldOut:
     def judge(self, learner: Learner, stop: StopWatch) -> tuple[float, int, int, dict[str, str]]:
         """Return the summed loss, the numbers of right and of all images, and unreadable ones.
 
-        It ends early once the rank is told to stop.
+        It ends early once the rank is to stop.
         """
         loss, num_right, num = 0.0, 0, 0
         faults: dict[str, str] = {}

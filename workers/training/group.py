@@ -18,7 +18,7 @@ _TIMEOUT = timedelta(minutes=10)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
-    """The place of a rank, as torchrun tells it in the environment."""
+    """The place of a rank, from torchrun's variables in the environment."""
 
     rank: int
     num_ranks: int

@@ -21,7 +21,7 @@ _MODULE = "inferpool.workers.training.rank"
 _LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher")
 """Loggers of torchrun, which stay silent: the progress says when ranks start again."""
 _DEATHS = "torch.distributed.elastic.multiprocessing.api"
-"""The logger that tells of ranks that have died, with their exit status first."""
+"""The logger that reports ranks that have died, with their exit status first."""
 _LONGER_S = 10
 
 

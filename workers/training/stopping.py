@@ -1,4 +1,4 @@
-"""Ends a rank when it is told to: after its step if it can, and in any case in time."""
+"""Ends a rank on a signal: after its step if it can, and in any case in time."""
 
 import contextlib
 import os
@@ -44,7 +44,7 @@ class StopWatch:
 
     @property
     def is_told(self) -> bool:
-        """True once the rank was told to end."""
+        """True once a signal has asked the rank to end."""
         return self._is_told.is_set()
 
     def beat(self) -> None:
