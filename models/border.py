@@ -111,7 +111,7 @@ class _Preprocessed:
 
 
 def _check_there(model: Model, method: str, result: object, *_: object) -> None:
-    """Check only that there is a value, since the model's own method takes it next."""
+    """Check only that there is a value, since the model's own method gets it next."""
     if result is None or inspect.iscoroutine(result):
         raise bad_return(model, method, _TENSORS, _kind_of(result))
 

@@ -45,7 +45,7 @@ class RankError(Exception):
 
 
 class PassesThrough(BaseException):
-    """An error of ours that passes through code of a model, which must not be taken for its own.
+    """An error of ours that passes through code of a model, and must not count as the model's own.
 
     It is no `Exception`, since the model's code may catch those.
     """

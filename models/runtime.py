@@ -31,7 +31,7 @@ class NetworkToSplit:
     split_points: Sequence[str]
     """Submodules that the stages of a pipeline begin with, as the user says; empty: chosen."""
     tensor_plan: Mapping[str, object] | None
-    """The user's plan; None takes the network's own, or finds one."""
+    """The user's plan; None uses the network's own, or finds one."""
 
 
 class SplitNetwork(Protocol):

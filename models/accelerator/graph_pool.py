@@ -50,7 +50,7 @@ class GraphPool:
     def _forget_capture(self, device: torch.device) -> None:
         """Report the end of a capture to torch's allocator: `capture_end` does not if it fails.
 
-        Else it would take back no memory that several streams use, and never free the pool
+        Else it would reuse no memory that several streams use, and never free the pool
         (`CUDAGraph::capture_end` in aten/src/ATen/cuda/CUDAGraph.cpp).
         """
         for name in ("endAllocateToPool", "releasePool"):

@@ -75,7 +75,7 @@ class OpenedFiles:
     def noting(self) -> Iterator[None]:
         """Record the files opened meanwhile. Call it once in the life of a process."""
         self._is_noting = True
-        sys.addaudithook(self._on_event)  # which cannot be taken back
+        sys.addaudithook(self._on_event)  # this cannot be undone
         try:
             yield
         finally:

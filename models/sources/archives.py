@@ -32,7 +32,7 @@ _RATES = ("p", "dropout", "dropout_p", "upper")
 class ExportedModel(TensorModel):
     """Serves a file of `torch.export.save`, with the inputs and outputs it was exported with.
 
-    Dimension 0 of each is the batch. If the program takes one batch size only, or a limited range,
+    Dimension 0 of each is the batch. If the program accepts only one batch size or a limited range,
     larger batches are computed in pieces, the last one filled up.
 
     Args:
@@ -64,7 +64,7 @@ class ExportedModel(TensorModel):
 
         Raises:
             SourceError: The file is no such archive, or is damaged.
-            ModelError: The program takes or returns anything but batches of tensors.
+            ModelError: The program accepts or returns anything but batches of tensors.
         """
         program = _read_program(self._path)
         inputs = _placeholders(program)
@@ -84,7 +84,7 @@ class ExportedModel(TensorModel):
         return call
 
     def forward(self, batch: Features) -> Features:
-        """Run the program on the batch, in pieces of the sizes that it takes."""
+        """Run the program on the batch, in pieces of the sizes that it accepts."""
         inputs = [batch[spec.name].to(self.device, non_blocking=True) for spec in self.inputs]
         num_rows = len(inputs[0])
         if self.smallest <= num_rows <= self.largest:
@@ -124,7 +124,7 @@ class ExportedModel(TensorModel):
 
 
 class ScriptedModel(TensorModel):
-    """Serves a file of `torch.jit.save`, which does not say what inputs it takes.
+    """Serves a file of `torch.jit.save`, which does not name its inputs.
 
     Args:
         path: The archive.

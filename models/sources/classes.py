@@ -51,7 +51,7 @@ def users_model(
     """Build a model of a user's class: a `Model`, or an `nn.Module` to be served as one.
 
     Raises:
-        SourceError: There is no such class, or it does not take the weights or the options.
+        SourceError: There is no such class, or it does not accept the weights or the options.
     """
     source = f"{module_name}:{class_name}"
     found = find_class(module_name, class_name)

@@ -30,7 +30,7 @@ class Echo(Model):
     """
 
     example = "hello"
-    finite_outputs = False  # it gives back what it was given
+    finite_outputs = False  # it returns what it gets
 
     def __init__(self, *, delay_s: float = 0.0) -> None:
         if not 0 <= delay_s <= 3600:

@@ -54,7 +54,7 @@ class TensorModel(Model, ABC):
         """Build the network, and try it on zeros if the shapes of its inputs are known.
 
         Raises:
-            ModelError: It cannot be built, or does not take its declared inputs.
+            ModelError: It cannot be built, or does not accept its declared inputs.
         """
         self.device = torch.device(placement.devices[0])
         self.network = self.build_network(placement)

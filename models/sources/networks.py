@@ -23,7 +23,7 @@ _INCEPTIONS = ("googlenet", "inception_v3")
 _LITE = "efficientnet_lite0"
 _FORMS = f"torchvision:NAME, {_LITE}, or package.module:Class of a torch.nn.Module"
 _CLASSES = "num_classes"
-"""Argument of a user's class that takes the number of classes."""
+"""Argument of a user's class for the number of classes."""
 
 
 def build_classifier(
@@ -115,7 +115,7 @@ def can_compute(network: nn.Module, edge: int, num_classes: int) -> bool:
     try:
         with torch.inference_mode():
             logits = network(torch.zeros(1, 3, edge, edge))
-    except Exception:  # a network may raise anything for a size that it does not take
+    except Exception:  # a network may raise anything for a size that it does not accept
         return False
     finally:
         network.train(was_training)

@@ -85,7 +85,7 @@ def construct(factory: Callable[..., _Built], options: Mapping[str, object], sou
     """Call a class with options.
 
     Raises:
-        SourceError: It does not take them, or it fails; the message has its line.
+        SourceError: It does not accept them, or it fails; the message has its line.
         ModelError: Raised by the class.
     """
     check_options(factory, options, source)
@@ -103,7 +103,7 @@ def check_options(
     """Check that a class takes some options.
 
     Raises:
-        SourceError: It does not; the message says what it takes.
+        SourceError: It does not; the message lists what it accepts.
     """
     try:
         inspect.signature(factory).bind(**options)
@@ -154,7 +154,7 @@ def _built(
     weights: str | None,
     options: Mapping[str, object],
 ) -> Model:
-    """Build a model of ours, with its weights if it takes any."""
+    """Build a model of ours, with weights if it has any."""
     factory: Callable[..., Model] = partial(attached(name), *first)
     if "weights" in inspect.signature(factory).parameters:
         factory = partial(factory, weights=weights)

@@ -165,7 +165,7 @@ def correct_biases(network: nn.Module, dtype: torch.dtype, run: Callable[[], obj
     """Correct, in place, the biases of a network before its weights are rounded.
 
     Rounding shifts the mean of each output channel by (W - rounded W) times the mean of the inputs,
-    which is large after a rectifier; the bias takes that shift back at no cost. Source: Nagel et
+    which is large after a rectifier; the bias undoes that shift at no cost. Source: Nagel et
     al., "Data-Free Quantization Through Weight Equalization and Bias Correction" (ICCV 2019),
     section 4.2, but with means of samples.
 

@@ -4,7 +4,7 @@ A batch goes through in pieces: a rank computes one while those after it compute
 The next batch follows, where threads of the lead call with several: each enters when the one before
 has sent its last piece, and all come out in the order of their entry. The values that a
 stage makes travel with a message that describes them, so shapes may differ from call to call; and a
-stage that raises sends the error on instead, so that nobody waits in vain.
+stage that raises sends the error on instead, so that no rank waits for ever.
 
 `torch.distributed.pipelining.ScheduleGPipe` wants fixed shapes, and leaves the other ranks waiting
 in a receive when one raises. It is no faster: resnet18 in two stages, batches of 8 in 1, 2, 4 and 8
@@ -202,7 +202,7 @@ class Pipeline:
     def _compute(self, values: Sequence[Any], held_up_s: float) -> None:
         """Compute this stage, wait until the device has done it, and send the results on.
 
-        So the times on the lead are those of the work, and a piece in front of a stage waits on the
+        So the lead measures the time of the work, and a piece that waits for a stage does so on the
         host, where others can be computed meanwhile. The threads of the lead have this stage on one
         stream, since each stream keeps the memory that it has once needed.
         """

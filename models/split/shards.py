@@ -58,7 +58,7 @@ class Collectives:
         return torch.cat([each[..., :width] for each, width in pairs], dim=-1)
 
     def _near(self, part: Tensor) -> Tensor:
-        """Copy a tensor to where the backend takes it: gloo gathers on the CPU only."""
+        """Copy a tensor to a device that the backend supports: gloo gathers on the CPU only."""
         if is_accelerator(part.device) and dist.get_backend() == "gloo":
             return part.cpu()
         return part

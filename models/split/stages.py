@@ -130,7 +130,7 @@ def _trace(
     Args:
         network: In evaluation mode. Its numbers are not needed.
         example: Its arguments: the others keep their defaults. If it is empty, those without a
-            default are taken.
+            default are used.
 
     Returns:
         The graph, and the names of the arguments that are its placeholders, in their order.

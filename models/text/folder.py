@@ -2,7 +2,7 @@
 
 `config.json`, the tokenizer and the weights are the transformers library's; `modules.json`, the
 pooling's folder and `sentence_bert_config.json` are those of sentence-transformers. Without the
-latter, the mean is taken, as that library does.
+latter, the mean is used, as in that library.
 """
 
 from collections.abc import Mapping

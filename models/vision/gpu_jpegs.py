@@ -129,7 +129,7 @@ class GpuJpegs:
 def _plain_size(data: bytearray) -> tuple[int, int] | None:
     """Return the width and height of a plain, upright JPEG by its header; None for any other.
 
-    Pillow refuses none of those that this takes, but needs four to five times as long for a header.
+    Pillow accepts all of these, but needs four to five times as long for a header.
 
     Raises:
         Exception: The header is damaged.

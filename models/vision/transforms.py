@@ -21,7 +21,7 @@ _QUICK_OPS = {
     Image.Resampling.BILINEAR: torch.ops.aten._upsample_bilinear2d_aa.out,
     Image.Resampling.BICUBIC: torch.ops.aten._upsample_bicubic2d_aa.out,
 }
-"""Kernels of `torch.nn.functional.interpolate`, which itself takes neither a scale nor a layout."""
+"""Kernels of `torch.nn.functional.interpolate`, which itself accepts neither scale nor layout."""
 _LEAST_SCALED = 2
 """Least short edge of a picture decoded smaller, as a multiple of what it is resized to. With 1, on
 224 views of photographs, 1 in 45 changed its label."""

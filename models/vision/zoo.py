@@ -75,7 +75,7 @@ class TorchvisionClassifier(Classifier):
 
         Raises:
             CheckpointError: The published weights cannot be downloaded, or are damaged.
-            SourceError: The builder does not take the options.
+            SourceError: The builder does not accept the options.
         """
         if self._published is not None:
             _check_cached(self._published.url)

@@ -160,7 +160,7 @@ class RingRuns:
         return run
 
     def free(self, run: range) -> None:
-        """Free a run that was taken."""
+        """Free a run that was allocated."""
         self._taken.remove(run)
 
     def _free_from(self, begin: int, num: int) -> range:

@@ -127,7 +127,7 @@ class DecoderSeat:
 
     @property
     def has_room(self) -> bool:
-        """True if it takes another task now."""
+        """True if it accepts another task now."""
         return self.is_greeted and not self.killed_at and len(self.jobs) < TASKS_AT_ONCE
 
     def kill(self) -> None:

@@ -189,7 +189,7 @@ class DecoderCrew:
 
     @property
     def num_ready(self) -> int:
-        """Decoders that take tasks."""
+        """Decoders that accept tasks."""
         return sum(seat.is_greeted and not seat.killed_at for seat in self._living())
 
     def begin(self, refs: Sequence[ItemRef], in_part: bool = False) -> Decoding | None:

@@ -1,1 +1,1 @@
-"""The side of the host process: it starts workers, gives them batches, and watches them."""
+"""The side of the host process: it starts workers, sends them batches, and watches them."""

@@ -101,7 +101,7 @@ class LocalWorker:
         self._cause: Cause | None = None
         self._reason = ""
         self._is_ending = False
-        """True once it takes no more batches."""
+        """True once it accepts no more batches."""
         self._is_our_doing = False
         """True if we end it, and not because of its batches."""
         self._error_guard = ErrorGuard(f"the watch of {id}")

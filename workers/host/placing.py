@@ -88,7 +88,7 @@ def share_cores(host: Host, asked: Sequence[int | None]) -> list[Host]:
     for each in asked:
         counts.append(max(1, share + (rest > 0)) if each is None else each)
         rest -= each is None
-    # With GPUs all models keep all cores: each process takes those near its GPU.
+    # With GPUs all models keep all cores: each process uses those near its GPU.
     has_own = not host.gpus and sum(counts) <= len(host.cpus) == host.num_cores
     ends = accumulate(counts)
     return [

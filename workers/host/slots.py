@@ -84,10 +84,10 @@ class Watcher(Protocol[C, L]):
         """Handle a new step of a start, `slot.stage`."""
 
     def on_ready(self, slot: Slot[C, L]) -> None:
-        """Handle a process that became ready: `slot.handle` takes work."""
+        """Handle a process that became ready: `slot.handle` accepts work."""
 
     def on_gone(self, handle: L) -> None:
-        """Handle an incarnation that takes no more work."""
+        """Handle an incarnation that accepts no more work."""
 
     def on_down(self, slot: Slot[C, L]) -> None:
         """Handle an end or a failed start; `slot.state` and `slot.reason` say what follows."""

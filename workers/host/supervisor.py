@@ -209,8 +209,8 @@ class Supervisor(Generic[C, L]):
     ) -> None:
         """Start a worker's successor beside it; stop the old one only when the new one is ready.
 
-        So one of the two takes batches at any moment. If this is cancelled, either the worker goes
-        on as before, or its successor has taken over and it leaves as it would.
+        So one of the two accepts batches at any moment. If this is cancelled, either the worker
+        goes on as before, or its successor has taken over and it leaves as it would.
 
         Args:
             slot: The worker, which is ready.

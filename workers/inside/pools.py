@@ -48,7 +48,7 @@ def started_pool(num_threads: int, name: str, *, shares_openmp: bool = False) ->
 
 
 def _copied_settings(num_sharing: int) -> Callable[[], None]:
-    """Return a function that gives another thread the present settings of this one.
+    """Return a function that copies the present settings of this thread to another one.
 
     Args:
         num_sharing: Number of threads that share this one's number of OpenMP threads.

@@ -1,8 +1,8 @@
 """Ways of batches to an accelerator, and of outputs back, beside what it computes. In workers.
 
-Three streams of a device work at the same time. One takes what the thread that prepares makes,
-among it the copy of the next batch. On the main thread's own the model computes. On the third the
-outputs go back. Events keep them in order, so that the host waits for outputs alone.
+Three streams of a device work at the same time. One copies the next batch, and does the other work
+of the thread that prepares. On the main thread's own the model computes. On the third the outputs
+go back. Events keep them in order, so that the host waits for outputs alone.
 """
 
 import logging
@@ -100,7 +100,7 @@ class Launch:
             return
         try:
             self._done.wait()
-        except Exception as error:  # for the thread that takes the outputs
+        except Exception as error:  # for the thread that reads the outputs
             self._error = error
         self._is_over = True
 

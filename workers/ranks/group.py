@@ -55,7 +55,7 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(tuple[object, list[tuple[str, tuple[int, ...]]]]).decode
 _FAREWELL = b""
 _SEED_KEY = "seed of the ranks"
-"""Key of the store in which the ranks meet."""
+"""Key of the seed in the ranks' common store."""
 
 
 class Group:

@@ -206,8 +206,8 @@ def _are_unchanged(files: Sequence[FileMark]) -> bool:
 def with_digests(marks: Sequence[FileMark], known: dict[FileMark, bytes]) -> list[FileMark]:
     """Return marks of files of this host with their digests, for another host. Reads the files.
 
-    A file that has changed since it was opened gets no digest. `ReplicaFiles` then takes it for one
-    that changed while it was loaded.
+    A file that has changed since it was opened gets no digest. For `ReplicaFiles` it then
+    counts as changed while it was loaded.
 
     Args:
         marks: The files that a worker has opened.

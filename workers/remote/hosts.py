@@ -43,7 +43,7 @@ class HostWatcher(Protocol):
     """Listener to hosts that come and go."""
 
     def on_joined(self, host: RemoteHost) -> None:
-        """Handle a host that takes workers now."""
+        """Handle a host that accepts workers now."""
 
     def on_lost(self, host: RemoteHost, reason: str) -> None:
         """Handle the loss of a host; all its workers have failed by then."""

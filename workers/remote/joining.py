@@ -57,7 +57,7 @@ class Joined:
     """Term of the front end."""
     epoch: int
     is_standing_by: bool
-    """True if the front end takes no agents now."""
+    """True if the front end accepts no agents now."""
 
 
 def make_instance() -> str:

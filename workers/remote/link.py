@@ -23,7 +23,7 @@ from inferpool.workers.shared.messages import UNREADABLE
 logger = logging.getLogger(__name__)
 
 _STAGING_BYTES = 1 << 18
-"""Size of the buffer for heads and small bodies: one read takes many small messages."""
+"""Size of the buffer for heads and small bodies: one read gets many small messages."""
 _MOST_AT_ONCE = 4 << 20
 """Bytes read or sent in a row before other work gets its turn."""
 _PIECE_BYTES = 1 << 20

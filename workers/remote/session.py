@@ -87,7 +87,7 @@ class AgentSession(LinkListener[ToAgent]):
             gpus: Returns the state of its GPUs.
         """
         self.is_leaving = False
-        """No batch and no start is taken any more."""
+        """No batch and no start is accepted any more."""
         self._link = link
         self._arena = arena
         self._memory = memoryview(arena.memory.map)

@@ -113,7 +113,7 @@ class Beat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
     """Time of the front end's monotonic clock, for the pulse."""
     term: int = 0
     is_standing_by: bool = False
-    """True if the front end takes no agents now, since another one serves."""
+    """True if the front end accepts no agents now, since another one serves."""
 
 
 class WorkerPulse(msgspec.Struct, frozen=True, array_like=True):
@@ -157,7 +157,7 @@ class Progress(msgspec.Struct, frozen=True, array_like=True, tag="progress"):
 
 
 class WorkerStarted(msgspec.Struct, frozen=True, array_like=True, tag="started"):
-    """Agent to front end: a worker takes batches."""
+    """Agent to front end: a worker accepts batches."""
 
     number: int
     credit: int
@@ -207,7 +207,7 @@ class BatchLost(msgspec.Struct, frozen=True, array_like=True, tag="lost"):
 
 
 class Measure(msgspec.Struct, frozen=True, array_like=True, tag="measure"):
-    """Front end to agent: take the body, and send one back."""
+    """Front end to agent: receive the body, and send one back."""
 
     id: int
     num_bytes: int
@@ -247,7 +247,7 @@ def frame_start(message: Message, num_body_bytes: int) -> bytes:
     """Return all of a frame but its body.
 
     Raises:
-        FrameTooLargeError: Its head or its body is larger than the other side takes.
+        FrameTooLargeError: Its head or its body is larger than the other side accepts.
         Exception: The message cannot be encoded.
     """
     head = _encode(message)

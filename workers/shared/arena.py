@@ -2,8 +2,8 @@
 
 It is a buddy allocator (Knowlton, "A fast storage allocator", CACM 8(10), 1965) over one region. A
 short list of recently freed blocks per size avoids splits and merges under a steady load. One event
-loop uses an allocator; workers only get offsets. If several processes take calls, each of them has
-a part of the region with its own allocator.
+loop uses an allocator; workers only get offsets. If several processes accept calls, each has a part
+of the region with its own allocator.
 """
 
 import mmap

@@ -38,7 +38,7 @@ from inferpool.workers.training.stopping import StopWatch
 _TELL_S = 0.5
 """Time between events about steps."""
 _MOST_SHARE = 0.05
-"""Most part of the time that checkpoints at the ends of epochs may take."""
+"""Largest share of the time for checkpoints at the ends of epochs."""
 _MOST_KEPT_BYTES = 1 << 29
 """Most memory for the pixels of held-out images between epochs."""
 
