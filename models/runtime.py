@@ -29,7 +29,7 @@ class NetworkToSplit:
     """A checkpoint to load into it; None leaves it as built."""
     example: Example
     split_points: Sequence[str]
-    """Submodules that the stages of a pipeline begin with, as the user says; empty: chosen."""
+    """Submodules that the stages of a pipeline begin with, if named by the user; else empty."""
     tensor_plan: Mapping[str, object] | None
     """The user's plan; None uses the network's own, or finds one."""
 

@@ -20,7 +20,7 @@ class OwnStream:
     """
 
     def __init__(self, device: Device | None = None) -> None:
-        """Create a stream of a device, which may initialise it; or of the one in use, if any is."""
+        """Create a stream of a device (which may initialise it), or of the one in use, if any."""
         if device is None and (stream := current_stream()) is not None:
             device = stream.device
         is_apart = device is not None and is_accelerator(device)

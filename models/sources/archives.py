@@ -174,9 +174,9 @@ class ScriptedModel(TensorModel):
 
 
 def training_nodes(program: ExportedProgram) -> tuple[list[str], list[str]]:
-    """Name the nodes that only training has: those that draw by chance, and those of the batch.
+    """Return the names of training's nodes: those that draw by chance, and norms of the batch.
 
-    The latter normalise by the mean of their batch although they keep a mean of the training.
+    The norms use the mean of their batch although they store a mean of the training.
     """
     random, of_batch = [], []
     for node in program.graph.nodes:

@@ -46,7 +46,7 @@ def attempt(folder: Path, key: str, *, fatal: type[Exception] | tuple[()] = ()) 
 
 
 def was_killed(folder: Path, key: str) -> bool:
-    """Return whether an attempt of the last day did not end before its process did."""
+    """Return whether the process of an attempt of the last day ended before the attempt."""
     return _is_marked(folder, key) and is_left(_mark(folder, key))
 
 

@@ -195,7 +195,7 @@ class DecodeTrial:
         """Prepare batches of the samples both ways in turn, so that a slow moment hits both.
 
         Returns:
-            The exact batches, the others, and how many times as fast those were.
+            The exact batches, the others, and how many times as fast the others were.
         """
         exact, found, ratios = [], [], []
         with self._preprocessing() as preprocess:
@@ -211,7 +211,7 @@ class DecodeTrial:
 
     @contextmanager
     def _preprocessing(self) -> "Iterator[Callable[[Sequence[Item]], list[Features]]]":
-        """Yield what preprocesses items, in as many threads as in service."""
+        """Yield a function that preprocesses items, in as many threads as in service."""
         preprocess = torch.inference_mode()(self._model.preprocess)
         if self._num_threads == 1:
             yield lambda items: [*map(preprocess, items)]

@@ -225,7 +225,7 @@ class VerdictStore:
             yield is_first
 
     def was_killed(self, key: str) -> bool:
-        """Return whether an attempt of the last day did not end before its process did."""
+        """Return whether the process of an attempt of the last day ended before the attempt."""
         return self._folder is not None and was_killed(self._folder, key)
 
     @contextlib.contextmanager

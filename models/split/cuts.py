@@ -301,10 +301,10 @@ class _StepByStep(fx.Interpreter):
 def verified(
     steps: ForwardSteps, report: SplitReport, example: Example, device: torch.device
 ) -> SplitReport:
-    """Check that the stages compute what the whole network does; the report says if it cannot be.
+    """Compare the stages with the whole network; the report says if that is impossible.
 
     Raises:
-        ModelError: They do not.
+        ModelError: They compute something else.
     """
     name = type(steps.network).__name__
     verification = Verification(steps.network, example, device)

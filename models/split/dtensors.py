@@ -21,7 +21,7 @@ from inferpool.models.errors import ModelError
 
 
 def word_for(style: object, module: nn.Module) -> str | None:
-    """Return the word of a plan that means for a Linear what a style does; None if none does.
+    """Return a plan's word for the style of a Linear; None if it has none.
 
     Raises:
         ModelError: The plan has something that is no style.

@@ -189,8 +189,7 @@ def _replaced_parameters(
 ) -> Iterator[None]:
     """Replace every parameter as soon as a module gets it, before it has values.
 
-    Those that come of copying a module are not registered, but go to `replace_copy`, behind the
-    parameter that they are a copy of.
+    Copies of parameters are not registered: `replace_copy` gets the parameter and its copy.
 
     This is not done by torch's default device, since buffers are to stay. If all are replaced, one
     at a time has memory, and none is written to. In one thread of a process only.

@@ -93,7 +93,7 @@ def have_different_rows(value: object) -> bool:
 
 
 def split_rows(value: object, num_parts: int) -> list[Any]:
-    """Cut all tensors in a value along their first dimension, into parts as even as can be."""
+    """Cut all tensors in a value along their first dimension, into parts as even as possible."""
     leaves, spec = pytree.tree_flatten(value)
     pieces = [
         torch.tensor_split(x, num_parts) if isinstance(x, Tensor) else [x] * num_parts

@@ -184,7 +184,7 @@ class ColumnEmbedding(Shard):
 
 
 class SplitAttention(Shard):
-    """Some of the heads of an `nn.MultiheadAttention`, called as that is."""
+    """Some of the heads of an `nn.MultiheadAttention`, called in the same way."""
 
     _qkv_same_embed_dim = False  # read by nn.TransformerEncoderLayer: no fast path past this module
     in_proj_weight: Tensor

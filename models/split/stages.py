@@ -40,7 +40,7 @@ class ForwardSteps:
         self.starts: dict[str, int] = {}
         """The step at which each submodule begins."""
         self.names: dict[int, str] = {}
-        """The outermost submodule that begins at a step, where one does."""
+        """The outermost submodule that begins at a step, if any."""
         self._last_uses: dict[fx.Node, int] = {}
         for position, step in enumerate([*self.steps, self.output]):
             self._last_uses.update(dict.fromkeys(step.all_input_nodes, position))
@@ -111,7 +111,7 @@ class ForwardSteps:
         return [node for node in made if self._last_uses.get(node, -1) >= position]
 
     def describe(self, begin: int, end: int) -> str:
-        """Name the part of the network that these steps are."""
+        """Return the name of a part of the network, given as steps."""
         last = max(position for position in [*self.names, 0] if position < max(end, 1))
         first, last_name = self.names.get(begin, "the start"), self.names.get(last, "the end")
         if end == len(self.steps):

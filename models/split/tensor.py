@@ -264,7 +264,7 @@ def choose_plan(
         The plan, and a description of it for a person.
 
     Raises:
-        ModelError: It cannot be split so, or hardly anything of it can.
+        ModelError: It cannot be split so, or only a small part can.
     """
     wishes = tensor_plan or getattr(network, "tensor_plan", None)
     plan = find_plan(network, size) if wishes is None else own_plan(network, wishes, size)

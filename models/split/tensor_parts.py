@@ -29,10 +29,10 @@ _KEPT_SHARE = 0.25
 
 
 class BuiltWeights:
-    """The weights that a network is built with, read as those of a checkpoint are.
+    """The weights that a network is built with, read like those of a checkpoint.
 
-    They have numbers at the end of a build only. So that they never lie here all at once, the
-    network is built several times, and some of them are kept each time.
+    They have numbers only at the end of a build. The network is built several times, and some
+    weights are kept each time, so that they are never all in memory at once.
     """
 
     def __init__(self, meta: MetaNetwork) -> None:

@@ -114,7 +114,7 @@ class Verification:
         """Compare a split network with the whole.
 
         Args:
-            compute: The split network, called as the whole is.
+            compute: The split network, called like the whole.
             origins: Origins of its empty parameters.
             tolerance: The largest deviation allowed, relative to the largest number of an output.
 
@@ -213,8 +213,8 @@ def _varied_calls(example: Example, device: torch.device) -> list[NetworkCall]:
 def _varied(x: Tensor, num_rows: int | None) -> Tensor:
     """Return a tensor of some rows, which differ as far as their meaning allows.
 
-    Whole numbers may be indices, so they change places only. Of booleans the ends of all rows but
-    the first change, as those of texts of several lengths do.
+    Whole numbers may be indices, so they change places only. In all rows of booleans but
+    the first the end changes, as in masks of texts of several lengths.
     """
     if num_rows is not None:
         x = x[torch.arange(num_rows, device=x.device) % len(x)]
@@ -236,7 +236,7 @@ def deviation(got: object, expected: object, tolerance: float) -> str:
         got: Tensors and other values, in containers.
         expected: The same, with the numbers that are right.
         tolerance: How far numbers may be apart, relative to the largest of their tensor; and the
-            share of whole numbers that may differ, as those of the nearest of two that tie do.
+            share of whole numbers that may differ, as indices may where two values tie.
     """
     mine, my_form = pytree.tree_flatten(got)
     theirs, their_form = pytree.tree_flatten(expected)
@@ -263,5 +263,5 @@ def deviation(got: object, expected: object, tolerance: float) -> str:
 
 
 def copied(value: Any) -> Any:
-    """Copy all tensors in a value, as sending it to another rank would."""
+    """Copy all tensors in a value, as when it is sent to another rank."""
     return pytree.tree_map_only(Tensor, torch.clone, value)

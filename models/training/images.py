@@ -237,7 +237,7 @@ def collate(items: Sequence[TrainingBatch]) -> TrainingBatch:
 class EpochBatches(Sampler[list[Key]]):
     """The batches of one rank in one epoch, from a step on.
 
-    All ranks together see the images in the same order, however many they are. Images that do not
+    All ranks together see the images in the same order, for any number of ranks. Images that do not
     fill a step are left out; they are others in each epoch.
 
     Args:

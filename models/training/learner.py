@@ -137,7 +137,7 @@ class Learner:
             NotFiniteError: Nothing was changed. All ranks raise it at the same step.
         """
         loss = self.gradients(batches)
-        # After the ranks have averaged them, so one rank's NaN is that of all.
+        # After the ranks have averaged them, so a NaN of one rank is in all.
         norm = nn.utils.clip_grad_norm_(self.network.parameters(), _MOST_NORM)
         if not math.isfinite(norm.item()):
             self._optimizer.zero_grad(set_to_none=True)

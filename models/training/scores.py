@@ -1,4 +1,4 @@
-"""How right answers are: intervals, confusions and the figures of each class. No torch."""
+"""Figures of right answers: intervals, confusions and scores of each class. No torch."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping

@@ -90,7 +90,7 @@ class FoundNetwork(PassesThrough):
 
 
 def may_have_network(model: Model) -> bool:
-    """Return whether a model's class mentions `load_network`, as those that can be split do."""
+    """Return whether a model's class mentions `load_network`, which splitting needs."""
     below = type(model).__mro__[: type(model).__mro__.index(Model)]
     functions = [each for kind in below for each in vars(kind).values() if isfunction(each)]
     return any("load_network" in each.__code__.co_names for each in functions)

@@ -23,7 +23,7 @@ MAX_TASK_BYTES = 2048
 MAX_ANSWER_BYTES = 1 << 18
 """Longest message of a decoder; the longest texts of errors are a tenth of it."""
 TASKS_AT_ONCE = 2
-"""Tasks that a decoder may hold: one runs, and one lies ready, so that it never waits."""
+"""Tasks that a decoder may hold: one runs, and the next is ready, so that it never waits."""
 MAX_RING_BYTES = 1 << 30
 SLOT_ALIGNMENT = 64
 """A cache line, which is enough for vector loads."""

@@ -49,7 +49,7 @@ class Slot(Generic[C, L]):
     is_paused: bool = False
     """No incarnation is started until `Supervisor.resume`."""
     may_renew: bool = False
-    """The next incarnation may load other files than the other workers have."""
+    """The next incarnation may load other files than the other workers."""
     is_asked_to_start: asyncio.Event = field(default_factory=asyncio.Event)
     """Set to end the pause before the next start."""
     raised: str = ""

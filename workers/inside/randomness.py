@@ -18,8 +18,8 @@ _WORD = 2**32
 def seed_anew(number: int | None = None) -> None:
     """Have this process draw other random numbers than any other one, on all devices.
 
-    A device that is not initialised yet is seeded when it is. A library that is not imported yet
-    seeds itself.
+    A device that is not initialised yet is seeded later. A library that is not imported yet seeds
+    itself.
 
     Args:
         number: The seed, for processes that must draw the same numbers; by default one of the

@@ -67,7 +67,7 @@ def _leave_with(lifeline: int) -> NoReturn:
 
 
 def give_children_defaults(own: Collection[object] | None = None) -> None:
-    """Have each process that this one forks handle signals as Python does when it begins.
+    """Have each fork of this process handle signals as Python does at its start.
 
     With our handlers it could not be terminated, or would report that to this process.
 

@@ -85,7 +85,7 @@ class HeartbeatReader:
         return self._row[_AT_WORK_NS] / 1e9
 
     def tell_to_leave(self) -> None:
-        """Allow SIGTERM to end the worker, which ignores it otherwise."""
+        """Allow SIGTERM to end the worker, which else ignores it."""
         self._row[_LEAVE] = 1
 
     def close(self) -> None:

@@ -149,7 +149,7 @@ class ReadyCheck:
             raise
 
     def _other_to_warm(self) -> Item | None:
-        """Return an instance to compute beside a single sample; None if that must not be."""
+        """Return an instance to compute beside a single sample; None if there must be none."""
         model, samples = self._model, self._samples
         is_one = len(samples) == 1 and self._item is samples[0] and self._config.max_batch_size > 1
         if self.is_off or not is_one or not (model.repeatable and model.alone_as_in_batch):
@@ -359,7 +359,7 @@ class ReadyCheck:
         )
 
     def _rounding_seen(self, computer: Computer) -> float:
-        """Return the rounding of the formats that the model computes in, however it says so."""
+        """Return the rounding of the formats that the model computes in."""
         if not self._formats.found and self._item is not None:
             try:
                 features = self._prepared(self._item)

@@ -58,7 +58,7 @@ def open_board(folder: Path, *, purge_step: int) -> Board | None:
     """Begin an event file beside those of earlier starts of the run.
 
     Args:
-        folder: The folder of event files; it is made if need be.
+        folder: The folder of event files; it is created if need be.
         purge_step: TensorBoard leaves out this step and later ones in the earlier files.
 
     Returns:
