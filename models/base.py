@@ -94,8 +94,8 @@ class Model:
     """How far outputs may be from each other, after `postprocess`: those of a speed preset from the
     exact ones, and those of an instance alone from those of the same beside others."""
     split_points: Sequence[str] = ()
-    """Submodules of the network with which a new stage of a pipeline begins, one fewer than there
-    are stages. By default the cuts are found. The network's class may have this instead."""
+    """Submodules of the network that begin a new stage of a pipeline, one fewer than there are
+    stages. By default the cuts are found. The network's class may have this instead."""
     tensor_plan: Mapping[str, object] | None = None
     """Submodules of the network that are tensor-parallel, and how; `models.split.tensor_plan` lists
     the words. By default it is found. The class of the network may have this attribute instead."""

@@ -102,8 +102,6 @@ class _Popen(popen_forkserver.Popen):
 
 
 class _SpawnedPopen(_Popen):
-    """Starts a `SpawnedProcess`."""
-
     method = "spawn"
     DupFd = popen_spawn_posix.Popen.DupFd  # type: ignore[assignment]  # of the other method
 

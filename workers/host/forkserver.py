@@ -388,8 +388,6 @@ class Forkserver:
 
 
 class _Holder:
-    """Holder of the only forkserver of this process."""
-
     forkserver: Forkserver | None = None
     num_guests = 0
 

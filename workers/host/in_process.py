@@ -148,7 +148,6 @@ class InProcessWorker:
         self._answered_at = time.monotonic()
 
     def _compute(self, number: int, items: Sequence[ItemRef]) -> BatchDone:
-        """Compute a batch, in the thread."""
         payloads = [self._arena[each.offset : each.offset + each.num_bytes] for each in items]
         began = time.monotonic()
         with torch.inference_mode():  # as in a worker, which also loads outside of it

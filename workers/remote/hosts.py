@@ -295,7 +295,6 @@ class RemoteHosts:
         link.close(reason)
 
     def _note_refusal(self, address: str, reason: str) -> None:
-        """Log a refusal, once for each host and reason."""
         host = address.rpartition(":")[0]
         if self._told_refusals.get(host) == reason:
             return

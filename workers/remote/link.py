@@ -311,7 +311,6 @@ class HostLink(Generic[M]):
         return self._is_tls or num_bytes == into.nbytes  # a TLS read ends with each record
 
     def _room(self) -> memoryview:
-        """Return the free end of the staging buffer."""
         if self._start == self._end:
             if self._staging.nbytes > _STAGING_BYTES:  # it was for a long head
                 self._staging = memoryview(bytearray(_STAGING_BYTES))

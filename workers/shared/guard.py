@@ -92,7 +92,6 @@ class _Handlers:
         self._masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED_SIGNALS)
 
     def release(self) -> None:
-        """Unblock them."""
         signal.pthread_sigmask(signal.SIG_SETMASK, self._masks.before)
 
     def give_back(self) -> None:
