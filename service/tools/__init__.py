@@ -1,1 +1,1 @@
-"""Commands that serve nobody's request: they know a service from outside."""
+"""Commands that answer no requests: they use a service from outside."""

@@ -1,4 +1,4 @@
-"""The faults: what is done to which worker, decoder, forkserver or host, and when.
+"""The faults: which worker, decoder, forkserver or host is struck, how and when.
 
 A seed decides it.
 """
@@ -54,7 +54,7 @@ BURST = 5
 """Forkservers that a burst kills in a row."""
 
 _WAITING: tuple[Fault, ...] = ("kill", "stop", "host", "burst")
-"""Faults that wait until what they strike is there."""
+"""Faults that wait until their target is there."""
 _FIRST_POISON = 10**15
 _RETRY_S = 0.1
 _WAIT_S = 0.02
@@ -64,7 +64,7 @@ def schedule(seed: int, every_s: Mapping[Fault, float]) -> Iterator[tuple[float,
     """Yield for ever the next moment, in seconds from the beginning, and its fault.
 
     `every_s` has the mean time between two faults of a kind; 0 is never. Each comes after half to
-    one and a half of it, so that it meets the service in any state.
+    one and a half of it, so that it strikes the service in any state.
     """
     rngs = {kind: random.Random(f"{seed} {kind}") for kind in every_s}
     due = [(rngs[kind].uniform(0.5, 1.5) * s, kind) for kind, s in every_s.items() if s > 0]
@@ -77,7 +77,7 @@ def schedule(seed: int, every_s: Mapping[Fault, float]) -> Iterator[tuple[float,
 
 @dataclass(slots=True)
 class Poisonings:
-    """Counts of the inputs that kill or disturb their workers."""
+    """Counts of inputs that kill or disturb their workers."""
 
     num_sent: int = 0
     right: int = 0
@@ -114,16 +114,16 @@ class Faults:
     _rest: random.Random = field(init=False)
 
     def __post_init__(self) -> None:
-        """Seed all that is left to chance."""
+        """Seed all random choices."""
         self._rng = random.Random(f"{self.seed} who")
         self._rest = random.Random(f"{self.seed} rest")
 
     def does(self, fault: Fault) -> bool:
-        """Return whether a fault is on the schedule at all."""
+        """Return whether the schedule has a fault."""
         return self.every_s[fault] > 0
 
     async def run(self) -> None:
-        """Follow the schedule until cancelled; see what takes a while through."""
+        """Follow the schedule until cancelled; faults that take a while are finished first."""
         began = time.monotonic()
         under_way: dict[Fault, asyncio.Task[None]] = {}
         try:
@@ -136,10 +136,10 @@ class Faults:
                         continue  # none is well
                 elif fault in _WAITING:
                     await self._wait_and_strike(fault)
-                    # What had to wait puts all else off, so that nothing comes in a burst.
+                    # A fault that had to wait delays all others, so they do not come in a burst.
                     began = max(began, time.monotonic() - moment)
                 else:
-                    # One at a time: each poison costs three workers their lives, and a job that
+                    # One at a time: each poison kills three workers, and a job that
                     # is made meanwhile needs the store.
                     kind: Fault = "poison" if fault in POISONS else fault
                     kind = "store" if fault == "upload" else kind
@@ -163,7 +163,7 @@ class Faults:
             await self._strike(fault)
 
     async def _begin(self, fault: Fault) -> None:
-        """See a fault through that takes a while, during which others happen."""
+        """Run a fault that takes a while, during which others happen."""
         if fault == "swap":
             await self.swaps.swap()
         elif fault == "unread":
@@ -182,8 +182,8 @@ class Faults:
 
         If the model of the worker is split, any rank may be struck.
 
-        This waits until a killed worker is back, and a moment longer: a worker killed again at the
-        same requests would make the service blame those. It does not wait for a stopped worker.
+        This waits until a killed worker is back, and a moment longer: if it were killed again at
+        the same requests, the service would blame those. It does not wait for a stopped worker.
         """
         while not (well := await self._well(kind)) or not self._strike_one_of(well, kind):
             while not await self._well(kind):  # noqa: ASYNC110  # the service tells who asks
@@ -191,7 +191,7 @@ class Faults:
             await asyncio.sleep(self._rest.uniform(0.0, self.every_s[kind]))
 
     async def _strike_forkserver(self) -> None:
-        """Kill or stop the forkserver, in turns, as soon as it is well, whatever the workers do."""
+        """Kill or stop the forkserver, in turns, as soon as it is well, even if workers are not."""
         while True:
             with contextlib.suppress(OSError, NoAnswerError):
                 forkserver = (await self.watch.look()).forkserver
@@ -240,8 +240,8 @@ class Faults:
     async def _strike_decoder(self) -> bool:
         """Kill or stop a decoder that has worked, in turns; return whether there was one.
 
-        There is none until the one struck before is back: the service blames inputs that two
-        decoders die of.
+        There is none until the last one struck is back: the service blames inputs that have killed
+        two decoders.
         """
         if any(each.kind == "decoder" for each in self.watch.pending):
             return False
@@ -274,7 +274,7 @@ class Faults:
         return True
 
     def _kill_stopped_decoders(self) -> None:
-        """Kill those that are still stopped: without work nobody misses them."""
+        """Kill those that are still stopped: without work the service does not notice them."""
         for each in self.watch.pending:
             if each.kind == "decoder" and each.noticed is None:
                 for process in each.processes:
@@ -282,7 +282,7 @@ class Faults:
                         process.kill()
 
     async def _well(self, kind: Literal["kill", "stop"]) -> list[WorkerState]:
-        """Return workers that are ready and not struck; none while others have to come back."""
+        """Return workers that are ready and not struck; none while others are not back."""
         if any(each.kind in ("kill", kind) for each in self.watch.pending):
             return []
         try:

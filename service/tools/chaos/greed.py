@@ -14,7 +14,7 @@ from inferpool.service.tools.chaos.stores import StoreFaults
 from inferpool.service.tools.trial.connection import Address, NoAnswerError
 
 _MORE = 8
-"""How many greedy clients there are for each client that counts."""
+"""Number of greedy clients for each client that counts."""
 _GREEDY_S = 3.0
 _FIRST = 10**12
 _NUM_REQUESTS = 500
@@ -22,14 +22,14 @@ _NUM_REQUESTS = 500
 _REQUEST = b"GET / HTTP/1.1\r\nHost: inferpool\r\n\r\n"
 _RECEIVE_BYTES = 4096
 _OTHER_PEER = "127.0.0.2"
-"""Address that they come from: the service may limit what one address has open."""
+"""Their address: the service may limit the open connections of one address."""
 _NUM_BYTES = 10_000_000
-"""Announced length of each upload; nothing but its first lines ever comes."""
+"""Announced length of each upload; only its first lines are sent."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Greed:
-    """Asks with another key than the clients that are watched. Lives in the event loop."""
+    """Asks with another key than the watched clients. Lives in the event loop."""
 
     address: Address
     questions: Sequence[Question]
@@ -77,7 +77,7 @@ class UnreadConnections:
         with socket.socket() as unread:
             unread.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BYTES)
             unread.setblocking(False)
-            # It waits for room, as it should, or the service refuses it or ends it.
+            # It waits for room, as it should, or the service refuses or ends it.
             with contextlib.suppress(TimeoutError, OSError):
                 async with asyncio.timeout(self.held_s):
                     unread.bind((_OTHER_PEER, 0))
@@ -92,7 +92,7 @@ class SlowUploads:
 
     address: Address
     stores: StoreFaults
-    """Makes the job of the first key, and records what breaks the promise."""
+    """Makes the job of the first key, and records broken promises."""
     key: str
     """The second key."""
     num_uploads: int = 64

@@ -14,9 +14,9 @@ from inferpool.service.tools.trial.connection import NoAnswerError
 TURNS: Sequence[HostKind] = ("host kill", "host stop", "host end")
 """Ways to strike hosts, which take turns."""
 _NOTICED_S = 30.0
-"""How long a stopped host stays stopped if nobody notices. The lease is 3 s."""
+"""How long a stopped host stays stopped if the service does not notice. The lease is 3 s."""
 _PAUSE_S = 1.0
-"""How long it stays stopped at most once that was noticed: on average half of it."""
+"""How long it stays stopped at most once the service has noticed: on average half of it."""
 _WAIT_S = 0.02
 
 
@@ -34,11 +34,11 @@ class HostFaults:
     _comings: set[asyncio.Task[None]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        """Seed all that is left to chance."""
+        """Seed all random choices."""
         self._rng = random.Random(f"{self.seed} hosts")
 
     async def strike(self) -> None:
-        """Strike a host that is well, as soon as another one is, too, unless it is the only one."""
+        """Strike a healthy host as soon as another one is healthy, unless it is the only one."""
         least = min(2, len(self.agents))
         while len(well := await self._well()) < least:  # noqa: ASYNC110  # the service tells who asks
             await asyncio.sleep(_WAIT_S)
@@ -46,7 +46,7 @@ class HostFaults:
         agent = next(each for each in self.agents if each.name == name)
         kind = TURNS[self._num_struck % len(TURNS)]
         self._num_struck += 1
-        family = [] if kind == "host stop" else agent.family()  # which go on after a stop
+        family = [] if kind == "host stop" else agent.family()  # its processes go on after a stop
         recovery = Recovery(
             kind=kind,
             worker=name,
@@ -67,7 +67,7 @@ class HostFaults:
         coming.add_done_callback(self._comings.discard)
 
     async def settle(self) -> None:
-        """Wait until all that was struck has been brought back."""
+        """Wait until all struck hosts have been brought back."""
         await asyncio.gather(*self._comings)
 
     async def _bring_back(self, agent: TrialAgent, recovery: Recovery) -> None:

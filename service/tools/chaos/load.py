@@ -1,4 +1,4 @@
-"""Clients that ask numbered questions, repeat those that are refused, and judge each answer."""
+"""Clients that ask numbered questions, repeat refused ones, and check each answer."""
 
 import asyncio
 import time
@@ -29,7 +29,7 @@ class ChaosTally:
     """Counts of the numbered requests. Only the event loop writes to it."""
 
     num_sent: int = 0
-    """Numbers that were asked, each counted once however often it was refused."""
+    """Numbers that were asked, each counted once even if it was refused several times."""
     num_instances_sent: int = 0
     num_instances_right: int = 0
     right: int = 0
@@ -40,24 +40,24 @@ class ChaosTally:
     """Requests answered with 504: their deadline passed first."""
     late: int = 0
     refused: Counter[int] = field(default_factory=Counter)
-    """Attempts that were turned away, by status; the same number was asked again."""
+    """Refused attempts, by status; the same number was asked again."""
     examples: list[str] = field(default_factory=list)
     latency: LatencyHistogram = field(default_factory=LatencyHistogram)
     """Latencies of right answers, from the first attempt."""
 
     def note(self, text: str) -> None:
-        """Keep an example, unless there are many."""
+        """Store an example of a problem, unless there are many."""
         if len(self.examples) < _MAX_EXAMPLES:
             self.examples.append(text)
 
     def note_stray(self) -> None:
-        """Count an answer that came when nobody had asked, or had been answered."""
+        """Count an answer without a question, or a second answer to one."""
         self.duplicated += 1
         self.note("an answer came that nobody had asked for")
 
     @property
     def num_settled(self) -> int:
-        """Numbers that have come to their end."""
+        """Numbers that have ended."""
         return self.right + self.wrong + self.lost + self.expired
 
 
@@ -75,7 +75,7 @@ class NumberedLoad:
     """API key of the clients; empty for none."""
 
     async def run(self, numbers: Iterator[int], num_clients: int) -> None:
-        """Have clients share the numbers, until it is over."""
+        """Ask the numbers with several clients, until the run is over."""
         async with asyncio.TaskGroup() as group:
             for _ in range(num_clients):
                 group.create_task(self._be_client(numbers))
@@ -96,7 +96,7 @@ class NumberedLoad:
     ) -> TrialConnection | None:
         """Ask until an answer comes or none can come; return the connection to go on with.
 
-        A refused request was never accepted, so nothing is owed: it is asked again.
+        A refused request was never accepted, so it is asked again.
         """
         tally = self.tally
         question = self.questions[number % len(self.questions)]

@@ -20,17 +20,17 @@ class Expected:
     """The right answer to one input."""
 
     def __init__(self, body: bytes, tolerance: float) -> None:
-        """Take the JSON that the service gave when nothing else was asked.
+        """Store the JSON that the service answered without other load.
 
-        A float may differ by `tolerance`, a part of itself: a batch of another size is rounded
-        otherwise.
+        A float may differ by `tolerance`, a part of itself: batches of different sizes are rounded
+        differently.
         """
         self.value = msgspec.json.decode(body)
         self._tolerance = tolerance
         self._known_right = {body}
 
     def complaint(self, body: bytes) -> str:
-        """Say what is wrong with an answer; empty if nothing is."""
+        """Return what is wrong with an answer; empty if nothing is."""
         if body in self._known_right:
             return ""
         try:
@@ -60,7 +60,7 @@ class KnownQuestion:
         return _numbered(self._path + query, given.body, given.content_type, str(number), key)
 
     def complaint(self, number: int, body: bytes) -> str:
-        """Say what is wrong with an answer; empty if nothing is."""
+        """Return what is wrong with an answer; empty if nothing is."""
         return self.expected.complaint(body)
 
 
@@ -75,12 +75,12 @@ class EchoQuestion:
         self._texts = "".join(random.Random(seed).choices(letters, k=1024))
 
     def request(self, number: int, query: str = "", key: str = "") -> bytes:
-        """See `KnownQuestion`."""
+        """Return the whole HTTP request."""
         body = b'{"instances":[%s]}' % self._instance(number)
         return _numbered(self._path + query, body, "application/json", str(number), key)
 
     def complaint(self, number: int, body: bytes) -> str:
-        """See `KnownQuestion`."""
+        """Return what is wrong with an answer; empty if nothing is."""
         expected = b'{"predictions":[%s]}' % self._instance(number)
         return "" if body == expected else f"expected {expected[:80]!r}, found {body[:80]!r}"
 
@@ -102,7 +102,7 @@ def _numbered(path: str, body: bytes, content_type: str, request_id: str, key: s
 async def learn(
     connection: TrialConnection, path: str, given: TrialInput, tolerance: float, key: str = ""
 ) -> KnownQuestion:
-    """Ask a healthy service twice, and take its answer for the right one.
+    """Ask a healthy service twice, and return the question with this answer as the right one.
 
     Raises:
         TrialError: The input is refused, or has two answers.
@@ -130,7 +130,7 @@ async def learn(
 
 
 def indistinct(questions: Sequence[KnownQuestion], tolerance: float) -> list[tuple[str, str]]:
-    """Return pairs of inputs with the same answer: nobody would see a swap of those."""
+    """Return pairs of inputs with the same answer: swapped answers to them would go unnoticed."""
     return [
         (left.given.name, right.given.name)
         for i, left in enumerate(questions)

@@ -27,7 +27,7 @@ _PLAIN = (
 _DEADLY: Sequence[Fault] = (
     "kill", "stop", "poison", "forkserver", "decoder", "swap", "host", "scribble", "burst",
 )  # fmt: skip
-"""Faults that cost workers, so that anybody may be refused for a while."""
+"""Faults that cost workers, so that any client may be refused for a while."""
 _SIGNALS: Mapping[Kind, str] = {
     "kill": "SIGKILL", "stop": "SIGSTOP", "forkserver": "forkserver", "decoder": "decoder",
     "host kill": "host SIGKILL", "host stop": "host SIGSTOP", "host end": "host SIGTERM",
@@ -37,12 +37,12 @@ _BACK: Mapping[Kind, str] = {
     "host stop": "  back after SIGCONT",
     "host end": "  back after its start",
 }
-"""How long a host takes is counted from the moment when it may come back."""
+"""Recovery of a host is timed from the moment when it may come back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChaosReport:
-    """All that a run of `inferpool chaos` has shown."""
+    """Results of a run of `inferpool chaos`."""
 
     models: Sequence[str]
     workers: int
@@ -90,11 +90,11 @@ class ChaosReport:
 
     @property
     def untried(self) -> list[str]:
-        """Kinds of faults that were asked for and did not happen."""
+        """Kinds of faults that were planned and did not happen."""
         return [kind for kind, count in self.faults.items() if not count]
 
     def problems(self) -> list[str]:
-        """Say what broke the promise; empty if it was kept."""
+        """Return what broke the promise; empty if it was kept."""
         counts = {name: self._sum_of(name) for name in ("wrong", "lost", "duplicated")}
         found = [f"{count} {name}" for name, count in counts.items() if count]
         if num_late := self._sum_of("late"):
@@ -149,7 +149,7 @@ class ChaosReport:
         }
 
     def write(self, stream: TextIO) -> None:
-        """Write it for people."""
+        """Write the report as text."""
         rows = list(self._rows())
         width = max(len(name) for name, _ in rows)
         stream.writelines(f"{name:{width}}  {text}".rstrip() + "\n" for name, text in rows)

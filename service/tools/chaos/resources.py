@@ -26,8 +26,8 @@ class Holdings:
     """Resources that the processes of a service hold at one moment."""
 
     descriptors: int
-    """Open files of the front end, but for those of the job store that are where they were: its
-    threads keep as many connections as were needed at once."""
+    """Open files of the front end, without those of the job store that still exist: its threads
+    keep all connections that were once needed at the same time."""
     threads: int
     processes: int
     pss_bytes: int
@@ -41,7 +41,7 @@ class Holdings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerReading:
-    """Counters of /metrics, over all models."""
+    """Counters of /metrics, for all models together."""
 
     accepted: int
     succeeded: int
@@ -52,7 +52,7 @@ class LedgerReading:
     arena_used_bytes: int
     restarts: int
     retried: int
-    """Instances sent again, since their worker was lost."""
+    """Instances sent again because their worker was lost."""
 
     @property
     def in_flight(self) -> int:
@@ -72,7 +72,7 @@ class LedgerReading:
 def holdings_of(
     front_end_pid: int, family: Sequence[psutil.Process], job_store: Path | None = None
 ) -> Holdings:
-    """Return what the processes of a service hold, which may keep jobs in a folder."""
+    """Return what the processes of a service hold; `job_store` is the folder of its jobs."""
     front_end = psutil.Process(front_end_pid)
     others = [each.pid for each in family if each.pid != front_end_pid]
     shared: dict[str, int] = {}

@@ -57,9 +57,9 @@ from inferpool.service.tools.trial.service import TrialService, rows_of
 EXIT_KEPT = 0
 EXIT_BROKEN = 1
 EXIT_UNTESTED = 3
-"""There was no service, or no input with a known answer."""
+"""No service started, or no input has a known answer."""
 EXIT_INTERRUPTED = 130
-"""Nothing had broken until then: 128 and the number of SIGINT, as shells have it."""
+"""No promise was broken until then: 128 and the number of SIGINT, as in shells."""
 _NUM_INPUTS = 32
 _QUIET_S = 2.0
 _MAX_START_S = 900.0
@@ -81,7 +81,7 @@ def run(loaded: LoadedSettings, plan: ChaosPlan) -> int:
         rows = rows_for(loaded, can_be_poisoned=can_be_poisoned)
         key, *own_keys = (secrets.token_urlsafe(24) for _ in range(3))
         if not plan.every_s["greed"] and not plan.every_s["upload"]:
-            own_keys = []  # then everybody may ask, as usual
+            own_keys = []  # then any client may ask, as usual
         with (
             TrialAgents(plan.hosts) as agents,
             TrialService(
@@ -126,7 +126,7 @@ class _ChaosRun:
         keys: Sequence[str],
     ) -> None:
         self._keys = keys
-        """Keys of the clients that are watched and of the greedy ones, if there are any."""
+        """Keys of the watched clients and of the greedy ones, if there are any."""
         self._subject = subject
         self._agents = agents
         self._swaps = swaps
@@ -151,7 +151,7 @@ class _ChaosRun:
             await self._load(knowledge.questions, quiet, lambda _: time.monotonic() > until)
             stores = await self._stores(knowledge)
             health = await watch.look()  # decoders start after their worker
-            watch.close()  # which asks for a connection when it needs one
+            watch.close()  # it connects again when it needs to
             before = await self._settled_holdings(None)
             screen.begin(f"asking under faults, {self._plan.text}")
             chaos = ChaosTally()
@@ -310,14 +310,14 @@ class _ChaosRun:
     async def _disturb(
         self, watch: Watch, faults: Faults, tally: ChaosTally, knowledge: _Knowledge, screen: Screen
     ) -> tuple[float, bool]:
-        """Load under faults; return for how long, and whether that was to the end."""
+        """Load the service under faults; return for how long, and whether to the end."""
         plan = self._plan
         began = time.monotonic()
         enough: dict[Fault, int] = {"kill": plan.kills, "host": HOST_STRIKES}
         enough |= dict.fromkeys(SCARCE, 1)
 
         def shares(tally: ChaosTally) -> list[float]:
-            """Return how much is done of each thing that has to be before the end."""
+            """Return the done share of each thing that the end waits for."""
             if plan.seconds is not None:
                 return [(time.monotonic() - began) / plan.seconds if plan.seconds else 1.0]
             parts = [tally.num_sent / plan.requests]
@@ -351,7 +351,7 @@ class _ChaosRun:
             await self._load(knowledge.questions, tally, is_over)
             seconds = time.monotonic() - began
             is_complete = not self._interruption.has_come and self._subject.is_running
-            await _end(harming)  # sees the poisons through
+            await _end(harming)  # finishes the poisons
             while watch.pending and self._subject.is_running and not self._interruption.has_come:
                 if time.monotonic() - began - seconds > _SETTLE_S:
                     break
@@ -406,7 +406,7 @@ def rows_for(loaded: LoadedSettings, *, can_be_poisoned: bool) -> list[Row]:
 
 def _changed(key: Key, value: object, origin: str) -> Row:
     if key == ("speed_search",):
-        return key, False, "chaos"  # its process and its change of workers are no fault of ours
+        return key, False, "chaos"  # we cause neither its process nor its new workers
     if key[-1] == "batch_timeout_s" and origin == "default":
         return key, BATCH_TIMEOUT_S, "chaos"
     return key, value, origin

@@ -1,4 +1,4 @@
-"""Deletes the folder of the job store while jobs run, and checks that jobs can be made again."""
+"""Deletes the job store's folder while jobs run, and checks that jobs can be made again."""
 
 import asyncio
 import itertools
@@ -31,7 +31,7 @@ _COMPUTED = 2
 
 @dataclass(slots=True, kw_only=True)
 class StoreFaults:
-    """Strikes the job store of a service. Lives in the event loop."""
+    """Deletes the job store of a service. Lives in the event loop."""
 
     address: Address
     folder: Path | None
@@ -46,7 +46,7 @@ class StoreFaults:
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(_FIRST))
 
     async def lose(self) -> None:
-        """Delete the folder, make it again once that was noticed, and have a job computed."""
+        """Delete the folder, make it again once the service has noticed, and run a job."""
         assert self.folder is not None
         try:
             for _ in range(_NUM_JOBS):
@@ -57,7 +57,7 @@ class StoreFaults:
             self.failed.append(f"a job had no answer: {error}")
 
     async def compute(self, made: TrialAnswer | None = None) -> None:
-        """Check that a job is computed: that which was made, or a new one.
+        """Check that a job is computed: the given one, or a new one.
 
         Raises:
             OSError: The service cannot be reached.
@@ -65,14 +65,14 @@ class StoreFaults:
         """
         made = made or await self.submit()
         if made.status != 202:
-            return  # it is told already
+            return  # it is reported already
         id = msgspec.json.decode(made.body)["id"]
         answer = await self._ask(f"GET /jobs/{id}?wait={_OVER_S:g} HTTP/1.1\r\nHost: x\r\n")
         if answer.status != 200 or msgspec.json.decode(answer.body)["state"] != "succeeded":
             self.failed.append(f"job {id} was not computed: {answer.status} {answer.body[:200]!r}")
 
     async def _until_back(self, folder: Path) -> TrialAnswer:
-        """Return the answer to the first job that is made after the folder was deleted."""
+        """Return the answer to the first job made after the folder was deleted."""
         until = time.monotonic() + self.back_s
         while True:
             answer = await self.submit()
@@ -91,7 +91,7 @@ class StoreFaults:
             await asyncio.sleep(_RETRY_S)
 
     async def submit(self) -> TrialAnswer:
-        """Make a job of one question.
+        """Submit a job of one question.
 
         Raises:
             OSError: The service cannot be reached.

@@ -13,8 +13,8 @@ from inferpool.service.tools.trial.connection import (
 )
 
 MOST_COMPARED = 40
-"""A swap has both versions compute up to so many instances of its own: ten inputs, as the answer
-and as tensors."""
+"""Most instances that a swap has both versions compute: ten inputs, as the answer and as
+tensors."""
 _ANSWER_S = 300.0
 _REFUSED = (409, 422, 503)
 _BODY = json.dumps({"policy": "force", "rollback_s": 0, "ephemeral": True}).encode()
@@ -32,15 +32,15 @@ class Swaps:
     refused: list[str] = field(default_factory=list)
     """Why versions were refused: their workers were struck, too."""
     failed: list[str] = field(default_factory=list)
-    """Swaps without an answer, or with one that says neither."""
+    """Swaps without an answer, or with one that says neither yes nor no."""
 
     @property
     def num_begun(self) -> int:
-        """Swaps that were asked for, and are over."""
+        """Requested swaps that are over."""
         return self.num_done + len(self.refused) + len(self.failed)
 
     async def swap(self) -> None:
-        """Swap the model whose turn it is, and wait until that is decided."""
+        """Swap the next model, and wait for the decision."""
         name = self.models[self.num_begun % len(self.models)]
         path = f"/admin/models/{name}/versions"
         request = post_request(path, _BODY, "application/json", {"X-API-Key": self.key})

@@ -46,8 +46,8 @@ class Recovery(msgspec.Struct, kw_only=True):
     kind: Kind
     worker: str
     incarnation: int
-    """It is another one in the successor. For a decoder it is the process id; for a host it is the
-    number of its connection."""
+    """It differs in the successor. For a decoder it is the process id; for a host it is the number
+    of its connection."""
     rank: int | None = None
     processes: Sequence[psutil.Process] = ()
     num_left_behind: int = 0
@@ -56,7 +56,7 @@ class Recovery(msgspec.Struct, kw_only=True):
     noticed: float | None = None
     """Moment when the service no longer counted on the worker."""
     freed: float | None = None
-    """Moment when a host was let go on, or its agent was started anew."""
+    """Moment when a host could go on, or its agent was started anew."""
     recovered: float | None = None
     """Moment when its successor was ready, and every worker that was not struck as well. For a host
     it is when all its own workers were ready."""
@@ -70,7 +70,7 @@ class Recovery(msgspec.Struct, kw_only=True):
 
 
 class _Sight(NamedTuple):
-    """The state of something that may be struck."""
+    """The state of a process or host that may be struck."""
 
     state: str
     incarnation: int
@@ -104,7 +104,7 @@ class Watch:
             return await self._connection.read_health()
 
     def add(self, recovery: Recovery) -> None:
-        """Watch how what was struck comes back. Workers of a struck host are lost in any case."""
+        """Watch a recovery. Workers of a struck host are lost in any case."""
         if recovery.is_of_host:
             host = recovery.host
             known = self.recoveries
@@ -143,7 +143,7 @@ class Watch:
         return False
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         if self._connection is not None:
             self._connection.close()
 

@@ -2,7 +2,7 @@
 
 Errors::
 
-    ClusterError                the front end does not answer as it should; the message says why
+    ClusterError the front end gives no proper answer; the message says why
     └── UnmeasuredError         it measures no connection for us
 """
 
@@ -24,22 +24,22 @@ from inferpool.service.client.urls import without_password
 
 HEALTH_KEY_VARIABLE = "INFERPOOL_METRICS_KEYS"
 _TIMEOUT_S = 150.0
-"""Longest time of a measurement, which gives up by itself."""
+"""Longest time of a measurement, which the front end limits itself."""
 _CONNECT_S = 5.0
 _REACH_S = 3.0
 IMAGE_BYTES = 100 << 10
-"""Size of the images that are counted on."""
+"""Assumed size of images."""
 _FAR_S = 0.01
-"""Round trip from which on a host is far away."""
+"""Least round trip of a host that is far away."""
 _OFF_S, _FAR_OFF_S = 0.1, 1.0
-"""Differences of clocks that are worth a note, and a warning."""
+"""Least differences of clocks for a note and for a warning."""
 _SLOW_BYTES_PER_S = 100e6
 """Bandwidth below that of a gigabit a second."""
 _HEAD = ("host", "version", "torch", "Python", "clock", "round trip", "to it", "from it", "devices")
 
 
 class ClusterError(Exception):
-    """The front end does not answer as it should."""
+    """The front end gives no proper answer."""
 
 
 class UnmeasuredError(ClusterError):
@@ -54,7 +54,7 @@ class MeasuredHost(msgspec.Struct, frozen=True):
 
     @property
     def images_per_s(self) -> float:
-        """Images per second that reach the host; answers are smaller, and take the way back."""
+        """Images per second that reach the host; answers are smaller, and go the other way."""
         return self.to_bytes_per_s / IMAGE_BYTES
 
 
@@ -70,7 +70,7 @@ class ClusterConnection:
         admin_key: str = "",
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        """Connect to nothing yet.
+        """Store how to connect.
 
         Args:
             url: Address of the service.
@@ -93,10 +93,10 @@ class ClusterConnection:
         )
 
     def health(self) -> ServiceHealth:
-        """Return what the front end says of itself and the hosts.
+        """Return the state of the front end and the hosts.
 
         Raises:
-            ClusterError: It does not.
+            ClusterError: It gives no proper answer.
         """
         answer = self._ask("GET", "/health", self._key)
         if answer.status_code in (401, 403):
@@ -109,10 +109,10 @@ class ClusterConnection:
             raise ClusterError(f"the server at {self.place} is no inferpool") from problem
 
     def measure(self, host: str) -> MeasuredHost:
-        """Have the front end measure its connection to a host.
+        """Return the front end's measurement of its connection to a host.
 
         Raises:
-            UnmeasuredError: It does not.
+            UnmeasuredError: It does not measure.
             ClusterError: It does not answer.
         """
         answer = self._ask("POST", f"/admin/hosts/{quote(host, safe='')}/measure", self._admin_key)
@@ -144,7 +144,7 @@ class ClusterConnection:
 
 
 def check_cluster(connection: ClusterConnection) -> Iterator[Finding]:
-    """Make all checks of a cluster; those that send much come last."""
+    """Run all checks of a cluster; those that send much come last."""
     try:
         health = connection.health()
     except ClusterError as problem:

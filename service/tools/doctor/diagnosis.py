@@ -63,7 +63,7 @@ def check_fronts(facts: Facts, settings: Settings) -> Iterator[Finding]:
 
 
 def check_connections(facts: Facts, settings: Settings) -> Iterator[Finding]:
-    """Check that as many connections fit as the settings ask for."""
+    """Check that the connections of the settings fit."""
     wanted = settings.max_connections
     fitting = max_connections(facts.num_files, facts.num_processes + facts.num_decoders)
     if wanted != "auto" and wanted > fitting:
@@ -125,7 +125,7 @@ FOUND_BY_STARTING: Sequence[Check] = (
 def diagnose(
     settings: Settings, host: Host, origins: Mapping[str, str], race: Race | None
 ) -> Iterator[Finding]:
-    """Make all checks of `inferpool doctor`; the slow ones come last.
+    """Run all checks of `inferpool doctor`; the slow ones come last.
 
     Loads models and measures their placements only if there is a `race`.
     """

@@ -23,7 +23,7 @@ _LIVE = b'{"status":"live"}'
 def check_address(
     settings: Settings, somaxconn: Path, answer_s: float = _ANSWER_S
 ) -> Iterator[Finding]:
-    """Check that the service can listen on the address, and who can reach it."""
+    """Check that the service can listen on the address, and which hosts can reach it."""
     try:
         with listen(settings.host, settings.port) as listener:
             address = str(listener.getsockname()[0])
@@ -76,7 +76,7 @@ def check_tls(facts: Facts, settings: Settings) -> Iterator[Finding]:
 
 
 def check_settings_file(origins: Mapping[str, str]) -> Iterator[Finding]:
-    """Check that only its owner may write to the settings file, which decides what code runs."""
+    """Check that only its owner may write to the settings file, since it decides what code runs."""
     places = {origin.removeprefix("file ") for origin in origins.values() if "file " in origin}
     for place in sorted(places):
         try:
@@ -94,7 +94,7 @@ def check_settings_file(origins: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _is_ours(settings: Settings, failure: StartError, answer_s: float) -> bool:
-    """Return whether the process that has the address answers like an inferpool."""
+    """Return whether the process on the address answers like an inferpool."""
     if getattr(failure.__cause__, "errno", None) != errno.EADDRINUSE:
         return False
     import httpx  # only if the address is taken

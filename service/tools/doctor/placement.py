@@ -30,7 +30,7 @@ _CLIENTS_PER_ROW = 4
 """Clients per row of a batch: one batch runs, one waits at the worker, two more fill up."""
 _LOOK_S = 1.0
 _BUSY = 25.0
-"""Use of all processors, in per cent, that is too high to measure speeds."""
+"""Use of all processors, in per cent, above which speeds are not measured."""
 _SURVEYS_S = 60.0
 """Time for all models together, unless placements are measured."""
 _HEAD = ("placement", "needs", "fits", "what each process has")
@@ -45,8 +45,8 @@ def check_ways(
 ) -> Iterator[Finding]:
     """Measure the networks of models without loading them, and say how to place them.
 
-    Measures the speed of placements only if there is a `race`, and if `find_use` finds that others
-    use few of the processors, in per cent.
+    Measures the speed of placements only if there is a `race`, and if `find_use` returns a low use
+    of the processors by others, in per cent.
     """
     if race and (busy := find_use()) > _BUSY:
         race = None
@@ -182,7 +182,7 @@ def judge(
 def _speeds(
     name: str, options: Sequence["_PlacementOption"], room: ModelRoom, race: Race
 ) -> Mapping[str, Speed]:
-    """Measure all placements that fit, each against the whole model if that fits."""
+    """Measure all placements that fit, each compared with the whole model if that fits."""
     most = max(_USUAL_RANKS[0], room.num_devices)
     fitting = [o for o in options if o.fits and (o.way.num_ranks <= most or o.is_chosen(room))]
     whole = [option for option in fitting if option.way.split is None][:1]
@@ -214,7 +214,7 @@ class _PlacementOption:
     need_bytes: int
     """Memory that the largest process needs."""
     least_bytes: int
-    """Memory of its part of the parameters, the least it needs."""
+    """Memory of its part of the parameters: it needs at least this."""
     has_bytes: int
     problem: str
 

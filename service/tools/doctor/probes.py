@@ -22,7 +22,7 @@ from inferpool.workers.host.gpus import Gpu
 PROBE_TIMEOUT_S = 120.0
 """Time to import torch and all models; torch takes 3 s, more from a cold disk."""
 _NOT_READY = "system not yet initialized"
-"""CUDA's words where GPUs hang on NVSwitches that nobody has set up (error 802)."""
+"""CUDA's words where GPUs are behind NVSwitches that are not set up (error 802)."""
 _SLOW_LOAD = 0.5
 """Share of load_timeout_s that is worth a warning."""
 
@@ -30,7 +30,7 @@ _SLOW_LOAD = 0.5
 def check_imports(
     facts: Facts, settings: Settings, timeout_s: float = PROBE_TIMEOUT_S
 ) -> Iterator[Finding]:
-    """Check that torch can be imported, and each model be built without its weights."""
+    """Check that torch can be imported, and that each model can be built without its weights."""
     orders = [order_for(facts, settings, name, "model") for name in known_models(facts, settings)]
     used = {uuid for placement in all_placements(facts) for uuid in placement.visible}
     gpus = [gpu for gpu in facts.host.gpus if gpu.uuid in used]
@@ -60,14 +60,14 @@ def measure(facts: Facts, settings: Settings) -> Iterator[Finding]:
 
 
 def known_models(facts: Facts, settings: Settings) -> list[str]:
-    """Return the models that can be tried: all but those whose file cannot be read."""
+    """Return the models that can be tried: those with a readable file."""
     return [name for name in facts.placements if not is_lost(settings.models[name])]
 
 
 def order_for(
     facts: Facts, settings: Settings, name: str, do: str, **details: object
 ) -> dict[str, object]:
-    """Return the order for `workers.beside.probe` to do something with a model."""
+    """Return an order for `workers.beside.probe`: what to do with a model."""
     model = settings.models[name]
     config = model.model_config_for(name)
     return {
@@ -94,9 +94,9 @@ def probe(
         orders: Results of `order_for`.
         timeout_s: Time for all of them.
         accelerator: Kind of the GPUs.
-        gpus: GPUs to try, which are the only ones that the probe sees.
+        gpus: GPUs to try; the probe sees no others.
     """
-    # -P: a folder of the user's must not be imported in place of one of our packages.
+    # -P: a user's folder must not be imported in place of one of our packages.
     command = [sys.executable, "-P", "-m", "inferpool.workers.beside.probe"]
     told = {"accelerator": accelerator.kind, "devices": list(map(str, gpus)), "models": orders}
     visible = {accelerator.visible: ",".join(gpu.uuid for gpu in gpus)}

@@ -13,7 +13,7 @@ _WIDTH = 100
 
 
 def write_table(findings: Sequence[Finding], stream: TextIO) -> None:
-    """Write level, check and message of each finding, the worst first; the advice is below."""
+    """Write each finding's level, check and message, the worst first, with the advice below."""
     from rich.console import Console, RenderableType
     from rich.padding import Padding
     from rich.table import Column, Table

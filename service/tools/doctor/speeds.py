@@ -1,4 +1,4 @@
-"""Speeds of placements, for the tool that measures them and for the one that reports them."""
+"""Speeds of placements, shared by the tool that measures them and the one that reports them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class Race(Protocol):
         num_clients: int,
         is_side_by_side: bool,
     ) -> Mapping[str, Speed]:
-        """Start a service for each placement, and load it.
+        """Start a service for each placement, put it under load, and return the speeds.
 
         `ways` has the model's settings for each placement, by the placement's name; the first is
         the reference for the others. `is_side_by_side`: two services fit at a time, and take turns.

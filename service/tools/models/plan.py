@@ -11,7 +11,7 @@ _SWAP = "SwapOptions"
 
 
 def add_flags(parser: ArgumentParser) -> None:
-    """Add the flags of `models`, and what it can do."""
+    """Add the flags and the actions of `models`."""
     parsers = add_models_parsers(parser)
     for what in ("add", "swap"):
         parsers[what].add_argument(

@@ -1,4 +1,4 @@
-"""Runs `inferpool models`: checks what is asked for before the service is."""
+"""Runs `inferpool models`: checks the request before it is sent to the service."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from inferpool.service.settings.problems import expected, shown, unknown
 
 
 def run(args: Namespace) -> int:
-    """Do what was asked for; return the exit status.
+    """Run the command; return the exit status.
 
     Raises:
         FlagError: The flags make no sense, or the service cannot use them.
@@ -29,7 +29,7 @@ def run(args: Namespace) -> int:
 
 
 def body_of(args: Namespace) -> Mapping[str, object]:
-    """Return what to ask for.
+    """Return the body of the request.
 
     Raises:
         FlagError: A setting or an option cannot be used.
@@ -56,7 +56,7 @@ def body_of(args: Namespace) -> Mapping[str, object]:
 
 
 def _run_settings(args: Namespace) -> dict[str, object]:
-    """Return what the folder of a training run stands for; its images judge it, but for others."""
+    """Return the settings for the folder of a training run; none without one."""
     folder = args.run_folder
     if folder is None:
         return {}
@@ -70,7 +70,7 @@ def _run_settings(args: Namespace) -> dict[str, object]:
         raise FlagError(f"RUN: there is no folder {folder!r} here; --source takes other sources")
     if args.what == "add":
         return {"source": path}
-    # What was for the source of before would not fit this one.
+    # The old source's settings would not fit this one.
     settings: dict[str, object] = {"source": path, "weights": "DEFAULT", "options": {}}
     if args.policy == "force":
         return settings
@@ -78,7 +78,6 @@ def _run_settings(args: Namespace) -> dict[str, object]:
 
 
 def _setting(text: str) -> tuple[str, object]:
-    """Read `KEY=VALUE`."""
     name, equals, value = text.partition("=")
     if not equals:
         raise FlagError(f"--set: {text!r} is not KEY=VALUE")

@@ -1,6 +1,6 @@
 """The actor that keeps one host's agent: the only thing that runs in a process of Ray's.
 
-It takes and returns only bytes and text, so that nothing has to be unpickled on the other side.
+Its methods use only bytes and text, so that the other side unpickles nothing.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from inferpool.service.tools.trial.bound import bound_command
 
 _ADDED_BY_RAY = ("OMP_NUM_THREADS", "PYTHONBREAKPOINT")
 """Variables that Ray sets for its workers, and that an agent must not inherit. It does inherit
-CUDA_VISIBLE_DEVICES, which names the GPUs that are reserved for it."""
+CUDA_VISIBLE_DEVICES, the GPUs reserved for it."""
 
 
 class Keeper:
@@ -28,7 +28,7 @@ class Keeper:
     """
 
     def __init__(self) -> None:
-        with contextlib.suppress(OSError):  # only root may; `look` tells what it is
+        with contextlib.suppress(OSError):  # only root may; `look` returns the value
             os.setpriority(os.PRIO_PROCESS, 0, min(0, os.getpriority(os.PRIO_PROCESS, 0)))
         self._child: subprocess.Popen[bytes] | None = None
         self._order_digest = ""
@@ -40,8 +40,8 @@ class Keeper:
 
         Args:
             order: JSON: the `arguments` of the command `inferpool`, and the variables (`environ`)
-                that the agent gets in addition. They have the cluster's keys, so they are passed in
-                a call, which Ray does not keep, and not in the creation of the actor.
+                that the agent gets in addition. They hold the cluster's keys, so they are passed in
+                a call: Ray keeps what creates an actor, but not calls.
         """
         if self._child is not None and self._child.poll() is None:
             return
@@ -59,7 +59,7 @@ class Keeper:
             self._child, self._problem = None, f"the agent cannot be started: {error}"
 
     def stop(self) -> None:
-        """Tell the agent to drain and end."""
+        """Ask the agent to drain and end."""
         self._is_stopping = True
         if self._child is not None and self._child.poll() is None:
             self._child.send_signal(signal.SIGTERM)
@@ -81,12 +81,12 @@ class Keeper:
 
 
 def digest(order: bytes) -> str:
-    """Return what tells one order from another, and nothing of the keys in it."""
+    """Return a digest that identifies an order and reveals no keys."""
     return hashlib.sha256(order).hexdigest()[:16]
 
 
 def _own_environ() -> dict[str, str]:
-    """Return the variables of this process, without what Ray has added for its worker."""
+    """Return the variables of this process, without those that Ray has added for its worker."""
     try:
         raylet = psutil.Process(os.getppid()).environ()
     except psutil.Error:

@@ -20,21 +20,21 @@ _TIMEOUT_S = 3.0
 _MIN_CALLS = 20
 """Answers that a percentile needs."""
 _NO_ROOM = {"queue_full", "arena_full", "deadline", "objective", "unavailable"}
-"""Reasons of refusals that more hosts would mend."""
+"""Reasons of refusals that more hosts would prevent."""
 
 
 class LoadError(Exception):
-    """The front end tells nothing of its load now; the message says why."""
+    """The front end does not report its load now; the message says why."""
 
 
 @dataclass(slots=True, kw_only=True)
 class LoadCounts:
-    """Sums that a front end has counted since its start, and what it holds now."""
+    """A front end's counters since its start, and its load now."""
 
     accepted: float = 0.0
     refused: float = 0.0
     busy_s: float = 0.0
-    """Seconds in which workers prepared or computed: of the two, what takes them longer."""
+    """Seconds in which workers prepared or computed: the longer of the two."""
     num_workers: float = 0.0
     queue_share: float = 0.0
     durations: dict[str, dict[float, float]] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class LoadCounts:
 
 
 class FrontLoad:
-    """The load of one front end. It is asked for the counts now and then."""
+    """Reads the load of one front end."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class FrontLoad:
         objective_s: float,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        """Store where to ask; `transport` replaces the network (see httpx)."""
+        """Store the addresses to ask; `transport` replaces the network (see httpx)."""
         self._place = without_password(url)
         self._url = url
         self._objective_s = objective_s
@@ -96,7 +96,7 @@ class FrontLoad:
         """Return the load since the last call; None for the first, and after a new start.
 
         Raises:
-            LoadError: The front end does not tell.
+            LoadError: The front end does not report it.
         """
         counts = counts_in(self._get("/metrics").text)
         counts.num_hosts = _num_hosts(self._get("/health").content)
@@ -125,7 +125,7 @@ class FrontLoad:
 
 
 def counts_in(text: str) -> LoadCounts:
-    """Return what a page of metrics says.
+    """Return the counts in a page of metrics.
 
     Raises:
         LoadError: The text is no page of metrics.
@@ -173,7 +173,7 @@ def _shares(depth: dict[str, float], most: dict[str, float]) -> Iterable[float]:
 
 
 def _p99(now: dict[float, float], before: dict[float, float]) -> float:
-    """Return the 99th percentile of what came between two readings, within its bucket's edges."""
+    """Return the 99th percentile of the calls between two readings, within its bucket's edges."""
     counts = [(edge, num - before.get(edge, 0.0)) for edge, num in sorted(now.items())]
     if not counts or counts[-1][1] < _MIN_CALLS:
         return 0.0

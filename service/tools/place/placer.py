@@ -1,7 +1,7 @@
-"""Compares the agents that there should be with what Ray has, and has Ray change it.
+"""Compares the wanted agents with those that Ray has, and tells Ray what to change.
 
-One `step` each second, in the process of `inferpool place` that speaks to Ray. All that it must
-know after a restart it reads from Ray: agents go on while nobody places them.
+One `step` each second, in the process of `inferpool place` that uses Ray. After a restart it reads
+its whole state from Ray: agents go on without it.
 """
 
 import json
@@ -19,10 +19,10 @@ logger = logging.getLogger(__name__)
 _PLACING_S = 60.0
 """An actor that has not started by then is placed anew."""
 _STEADY_S = 60.0
-"""An agent that has run for so long begins with the shortest pause when it ends."""
+"""After an agent has run for this long, its next pause is the shortest one."""
 _MAX_PAUSE_S = 60.0
 _ASK_S = 30.0
-"""Between requests for hosts: a GCS that has started again may not know of the last one."""
+"""Between requests for hosts: a restarted GCS may not know of the last one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,12 +33,12 @@ class HostNode:
     hostname: str
     num_gpus: int
     is_draining: bool = False
-    """It will be gone soon, or Ray has been asked to empty it."""
+    """It will leave soon, or Ray has been asked to empty it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeeperState:
-    """State of an agent, as its actor tells it."""
+    """State of an agent, as its actor reports it."""
 
     pid: int | None = None
     """None if no agent runs."""
@@ -52,7 +52,7 @@ class KeeperState:
 
 
 class Gone(Enum):
-    """Why an actor tells nothing."""
+    """Why an actor does not report its state."""
 
     SILENT = "silent"
     """It has not started yet, or does not answer now."""
@@ -60,7 +60,7 @@ class Gone(Enum):
 
 
 class RaySide(Protocol):
-    """Ray, as the placer asks it. Every call returns within seconds."""
+    """The placer's interface to Ray. Every call returns within seconds."""
 
     def nodes(self) -> Sequence[HostNode]:
         """Return the living nodes that are large enough for an agent."""
@@ -72,19 +72,19 @@ class RaySide(Protocol):
         """Reserve the node's GPUs, and begin to start an actor there."""
 
     def look(self, ids: Sequence[str]) -> Mapping[str, KeeperState | Gone]:
-        """Return what the actors of these nodes tell."""
+        """Return the states that the actors of these nodes report."""
 
     def start(self, id: str, order: bytes) -> None:
-        """Have an actor start its agent."""
+        """Start the agent of an actor."""
 
     def stop(self, id: str) -> None:
-        """Have an actor tell its agent to drain and end."""
+        """Stop the agent of an actor; it drains first."""
 
     def remove(self, id: str) -> None:
-        """End the actor of a node, whose agent ends with it, and free the GPUs."""
+        """End the actor of a node and its agent, and free the GPUs."""
 
     def ask_for(self, num_hosts: int) -> None:
-        """Tell the cluster's autoscaler how many hosts there should be."""
+        """Request a number of hosts from the cluster's autoscaler."""
 
 
 class Phase(Enum):
@@ -107,7 +107,7 @@ class _Seat:
     phase: Phase
     since: float
     number: int
-    """Seats are numbered in the order in which they were taken."""
+    """Nodes are numbered in the order in which they were chosen."""
     pauses: Backoff = field(default_factory=lambda: Backoff(1.0, _MAX_PAUSE_S))
     until: float = 0.0
     """End of the pause."""
@@ -130,7 +130,7 @@ class Placer:
         """Start with no knowledge of the cluster.
 
         Args:
-            cluster: What is asked of Ray.
+            cluster: The interface to Ray.
             arguments: Those of the command `inferpool`, without `--name NAME`.
             environ: Variables that agents get in addition to those of their host.
             stop_s: How long an agent may drain before it is killed.
@@ -146,7 +146,7 @@ class Placer:
 
     @property
     def num_running(self) -> int:
-        """Agents that run, and shall go on."""
+        """Agents that run and are to go on."""
         return sum(seat.phase is Phase.RUNNING for seat in self._seats.values())
 
     @property
@@ -155,18 +155,18 @@ class Placer:
         return len(self._seats)
 
     def survey(self, now: float) -> None:
-        """Look at the nodes, and find the agents of an earlier run."""
+        """Read the nodes, and find the agents of an earlier run."""
         self._nodes = {node.id: node for node in self._cluster.nodes()}
         self._leave_lost_nodes()
         self._adopt(now)
 
     def step(self, now: float, wanted: int | None, num_asked: int = 0) -> None:
-        """Bring the agents nearer to what there should be.
+        """Bring the agents nearer to the wanted number.
 
         Args:
             now: The time, from any clock that does not jump.
-            wanted: Agents that there should be; None for one on each host.
-            num_asked: Hosts that the cluster's autoscaler is asked for.
+            wanted: Wanted agents; None for one on each host.
+            num_asked: Hosts to request from the cluster's autoscaler.
         """
         self.survey(now)
         states = self._cluster.look([id for id, seat in self._seats.items() if seat.has_actor])
@@ -214,7 +214,7 @@ class Placer:
         return seat
 
     def _judge(self, now: float, seat: _Seat, state: KeeperState | Gone) -> None:
-        """Act on what an actor tells of its agent."""
+        """Act on an actor's report of its agent."""
         if seat.phase is Phase.STOPPING and now - seat.since > self._stop_s:
             logger.warning("the agent on %s does not end: it is killed", seat.name)
             self._remove(seat)
@@ -259,7 +259,7 @@ class Placer:
             self._fail(now, seat, state.problem or _ending_of(state.exit_status))
 
     def _go_on(self, now: float, seat: _Seat, state: KeeperState) -> None:
-        """Let an agent that runs go on, unless its node goes or its order has changed."""
+        """Keep a running agent, unless its node leaves or its order has changed."""
         if now - seat.since > _STEADY_S:
             seat.pauses.reset()
         if seat.node.is_draining:
@@ -281,7 +281,7 @@ class Placer:
         seat.phase, seat.since, seat.is_leaving = Phase.STOPPING, now, is_leaving
 
     def _fail(self, now: float, seat: _Seat, why: str) -> None:
-        """Start there again after a pause that doubles; the GPUs stay reserved."""
+        """Plan another start there after a pause that doubles; the GPUs stay reserved."""
         pause_s = seat.pauses.next_s()
         logger.warning("no agent runs on %s (%s): starting one in %.0f s", seat.name, why, pause_s)
         seat.phase, seat.until = Phase.PAUSING, now + pause_s
@@ -297,7 +297,7 @@ class Placer:
                     self._place(now, seat)
 
     def _fit(self, now: float, wanted: int | None) -> None:
-        """Place agents on free nodes, or stop those that are too many."""
+        """Place agents on free nodes, or stop surplus ones."""
         free = [
             node
             for id, node in sorted(self._nodes.items())
@@ -312,7 +312,7 @@ class Placer:
         for node in free[: max(num_more, 0)]:
             self._place(now, self._take(now, node, Phase.PLACING))
         if num_more < 0:
-            # First those that do nothing yet, then those that came last.
+            # First those that do nothing yet, then the newest.
             order = sorted(staying, key=lambda seat: (seat.phase is Phase.RUNNING, -seat.number))
             for seat in order[:-num_more]:
                 self._give_back(now, seat)
@@ -339,7 +339,6 @@ class Placer:
         return node.hostname if len(namesakes) == 1 else f"{node.hostname}-{node.id[:8]}"
 
     def _order_for(self, name: str) -> bytes:
-        """Return the order for the agent of a host."""
         arguments = [*self._arguments[:1], "--name", name, *self._arguments[1:]]
         return json.dumps({"arguments": arguments, "environ": self._environ}).encode()
 

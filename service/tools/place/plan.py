@@ -27,10 +27,10 @@ class PlacePlan:
     environ: Mapping[str, str]
     """Variables of the agents alone: the cluster's keys."""
     front_end: str
-    """URL of the front end whose load decides; empty if nothing is to be decided."""
+    """URL of the front end that has the load; empty if the number of hosts is fixed."""
     metrics_key: str
     verify: bool | str
-    """True if certificates are checked, or the file of those that are trusted."""
+    """True if certificates are checked, or the file of trusted ones."""
     objective_s: float
     min_hosts: int
     max_hosts: int | None
@@ -89,7 +89,7 @@ def add_flags(parser: ArgumentParser) -> None:
 
 
 def plan_of(args: Namespace, environ: Mapping[str, str]) -> PlacePlan:
-    """Return what the flags and variables say.
+    """Return the plan from the flags and variables.
 
     Raises:
         FlagError: They make no sense.
@@ -99,7 +99,7 @@ def plan_of(args: Namespace, environ: Mapping[str, str]) -> PlacePlan:
     try:
         for each in args.join.split(",") if args.join is not None else ():
             address_of(each.strip())
-    except ValueError as error:  # else every agent would say so, again and again
+    except ValueError as error:  # else every agent would repeat it
         raise FlagError(f"--join: {error}") from error
     for flag in ("min_hosts", "max_hosts", "cpus_per_host"):
         if (value := getattr(args, flag)) is not None and value < 1:

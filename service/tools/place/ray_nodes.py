@@ -1,7 +1,7 @@
-"""Everything that is said to Ray: nodes, drains, placement, actors, requests for more hosts.
+"""All calls of Ray: nodes, drains, placement, actors, requests for more hosts.
 
 Only this module imports Ray, and only inside functions. It runs in a process of its own, since Ray
-terminates a driver whose GCS is gone.
+terminates a driver if its GCS is gone.
 
 Errors::
 
@@ -26,13 +26,13 @@ from inferpool.service.tools.place.placer import Gone, HostNode, KeeperState
 logger = logging.getLogger(__name__)
 
 _PREFIX = "inferpool-agent-"
-"""Names of actors and placement groups begin so, and end with the id of their node."""
+"""Prefix of the names of actors and placement groups, before the id of their node."""
 _NODE_LABEL = "ray.io/node-id"
 """Ray gives each node this label."""
 _LOOK_S = 0.5
-"""How long one look waits for the actors that have not answered yet."""
+"""How long one call of `look` waits for actors that have not answered yet."""
 _CALL_S = 10.0
-"""How long calls may take to the GCS, or to an actor."""
+"""How long calls to the GCS or to an actor may take."""
 _VERSIONS = re.compile(
     r"cluster was started with:\s*Ray: (\S+)\s*Python: (\S+).*?"
     r"was started with:\s*Ray: (\S+)\s*Python: (\S+)",
@@ -41,7 +41,7 @@ _VERSIONS = re.compile(
 
 
 class NoRayError(Exception):
-    """Ray cannot be spoken to now."""
+    """Ray cannot be reached now."""
 
 
 class VersionsError(NoRayError):
@@ -54,13 +54,13 @@ class RayNodes:
     def __init__(
         self, address: str, namespace: str, cpus_per_host: int, gpus_per_host: int
     ) -> None:
-        """Keep what is asked for.
+        """Store what to reserve, and where.
 
         Args:
             address: Where the cluster's GCS listens, as HOST:PORT, or "auto".
             namespace: Ray's namespace of the actors.
             cpus_per_host: CPUs to reserve on each host.
-            gpus_per_host: GPUs that a node must have; all that it has are reserved.
+            gpus_per_host: GPUs that a node must have; all of its GPUs are reserved.
         """
         self._address = address
         self._namespace = namespace
@@ -72,13 +72,13 @@ class RayNodes:
         self._warned = False
 
     def connect(self) -> None:
-        """Become a driver of the cluster.
+        """Connect as a driver of the cluster.
 
         Raises:
             VersionsError: It has other versions of Ray or Python.
             NoRayError: It cannot be reached.
         """
-        # For this process, before Ray is imported: no statistics are sent, and nothing is copied to
+        # For this process, before Ray is imported: it sends no statistics, and copies nothing to
         # the workers when `uv run` has started us.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
@@ -167,7 +167,7 @@ class RayNodes:
                 ).remote()
 
     def look(self, ids: Sequence[str]) -> Mapping[str, KeeperState | Gone]:
-        """Return what the actors of these nodes tell, at most half a second later."""
+        """Return the states that the actors of these nodes report, within half a second."""
         import ray
 
         states: dict[str, KeeperState | Gone] = {}
@@ -195,15 +195,15 @@ class RayNodes:
         return states
 
     def start(self, id: str, order: bytes) -> None:
-        """Have an actor start its agent."""
+        """Start the agent of an actor."""
         self._tell(id, "start", order)
 
     def stop(self, id: str) -> None:
-        """Have an actor tell its agent to drain and end."""
+        """Stop the agent of an actor; it drains first."""
         self._tell(id, "stop")
 
     def remove(self, id: str) -> None:
-        """End the actor of a node, whose agent ends with it, and free the GPUs."""
+        """End the actor of a node and its agent, and free the GPUs."""
         import ray
         from ray.util.placement_group import get_placement_group, remove_placement_group
 
@@ -216,7 +216,7 @@ class RayNodes:
                 remove_placement_group(get_placement_group(_PREFIX + id))
 
     def ask_for(self, num_hosts: int) -> None:
-        """Tell the cluster's autoscaler how many hosts there should be; without one, nothing."""
+        """Request a number of hosts from the cluster's autoscaler, if there is one."""
         from ray.autoscaler.sdk import request_resources
 
         with _as_no_ray():
@@ -241,7 +241,7 @@ class RayNodes:
         with _as_no_ray():
             actor = self._actor(id)
             if actor is None:
-                return  # the next look finds out
+                return  # the next call of `look` reports it
             with contextlib.suppress(ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
                 ray.get(getattr(actor, method).remote(*arguments), timeout=_CALL_S)
 
@@ -266,7 +266,7 @@ def _as_no_ray() -> Iterator[None]:
         yield
     except (ray.exceptions.RayError, ray.exceptions.RpcError, ConnectionError) as error:
         raise NoRayError(f"Ray does not answer: {_short(error)}") from error
-    except RuntimeError as error:  # Ray says so of RPCs that fail
+    except RuntimeError as error:  # Ray's error for failed RPCs
         raise NoRayError(f"Ray cannot do it: {_short(error)}") from error
 
 

@@ -1,6 +1,6 @@
-"""Runs `inferpool place`: a process that speaks to Ray, and this one, which starts it again.
+"""Runs `inferpool place`: a process that uses Ray, and this one, which restarts it.
 
-Ray terminates the process of a driver whose GCS is gone, so the driver is a child of ours. Agents
+Ray terminates the process of a driver if its GCS is gone, so the driver is a child of ours. Agents
 go on meanwhile: their actors are detached.
 """
 
@@ -38,7 +38,7 @@ _AGAIN = 4
 """Exit status of the driver if a later try may succeed."""
 _STEP_S = 1.0
 _LOOK_S = 5.0
-"""Between looks at the front end."""
+"""Between requests to the front end."""
 _MIN_PAUSE_S = 1.0
 _MAX_PAUSE_S = 30.0
 _STEADY_S = 60.0
@@ -47,7 +47,7 @@ _END_S = 15.0
 
 
 def run(args: Namespace) -> int:
-    """Place agents until told to stop; return the exit status.
+    """Place agents until a signal to stop; return the exit status.
 
     Raises:
         FlagError: The flags make no sense.
@@ -70,7 +70,7 @@ def run(args: Namespace) -> int:
 
 
 def supervise(plan: PlacePlan) -> int:
-    """Run drivers, one after the other, until a signal comes or one says that it is over."""
+    """Run drivers, one after the other, until a signal comes or one reports the end."""
     pauses = Backoff(_MIN_PAUSE_S, _MAX_PAUSE_S)
     with _wakeup() as woken:
         while True:
@@ -115,7 +115,7 @@ def _run_driver(plan: PlacePlan, woken: int) -> int | None:
 
 
 def drive(plan: PlacePlan, parent_pid: int) -> None:
-    """Speak to Ray until a signal comes, or Ray is gone. The main function of the driver."""
+    """Place agents until a signal comes, or Ray is gone. The main function of the driver."""
     die_with_parent(parent_pid)
     logs = configure()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Ray prints the last lines of lost raylets
@@ -134,12 +134,12 @@ def drive(plan: PlacePlan, parent_pid: int) -> None:
             status = _AGAIN
         finally:
             logs.close()
-    # Not by way of Ray's exit handlers, which wait for a GCS that may be gone.
+    # Without Ray's exit handlers, which wait for a GCS that may be gone.
     os._exit(status)
 
 
 def _place(plan: PlacePlan, cluster: RayNodes, woken: int) -> None:
-    """Step by step, until a signal comes; with `--stop`, until no agent is left."""
+    """Make steps until a signal comes; with `--stop`, until no agent is left."""
     placer = Placer(cluster, plan.arguments, plan.environ, plan.drain_s)
     placer.survey(time.monotonic())
     decider = _Decider(plan, placer.num_seats)
@@ -154,10 +154,10 @@ def _place(plan: PlacePlan, cluster: RayNodes, woken: int) -> None:
 
 
 class _Decider:
-    """Says how many hosts there should be."""
+    """Decides how many hosts there should be."""
 
     def __init__(self, plan: PlacePlan, num_hosts: int) -> None:
-        """Start from the hosts that have agents."""
+        """Store the plan, and the number of hosts that have agents."""
         self._plan = plan
         most = plan.min_hosts if plan.max_hosts is None else plan.max_hosts
         rules = ScalingRules(min_hosts=plan.min_hosts, max_hosts=most)
@@ -169,7 +169,7 @@ class _Decider:
         self._trouble = ""
 
     def decide(self, now: float) -> tuple[int | None, int]:
-        """Return how many, None for as many as there are, and how many to ask Ray for."""
+        """Return the wanted hosts (None for all there are), and how many to request from Ray."""
         if self._plan.is_end:
             return 0, 0
         if not self._plan.front_end:
@@ -196,7 +196,7 @@ class _Decider:
 
 @contextlib.contextmanager
 def _wakeup() -> Iterator[int]:
-    """Give a descriptor that is readable once a signal to stop has come."""
+    """Yield a descriptor that is readable once a signal to stop has come."""
     woken, waker = os.pipe()
     os.set_blocking(waker, False)
 

@@ -1,4 +1,4 @@
-"""Decides how many hosts there should be, from what the front end tells of its load.
+"""Decides how many hosts there should be, from the load that the front end reports.
 
 Pure: time is an argument. `inferpool place` asks it every few seconds.
 """
@@ -10,18 +10,18 @@ from math import ceil
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """Load of a front end between two looks at it."""
+    """Load of a front end between two readings."""
 
     num_hosts: int
     """Hosts whose agents run."""
     offered_per_s: float
-    """Instances that came, whether they were admitted or not."""
+    """Instances that came, admitted or not."""
     refused_per_s: float
-    """Those among them that were refused because there was no room or no time for them."""
+    """Instances among them that were refused for lack of room or time."""
     busy: float
     """Share of their time in which the workers computed."""
     queue_share: float
-    """Instances that wait, as a share of those that may wait; of the model that is worst off."""
+    """Waiting instances, as a share of the queue's length; the largest of all models."""
     p99_ratio: float = 0.0
     """99th percentile of the latency over the objective; 0 where none is set."""
 
@@ -33,46 +33,46 @@ class ScalingRules:
     min_hosts: int
     max_hosts: int
     busy_after_growth: float = 0.65
-    """Hosts are asked for until their workers would compute for this share of their time."""
+    """Hosts are requested until their workers would compute for this share of their time."""
     busy_after_return: float = 0.55
-    """A host is given back only if the others would then compute for no more than this. The gap to
-    `busy_high` keeps a host from being given back and asked for in turns."""
+    """A host is given back only if the others would then compute for no more than this. Without the
+    gap to `busy_high`, hosts would be given back and requested in turns."""
     busy_high: float = 0.85
     queue_high: float = 0.25
     pressed_s: float = 10.0
-    """Pressure must last so long: a host takes minutes to come, so it helps no shorter burst."""
+    """Least time of pressure before a request: a host comes minutes later, too late for a burst."""
     start_s: float = 300.0
-    """A host that was asked for may take so long before others are asked for in its place."""
+    """How long a requested host may take before others are requested in its place."""
     quiet_s: float = 900.0
-    """A host is given back if the load of all this time would have fitted without it."""
+    """A host is given back if the load would have fitted without it for this long."""
     return_pause_s: float = 300.0
     """Between one return and the next, and after growth."""
     return_share: float = 0.1
-    """The most hosts, of all, that are given back at once; one at least."""
+    """Largest share of all hosts that is given back at once; at least one host."""
 
 
 class Scaling:
-    """Decides how many hosts there should be. It keeps a quarter of an hour of what it has seen."""
+    """Decides how many hosts there should be, from the load of the last quarter of an hour."""
 
     def __init__(self, rules: ScalingRules, num_hosts: int) -> None:
-        """Start from the hosts that there are."""
+        """Store the rules, and the number of present hosts."""
         self._rules = rules
         self.wanted = min(max(num_hosts, rules.min_hosts), rules.max_hosts)
-        """Hosts that there should be."""
+        """Wanted hosts."""
         self.reason = ""
-        """Why `wanted` has changed last, for a log line."""
+        """Why `wanted` last changed, for a log line."""
         self._needs: deque[tuple[float, float]] = deque()
-        """Hosts' worth of work, in falling order: the first is the largest of the quiet time."""
+        """Needed hosts, in falling order: the first is the largest of the quiet time."""
         self._seen_since: float | None = None
         self._pressed_since: float | None = None
         self._grown_at = self._returned_at = float("-inf")
 
     def decide(self, now: float, demand: Demand) -> int:
-        """Return how many hosts there should be now."""
+        """Return the number of wanted hosts now."""
         if self._seen_since is None:
             self._seen_since = now
         if demand.num_hosts == 0:
-            self._forget(now)  # nothing can be said of a load that no host takes
+            self._forget(now)  # without hosts the load is unknown
             return self.wanted
         self._note(now, demand.num_hosts * demand.busy)
         pressure = self._pressure(demand)
@@ -97,7 +97,7 @@ class Scaling:
         return ""
 
     def _grow(self, now: float, demand: Demand, pressure: str) -> None:
-        """Ask for what the load needs, twice the hosts of now at most."""
+        """Request the hosts that the load needs, at most twice the present ones."""
         awaited = demand.num_hosts < self.wanted and now - self._grown_at < self._rules.start_s
         served_per_s = demand.offered_per_s - demand.refused_per_s
         excess = demand.offered_per_s / served_per_s if served_per_s > 0 else 2.0
@@ -109,7 +109,7 @@ class Scaling:
             self.reason, self.wanted, self._grown_at = pressure, grown, now
 
     def _give_back(self, now: float) -> None:
-        """Give back what the load of the quiet time did not need, a part of it at a time."""
+        """Give back hosts that the quiet time did not need, a part of them at a time."""
         rules = self._rules
         began = max(self._grown_at, self._returned_at) + rules.return_pause_s
         if self._seen_since is None or now < max(began, self._seen_since + rules.quiet_s):
@@ -124,7 +124,7 @@ class Scaling:
             )
 
     def _note(self, now: float, need: float) -> None:
-        """Keep the largest needs of the quiet time: what is older and smaller says nothing more."""
+        """Store the largest needs of the quiet time, without those that are older and smaller."""
         while self._needs and self._needs[-1][1] <= need:
             self._needs.pop()
         self._needs.append((now, need))

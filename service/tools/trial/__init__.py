@@ -1,5 +1,5 @@
-"""The kit for trying services: a service on trial, a load generator, and a report kit.
+"""Tools for trying services: a service on trial, a load generator, and reports.
 
-`inferpool chaos`, `inferpool tune`, `tests/load` and `tests/bench` share it. It is a client: it
-starts a service as a user does, and knows it by HTTP and by its processes alone.
+`inferpool chaos`, `inferpool tune`, `tests/load` and `tests/bench` share them. They start a service
+as a user does, and use it only over HTTP and as processes.
 """

@@ -30,10 +30,10 @@ _MAX_SWEEPS = 20
 
 
 class TrialAgent:
-    """The agent of one host, and all processes under it. It may be started again and again."""
+    """The agent of one host, and all processes under it. It may be started several times."""
 
     def __init__(self, name: str, arguments: Sequence[str], log: Path) -> None:
-        """Take the arguments of `inferpool agent`, and the file that gets what it logs."""
+        """Store the arguments of `inferpool agent`, and the file for its log."""
         self.name = name
         self._arguments = arguments
         self._log = log
@@ -52,7 +52,7 @@ class TrialAgent:
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
-        """Start it, or start it anew after its end."""
+        """Start the agent, also again after its end."""
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 bound_command(["agent", "--name", self.name, *self._arguments]),
@@ -65,7 +65,7 @@ class TrialAgent:
         self._family = Family(self._process)
 
     def family(self) -> list[psutil.Process]:
-        """Return its processes that are alive, of all that were seen now or at an earlier call."""
+        """Return its living processes, of all that were seen now or at an earlier call."""
         return [] if self._family is None else self._family.alive()
 
     def kill(self) -> None:
@@ -76,7 +76,7 @@ class TrialAgent:
     def pause(self) -> None:
         """Stop the agent, and then all processes under it, as if the host stood still."""
         stopped: set[int] = set()
-        for _ in range(_MAX_SWEEPS):  # what is forked meanwhile is found by the next one
+        for _ in range(_MAX_SWEEPS):  # the next one finds processes forked meanwhile
             found = [each for each in self._from_agent_on() if each.pid not in stopped]
             if not found:
                 return
@@ -86,13 +86,13 @@ class TrialAgent:
                     process.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let all of them go on."""
+        """Continue all of them."""
         for process in self._from_agent_on():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGCONT)
 
     def end(self) -> None:
-        """Tell it to finish what it holds, and to end."""
+        """Ask the agent to finish its work and end."""
         assert self._process is not None
         self._process.terminate()
 
@@ -110,13 +110,13 @@ class TrialAgent:
             raise TrialError(text) from None
 
     def destroy(self) -> None:
-        """Kill all its processes."""
+        """Kill all processes of the agent."""
         if self._process is not None and self._family is not None:
             self._family.kill()
             self._process.wait()
 
     def log_tail(self) -> str:
-        """Return the last lines of its log, to go behind a message."""
+        """Return the last lines of its log, to append to a message."""
         said = LogReader()
         with contextlib.suppress(OSError):
             for line in self._log.read_bytes().splitlines():
@@ -134,7 +134,7 @@ class TrialAgents:
     """The agents of a trial. A context manager: it starts all, and leaving it kills all."""
 
     def __init__(self, num_hosts: int) -> None:
-        """Make up a key, which agents and front end share, and choose the port where they meet."""
+        """Make a key for agents and front end, and choose the cluster port."""
         self._folder = tempfile.TemporaryDirectory(prefix="inferpool-agents-")
         folder = Path(self._folder.name)
         key = folder / "key"
@@ -156,13 +156,13 @@ class TrialAgents:
             self.rows = []
 
     def __enter__(self) -> "TrialAgents":
-        """Start all. They dial until the front end is there."""
+        """Start all agents. They dial until the front end is there."""
         for agent in self.agents:
             agent.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Kill what is left of them."""
+        """Kill the remaining processes."""
         for agent in self.agents:
             agent.destroy()
         self._folder.cleanup()
@@ -197,10 +197,10 @@ class TrialAgents:
             await asyncio.sleep(_POLL_S)
 
     async def stop(self) -> tuple[list[str], int]:
-        """Tell all to end, and wait until they have.
+        """Stop all agents, and wait for their ends.
 
         Returns:
-            What was wrong with their ends; and how many of their processes were still there a
+            Problems with their ends; and how many of their processes were still there a
             moment later.
         """
         self.family()

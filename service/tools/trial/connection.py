@@ -31,7 +31,7 @@ class TrialError(Exception):
 
 
 class NoAnswerError(Exception):
-    """A request was sent, and the connection or the time ended without an answer."""
+    """The connection or the time ended without an answer to a request."""
 
 
 @dataclass(slots=True)
@@ -54,17 +54,17 @@ class TrialAnswer:
 
 
 OnEnd = Callable[["TrialConnection", TrialAnswer | str], None]
-"""Gets the answer to a request, or the reason why there is none."""
+"""Receives the answer to a request, or the reason why there is none."""
 
 
 class TrialConnection(asyncio.Protocol):
     """One connection with one request at a time. Lives in the event loop."""
 
     def __init__(self, on_stray: Callable[[], None] = lambda: None, key: str = "") -> None:
-        """Make a connection that is not open.
+        """Store what to call and send; the connection is not open.
 
         Args:
-            on_stray: Called for each answer, or piece of one, that no request had asked for.
+            on_stray: Called for each answer, or piece of one, without a request.
             key: API key for `read`; empty for none.
         """
         self.is_open = False
@@ -76,14 +76,14 @@ class TrialConnection(asyncio.Protocol):
         self._answered_id = b""
         self._pieces: list[bytes] = []
         self._num_missing = 0
-        """Bytes without which looking at the pieces again is of no use."""
+        """Bytes that must arrive before the pieces are parsed again."""
 
     def send(
         self, request: bytes, on_end: OnEnd = lambda *_: None, request_id: bytes = b""
     ) -> None:
         """Send a whole request, head and body; `on_end` is called once.
 
-        With its X-Request-ID, a second answer to the request before it is told from its own.
+        With its X-Request-ID, a second answer to the request before is not mistaken for its own.
         """
         assert self._on_end is None, "one request at a time"
         assert self._transport is not None
@@ -95,7 +95,7 @@ class TrialConnection(asyncio.Protocol):
         """Send a whole request and await its answer.
 
         Raises:
-            NoAnswerError: There was none. The connection is of no use any more.
+            NoAnswerError: There was none. The connection cannot be used any more.
         """
         if not self.is_open:
             raise NoAnswerError("the connection was closed before the request")
@@ -134,7 +134,7 @@ class TrialConnection(asyncio.Protocol):
         return answer.body
 
     def give_up(self, reason: str) -> None:
-        """End the request that is under way, and with it the connection."""
+        """End the request under way, and the connection."""
         self.is_open = False
         if self._transport is not None:
             self._transport.abort()
@@ -143,25 +143,25 @@ class TrialConnection(asyncio.Protocol):
             on_end(self, reason)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self.is_open = False
         if self._transport is not None:
             self._transport.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See `asyncio.Protocol`."""
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's are no subclass
+        """Store the transport."""
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's are no subclass of it
         self.is_open = True
 
     def connection_lost(self, error: Exception | None) -> None:
-        """See `asyncio.Protocol`."""
+        """End the request under way."""
         self.is_open = False
         if self._pieces and (answer := self._answer_until_close(b"".join(self._pieces))):
             self._finish(answer)
         self.give_up("the connection was closed" + (f": {error}" if error else ""))
 
     def data_received(self, data: bytes) -> None:
-        """See `asyncio.Protocol`."""
+        """Read answers."""
         self._num_missing -= len(data)
         if self._pieces:
             self._pieces.append(data)
@@ -184,7 +184,7 @@ class TrialConnection(asyncio.Protocol):
                 self._num_missing = num_bytes - len(data)
                 return
             data = data[num_bytes:]
-            if self._asked_id != self._answered_id == answer.request_id:  # of the request before
+            if self._asked_id != self._answered_id == answer.request_id:  # of the last request
                 self._on_stray()
                 continue
             if data:
@@ -199,7 +199,7 @@ class TrialConnection(asyncio.Protocol):
         on_end(self, answer)
 
     def _parse(self, data: bytes) -> tuple[TrialAnswer | None, int]:
-        """Return an answer and its length; or None and the least length it will have."""
+        """Return an answer and its length; or None and its least length."""
         end = data.find(_HEAD_END)
         if end < 0:
             if len(data) > _MAX_HEAD_BYTES or not data.startswith(b"HTTP/1."[: len(data)]):
@@ -228,7 +228,7 @@ class TrialConnection(asyncio.Protocol):
         return TrialAnswer(status, head, body), whole
 
     def _answer_until_close(self, data: bytes) -> TrialAnswer | None:
-        """Return an answer that names no length, and so ends with its connection."""
+        """Return an answer without a length, which ends with its connection."""
         head, end, body = data.partition(_HEAD_END)
         lower = head.lower()
         if not end or self._on_end is None or b"\r\ncontent-length:" in lower:
@@ -274,10 +274,10 @@ async def connect(
     tls: ssl.SSLContext | None = None,
     key: str = "",
 ) -> TrialConnection:
-    """Open a connection; see `TrialConnection` for the key.
+    """Open a connection; the key is for `read`.
 
     Raises:
-        OSError: Nobody listens there, or the certificate is not to be trusted.
+        OSError: No process listens there, or the certificate is not trusted.
     """
     loop = asyncio.get_running_loop()
     _, connection = await loop.create_connection(
@@ -290,7 +290,7 @@ async def connect(
 async def connected(
     address: Address, on_stray: Callable[[], None] = lambda: None, key: str = ""
 ) -> AsyncIterator[TrialConnection]:
-    """Open a connection for the block; see `TrialConnection` for the key."""
+    """Open a connection for the block; the key is for `read`."""
     connection = await connect(address, on_stray, key=key)
     try:
         yield connection
@@ -301,7 +301,7 @@ async def connected(
 def post_request(
     path: str, body: bytes, content_type: str, headers: Mapping[str, str] | None = None
 ) -> bytes:
-    """Return a whole POST request; `headers` replace those it has by default."""
+    """Return a whole POST request; `headers` replace the default ones."""
     own = {"Host": "inferpool", "Content-Length": str(len(body)), "Content-Type": content_type}
     lines = [f"{name}: {value}\r\n" for name, value in {**own, **(headers or {})}.items()]
     head = f"POST {path} HTTP/1.1\r\n{''.join(lines)}\r\n"

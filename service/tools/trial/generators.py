@@ -1,6 +1,6 @@
-"""Load from processes of its own: it keeps nothing else waiting, and may have several cores.
+"""Load from separate processes: it delays nothing else, and may use several cores.
 
-`run_load` starts them, adds up what they tell, and ends them.
+`run_load` starts them, adds up their counts, and ends them.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from inferpool.service.tools.trial.tally import LoadSeries, LoadTally
 from inferpool.workers.shared.guard import die_with_parent
 
 _TICK_S = 0.25
-"""How often a process tells what has become known."""
+"""How often a process sends new counts."""
 _POLL_S = 0.05
 _START_S = 60.0
 _STOP_S = 10.0
@@ -70,21 +70,21 @@ class LoadRun:
     """From the start of measuring; negative while it warms up."""
     num_in_flight: int = 0
     num_waiting: int = 0
-    """Requests that are due and not sent, since all connections are busy."""
+    """Requests that are due but not sent because all connections are busy."""
     finished_s: float = 0.0
     """When the last measured request ended, from the start of measuring."""
     busiest_core: float = 0.0
-    """Share of a core that the busiest process took: near 1, and it is what was measured."""
+    """Share of a core that the busiest process used; near 1, it limits the figures."""
     generator_cores: float = 0.0
     is_complete: bool = False
 
     def __post_init__(self) -> None:
-        """Make the bins fine enough for the plan."""
+        """Set bins that are fine enough for the plan."""
         self.series = LoadSeries(max(_MIN_BIN_S, (self.plan.duration_s or 60) / _NUM_BINS))
 
     @property
     def wall_s(self) -> float:
-        """Seconds that were measured: until the end of the plan, or of its last answer."""
+        """Seconds that were measured: until the end of the plan, or its last answer."""
         if not self.is_complete:
             return max(self.at_s, 1e-3)
         return max(self.plan.duration_s or 1e-3, self.finished_s)
@@ -96,7 +96,7 @@ class LoadRun:
 
 
 def share_of(plan: LoadPlan, index: int, num_processes: int) -> LoadPlan:
-    """Return what one of several processes does of a plan."""
+    """Return the part of a plan for one of several processes."""
 
     def part(total: int) -> int:
         return total // num_processes + (index < total % num_processes)
@@ -113,11 +113,11 @@ def share_of(plan: LoadPlan, index: int, num_processes: int) -> LoadPlan:
 def run_load(
     run: LoadRun, num_processes: int = 1, watch: Callable[[], bool] = lambda: True
 ) -> LoadRun:
-    """Load a service from processes that end with this call; returns `run`.
+    """Put load on a service from processes that end with this call; return `run`.
 
-    `run` gets what becomes known; the parts of its plan must be picklable. Ctrl-C stops the
-    processes, and is raised once they have told what they know. `watch` is called four times a
-    second or more; the load stops when it returns False.
+    `run` receives the counts; the parts of its plan must be picklable. Ctrl-C stops the processes,
+    and is raised once they have sent their counts. `watch` is called at least four times a second;
+    the load stops when it returns False.
 
     Raises:
         TrialError: A process could not begin, or ended by itself.
@@ -134,7 +134,7 @@ def run_load(
         )
         for index in range(num_processes)
     ]
-    # Ctrl-C reaches the whole group; the processes are stopped by this one alone.
+    # Ctrl-C reaches the whole group; only this process stops the others.
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         for process in processes:
@@ -173,7 +173,7 @@ def _listen(
     last: dict[int, _Tick],
     watch: Callable[[], bool],
 ) -> bool:
-    """Take in what the processes tell; return whether each said its last before `watch` ended."""
+    """Add up the counts; return whether each process sent its last before `watch` ended it."""
     until = time.monotonic() + _START_S
     while sum(each.is_last for each in last.values()) < len(processes):
         try:
@@ -257,7 +257,7 @@ if sys.platform == "linux":
     class _PreciseSelector(selectors.EpollSelector):
         """Waits to the microsecond, where epoll_wait rounds up to a millisecond.
 
-        A latency counted from the intended moment would otherwise have up to 1 ms of our own in it.
+        A latency counted from the intended moment would otherwise include up to 1 ms of our own.
         """
 
         def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
@@ -272,5 +272,5 @@ else:  # kqueue waits to the nanosecond
 
 
 def precise_loop() -> asyncio.AbstractEventLoop:
-    """Return a new event loop that wakes in time: an open loop is as good as its timers."""
+    """Return a new event loop with precise timers: an open loop is as good as those."""
     return asyncio.SelectorEventLoop(_PreciseSelector())

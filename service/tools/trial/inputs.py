@@ -1,4 +1,4 @@
-"""Inputs for any model: made up from what it declares and a seed, or files of the user."""
+"""Inputs for any model: made up from its declaration and a seed, or the user's files."""
 
 import io
 import json
@@ -19,7 +19,7 @@ from inferpool.service.client.safetensors import RawTensor, safetensors_parts
 from inferpool.service.tools.trial.connection import TrialError
 
 _ANY_LENGTH = 16
-"""Length of a dimension that may have any, in a tensor of one or two dimensions."""
+"""Length of a dimension of any length, in a tensor of one or two dimensions."""
 _ANY_EDGE = 64
 """Length of such a dimension in a tensor of three or more, which looks like an image."""
 _MAX_INTEGER = 10
@@ -47,7 +47,7 @@ _CONTENT_TYPES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialInput:
-    """The body of a request that can be asked again and again."""
+    """The body of a request that can be repeated."""
 
     name: str
     body: bytes
@@ -55,12 +55,12 @@ class TrialInput:
 
 
 def made_up(model: ModelState, seed: int, count: int) -> list[TrialInput]:
-    """Make up inputs for a model that declares what it takes, or shows an example of it.
+    """Return made-up inputs for a model that declares its inputs or has an example.
 
-    An example that is no text is used once, whatever the count.
+    An example that is no text is used once, for any count.
 
     Raises:
-        TrialError: Nobody can know what it takes.
+        TrialError: Its inputs are unknown.
     """
     specs, example = specs_of(model), model.example
     if not specs and isinstance(example, str):
@@ -79,7 +79,7 @@ def made_up(model: ModelState, seed: int, count: int) -> list[TrialInput]:
 def read_inputs(
     path: Path, *, content_type: str | None = None, flag: str = "--inputs"
 ) -> list[TrialInput]:
-    """Read a file that is a request body, or all those of a folder whose suffixes are known.
+    """Read a file as a request body, or all files of a folder that have known suffixes.
 
     A file of an unknown suffix needs a `content_type`; messages name the path as `flag`.
 

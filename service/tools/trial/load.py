@@ -1,7 +1,7 @@
 """The load generator: many connections to one service, in a closed or an open loop.
 
 Closed: each connection sends its next request when it has its answer. Open: requests become due at
-a rate, whatever became of the others, and latencies count from the moment they were due. It costs
+a rate, independent of earlier answers, and latencies count from the moment they were due. It costs
 some 30 us of CPU a request, and runs in any event loop; `generators` runs it in several processes.
 """
 
@@ -29,24 +29,25 @@ NOT_CONNECTED = "cannot connect"
 BROKEN = "connection broken"
 """Kinds of errors of requests without an answer."""
 _LOOK_S = 0.02
-"""Between looks for requests that have timed out, which costs less than a timer for each."""
+"""Between checks for requests that have timed out, which cost less than a timer for each."""
 _GRACE_S = 1.0
 """How long requests under way may take when the run is stopped early."""
 _PAUSE_S = 0.1
 """After a refused connection in a closed loop, which would otherwise spin."""
 _KEEPALIVE_S = 4.0
-"""Less than the 5 s after which uvicorn closes an idle connection: it must not do so as we send."""
+"""Less than the 5 s after which uvicorn closes an idle connection, so that it never does as we
+send."""
 _BEHIND_S = 0.001
 
 
 @dataclass(slots=True)
 class LoadExchange:
-    """One request, and what became of it. Moments are of `time.monotonic`."""
+    """One request, and its result. Moments are of `time.monotonic`."""
 
     number: int
-    """Requests are numbered from 0, in the order in which they are sent."""
+    """Requests are numbered from 0, in the order of sending."""
     due: float
-    """When it was to be sent, from which its latency counts."""
+    """When it was to be sent: its latency counts from here."""
     sent: float
     ended: float = 0.0
     answer: TrialAnswer | None = None
@@ -55,12 +56,12 @@ class LoadExchange:
 
 
 Judge = Callable[[LoadExchange, LoadTally], str]
-"""Names the kind of error of a request that has ended; empty for a good answer. It may also add to
-`LoadTally.sums`."""
+"""Returns the kind of error of a request that has ended; empty for a good answer. It may also add
+to `LoadTally.sums`."""
 
 
 def judge_status(exchange: LoadExchange, _: LoadTally) -> str:
-    """Call every answer with a status of 200 to 299 good."""
+    """Return no error for a status of 200 to 299, else its kind."""
     if exchange.answer is None:
         return exchange.failure
     status = exchange.answer.status
@@ -69,7 +70,7 @@ def judge_status(exchange: LoadExchange, _: LoadTally) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPlan:
-    """The requests of a run of load, where they go, how fast and for how long."""
+    """The requests of a run of load, their address, rate and duration."""
 
     address: Address
     requests: Sequence[bytes] | Callable[[int], bytes]
@@ -80,18 +81,18 @@ class LoadPlan:
     rate: float | None = None
     """Requests due per second; None is the closed loop."""
     is_even: bool = False
-    """Requests become due at even distances, instead of random ones (Poisson)."""
+    """Requests become due at even intervals, instead of random ones (Poisson)."""
     duration_s: float | None = None
     """Seconds of measuring. Without it and `num_requests` the run goes on until it is stopped."""
     num_requests: int | None = None
     least_answers: int = 0
-    """Closed loop: measuring goes on until so many have ended, too."""
+    """Closed loop: measuring goes on until this number of requests has ended, too."""
     warmup_s: float = 0.0
     """Seconds of the same load before, which are not counted."""
     warmup_answers: int = 0
-    """Measuring begins when so many requests have ended, instead of after `warmup_s`."""
+    """Measuring begins when this number of requests has ended, instead of after `warmup_s`."""
     timeout_s: float = 30.0
-    """For the whole of a request, from the moment it was due."""
+    """Longest time of a request, from the moment it was due."""
     tls: bool | str | None = None
     """None is plain HTTP; else whether certificates are checked, or the file of their authority."""
     seed: int = 0
@@ -99,7 +100,7 @@ class LoadPlan:
 
 
 class LoadGenerator:
-    """One run of a plan, in one event loop. `tally` may be read, or taken, at any time."""
+    """One run of a plan, in one event loop. `tally` may be read or replaced at any time."""
 
     def __init__(self, plan: LoadPlan) -> None:
         self.tally = LoadTally()
@@ -128,7 +129,7 @@ class LoadGenerator:
         self._idle: list[tuple[TrialConnection, float]] = []
         """Free connections of the open loop, since when; the last one is used first."""
         self._waiting: deque[float] = deque()
-        """Moments of requests that are due and not sent, since all connections are busy."""
+        """Moments of requests that are due but not sent because all connections are busy."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_over = False
         self._is_stopped = False
@@ -158,7 +159,7 @@ class LoadGenerator:
         return max(0.0, min(self.measured_until, time.monotonic()) - self.measured_from)
 
     def take_tally(self) -> LoadTally:
-        """Return what became known since the last time, and begin another tally."""
+        """Return the counts since the last call, and begin another tally."""
         tally, self.tally = self.tally, LoadTally()
         return tally
 
@@ -172,7 +173,7 @@ class LoadGenerator:
             self._look_for_end()
 
     async def run(self) -> LoadTally:
-        """Load until the plan is done or stopped; returns `tally`."""
+        """Send requests until the plan is done or stopped; return `tally`."""
         if not self._plan.warmup_answers:
             self._measure_from(time.monotonic() + self._plan.warmup_s)
         self._begin(self._watch())
@@ -215,7 +216,7 @@ class LoadGenerator:
             self.measured_until = moment + self._plan.duration_s
 
     async def _watch(self) -> None:
-        """Give up what has no answer in time, and close connections before the service does."""
+        """Give up late requests, and close idle connections before the service does."""
         while True:
             now = time.monotonic()
             if not self._cpu_from and now >= self.measured_from:
@@ -234,14 +235,14 @@ class LoadGenerator:
             await asyncio.sleep(_LOOK_S)
 
     async def _arrive(self, rate: float) -> None:
-        """Let requests become due, and see that each has a connection if there may be one."""
+        """Add requests when they are due, and open connections for them up to the limit."""
         due = slept_at = time.monotonic()
         while True:
             due += 1 / rate if self._plan.is_even else self._random.expovariate(rate)
             if due > (now := time.monotonic()):
                 await asyncio.sleep(due - now)
                 slept_at = due
-            elif now - slept_at > _BEHIND_S:  # let the connections go on as well
+            elif now - slept_at > _BEHIND_S:  # allow the connections to go on as well
                 await asyncio.sleep(0)
                 slept_at = now
             if not self._may_send(due):
@@ -390,10 +391,10 @@ class LoadGenerator:
 
 
 def require_answers(tally: LoadTally) -> None:
-    """Check that something was answered well.
+    """Check that a request was answered well.
 
     Raises:
-        TrialError: Nothing was; says what came most often instead.
+        TrialError: None was; the message names the most frequent error.
     """
     if not tally.num_in_time:
         ((error, _),) = tally.errors.most_common(1) or [("nothing came back", 0)]

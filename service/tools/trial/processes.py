@@ -1,4 +1,4 @@
-"""The processes of a service that was started here: which live, what they hold, what they log."""
+"""The processes of a service that was started here: their lives, memory and logs."""
 
 import contextlib
 import subprocess
@@ -12,8 +12,8 @@ import psutil
 _NUM_TAIL_LINES = 15
 _TOLD_TO_PEOPLE = "inferpool.service.telemetry.console"
 _REFUSAL = "inferpool: "
-"""Begins what a service that refuses its settings says before it has a log."""
-"""The logger that says what became of each worker."""
+"""Prefix of the message of a service that refuses its settings before it has a log."""
+"""The logger that reports the end of each worker."""
 
 
 class Family:
@@ -24,7 +24,7 @@ class Family:
         self._known: set[psutil.Process] = set()
 
     def alive(self) -> list[psutil.Process]:
-        """Return those that are alive, of all that were seen now or at an earlier call."""
+        """Return the living ones of all that were seen now or at an earlier call."""
         if self._front_end.poll() is None:  # else its number may be another's by now
             with contextlib.suppress(psutil.NoSuchProcess):
                 front_end = psutil.Process(self._front_end.pid)
@@ -33,7 +33,7 @@ class Family:
         return sorted(self._known, key=lambda process: process.pid)
 
     def kill(self) -> None:
-        """End those that are alive."""
+        """Kill the living ones."""
         for process in self.alive():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -42,8 +42,8 @@ class Family:
 def is_alive(process: psutil.Process) -> bool:
     """Return whether a process has not ended, even if its number is another's by now.
 
-    A process that has ended is there until its parent looks, which may take a while if that is the
-    first process of the host.
+    An ended process exists until its parent waits for it. That may take a while if the parent is
+    the first process of the host.
     """
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
@@ -57,11 +57,11 @@ class Pss:
 
     total: int
     files: int
-    """Pages of files, such as libraries: they count for less while other programs map them, too."""
+    """Pages of files, such as libraries: they count less while other programs map them, too."""
 
     @property
     def own(self) -> int:
-        """Memory of no file, which only the service itself shares among its processes."""
+        """Memory of no file: only processes of the service share it."""
         return self.total - self.files
 
 
@@ -90,7 +90,7 @@ class LogRecord(msgspec.Struct):
 
 
 class LogReader:
-    """Keeps the end of a service's log, and why the service gave up."""
+    """Stores the end of a service's log, and why the service gave up."""
 
     def __init__(self) -> None:
         self._first_failure = ""
@@ -98,7 +98,7 @@ class LogReader:
         self._tail: deque[str] = deque(maxlen=_NUM_TAIL_LINES)
 
     def take(self, line: bytes) -> LogRecord:
-        """Read a line; one that is no record was written past the log, and is a warning."""
+        """Store a line; a line that is no record was not written by the log, and is a warning."""
         text = line.decode(errors="replace").rstrip("\n")
         self._tail.append(text)
         try:
@@ -114,10 +114,10 @@ class LogReader:
         return record
 
     def last_words(self) -> str:
-        """Return why it gave up, if it said so: what the first worker failed of, and the end."""
+        """Return why it gave up, if it logged that: why the first worker failed, and the end."""
         return "; ".join(filter(None, [self._first_failure, self._end])) if self._end else ""
 
     def tail(self) -> str:
-        """Return the last lines, to go behind a message; empty if there are none."""
+        """Return the last lines, to append to a message; empty if there are none."""
         lines = ["the end of its log:", *self._tail] if self._tail else []
         return "".join(f"\n    {line}" for line in lines)

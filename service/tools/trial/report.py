@@ -1,4 +1,4 @@
-"""Reports of what was tried: parts that a terminal, an HTML page and a JSON file show alike."""
+"""Reports of trials: parts that a terminal, an HTML page and a JSON file show alike."""
 
 import json
 import os
@@ -50,9 +50,9 @@ class ReportTable:
     rows: Sequence[Sequence[str]]
     caption: str = ""
     texts: Sequence[int] = (0,)
-    """Numbers of the columns that hold words, and so begin at the left."""
+    """Numbers of the columns that hold words, aligned to the left."""
     is_folded: bool = False
-    """True if a page shows the rows only once one opens them."""
+    """True if a page hides the rows until a reader opens them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ class Chart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Markup:
-    """HTML, which only a page shows, as it is: whoever makes it escapes what it quotes."""
+    """Raw HTML, which only a page shows: the caller escapes what it quotes."""
 
     html: str
     css: str = ""
@@ -95,7 +95,7 @@ def line_chart(
     x_ticks: Sequence[tuple[float, str]] = (),
     limit: tuple[float, str] | None = None,
 ) -> Chart:
-    """Draw points, by the name of their line.
+    """Return a chart of points, by the name of their line.
 
     `mode` is plotly's: "lines", "markers" or "lines+markers". `x_ticks` are the values of x to
     mark, with their names; `limit` is a value of y to draw, with its name.
@@ -131,7 +131,7 @@ def line_chart(
 
 
 def console_for(stream: TextIO) -> Console:
-    """Return a console for reports, which is wide where there is no terminal."""
+    """Return a console for reports; it is wide where there is no terminal."""
     return Console(
         file=stream, highlight=False, width=None if stream.isatty() else _WIDE, soft_wrap=False
     )
@@ -161,7 +161,7 @@ def _rich_table(table: ReportTable) -> RichTable:
 
 
 def write_page(path: Path, title: str, subtitle: str, parts: Iterable[Part]) -> None:
-    """Write a report as one HTML file that asks nothing of the network."""
+    """Write a report as one HTML file that needs no network."""
     shown = list(parts)
     body = "\n".join(_html(part) for part in shown)
     script = ""
@@ -219,7 +219,7 @@ def _html_row(cells: Sequence[str], texts: Sequence[int], tag: str) -> str:
 
 
 def write_json(path: Path, content: Mapping[str, object]) -> None:
-    """Write figures, with when, where and by which command they came about."""
+    """Write figures, with the time, machine and command of their measurement."""
     document = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": sys.argv,
@@ -231,7 +231,7 @@ def write_json(path: Path, content: Mapping[str, object]) -> None:
 
 
 def machine() -> Mapping[str, object]:
-    """Return what the figures were measured on."""
+    """Return a description of this machine."""
     return {
         "cpu": _cpu_name(),
         "cores": f"{len(os.sched_getaffinity(0))} cores",

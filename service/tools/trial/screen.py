@@ -11,12 +11,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
 _ECHO_S = 0.5
-"""A second SIGINT within this time is taken for the first: a command that started us may pass on
-what the terminal has sent us already. A later one ends the run at once."""
+"""A second SIGINT within this time counts as the first: a command that started us may pass on the
+terminal's signal, which we have already. A later one ends the run at once."""
 
 
 class Screen:
-    """Shows progress. A context manager: leaving it clears the bar."""
+    """Shows progress. A context manager that clears the bar at its end."""
 
     def __init__(self, stream: TextIO, text: str = "") -> None:
         self._console = Console(file=stream, highlight=False)
@@ -45,7 +45,7 @@ class Screen:
             self._progress.stop()
 
     def begin(self, text: str, line_every_s: float = 5.0) -> None:
-        """Say what is being done now; without a terminal, figures follow line by line."""
+        """Show the present step; without a terminal, figures follow line by line."""
         self._line_every_s = line_every_s
         self._progress.update(self._task, description=text, total=None, figures="")
         if not self._console.is_terminal:
@@ -53,7 +53,7 @@ class Screen:
         self._shown_at = time.monotonic()
 
     def show(self, share: float, figures: str) -> None:
-        """Show how much is done, from 0 to 1, and the figures so far."""
+        """Show the done share, from 0 to 1, and the figures so far."""
         self._progress.update(self._task, total=1.0, completed=min(share, 1.0), figures=figures)
         now = time.monotonic()
         if not self._console.is_terminal and now - self._shown_at > self._line_every_s:
@@ -65,7 +65,7 @@ class Interruption:
     """A signal that asks for the end of a run. Lives in the event loop."""
 
     def __init__(self, *numbers: int, on_first: Callable[[], object] = lambda: None) -> None:
-        """Take these signals from now on, SIGINT among them."""
+        """Handle these signals from now on, SIGINT among them."""
         self.has_come = False
         self._on_first = on_first
         for number in numbers:

@@ -1,4 +1,4 @@
-"""The service on trial: it is started as its user would, on a free port of this host."""
+"""The service on trial, started as a user would start it, on a free port of this host."""
 
 import asyncio
 import contextlib
@@ -51,12 +51,12 @@ class TrialService:
         *,
         keeps_jobs: bool = False,
     ) -> None:
-        """Take settings, except where the service listens and how it logs.
+        """Store the settings, without the service's address and log.
 
         Args:
             rows: The settings.
-            admin_key: With it, the service has the paths of administrators.
-            predict_keys: Keys that calls need; the first of them reads the state of the service.
+            admin_key: Key of administration; without it, the service has no such paths.
+            predict_keys: Keys for calls; the first of them reads the state of the service.
             keeps_jobs: It has a store of jobs, in a folder of its own.
         """
         self.key = predict_keys[0] if predict_keys else ""
@@ -99,7 +99,7 @@ class TrialService:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Kill what is left of it."""
+        """Kill the remaining processes."""
         if self._process is not None and self._family is not None:
             self._family.kill()
             self._process.wait()
@@ -117,7 +117,7 @@ class TrialService:
         return self._process is not None and self._process.poll() is None
 
     def family(self) -> list[psutil.Process]:
-        """Return its processes that are alive, of all that were seen now or at an earlier call."""
+        """Return its living processes, of all that were seen now or at an earlier call."""
         return [] if self._family is None else self._family.alive()
 
     async def health(self) -> ServiceHealth:
@@ -155,11 +155,11 @@ class TrialService:
     async def stop(
         self, stop_s: float = _STOP_S, linger_s: float = _LINGER_S
     ) -> tuple[int | None, int]:
-        """Tell the service to stop, and wait until it has.
+        """Stop the service, and wait for its end.
 
         Args:
             stop_s: How long it may take.
-            linger_s: How long its processes may be there after it.
+            linger_s: How long its processes may outlive it.
 
         Returns:
             Its exit code, None if it did not leave in time; and how many of its processes were
@@ -178,7 +178,7 @@ class TrialService:
         return self._process.returncode, len(alive)
 
     def log_tail(self) -> str:
-        """Return the last lines of its log, to go behind a message."""
+        """Return the last lines of its log, to append to a message."""
         return self._said().tail()
 
     def _said(self) -> LogReader:
@@ -192,14 +192,14 @@ class TrialService:
 def rows_of(loaded: LoadedSettings) -> list[Row]:
     """Return the user's settings that matter for a service that only this host sees.
 
-    It sends no traces: people who watch the user's services would take the trial for real work. It
-    has not the user's store of jobs, whose jobs it would compute.
+    It sends no traces, which would look like real work of the user's services. It does not have the
+    user's store of jobs, since it would compute those jobs.
     """
     return [row for row in loaded.rows() if row[0][0] not in _LEFT_OUT]
 
 
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return this process's environment without settings: those that matter are in the file."""
+    """Return this process's environment without settings: the file has those that matter."""
     left_out = (PREFIX, _TELEMETRY)
     kept = {name: value for name, value in environ.items() if not name.startswith(left_out)}
     root = Path(__file__).absolute().parents[4]  # where `inferpool` lies
@@ -209,7 +209,7 @@ def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """Return a port of this host that nobody listens on now."""
+    """Return a free port of this host."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         port: int = probe.getsockname()[1]

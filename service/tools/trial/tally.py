@@ -14,7 +14,7 @@ _MAX_BINS = 400
 
 
 class LatencyHistogram:
-    """How often each latency was seen, in buckets 1 % wide: some 2,000 from 1 us to 1,000 s."""
+    """Counts of latencies, in buckets 1 % wide: some 2,000 from 1 us to 1,000 s."""
 
     __slots__ = ("counts", "max_s", "min_s", "num", "sum_s")
 
@@ -26,7 +26,7 @@ class LatencyHistogram:
         self.max_s = 0.0
 
     def record(self, latency_s: float, num: int = 1) -> None:
-        """Count a latency, as often as `num` says."""
+        """Count a latency `num` times."""
         bucket = int(math.log(latency_s / _LOWEST_S) * _PER_FACTOR_E) if latency_s > 1e-6 else 0
         self.counts[bucket] += num
         self.num += num
@@ -37,7 +37,7 @@ class LatencyHistogram:
             self.max_s = latency_s
 
     def add(self, other: "LatencyHistogram") -> None:
-        """Count all that another one has."""
+        """Add the counts of another one."""
         self.counts.update(other.counts)
         self.num += other.num
         self.sum_s += other.sum_s
@@ -50,18 +50,18 @@ class LatencyHistogram:
         return self.sum_s / self.num if self.num else 0.0
 
     def percentile_s(self, percent: float) -> float:
-        """Return the latency that so many percent did not exceed (nearest rank); 0 without one."""
+        """Return the latency that `percent` do not exceed (nearest rank); 0 without one."""
         rank = max(1, math.ceil(percent / 100 * self.num))
         if rank >= self.num:
             return self.max_s
         return next(latency_s for num, latency_s in self._ranks() if num >= rank)
 
     def num_above(self, latency_s: float) -> int:
-        """Return how many took longer, as exactly as the buckets tell."""
+        """Return the number above a latency, as exactly as the buckets allow."""
         return sum(num for bucket, num in self.counts.items() if _middle_s(bucket) > latency_s)
 
     def curve(self) -> list[tuple[float, float]]:
-        """Return for each bucket the percent that took as long at most, and its latency in s."""
+        """Return each bucket's latency in s, after the percent that took at most this long."""
         return [(100 * num / self.num, latency_s) for num, latency_s in self._ranks()]
 
     def summary_ms(self) -> dict[str, float]:
@@ -83,13 +83,13 @@ def _middle_s(bucket: int) -> float:
 
 @dataclass(slots=True, kw_only=True)
 class LoadTally:
-    """Counts of what became of requests. Tallies of several processes or moments add up."""
+    """Counts of the results of requests. Tallies of several processes or moments add up."""
 
     latency: LatencyHistogram = field(default_factory=LatencyHistogram)
     """Latencies of good answers, from the moment their request was due."""
     refusal: LatencyHistogram = field(default_factory=LatencyHistogram)
     given_up: LatencyHistogram = field(default_factory=LatencyHistogram)
-    """How long the requests had waited that got no answer."""
+    """How long requests without an answer had waited."""
     lateness: LatencyHistogram = field(default_factory=LatencyHistogram)
     """Open loop: how long requests that were due waited until they were sent."""
     statuses: Counter[str] = field(default_factory=Counter)
@@ -99,7 +99,7 @@ class LoadTally:
     """Bytes of requests, with their heads."""
     received_bytes: int = 0
     num_in_time: int = 0
-    """Good answers that came in the measured time, whenever their requests were due."""
+    """Good answers that came in the measured time, also to requests due before it."""
     num_unfinished: int = 0
     """Requests under way when the run was stopped early: neither good nor bad."""
     sums: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -126,7 +126,7 @@ class LoadTally:
         self.errors[kind] += num
 
     def add(self, other: "LoadTally") -> None:
-        """Count all that another one has."""
+        """Add the counts of another one."""
         for each in fields(self):
             mine, theirs = getattr(self, each.name), getattr(other, each.name)
             if each.name == "errors":
@@ -144,14 +144,14 @@ class LoadTally:
 
 
 class LoadSeries:
-    """Tallies over time in bins of equal width; neighbours are merged when there are too many."""
+    """Tallies over time in bins of equal width; neighbours are merged if there are too many."""
 
     def __init__(self, width_s: float) -> None:
         self.width_s = width_s
         self.bins: list[LoadTally] = []
 
     def add(self, at_s: float, tally: LoadTally) -> None:
-        """Count what became known at a moment, in seconds from the start of measuring."""
+        """Add the tally of a moment, in seconds from the start of measuring."""
         while at_s / self.width_s >= _MAX_BINS:
             for left, right in zip(self.bins[::2], self.bins[1::2], strict=False):
                 left.add(right)

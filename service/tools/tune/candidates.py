@@ -46,7 +46,7 @@ NUM_ROUNDS = 3
 
 
 class ServiceCandidate:
-    """A service that runs, and its load. See `search.Candidate`."""
+    """A running service and its load. See `search.Candidate`."""
 
     def __init__(self, subject: TrialService, warm_s: float, round_s: float) -> None:
         self.memory_bytes = 0
@@ -74,18 +74,18 @@ class ServiceCandidate:
         self.memory_bytes = sum(pss_of(each.pid).total for each in self._subject.family())
 
     async def measure(self, connections: int) -> LoadSample:
-        """See `search.Candidate`."""
+        """Return the result of a round of load."""
         return await self._load(connections, self._round_s)
 
     async def close(self) -> None:
-        """End it, with all of its processes."""
+        """Kill the service with all of its processes."""
         try:
             await self._subject.stop()
         finally:
             self._subject.__exit__(None, None, None)
 
     async def _load(self, connections: int, least_s: float) -> LoadSample:
-        """Ask for so long at least, and until each client has had two answers.
+        """Send load for at least `least_s`, and until each client has had two answers.
 
         The first answers, which come while the queue fills, do not count.
         """
@@ -105,7 +105,7 @@ class ServiceCandidate:
 
 
 class ServiceStarter:
-    """Starts services with the user's settings, changed. See `search.CandidateStarter`."""
+    """Starts services with changes of the user's settings. See `search.CandidateStarter`."""
 
     def __init__(self, loaded: LoadedSettings, model: str, plan: TunePlan) -> None:
         self.preset = "exact"
@@ -119,15 +119,15 @@ class ServiceStarter:
         self._model = model
         self._plan = plan
         self._requests: Sequence[bytes] = ()
-        """The requests; the first service says what it takes."""
+        """The requests, chosen from what the first service says of its inputs."""
         self._most_bytes = 0
 
     def now(self) -> float:
-        """See `search.CandidateStarter`."""
+        """Start a service with these changes, and warm it up."""
         return time.monotonic()
 
     async def start(self, changes: Changes) -> ServiceCandidate:
-        """See `search.CandidateStarter`."""
+        """Return the time, in seconds."""
         if self._most_bytes > available_bytes():
             raise TrialError("there is no memory for a second service beside the best one")
         subject = TrialService(self._changed(changes))
@@ -158,7 +158,7 @@ class ServiceStarter:
         self.decode = next((w.decode for w in model.workers if w.decode), self.decode)
 
     def _changed(self, changes: Changes) -> list[Row]:
-        values: dict[Key, object] = {("speed_search",): False}  # it would take time from both
+        values: dict[Key, object] = {("speed_search",): False}  # it would slow both down
         values |= {key_of(name, self._model): value for name, value in changes.items()}
         return [
             (key, values[key], "tune") if key in values else (key, value, origin)
@@ -167,10 +167,10 @@ class ServiceStarter:
 
 
 def choose_inputs(given: Path | None, source: str, model: ModelState) -> list[TrialInput]:
-    """Return the user's inputs; else photographs if the model takes images, or what it declares.
+    """Return the user's inputs; else photographs for images, or made-up ones as declared.
 
     Raises:
-        TrialError: None is given, and the model neither declares nor shows what it takes.
+        TrialError: None is given, and the model has no declared inputs and no example.
     """
     if given is not None:
         return read_inputs(given)

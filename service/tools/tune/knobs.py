@@ -1,4 +1,4 @@
-"""The knobs that tuning varies, those first that are likely to matter most."""
+"""The knobs that tuning varies, beginning with those that are likely to matter most."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,8 +10,7 @@ from inferpool.service.tools.tune.plan import Goal
 from inferpool.workers.host.devices import Host
 
 Changes = Mapping[str, object]
-"""New values of settings by name. No model has a setting of the same name as one of the top
-level."""
+"""New values of settings by name. Names of models' settings differ from those of the top level."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,8 +19,8 @@ class Knob:
 
     name: str
     ways: Sequence[Sequence[Changes]]
-    """Ladders of changes that begin at the user's settings. Each is climbed for as long as a step
-    gains; once one has gained, the others are left out."""
+    """Ladders of changes that begin at the user's settings. Each is climbed while a step gains;
+    once one has gained, the others are left out."""
 
     @property
     def settings(self) -> frozenset[str]:
@@ -87,13 +86,13 @@ def _replicas(facts: KnobFacts) -> _Ways:
     each = now[0].num_threads
     fewer = [_share(count, cores) for count in _halves(num)]
     more = [_share(count, cores) for count in (2 * num, 4 * num) if count <= cores]
-    # A core is left to the front end, which has most of the work with a quick model.
+    # The front end keeps a core: with a quick model it has most of the work.
     spared = [{"replicas": num - 1, "threads_per_replica": each}] if num > 1 else []
     return [spared, fewer, more] if spared != fewer[:1] else [fewer, more]
 
 
 def _split_replicas(facts: KnobFacts, now: Sequence[Placement]) -> _Ways:
-    """Give the same devices to more replicas of fewer parts each."""
+    """Use the same devices for more replicas of fewer parts each."""
     num_devices = sum(placement.num_ranks for placement in now)
     sizes = [size for size in _halves(now[0].num_ranks) if size > 1]
     return [[{"devices_per_replica": size, "replicas": num_devices // size} for size in sizes]]

@@ -22,7 +22,7 @@ class Goal:
     p99_ms: float | None = None
 
     def is_met(self, p99_s: float, spare: float = 1.0) -> bool:
-        """Return whether a latency keeps the limit, with a factor to spare."""
+        """Return whether a latency is within the limit, with a factor to spare."""
         return self.p99_ms is None or p99_s * 1e3 * spare <= self.p99_ms
 
 
@@ -115,7 +115,7 @@ def plan_of(args: Namespace) -> TunePlan:
 
 
 def problem_with(plan: TunePlan, *, may_replace: bool) -> str:
-    """Say why a result could not be written, before minutes of measuring; empty if it can."""
+    """Return why a result could not be written, before minutes of measuring; empty if it can."""
     if plan.output is not None and plan.output.exists() and not may_replace:
         return f"{plan.output} is there already; --force replaces it, --output names another"
     if plan.output is None and plan.is_json:

@@ -1,4 +1,4 @@
-"""Measures for the doctor how fast placements of a model are, with real services under load."""
+"""Measures the speed of a model's placements for the doctor, with real services under load."""
 
 import asyncio
 import contextlib
@@ -21,10 +21,10 @@ _PLAN = TunePlan(goal=Goal(), secs=3.0)
 
 
 class PlacementRace:
-    """Measures placements of the user's models. See `service.tools.doctor.speeds.Race`."""
+    """Measures placements of the user's models. Return the speed of each placement."""
 
     def __init__(self, loaded: LoadedSettings, screen: Screen, plan: TunePlan = _PLAN) -> None:
-        """Store what is measured; the number of clients is not the plan's, but that of a call."""
+        """Store the settings and the plan; each call gives its own number of clients."""
         self._loaded = loaded
         self._screen = screen
         self._plan = plan
@@ -49,7 +49,7 @@ class PlacementRace:
             is_side_by_side=is_side_by_side,
         )
         found = uvloop.run(course)
-        self._screen.begin(f"measuring {model}")  # what comes next is not of a placement
+        self._screen.begin(f"measuring {model}")  # the next step is not of a placement
         return found
 
 
@@ -62,12 +62,12 @@ async def measured(
     num_clients: int,
     is_side_by_side: bool,
 ) -> Mapping[str, Speed]:
-    """Start a service for each way, and measure it; see `Race`."""
+    """Start a service for each way, and yield its speed; see `Race`."""
     rates: dict[str, list[float]] = {}
     problems: dict[str, str] = {}
     first_name = ""
     first: Candidate | None = None
-    """The one that the others are compared with, in turns with it: machines drift."""
+    """The others are measured in turns with it: machines drift."""
     async with contextlib.AsyncExitStack() as stack:
         for name, changes in ways.items():
             screen.begin(f"measuring {model}: {name}")
@@ -88,7 +88,7 @@ async def measured(
                 problems[name] = str(error).splitlines()[0]
             except TimeoutError:
                 problems[name] = f"not measured within {_MAX_S:g} s"
-    # Others on the machine can only have made it less.
+    # Other load on the machine can only have lowered it.
     best = {name: max(own) for name, own in rates.items()}
     against = next(iter(best.values()), 0.0)
     found = {name: Speed(problem=problem) for name, problem in problems.items()}

@@ -23,7 +23,7 @@ _MIB = 2**20
 _COLUMNS, _LINES = 60, 14
 _MARGIN = 0.08
 _BUSY_CORES = 0.5
-"""Clients that take more cores than this are a part of what was measured."""
+"""Clients that use more cores than this distort the figures."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class TradeOff:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneReport:
-    """All that a run of `inferpool tune` has found."""
+    """Results of a run of `inferpool tune`."""
 
     model: str
     source: str
@@ -97,14 +97,14 @@ class TuneReport:
         return [*parts, self.table(), Note(text=settings, tone="code")]
 
     def label(self, tried: Tried) -> str:
-        """Name a candidate for people."""
+        """Return a readable name of a candidate."""
         if tried.changes:
             return text_of(tried.changes)
         speed = "" if self.preset == "exact" else f" (speed: {self.preset})"
         return f"the settings as they are{speed}"
 
     def write(self, stream: TextIO) -> None:
-        """Write it for people."""
+        """Write the report as text."""
         show([self.table()], console_for(stream))
         if len(self.points) > 1:
             stream.write("\n")
@@ -115,7 +115,7 @@ class TuneReport:
         stream.writelines(f"{line}\n" for line in self.conclusion())
 
     def conclusion(self) -> Iterator[str]:
-        """Say what to use, why, and what speaks against believing it."""
+        """Yield what to use, why, and reasons to doubt it."""
         outcome, best = self.outcome, self.best
         if not best.changes:
             are_better = f"nothing that was tried is {LEAST_GAIN - 1:.0%} better"
@@ -252,7 +252,7 @@ def front(points: Sequence[TradeOff]) -> list[TradeOff]:
 
 
 def text_chart(points: Sequence[TradeOff], p99_ms: float | None) -> list[str]:
-    """Draw each candidate by its mark, with a star before it if it is of the front."""
+    """Draw each candidate's mark, with a star before it if it is on the front."""
     x_low, x_high = _range([point.p99_ms for point in points])
     y_low, y_high = _range([point.rate for point in points])
     grid = [[" "] * (_COLUMNS + 2) for _ in range(_LINES)]
@@ -284,7 +284,7 @@ def text_chart(points: Sequence[TradeOff], p99_ms: float | None) -> list[str]:
 
 
 def figure(value: float) -> str:
-    """Return a number with as many digits as matter: 12,345, 68.1, 0.7."""
+    """Return a number with its significant digits: 12,345, 68.1, 0.7."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 

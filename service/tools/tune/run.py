@@ -27,7 +27,7 @@ EXIT_TUNED = 0
 EXIT_UNWRITTEN = 1
 """The settings were found, and the file could not be written."""
 EXIT_UNMEASURED = 3
-"""There was no service, no input for it, or it stopped answering."""
+"""No service started, it had no input, or it stopped answering."""
 EXIT_INTERRUPTED = 130
 """128 and the number of SIGINT, as in shells."""
 _TICK_S = 0.2
@@ -36,7 +36,7 @@ _TICK_S = 0.2
 def run(loaded: LoadedSettings, whole: LoadedSettings, plan: TunePlan) -> int:
     """Tune the one model of some settings; returns the exit status.
 
-    `whole` is what the user's file says, with all of its models: what is written has the rest.
+    `whole` has the user's file with all of its models, since all of them are written.
     """
     try:
         report = uvloop.run(_TuneRun(loaded, plan).run())
@@ -49,7 +49,7 @@ def run(loaded: LoadedSettings, whole: LoadedSettings, plan: TunePlan) -> int:
         return EXIT_INTERRUPTED if report.is_interrupted else EXIT_UNMEASURED
     text = settings_text(loaded, whole, report.best.changes, report.comments())
     is_whole = not (report.is_interrupted or report.failure)
-    # First, since what took minutes to find is not to be lost with whoever reads our output.
+    # First: a result of minutes must not be lost if the reader of our output is gone.
     unwritten = _write_files(plan, report, text, has_settings=is_whole)
     people = sys.stderr if plan.is_json else sys.stdout
     report.write(people)
@@ -88,7 +88,7 @@ class _TuneRun:
         self._began = time.monotonic()
 
     async def run(self) -> TuneReport:
-        """Tune. After a failure or an interruption the report has all that was found until then."""
+        """Tune the model; a failure or an interruption ends the report early."""
         task = asyncio.current_task()
         assert task is not None
         interruption = Interruption(
@@ -161,8 +161,8 @@ def settings_text(
 ) -> str:
     """Return the text of the file.
 
-    `loaded` has the settings with which the one model was tuned; `whole` is what the user's file
-    says, with all of its models.
+    `loaded` has the settings of the tuned model; `whole` has the user's file, with all of its
+    models.
     """
     (model,) = loaded.settings.models
     values = {key_of(name, model): value for name, value in changes.items()}
@@ -171,7 +171,7 @@ def settings_text(
         if key in values:
             rows.append((key, values[key], "tuned"))
         elif _is_said(key, origin):
-            rows.append((key, value, "default"))  # which leaves no note in the file
+            rows.append((key, value, "default"))  # it leaves no comment in the file
     file = io.StringIO()
     file.writelines(f"# {line}\n" for line in comments)
     if len(rows[0][0]) == 1:  # a table begins with an empty line of its own
@@ -181,7 +181,7 @@ def settings_text(
 
 
 def _merged(loaded: LoadedSettings, whole: LoadedSettings, model: str) -> list[Row]:
-    """Return the rows of the user's file, with those of the tuned model as they were tuned."""
+    """Return the rows of the user's file, with the tuned ones of the model."""
     if not any(origin.startswith("file") for origin in whole.origins.values()):
         return loaded.rows()
     own = [row for row in loaded.rows() if row[0][:2] == ("models", model)]

@@ -17,13 +17,13 @@ from inferpool.service.tools.tune.plan import Goal
 LEAST_GAIN = 1.03
 """Least factor by which a candidate must be better: otherwise the present setting is simpler."""
 _HOPELESS = 0.9
-"""A candidate with a lower ratio in its first pair of rounds gets no more of them."""
+"""A candidate with a lower ratio in its first pair of rounds gets no more rounds."""
 _NUM_PAIRS = 3
 _MAX_PAIRS = 5
 _NUM_FINAL_PAIRS = 7
 """At most one of these may speak against the best: without any gain, that is 1 in 16."""
 _SPARE = 1.1
-"""The load keeps the objective with this factor to spare, since rounds vary."""
+"""The load meets the objective with this factor to spare, since rounds vary."""
 _MAX_LOADS = 5
 
 Verdict = Literal["default", "better", "no better", "worse", "late", "fails"]
@@ -44,15 +44,15 @@ class LoadSample:
 
     @property
     def generator_cores(self) -> float:
-        """Cores that the clients kept busy: near 1, and they are what was measured."""
+        """Cores that the clients kept busy; near 1, they limit the figures."""
         return self.generator_s / self.seconds if self.seconds else 0.0
 
     def percentile_s(self, percent: float) -> float:
-        """Return the time within which so many percent of the good answers came."""
+        """Return the time within which `percent` of the good answers came."""
         return self.tally.latency.percentile_s(percent)
 
     def add(self, other: "LoadSample") -> None:
-        """Count all that another one has."""
+        """Add the counts of another one."""
         self.seconds += other.seconds
         self.tally.add(other.tally)
         self.generator_s += other.generator_s
@@ -64,14 +64,14 @@ class Candidate(Protocol):
     memory_bytes: int
 
     async def measure(self, connections: int) -> LoadSample:
-        """One round of load.
+        """Return the result of a round of load.
 
         Raises:
             TrialError: It does not answer.
         """
 
     async def close(self) -> None:
-        """End it."""
+        """End the service."""
 
 
 class CandidateStarter(Protocol):
@@ -85,7 +85,7 @@ class CandidateStarter(Protocol):
         """
 
     def now(self) -> float:
-        """The time, in seconds."""
+        """Return the time, in seconds."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -93,7 +93,7 @@ class Tried:
     """One candidate, and its result."""
 
     changes: Changes
-    """Changes of the user's settings; none for these themselves."""
+    """Changes of the user's settings; empty for those settings themselves."""
     connections: int
     sample: LoadSample = field(default_factory=LoadSample)
     memory_bytes: int = 0
@@ -102,7 +102,7 @@ class Tried:
     reach, of latencies."""
     gain: float = 1.0
     """Ratio to the user's settings: the product of the ratios on the way. For the best, it is
-    measured in the end."""
+    measured at the end."""
     verdict: Verdict = "default"
     reason: str = ""
 
@@ -124,7 +124,7 @@ class SearchOutcome:
     is_confirmed: bool = False
     connections: int = 0
     is_out_of_reach: bool = False
-    """The objective is not kept even for one client at a time, so that latencies are compared."""
+    """The objective is not met even for one client at a time, so latencies are compared."""
     untried: list[str] = field(default_factory=list)
     needed_s: float = 0.0
     """Budget that would have sufficed for one more candidate."""
@@ -139,11 +139,11 @@ class _Comparison:
 
 
 class BestLostError(Exception):
-    """The service that was the best has stopped answering: nothing can be compared with it."""
+    """The best service has stopped answering: nothing can be compared with it."""
 
 
 class Search:
-    """One search. `outcome` is valid at every moment, so that it can be ended at any."""
+    """One search. `outcome` is always valid, so the search can be ended at any moment."""
 
     def __init__(
         self,
@@ -152,10 +152,10 @@ class Search:
         budget_s: float,
         on_trial: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Take a budget; `on_trial` gets what is done now.
+        """Store the goal and the budget; `on_trial` is called with each step's name.
 
-        Nothing ends after the budget, unless it is too short for one candidate: one is tried
-        anyway.
+        No candidate starts that could not end within the budget. If it is too short for any, one is
+        tried anyway.
         """
         self.outcome = SearchOutcome(connections=goal.connections)
         self._starter = starter
@@ -168,7 +168,7 @@ class Search:
         self._best: Candidate | None = None
 
     async def begin(self) -> Candidate:
-        """Start a service with the user's settings, and find the load under which to compare."""
+        """Start a service with the user's settings, and find the load for comparisons."""
         self._on_trial("the settings as they are")
         self._best = await self._start({})
         base = Tried(changes={}, connections=self._goal.connections)
@@ -180,7 +180,7 @@ class Search:
         return self._best
 
     async def run(self, knobs: Sequence[Knob]) -> None:
-        """Vary the knobs one after another, again while that gains, and confirm what was found."""
+        """Vary the knobs in turn, repeat while that gains, and confirm the result."""
         try:
             has_gained = True
             while has_gained and not self.outcome.untried:
@@ -192,7 +192,7 @@ class Search:
             await self.close()
 
     async def close(self) -> None:
-        """End the service that is the best so far."""
+        """End the best service so far."""
         if self._best is not None:
             best, self._best = self._best, None
             await best.close()
@@ -204,7 +204,7 @@ class Search:
                 assert self.outcome.best is not None
                 changes = {**self.outcome.best.changes, **step}
                 if any(each.changes == changes for each in self.outcome.tried):
-                    break  # it led here, or nowhere
+                    break  # it led here, or gained nothing
                 has_tried = len(self.outcome.tried) > 1  # more than the user's settings
                 if has_tried and self._needed_s() > self._budget_s:
                     self.outcome.needed_s = self._needed_s()
@@ -220,7 +220,7 @@ class Search:
 
     def _needed_s(self) -> float:
         """Estimate the time to the end of one more trial, with the confirmation after it."""
-        start_s = max(self._starts_s[1:] or self._starts_s)  # the first may have had more to do
+        start_s = max(self._starts_s[1:] or self._starts_s)  # the first may have done more
         num_rounds = 2 * (_MAX_PAIRS + _NUM_FINAL_PAIRS)
         return self._starter.now() - self._began + 2 * start_s + num_rounds * self._round_s
 
@@ -269,7 +269,7 @@ class Search:
     async def _compare(
         self, best: Candidate, challenger: Candidate, *, is_final: bool = False
     ) -> _Comparison:
-        """Measure rounds in turns, A B, B A, A B, so that a machine that drifts favours neither."""
+        """Measure rounds in turns, A B, B A, A B, so that a drifting machine favours neither."""
         least, most = (_NUM_FINAL_PAIRS,) * 2 if is_final else (_NUM_PAIRS, _MAX_PAIRS)
         ours, theirs = LoadSample(), LoadSample()
         ratios: list[float] = []
@@ -324,7 +324,7 @@ class Search:
         return "worse" if found.ratio < 1 / LEAST_GAIN else "no better"
 
     async def _find_load(self, candidate: Candidate, connections: int) -> LoadSample:
-        """Find the number of clients that keep the objective, at most those that were asked for."""
+        """Find the number of clients that meets the objective, at most the plan's."""
         self.outcome.connections = connections
         sample = await self._measure(candidate)
         for _ in range(_MAX_LOADS):
@@ -342,13 +342,13 @@ class Search:
         return sample
 
     def _raised(self, sample: LoadSample) -> int:
-        """Return how many clients would keep the objective after this sample."""
+        """Return how many clients would meet the objective after this sample."""
         assert self._goal.p99_ms is not None
         room = self._goal.p99_ms / (sample.percentile_s(99) * 1e3 * _SPARE)
         return max(1, min(self._goal.connections, int(self.outcome.connections * max(1.0, room))))
 
     async def _confirm(self) -> None:
-        """Compare the best with the user's settings: the best of many looks better than it is."""
+        """Compare the best again with the user's settings: chance favours the best of many."""
         outcome = self.outcome
         assert self._best is not None
         assert outcome.best is not None
@@ -372,7 +372,7 @@ class Search:
 
 
 def text_of(changes: Changes) -> str:
-    """Return settings for people: `replicas 1, threads_per_replica 2`."""
+    """Return settings as text: `replicas 1, threads_per_replica 2`."""
     return ", ".join(f"{name} {value}" for name, value in changes.items())
 
 
