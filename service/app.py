@@ -205,9 +205,9 @@ def assemble(
     state: StateFile | None = None,
     door: ClusterDoor | None = None,
 ) -> Assembly:
-    """Make a service and all its parts, whose calls come from the program around it.
+    """Build a service and all its parts; the program around it calls it.
 
-    With the `door` of a cluster, other hosts run all workers.
+    With the `door` (port) of a cluster, other hosts run all workers.
 
     Raises:
         StartError: It could not start on this host.
@@ -437,7 +437,7 @@ def _read_traces(tracer: "Tracer", service: Service) -> Iterator[Reading]:
 
 
 def make_app(assembly: Assembly) -> tuple[App, Predict, EdgeLimits]:
-    """Make the HTTP application over a service, whose life is the application's lifespan."""
+    """Build the HTTP application; its lifespan starts and stops the service."""
     service, guard, settings = assembly.service, assembly.guard, assembly.service.settings
     limits = edge_limits(settings, service.num_processes)
     recorder = None if assembly.tracer is None else assembly.tracer.recorder
@@ -515,7 +515,7 @@ class _Serving:
     def _make_only_server(
         self, app: App, predict: Predict, limits: EdgeLimits, tls: ssl.SSLContext | None
     ) -> Server:
-        """Make the server of this process as the only front."""
+        """Build the server of this process as the only front."""
         service, only = self._service, OnlyFront(is_up=False)
         service.fronts = only
         http = PredictProtocol.bound_to(predict, limits)
@@ -532,7 +532,7 @@ class _Serving:
     def _make_server_of_fronts(
         self, app: App, num: int, limits: EdgeLimits, listener: socket.socket
     ) -> Server:
-        """Make the server that answers what several fronts forward."""
+        """Build the server that answers what several fronts forward."""
         service = self._service
         fronts = Fronts(
             num=num,

@@ -123,7 +123,7 @@ class WatchedFiles:
         self._times = self._look()
 
     def has_changed(self) -> bool:
-        """Look again, and return whether a file was changed, added or removed."""
+        """Return whether a file was changed, added or removed since the last check."""
         now = self._look()
         for path, modified in now.items():
             before = self._times.get(path)

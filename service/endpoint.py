@@ -48,7 +48,7 @@ def make_cors(settings: Settings) -> Cors | None:
 
 
 def make_addresses(settings: Settings) -> Addresses:
-    """Return whom to believe about the service's own address; by default nobody."""
+    """Build addresses that trust the settings' proxies; by default none."""
     peers = TrustedPeers(settings.forwarded_allow_ips if settings.proxy_headers else ())
     return Addresses(peers, settings.root_path)
 
@@ -75,7 +75,7 @@ def make_predict(
     edge: EdgeLimits | None = None,
     unfinished: HeldBytes | None = None,
 ) -> Predict:
-    """Make the endpoint; `unfinished` counts requests if several processes do so together."""
+    """Build the endpoint; `unfinished` counts requests if several processes do so together."""
     max_unfinished_bytes = (edge or EdgeLimits()).max_unfinished_bytes
     return Predict(
         models,

@@ -1,4 +1,4 @@
-"""Tells a person what to try first: a command to paste, or how to ask."""
+"""Shows a first example to try: a command to paste, or how to ask."""
 
 import json
 import os

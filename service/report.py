@@ -1,4 +1,4 @@
-"""Makes the report of `/health` from the pools."""
+"""Builds the report of `/health` from the pools."""
 
 import asyncio
 import platform

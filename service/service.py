@@ -56,7 +56,7 @@ class FrontEnds(Protocol):
         """Wait until one takes connections."""
 
     def tell_models(self) -> None:
-        """Tell other processes which versions there are."""
+        """Send the list of versions to other processes."""
 
     async def until_known(self) -> None:
         """Wait until other processes know what `tell_models` has told them."""

@@ -43,7 +43,7 @@ def stop_signals() -> list[signal.Signals]:
 
 
 def end_early() -> None:
-    """Let SIGTERM and SIGHUP end this process in order from now on, as SIGINT does anyway.
+    """End this process in order on SIGTERM and SIGHUP from now on, as SIGINT does anyway.
 
     `RETRY_SIGNAL`, whose default would end it at once, does nothing.
     """

@@ -45,7 +45,7 @@ class ModelVersion:
     """One version of a model that is loaded, or is being loaded, as calls get to it."""
 
     def __init__(self, settings: ModelSettings, pool: Pool) -> None:
-        """Make a version that no call gets to before `Catalog.serve` or `Catalog.expose`."""
+        """Create a version. No call reaches it before `Catalog.serve` or `Catalog.expose`."""
         self.name = pool.name
         """The name of the model."""
         self.number = self.version = pool.version

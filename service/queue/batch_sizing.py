@@ -1,4 +1,4 @@
-"""Bounds the size of batches: by what pays, and by the deadlines of their instances.
+"""Bounds the size of batches by what pays and by the deadlines of their instances.
 
 A batch takes longer the more instances it has, and its first is answered with its last. So a batch
 does not grow past what the tightest deadline among its members allows. An instance whose deadline
@@ -114,9 +114,9 @@ class SizeLimit:
 
 
 def fitting(queue: "Batcher[Q]", most: int, begin: float, curve: "CostCurve") -> int:
-    """Return the size of the next batch that lets each member be in time that can be.
+    """Return the largest size of the next batch that keeps the deadlines of its members.
 
-    If no deadline is near, this costs the same for any size.
+    Deadlines that even a batch of one would miss don't count.
 
     Args:
         queue: The waiting instances; at least one.

@@ -172,9 +172,9 @@ class Ledger:
 class Deadlines:
     """A timing wheel with one timer per tick rather than one per instance.
 
-    Varghese and Lauck, "Hashed and hierarchical timing wheels", SOSP 1987. Instances whose
-    deadline is far off are not in the wheel: every half second all that wait are searched for
-    those whose deadline has come near. That costs less than a second wheel for them.
+    Varghese and Lauck, "Hashed and hierarchical timing wheels", SOSP 1987. Instances with a far
+    deadline are not in the wheel: every half second, a search of all waiting instances adds those
+    with a near deadline. That costs less than a second wheel.
     """
 
     def __init__(

@@ -368,7 +368,7 @@ class Pool:
         )
 
     def _nobody(self) -> ServiceError:
-        """Make the error that says why no worker is ready, and when one may be."""
+        """Return the error that says why no worker is ready, and when one may be."""
         if self.is_lost and not self._is_lent:  # or the former version comes back
             return GivenUpError(f"no worker of {self.name} can be started ({self.reason})")
         if not self.slots:

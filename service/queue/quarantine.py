@@ -1,4 +1,4 @@
-"""Keeps an input that has killed workers from killing more.
+"""Quarantines an input that has killed workers, so that it kills no more.
 
 A worker's death proves something only if the worker held one input alone. When a whole batch dies,
 each of its inputs becomes a *suspect*: from then on it is computed alone, so that it takes no other
@@ -304,7 +304,7 @@ class _Register:
         self._max_inputs = max_inputs
 
     def put(self, digest: bytes, input: InputContent, num_crashes: int, now: float) -> None:
-        """Add an input, or let it stay longer."""
+        """Add an input, or extend its stay."""
         if not self._duration_s:
             return
         self.drop(digest)

@@ -67,7 +67,7 @@ class Replacer:
         Args:
             slots: The workers.
             grace_s: How long each may take to finish what it holds.
-            old_first: Let each leave before its successor starts, if memory is short for both.
+            old_first: Stop each before its successor starts, if memory is short for both.
 
         Raises:
             RestartFailedError: A successor did not come up; says why, and which workers serve on.

@@ -78,7 +78,7 @@ class Lane:
 
     @property
     def late_at(self) -> float:
-        """The time from which on the end of its oldest batch counts as unknown."""
+        """The time after which the end of its oldest batch counts as unknown."""
         if not self.batches:
             return inf
         return self.ends_at + max(_LATE_S, _LATE * (self.ends_at - self.busy_since))

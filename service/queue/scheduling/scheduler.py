@@ -77,7 +77,7 @@ class QueuePolicy:
 
 
 class BatchScheduler:
-    """Gives the workers of one model their batches."""
+    """Sends batches to the workers of one model."""
 
     def __init__(
         self,
@@ -303,7 +303,7 @@ class BatchScheduler:
 
 
 class BatchFiller:
-    """Takes the instances of the next batch out of the queues of one model."""
+    """Picks the instances of the next batch from the queues of one model."""
 
     def __init__(
         self,
