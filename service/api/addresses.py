@@ -1,4 +1,4 @@
-"""Makes the addresses of this service that stand in its answers.
+"""Builds the addresses of this service that stand in its answers.
 
 They are relative to the address that a client has asked for, and so are right behind any proxy.
 Only a proxy that is trusted can change them, and nothing but them.
@@ -17,7 +17,7 @@ _ASKED = "inferpool.asked"
 
 
 class Addresses:
-    """Decides whom to believe about the service's own address."""
+    """Builds the service's own address, from headers if they come from a trusted proxy."""
 
     def __init__(self, peers: TrustedPeers | None = None, root_path: str = "") -> None:
         """Trust some peers, or nobody; the `root_path` stands before all our paths."""

@@ -26,7 +26,7 @@ class _AsgiWire(asyncio.Future[Reply]):
         self._client = client
 
     def owner_of(self, call: Call) -> str:
-        """See `Wire`."""
+        """Return the owner of the memory that a call takes."""
         return self._predict.owner_of(call.headers, self._client)
 
     def send_continue(self) -> None:

@@ -67,10 +67,10 @@ class Guard:
         tells_apart: bool = False,
         share: float = 1.0,
     ) -> None:
-        """Take the keys of each kind. Without keys, calls are open and admin paths do not exist.
+        """Store the keys of each kind. Without keys, calls are open and admin paths do not exist.
 
-        If it tells predict keys apart, each has a number, which is the same in every process. The
-        `share` is the part of what others leave that one caller may have.
+        If it tells predict keys apart, each has a number, which is the same in every process. One
+        caller may have the part `share` of what others leave.
         """
         self.share = share
         given: Mapping[Access, Keys] = {
@@ -134,9 +134,9 @@ class Guard:
         return self._numbers.get(digest, 0)
 
     def owner_of(self, access: Access, headers: Headers, client: str | None) -> str:
-        """Return whose share of places a call takes, once its key was checked.
+        """Return the owner of the places that a call takes, once its key was checked.
 
-        It is the key's, or where no two keys are told apart, that of the client's address.
+        The owner is the key, or the client's address if no two keys are told apart.
         """
         key = key_of(headers) if access in self._told_apart else None
         return owner_of_address(client) if key is None else digest_of(key).hex()

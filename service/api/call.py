@@ -39,7 +39,7 @@ class Tracing(Protocol):
         """Set `flags`, `steps` and the ref's `trace`; a call with `steps` is traced."""
 
     def take(self, call: "Call", status: int, duration_s: float) -> None:
-        """Take a traced call that is over; never blocks."""
+        """Store a traced call that is over; never blocks."""
 
 
 class ModelEntry(Protocol):
@@ -133,7 +133,7 @@ class Call(msgspec.Struct):
     """How to read the body, if an earlier call with the same head has shown it."""
 
     def choose(self, entry: ModelEntry | None) -> None:
-        """Note the version that the call is for. Later calls with the same head need not."""
+        """Set the version that the call is for. Later calls with the same head need not."""
         self.entry = entry
         self.version_line = "" if entry is None else f"x-model-version: {entry.version}\r\n"
 
@@ -149,7 +149,7 @@ class Call(msgspec.Struct):
 def begin_call(
     method: str, path: str, query: bytes, headers: Sequence[tuple[bytes, bytes]]
 ) -> Call:
-    """Make a call that has just come, with the ids that it brought or else new ones.
+    """Return a new call, with the ids in its headers or else new ones.
 
     The method is in upper case, headers are in lower case. The path is decoded, and without the
     path that the server is mounted under; the query is without its "?".
@@ -192,7 +192,7 @@ class KnownHeads(dict[bytes, KnownHead]):
     """
 
     def remember(self, head: bytes, call: Call, keep_alive: bool) -> None:
-        """Keep the head of a call that passed its checks, before the call is submitted."""
+        """Store the head of a call that passed its checks, before the call is submitted."""
         num_body_bytes = call.headers.get(b"content-length")
         if num_body_bytes is None or not head.endswith(HEAD_END):
             return

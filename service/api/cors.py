@@ -1,8 +1,7 @@
-"""CORS: lets pages of other origins call this host (https://fetch.spec.whatwg.org).
+"""CORS: allows pages of other origins to call this host (https://fetch.spec.whatwg.org).
 
 Off unless `cors_origins` is set. `Access-Control-Allow-Credentials` is never sent: keys come in a
-header of the call, not in cookies, so `*` gives nobody the rights of the person who looks at a
-page.
+header of the call, not in cookies, so `*` gives no page the rights of its reader.
 """
 
 from collections.abc import Mapping, Sequence

@@ -258,7 +258,7 @@ def problem_response(request: Request, error: ServiceError) -> Response:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Make every error of the app's other routes a problem document too."""
+    """Render every error of the app's other routes as a problem document too."""
     app.add_exception_handler(ServiceError, _on_service_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(RequestValidationError, _on_validation_error)

@@ -46,13 +46,13 @@ _PRIORITIES = {b"%d" % priority: priority for priority in range(1, 10)}
 
 
 class Wire(Protocol):
-    """Takes the answer of an exchange and sends it."""
+    """Sends the answer of an exchange."""
 
     def send_continue(self) -> None:
-        """Tell the client to send its body."""
+        """Ask the client to send its body."""
 
     def owner_of(self, call: Call) -> str:
-        """Return whose share of memory a call takes."""
+        """Return the owner of the memory that a call takes."""
 
     def send_answer(self, exchange: "Exchange", reply: Reply) -> int | None:
         """Send the answer, and return its status: 499 if the client has gone.
@@ -62,7 +62,7 @@ class Wire(Protocol):
 
 
 class _NoEvent:
-    """Takes the place of the event that uvicorn sets for its ASGI calls; nothing waits for it."""
+    """Replaces the event that uvicorn sets for its ASGI calls; nothing waits for it."""
 
     def set(self) -> None:
         return
@@ -166,7 +166,7 @@ class Exchange(msgspec.Struct, eq=False):
         self._submit((body,))
 
     def feed(self, chunk: Buffer) -> None:
-        """Take a piece of the body."""
+        """Store a piece of the body."""
         if self._refusal is not None:
             return
         if self._chunks:
@@ -181,7 +181,7 @@ class Exchange(msgspec.Struct, eq=False):
                 self._refuse(error)
 
     def complete(self) -> None:
-        """Note that the body is whole, and submit it."""
+        """Submit the body, which is whole now."""
         self.is_complete = True
         if self.is_started:
             self._submit(self._chunks or (b"",))
@@ -197,7 +197,7 @@ class Exchange(msgspec.Struct, eq=False):
                 self._is_counted = True
 
     def owner(self) -> str:
-        """Return whose share its unfinished body takes."""
+        """Return the owner of the memory that its unfinished body takes."""
         return self.wire.owner_of(self.call)
 
     def fail(self, error: ServiceError) -> None:

@@ -1,4 +1,4 @@
-"""The endpoint `/predict`: its models, its limits, and who is told of its calls.
+"""The endpoint `/predict`: its models, its limits, and the callbacks for its calls.
 
 `service.api.exchange` handles one call to it.
 """
@@ -49,7 +49,7 @@ class Predict:
     on_failure: OnFailure | None = None
 
     def __post_init__(self) -> None:
-        """Drop a guard that lets everybody pass, so that it costs nothing."""
+        """Drop a guard that allows every call, so that it costs nothing."""
         if self.guard is not None and not self.guard.restricts_predict:
             self.guard = None
 
@@ -59,7 +59,7 @@ class Predict:
         return [path for path in self.models if "/" not in path]
 
     def owner_of(self, headers: Mapping[bytes, bytes], client: str | None) -> str:
-        """Return whose share of memory a call takes: its key's if that is known, or its address's.
+        """Return the owner of the memory that a call takes: its key if known, else its address.
 
         Args:
             headers: Those of the call.

@@ -22,7 +22,7 @@ class Preferences(NamedTuple):
         return ", ".join(given if self.wait_s is None else [*given, f"wait={self.wait_s}"])
 
     def at_most(self, most_s: int) -> "Preferences":
-        """Return what can be followed by a server that waits for so long only."""
+        """Return the preferences with a wait of at most this time."""
         return self if self.wait_s is None else self._replace(wait_s=min(self.wait_s, most_s))
 
 

@@ -49,7 +49,7 @@ def reply_to(call: Call) -> Reply:
     """Reply to a call whose instances all have their outcome.
 
     Raises:
-        OverloadedError: Its only instance was refused; a flood of these is answered bit by bit.
+        OverloadedError: Its only instance was refused. A flood of these is answered bit by bit.
     """
     outcomes = call.outcomes
     outcome = outcomes[0] if len(outcomes) == 1 else None
@@ -94,7 +94,7 @@ def refusal_of(call: Call, error: Exception) -> Reply:
 
 
 def lines_of(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
-    """Render header lines. All headers whose text is neither our own nor checked go through here.
+    """Render header lines, with a check of every text that is not our own.
 
     Raises:
         ValueError: A name or value has a character that would end its line, or is not ASCII.

@@ -72,10 +72,10 @@ _ASSETS_PACKAGE = "fastapi_offline"
 
 
 class App(FastAPI):
-    """FastAPI for everything but `/predict`, whose calls it hands on before its own machinery.
+    """FastAPI for everything but `/predict`: it hands on those calls before its own machinery.
 
-    That machinery (middleware stack, router, dependencies) costs several times what an answer of
-    the endpoint costs.
+    That machinery (middleware stack, router, dependencies) costs several times as much as an
+    answer of the endpoint.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class App(FastAPI):
         docs: bool = True,
         lifespan: Lifespan["App"] | None = None,
     ) -> None:
-        """Make the application; `predict` is set once it exists, before the first call.
+        """Build the application; `predict` is set once it exists, before the first call.
 
         Args:
             version: The version of inferpool, for the documentation.
@@ -182,7 +182,7 @@ class App(FastAPI):
         await super().__call__(scope, receive, send)
 
     def openapi(self) -> dict[str, object]:
-        """Make the OpenAPI document, `/predict` first."""
+        """Build the OpenAPI document, `/predict` first."""
         self.openapi_schema = None
         models, default = self._served()
         return complete(

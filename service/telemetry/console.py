@@ -1,4 +1,4 @@
-"""Tells a person how the service starts, serves and stops. Runs in the front end.
+"""Shows a person how the service starts, serves and stops. Runs in the front end.
 
 On a terminal it prints lines for people; elsewhere the same facts are log records.
 """
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class Console:
-    """Tells whoever started the service what happens."""
+    """Shows what happens to the person at the terminal, or logs it."""
 
     def __init__(
         self, logs: Logs | None, stream: TextIO | None = None, *, is_colored: bool = True
@@ -74,11 +74,11 @@ class Console:
         self._print(Text("inferpool", style="bold"), *_aligned(facts), Text(""))
 
     def planned(self, plan: Sequence[tuple[str, str]]) -> None:
-        """Note where workers that come later run; see `started`."""
+        """Record where workers that come later run; see `started`."""
         self._placements.update(plan)
 
     def left(self, workers: Sequence[str]) -> None:
-        """Forget workers that will not come back."""
+        """Remove workers that will not come back."""
         for worker in workers:
             self._placements.pop(worker, None)
             self._stages.pop(worker, None)

@@ -159,7 +159,7 @@ class Exemplars:
         self._newest: dict[int, Exemplar] = {}
 
     def note(self, value: float, trace_id: str) -> None:
-        """Keep the trace of a value."""
+        """Store the trace of a value."""
         place = bisect_left(self._edges, value)
         self._newest[place] = Exemplar(trace_id, value, time.time())
 

@@ -52,7 +52,7 @@ _THROTTLE_PERIOD_S = 1.0
 
 
 class Logs:
-    """Takes all log records of the process to the thread that writes them. Made by `configure`."""
+    """Passes all log records of the process to the thread that writes them. See `configure`."""
 
     def __init__(
         self, formatter: Formatter, level: int, stream: TextIO, close_timeout_s: float
@@ -74,7 +74,7 @@ class Logs:
         self._writer.put(text)
 
     def start(self) -> None:
-        """Take over the root logger and uvicorn's loggers."""
+        """Install itself as the handler of the root logger and uvicorn's loggers."""
         root = logging.getLogger()
         level = root.level
         root.addHandler(self._handler)
@@ -137,7 +137,7 @@ def is_json(format: Literal["auto", "human", "json"], stream: TextIO) -> bool:
 
 
 class LogThrottle:
-    """Lets a few lines a second be logged and counts the rest. Used by the event loop alone."""
+    """Allows a few log lines a second and counts the rest. Used by the event loop alone."""
 
     def __init__(self, write_rest: Callable[[int], None], *, most: int = 1) -> None:
         """Start with none written.
@@ -257,7 +257,7 @@ class _Writer:
         self._thread.join(max(0.0, deadline - time.monotonic()))
 
     def _give_up(self) -> None:
-        """Let the thread end if its write ever returns."""
+        """Mark the thread to end if its write ever returns."""
         with contextlib.suppress(queue.Empty):
             while True:
                 self._queue.get_nowait()

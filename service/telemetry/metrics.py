@@ -288,9 +288,9 @@ class Metrics(Collector):
         return self._models.get(name, self.unknown_model)
 
     def show(self, part: ModelMetrics) -> None:
-        """Let `total` include the counters of a version that clients get to from now on.
+        """Include the counters of a version in `total` from now on, when clients reach it.
 
-        What it has counted before was of nobody's call, so it starts again.
+        The counters start again: those before were of no client's call.
         """
         parts = self._parts[part.name]
         if not any(part is each for each in parts):
@@ -408,7 +408,7 @@ def gpu_gauges(gpus: Iterable[GpuHealth], *host: str) -> Iterator[Reading]:
 
 
 def _family(name: str) -> GaugeMetricFamily | CounterMetricFamily:
-    """Make a family for the readings of this name."""
+    """Return a family for the readings of this name."""
     if name in COUNTERS:
         text, labels = COUNTERS[name]
         return CounterMetricFamily(f"inferpool_{name}", text, labels=labels)

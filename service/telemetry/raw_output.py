@@ -2,7 +2,7 @@
 
 It covers this process and all that it starts: a model's `print`, a message of a library in C, the
 traceback of an interpreter that ends. Runs in the main process, in a thread of its own, which reads
-from the first moment on: whoever writes to a full pipe would wait for ever.
+from the first moment on: a write to a full pipe would wait for ever.
 """
 
 import contextlib
@@ -56,7 +56,7 @@ class RawOutput:
         self._wake, self._waker = os.pipe()
         # A daemon, like the thread that writes the log.
         self._thread = threading.Thread(target=self._run, name="raw output", daemon=True)
-        # Signals go to the main thread, whose write to a full pipe they interrupt.
+        # Signals go to the main thread, and interrupt its write to a full pipe.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_MAIN_THREAD)
         try:
             self._thread.start()
@@ -65,7 +65,7 @@ class RawOutput:
 
     @classmethod
     def take(cls) -> "RawOutput":
-        """Take stdout and stderr. They are read from now on, and logged from `start` on.
+        """Redirect stdout and stderr. They are read from now on, and logged from `start` on.
 
         Raises:
             OSError: There are no free descriptors, or too few threads.
@@ -103,7 +103,7 @@ class RawOutput:
         self._has_begun.wait()  # what comes later came after there was a log
 
     def close(self, pass_on_s: float = _PASS_ON_S) -> None:
-        """Give both descriptors back, and log the rest. Closing again does nothing.
+        """Restore both descriptors, and log the rest. Closing again does nothing.
 
         Args:
             pass_on_s: Seconds that the reader of the original streams may take, without a log.
@@ -148,7 +148,7 @@ class RawOutput:
                 if is_open:
                     self._begin(error_guard)
             for fd in self._readers:
-                with error_guard:  # or a full pipe would block whoever prints
+                with error_guard:  # or a full pipe would block the code that prints
                     self._read(fd)
         if self._is_logging:
             for fd, rest in self._rests.items():
@@ -190,7 +190,7 @@ class RawOutput:
         return len(data)
 
     def _hold(self, fd: int, data: bytes) -> None:
-        """Keep what fits; once something was dropped, drop all else, too."""
+        """Store what fits; once something was dropped, drop all else, too."""
         if not self._num_dropped[fd]:
             room = _MAX_HELD_BYTES - len(self._rests[fd])
             is_cut = len(data) > room

@@ -114,7 +114,7 @@ class Form:
         return segment.name == "parameters" and content_type in ("", "application/json")
 
     def add(self, segment: MultipartSegment, content: bytes) -> None:
-        """Take the next part.
+        """Add the next part.
 
         Raises:
             ServiceError: It cannot be used, or there are too many.

@@ -134,7 +134,7 @@ def _payloads(instances: Iterable[Raw]) -> list[Payload]:
 
 
 def _payload(text: memoryview) -> Payload:
-    """Make a payload of an instance that is known to be JSON, without space around it."""
+    """Return the payload of an instance that is known to be JSON, without space around it."""
     payload = _decode_b64(text) if text[0] == 0x7B and text[-1] == 0x7D else None
     return payload or Payload("json", (text,))
 
@@ -175,7 +175,7 @@ def _decode_large(text: bytes, max_instances: int) -> _Body:
 
 @lru_cache
 def _bounded(max_instances: int) -> "msgspec.json.Decoder[Any]":
-    """Return a decoder for at most so many instances: an array of as many optional fields."""
+    """Return a decoder for at most this number of instances: an array of optional fields."""
     fields = [(f"i{index}", Raw, _NOTHING) for index in range(max_instances)]
     array = msgspec.defstruct("Instances", fields, array_like=True, forbid_unknown_fields=True)
     body = msgspec.defstruct(

@@ -1,4 +1,4 @@
-"""Tells from the name of a file what it holds. Imports little, for use without a service."""
+"""Guesses a file's type from its name. Imports little, for use without a service."""
 
 import os
 from collections.abc import Mapping

@@ -69,8 +69,8 @@ def literal(text: str) -> bytes:
 def merge(given: Mapping[str, bytes], text: bytes = b"", place: str = "parameters") -> bytes:
     """Return one JSON object of all parameters.
 
-    `given` has JSON by name, from the query or a form. `text` is a JSON object, whose members go
-    first, or nothing; messages call it `place`.
+    `given` has JSON by name, from the query or a form. `text` is a JSON object or nothing; its
+    members go first. Messages call it `place`.
 
     Raises:
         BadRequestError: The text is not JSON.

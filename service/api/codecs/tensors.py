@@ -120,7 +120,7 @@ def decode_safetensors(chunks: Sequence[bytes], head: BodyContext) -> Decoded:
 
 
 def instances_of(tensors: Sequence[BodyTensor], head: BodyContext, rest: bytes = b"") -> Decoded:
-    """Make instances of the tensors of one body: one, or as many as a batch dimension says.
+    """Split the tensors of one body into instances: one, or as many as a batch dimension says.
 
     A tensor with as many dimensions as the model's input (batch dimension included) is a batch;
     with one less it is one instance. If the model declares no shape, it is one instance.

@@ -138,7 +138,7 @@ def _texts_of_fields(modules: frozenset[ModuleType]) -> Mapping[str, Mapping[str
 
 
 def _complete_operation(operation: dict[str, Any], path: str, example: object) -> None:
-    """Give one of FastAPI's operations its headers, its error answers and an example."""
+    """Add headers, error answers and an example to one of FastAPI's operations."""
     taken = [{"$ref": f"#/components/parameters/{name}"} for name in COMMON_PARAMETERS]
     operation["parameters"] = [*operation.get("parameters", ()), *taken]
     responses: dict[str, Any] = operation["responses"]
@@ -160,7 +160,7 @@ def _complete_operation(operation: dict[str, Any], path: str, example: object) -
 
 
 def _complete_making(operation: dict[str, Any]) -> None:
-    """Give an operation that makes a job its body and its headers."""
+    """Add body and headers to an operation that makes a job."""
     operation["requestBody"] = predict.job_body({})
     names = ("Prefer", "IdempotencyKey", "XPriority")
     operation["parameters"] += [{"$ref": f"#/components/parameters/{name}"} for name in names]

@@ -341,7 +341,7 @@ class Health:
 
 
 def health_router(report: Callable[[], HealthReport], guard: Guard | None = None) -> APIRouter:
-    """Return the routes; the guard decides who may see reasons.
+    """Return the routes; the guard decides which calls may see reasons.
 
     Reasons quote errors, and probes ask without a key.
 

@@ -1,7 +1,7 @@
 """Accepts the last connections of a listening socket before it is closed.
 
-Closing a listening socket resets every connection that waits to be accepted, or whose handshake is
-under way, though its client may have sent a request already.
+Closing a listening socket resets every connection that waits to be accepted or is in its handshake,
+though its client may have sent a request already.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ _SO_ATTACH_FILTER = 26
 """asm-generic/socket.h; the `socket` module does not name it."""
 _NO_NEWCOMERS = (
     (0x30, 0, 0, 13),  # load byte 13 of the TCP header: its flags
-    (0x54, 0, 0, 0x12),  # of which SYN and ACK
+    (0x54, 0, 0, 0x12),  # mask out all but SYN and ACK
     (0x15, 0, 1, 0x02),  # is it SYN alone? If not, skip one
     (0x06, 0, 0, 0),  # drop the packet
     (0x06, 0, 0, 0xFFFF),  # take it
@@ -40,7 +40,7 @@ _SYN_RECEIVED = 1 << 3 | 1 << 12
 async def take_last(
     listener: socket.socket, accept: Callable[[], object], *, last_in_s: float = _LAST_IN_S
 ) -> None:
-    """Accept everyone who has connected, and let nobody else; then the socket can be closed.
+    """Accept all clients that have connected, and no others; then the socket can be closed.
 
     On Linux the kernel first drops requests for new connections: their clients ask again after a
     second, and are refused. Elsewhere a connection that comes at this very moment may be reset. The
@@ -79,7 +79,7 @@ def _turn_newcomers_away(listener: socket.socket) -> None:
 
 
 def _num_half_open(listener: socket.socket) -> int:
-    """Return the number of clients whose handshake is under way (Linux; elsewhere 0)."""
+    """Return the number of handshakes under way (Linux; elsewhere 0)."""
     if sys.platform != "linux":
         return 0
     port = listener.getsockname()[1]

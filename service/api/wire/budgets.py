@@ -54,7 +54,7 @@ class Client(Protocol):
     """Has a client make this process keep memory."""
 
     def owner(self) -> str:
-        """Return whose share of all memory that takes: a key's, or an address's."""
+        """Return the owner of that memory: a key or an address."""
 
 
 class Sender(Client, Protocol):
@@ -263,8 +263,8 @@ class Refusals:
     """Bounds the refusals in one turn of the event loop, so that a flood of them delays nobody.
 
     To refuse takes longer than to read what comes. So while one flood is refused, bit by bit, the
-    calls of others are read, and their answers are sent. A client whose refusal waits here sends
-    nothing more meanwhile.
+    calls of others are read, and their answers are sent. Nothing more is read from a client while
+    its refusal waits here.
     """
 
     def __init__(self) -> None:
@@ -291,7 +291,7 @@ class Refusals:
 
 
 class SlowReader(Client, Protocol):
-    """A connection whose client has not read its answer yet."""
+    """A connection to a client that has not read its answer yet."""
 
     @property
     def num_unread_bytes(self) -> int:

@@ -156,15 +156,15 @@ class HttpConnection(HttpToolsProtocol):
         self._writer.close()
 
     def send_continue(self) -> None:
-        """See `Wire`."""
+        """Ask the client to send its body."""
         self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def owner_of(self, call: Call) -> str:
-        """See `Wire`."""
+        """Return the owner of the memory that a call takes."""
         return self.predict.owner_of(call.headers, self._host)
 
     def _owner(self) -> str:
-        """Return whose share of memory its newest call takes."""
+        """Return the owner of the memory that its newest call takes."""
         cycle, headers = self.cycle, {}
         if isinstance(cycle, Exchange):
             headers = cycle.call.headers
@@ -173,7 +173,7 @@ class HttpConnection(HttpToolsProtocol):
         return self.predict.owner_of(headers, self._host)
 
     def send_answer(self, exchange: Exchange, reply: Reply) -> int:
-        """See `Wire`. Then close, go on with what is pipelined, or wait for the next call."""
+        """Send an answer. Then close, go on with pipelined calls, or wait for the next call."""
         transport = self.transport
         if transport.is_closing():
             return _CLIENT_GONE
@@ -276,7 +276,7 @@ class HttpConnection(HttpToolsProtocol):
             self._be_idle()
 
     def _hold(self) -> None:
-        """Take no more calls until the client has read its answers."""
+        """Read no more calls until the client has read its answers."""
         self._is_held = True
         if not self.transport.is_closing():
             self.flow.pause_reading()
@@ -352,7 +352,6 @@ class HttpConnection(HttpToolsProtocol):
         super()._start_asgi_task(cycle, self._writer.in_pieces(answer))
 
     def _clear_line(self) -> None:
-        """Forget the calls that wait for their turn."""
         self.pipeline.clear()
         self._end_line()
 

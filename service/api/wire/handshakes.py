@@ -18,7 +18,7 @@ from inferpool.service.queue.shares import owner_of_address
 
 
 class TlsHandshake(asyncio.Protocol):
-    """Keeps a connection until its TLS handshake is over, and then hands it to HTTP's protocol.
+    """Does the TLS handshake of a connection, and then hands it to HTTP's protocol.
 
     The loop can begin a handshake only on a socket that it does not have yet, so the connection
     gets a second descriptor, and the first one is closed.

@@ -70,7 +70,7 @@ def held_bytes(memory: mmap | None, number: int) -> tuple[HeldBytes, HeldBytes]:
 
 
 def clear(memory: mmap, number: int) -> None:
-    """Give back everything that a process has counted. It must have ended."""
+    """Subtract everything that a process has counted. It must have ended."""
     for rows in _rows_in(memory):
         rows[number][:] = memoryview(bytes(_ROW_LENGTH * _COUNT_BYTES)).cast("q")
 

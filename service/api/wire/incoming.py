@@ -131,8 +131,8 @@ class IncomingLimits:
         """Begin with nothing.
 
         `refuse` gets the error of the head that comes; `clear_line` is called before if the calls
-        in line are refused too. `on_late` is called if a head takes too long. `owner` returns whose
-        share of memory its calls take.
+        in line are refused too. `on_late` is called if a head takes too long. `owner` returns the
+        owner of the memory that its calls take.
         """
         self._flow = flow
         self._unfinished = unfinished

@@ -19,7 +19,7 @@ BACKLOG = 2048
 
 
 def listen(host: str, port: int, flag: str = "--port") -> socket.socket:
-    """Take the address before anything else is started.
+    """Bind the address and listen, before anything else is started.
 
     Args:
         host: Name or address of this host.

@@ -91,7 +91,7 @@ class ConnectionLimits:
     def _look_at(
         self, newcomer: CountedConnection, everyone: Collection[CountedConnection]
     ) -> None:
-        """Find out whose the connections but the newest are, and which are idle."""
+        """Count the other connections by address, and list the idle ones."""
         now = asyncio.get_running_loop().time()
         if now - self._searched_at < _SEARCH_EVERY_S:
             return

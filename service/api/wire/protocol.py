@@ -150,7 +150,7 @@ class PredictProtocol(HttpConnection):
         self.headers = []
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Take a header, or drop a trailer: nothing here reads those.
+        """Store a header, or drop a trailer: nothing here reads those.
 
         Raises:
             LargeHeadError: There are too many, or too long ones. It stops the parser at once.
@@ -167,7 +167,7 @@ class PredictProtocol(HttpConnection):
         self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
-        """Take the call, or hand it to uvicorn."""
+        """Begin the call here, or hand it to uvicorn."""
         self._is_in_head = False
         self._num_body_bytes = 0
         self._is_behind_others = True
@@ -217,7 +217,7 @@ class PredictProtocol(HttpConnection):
             self.known_heads.remember(head, exchange.call, exchange.keep_alive)
 
     def on_body(self, body: bytes) -> None:
-        """Take a piece of the newest request's body.
+        """Pass on a piece of the newest request's body.
 
         Raises:
             BadRequestError: It has too many chunks. It stops the parser at once.
@@ -239,7 +239,7 @@ class PredictProtocol(HttpConnection):
             cycle.feed(body)
 
     def on_message_complete(self) -> None:
-        """Take the end of the newest request."""
+        """End the newest request."""
         if self._asks_for_upgrade or self._ignores_input:
             return
         self._end_body()
@@ -273,7 +273,7 @@ class PredictProtocol(HttpConnection):
         return True
 
     def _take_piece(self, data: bytes) -> None:
-        """Take more of a body of known length, which needs no parser."""
+        """Pass on a piece of a body of known length, which needs no parser."""
         # A view takes five times the memory of a byte, and some clients send single bytes.
         piece = data if len(data) <= self._num_missing else memoryview(data)[: self._num_missing]
         self._num_missing -= len(piece)
@@ -315,7 +315,7 @@ class PredictProtocol(HttpConnection):
     def _watch_body(self) -> None:
         """Count a body that did not come with its head, and time it.
 
-        Every body is timed, whoever answers its call, even if the call has its answer already.
+        Every body is timed, even if uvicorn answers its call or the call has its answer already.
         """
         cycle: Cycle = self.cycle
         deadline = inf if self._is_job else self.loop.time() + self.predict.limits.max_timeout_s

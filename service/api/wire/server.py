@@ -1,9 +1,9 @@
 """uvicorn with our own order of shutting down.
 
 uvicorn closes idle connections the moment it is told to stop, so a client that has just sent a
-request on one gets no answer. Here readiness goes red first. Then everyone who has connected is
-accepted and nobody else, and for a moment every answer carries `Connection: close`, which moves
-busy clients away. Only then are connections closed; clients that read slowly get time.
+request on one gets no answer. Here readiness goes red first. Then the server accepts all clients
+that have connected, and no others, and for a moment every answer carries `Connection: close`, which
+moves busy clients away. Only then are connections closed; clients that read slowly get time.
 """
 
 import asyncio
@@ -166,7 +166,7 @@ class Server(DrainingServer):
             on_stopping: Called with the reason when the shutdown begins: readiness goes red.
             drain: Admits nothing more, and returns when everything accepted has its answer.
             cut_off: Answers everything at once, when a second signal hurries.
-            move_clients_away: Lets clients find another host, if other processes have the
+            move_clients_away: Moves clients to another host, if other processes have the
                 connections.
         """
         super().__init__(config)

@@ -27,7 +27,7 @@ class AnswerWriter:
         write_timeout_s: float,
         owner: Callable[[], str],
     ) -> None:
-        """Write nothing yet; `owner` returns whose share of memory unread answers take."""
+        """Write nothing yet; `owner` returns the owner of the memory that unread answers take."""
         self.owner = owner
         self._transport = transport
         self._flow = flow
@@ -101,7 +101,7 @@ class AnswerWriter:
         self.owner = str  # it refers to the connection, and nobody asks any more
 
     def in_pieces(self, app: Any) -> Any:
-        """Return an application whose large answers are written in pieces, but counted as whole."""
+        """Return an application that writes large answers in pieces, but counts them as whole."""
 
         async def answer(scope: Any, receive: Any, send: Any) -> None:
             async def send_pieces(message: Any) -> None:
