@@ -1,6 +1,6 @@
-"""Inputs of a batch run, made of files, members of archives and cells of tables; their answers.
+"""Inputs of a batch run, from files, members of archives and cells of tables; their answers.
 
-An input that cannot be had is one with an error: it never ends the run.
+An unreadable input becomes an input with an error: it never ends the run.
 """
 
 import json
@@ -29,7 +29,7 @@ class BatchInput:
     """One input of a run."""
 
     index: int
-    """Its place in the source, from 0; the same each time the source is opened."""
+    """Its place in the source, from 0; it is the same each time the source is opened."""
     name: str
     """A path, a member of an archive, or a line or row, for people."""
     kind: InputKind
@@ -57,15 +57,15 @@ class BatchAnswer:
 
 
 class SourceUnusableError(FlagError):
-    """The inputs or the output cannot be used as the flags say; names what to do."""
+    """The inputs or the output cannot be used as the flags say; the message says what to do."""
 
 
 class RunLostError(Exception):
-    """The model, the service or the output is gone, so that the run cannot go on."""
+    """The model, the service or the output is gone, so the run cannot go on."""
 
 
 def input_at(index: int, name: str, path: str, label: str | None = None) -> BatchInput:
-    """Read a file. Anything but a file is an error: a pipe would be waited for."""
+    """Read a file. Anything else is an error: a pipe would block."""
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             status = os.fstat(file.fileno())
@@ -80,7 +80,7 @@ def input_at(index: int, name: str, path: str, label: str | None = None) -> Batc
 
 
 def input_of(index: int, name: str, data: bytes, label: str | None = None) -> BatchInput:
-    """Make an input of the content of a file, whose name says what it is."""
+    """Return the input for a file's content; the name determines its kind."""
     kind = kind_by_name(name)
     if kind == "text":
         try:
@@ -97,7 +97,7 @@ def input_of(index: int, name: str, data: bytes, label: str | None = None) -> Ba
 
 
 def input_of_cell(index: int, name: str, value: object, folder: str) -> BatchInput:
-    """Make an input of a cell: bytes, a picture as datasets have it, a file's path, or JSON."""
+    """Return the input for a cell: bytes, a dataset's picture, a file's path, or JSON."""
     if isinstance(value, dict) and "bytes" in value and value.keys() <= {"bytes", "path"}:
         value = value["path"] if value["bytes"] is None else value["bytes"]
     if isinstance(value, bytes):
@@ -113,7 +113,7 @@ def input_of_cell(index: int, name: str, value: object, folder: str) -> BatchInp
 
 
 def _why_no_value(value: object) -> str:
-    """Return which part of a value JSON cannot have, and where; empty if it is another reason."""
+    """Return which part of a value JSON cannot hold, and where; empty if it can hold all."""
     if (found := first_in(value, _is_foreign)) is None:
         return ""
     part, place = found
@@ -127,7 +127,7 @@ def _is_foreign(part: object) -> bool:
 
 
 def _json_input(index: int, name: str, data: bytes, label: str | None = None) -> BatchInput:
-    """Make an input of JSON, as it would be in a call to a service: {"b64": ...} is bytes."""
+    """Return the input for JSON, read as in a call to a service: {"b64": ...} is bytes."""
     try:
         payload = decode_instance(data.removeprefix(BYTE_ORDER_MARK))
     except ServiceError as error:
@@ -146,12 +146,12 @@ def unreadable_input(
 
 
 def failed_input(index: int, name: str, error: str, label: str | None = None) -> BatchInput:
-    """Return an input that has an error instead of data."""
+    """Return an input with an error instead of data."""
     return BatchInput(index=index, name=name, kind="bytes", error=error, label=label)
 
 
 def piece_of(fd: int, place: tuple[int, int]) -> bytes:
-    """Read a piece of a file, from an offset and so long.
+    """Read a piece of a file: `place` has its offset and its length.
 
     Raises:
         OSError: It is not there, or too large.
@@ -166,7 +166,7 @@ def piece_of(fd: int, place: tuple[int, int]) -> bytes:
 
 
 def stamp_of(path: str) -> str:
-    """Return what changes if a file does: its size and the time of its last change."""
+    """Return a text that changes with a file: its size and the time of its last change."""
     try:
         status = os.stat(path)
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""A pool of workers in this process, without HTTP: the same service as `inferpool serve` has."""
+"""A pool of workers in this process, without HTTP: the same service as `inferpool serve`."""
 
 import asyncio
 import contextlib
@@ -32,7 +32,7 @@ _TIMEOUT_S = 3600.0
 """Time for each instance; workers that hang are replaced much sooner."""
 _PAUSE_S = 0.05
 _PATIENCE_S = 300.0
-"""How long to wait for a worker to come back."""
+"""How long to wait until a lost worker is back."""
 _BATCHES_AHEAD = 3
 """Batches for each worker: one that it computes, one that it prepares, one that waits."""
 
@@ -50,7 +50,7 @@ class LocalTarget:
         self.max_pixels = max_pixels if _takes_pixels(pool) else None
 
     async def predict(self, given: DecodedInput) -> BatchAnswer:
-        """See `BatchTarget`."""
+        """Compute an input in the pool."""
         kind, headers = self._form(given)
         chunk = given.data
         until = time.monotonic() + _PATIENCE_S
@@ -88,9 +88,9 @@ class LocalTarget:
 
 
 def _takes_pixels(pool: Pool) -> bool:
-    """Return whether readers may decode for the workers, as these would do it themselves.
+    """Return whether readers may decode for the workers, with the same result.
 
-    Fast decoding is another way, which only workers know.
+    Only workers can decode fast.
     """
     specs = pool.inputs
     workers = [slot.handle for slot in pool.slots if slot.handle is not None]
@@ -136,15 +136,15 @@ async def local_target(loaded: LoadedSettings, parameters: bytes) -> AsyncIterat
 
 
 def _own_settings(settings: Settings) -> Settings:
-    """Return the settings of a service that has one model, and computes nothing but this run."""
+    """Return the settings of a service that computes only this run, with one model."""
     name = settings.default_model
     own = {
         "models": {name: settings.models[name]},
-        "job_store": "none",  # jobs belong to the service of these settings, which may run
+        "job_store": "none",  # jobs belong to the service with these settings, which may run
         "watch": None,
         "trace_endpoint": None,  # there are no calls
         "cluster_port": None,  # this run computes here, with workers of its own
-        "speed_search": False,  # it would take time from the run, and change presets amid it
+        "speed_search": False,  # it would slow the run, and change presets during it
     }
     return settings.model_copy(update=own)
 

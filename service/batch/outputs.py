@@ -1,9 +1,9 @@
-"""Outputs of a run: files that a later run can go on with after any end.
+"""Outputs of a run: files that a later run can continue after any end.
 
-Each answer is one line, written at once. After a SIGKILL the last line may be half there;
-`--resume` cuts it off, and computes what is missing. Parquet has its end last, so its answers are
-lines of JSON in a file beside it until the run is over. Another file beside it, also until then,
-says of which inputs and which model the answers are: those of others are never mixed in.
+Each answer is one line, written at once. A SIGKILL may leave half a line at the end; `--resume`
+cuts it off, and computes the missing answers. A Parquet file is written at once at the end, so its
+answers are lines of JSON in a file beside it until the run is over. Another file beside it, also
+until then, names the inputs and the model: answers for others are never mixed in.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ COLUMNS = ("index", "input", "label", "prediction", "error_code", "error")
 """Columns of CSV and Parquet; `prediction` is JSON."""
 _ROWS_PER_GROUP = 10_000
 _LINES, _NOTE, _DRAFT = ".partial", ".resume", ".tmp"
-"""Endings of the files beside an output that is not whole yet."""
+"""Endings of the files beside an unfinished output."""
 _SUFFIXES: dict[str, OutputFormat] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
@@ -34,13 +34,13 @@ _SUFFIXES: dict[str, OutputFormat] = {
 
 
 class AnswerFile(Protocol):
-    """Takes the answers of a run."""
+    """Stores the answers of a run."""
 
     def write(self, answers: Sequence[BatchAnswer]) -> None:
-        """Write answers, which outlive this process from now on."""
+        """Write answers, so that they outlive this process."""
 
     def finish(self) -> None:
-        """Make the output whole, and durable."""
+        """Make the output complete and durable."""
 
 
 def files_of(path: str) -> Sequence[Path]:
@@ -53,7 +53,7 @@ def format_of(path: str, chosen: str | None) -> OutputFormat:
     """Return the format of an output, by its name if none is chosen.
 
     Raises:
-        SourceUnusableError: The name does not tell.
+        SourceUnusableError: The name has no known ending.
     """
     if chosen in ("jsonl", "csv", "parquet"):
         return chosen  # type: ignore[return-value]  # mypy does not narrow it
@@ -69,7 +69,7 @@ def format_of(path: str, chosen: str | None) -> OutputFormat:
 
 
 class LineStream:
-    """Lines to stdout, which no later run can go on with."""
+    """Lines to stdout; no later run can continue them."""
 
     def __init__(self, format: OutputFormat, stream: BinaryIO | None = None) -> None:
         self._stream = stream or sys.stdout.buffer
@@ -80,17 +80,17 @@ class LineStream:
             self._stream.write(_row(COLUMNS))
 
     def write(self, answers: Sequence[BatchAnswer]) -> None:
-        """See `AnswerFile`."""
+        """Write answers."""
         self._stream.write(b"".join(map(self._line, answers)))
         self._stream.flush()
 
     def finish(self) -> None:
-        """See `AnswerFile`."""
+        """Flush the stream."""
         self._stream.flush()
 
 
 class Journal:
-    """An output file, which one run at a time may write."""
+    """An output file; one run at a time may write it."""
 
     def __init__(
         self,
@@ -106,37 +106,37 @@ class Journal:
         Args:
             path: The output.
             format: Its format.
-            about: What decides the answers: "inputs", and flags with their values. It is the same
-                if a run is resumed.
-            resumes: Go on with answers that are there.
-            overwrites: Throw them away.
+            about: The inputs ("inputs"), and flags with their values: all that determines the
+                answers. It must not change when a run is resumed.
+            resumes: Continue the existing answers.
+            overwrites: Delete them.
 
         Raises:
-            SourceUnusableError: There is one and nothing says what to do with it, another run
-                writes it, it is of another run, or it cannot be written.
+            SourceUnusableError: There is a file and no flag says what to do with it, another run
+                writes it, it is from another run, or it cannot be written.
         """
         self._path = Path(path)
         self._format = format
         self._own = self._path
         """The file with the lines."""
         self._note = _beside(self._path, _NOTE)
-        """The file that says what the answers are of."""
-        if os.path.exists(path) and not os.path.isfile(path):  # which raise nothing
+        """The file that names the inputs and the model."""
+        if os.path.exists(path) and not os.path.isfile(path):  # neither raises
             raise SourceUnusableError(f"--output: {path} is no file")
         if format == "parquet":
             _require_pyarrow()
             self._own = _beside(self._path, _LINES)
         there = self._present(may_exist=resumes or overwrites)
         self._is_whole = format == "parquet" and resumes and there == [self._path]
-        """The Parquet file is there, and nothing is left to do."""
+        """True if the Parquet file is complete: nothing is left to do."""
         self.is_over = self._is_whole
-        """The run that wrote the answers has come to its end: nothing can be added."""
+        """True if the run that wrote the answers has ended: nothing can be added."""
         try:
             self._file = open(self._own, "a+b", buffering=0)  # noqa: SIM115 - for the whole run
             lock(self._file)
             if overwrites:
                 self._file.truncate(0)
-                if self._own != self._path:  # else a later --resume would take it for the end
+                if self._own != self._path:  # else a later --resume would see a finished run
                     self._path.unlink(missing_ok=True)
             if not self._is_whole:
                 self._compare(about)
@@ -149,7 +149,7 @@ class Journal:
         self._line = _csv_line if format == "csv" else _json_line
 
     def _present(self, *, may_exist: bool) -> Sequence[Path]:
-        """Return the files that have answers of an earlier run, if there may be some."""
+        """Return the files with answers of an earlier run; raise if they may not exist."""
         there = [
             each for each in (self._path, self._own) if os.path.exists(each) and each.stat().st_size
         ]
@@ -164,7 +164,7 @@ class Journal:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close the file. What was written stays."""
+        """Close the file."""
         if not os.fstat(self._file.fileno()).st_size:
             self._note.unlink(missing_ok=True)
             self._own.unlink(missing_ok=True)
@@ -173,7 +173,7 @@ class Journal:
         self._file.close()
 
     def earlier(self) -> Iterator[BatchAnswer]:
-        """Yield the answers that are there, and cut off what follows the last whole one.
+        """Yield the existing answers, and cut off the file after the last complete one.
 
         Raises:
             SourceUnusableError: The file is not the output of such a run.
@@ -185,7 +185,7 @@ class Journal:
         with open(self._own, "rb") as file:
             for number, row in enumerate(_rows(file, is_csv=self._format == "csv")):
                 if b"\0" in row and not self.is_over:
-                    break  # a crash of the system may leave zeros behind what was written last
+                    break  # a crash of the system may leave zeros at the end
                 is_header = self._format == "csv" and number == 0
                 try:
                     if is_header:
@@ -203,7 +203,7 @@ class Journal:
             self._file.truncate(end)
 
     def write(self, answers: Sequence[BatchAnswer]) -> None:
-        """See `AnswerFile`.
+        """Write answers.
 
         Raises:
             RunLostError: The disk is full, say.
@@ -217,7 +217,7 @@ class Journal:
                 left = left[os.write(self._file.fileno(), left) :]
 
     def finish(self) -> None:
-        """See `AnswerFile`.
+        """Make the output complete and durable.
 
         Raises:
             RunLostError: The disk is full, say.
@@ -231,10 +231,10 @@ class Journal:
             self._note.unlink(missing_ok=True)
 
     def _compare(self, about: Mapping[str, str]) -> None:
-        """Note what the answers will be of, or compare it with what those are of that are there.
+        """Store what determines the answers, or compare it with that of existing answers.
 
         Raises:
-            SourceUnusableError: It is something else.
+            SourceUnusableError: They differ.
         """
         if not os.fstat(self._file.fileno()).st_size:
             with replacing(self._note, _DRAFT) as draft:
@@ -269,7 +269,7 @@ class Journal:
             raise RunLostError(f"{self._path}: cannot be written: {reason}") from error
 
     def _convert(self) -> None:
-        """Write the Parquet file under another name, and give it its own when it is whole."""
+        """Write the Parquet file under another name, and rename it when it is complete."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -319,7 +319,7 @@ def _dumped(value: object) -> str:
     try:
         text = json.dumps(value, ensure_ascii=False)
         text.encode()
-    except UnicodeEncodeError:  # half a surrogate pair, which Python can have
+    except UnicodeEncodeError:  # half a surrogate pair, which Python allows
         return json.dumps(value)
     return text
 
@@ -345,7 +345,7 @@ def _cells(answer: BatchAnswer) -> Sequence[object]:
 
 
 def in_utf8(name: str) -> str:
-    """Return a file's name as all outputs can have it; its bytes need not be UTF-8."""
+    """Return a file's name in UTF-8, for all outputs; its bytes may be anything else."""
     return name.encode("utf-8", "backslashreplace").decode()
 
 
@@ -392,7 +392,7 @@ def _read_parquet(path: Path) -> Iterator[BatchAnswer]:
 
 
 def _rows(file: BinaryIO, *, is_csv: bool) -> Iterator[bytes]:
-    """Yield whole rows with their ends. In CSV a quoted cell may hold ends of lines."""
+    """Yield whole rows with their ends. A quoted cell of CSV may contain line ends."""
     row = b""
     for line in file:
         row += line

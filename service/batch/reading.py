@@ -1,9 +1,9 @@
-"""Reads inputs ahead in processes of their own, and decodes them where the model does not.
+"""Reads inputs ahead in separate processes, and decodes them if the model does not.
 
-The readers are those of a torch `DataLoader`, forked by a forkserver. What the inputs of a chunk
-hold lies in one piece of shared memory, from which the pool copies it once, into the arena that its
-workers read. A reader that dies, because of a picture or for want of memory, takes nothing with it:
-this process reads what it had, and leaves the decoding to the workers, which are watched.
+The readers are those of a torch `DataLoader`, forked by a forkserver. The payloads of a chunk lie
+in one piece of shared memory. The pool copies them once, into the arena that its workers read. If a
+reader dies, because of a picture or for lack of memory, no input is lost: this process reads its
+inputs, and leaves the decoding to the supervised workers.
 """
 
 import io
@@ -36,18 +36,18 @@ logger = logging.getLogger(__name__)
 _PREFETCHED = 4
 """Chunks that each reader holds ready."""
 _CHUNK_BYTES = 1 << 26
-"""Most shared memory of a chunk. Pictures that have no room in it are left as they are."""
+"""Most shared memory of a chunk. Pictures without room in it are not decoded."""
 _SHARED_FOLDER = "/dev/shm"
 _LEAST_SHARED_BYTES = 1024
-"""Smaller payloads go with the message: texts and rows of numbers, say."""
+"""Smaller payloads go with the message, for example texts and rows of numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodedInput:
-    """An input as a reader gives it."""
+    """An input from a reader."""
 
     input: BatchInput
-    """Without its data, if there is a payload."""
+    """The input, without its data if there is a payload."""
     payload: Tensor | None = None
     """Its bytes, uint8 [bytes], in shared memory."""
     header: TensorHeader | None = None
@@ -77,12 +77,12 @@ def read_ahead(
     Args:
         source: The inputs.
         indices: The ones to read.
-        num_readers: Processes that read; 0: this thread does.
-        chunk: Inputs that come at once.
-        room: Inputs that the caller holds at a time.
-        max_pixels: Turn pictures of so many pixels at most into pixels, and refuse larger ones;
-            None: leave pictures as they are.
-        max_chunk_bytes: The most shared memory that a chunk takes.
+        num_readers: Processes that read; 0: this thread reads.
+        chunk: Inputs of a chunk.
+        room: Inputs that the caller holds at the same time.
+        max_pixels: Decode pictures up to this number of pixels, and refuse larger ones; None:
+            decode none.
+        max_chunk_bytes: The most shared memory of a chunk.
     """
     several: Mapping[str, object] = {}
     num_ahead = num_readers * _PREFETCHED * chunk
@@ -108,7 +108,7 @@ def read_ahead(
             ):
                 at += len(packed.inputs)
                 yield packed.unpacked(careful)
-        except (RuntimeError, OSError, EOFError) as error:  # what a lost process makes torch raise
+        except (RuntimeError, OSError, EOFError) as error:  # torch raises them for a lost process
             if not num_readers:
                 raise
             logger.warning("a reader was lost, and this process reads what it had: %s", error)
@@ -119,7 +119,7 @@ def read_ahead(
 
 
 def end_readers() -> None:
-    """Kill all readers. One that hangs would hold up who waits for what it reads."""
+    """Kill all readers. A hanging one would block the thread that waits for it."""
     for process in active_children():
         if isinstance(process, ForkServerProcess):
             process.kill()
@@ -128,16 +128,16 @@ def end_readers() -> None:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PackedChunk:
     inputs: Sequence[DecodedInput | int]
-    """Inputs without their payloads; the index of one that had no room in shared memory."""
+    """Inputs without their payloads; an index for an input without room in shared memory."""
     places: Sequence[tuple[int, int] | None]
     """The beginning and the end of the payload of each; None if it has none."""
     memory: Tensor
 
     def unpacked(self, reader: "_Readable") -> list[DecodedInput]:
-        """Return the inputs; `reader` reads what had no room.
+        """Return the inputs; `reader` reads those without room.
 
-        Its bytes could be in the message. But a reader that is killed halfway through a long one
-        would leave its end open for ever.
+        Their bytes are not in the message: a reader that is killed in the middle of a long message
+        would never end it.
         """
         found = []
         for given, place in zip(self.inputs, self.places, strict=True):
@@ -159,7 +159,7 @@ class _Readable(Dataset[BatchInput]):
         self._most_bytes = most_bytes
 
     def __getitems__(self, indices: Sequence[int]) -> _PackedChunk:
-        """Read and decode a chunk; an input that cannot be has an error."""
+        """Read and decode a chunk; an unreadable input has an error."""
         inputs: list[DecodedInput | int] = []
         places: list[tuple[int, int] | None] = []
         pieces: list[NDArray[np.uint8]] = []
@@ -187,7 +187,7 @@ class _Readable(Dataset[BatchInput]):
         return _PackedChunk(inputs=inputs, places=places, memory=memory)
 
     def given(self, index: int, room: int = 0) -> tuple[DecodedInput, NDArray[np.uint8] | None]:
-        """Read an input; return the pixels of a picture apart, if there is room for them."""
+        """Read an input; return a picture's pixels separately, if there is room for them."""
         found = self._source.read(index)
         try:
             if found.kind == "npy" and not found.error:
@@ -198,8 +198,8 @@ class _Readable(Dataset[BatchInput]):
                 header = TensorHeader("", "uint8", (image.height, image.width, 3), 0)
                 given = DecodedInput(input=replace(found, data=b""), header=header)
                 return given, np.asarray(image).reshape(-1)
-        except (_NoRoomError, MemoryError, OSError):  # a refusal only in form
-            pass  # a worker decodes it, and says if it has no memory either
+        except (_NoRoomError, MemoryError, OSError):  # it is not refused
+            pass  # a worker decodes it, or reports that it lacks memory too
         except InputError as error:
             refused = replace(found, data=b"", error=str(error), code="invalid_input")
             return DecodedInput(input=refused), None
@@ -219,7 +219,7 @@ def _from_npy(found: BatchInput) -> DecodedInput:
     """Read the numbers of an .npy file.
 
     Raises:
-        InputError: They cannot be read, or no tensor can have them.
+        InputError: They cannot be read, or do not fit into a tensor.
     """
     try:
         array = np.load(io.BytesIO(found.data), allow_pickle=False)
@@ -233,9 +233,9 @@ def _from_npy(found: BatchInput) -> DecodedInput:
 
 
 def _room_for_chunk(num_chunks: int, most_bytes: int) -> int:
-    """Return how much shared memory a chunk may take, if there are so many.
+    """Return how much shared memory each of `num_chunks` chunks may take.
 
-    To write more than there is would kill a reader. A container has 64 MiB unless told otherwise.
+    Writing more than there is would kill a reader. By default a container has 64 MiB.
     """
     try:
         free = shutil.disk_usage(_SHARED_FOLDER).free
@@ -245,12 +245,12 @@ def _room_for_chunk(num_chunks: int, most_bytes: int) -> int:
 
 
 def _begin(_: int) -> None:
-    """Prepare a reader: it ends with the run, however that ends, and not by Ctrl-C before it."""
+    """Prepare a reader: it ends with the run, in any case, and ignores Ctrl-C."""
     die_with_front_end()
     give_way_for_memory()
     keep_large_buffers()
     warnings.filterwarnings("ignore", module="PIL")  # about damaged pictures, amid the bar
 
 
-def _as_it_is(chunk: Any) -> Any:  # what `__getitems__` returns, where torch expects a list
+def _as_it_is(chunk: Any) -> Any:  # from `__getitems__`; torch expects a list
     return chunk

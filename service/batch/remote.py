@@ -1,4 +1,4 @@
-"""A running service, asked over HTTP with the project's own client."""
+"""A running service, called over HTTP with the project's own client."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ from inferpool.service.client import (
 from inferpool.service.client.errors import ForbiddenError, NotFoundError, UnauthorizedError
 
 _LOST = (ConnectError, ProtocolError, UnauthorizedError, ForbiddenError, NotFoundError)
-"""Errors that each further input would meet."""
+"""Errors that every later input would have, too."""
 _PATIENCE_S = 300.0
 _PAUSE_S = 0.5
 
@@ -44,7 +44,7 @@ class RemoteTarget:
         self._parameters = parameters or None
 
     async def predict(self, given: DecodedInput) -> BatchAnswer:
-        """See `BatchTarget`."""
+        """Compute an input in the service."""
         until = time.monotonic() + _PATIENCE_S
         while True:
             try:

@@ -19,14 +19,14 @@ _TOP = 5
 _LINE_S = 10.0
 _STARTS = "the model starts"
 _SHOW_S = 0.1
-"""How often the bar changes: the rate costs as much as counting a hundred answers."""
+"""Pause between changes of the bar: the rate costs as much as counting a hundred answers."""
 
 _Answered = tuple[str, str, str]
-"""A label, and the label and the index that the model answers with."""
+"""A label, and the model's label and index."""
 
 
 class BatchReport:
-    """Counts answers, shows how far the run is, and tells the outcome."""
+    """Counts answers, and shows the progress and the outcome."""
 
     def __init__(
         self, stream: TextIO, num_inputs: int, *, is_quiet: bool = False, line_s: float = _LINE_S
@@ -37,7 +37,7 @@ class BatchReport:
             stream: Where to write: a bar if it is a terminal, else lines.
             num_inputs: Number of all inputs.
             is_quiet: Show no progress.
-            line_s: How often a line is written while nothing else is.
+            line_s: Pause between lines if nothing else is written.
         """
         self.num_failed = 0
         self.num_done = 0
@@ -45,7 +45,7 @@ class BatchReport:
         self._failures: list[BatchAnswer] = []
         self._answered: Counter[_Answered] = Counter()
         self._num_top5: Counter[int] = Counter()
-        """Labels among the best answers: as a name (0), and as an index (1)."""
+        """Labels among the best answers, by name (0) and by index (1)."""
         self._has_top5 = True
         self._console = Console(file=stream, highlight=False, markup=False, soft_wrap=True)
         self._num_inputs = num_inputs
@@ -65,11 +65,11 @@ class BatchReport:
         self._task = self._progress.add_task(self._doing, total=None, rate="")
         self._next_show = 0.0
         self._is_over = threading.Event()
-        # The main thread cannot say anything while it imports torch.
+        # The main thread cannot write while it imports torch.
         self._teller = threading.Thread(target=self._keep_saying, name="batch-report", daemon=True)
 
     def start(self) -> None:
-        """Show the bar, or say what is done: in a line, and again now and then until `stop`."""
+        """Show the bar, or write a line now and then until `stop`."""
         self._progress.start()
         if self._has_lines:
             self._say(self._doing)
@@ -82,7 +82,7 @@ class BatchReport:
         self._say_on_pipe(self._doing)
 
     def begin(self) -> None:
-        """Show that answers may come: the rate is of the time from now on."""
+        """Show that answers may come, and measure the rate from now on."""
         if self._doing == _STARTS:
             self._say_on_pipe(f"the model is ready after {time.monotonic() - self._began:.1f} s")
         self._doing = ""
@@ -92,7 +92,7 @@ class BatchReport:
         )
 
     def stop(self) -> None:
-        """Remove the bar, or say nothing more of what is done."""
+        """Remove the bar, or write no more lines."""
         self._progress.stop()
         self._is_over.set()
         if self._teller.is_alive():
@@ -119,7 +119,7 @@ class BatchReport:
             self._progress.update(self._task, completed=self.num_done, rate=rate)
 
     def tell(self, elapsed_s: float) -> None:
-        """Print the failures, how right the answers are, and the rate."""
+        """Print the failures, the accuracy and the rate."""
         for each in self._failures:
             self._say(f"{each.name}: {each.message}")
         if self.num_failed > len(self._failures):
@@ -135,7 +135,7 @@ class BatchReport:
         )
 
     def _tell_accuracy(self) -> None:
-        """Compare labels with names or with indices, by which more of them are right."""
+        """Print the accuracy by names or by indices: the higher of the two."""
         num_all = self._answered.total()
         kind = max((0, 1), key=lambda kind: (self._num_right(kind), self._num_top5[kind]))
         top5 = f", top-5 {self._num_top5[kind] / num_all:.2%}" if self._has_top5 else ""
@@ -165,7 +165,7 @@ class BatchReport:
             others = sum(num for (each, _), num in confusions.items() if each == label) - sum(row)
             rows.append([number, on_one_line(label), *(str(num or ".") for num in (*row, others))])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        for number, label, *cells in rows:  # by hand: a table of rich leaves out what has no room
+        for number, label, *cells in rows:  # by hand: a table of rich drops cells without room
             shown = [f"{cell:>{width}}" for cell, width in zip(cells, widths[2:], strict=True)]
             self._say("  ".join([f"{number:>{widths[0]}}", f"{label:{widths[1]}}", *shown]))
 

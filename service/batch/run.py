@@ -12,14 +12,14 @@ from inferpool.service.batch.sources import BatchSource
 from inferpool.service.batch.target import BatchTarget, refused
 
 _WINDOW = 4
-"""Rooms of the target that may wait to be written, if one answer is late and the order is kept."""
+"""Multiple of the target's room that may wait for a late answer if the order is kept."""
 
 _END_S = 1.0
-"""Time for a reader to give what it reads, when the run ends before its inputs do."""
+"""Time for a reader to finish, if the run ends before its inputs do."""
 
 
 class TooManyErrorsError(Exception):
-    """More inputs failed than may."""
+    """More inputs failed than allowed."""
 
 
 class BatchRun:
@@ -40,12 +40,12 @@ class BatchRun:
         self._keeps_order = keeps_order
         self._max_errors = max_errors
         self._waiting: dict[int, BatchAnswer] = {}
-        """Answers that are not written yet, by index."""
+        """Unwritten answers, by index."""
         self._failure: BaseException | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     def check_errors(self) -> None:
-        """Check that no more inputs have failed than may, in earlier runs too.
+        """Check that no more inputs have failed than allowed, in earlier runs too.
 
         Raises:
             TooManyErrorsError: More have.
@@ -84,7 +84,7 @@ class BatchRun:
         """Compute inputs, and write their answers.
 
         Raises:
-            RunLostError: The target can compute no more. What has an answer is written.
+            RunLostError: The target can compute no more. All answers are written.
             TooManyErrorsError: More than `max_errors` failed.
             OSError: The output cannot be written.
         """
@@ -135,14 +135,14 @@ class BatchRun:
             else:
                 answer = await target.predict(given)
             self._take(answer)
-        except Exception as error:  # handed to `run`, which raises it
+        except Exception as error:  # `run` raises it
             self._failure = self._failure or error
             self._written.release()
         finally:
             self._room.release()
 
     def _take(self, answer: BatchAnswer) -> None:
-        """Write an answer, with those that waited for it."""
+        """Write an answer, and those that waited for it."""
         if self._failure is not None:
             return
         ready = [answer]

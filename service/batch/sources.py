@@ -1,7 +1,7 @@
 """Sources of the inputs of a run. Any process can read any input by its index.
 
-A source keeps paths and offsets, and opens its files in each process that reads, so that it can be
-sent to readers.
+A source stores paths and offsets, and opens its files in each process that reads. So it can be sent
+to readers.
 """
 
 import csv
@@ -32,41 +32,41 @@ from inferpool.service.batch.tables import TABLE_SUFFIXES, open_table
 _LISTS = (".txt", ".lst", ".list")
 _COMPRESSED_TARS = (".tar.gz", ".tgz", ".tar.zst", ".tar.bz2", ".tar.xz")
 _LABELS = ("cls", "label", "json")
-"""Endings of the members of a tar that say what the right answer is, the surest first."""
+"""Endings of the members of a tar that hold the right answer, the surest first."""
 _LABEL_KEYS = ("label", "cls", "class")
 _END_BYTES = 1 << 16
-"""The bytes behind the end of a tar that are looked at. Archivers fill up to 10 KiB with zeros."""
+"""Bytes to check behind the end of a tar. Archivers fill up to 10 KiB with zeros."""
 
 
 class BatchSource(Protocol):
     """Inputs in a fixed order, with random access. It can be pickled."""
 
     def __len__(self) -> int:
-        """Return how many inputs there are."""
+        """Return the number of inputs."""
 
     def name(self, index: int) -> str:
-        """Return the name of an input without reading it; empty if only reading tells."""
+        """Return the name of an input; empty if the input must be read for it."""
 
     def stamps(self) -> Iterator[str]:
-        """Yield texts of which one changes if an input does, as far as that shows unread."""
+        """Yield texts; one of them changes with an input, if that shows without reading it."""
 
     def read(self, index: int) -> BatchInput:
-        """Read an input. One that cannot be read has an `error`; nothing is raised for it."""
+        """Read an input. An unreadable input has an `error`; nothing is raised."""
 
 
 def open_source(
     text: str, *, column: str | None = None, without: Collection[Path] = ()
 ) -> BatchSource:
-    """Find the inputs that a word of the command line names.
+    """Find the inputs that an argument of the command line names.
 
     Args:
         text: A folder, a glob, a list of files (.txt, .lst), a tar, or a .csv, .jsonl or .parquet
             file.
         column: The column of a table, or the field of each line of JSON.
-        without: Files that are no inputs, such as the output, which may lie among them.
+        without: Files to ignore, such as an output among them.
 
     Raises:
-        SourceUnusableError: There is nothing, or it cannot be read so.
+        SourceUnusableError: There are no inputs, or they cannot be read so.
     """
     path = Path(text)
     is_table = path.suffix.lower() in TABLE_SUFFIXES
@@ -94,7 +94,7 @@ def open_source(
 
 
 def digest_of(source: BatchSource) -> str:
-    """Return what changes if the inputs of a source do, as far as that shows unread."""
+    """Return a text that changes with a source's inputs, as far as that shows without reading."""
     digest = hashlib.sha256(str(len(source)).encode())
     for stamp in source.stamps():
         digest.update(stamp.encode("utf-8", "surrogateescape") + b"\0")
@@ -112,20 +112,20 @@ class FileSource:
         self._labels = labels
 
     def __len__(self) -> int:
-        """See `BatchSource`."""
+        """Return the number of files."""
         return len(self._paths)
 
     def name(self, index: int) -> str:
-        """See `BatchSource`."""
+        """Return the path of an input."""
         return self._paths[index]
 
     def stamps(self) -> Iterator[str]:
-        """See `BatchSource`."""
+        """Yield each path and its stamp."""
         for path in self._paths:
             yield f"{path} {stamp_of(os.path.join(self._root, path))}"
 
     def read(self, index: int) -> BatchInput:
-        """See `BatchSource`."""
+        """Read a file."""
         name = self._paths[index]
         label = self._labels[index] if self._labels else None
         return input_at(index, name, os.path.join(self._root, name), label)
@@ -134,7 +134,7 @@ class FileSource:
 def _folder(root: Path, left_out: Collection[str]) -> FileSource:
     """Find the files in a folder; its subfolders are labels if no picture lies beside them.
 
-    A folder that cannot be read stands among the files, so that the run tells of it.
+    An unreadable folder is listed among the files, so that the run reports it.
     """
     names: list[str] = []
     unread: list[OSError] = []
@@ -159,7 +159,6 @@ def _folder(root: Path, left_out: Collection[str]) -> FileSource:
 
 
 def _leads_up(folder: str, name: str) -> bool:
-    """Return whether a subfolder is a link to the folder or to one above it."""
     path = os.path.join(folder, name)
     if not os.path.islink(path):
         return False
@@ -187,7 +186,7 @@ def _file(text: str, path: Path) -> BatchSource:
 
 
 def _list(path: Path) -> FileSource:
-    """Read a list of files: a path a line, from the list's folder, maybe a tab and its label."""
+    """Read a list of files: on each line a path from the list's folder, maybe a tab and a label."""
     names: list[str] = []
     labels: list[str | None] = []
     for line in path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"):
@@ -237,19 +236,19 @@ class TarSource:
             self._members += _inputs_of(sample)
 
     def __len__(self) -> int:
-        """See `BatchSource`."""
+        """Return the number of inputs."""
         return len(self._members) + bool(self._flaw)
 
     def name(self, index: int) -> str:
-        """See `BatchSource`."""
+        """Return the member's name."""
         return self._members[index].name if index < len(self._members) else self._path
 
     def stamps(self) -> Iterator[str]:
-        """See `BatchSource`."""
+        """Yield the stamp of the tar."""
         yield stamp_of(self._path)
 
     def read(self, index: int) -> BatchInput:
-        """See `BatchSource`."""
+        """Read the member of an input."""
         if index == len(self._members):
             return failed_input(index, self._path, self._flaw)
         member = self._members[index]
@@ -266,10 +265,10 @@ class TarSource:
 
 
 def _members_of(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-    """Yield the files of a tar. Where it ends early, they end."""
+    """Yield the files of a tar, up to an early end."""
     try:
         for member in archive:
-            archive.members = []  # type: ignore[attr-defined]  # or all would stay in memory
+            archive.members = []  # type: ignore[attr-defined]  # else all would stay in memory
             if member.isreg() or member.islnk() or member.issym():
                 yield member
     except tarfile.ReadError:
@@ -278,7 +277,7 @@ def _members_of(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
 
 
 def _target_of(member: tarfile.TarInfo) -> str:
-    """Return the name of the member that a link leads to; empty for what is no link."""
+    """Return the name of a link's target; empty if the member is no link."""
     if member.issym():
         return posixpath.normpath(posixpath.join(posixpath.dirname(member.name), member.linkname))
     return member.linkname if member.islnk() else ""
@@ -296,12 +295,12 @@ def _flaw_of(path: Path, end: int) -> str:
 
 
 def _inputs_of(sample: dict[str, tuple[str, tuple[int, int]]]) -> Iterator[_TarMember]:
-    """Yield the inputs among the files with one stem: its pictures, or else all but the label."""
+    """Yield the inputs among the files with one stem: the pictures, or else all but the label."""
     label_end = next((each for each in _LABELS if each in sample), None)
     pictures = [each for each in sample if kind_by_name(f"x.{each}") == "image"]
     pictures = [each for each in pictures if "." not in each] or pictures
     others = [each for each in sample if each != label_end]
-    if not others:  # only JSON, which is an input then
+    if not others:  # a lone JSON file is an input
         others, label_end = list(sample), None
     for end in pictures or others:
         name, place = sample[end]

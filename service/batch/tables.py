@@ -29,17 +29,17 @@ if TYPE_CHECKING:
 
 TABLE_SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
 _SPACE = b" \t\r\n"
-"""White space of JSON: a line of nothing else is none, as in the bodies of jobs."""
+"""White space of JSON: lines with nothing else do not count, as in the bodies of jobs."""
 _ROWS = 64
-"""Rows of Parquet that are in memory at a time. They may hold pictures."""
+"""Rows of Parquet in memory at the same time. They may hold pictures."""
 _BUFFER_BYTES = 1 << 20
 
 
 def open_table(path: Path, column: str | None) -> "LineSource | ParquetSource":
-    """Find the rows of a table, whose name ends in one of `TABLE_SUFFIXES`.
+    """Find the rows of a table; its name ends in one of `TABLE_SUFFIXES`.
 
     Raises:
-        SourceUnusableError: It has no such column, or is no such table.
+        SourceUnusableError: The column is missing, or the file is no such table.
         OSError: It cannot be read.
     """
     match path.suffix.lower():
@@ -61,19 +61,19 @@ class LineSource:
         """Offsets of the rows, and at last the end of the last row."""
 
     def __len__(self) -> int:
-        """See `BatchSource`."""
+        """Return the number of rows."""
         return max(0, len(self._starts) - 1)
 
     def name(self, _: int) -> str:
-        """See `BatchSource`; a cell may name a file."""
+        """Return no name: a cell may name a file."""
         return ""
 
     def stamps(self) -> Iterator[str]:
-        """See `BatchSource`."""
+        """Yield the stamp of the file."""
         yield f"{self._column} {stamp_of(self._path)}"
 
     def read(self, index: int) -> BatchInput:
-        """See `BatchSource`."""
+        """Read a line."""
         name = _row_name(self._path, index)
         start, end = self._starts[index], self._starts[index + 1]
         try:
@@ -92,7 +92,7 @@ class LineSource:
 
 
 class JsonlSource(LineSource):
-    """Lines of JSON; `column` is the field that is the instance, or else the whole line is it."""
+    """Lines of JSON; the instance is the field `column`, or the whole line."""
 
     def __init__(self, path: Path, column: str | None) -> None:
         super().__init__(path, column)
@@ -121,9 +121,9 @@ class JsonlSource(LineSource):
 
 
 def _why_no_json(line: bytes) -> str:
-    """Return why a line is no JSON, in the words of a service; empty if it would not say so.
+    """Return why a line is no JSON, in the words of a service; empty if a service accepts it.
 
-    `json` reads the lines since it lets a field that is not asked for be NaN, as Python writes it.
+    `json` reads the lines because it accepts NaN in unused fields, as Python writes it.
     """
     try:
         msgspec.json.decode(line)
@@ -133,7 +133,7 @@ def _why_no_json(line: bytes) -> str:
 
 
 class CsvSource(LineSource):
-    """Rows of a CSV or TSV file, whose first row names the columns. Cells are texts."""
+    """Rows of a CSV or TSV file. The first row names the columns. Cells are texts."""
 
     def __init__(self, path: Path, column: str | None) -> None:
         super().__init__(path, column)
@@ -163,7 +163,7 @@ class CsvSource(LineSource):
             before = position
             try:
                 row = next(rows, None)
-            except csv.Error:  # `read` says so in its place
+            except csv.Error:  # `read` reports it for its row
                 row = [""]
             is_more = row is not None
             if row:
@@ -185,12 +185,12 @@ class CsvSource(LineSource):
         return cells[self._place]
 
     def _cells(self, text: str, *, strict: bool = False) -> Iterator[list[str]]:
-        # Lines end where `lines` ends them: a cell may hold other ends of lines that Unicode knows.
+        # Lines end where `lines` ends them: a cell may hold Unicode's other line ends.
         return csv.reader(io.StringIO(text, newline="\n"), delimiter=self._comma, strict=strict)
 
 
 class ParquetSource:
-    """A column of a Parquet file. Rows are read in order; going back costs a group of rows."""
+    """A column of a Parquet file. Rows are read in order; going back rereads a group of rows."""
 
     def __init__(self, path: Path, column: str | None) -> None:
         self._path = str(path)
@@ -207,23 +207,23 @@ class ParquetSource:
         self._reader: _GroupReader | None = None
 
     def __getstate__(self) -> dict[str, object]:
-        """Leave out what is open: each process that reads opens the file itself."""
+        """Return the state without open files: each process that reads opens the file itself."""
         return {**vars(self), "_reader": None}
 
     def __len__(self) -> int:
-        """See `BatchSource`."""
+        """Return the number of rows."""
         return sum(self._sizes)
 
     def name(self, _: int) -> str:
-        """See `BatchSource`; a cell may name a file."""
+        """Return no name: a cell may name a file."""
         return ""
 
     def stamps(self) -> Iterator[str]:
-        """See `BatchSource`."""
+        """Yield the stamp of the file."""
         yield f"{self._column} {stamp_of(self._path)}"
 
     def read(self, index: int) -> BatchInput:
-        """See `BatchSource`."""
+        """Read a row."""
         name, row, group = _row_name(self._path, index), index, 0
         while row >= self._sizes[group]:
             row -= self._sizes[group]
@@ -239,7 +239,7 @@ class ParquetSource:
 
     def _open(self) -> "pq.ParquetFile":
         try:
-            import pyarrow.parquet as pq  # an extra of the package
+            import pyarrow.parquet as pq  # the package's extra
         except ModuleNotFoundError as error:
             raise SourceUnusableError(
                 f"{self._path}: Parquet needs pyarrow: pip install 'inferpool[parquet]'"

@@ -1,4 +1,4 @@
-"""The seam between a run and what computes its inputs."""
+"""The interface between a run and the place where its inputs are computed."""
 
 from typing import TYPE_CHECKING, Protocol
 
@@ -12,12 +12,12 @@ class BatchTarget(Protocol):
     """Computes inputs: a pool in this process, or a service elsewhere. Event loop only."""
 
     room: int
-    """Inputs that keep all replicas busy, if so many are asked for at a time."""
+    """Number of inputs under way that keeps all replicas busy."""
     max_pixels: int | None
-    """Readers are to turn pictures of so many pixels at most into pixels; None: to leave them."""
+    """Readers are to decode pictures up to this number of pixels; None: to decode none."""
 
     async def predict(self, given: "DecodedInput") -> BatchAnswer:
-        """Compute an input. What is wrong with the input alone is in the answer.
+        """Compute an input. The answer has errors that concern the input alone.
 
         Raises:
             RunLostError: Nothing more can be computed.

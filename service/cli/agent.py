@@ -46,7 +46,7 @@ from inferpool.workers.shared.memory import SharedMemoryError
 logger = logging.getLogger(__name__)
 
 _MAX_BODY_BYTES = 16 << 20
-"""The largest body that front ends take by default."""
+"""The largest body that front ends accept by default."""
 _LEAST_ARENA_BYTES = 1 << 20
 _PIPE_WAIT_S = 10.0
 """The longest wait for a key that another process writes into a pipe."""
@@ -55,7 +55,7 @@ _NAMES = TlsNames(certificate="--certificate", key="--key", authority="--authori
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentPlan:
-    """The work of an agent, as the command line says it."""
+    """The work of an agent, from the command line."""
 
     addresses: Sequence[Address]
     key: bytes
@@ -168,7 +168,7 @@ async def _work(plan: AgentPlan, args: Namespace, arena: Arena) -> int:
 
 
 class _Stop:
-    """Lets an agent finish at the first signal, and end at once at the second."""
+    """Stops an agent: it may finish after the first signal, and ends at once at the second."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
@@ -224,7 +224,7 @@ def _devices_of(text: str) -> Host:
 
 
 def _cache_of(text: str | None) -> str | None:
-    """Return the folder of what is measured about speed; None for none."""
+    """Return the folder of measured speeds; None for none."""
     if text is None:
         home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
         text = f"{home}/inferpool"
@@ -233,6 +233,6 @@ def _cache_of(text: str | None) -> str | None:
     try:
         folder = Path(text).expanduser().absolute()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except (OSError, RuntimeError):  # it cannot be written, or the user has no home
+    except (OSError, RuntimeError):  # it is not writable, or the user has no home
         return None
     return str(folder)

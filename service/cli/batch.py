@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from inferpool.service.settings.loader import LoadedSettings
 
 _LOST = 1
-"""Exit status if the model could not be started, or was lost."""
+"""Exit status if the model did not start, or was lost."""
 _SOME_FAILED = 4
 _TOO_MANY_FAILED = 5
 _CHUNK = 8
@@ -200,7 +200,7 @@ async def _target(
             from inferpool.service.batch.remote import RemoteTarget
             from inferpool.service.client import AsyncClient
 
-            stack.enter_context(warnings.catch_warnings(action="ignore"))  # a text is meant so
+            stack.enter_context(warnings.catch_warnings(action="ignore"))  # texts stay texts
             key, verify = access_of(args)
             client = AsyncClient(
                 url_of(args.url),
@@ -226,11 +226,11 @@ async def _target(
 
 
 def _start_forkserver() -> None:
-    """Let the forkserver of the readers import torch while this process does, and the model."""
+    """Start the readers' forkserver, so that it imports torch while this process does."""
     set_forkserver_preload(["torch", "inferpool.service.batch.reading"])
     resource_tracker.ensure_running()  # else the forkserver starts it, and it unblocks signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
-        ensure_running()  # it keeps the mask: Ctrl-C is for this process, which ends the readers
+        ensure_running()  # it keeps the mask: on Ctrl-C this process ends the readers
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -13,7 +13,7 @@ from inferpool.service.tools.chaos.run import run as disturb
 
 
 def run(args: Namespace) -> int:
-    """Disturb a service, and print whether every answer was right; return the exit status.
+    """Run a service under faults, and print whether every answer was right; return the status.
 
     Raises:
         SettingsError: The settings cannot be used.

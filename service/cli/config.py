@@ -1,4 +1,4 @@
-"""The verb `config`: prints the settings in force, or describes every setting there is.
+"""The verb `config`: prints the settings in force, or describes every setting.
 
 The descriptions come from the settings' fields and the docstrings under them.
 """
@@ -73,7 +73,7 @@ _DEFAULTS = {
     "default_model": "the first model",
     "options": "{}",
 }
-"""Defaults that the fields do not tell."""
+"""Defaults that are not in the fields."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,10 +113,10 @@ def run(args: Namespace) -> int:
 
 
 def _find(key: str | Sequence[str]) -> list[SettingDescription]:
-    """Return the settings that a name in the file, a flag or a variable means; or all.
+    """Return the settings that a name in the file, a flag or a variable stands for; or all.
 
     Raises:
-        FlagError: No setting has this name; the error says which is near.
+        FlagError: No setting has this name; the error names a similar one.
     """
     every = [
         *_describe(Settings.model_fields, _GROUPS, ""),

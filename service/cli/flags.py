@@ -12,7 +12,7 @@ from inferpool.service.client.cli.flags import ADMIN_KEY_VARIABLE, add_access_fl
 
 CLUSTER_KEY_VARIABLE = "INFERPOOL_CLUSTER_KEYS"
 ALL_SETTINGS = ("all",)
-"""Value of `--describe` without a name; nobody can type it."""
+"""Value of `--describe` without a name; it cannot be typed."""
 
 
 def settings_in(args: Namespace) -> Mapping[str, str]:

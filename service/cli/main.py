@@ -28,7 +28,7 @@ def run(argv: Sequence[str] | None = None) -> int:
 
 
 def _explain(flag: str, known: Collection[str]) -> str:
-    """Return what a flag was, or how the setting is given that it means; empty if it means none."""
+    """Return what a flag was, or how to give its setting; empty if there is none."""
     if gone := GONE.get(flag.removeprefix("--")):
         return f"{flag} {gone}"
     if "--config" not in known:

@@ -27,7 +27,7 @@ def run(args: Namespace) -> int:
     _check_tls(loaded.settings)
     if args.reload and not args.debug:
         raise FlagError("--reload needs --debug")
-    if not args.reload:  # which waits for a change of what is wrong
+    if not args.reload:  # it waits until the mistake is changed
         check_loadable(loaded.settings, loaded.origins)
     if args.debug:
         if loaded.settings.cluster_port is not None:
@@ -35,7 +35,7 @@ def run(args: Namespace) -> int:
         return _debug(args, loaded)
     for name in secret_variables(os.environ):  # so that model code cannot read them there
         del os.environ[name]
-    # CUDA reads this variable in the workers, wherever the setting came from.
+    # CUDA reads this variable in the workers, for any source of the setting.
     os.environ["CUDA_MPS_PIPE_DIRECTORY"] = loaded.settings.cuda_mps_pipe_directory
     shows_errors = loaded.settings.shows_errors_at(terminal=sys.stderr.isatty())
     settings = loaded.settings.model_copy(update={"show_errors": shows_errors})
@@ -54,7 +54,7 @@ def run(args: Namespace) -> int:
 
 
 def _debug(args: Namespace, loaded: LoadedSettings) -> int:
-    from inferpool.service import debugging  # which imports torch
+    from inferpool.service import debugging  # it imports torch
     from inferpool.workers.beside.reloading import serve_anew
 
     def serve() -> int:
@@ -73,7 +73,7 @@ def _debug(args: Namespace, loaded: LoadedSettings) -> int:
 
 
 def _check_tls(settings: Settings) -> None:
-    """Raise a `SettingsError` if a certificate is of no use, before the slow import of torch."""
+    """Raise a `SettingsError` for an unusable certificate, before the slow import of torch."""
     try:
         if settings.tls_certificate is not None:
             server_context(settings.tls_certificate, settings.tls_key)

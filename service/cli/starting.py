@@ -1,4 +1,4 @@
-"""Starts what `serve` and `agent` need before their event loops, in the main thread."""
+"""Prepares `serve` and `agent` before their event loops start, in the main thread."""
 
 import contextlib
 import errno
@@ -26,14 +26,14 @@ class NoRoomError(Exception):
 def prepared(
     log_format: Literal["auto", "human", "json"], modules: Sequence[str] | None
 ) -> Iterator[RawOutput | None]:
-    """Take what is written past the log, if that is JSON, and start the forkserver.
+    """Capture stdout and stderr for the log, if that is JSON, and start the forkserver.
 
     Args:
         log_format: The form of log lines.
         modules: More modules for the forkserver to import; None: none is started.
 
     Yields:
-        Captured stdout and stderr, which are given back at the end of the block.
+        Captured stdout and stderr; the end of the block restores them.
 
     Raises:
         NoRoomError: There are too few processes or descriptors.
@@ -46,7 +46,7 @@ def prepared(
                 raw = RawOutput.take()
                 stack.callback(raw.close)
             faulthandler.register(signal.SIGQUIT, 2, chain=False)  # the process goes on afterwards
-            # What starts here is spared a signal to all processes, of which the tracker would die.
+            # These processes are spared a signal to all, which would kill the tracker.
             signal.pthread_sigmask(signal.SIG_BLOCK, {RETRY_SIGNAL})
             # First, since its start unblocks SIGINT.
             resource_tracker.ensure_running()

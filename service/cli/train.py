@@ -1,4 +1,4 @@
-"""The verb `train`: makes a network from a folder of images."""
+"""The verb `train`: trains a network on a folder of images."""
 
 import shlex
 import sys

@@ -1,4 +1,4 @@
-"""The verbs of the command `inferpool`: their help texts, and where their code is.
+"""The verbs of the command `inferpool`: their help texts and their modules.
 
 Only the code of the chosen verb is imported, and only here: the modules named below import what
 they need at their top.
