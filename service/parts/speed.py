@@ -48,7 +48,7 @@ class SearchProgress:
 class SpeedCache:
     """The cache folder of the settings, or a temporary one if that cannot be used.
 
-    A temporary folder lets the workers of one run share what one of them measures.
+    In a temporary folder, the workers of one run share what one of them measures.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -133,7 +133,7 @@ class SpeedSearch:
         await asyncio.gather(*map(self.forget, list(self._tasks)))
 
     def on_change(self) -> None:
-        """Note that a worker has come up or gone down."""
+        """Wake the searches: a worker has come up or gone down."""
         self._changed.set()
 
     def progress(self, model: str) -> SearchProgress:

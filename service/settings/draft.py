@@ -52,7 +52,7 @@ from inferpool.service.settings.tracing import (
 
 
 class Draft:
-    """The values given so far, who gave each, and the problems found."""
+    """The values given so far, the origin of each, and the problems found."""
 
     def __init__(self) -> None:
         self._values: dict[Key, object] = {}

@@ -1,4 +1,4 @@
-"""Reads the fields of a class from its source, and makes flags of them, whose help they have.
+"""Reads the fields of a class from its source, and makes flags with their help texts.
 
 To import a class of settings takes as long as the rest of a start, so `--help` doesn't.
 """

@@ -43,7 +43,7 @@ Row = tuple[Key, object, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedSettings:
-    """The settings in force, and who set each."""
+    """The settings in force, and the origin of each."""
 
     settings: Settings
     origins: Mapping[str, str]
@@ -153,7 +153,7 @@ def load_arguments(
     settings, origins, warnings = draft.finish(cwd)
     beside = None if file is None or model or "models" in arguments else Path(file)
     kept = str(_state_path(settings.state_file, beside, cwd) or "none")
-    # Whoever serves these settings may know neither the file nor the folder.
+    # A process that serves these settings may know neither the file nor the folder.
     settings = settings.model_copy(update={"state_file": kept})
     port = settings.port if "port" in origins else 0  # a program's own server has another
     settings = _with_job_store(settings, beside, port, environ, cwd)
@@ -219,7 +219,7 @@ def cell(value: object) -> str:
 def _find_file(
     flags: Mapping[str, str], environ: Mapping[str, str], cwd: Path
 ) -> tuple[Path | None, str]:
-    """Return the file of settings and who named it; nobody if it is just `inferpool.toml`."""
+    """Return the file of settings and where it is named; empty if it is just `inferpool.toml`."""
     for origin, named in (
         ("--config", flags.get("config")),
         (CONFIG_VARIABLE, environ.get(CONFIG_VARIABLE)),

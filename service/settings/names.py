@@ -92,7 +92,7 @@ def way_to_set(name: str, *, of_model: bool) -> str:
 
 
 def place_of(key: Key, origin: str) -> str:
-    """Return the place of a value, as the person who gave it would look for it.
+    """Return the place of a value in the words of its origin.
 
     Args:
         key: The setting.

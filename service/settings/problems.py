@@ -1,4 +1,4 @@
-"""Texts that say what is wrong with a setting, for the person who wrote it."""
+"""Texts that say what is wrong with a setting and where it is written."""
 
 import errno
 import os

@@ -68,7 +68,7 @@ class StateTable(SettingsTable):
 
 
 class StateFile:
-    """Keeps changes of models for the next start. Lives in the event loop."""
+    """Stores changes of models for the next start. Lives in the event loop."""
 
     def __init__(self, path: Path | None, models: Mapping[str, ModelSettings]) -> None:
         """Read nothing yet.
@@ -127,7 +127,7 @@ class StateFile:
     async def save(
         self, name: str, model: ModelSettings | None, *, version: int, newest: int
     ) -> None:
-        """Let the next start serve this version of a model; None removes it.
+        """Store the version of a model that the next start serves; None removes it.
 
         Raises:
             OSError: It could not be written; the file is as it was.
@@ -140,7 +140,7 @@ class StateFile:
         )
 
     async def save_number(self, name: str, newest: int) -> None:
-        """Let the next start serve what it would anyway, but give no number again up to this one.
+        """Store the newest number of a model, so that the next start gives out only later ones.
 
         Raises:
             OSError: It could not be written; the file is as it was.

@@ -1,4 +1,4 @@
-"""Makes TLS contexts from PEM files, with errors for people."""
+"""Builds TLS contexts from PEM files, with errors for people."""
 
 import base64
 import re

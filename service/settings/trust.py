@@ -32,7 +32,7 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9_.-]+|\[[0-9a-f:.]+\])(:\d{1,
 
 
 class TrustedPeers:
-    """The addresses and networks whose headers about the service's address count."""
+    """The addresses and networks that may set headers about the service's address."""
 
     def __init__(self, texts: Sequence[str] = ()) -> None:
         """Read addresses and networks; `*` is everyone.

@@ -211,7 +211,7 @@ def _body_of(file: Path) -> list[ast.stmt]:
 
 
 def _is_plain_network(module: str, name: str) -> bool:
-    """Return whether a module defines a class as an `nn.Module`, whose weights are a checkpoint."""
+    """Return whether a module defines an `nn.Module`; its weights are a checkpoint."""
     file = file_of(module, places_from(os.getcwd()))
     body = _body_of(file) if file else []
     torch_names = {

@@ -263,8 +263,8 @@ class Refusals:
     """Bounds the refusals in one turn of the event loop, so that a flood of them delays nobody.
 
     To refuse takes longer than to read what comes. So while one flood is refused, bit by bit, the
-    calls of others are read, and their answers are sent. Nothing more is read from a client while
-    its refusal waits here.
+    calls of others are read, and their answers are sent. A client sends nothing more while its
+    refusal waits here.
     """
 
     def __init__(self) -> None:

@@ -105,9 +105,9 @@ class Operations:
         return [each.id.worker for each in slots]
 
     def retry_lost(self) -> None:
-        """Try the models again whose workers were all given up.
+        """Try the models again that have lost all workers.
 
-        A signal asks for it, and the kernel has checked whose it is, so it needs no key.
+        A signal asks for it, and the kernel has checked its sender, so it needs no key.
         """
         lost = [name for name, pool in self._pools.items() if pool.is_lost]
         if not lost:

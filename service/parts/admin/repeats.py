@@ -50,12 +50,12 @@ class AskedChanges:
             key: The `Idempotency-Key`, if there is one.
             asked: Everything that tells one change from another: path and body.
             begin: Begins the change, and returns the name of the model.
-            until_decided: See `Changes`.
+            until_decided: Returns a future that is done once the change is decided.
 
         Raises:
             BadRequestError: The key is too long.
             InvalidInputError: The key names a change of another kind.
-            ServiceError: Whatever `begin` raises.
+            ServiceError: An error of `begin`.
         """
         digest = hashlib.sha256(asked).digest()
         if key is not None and not 0 < len(key) <= _MAX_KEY_CHARS:
@@ -79,6 +79,6 @@ class AskedChanges:
 
 
 def _retrieve(decision: "Future[None]") -> None:
-    """Look at an error that nobody may wait for, else asyncio logs it."""
+    """Retrieve an error that nobody may wait for, else asyncio logs it."""
     if not decision.cancelled():
         decision.exception()

@@ -78,8 +78,8 @@ class Logging:
 
 
 def admin_router(target: Operations) -> APIRouter:
-    """Return the routes, acting on a target. Whoever serves them checks the key."""
-    logger.setLevel(logging.INFO)  # always, whatever the level of the rest
+    """Return the routes, acting on a target. The application that serves them checks the key."""
+    logger.setLevel(logging.INFO)  # always, at any level of the rest
     router = APIRouter(prefix="/admin", tags=["admin"], responses=ERRORS)
     _add_drain(router, target)
     _add_restarts(router, target)

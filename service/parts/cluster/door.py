@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterDoor:
-    """The cluster port of a front end, which listens, and the contexts of both its sides."""
+    """The listening cluster port of a front end, and the contexts of both its sides."""
 
     listener: socket.socket
     address: str
@@ -28,7 +28,7 @@ class ClusterDoor:
 
 
 def open_door(settings: Settings) -> ClusterDoor | None:
-    """Take the cluster port; None if the settings have none.
+    """Open the cluster port; None if the settings have none.
 
     Raises:
         StartError: It is in use or not this host's, or would be open to other networks without TLS.

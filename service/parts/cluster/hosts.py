@@ -1,4 +1,4 @@
-"""The cluster of one front end: an engine over the hosts whose agents have joined.
+"""The cluster of one front end: an engine over the hosts that have joined with their agents.
 
 Runs in the front end's event loop.
 """
@@ -36,7 +36,7 @@ class Cluster:
         catalog: Catalog,
         shown: ShownHosts,
     ) -> None:
-        """Let nobody join yet.
+        """Store the parts; no agent joins before `open`.
 
         Args:
             settings: The settings, with a cluster port and keys.
@@ -59,7 +59,7 @@ class Cluster:
             self._standby = Standby(self._hosts, address_of(settings.standby_of), dialer)
 
     def open(self) -> None:
-        """Let agents join. The catalog must have been started."""
+        """Allow agents to join. The catalog must have been started."""
         self._hosts.open()
         if self._standby is not None:
             self._standby.start()
@@ -67,7 +67,7 @@ class Cluster:
     async def start(
         self, id: WorkerId, config: WorkerConfig, on_progress: Callable[[str], None]
     ) -> WorkerHandle:
-        """See `Engine.start`."""
+        """Start a worker on the host in its id."""
         return await self._hosts.start(id, config, on_progress)
 
     def forkserver_vitals(self) -> None:
@@ -80,12 +80,12 @@ class Cluster:
         await self._hosts.close()
 
     def on_joined(self, host: RemoteHost) -> None:
-        """See `HostWatcher`."""
+        """Start workers on a host that has joined."""
         self._shown.on_joined(host)
         self._catalog.add_host(host.name, host.facts.devices)
 
     def on_lost(self, host: RemoteHost, reason: str) -> None:
-        """See `HostWatcher`."""
+        """Remove the workers of a host that was lost."""
         self._shown.on_lost(host, reason)
         self._catalog.remove_host(host.name, f"its host {host.name} was lost: {reason}")
 

@@ -1,4 +1,4 @@
-"""Keeps what is shown of the hosts: those that are connected, and those that were lost lately.
+"""Stores what is shown of the hosts: those that are connected, and those that were lost lately.
 
 Used in the front end's event loop.
 """

@@ -50,13 +50,13 @@ class ConnectionBalancer:
                 loop.call_soon(self._accept_if_open)
 
     async def accept_last(self) -> None:
-        """Give out all connections that have been made, and let no more come."""
+        """Give out all connections that have been made, and accept no more."""
         if self._is_open or self._timer is not None:
             await take_last(self._listener, self._accept)
         self.close()
 
     def close(self) -> None:
-        """Give out the connections that wait now, and let no more come."""
+        """Give out the connections that wait now, and accept no more."""
         if self._is_closed:
             return
         if self._is_open or self._timer is not None:

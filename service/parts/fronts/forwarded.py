@@ -1,6 +1,6 @@
 """The main process's end of forwarding: it answers fronts on a Unix socket as if on its port.
 
-It does without the HTTP client that fronts forward with, whose import takes a tenth of a second.
+It does without the fronts' HTTP client, since to import that takes a tenth of a second.
 """
 
 import uvicorn
@@ -13,7 +13,7 @@ IDLE_S = 5.0
 
 
 class ForwardedApp:
-    """Gives an application the calls that fronts forward, as if clients had sent them to it."""
+    """Passes the calls that fronts forward to an application, as if clients had sent them."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -38,7 +38,7 @@ class Forwarder:
     """Has the main process answer every call that is not a prediction."""
 
     def __init__(self, path: str, guard: Guard) -> None:
-        """Forward to the main process's Unix socket; the guard knows who may send a body."""
+        """Forward to the main process's Unix socket; the guard checks calls with a body."""
         self._guard = guard
         self._relay = Relay(path, most_unused=_MOST_UNUSED, unused_s=IDLE_S)
 
@@ -121,7 +121,7 @@ async def _pass_back(
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
         except RelayBrokenError as error:
-            # The server closes a connection whose answer is not complete.
+            # The server closes a connection if its answer is not complete.
             logger.warning("the main process broke an answer off: %s", error)
         finally:
             watch.cancel()

@@ -81,7 +81,7 @@ class _Server(DrainingServer):
 
 
 class Front:
-    """Takes connections from the main process and does what it says. Lives in the event loop."""
+    """Serves connections from the main process and does what it says. Lives in the event loop."""
 
     def __init__(
         self,

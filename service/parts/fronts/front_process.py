@@ -115,7 +115,7 @@ class FrontProcess:
         await _first_of(self.main_side.has_moved, self._gone)
 
     async def stop(self, grace_s: float) -> None:
-        """Let it send its last answers and end; kill it if that takes too long after `grace_s`."""
+        """Ask it to send its last answers and end; kill it if it takes too long after `grace_s`."""
         flush_until = time.monotonic() + grace_s
         while self.main_side.has_unsettled and not self.is_gone:  # noqa: ASYNC110  # settled, unsent
             await asyncio.sleep(0)

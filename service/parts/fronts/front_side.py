@@ -46,7 +46,7 @@ class PendingInstance(asyncio.Future[Result]):
         self.steps = steps
 
     def cancel(self, msg: object = None) -> bool:
-        """Give the instance up: nobody waits for it any more."""
+        """Cancel the instance: nobody waits for it any more."""
         if self.done():
             return False
         self.front_side.give_up(self.id)
@@ -68,7 +68,7 @@ class RemoteModel:
         self._number = row.number
 
     def update(self, row: ModelRow) -> None:
-        """Take what has changed."""
+        """Copy what has changed."""
         self.is_serving, self.canary = row.is_serving, row.canary
         if list(self.inputs) != row.inputs:  # calls remember them by their identity
             self.inputs = row.inputs

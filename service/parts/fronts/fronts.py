@@ -52,7 +52,7 @@ _STATES = {"ready": "up", "failed": "stopped"}
 
 
 class Fronts:
-    """Keeps a number of fronts running until it is stopped."""
+    """Runs a number of fronts, and replaces those that die, until it is stopped."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class Fronts:
         await self._up.wait()
 
     def tell_models(self) -> None:
-        """Tell the fronts which versions there are, and what they take."""
+        """Send the versions and their inputs to the fronts."""
         for front in self._living():
             front.main_side.tell_models()
 
@@ -143,9 +143,9 @@ class Fronts:
             front.hurry()
 
     async def stop(self, flush_until: float = 0.0) -> None:
-        """Stop the fronts, whose instances are settled; clients may read until a moment.
+        """Stop the fronts once their instances are settled; clients may read until a moment.
 
-        The drain stops them, and the end of the service once more: there may have been no drain.
+        Both the drain and the end of the service call it: there may have been no drain.
         """
         if self._is_stopped:
             return  # closing a descriptor twice closes what has its number by then
@@ -178,20 +178,20 @@ class Fronts:
         return read_fronts(self.health(), [front.edge for front in self._open()])
 
     def on_progress(self, slot: Slot[ArenaPart, FrontProcess]) -> None:
-        """See `Watcher`."""
+        """Do nothing: a start's progress is not shown."""
 
     def on_ready(self, slot: Slot[ArenaPart, FrontProcess]) -> None:
-        """See `Watcher`."""
+        """Give connections to a front that is ready."""
         if self._is_hurried and slot.handle:
             slot.handle.hurry()
         self._up.set()
         self._balancer.open()
 
     def on_gone(self, handle: FrontProcess) -> None:
-        """See `Watcher`."""
+        """Do nothing: `on_down` follows."""
 
     def on_down(self, slot: Slot[ArenaPart, FrontProcess]) -> None:
-        """See `Watcher`."""
+        """Clear the counts of a front that is down."""
         clear(self._counted.map, slot.id.slot)  # what it kept for its clients is gone
         if slot.state == "failed":
             logger.error("%s is given up: %s", slot.id.worker, slot.reason)

@@ -133,7 +133,7 @@ class MainSide:
             self.link.send_all(Answers, answers, freed, self._send_failure)
 
     def close(self) -> None:
-        """Give up all instances of a front that is gone."""
+        """Cancel all instances of a front that is gone."""
         self.link.read_rest()
         self.link.close()
         self._part.on_freed = None
@@ -230,7 +230,7 @@ class MainSide:
             self._flush_soon()
 
     def _send_failure(self, answer: InstanceAnswer) -> None:
-        """Tell the front that an answer could not be encoded."""
+        """Report to the front that an answer could not be encoded."""
         failure = failure_of(InternalError("its answer cannot be sent on; see the log"))
         self.link.send(Answers([InstanceAnswer(answer.id, failure)], []))
 
@@ -311,5 +311,5 @@ class ArenaPart:
             self.on_freed(offset)
 
     def close(self) -> None:
-        """Let go of the memory, so that it can be unmapped."""
+        """Release the memory, so that it can be unmapped."""
         self._memory.release()

@@ -94,7 +94,7 @@ class MovedAway(msgspec.Struct, frozen=True, array_like=True, tag="moved"):
 
 
 class TableTaken(msgspec.Struct, frozen=True, array_like=True, tag="taken"):
-    """Front to main, in answer to `ModelTable`: no later submission goes by an older one."""
+    """Front to main, in answer to `ModelTable`: no later submission uses an older one."""
 
     id: int
 
@@ -159,7 +159,7 @@ class CountRequest(msgspec.Struct, frozen=True, array_like=True, tag="count"):
 
 
 class MoveAway(msgspec.Struct, frozen=True, array_like=True, tag="move"):
-    """Main to front: let each answer close its connection, and say when most clients have gone."""
+    """Main to front: close each connection with its answer, and say when most clients are gone."""
 
 
 class Leave(msgspec.Struct, frozen=True, array_like=True, tag="leave"):

@@ -19,11 +19,11 @@ def number_of_fronts(settings: Settings, num_cores: int) -> tuple[int, str]:
 
     One process answers some 30,000 small calls per second on a core of its own, and the workers
     need cores too; below eight cores a second front would take its time from them. Per small call
-    the main process does some 0.45 of what it does alone, so two
-    fronts can keep it busy. TLS, JSON and large bodies cost it nothing.
+    the main process does some 0.45 of what it does alone, so two fronts can keep it busy. TLS, JSON
+    and large bodies cost it nothing.
 
     Raises:
-        StartError: The arena is too small for so many.
+        StartError: The arena is too small for that number.
     """
     fitting = max(1, settings.arena_bytes // (_MIN_SLOTS * settings.max_body_bytes))
     if settings.front_ends != "auto":

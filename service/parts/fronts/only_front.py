@@ -18,7 +18,7 @@ class OnlyFront:
     """Bytes of the arena that other processes use."""
 
     def __init__(self, *, is_up: bool = True) -> None:
-        """Take connections from now on, or once `up` is set."""
+        """Accept connections from now on, or once `up` is set."""
         self.traced = (0, 0)
         """Calls traced by other processes: exported, and dropped."""
         self.connections: Collection[object] = ()

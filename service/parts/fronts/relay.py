@@ -28,7 +28,7 @@ class RelayBrokenError(Exception):
 
 
 class Relay:
-    """Keeps a few unused connections to the main process for the next calls."""
+    """Stores a few unused connections to the main process for the next calls."""
 
     def __init__(self, path: str, *, most_unused: int, unused_s: float) -> None:
         """Connect to nothing yet.
@@ -45,7 +45,7 @@ class Relay:
 
     @contextlib.asynccontextmanager
     async def connection(self) -> "AsyncIterator[RelayConnection]":
-        """Give one call a connection, and keep it if the call has left it in order.
+        """Yield a connection for one call, and store it if the call has left it in order.
 
         Raises:
             RelayBrokenError: There is none.
@@ -156,7 +156,7 @@ class RelayConnection:
             await self._read()
 
     def close(self) -> None:
-        """Close it, whatever comes."""
+        """Close it, even if that fails."""
         self._writer.close()
 
     async def _read(self) -> None:
@@ -185,7 +185,7 @@ class RelayConnection:
 
 
 class _Answer:
-    """Takes an answer from the parser, piece by piece."""
+    """Receives an answer from the parser, piece by piece."""
 
     def __init__(self, *, has_body: bool) -> None:
         """Expect an answer; that to a HEAD request has no body."""

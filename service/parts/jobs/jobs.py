@@ -95,7 +95,7 @@ class Jobs:
             limits: Limits of the store.
             pools: The pools that serve, by model.
             default_model: The model of calls that name none.
-            webhooks: Tells who asked that a job is over.
+            webhooks: Calls webhooks when jobs are over.
             periods: How long parts of jobs are leased; None for the defaults.
             keeper: Opens the store; None for one with the default times.
         """
@@ -140,7 +140,7 @@ class Jobs:
 
     @property
     def num_answered(self) -> int:
-        """Instances whose answers this service has kept."""
+        """Number of instances with an answer that this service has stored."""
         return self._num_answered.total()
 
     def store_health(self) -> JobStoreHealth:
@@ -148,7 +148,7 @@ class Jobs:
         return self._keeper.health()
 
     def hold(self) -> None:
-        """Keep other services from using the folder; see `StoreKeeper.hold`."""
+        """Lock the folder of the store against other services."""
         self._keeper.hold()
 
     def start(self) -> None:
@@ -156,7 +156,7 @@ class Jobs:
         self._running = asyncio.create_task(self._keeper.run(self._use), name="jobs")
 
     def end(self) -> None:
-        """Compute nothing more, give back what is not done, and let nobody wait any longer."""
+        """Compute nothing more, give back what is not done, and end all waits."""
         if self._is_ending:
             return
         self._is_ending = True
@@ -225,7 +225,7 @@ class Jobs:
         store = await self._keeper.store()
 
         def write() -> tuple[Job, bool]:
-            if (former := store.former(new)) is not None:  # whatever the quota is by now
+            if (former := store.former(new)) is not None:  # at any quota
                 return former, False
             with store.begin(new, time.time()) as writer:
                 for instance in instances():
@@ -371,7 +371,7 @@ class Jobs:
             await asyncio.sleep(_COUNT_S)
 
     def _note(self, job: Job) -> None:
-        """Tell who waits for a job that it has changed."""
+        """Count and log a change of a job, and wake all calls that wait for it."""
         if job.is_over:
             self._log(job.state, job)
             self._num_ended[job.state] += 1
@@ -406,7 +406,7 @@ async def _again(work: Callable[[], Awaitable[None]], what: str) -> None:
 
 
 def make_jobs(settings: Settings, pools: Mapping[str, Pool]) -> Jobs:
-    """Make the jobs of a service as its settings say.
+    """Build the jobs of a service from its settings.
 
     Raises:
         StartError: The key that signs webhooks cannot be used.

@@ -62,7 +62,7 @@ class StoreKeeper:
         self._held: HeldFolder | None = None
 
     def hold(self) -> None:
-        """Keep other services from using the folder, from now until `close`.
+        """Lock the folder against other services, from now until `close`.
 
         Raises:
             StartError: Another service uses it.
@@ -100,7 +100,7 @@ class StoreKeeper:
         return self._store
 
     async def run(self, use: Callable[["JobStore"], Awaitable[None]]) -> None:
-        """Keep the store open until cancelled; `use` runs while it is open."""
+        """Open the store, again if it is lost, until cancelled; `use` runs while it is open."""
         former: JobStore | None = None
         while True:
             store = await self._open(former)
@@ -180,7 +180,7 @@ class StoreKeeper:
             await asyncio.sleep(self._check_s)
 
     def _note(self, state: JobStoreState, reason: str = "", details: str = "") -> None:
-        """Note whether the store can be used, and log it once."""
+        """Record whether the store can be used, and log it once."""
         self._settled.set()
         if (state, reason, details) == (self._state, self._reason, self._details):
             return

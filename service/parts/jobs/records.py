@@ -116,7 +116,7 @@ class LeaseRoom(msgspec.Struct, frozen=True, kw_only=True):
     def left_for(self, owner: str) -> "LeaseRoom":
         """Return the most that an owner may have on top.
 
-        One that has no instances here may have a part, whatever it has of other models.
+        One that has no instances here may have a part, however much it has of other models.
         """
         own = self.held.get(owner)
         if own is None:
@@ -200,7 +200,7 @@ class WaitingWebhook(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DueWebhook(msgspec.Struct, frozen=True, kw_only=True):
-    """A job that is over, and whose webhook must be told so now."""
+    """A job that is over, with a webhook to call now."""
 
     call: WaitingWebhook
     job: Job

@@ -1,7 +1,7 @@
 """Computes the jobs of the store with this service's pools, part by part, in the event loop.
 
 The order makes jobs durable: a part is leased, its instances are queued, their results are
-committed, and only then is the part forgotten. A part whose service dies is leased again.
+committed, and only then is the part forgotten. If a service dies, its parts are leased again.
 """
 
 import asyncio
@@ -90,9 +90,9 @@ class Runner:
             pools: The pools that serve, by model.
             poll_s: How often to look for parts that nobody has announced.
             periods: How long parts are leased.
-            on_change: Told each job of which a part was committed.
+            on_change: Called with each job after a part of it was committed.
             share: The part of what others leave that the jobs of one owner may have in flight.
-            num_answered: Counts instances whose answer was kept, by model and outcome.
+            num_answered: Counts instances with a stored answer, by model and outcome.
         """
         self._store = store
         self._pools = pools
@@ -125,11 +125,11 @@ class Runner:
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="parts of jobs")
 
     def wake(self) -> None:
-        """Look for parts soon: there is a new job, or room for more."""
+        """Search for parts soon: there is a new job, or room for more."""
         self._wake.set()
 
     def drop(self, job: Job) -> None:
-        """Give up the parts of a job that is over."""
+        """Cancel the parts of a job that is over."""
         for part, task in self._parts.values():
             if part.job.folder == job.folder:
                 task.cancel()
@@ -228,7 +228,7 @@ class Runner:
             await asyncio.sleep(_PAUSE_S)
 
     def _forget(self, part: LeasedPart, _: asyncio.Task[None]) -> None:
-        """Give back the room that a part had."""
+        """Free the room that a part had."""
         self._committing.discard(part.token)
         del self._parts[part.token]
         self._in_flight[part.job.model] -= len(part.instances)
@@ -334,7 +334,7 @@ class Runner:
             await self._give_back()
 
     def _give_up_waiting(self) -> None:
-        """Give up the parts of models whose workers are gone for long."""
+        """Cancel the parts of models that have had no workers for long."""
         now = time.monotonic()
         for name, pool in self._pools.items():
             if pool.is_ready:
@@ -361,7 +361,7 @@ class Runner:
         self._renewed_at = began
 
     async def _give_back(self) -> None:
-        """Give back the parts that nothing computes; if that fails, later."""
+        """Return the parts that nothing computes to the store; if that fails, later."""
         tokens = list(self._unused)
         if tokens:
             with contextlib.suppress(ServiceError):

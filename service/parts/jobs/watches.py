@@ -1,7 +1,7 @@
-"""Tells those who wait for jobs what these have become. In the event loop.
+"""Wakes calls that wait for jobs when these change. In the event loop.
 
-A change comes with the job as it is then, so that a thousand who wait for it read nothing. The
-store is read for changes that other services make: once for all who wait for a job.
+A change comes with the job as it is then, so that a thousand waiting calls read nothing. The store
+is read for changes that other services make: once for all calls that wait for a job.
 """
 
 import asyncio
@@ -71,18 +71,18 @@ class Watches:
                     yield job
 
     def tell(self, job: Job) -> None:
-        """Tell who waits for a job what it has become."""
+        """Wake calls that wait for a job, with the job as it is now."""
         if (watch := self._watches.get((job.id, job.owner))) is not None:
             self._take(watch, job)
 
     def forget(self, id: str, owner: str) -> None:
-        """Tell who waits for a job that it was deleted."""
+        """End the waits for a job that was deleted."""
         if (watch := self._watches.pop((id, owner), None)) is not None:
             watch.is_deleted = True
             watch.end()
 
     def end(self) -> None:
-        """Let nobody wait any longer."""
+        """End all waits, now and later."""
         self._is_ended = True
         for watch in self._watches.values():
             watch.end()
@@ -101,7 +101,7 @@ class Watches:
                 del self._watches[id, owner]
 
     def _take(self, watch: "_Watch", job: Job) -> Job:
-        """Note what a job has become, and return the newest that is known of it."""
+        """Record a job as it is now, and return the newest that is known of it."""
         watch.read_at = time.monotonic()
         before = watch.job
         if before is not None:
@@ -137,7 +137,7 @@ class Watches:
 
 
 class _Watch:
-    """The last that is known of a job which somebody waits for."""
+    """The last known state of a job that calls wait for."""
 
     def __init__(self) -> None:
         self.job: Job | None = None
@@ -152,11 +152,11 @@ class _Watch:
         """Set when there is no more to wait for."""
 
     def change(self) -> None:
-        """Wake those who wait for the next change."""
+        """Wake all calls that wait for the next change."""
         self.changed.set()
         self.changed = asyncio.Event()
 
     def end(self) -> None:
-        """Let nobody wait any longer."""
+        """End all waits for this job."""
         self.change()
         self.over.set()

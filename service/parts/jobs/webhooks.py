@@ -1,4 +1,4 @@
-"""Tells webhooks that jobs are over, in the main process.
+"""Calls webhooks when jobs are over, in the main process.
 
 The events are CloudEvents 1.0 in the structured JSON mode, signed as Standard Webhooks 1.0.0 say
 (github.com/standard-webhooks/standard-webhooks, spec/standard-webhooks.md). They are sent at least
@@ -71,7 +71,7 @@ class Webhooks:
     """Sends one event for each job that is over and asked for it."""
 
     def __init__(self, hosts: Sequence[str], secret: bytes, share: float = 1.0) -> None:
-        """Take the hosts that may be told, and the key of the signatures.
+        """Store the hosts that may be called, and the key of the signatures.
 
         Args:
             hosts: Names, `*.name` for all below one, or `*`. Only a host that is named in full may
@@ -116,7 +116,7 @@ class Webhooks:
             )
 
     async def run(self, store: "JobStore") -> None:
-        """Tell webhooks until cancelled; without hosts that may be told, there are none."""
+        """Call webhooks until cancelled; without hosts that may be called, there are none."""
         if not self._hosts:
             return
         import httpx  # only a service with webhooks needs it
@@ -136,7 +136,7 @@ class Webhooks:
                         await self._ended.wait()
 
     async def _take(self, store: "JobStore") -> Sequence[DueWebhook]:
-        """Take calls that are due and for which there is a place; each has one then."""
+        """Pick calls that are due and have a place, and reserve their places."""
         now = time.time()
         busy = [receiver for receiver in self._calls_to if not self._may_call(receiver)]
         chosen: dict[int, WaitingWebhook] = {}
@@ -173,7 +173,7 @@ class Webhooks:
             del self._calls_to[call.receiver]
 
     async def _tell(self, client: "httpx.AsyncClient", store: "JobStore", due: DueWebhook) -> None:
-        """Make a call, and keep what came of it."""
+        """Call a webhook, and store the result."""
         try:
             with contextlib.suppress(ServiceError):  # the store is gone: the call is due again
                 problem = await self._attempt(client, store, due)
@@ -186,7 +186,7 @@ class Webhooks:
     async def _attempt(
         self, client: "httpx.AsyncClient", store: "JobStore", due: DueWebhook
     ) -> str:
-        """Make a call, and return why it failed; empty if it did not."""
+        """Call a webhook, and return why it failed; empty if it did not."""
         job, receiver, began = due.job, due.call.receiver, time.time()
         assert job.webhook is not None
         try:

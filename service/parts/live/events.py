@@ -170,7 +170,7 @@ class State:
 
 
 class Feed(Protocol):
-    """Makes the events, one for all listeners."""
+    """Builds the events, one for all listeners."""
 
     @property
     def is_ending(self) -> bool:
@@ -195,7 +195,7 @@ async def _events_of(feed: Feed, *, is_head: bool) -> AsyncIterator[bytes]:
 
 
 def events_router(feed: Feed, guard: Guard | None = None) -> APIRouter:
-    """Return the route, answering from a feed; the guard tells whose share of streams each is."""
+    """Return the route, answering from a feed; the guard finds the owner of each stream."""
     router = APIRouter(tags=["health"])
     guard = guard or Guard()
     streams = Shares(MAX_STREAMS, guard.share, "streams of events")

@@ -38,7 +38,7 @@ _OUTCOMES = ("accepted", "succeeded", "failed", "expired", "cancelled")
 
 
 class LiveFeed:
-    """Keeps the last samples and makes events; see `Feed`."""
+    """Stores the last samples and builds events."""
 
     def __init__(
         self,
@@ -94,11 +94,11 @@ class LiveFeed:
             await asyncio.gather(self._task, return_exceptions=True)
 
     def first(self) -> bytes:
-        """See `Feed`."""
+        """Return the current `State` as JSON, with the history."""
         return msgspec.json.encode(self._state(list(self._past)))
 
     async def next(self) -> bytes:
-        """See `Feed`."""
+        """Return the next `State` as JSON, once there is one."""
         await self._ticked.wait()
         if self._newest is None:
             self._newest = msgspec.json.encode(self._state())

@@ -133,7 +133,7 @@ class Changes:
         self._begin(name, "swap", partial(self._versions.swap, name, model, options, ""))
 
     def number_next(self, name: str, number: int) -> int:
-        """Give the version that begins to load this number if that is the largest up to now.
+        """Number the version that begins to load, with this number if it is the largest up to now.
 
         Returns:
             Its number.
@@ -141,7 +141,7 @@ class Changes:
         return self._catalog.number_next(name, number)
 
     def begin_rollback(self, name: str) -> None:
-        """Begin to let the version serve again that served before."""
+        """Begin to switch back to the version that served before."""
         self._check_known(name)
         former = self._former(name)
         if former is None:
@@ -208,7 +208,7 @@ class Changes:
         )
 
     def _remember_all(self, name: str) -> None:
-        """Make records of the versions that were there at the start."""
+        """Record the versions that were there at the start."""
         serving = self._catalog.serving.get(name)
         for version in self._catalog.versions(name):
             self._history.record(version, "serving" if version.pool is serving else "loading")

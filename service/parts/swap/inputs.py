@@ -50,7 +50,7 @@ class SwapInput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InputRecorder:
-    """Keeps the inputs that a version gets, until there are enough. Lives in the event loop."""
+    """Records the inputs that a version gets, until there are enough. Lives in the event loop."""
 
     def __init__(self, pool: Pool, most: int, share: float = 1.0) -> None:
         """Begin to record up to `most` inputs, a share of those that come."""

@@ -44,7 +44,7 @@ def refusal(
     when: str = "beside what serves",
     cure: str = "",
 ) -> VersionRefusedError:
-    """Make the error for workers that do not fit, with the figures; and log it."""
+    """Return the error for workers that do not fit, with the figures; and log it."""
     needed = total_of(needs)
     place = next(place for place in needed if needed[place] > left.get(place, inf))
     free = max(0, int(left[place]))
@@ -61,7 +61,7 @@ def refusal(
 
 
 def refusal_for_processes(name: str, num: int, left: int) -> VersionRefusedError:
-    """Make the error for workers with more processes and threads than are left; and log it."""
+    """Return the error for workers with more processes and threads than are left; and log it."""
     error = VersionRefusedError(
         f"it needs about {num} processes and threads, and {left} are allowed; lower replicas, "
         "remove a model, or raise the limit (pids.max, ulimit -u)"

@@ -82,7 +82,7 @@ class MemoryShare:
 
 
 class Room:
-    """Gives out memory to versions while they load. Lives in the event loop."""
+    """Reserves memory for versions while they load. Lives in the event loop."""
 
     def __init__(
         self,
@@ -112,11 +112,11 @@ class Room:
 
     @classmethod
     def of_other_hosts(cls) -> "Room":
-        """Return the room on hosts of a cluster, whose memory is not known here.
+        """Return the room on hosts of a cluster. Their memory is not known here.
 
         A version is loaded beside the one that serves as if both fitted. If a worker does not come
-        up because they do not, the version is refused, and the one that serves goes on. Whoever
-        asks for `old_first` has the former version leave before, on all hosts at once.
+        up because they do not, the version is refused, and the one that serves goes on. With
+        `old_first` the former version leaves before, on all hosts at once.
         """
         room = cls(lambda model, placement: {}, dict, lambda worker: {})
         room.is_known = False
@@ -350,9 +350,9 @@ class Succession:
         await self._load(share)
 
     def _hold(self, new: ModelVersion) -> None:
-        """Make calls to the new version wait, while its workers compute what it is judged by.
+        """Hold calls to the new version, while its workers compute the inputs of the comparison.
 
-        Their payloads leave half of the arena free for the inputs of the comparison.
+        Their payloads leave half of the arena free for these inputs.
         """
         arena, rejected = new.pool.dispatcher.arena, new.metrics.rejected
 

@@ -45,7 +45,7 @@ class ModelList:
 
 
 def models_router(target: Changes, *, answer_s: float = _ANSWER_S) -> APIRouter:
-    """Return the routes, acting on a target. Whoever serves them checks the key.
+    """Return the routes, acting on a target. The application that serves them checks the key.
 
     Args:
         target: Makes the changes.

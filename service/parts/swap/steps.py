@@ -1,4 +1,4 @@
-"""Takes the steps of each change of a model: loads versions, switches between them, goes back."""
+"""Runs the steps of each change of a model: loads versions, switches between them, goes back."""
 
 import asyncio
 import logging

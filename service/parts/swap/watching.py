@@ -137,7 +137,7 @@ class VersionWatch:
             old: The former version.
             new: The version that is watched.
             options: The bounds.
-            since: The counts of the former version at the moment from which on they matter.
+            since: Earlier counts of the former version; only what came after them matters.
             is_canary: The former version answers clients at the same time.
         """
         self.old = old

@@ -41,8 +41,8 @@ class Recorder:
         """Start with no calls.
 
         Args:
-            ratio: The share of calls to trace among those whose caller has not decided. The trace
-                id decides (OpenTelemetry, trace SDK, TraceIdRatioBased), so that services agree.
+            ratio: The share of calls to trace if the caller has not decided. The trace id decides
+                (OpenTelemetry, trace SDK, TraceIdRatioBased), so that services agree.
             is_parent_based: Follow the caller's decision if there is one.
             metrics: Returns the metrics of a model, which get exemplars.
         """
@@ -57,7 +57,7 @@ class Recorder:
         """Calls for which there was no room."""
 
     def begin(self, call: Call) -> None:
-        """See `Tracing`."""
+        """Decide whether a call is traced, and set its fields."""
         if call.parent_id and self._is_parent_based:
             is_sampled = call.flags[1] in "13"
         else:
@@ -72,7 +72,7 @@ class Recorder:
                 call.ref.trace = ""
 
     def take(self, call: Call, status: int, duration_s: float) -> None:
-        """See `Tracing`."""
+        """Store a traced call that is over; never blocks."""
         waiting = self.waiting
         if len(waiting) >= MAX_WAITING:
             self.num_dropped += 1

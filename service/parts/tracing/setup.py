@@ -45,7 +45,7 @@ def set_up_tracing(
 
 
 def make_tracer(settings: Settings, metrics: Callable[[str], ModelMetrics]) -> "Tracer | None":
-    """Make the tracer if tracing is on. What it needs is imported only then.
+    """Build the tracer if tracing is on. Only then it imports OpenTelemetry.
 
     Raises:
         TraceError: OpenTelemetry is not installed, or a file is missing.

@@ -1,8 +1,8 @@
-"""Makes the spans of a call that is over from what was noted while it ran.
+"""Builds the spans of a call that is over from what was recorded while it ran.
 
-They are made directly as the protocol's messages (opentelemetry-proto, `trace.proto`): a span costs
-10 µs this way, and 60 µs by the SDK's `start_span`, `end` and encoder (CPython 3.11). The names of
-attributes are those of the semantic conventions for HTTP servers (1.23 and later), and
+They are built directly as the protocol's messages (opentelemetry-proto, `trace.proto`): a span
+costs 10 µs this way, and 60 µs by the SDK's `start_span`, `end` and encoder (CPython 3.11). The
+names of attributes are those of the semantic conventions for HTTP servers (1.23 and later), and
 `inferpool.*` for the rest.
 """
 
@@ -181,7 +181,7 @@ def describe(described: Span | Span.Event | Resource, attributes: Attributes) ->
 
 @lru_cache(maxsize=1024)
 def _pair(name: str, value: str | int) -> KeyValue:
-    """Make an attribute. Most repeat, and copying one costs a third of making it."""
+    """Return an attribute. Most repeat, and copying one costs a third of making it."""
     if isinstance(value, str):
         return KeyValue(key=name, value=AnyValue(string_value=value))
     return KeyValue(key=name, value=AnyValue(int_value=value))

@@ -183,7 +183,7 @@ class Tracer:
         for number, ended in enumerate(batch, 1):
             add_spans(ended, self._scheme, epoch_ns, spans)
             if not number % _NUM_AT_A_STRETCH:
-                time.sleep(0)  # lets the event loop run, which may be waiting for this thread
+                time.sleep(0)  # the event loop may be waiting for this thread
         return request
 
     def _send(self, client: httpx.Client, body: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Keeps account of what each model has had of a device, and says how much of it is in use.
+"""Counts what each model has used of a device, and how much of the device is in use.
 
 Pure: it holds no clock and no process.
 """
@@ -78,9 +78,9 @@ class SharedDevice:
 
     The model with the lowest level goes first. A level rises by the time of each batch, divided by
     the model's share. This is start-time fair queueing (Goyal, Vin and Cheng, "Start-time fair
-    queueing", 1996), to which deficit round robin comes as its quantum goes to nothing. Batches of
-    different models differ too much in time for a quantum: one that is as long as the longest batch
-    would let a model of short ones have many in a row.
+    queueing", 1996), the limit of deficit round robin as its quantum goes to nothing. Batches of
+    different models differ too much in time for a quantum: with one as long as the longest batch, a
+    model of short batches would have many in a row.
     """
 
     places: int

@@ -29,11 +29,10 @@ _LEAST_WAIT_S = 0.0005
 
 
 class DeviceGate:
-    """Gives the models of one host their turns at its devices.
+    """Schedules the batches of the models of one host on its devices.
 
     A batch that needs several devices waits for all of them at once and holds none meanwhile, so
-    no two can wait for each other. While one is next in line, no other takes a place of its devices
-    before it.
+    no two can wait for each other. While one is next in line, no other gets a place on its devices.
     """
 
     def __init__(self, num_cores: int) -> None:

@@ -37,7 +37,7 @@ class ModelFolder:
     """Serves what is in a folder. One task looks at it, until it is cancelled."""
 
     def __init__(self, folder: Path, target: Changes, policy: str) -> None:
-        """Look at nothing yet; `policy` says how a later version is judged."""
+        """Read nothing yet; `policy` says how a later version is judged."""
         self._folder = folder
         self._target = target
         self._policy = policy
@@ -54,13 +54,13 @@ class ModelFolder:
         self._task = asyncio.create_task(self.run(), name="watch the folder of models")
 
     async def stop(self) -> None:
-        """Look at it no longer."""
+        """Stop reading the folder."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def run(self) -> None:
-        """Look again and again."""
+        """Read the folder again and again."""
         while True:
             try:
                 await self.look()
@@ -69,7 +69,7 @@ class ModelFolder:
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def look(self) -> None:
-        """Look once, and begin the changes for what has stayed the same since the last look."""
+        """Read the folder once, and begin changes for what is as it was in the last reading."""
         try:
             found = await asyncio.to_thread(find_versions, self._folder)
         except OSError as error:  # it may come back, as a network's folder does

@@ -59,8 +59,8 @@ class _Header(NamedTuple):
 def read_archive(file: BinaryIO, most_bytes: int) -> Iterator[ArchiveFile]:
     """Yield the files of a tar archive. Nothing is ever written to the paths in it.
 
-    A hard or symbolic link is a file that cannot be read: whoever made the archive meant a file
-    there, and would miss its answer. Folders and devices are left out.
+    A hard or symbolic link is a file that cannot be read: a client that meant a file there would
+    miss its answer. Folders and devices are left out.
 
     Args:
         file: The archive, from its beginning.
@@ -192,7 +192,7 @@ class _Extended:
         self._is_sparse = False
 
     def take(self, type: bytes, text: bytes) -> None:
-        """Take an extended header: a long name of GNU tar, or the records of POSIX."""
+        """Read an extended header: a long name of GNU tar, or the records of POSIX."""
         self.is_any = True
         if type == b"L":
             self._name = text.partition(b"\0")[0]

@@ -1,4 +1,4 @@
-"""Makes jobs of HTTP calls: `POST /jobs`, `PUT /jobs/{id}`, and `/predict` with `respond-async`.
+"""Turns HTTP calls into jobs: `POST /jobs`, `PUT /jobs/{id}`, `/predict` with `respond-async`.
 
 `Prefer` is that of RFC 7240, `Idempotency-Key` that of an Internet-Draft
 (draft-ietf-httpapi-idempotency-key-header). In the event loop of the main process.
@@ -54,7 +54,7 @@ _CLIENT_GONE = 499
 
 
 class JobMaker:
-    """Makes jobs of calls."""
+    """Creates jobs from calls."""
 
     def __init__(self, target: Jobs, guard: Guard, limits: Limits) -> None:
         self._target = target
@@ -66,16 +66,16 @@ class JobMaker:
         self._reading = Shares(NUM_READERS, guard.share, "bodies that are read")
 
     def owner_of(self, request: Request) -> str:
-        """Return whose the jobs of a call are: its key's digest, or "" where none is needed."""
+        """Return the owner of a call's jobs: its key's digest, or "" where none is needed."""
         key = key_of(_call(request).headers)
         return digest_of(key).hex() if key and self._guard.restricts_predict else ""
 
     def caller_of(self, request: Request) -> str:
-        """Return whose share a call takes of what all calls about jobs use."""
+        """Return the owner of what a call about jobs uses, for its share."""
         return self._guard.owner_of("predict", _call(request).headers, client_of(request))
 
     async def answer(self, request: Request, model: str | None, id: str | None) -> Response:
-        """Make a job, and answer with what it is.
+        """Create a job, and answer with what it is.
 
         Args:
             request: The call.
@@ -93,7 +93,7 @@ class JobMaker:
         return _shown(request, await self._until(job, preferences), preferences)
 
     async def answer_later(self, request: Request, model: str | None) -> Response:
-        """Make a job; answer as `/predict` would if it is over within the time to wait.
+        """Create a job; answer as `/predict` would if it is over within the time to wait.
 
         Raises:
             ServiceError: There is no job.
@@ -115,7 +115,7 @@ class JobMaker:
     async def _make(
         self, request: Request, model: str | None, id: str | None, ours: Sequence[str]
     ) -> Job:
-        """Take the body of a call, and keep its job. `ours` are query keys that no model sees."""
+        """Create a job from a call's body. `ours` are query keys that no model sees."""
         target, call = self._target, _call(request)
         headers = call.headers
         await target.until_open()

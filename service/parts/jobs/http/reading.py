@@ -108,7 +108,7 @@ def _checked(instances: Iterable[StoredInstance]) -> Iterator[StoredInstance]:
 
 
 def _in_turns(items: Iterable[T]) -> Iterator[T]:
-    """Pass items on, and let other threads have their turn now and then.
+    """Pass items on, and pause now and then for other threads.
 
     The event loop would else wait for Python's lock for 5 ms (`sys.getswitchinterval`) before each
     of its steps. A pause of no time would not do: this thread would take the lock again at once.

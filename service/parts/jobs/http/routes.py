@@ -75,7 +75,7 @@ _Count = Annotated[int | None, Query(ge=1, le=_MOST_FIRST, description="The most
 
 
 def jobs_router(target: Jobs, guard: Guard, limits: Limits) -> APIRouter:
-    """Return the routes, acting on a target. Whoever serves them checks the key."""
+    """Return the routes, acting on a target. The application that serves them checks the key."""
     router = APIRouter(tags=["jobs"])
     maker = JobMaker(target, guard, limits)
     _add_making(router, maker)
@@ -87,7 +87,7 @@ def jobs_router(target: Jobs, guard: Guard, limits: Limits) -> APIRouter:
 
 
 async def _owner_of(target: Jobs, maker: JobMaker, request: Request, id: str | None = None) -> str:
-    """Return whose jobs a call is about, once the store is open and the id could be one."""
+    """Return the owner of a call's jobs, once the store is open and the id could be one."""
     await target.until_open()
     if id is not None and not _ID.fullmatch(id):
         raise UnknownJobError(_NO_ID)  # PostgreSQL refuses some texts, such as U+0000

@@ -1,4 +1,4 @@
-"""Takes the body of a new job onto a disk, so that it is never whole in memory."""
+"""Writes the body of a new job to a disk, so that it is never whole in memory."""
 
 import errno
 import hashlib
@@ -27,7 +27,7 @@ class Spool:
     """
 
     def __init__(self, folder: Path, most_bytes: int) -> None:
-        """Make no file yet.
+        """Create no file yet.
 
         Args:
             folder: Where the file will be.
@@ -52,7 +52,7 @@ class Spool:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """See `close`."""
+        """Close it."""
         self.close()
 
     @property
@@ -61,7 +61,7 @@ class Spool:
         return Path(f"/proc/self/fd/{self._fd}")
 
     async def write(self, chunk: bytes) -> None:
-        """Take the next piece of the body.
+        """Write the next piece of the body.
 
         Raises:
             StoreFullError: The disk is full, or this user's share of it.
@@ -93,7 +93,7 @@ class Spool:
         return digest.hexdigest()
 
     def close(self) -> None:
-        """Give the file up, if there is one. Whoever has opened it may read on."""
+        """Remove the file, if there is one. Code that has opened it may read on."""
         self._is_closed = True
         fd, self._fd = self._fd, None
         if fd is None:

@@ -1,4 +1,4 @@
-"""Takes the bodies of new jobs onto a disk, as many as it may and no more."""
+"""Writes the bodies of new jobs to a disk, up to a limit."""
 
 import asyncio
 import os
@@ -36,7 +36,7 @@ class Uploads:
     """The bodies that are on their way. In the event loop."""
 
     def __init__(self, limits: Limits, share: float = 1.0) -> None:
-        """Give each caller at most a `share` of what others leave of all uploads."""
+        """Allow each caller at most a `share` of what others leave of all uploads."""
         self._limits = limits
         self._places = Shares(MAX_UPLOADS, share, "uploads of jobs")
         self._bytes: Counter[str] = Counter()
@@ -46,12 +46,12 @@ class Uploads:
     async def take(
         self, request: Request, caller: str, owner: str, folder: Path
     ) -> AsyncIterator[Spool]:
-        """Take the whole body, and remove it at the end.
+        """Write the whole body to a file, and remove it at the end.
 
         Args:
             request: The call.
-            caller: The one whose share of uploads it takes.
-            owner: The one whose job it will be.
+            caller: Counts the upload in its share.
+            owner: Will own the job.
             folder: The folder of its file.
 
         Raises:

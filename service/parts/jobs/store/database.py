@@ -96,7 +96,7 @@ class Database:
 
         Args:
             place: A folder, which is made if it is not there, or a URL `postgresql://…`.
-            held: The folder, if it is held already; `close` lets it go.
+            held: The folder, if it is held already; `close` releases it.
 
         Raises:
             StartError: It cannot be used; the message says why.
@@ -133,7 +133,7 @@ class Database:
     def clock(self) -> ColumnElement[float]:
         """The time by which leases count, in seconds of a clock that never jumps.
 
-        Services on several hosts go by the clock of their database. A store in a folder goes by
+        Services on several hosts use the clock of their database. A store in a folder uses
         CLOCK_MONOTONIC, and keeps no lease over a restart.
         """
         if self.folder is None:
@@ -212,7 +212,7 @@ class Database:
         self._is_locked = is_locked
 
     def lock(self, connection: Connection, name: str) -> None:
-        """Keep other transactions that lock the same name waiting until this one ends."""
+        """Lock a name until this transaction ends; others that lock it wait."""
         if self.folder is None:  # SQLite has one that writes at a time
             _lock(connection, _LOCKS + crc32(name.encode()))
 
@@ -266,7 +266,7 @@ class Database:
             )
 
     def shrink(self) -> bool:
-        """Give the disk some of what is free in SQLite's file; return whether there is more.
+        """Return some free space of SQLite's file to the disk; return whether there is more.
 
         Raises:
             StoreFullError: There is no room to do it.
@@ -395,7 +395,7 @@ def _sqlite(file: Path, note_lock: Callable[[bool], None]) -> Engine:
         connection.isolation_level = None  # the module begins nothing by itself
         try:
             if connection.execute("PRAGMA auto_vacuum").fetchone() != (_INCREMENTAL,):
-                connection.execute("PRAGMA auto_vacuum=INCREMENTAL")  # it waits for who writes
+                connection.execute("PRAGMA auto_vacuum=INCREMENTAL")  # it waits for writers
             for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
                 connection.execute(f"PRAGMA {pragma}")
         except Exception:

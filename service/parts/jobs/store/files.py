@@ -17,7 +17,7 @@ class PartFiles:
     """The files of parts, in a folder for each job. Files are written once and never changed."""
 
     def __init__(self, folder: Path | None) -> None:
-        """Keep files in a folder; None: the database keeps everything."""
+        """Store files in a folder; None: the database stores everything."""
         self._folder = folder
         self._making = threading.Lock()
         """Held until a new folder is durable, so that a folder which is there is."""

@@ -15,7 +15,7 @@ class HeldFolder:
     """A folder that no other service has until this is closed, or its process ends."""
 
     def __init__(self, path: Path) -> None:
-        """Make the folder, and hold it.
+        """Create the folder, and lock it.
 
         Raises:
             OSError: It cannot be made.

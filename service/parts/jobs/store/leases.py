@@ -39,7 +39,7 @@ from inferpool.service.parts.jobs.store.tables import is_unfinished, jobs, parts
 
 
 class PartLeases:
-    """The parts of all jobs in the store, as those see them who compute them."""
+    """Leases parts of the jobs in the store, and commits their results."""
 
     def __init__(self, database: Database, files: PartFiles, limits: StoreLimits) -> None:
         self._database = database
@@ -49,7 +49,7 @@ class PartLeases:
     def lease(
         self, models: Collection[str], room: LeaseRoom, lease_s: float, now: float
     ) -> Sequence[LeasedPart]:
-        """Take parts of jobs that nobody computes: of owners in turn, and of their jobs in turn.
+        """Lease parts of jobs that nobody computes: of owners in turn, and of their jobs in turn.
 
         The most urgent jobs of an owner come first; no priority moves it before another owner.
 
@@ -98,14 +98,14 @@ class PartLeases:
             return set(connection.scalars(renewed.returning(parts.c.token)))
 
     def give_back(self, tokens: Collection[str]) -> None:
-        """Let others compute parts at once that this service does not finish."""
+        """Return parts that this service does not finish, so that others can compute them."""
         are_these = parts.c.token.in_(tokens)
         with self._database.writing() as connection:
             lock_parts(connection, are_these)
             connection.execute(update(parts).where(are_these).values(leased_until=0.0, token=None))
 
     def commit_part(self, part: LeasedPart, result: PartResult, now: float) -> Job | None:
-        """Keep the results of a part for good, and end the job with its last one.
+        """Commit the results of a part, and end the job with its last one.
 
         It may be called again if it is unknown whether it succeeded.
 
@@ -152,10 +152,9 @@ class PartLeases:
         with_free: ColumnElement[bool],
         room: LeaseRoom,
     ) -> list[Row[Any]]:
-        """Return free parts of the jobs of some owners, of whom each has its share of the room.
+        """Return free parts of the jobs of some owners. Each owner has its share of the room.
 
-        The jobs of an owner are looked for when it is its turn: most often the room is taken by a
-        few of them.
+        The jobs of an owner are read when it is its turn: most often a few of them fill the room.
         """
         taken: list[Row[Any]] = []
         left = (room.num_instances, room.num_bytes, room.num_parts)
@@ -214,7 +213,7 @@ class PartLeases:
     def _note_leased(
         self, connection: Connection, numbers: Collection[int], now: float
     ) -> dict[int, Row[Any]]:
-        """Note that parts of jobs are leased; return the rows of those that are not over."""
+        """Record that parts of jobs are leased; return the rows of jobs that are not over."""
         lock_jobs(connection, jobs.c.number.in_(numbers))
         leased = (
             update(jobs)

@@ -1,6 +1,6 @@
-"""Keeps jobs through crashes, and shows them.
+"""Stores jobs durably, and shows them.
 
-Each method is one transaction and may be called by any thread; see `leases.py` about locks.
+Each method is one transaction and may be called by any thread; `leases.py` describes the locks.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -86,7 +86,7 @@ class JobStore:
 
     @property
     def may_be_opened(self) -> bool:
-        """A store whose folder was gone can be opened again without losing what it held."""
+        """After the folder was gone, the store can be opened again without losing anything."""
         file = self._database.file
         return file is None or file.may_be_opened
 
@@ -140,7 +140,7 @@ class JobStore:
         return None if row is None else job_of(row)
 
     def delete(self, id: str, owner: str = "") -> None:
-        """Remove a job and all that it has, whatever its state."""
+        """Remove a job in any state, with all that it has."""
         self._delete(_is(id, owner))
 
     def fail_jobs(self, model: str, problem: JobProblem, now: float) -> Sequence[Job]:
@@ -163,7 +163,7 @@ class JobStore:
         """Yield index, answer and version of the instances that have an answer, in order.
 
         What was not computed when its job ended has the job's problem for an answer. A job that is
-        deleted meanwhile has no more of them, whoever uses its id then.
+        deleted meanwhile yields no more of them, even if a new job has its id.
         """
         end = None if count is None else first + count
         number = -1
@@ -194,7 +194,7 @@ class JobStore:
                         yield index, answer, part.version
 
     def clean(self, now: float, abandoned_s: float = _ABANDONED_S) -> int:
-        """Delete jobs whose time is over, and those that lost their writer; return how many.
+        """Delete expired jobs, and those that lost their writer; return how many.
 
         A job on its way that got no part for `abandoned_s` seconds has lost its writer.
         """
@@ -255,7 +255,7 @@ class JobStore:
     def take_webhooks(
         self, calls: Sequence[WaitingWebhook], lease_s: float, now: float
     ) -> Sequence[DueWebhook]:
-        """Take calls that are due still; nobody else takes them for `lease_s`."""
+        """Lease the calls that are due still, for `lease_s`."""
         by_number = {call.number: call for call in calls}
         due = (
             select(jobs)
@@ -276,7 +276,7 @@ class JobStore:
         ]
 
     def note_webhook(self, number: int, next_at: float | None) -> None:
-        """Keep when a webhook is tried next after an attempt that failed; None: never again."""
+        """Store when a webhook is tried next after an attempt that failed; None: never again."""
         with self._database.writing() as connection:
             connection.execute(
                 update(jobs)
@@ -285,7 +285,7 @@ class JobStore:
             )
 
     def postpone_webhooks(self, receiver: str, until: float) -> None:
-        """Let no call to a receiver be due before a moment."""
+        """Postpone all calls to a receiver until a moment."""
         with self._database.writing() as connection:
             is_earlier = (jobs.c.receiver == receiver) & (jobs.c.webhook_due < until)
             connection.execute(update(jobs).where(is_earlier).values(webhook_due=until))
