@@ -1,5 +1,5 @@
 """Quick checks of this machine and the settings, made whenever the service starts.
 
-`facts` looks at the machine once; each check takes the facts and yields findings. All checks
-together take milliseconds and start no process. `inferpool doctor` adds slower ones.
+`facts` reads the machine once; each check yields findings from these facts. All checks together
+last milliseconds and start no process. `inferpool doctor` adds slower ones.
 """

@@ -11,7 +11,7 @@ from inferpool.service.settings.settings import Settings
 
 
 def check_visible(facts: Facts, settings: Settings) -> Iterator[Finding]:
-    """Check CUDA_VISIBLE_DEVICES, and that GPUs which are there can be used."""
+    """Check CUDA_VISIBLE_DEVICES, and that existing GPUs can be used."""
     host, visible = facts.host, settings.cuda_visible_devices
     if host.problem:
         finding = warning if host.gpus else error

@@ -60,7 +60,7 @@ class Facts:
     rlimits: Mapping[str, int | None]
     """Soft limits by name ("FSIZE"); None for no limit."""
     num_files: int
-    """File descriptors that the service may have after it has raised its limit."""
+    """File descriptors that the service may have once it has raised its limit."""
     shm: Folder | None
     tmp: Folder | None
     """Temporary folder; None if there is no writable one."""

@@ -53,13 +53,13 @@ def error(check: str, message: str, advice: str, *, is_fatal: bool = False) -> F
 
 
 def _with_ways(advice: str) -> str:
-    from inferpool.service.settings.problems import with_ways  # who only shows findings needs none
+    from inferpool.service.settings.problems import with_ways  # not needed to show findings
 
     return with_ways(advice)
 
 
 def grouped(findings: Iterable[Finding], models: Collection[str]) -> list[Finding]:
-    """Merge findings that are the same for several models into one that names them."""
+    """Merge findings that are equal for several models into one that names them."""
     groups: dict[Finding, list[str]] = {}
     for finding in findings:
         own = [name for name in models if finding.check.endswith(f" {name}")]

@@ -104,7 +104,7 @@ def check_timeouts(facts: Facts, settings: Settings) -> Iterator[Finding]:
 
 
 def check_container(facts: Facts, settings: Settings) -> Iterator[Finding]:
-    """Check what containers often lack: memory, an init process, time to stop."""
+    """Check for memory, an init process and time to stop, which containers often lack."""
     if facts.cgroup.memory_bytes is not None:
         yield ok(
             "container memory",
@@ -130,7 +130,7 @@ def check_container(facts: Facts, settings: Settings) -> Iterator[Finding]:
 
 
 def check_cores(facts: Facts, settings: Settings) -> Iterator[Finding]:
-    """Check the number of computing threads against the cores."""
+    """Compare the number of computing threads with the cores."""
     cores = facts.host.num_cores
     threads = sum(p.num_threads * p.num_ranks for ps in facts.placements.values() for p in ps)
     quota = facts.cgroup.num_cores

@@ -1,4 +1,4 @@
-"""Checks of memory: is there enough for the arena and the replicas, and what slows it down."""
+"""Checks of memory: its size for the arena and the replicas, and its speed."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -47,7 +47,7 @@ def check_shared_memory(facts: Facts, settings: Settings) -> Iterator[Finding]:
 
 
 def check_replicas(facts: Facts, settings: Settings) -> Iterator[Finding]:
-    """Check the host's memory against the needs of all processes."""
+    """Compare the host's memory with the needs of all processes."""
     need = settings.arena_bytes + FRONT_END_BYTES + FORKSERVER_BYTES
     need += _bytes_of_fronts(facts, settings) + _DECODER_BYTES * facts.num_decoders
     unknown = []
@@ -79,7 +79,7 @@ def check_replicas(facts: Facts, settings: Settings) -> Iterator[Finding]:
 
 
 def check_gpu_memory(facts: Facts, settings: Settings) -> Iterator[Finding]:
-    """Check each GPU's memory against the weights of its models."""
+    """Compare each GPU's memory with the weights of its models."""
     need: dict[str, int] = {}
     for name, placements in facts.placements.items():
         size = _weight_bytes(settings.models[name]) or 0
@@ -123,9 +123,9 @@ def check_huge_pages(facts: Facts, settings: Settings) -> Iterator[Finding]:
 def needs_of_worker(
     model: ModelSettings, placement: Placement, gpus: Sequence[Gpu]
 ) -> dict[str, int]:
-    """Return the memory that a worker will need at least, by place; see `DeviceMemory`.
+    """Return the least memory that a worker will need, by place; see `DeviceMemory`.
 
-    What workers share on the host is left out.
+    The memory that workers share on the host is not included.
     """
     weights = _weight_bytes(model) or 0
     if not placement.visible:
@@ -147,7 +147,7 @@ def _count(facts: Facts) -> str:
 
 
 def _weight_bytes(model: ModelSettings) -> int | None:
-    """Return the size of a model's weights; None if only loading it would tell."""
+    """Return the size of a model's weights; None if it is unknown without loading them."""
     if model.source == "echo" or model.weights.lower() == "none":
         return 0
     path = weights_file(model)

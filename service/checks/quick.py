@@ -1,4 +1,4 @@
-"""The list of checks that the service makes when it starts."""
+"""The list of checks that the service runs when it starts."""
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from itertools import combinations
@@ -38,7 +38,7 @@ Check: TypeAlias = Callable[[Facts, Settings], Iterator[Finding]]
 
 
 def check_keys(facts: Facts, settings: Settings) -> Iterator[Finding]:
-    """Check that no API key is for several kinds of requests."""
+    """Check that no API key allows several kinds of requests."""
     keys_of: Mapping[str, Keys] = {
         "predict_keys": settings.predict_keys,
         "metrics_keys": settings.metrics_keys,
@@ -94,7 +94,7 @@ _OF_WORKERS: Container[Check] = (
 
 
 def check_quickly(settings: Settings, host: Host) -> list[Finding]:
-    """Make all quick checks that concern this host."""
+    """Run all quick checks that concern this host."""
     facts = gather(settings, host)
     is_cluster = settings.cluster_port is not None
     checks = [check for check in QUICK if not (is_cluster and check in _OF_WORKERS)]

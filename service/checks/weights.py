@@ -26,7 +26,7 @@ _ENCODER = "encoder:"
 
 
 def weights_file(model: ModelSettings) -> Path | None:
-    """Return the file that a model is read from, if the settings or a package name one."""
+    """Return the file of a model's weights, if the settings or a package name one."""
     if model.source.endswith(MODEL_FILE_SUFFIXES):
         return Path(model.source)
     if model.weights.endswith(_WEIGHT_SUFFIXES) or "/" in model.weights:

@@ -1,8 +1,8 @@
 """Clients of a running service: `Client`, and `AsyncClient` for event loops.
 
-They know the service by HTTP alone and import none of its code: this folder is also a distribution
-of its own, `inferpool-client`, whose package is called `inferpool_client`. So its files import each
-other by relative names. numpy, torch and Pillow are imported only when the caller uses them.
+They use only the service's HTTP and import none of its code: this folder is also a distribution of
+its own, `inferpool-client`, with the package `inferpool_client`. So its files import each other by
+relative names. numpy, torch and Pillow are imported only when the caller uses them.
 
 Each name is imported when it is first used, since every command imports a part of this package.
 `errors` draws the tree of errors.

@@ -50,7 +50,7 @@ class AsyncClient:
             limits=self._calls.limits,
             verify=self._calls.verify,
         )
-        # One per connection. httpx looks at all waiting requests whenever one begins or ends, so
+        # One per connection. httpx scans all waiting requests whenever one begins or ends, so
         # without this a thousand predictions at once cost five times as much.
         self._free = asyncio.Semaphore(self._calls.max_concurrency)
 

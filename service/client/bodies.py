@@ -23,7 +23,7 @@ _PIECE_BYTES = 1 << 20
 _RESERVED = ("dtype", "shape", "name", "output")
 """Query keys that describe tensors, so no parameter in a query can have these names."""
 _MAX_QUERY_CHARACTERS = 6000
-"""Longest query; the service takes URLs of 8 KiB."""
+"""Longest query; the service accepts URLs of 8 KiB."""
 _MAGIC = (
     (b"\xff\xd8\xff", "image/jpeg"),
     (b"\x89PNG\r\n\x1a\n", "image/png"),
@@ -41,7 +41,7 @@ _TYPE_BY_SUFFIX = {
     ".ndjson": "application/jsonl",
     ".tar": "application/x-tar",
 }
-"""Content types of files that no magic bytes tell."""
+"""Content types of files without magic bytes."""
 _SUFFIXES = (
     *(".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".heic"),
     *(".npy", ".safetensors", ".json"),
@@ -128,7 +128,7 @@ def make_body(value: object, parameters: Mapping[str, object] | None) -> Request
 
 
 def are_many(value: object) -> TypeGuard[Iterable[object] | AsyncIterable[object]]:
-    """Return whether a value holds many inputs of a job: a list, say, and not a text or a file."""
+    """Return whether a value holds many inputs of a job, such as a list, and is no text or file."""
     return isinstance(value, Iterable | AsyncIterable) and not (
         isinstance(value, str | bytes | bytearray | memoryview | os.PathLike | Mapping)
         or is_tensor(value)
@@ -177,13 +177,13 @@ def names_file(text: str) -> bool:
 
 
 def file_question(name: str) -> str:
-    """Return the question for a user who sends a file name as a text."""
+    """Return the question for a user that sends a file name as a text."""
     return f"a str is sent as a text: did you mean the file, pathlib.Path({name!r})?"
 
 
 @contextlib.contextmanager
 def _catch_unreadable() -> Iterator[None]:
-    """Turn what files raise into an `UnsendableError`."""
+    """Raise an `UnsendableError` for errors of files."""
     try:
         yield
     except (OSError, UnicodeDecodeError) as error:
@@ -269,7 +269,7 @@ def _json(value: object) -> bytes:
 
 
 def _to_plain(value: Any) -> object:
-    """Return a value that JSON has, for one that it lacks."""
+    """Return a JSON value for one that JSON lacks."""
     if is_tensor(value):
         return value.tolist()
     if isinstance(value, bytes | bytearray | memoryview):
@@ -294,7 +294,7 @@ def _is_pil_image(value: object) -> bool:
 
 
 def _png(image: Any) -> bytes:
-    """Return a PNG file, turned as the EXIF data says, as the service does with files."""
+    """Return a PNG file, turned as its EXIF data says, like files in the service."""
     from PIL import ImageOps
 
     image = ImageOps.exif_transpose(image)

@@ -1,7 +1,7 @@
-"""The work that both clients share: requests, retries and answers, without input or output.
+"""The common work of both clients: requests, retries and answers, without input or output.
 
 A call is a generator. It yields steps, receives the outcome of each, and returns the result. Each
-client only takes the steps: it sends, sleeps or draws inputs.
+client only performs the steps: it sends, sleeps or draws inputs.
 """
 
 import base64
@@ -61,11 +61,11 @@ _MAX_CONCURRENCY = 16
 _KEEP_ALIVE_S = 15.0
 """Idle time of a connection: shorter than the service's (75 s by default) or a proxy's."""
 _ANSWER_S = 0.1
-"""Time kept for the answer to arrive: the service's deadline is earlier by this, at most 10 %."""
+"""Time reserved for the answer's way: the service's deadline is earlier by this, at most 10 %."""
 _POLL_S = 0.1
 _GOOD = (200, 202, 204)
 _LONGEST_S = 1e6
-"""Longest socket timeout; above it we set none, since some systems cannot count so far."""
+"""Longest socket timeout; longer ones are not set, since some systems cannot count that far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ class Calls:
             self._headers["Authorization"] = f"Basic {base64.b64encode(pair).decode()}"
 
     def predict(self, value: object, options: PredictOptions) -> Steps[Prediction]:
-        """Take the steps of one prediction."""
+        """Yield the steps of one prediction."""
         check_names(options, PredictOptions)
         started = time.monotonic()
         deadline = self.deadline(options.get("timeout_s", self.timeout_s))
@@ -193,7 +193,7 @@ class Calls:
     def predict_one_of_many(
         self, value: object, options: ManyOptions, index: int
     ) -> Steps[Prediction]:
-        """Take the steps of one prediction of several; the result has its index."""
+        """Yield the steps of one prediction of several; the result has its index."""
         own = PredictOptions(as_arrays=options.get("as_arrays", False))
         for name in ("model", "version", "parameters", "priority", "timeout_s"):
             if name in options:
@@ -201,11 +201,11 @@ class Calls:
         return replace((yield from self.predict(value, own)), index=index)
 
     def health(self) -> Steps[Health]:
-        """Take the steps of `GET /health`."""
+        """Yield the steps of `GET /health`."""
         return read_health((yield from self._get("/health")))
 
     def is_ready(self) -> Steps[bool]:
-        """Take the steps of `GET /health/ready`; return whether the service is ready."""
+        """Yield the steps of `GET /health/ready`; return whether the service is ready."""
         try:
             yield from self._get("/health/ready")
         except (ConnectError, UnavailableError, DeadlineExceededError):
@@ -235,14 +235,14 @@ class Calls:
         request_id: str,
         body: JobBody | None = None,
     ) -> Steps[_T]:
-        """Ask until there is an answer, as far as the retry policy and the deadline allow.
+        """Repeat a request until its answer, as far as the retry policy and the deadline allow.
 
         Args:
             request: Makes the request of each attempt.
             read: Reads an answer; also gets the number of attempts and the moment of this one.
             deadline: Moment of `time.monotonic`.
             request_id: Name of the request in the service's log.
-            body: Body of the requests that makes itself while it is sent, if it is one.
+            body: Body of the requests, if it is produced while it is sent.
         """
         self._budget.deposit()
         num_attempts = 0
@@ -268,7 +268,7 @@ class Calls:
                 yield Draw(body)
 
     def tell_retry(self, error: InferpoolError, pause_s: float) -> None:
-        """Tell the user of the client why there is another attempt, and when."""
+        """Report why there is another attempt, and when, to the user of the client."""
         if self._on_retry is not None:
             self._on_retry(error, pause_s)
 
@@ -287,7 +287,7 @@ class Calls:
         """Return a request; no step of it may take longer than `stall_s`.
 
         Raises:
-            UnsendableError: A header has characters that none may have.
+            UnsendableError: A header has invalid characters.
         """
         extra = {} if body is None else {"Host": self._host, **body.headers}
         given = {**self._headers, "X-Request-ID": request_id, **(headers or {}), **extra}
@@ -319,7 +319,7 @@ class Calls:
         return outcome
 
     def deadline(self, timeout_s: float | None) -> float:
-        """Return the moment of `time.monotonic` when a time that begins now is up.
+        """Return the moment of `time.monotonic` at which a timeout that begins now ends.
 
         Raises:
             ValueError: The time is not more than 0.

@@ -1,4 +1,4 @@
-"""Makes the HTTP clients that ask a service: those of the client, and those of the commands."""
+"""Opens the HTTP connections of the client and of the commands."""
 
 import os
 import ssl
@@ -8,13 +8,13 @@ import httpx
 from .proxies import ServiceWay, way_to
 
 STRAIGHT = ServiceWay()
-"""The way of operators, who are on the network of the service: their keys go to no proxy."""
+"""The way of operators, which are on the network of the service: no proxy gets their keys."""
 _NO_LIMITS = httpx.Limits()
 _TIMEOUT = httpx.Timeout(5.0)
 
 
 def find_way(url: str, proxy: str | None) -> ServiceWay:
-    """Return the way to a service, by a proxy of the environment if `proxy` is None.
+    """Return the way to a service, through a proxy of the environment if `proxy` is None.
 
     Raises:
         UnusableProxyError: The proxy cannot be used.
@@ -31,7 +31,7 @@ def open_client(
     timeout: httpx.Timeout = _TIMEOUT,
     headers: dict[str, str] | None = None,
 ) -> httpx.Client:
-    """Make a client that takes a way; `transport` replaces the network (see httpx)."""
+    """Return an HTTP client for a way; `transport` replaces the network (see httpx)."""
     if transport is None:  # its trust_env is for SSL_CERT_FILE, the client's for proxies
         transport = httpx.HTTPTransport(verify=verify, limits=limits, proxy=way.proxy)
     return httpx.Client(transport=transport, timeout=timeout, headers=headers, trust_env=False)
@@ -46,7 +46,7 @@ def open_async_client(
     timeout: httpx.Timeout = _TIMEOUT,
     headers: dict[str, str] | None = None,
 ) -> httpx.AsyncClient:
-    """Make a client that takes a way; see `open_client`."""
+    """Return an HTTP client for an event loop, like `open_client`."""
     if transport is None:
         transport = httpx.AsyncHTTPTransport(verify=verify, limits=limits, proxy=way.proxy)
     return httpx.AsyncClient(transport=transport, timeout=timeout, headers=headers, trust_env=False)

@@ -1,4 +1,4 @@
-"""Models and workers of a service, as its /health shows them."""
+"""Models and workers of a service, read from its /health."""
 
 from typing import Any
 
@@ -72,27 +72,27 @@ class ModelState(msgspec.Struct):
 
     name: str
     workers: list[WorkerState] = []
-    """Those of the version that serves."""
+    """Workers of the version that serves."""
     other_workers: list[WorkerState] = []
-    """Those of versions that are loaded and do not serve."""
+    """Workers of versions that are loaded and do not serve."""
     version: int | None = None
     """The version that serves."""
     change: str = ""
-    """The change that goes on."""
+    """The change in progress."""
     versions: list[LoadedVersion] = []
-    """The newest first."""
+    """Versions, the newest first."""
     inputs: list[dict[str, Any]] = []
-    """Name, dtype and shape of each."""
+    """Name, dtype and shape of each input."""
     example: object = None
     reads_own_form: bool = False
-    """It reads another form than `inputs` say."""
+    """True if it reads another form than that of `inputs`."""
     ready: bool = False
     reason: str = ""
     speed_search: SpeedSearchState = msgspec.field(default_factory=SpeedSearchState)
 
 
 class FrontState(msgspec.Struct):
-    """A process that takes calls."""
+    """A process that answers calls."""
 
     name: str
     state: str
@@ -124,7 +124,7 @@ class KnownHost(msgspec.Struct):
     name: str
     state: str = ""
     epoch: int = 0
-    """Number of the connection: another one after each time that it was lost."""
+    """Number of the connection: a new one after each loss."""
     address: str = ""
     devices: list[str] = []
     version: str = ""
@@ -139,7 +139,7 @@ class KnownHost(msgspec.Struct):
 
     @property
     def is_connected(self) -> bool:
-        """It may get work."""
+        """Return whether the host may get work."""
         return self.state != _LOST
 
 
@@ -158,7 +158,7 @@ class ServiceHealth(msgspec.Struct):
     models: list[ModelState]
     status: str = ""
     fronts: list[FrontState] = []
-    """The processes that take calls, if there are several."""
+    """The processes that answer calls, if there are several."""
     gpus: list[DeviceState] = []
     forkserver: ForkserverState | None = None
     version: str = ""
@@ -179,7 +179,7 @@ class ServiceHealth(msgspec.Struct):
 
     @property
     def is_full(self) -> bool:
-        """Every worker is ready."""
+        """Return whether every worker is ready."""
         return all(worker.state == "ready" for worker in self.workers)
 
     def is_host_full(self, host: KnownHost) -> bool:
@@ -189,7 +189,7 @@ class ServiceHealth(msgspec.Struct):
 
     @property
     def are_decoders_warm(self) -> bool:
-        """Every decoder has decoded something."""
+        """Return whether every decoder has decoded something."""
         return all(each.num_decoded for worker in self.workers for each in worker.decoders)
 
     @property

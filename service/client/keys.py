@@ -1,10 +1,10 @@
-"""Reads API keys from a text, and refuses those that could not be keys."""
+"""Reads API keys from a text, and refuses invalid ones."""
 
 import re
 from collections.abc import Iterator
 
 _MIN_LENGTH = 16
-"""The shortest key. Shorter ones can be guessed over a network in time."""
+"""The shortest key. Shorter ones can be guessed over a network."""
 _MAX_LENGTH = 4096
 _KEY = re.compile(r"[\x21-\x2b\x2d-\x7e]+")
 """The characters that a header carries unchanged: visible ASCII, without the separating comma."""
@@ -39,7 +39,7 @@ def first_key(text: str) -> str:
     """Return the first key in a text, or an empty string.
 
     Raises:
-        ValueError: It cannot be a key, as `keys_in` says.
+        ValueError: It is invalid, as in `keys_in`.
     """
     return next(keys_in(text), "")
 

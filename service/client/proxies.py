@@ -1,4 +1,4 @@
-"""Finds the proxy for a URL in the environment, as curl does. A service on this host has none."""
+"""Finds the proxy for a URL in the environment, like curl. A service on this host has none."""
 
 import ipaddress
 import re
@@ -26,9 +26,9 @@ class ServiceWay:
     """The way to a service."""
 
     proxy: str | None = None
-    """URL of the proxy; None: straight."""
+    """URL of the proxy; None: no proxy."""
     through: str = ""
-    """Words for a person that name the proxy and who set it; empty if there is none."""
+    """Text that names the proxy and its setting; empty if there is none."""
 
 
 def way_to(url: str, proxy: str | None, environ: Mapping[str, str]) -> ServiceWay:
@@ -36,7 +36,7 @@ def way_to(url: str, proxy: str | None, environ: Mapping[str, str]) -> ServiceWa
 
     Args:
         url: URL of a service.
-        proxy: URL of a proxy; None: what the environment says; empty: none.
+        proxy: URL of a proxy; None: that of the environment; empty: none.
         environ: The environment.
 
     Raises:
@@ -89,7 +89,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """Return the address that a host's text is: in any form that connects to it; None for names."""
+    """Return the address in a host's text, in any form that connects to it; None for names."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:

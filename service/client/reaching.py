@@ -6,7 +6,7 @@ import httpx
 def why_unreached(
     error: httpx.TransportError, url: str, *, place: str, command: str, flag: str = "--url"
 ) -> str:
-    """Return a text for a person about a call that got no answer.
+    """Return a readable text about a call without an answer.
 
     Args:
         error: The error of the call.
@@ -37,7 +37,7 @@ def why_unreached(
 
 
 def is_hopeless(error: httpx.TransportError) -> bool:
-    """Return whether another try would meet the same error."""
+    """Return whether another try would have the same error."""
     return _is_untrusted(error) or _is_without_tls(error)
 
 
@@ -47,5 +47,5 @@ def _is_untrusted(error: httpx.TransportError) -> bool:
 
 
 def _is_without_tls(error: httpx.TransportError) -> bool:
-    """Return whether TLS was spoken to a server that speaks none."""
+    """Return whether TLS was used with a server that has none."""
     return "WRONG_VERSION_NUMBER" in str(error)

@@ -31,7 +31,7 @@ _HOPELESS = (httpx.UnsupportedProtocol, httpx.TooManyRedirects, httpx.LocalProto
 _LASTING = (DeadlineExceededError, OverQuotaError, StoreFullError)
 """Errors that may pass, but not as soon as a retry would come."""
 _EARLY_S = 0.01
-"""A timer may fire so much before its time."""
+"""A timer may fire this much early."""
 _MAX_PAUSE_S = 3600.0
 """Longest pause: a service that asks for more is not busy, but wrong."""
 
@@ -80,7 +80,7 @@ class RetryBudget:
             self._add(self._retry.budget_ratio)
 
     def withdraw(self) -> bool:
-        """Take one retry; return whether there was one."""
+        """Use up one retry; return whether there was one."""
         with self._lock:
             self._add(0.0)
             if self._tokens < 1.0:
@@ -96,7 +96,7 @@ class RetryBudget:
 
 
 def doubled_s(first_s: float, most_s: float, num_before: int) -> float:
-    """Return the seconds of a pause that doubles each time, less up to half of it at random."""
+    """Return the seconds of a pause that doubles each time, minus up to half of it at random."""
     return min(first_s * 2.0 ** min(num_before, 64), most_s) * random.uniform(0.5, 1.0)
 
 
@@ -159,7 +159,7 @@ def retry_after_s(headers: httpx.Headers) -> float | None:
 def raise_unanswered(
     error: httpx.RequestError, deadline: float, place: str, request_id: str
 ) -> NoReturn:
-    """Raise our error for one of httpx's, after which there is no answer.
+    """Raise our error for one of httpx's.
 
     Args:
         error: The error.
@@ -191,7 +191,7 @@ def raise_unanswered(
 
 
 def _is_untrusted(error: BaseException | None) -> bool:
-    """Return whether a bad certificate is the cause; a retry would meet it again."""
+    """Return whether a bad certificate is the cause, as it would be for a retry."""
     while error is not None:
         if isinstance(error, ssl.SSLCertVerificationError):
             return True
@@ -205,7 +205,7 @@ def refusal_of(reply: Reply, request_id: str, through: str = "") -> InferpoolErr
     Args:
         reply: The answer.
         request_id: Name of the request in the service's log.
-        through: Words that name the proxy on the way.
+        through: Text that names the proxy on the way.
     """
     status = reply.status
     problem: Json = None

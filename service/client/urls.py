@@ -1,6 +1,6 @@
-"""Checks URLs of a service or a collector, and says what is wrong with one.
+"""Checks URLs of a service or a collector, and explains their problems.
 
-The texts hold nothing of the URL, which may have a password in it.
+The texts contain no part of the URL, since it may have a password in it.
 """
 
 import re
@@ -17,7 +17,7 @@ _PORT = re.compile(r"(^|@)[^:@]*(:\d*)?$")
 
 
 def without_password(text: str) -> str:
-    """Return a URL, or what was meant as one, without its user and password."""
+    """Return a URL, even an invalid one, without its user and password."""
     return _USER_INFO.sub("", text)
 
 
@@ -34,9 +34,9 @@ def problem_of_url(text: str) -> str:
     try:
         url = httpx.URL(text)
         host = url.host
-        url.raw_host.decode("ascii").encode("idna")  # as a look-up does
-        urlsplit(f"//{place.rpartition('@')[2]}")  # which checks brackets
-    except (httpx.InvalidURL, ValueError):  # whose text may show a part of the password
+        url.raw_host.decode("ascii").encode("idna")  # like a look-up
+        urlsplit(f"//{place.rpartition('@')[2]}")  # it checks brackets
+    except (httpx.InvalidURL, ValueError):  # its text may show a part of the password
         if "@" in "".join(more):
             return "write /, ? and # in its password as %2F, %3F and %23"
         if "[" not in place and not _PORT.search(place):

@@ -1,4 +1,4 @@
-"""How the commands of the client are called, and how they end. Imports nothing of ours."""
+"""Names and exit statuses of the client's commands. Imports nothing of ours."""
 
 COMMAND = "inferpool" if __name__.startswith("inferpool.") else "inferpool-client"
 """The name of the command: the verbs of the client are also verbs of `inferpool`."""

@@ -1,4 +1,4 @@
-"""Turns what Python code wants to serve into settings: classes become sources."""
+"""Turns the arguments of Python code into settings: classes become sources."""
 
 import os
 from collections.abc import Mapping
@@ -26,12 +26,12 @@ def read_arguments(
     """Read the settings that Python code gives.
 
     Args:
-        models: What to serve; None: what the file says, or else the packaged classifier.
+        models: The models; None: those of the file, or else the packaged classifier.
         config: A file of settings.
         settings: The settings by name. Those of a model apply to each model.
 
     Returns:
-        The settings, and where the classes are found.
+        The settings, and the places of the classes.
 
     Raises:
         SettingsError: A setting is unknown or invalid.

@@ -1,7 +1,7 @@
 """`inferpool.asgi_app`: a service inside a user's own ASGI application, in its event loop.
 
-The user's server takes the connections, and the user's middleware sees each call first. The rest is
-the same as when we serve: the same application and service, with its own worker processes.
+The user's server accepts the connections, and each call passes the user's middleware first. The
+rest is as in `inferpool serve`: the same application and service, with its own worker processes.
 """
 
 import asyncio
@@ -79,7 +79,7 @@ class MountedApp:
         self._app: App | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ready: asyncio.Future[App] | None = None
-        """The future of the application, which the first call makes and others wait for."""
+        """The future of the application; the first call makes it, and others wait for it."""
         self._life: asyncio.Task[None] | None = None
 
     @asynccontextmanager
@@ -131,7 +131,7 @@ class MountedApp:
     async def _run(self, ready: asyncio.Future[App]) -> None:
         """Run without a lifespan, until the event loop ends and cancels its tasks.
 
-        The first calls wait for the models as long as a call may take.
+        The first calls wait for the models up to the longest time of a call.
         """
         logger.info("started by a call: with `lifespan` the models would be ready before it")
         try:
@@ -145,8 +145,8 @@ class MountedApp:
         except Exception as error:
             if ready.done():
                 raise
-            self._ready = self._loop = None  # so that the next call tries again
-            ready.set_exception(error)  # for the calls that wait
+            self._ready = self._loop = None  # then the next call tries again
+            ready.set_exception(error)  # for the waiting calls
 
     @asynccontextmanager
     async def _running(self) -> AsyncIterator[tuple[App, Service]]:
@@ -178,7 +178,7 @@ class MountedApp:
             yield app, assembly.service
 
     async def _live(self, receive: Receive, send: Send) -> None:
-        """Run as the whole application of a server, which tells us when to start and to stop."""
+        """Run as the whole application of a server, which sends us its start and its stop."""
         await receive()
         try:
             async with self.lifespan():

@@ -1,7 +1,7 @@
 """`inferpool.serve`: a service for a script, a notebook or a test, in a process of its own.
 
-A thread starts it as `inferpool serve` does, and lives as long as the service. The kernel ends the
-service when that thread ends, and so when this process ends, in whatever way.
+A thread starts it like `inferpool serve`, and lives as long as the service. The kernel ends the
+service when that thread ends, and so when this process ends in any way.
 """
 
 import atexit
@@ -32,7 +32,7 @@ from inferpool.service.tools.trial.processes import Family, LogReader, LogRecord
 
 _LOOK_S = 0.02
 _LEAVE_S = 15.0
-"""How long a service may take to leave, beyond what its settings allow clients and workers."""
+"""How long a service may take to end, beyond the time of its settings for clients and workers."""
 _LAST_LINES_S = 2.0
 _LEVELS = logging.getLevelNamesMapping()
 _OWN_KEYS = ("predict_keys", "metrics_keys")
@@ -222,7 +222,7 @@ class RunningService:
         self._process.wait()
 
     def _take(self, record: LogRecord) -> None:
-        """Pass a line of its log on to `logging`, unless the settings leave such lines out."""
+        """Pass a line of its log to `logging`, unless the settings exclude such lines."""
         if record.url and not self.url:
             self.client = self._client_for(record.url)
             self.url = record.url
@@ -244,7 +244,7 @@ class RunningService:
         return Client(url, key=key, verify=verify, proxy="")
 
     def _toml(self) -> bytes:
-        """Return the settings as a file, without keys. `_take` chooses what is logged."""
+        """Return the settings as a file, without keys. `_take` filters the log."""
         level = "debug" if self._settings.log_level == "debug" else "info"
         own: list[Row] = [
             (("log_format",), "json", "serve"),
@@ -281,7 +281,7 @@ def _search_path(folders: Iterable[str]) -> str:
 
 
 def _keys(settings: Mapping[str, object]) -> dict[str, str]:
-    """Return the texts of keys as the environment has them."""
+    """Return the keys as variables of the environment."""
     keys = {}
     for name in KEY_SETTINGS:
         given = settings.get(name)
@@ -293,7 +293,7 @@ def _keys(settings: Mapping[str, object]) -> dict[str, str]:
 
 
 def _end(process: subprocess.Popen[bytes], grace_s: float) -> None:
-    """Tell a service to stop, and kill what is left of it after a while."""
+    """Stop a service, and kill it if that takes too long."""
     family = Family(process)
     family.alive()
     try:

@@ -1,8 +1,8 @@
-"""Names a class that Python code gives us so that worker processes can import it.
+"""Finds a source by which worker processes can import a class.
 
 A class of a module is imported from there, and a class of the running script from the script's
-file. A class that was typed in, as in a cell of a notebook, is written to a file, with the imports,
-functions, classes and constants that it uses.
+file. A typed-in class, for example from a cell of a notebook, is written to a file with the
+imports, functions, classes and constants that it uses.
 """
 
 import ast
@@ -37,7 +37,7 @@ class FoundSource:
 
 
 def source_of(model: type) -> FoundSource:
-    """Name a class so that another process can import it.
+    """Return a source by which another process can import a class.
 
     Raises:
         SourceError: No other process can; the message says why, and what to do.
@@ -82,7 +82,7 @@ def text_of(model: type) -> str:
 
 
 class _Pieces:
-    """The statements of a module, each after those that it needs."""
+    """The statements of a module, each after the statements that it needs."""
 
     def __init__(self, names: dict[str, object]) -> None:
         self.texts: list[str] = []
@@ -90,7 +90,7 @@ class _Pieces:
         self._seen: set[str] = set()
 
     def add(self, name: str, value: object, users: Sequence[str]) -> None:
-        """Add the definition of a name, and what that uses."""
+        """Add the definition of a name, after those that it uses."""
         if name in self._seen:
             return
         self._seen.add(name)

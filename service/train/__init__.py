@@ -1,1 +1,1 @@
-"""The command `inferpool train`: settings, what they become for these images, and the report."""
+"""The command `inferpool train`: its settings, its plan for these images, and its report."""

@@ -1,6 +1,6 @@
-"""Chooses what a training run's settings leave open, each number by itself. No torch.
+"""Chooses the numbers that a training run's settings leave open. No torch.
 
-The constants are starting points that do well on small sets of images; none is the best for one.
+The constants are starting points that do well on small sets of images; none is optimal.
 """
 
 import math
@@ -16,18 +16,18 @@ _STEP = 32
 """Most networks halve their input five times."""
 _LEAST_EDGE = 32
 _LEAST_LOADED_EDGE = 64
-"""Below it the features of published weights see next to nothing: their last layer is 1 x 1."""
+"""Below it, features of published weights are useless: their last layer is 1 x 1."""
 
 _SHOWN = 40_000
 """Images shown from random weights, repeated ones included. resnet18 on 1,437 digits had 98 % right
 after 5 epochs and 99 % after 20; this makes 28, in under two minutes on two cores."""
 _SHOWN_LOADED = 10_000
-"""The same for weights that need only to be tuned."""
+"""The same for weights that only need tuning."""
 _EPOCHS = (10, 60)
 _EPOCHS_LOADED = (3, 30)
 
 _BATCHES = ((20_000, 256), (2000, 64), (320, 32), (80, 16), (0, 8))
-"""Images from which on a batch has a size. Small sets need small ones, for some steps an epoch."""
+"""Least images for a size of batches. Small sets need small ones, for some steps an epoch."""
 
 _RATE, _MOST_RATE = 1e-3, 3e-3
 """Rates of AdamW from random weights, for a batch of 32; it grows with the batch's root."""
@@ -35,10 +35,10 @@ _RATE_LOADED = 3e-4
 _RATE_BATCH = 32
 
 _AVERAGED_SHARE = 0.05
-"""Part of the run that the average of weights spans: the last steps, whose rate is low."""
+"""Part of the run that the average of weights spans: the last steps, which have a low rate."""
 _AVERAGED_EPOCHS = (0.2, 2.0)
 _LEAST_AVERAGED_STEPS = 100
-"""In fewer steps an average would still be full of the first weights."""
+"""In fewer steps the first weights would still dominate the average."""
 
 _DIGITS = re.compile(r"\d{1,2}")
 _NUMERALS = frozenset(
@@ -47,12 +47,12 @@ _NUMERALS = frozenset(
 _SIDES = frozenset(("left", "right", "leftward", "rightward", "east", "west"))
 
 _FEW_IMAGES, _SMALL_EDGE = 20_000, 64
-"""Up to so many images of so few pixels, reading takes less than a tenth of a step on a CPU."""
+"""Up to this number of images and this edge, reading takes less than a tenth of a step on a CPU."""
 _MOST_READERS = 8
 
 
 def kind_of(labels: Sequence[str]) -> str:
-    """Return what labels name if mirrored images would have another one; empty if they would not.
+    """Return the kind of labels that mirroring an image would change; empty if it would not.
 
     Returns:
         "digits", "letters", "directions" or "".
@@ -70,13 +70,13 @@ def kind_of(labels: Sequence[str]) -> str:
 def edge_for(
     short_edge: int, native: int, *, has_weights: bool, fits: Callable[[int], bool]
 ) -> int | None:
-    """Return the edge of a network's input, in pixels; None if it takes none that was tried.
+    """Return the edge of a network's input, in pixels; None if it accepts none of those tried.
 
     Args:
         short_edge: Median of the images' shorter edges; 0 if it is unknown.
         native: The edge that the network was published with, or the usual one.
-        has_weights: Whether it begins with weights.
-        fits: Returns whether the network takes an edge.
+        has_weights: True if the network begins with weights.
+        fits: Returns whether the network accepts an edge.
     """
     is_small = short_edge * 2 <= native
     if not short_edge or (has_weights and not is_small):
@@ -95,7 +95,7 @@ def epochs_for(num_images: int, *, has_weights: bool) -> int:
 
 
 def batch_for(num_images: int, multiple: int) -> int:
-    """Return the images of a step: a multiple of what ranks and passes divide evenly."""
+    """Return the images of a step: a number that ranks and passes divide evenly."""
     size = next(size for least, size in _BATCHES if num_images >= least)
     size = min(size, num_images)
     return max(2 * multiple, size // multiple * multiple)  # batch norms need two images a pass
@@ -117,19 +117,19 @@ def decay_for(num_steps: int, steps_per_epoch: int) -> float:
 
 
 def balanced(num_per_class: Sequence[int]) -> list[float]:
-    """Return weights of classes in inverse proportion to their images, with a mean image of 1."""
+    """Return weights of classes in inverse proportion to their images, 1 on average over images."""
     total, num = sum(num_per_class), len(num_per_class)
     return [round(total / (num * count), 6) if count else 0.0 for count in num_per_class]
 
 
 def readers_for(num_images: int, facts: ImageFacts | None, num_cores: int, *, on_cpu: bool) -> int:
-    """Return the processes that read ahead for a rank.
+    """Return the number of processes that read ahead for a rank.
 
     Args:
         num_images: Images to train on.
-        facts: What is known of them.
+        facts: Facts about them, if any are known.
         num_cores: Cores of the rank.
-        on_cpu: Whether the rank itself computes on these cores.
+        on_cpu: True if the rank itself computes on these cores.
     """
     if not on_cpu:
         return max(1, min(_MOST_READERS, num_cores))

@@ -74,5 +74,5 @@ def _add_flag(field: FieldText, group: _ActionsContainer) -> None:
 
 
 def _short(field: FieldText) -> str:
-    """Return the help of a field; of a default `auto` its text tells."""
+    """Return the help of a field; its text explains a default `auto`."""
     return field.text.replace("%", "%%") if "auto: " in field.text else field.help

@@ -1,6 +1,6 @@
-"""Chooses the parts of a plan: devices and ranks, how images are seen, how long to train. No torch.
+"""Chooses the parts of a plan: devices, ranks, the view of images, the length. No torch.
 
-Each part takes the settings where they say something, and refuses what cannot be.
+Each part uses the settings that are given, and refuses impossible ones.
 """
 
 import math
@@ -18,7 +18,7 @@ from inferpool.workers.host.devices import Host, parse_devices
 
 CPU = "cpu"
 _PLAIN = (0.5, 0.5, 0.5)
-"""Mean and deviation of pixels for random weights: it makes them run from -1 to 1."""
+"""Mean and deviation of pixels for random weights: pixels then run from -1 to 1."""
 
 Value = TypeVar("Value")
 
@@ -39,7 +39,7 @@ class TrainMachine:
 def machine_for(
     settings: TrainSettings, host: Host, has_bf16: Callable[[str], bool], busy: Collection[str]
 ) -> TrainMachine:
-    """Choose the devices of this host, and how many ranks it has."""
+    """Choose the devices and the number of ranks of this host."""
     indices = _indices(settings.devices, host, busy)
     kind = host.accelerator.kind if indices else CPU
     if indices:
@@ -69,9 +69,9 @@ def machine_for(
 
 
 def _indices(devices: str, host: Host, busy: Collection[str]) -> list[int]:
-    """Return the places of the chosen GPUs among those of the host; none for the CPU.
+    """Return the positions of the chosen GPUs among the host's; none for the CPU.
 
-    They are the indices that torch gives them, since it counts what a process may see.
+    They are torch's indices, since torch counts the visible GPUs.
     """
     gpus = host.gpus[:1] if host.gpus and host.gpus[0].sliced_from else host.gpus
     names = parse_devices(devices)  # CUDA shows a process a single slice of a GPU
@@ -141,7 +141,7 @@ def view_for(
     resize = edge
     if native and has_weights and not is_plain:
         published = round(edge * native.resize / native.crop)
-        # What has fewer pixels would be enlarged to be cut.
+        # Smaller images would be enlarged before they are cut.
         resize = published if short_edge >= published else edge
     augment: Literal["shift", "crop"] = "shift" if is_plain else "crop"
     reason = kind or ("gray" if is_gray else "")
@@ -161,7 +161,7 @@ def view_for(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainLengths:
-    """How long a run takes, and in which steps."""
+    """The length of a run, and its steps."""
 
     epochs: int
     head_only_epochs: int
@@ -175,7 +175,7 @@ class TrainLengths:
 def lengths_for(
     settings: TrainSettings, training: LabelledImages, machine: TrainMachine
 ) -> TrainLengths:
-    """Choose how long to train, in which steps."""
+    """Choose the length of a run, and its steps."""
     num, has_weights = len(training), settings.has_weights
     epochs = given(settings.epochs, choices.epochs_for(num, has_weights=has_weights))
     head_only = given(settings.head_only_epochs, int(has_weights and epochs > 1))
@@ -200,7 +200,7 @@ def lengths_for(
 
 
 def _batch(settings: TrainSettings, num_images: int, num_ranks: int, accumulate: int) -> int:
-    """Return the images of a step, which all ranks and passes divide evenly."""
+    """Return the images of a step, a number that all ranks and passes divide evenly."""
     least, most = settings.num_nodes
     multiple = num_ranks * accumulate * math.lcm(*range(least, most + 1))
     shares = f"{count(num_ranks * most, 'process')} with {count(accumulate, 'pass')} a step each"
@@ -227,7 +227,7 @@ def _batch(settings: TrainSettings, num_images: int, num_ranks: int, accumulate:
 
 
 def given(value: Value | Literal["auto"], otherwise: Value) -> Value:
-    """Return what the user asked for, or else what was chosen."""
+    """Return the user's value, or else the chosen one."""
     return otherwise if value == "auto" else value
 
 

@@ -1,4 +1,4 @@
-"""Turns settings and images into the recipe of a training run, and says what was chosen.
+"""Turns settings and images into the recipe of a training run, and explains the choices.
 
 It runs in the command's process, before anything is computed. No torch.
 """
@@ -26,16 +26,16 @@ from inferpool.service.train.settings import TrainSettings
 from inferpool.workers.host.devices import Host
 
 _LONG = 2.0
-"""Longer edges by the shorter ones from which on it is said that their ends are not seen."""
+"""Ratio of the edges above which the plan says that the ends of images are not seen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """All that is decided before a training run begins."""
+    """The decisions before a training run begins."""
 
     recipe: Recipe
     settings: TrainSettings
-    """The settings with what was chosen. What depends on the host stays `auto`."""
+    """The settings with the choices. Those that depend on the host stay `auto`."""
     num_ranks: int
     """Ranks of this host."""
     sentences: Sequence[str]
@@ -57,15 +57,15 @@ def plan(
     """Decide all numbers of a training run.
 
     Args:
-        settings: What the user asked for.
+        settings: The user's settings.
         training: Images to train on.
         validation: Images that are held out.
-        facts: What the images look like; None if that is unknown.
-        native: How images were prepared for the network's published weights; None if unknown.
-        fits: Returns whether the network takes images with this edge, in pixels.
+        facts: Facts about the images; None if they are unknown.
+        native: Preparation of images for the network's published weights; None if unknown.
+        fits: Returns whether the network accepts images with this edge, in pixels.
         host: The devices of this host.
         has_bf16: Returns whether a kind of device, such as "cpu", computes in bf16.
-        busy: UUIDs of GPUs that others use, which are taken only if they are named.
+        busy: UUIDs of GPUs that others use; they are used only if they are named.
 
     Raises:
         FlagError: The settings do not fit the images, the network or this host.
@@ -234,7 +234,7 @@ def _on_machine(
 
 
 def _chosen(settings: TrainSettings, recipe: Recipe) -> dict[str, object]:
-    """Return what was `auto` and does not depend on the host, with what it became."""
+    """Return the choices for settings that were `auto`, without those that depend on the host."""
     values: dict[str, object] = {
         "epochs": recipe.epochs,
         "head_only_epochs": recipe.head_only_epochs,

@@ -1,4 +1,4 @@
-"""How far a training run is: a bar on a terminal, or a line for each epoch. The command's process.
+"""Progress of a training run: a bar on a terminal, or a line for each epoch. Command's process.
 
 The ranks are other processes, and the main thread waits for them. So a thread reads the file
 `metrics.jsonl`, which rank 0 writes.
@@ -33,7 +33,7 @@ _WIDE = 110
 
 
 class TrainProgress:
-    """Shows what happens in a run from `start` to `stop`; what was there before is not told."""
+    """Shows the events of a run from `start` to `stop`, without earlier ones."""
 
     def __init__(self, stream: TextIO, metrics: Path, *, is_quiet: bool = False) -> None:
         self._is_quiet = is_quiet
@@ -55,7 +55,7 @@ class TrainProgress:
         self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
         self._is_over = threading.Event()
         self._shown_until = float("-inf")
-        """The moment of the last event that was shown or was there at the start."""
+        """The moment of the last event that was shown, or present at the start."""
         self._started: Started | None = None
         self._has_started = False
         """True once ranks have started since `start`."""
@@ -63,7 +63,7 @@ class TrainProgress:
         self._skipped: set[str] = set()
 
     def start(self) -> None:
-        """Begin to show. The ranks are to be started after that."""
+        """Begin to show events. Start the ranks after this."""
         if self._is_quiet:
             return
         for event in self._tail.read():
@@ -72,7 +72,7 @@ class TrainProgress:
         self._thread.start()
 
     def stop(self) -> None:
-        """Show what is left, and remove the bar."""
+        """Show the remaining events, and remove the bar."""
         if self._is_quiet or self._is_over.is_set():
             return
         self._is_over.set()
@@ -95,7 +95,7 @@ class TrainProgress:
     def _update(self) -> None:
         events = list(self._tail.read())
         shown_until = float("-inf")
-        if self._tail.is_new:  # lines are gone: what they said does not hold
+        if self._tail.is_new:  # lines are gone: their events do not hold
             self._best = 0.0
             shown_until = self._shown_until
         for event in events:
@@ -104,7 +104,7 @@ class TrainProgress:
                 self._show(event)
 
     def _take(self, event: AnyEvent) -> None:
-        """Keep what later events are shown with."""
+        """Store the facts that later events are shown with."""
         self._shown_until = max(self._shown_until, event.at)
         if isinstance(event, Started):
             self._started = event
@@ -117,7 +117,7 @@ class TrainProgress:
                 if event.step or self._has_started:
                     self._say(f"starts again from step {event.step:,} of {event.num_steps:,}")
                 self._has_started = True
-                # A new bar, since the time left is reckoned from what was done since its start.
+                # A new bar: it estimates the time left from the work since its start.
                 self._progress.remove_task(self._task)
                 self._task = self._progress.add_task(
                     "", total=event.num_steps, completed=event.step, figures=""
@@ -161,22 +161,22 @@ class TrainProgress:
 
 
 class MetricsTail:
-    """Reads events as they are appended to a file, which need not be there yet.
+    """Reads events as they are appended to a file, which may not exist yet.
 
-    After a restart rank 0 takes away the lines that followed the checkpoint. The file is then read
-    from its start again.
+    After a restart rank 0 removes the lines after the checkpoint. The file is then read from its
+    start again.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._position = 0
         self._last = b""
-        """The line that ends at the position; another one there tells that the file is another."""
+        """The line that ends at the position; if it differs, the file is another one."""
         self.is_new = False
         """True if the last `read` began at the start of the file."""
 
     def read(self) -> list[AnyEvent]:
-        """Return the events of the lines that are new, without one that is half written."""
+        """Return the events of the new complete lines."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._position - len(self._last))
@@ -185,7 +185,7 @@ class MetricsTail:
                     self._position, self._last = 0, b""
                     file.seek(0)
                 data = file.read()
-        except OSError:  # it is not there yet, or its disk fails, which rank 0 tells
+        except OSError:  # it does not exist yet, or its disk fails, as rank 0 reports
             self.is_new = False
             return []
         lines = data[: data.rfind(b"\n") + 1]
@@ -196,7 +196,7 @@ class MetricsTail:
 
 
 class _PatientConsole(Console):
-    """A console that goes silent where nobody reads it any more: the run is worth more."""
+    """A console that stops writing if its reader is gone, so that the run goes on."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True

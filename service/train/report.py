@@ -1,4 +1,4 @@
-"""The report of a training run: `report.html`, and the lines that the command ends with."""
+"""The report of a training run: `report.html`, and the last lines of the command."""
 
 import base64
 import csv
@@ -34,10 +34,10 @@ _MAX_MATRIX = 20
 """Classes for which a matrix is shown."""
 _MAX_CONFUSIONS = 20
 _MAX_CLASSES = 20
-"""Classes that are shown at once; one may open the others."""
+"""Classes that are shown at once; a reader may open the others."""
 _MAX_PICTURES = 24
 _MAX_TRIED = 200
-"""Pictures that are opened, in search of those that can be shown."""
+"""Most pictures to open, in search of those that can be shown."""
 _EDGE = 128
 """Pixels of the longer edge of a picture."""
 _LOSSLESS_EDGE = 64
@@ -47,7 +47,7 @@ _MAX_LISTED = 10
 """Skipped images that the command lists."""
 _MAX_POINTS = 1000
 _STRONGEST = 0.65
-"""Opacity of the strongest shade, behind which figures can be read, on white and on black."""
+"""Opacity of the strongest shade; figures on it stay readable on white and on black."""
 _CSS = f"""
 .headline{{font-size:1.2rem;margin:1rem 0}}.headline b{{font-size:2.2rem;margin-right:.5rem}}
 .matrix td,.matrix th{{padding:.3rem .5rem;text-align:center;border:1px solid var(--line)}}
@@ -109,7 +109,7 @@ def write_report(folder: RunFolder, card: Card, *, settings: str) -> None:
 
 
 def summary(folder: RunFolder, card: Card) -> list[str]:
-    """Return the lines that the command ends with."""
+    """Return the last lines of the command."""
     scores = card.scores
     where = f"{folder.path}/"
     skipped = [f"  {row['path']}: {row['reason']}" for row in _rows(folder.skipped)]
@@ -128,7 +128,7 @@ def summary(folder: RunFolder, card: Card) -> list[str]:
 
 
 def _rows(path: Path) -> list[dict[str, str]]:
-    """Read a CSV file of the run; no rows if it is not there."""
+    """Read a CSV file of the run; no rows if it does not exist."""
     if not path.exists():
         return []
     with path.open(encoding="utf-8", errors="surrogateescape", newline="") as file:
@@ -188,11 +188,11 @@ def _run_table(card: Card, history: Sequence[AnyEvent]) -> Part:
 
 
 def _curves(history: Sequence[AnyEvent]) -> Iterator[Part]:
-    """Draw what the last pass over each step told."""
+    """Yield charts of the figures from the last pass over each step."""
     steps, epochs = dict[int, Stepped](), dict[int, Validated]()
     for event in history:
         match event:
-            case Started():  # from a checkpoint: what followed it is done again
+            case Started():  # from a checkpoint: later steps are done again
                 steps = {step: each for step, each in steps.items() if step <= event.step}
                 epochs = {step: each for step, each in epochs.items() if step <= event.step}
             case Stepped():
@@ -220,10 +220,10 @@ def _curves(history: Sequence[AnyEvent]) -> Iterator[Part]:
 
 
 def _thinned(points: Sequence[Point]) -> list[Point]:
-    """Return means of neighbours, so that there are not too many points."""
+    """Return means of neighbours, to limit the number of points."""
     width = -(-len(points) // _MAX_POINTS) or 1
     groups = [points[first : first + width] for first in range(0, len(points), width)]
-    # A point stands where its group ends, as an event does.
+    # A point is at the end of its group, like an event.
     return [(group[-1][0], sum(y for _, y in group) / len(group)) for group in groups]
 
 
@@ -266,7 +266,7 @@ def _cell(num: int, score: ClassScore, found: str) -> str:
     share = num / score.num_images
     if found == score.label:
         shade = f"26,127,90,{share * _STRONGEST:.2f}"
-    else:  # the root, since a few mistakes are what one looks for
+    else:  # the root, so that a few mistakes are visible
         shade = f"217,115,13,{share**0.5 * _STRONGEST:.2f}"
     return f'<td style="background:rgba({shade})">{num:,}</td>'
 
@@ -317,7 +317,7 @@ def _mistakes(answers: Sequence[_Answer]) -> Iterator[Part]:
 
 
 def _figure(answer: _Answer) -> str:
-    """Return a picture with what it is taken for; an empty text if it cannot be read."""
+    """Return a picture with its predicted label; an empty text if it cannot be read."""
     try:
         image, _ = decode_scaled(Path(answer.path).read_bytes(), least_edge=_EDGE)
     except (InputError, OSError, ValueError):  # gone since then, or no path

@@ -1,6 +1,6 @@
 """Trains as the settings say, from the images to a folder that can be served.
 
-It runs in the command's process: it looks at the images, plans, starts the ranks, and writes the
+It runs in the command's process: it reads the images, plans, starts the ranks, and writes the
 report. The ranks, in processes of their own, do the rest.
 """
 
@@ -45,9 +45,9 @@ _MAY_CHANGE = (
     *("data", "device", "devices", "threads", "num_workers", "is_idle"),
     *("checkpoint_minutes", "command", "tensorboard"),
 )
-"""Fields of a recipe that a run may go on with others of: they change no weights."""
+"""Fields of a recipe that may change when a run goes on: they change no weights."""
 _BUSY = 0.1
-"""Share of a GPU's memory in use from which on it counts as somebody else's."""
+"""Share of a GPU's memory in use above which others use it."""
 _BF16_SINCE = (8, 0)
 """Compute capability of the first NVIDIA GPUs with bf16: CUDA C++ Programming Guide, table of
 arithmetic instructions."""
@@ -78,14 +78,14 @@ class RunImages:
 def train(
     settings: TrainSettings, *, how: How, images_are_named: bool, command: str, is_quiet: bool
 ) -> TrainOutcome:
-    """Train, and leave a folder that can be served.
+    """Train a network, and write a folder that can be served.
 
     Args:
-        settings: What to do.
-        how: Whether the folder begins anew.
-        images_are_named: Whether a run that is resumed was given the images again.
+        settings: The settings.
+        how: How to begin: anew, or from a folder that exists.
+        images_are_named: True if the images are given again for a resumed run.
         command: The command line, for the card.
-        is_quiet: Whether to show nothing.
+        is_quiet: True to show nothing.
 
     Raises:
         FlagError: The settings do not fit the images, the network, the host or the folder.
@@ -207,17 +207,17 @@ def _check_texts(settings: TrainSettings) -> None:
 
 @contextlib.contextmanager
 def _locked(folder: RunFolder, how: How) -> Iterator[None]:
-    """Keep other processes from writing to the folder of the run.
+    """Lock the folder of the run against other processes.
 
     Raises:
-        FlagError: One does, or the folder cannot be used.
+        FlagError: Another process has it, or the folder cannot be used.
     """
     where = f"--output: {folder.path}"
     if how == "resume" and not folder.recipe.exists():
         raise FlagError(f"--resume: there is no run to go on with in {folder.path}")
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
-        # A run that was never begun leaves its lock.
+        # A run that never began leaves its lock.
         if not folder.lock.exists() and any(folder.path.iterdir()):
             raise FlagError(f"{where} has other files; name a new folder")
         file = folder.lock.open("w")
@@ -241,7 +241,7 @@ def _locked(folder: RunFolder, how: How) -> Iterator[None]:
 
 
 def _clear(folder: RunFolder) -> None:
-    """Remove what an earlier run left, and nothing else."""
+    """Remove the files of an earlier run, and nothing else."""
     for path in folder.files:
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
@@ -252,7 +252,7 @@ def _clear(folder: RunFolder) -> None:
 def _images(
     settings: TrainSettings, folder: RunFolder, *, how: How, images_are_named: bool
 ) -> RunImages:
-    """Find the images, or read which ones a run has begun with.
+    """Find the images, or read the list of a run that has begun.
 
     Raises:
         DataError: They cannot be used.
@@ -300,7 +300,7 @@ def _found(settings: TrainSettings) -> RunImages:
 
 
 def _planned(settings: TrainSettings, images: RunImages) -> Plan:
-    """Look at the network and the host, and decide what to do.
+    """Return the plan for the network on this host.
 
     Raises:
         ModelError: The network cannot be built, or has no weights.
@@ -315,7 +315,7 @@ def _planned(settings: TrainSettings, images: RunImages) -> Plan:
 
     num_classes = len(images.training.labels)
     weights = None if settings.weights.lower() == "none" else settings.weights
-    # With its weights, which may be downloaded: else each rank would, and find each fault again.
+    # With its weights: else each rank would download them, and find each fault again.
     network = build_classifier(
         settings.model, weights, num_classes=num_classes, options=settings.options
     )
@@ -338,7 +338,7 @@ def _planned(settings: TrainSettings, images: RunImages) -> Plan:
 
 
 def _busy(host: Host) -> set[str]:
-    """Return the UUIDs of GPUs whose memory somebody uses, a service for instance."""
+    """Return the UUIDs of GPUs with memory in use, for instance by a service."""
     return {
         gpu.uuid
         for gpu in _gpus(host)
@@ -359,10 +359,10 @@ def _gpus(host: Host) -> Sequence[GpuState]:
 
 
 def _check_same(folder: RunFolder, recipe: Recipe) -> None:
-    """Refuse to go on with a run in another way.
+    """Refuse to resume a run with other settings.
 
     Raises:
-        FlagError: A setting that decides the weights has changed; names it.
+        FlagError: A setting that affects the weights has changed; the message names it.
     """
     before = msgspec.json.decode(folder.recipe.read_bytes(), type=Recipe)
     changed = [

@@ -196,17 +196,17 @@ class TrainSettings(SettingsTable):
 
     @property
     def has_weights(self) -> bool:
-        """True if the network begins with weights: those of a class of the user's are unknown."""
+        """True if the network begins with weights: those of a user's class are unknown."""
         kind, _, name = self.model.partition(":")
         is_users = bool(name) and kind != "torchvision"
         return self.weights.lower() != "none" and not (is_users and self.weights == "DEFAULT")
 
 
 def load_settings(args: Namespace) -> TrainSettings:
-    """Load the settings: a file if there is one, and the flags over it.
+    """Load the settings from a file, if there is one, and from the flags, which override it.
 
     Args:
-        args: What `service.train.flags` made of the command line. With `--resume` and without
+        args: The command line, parsed by `service.train.flags`. With `--resume` and without
             `--config`, the file is that of the run.
 
     Raises:
@@ -222,7 +222,7 @@ def load_settings(args: Namespace) -> TrainSettings:
             hint = near or f"there are {', '.join(TrainSettings.model_fields)}"
             problems.append(f"{file}: {name}: there is no such setting; {hint}")
             continue
-        # YAML 1.1 takes numbers such as 1e-3 for texts.
+        # YAML 1.1 reads numbers such as 1e-3 as texts.
         is_text = isinstance(value, str) and file.endswith(YAML_SUFFIXES)
         values[name] = from_text(TrainSettings.model_fields[name], str(value)) if is_text else value
         places[name] = f"{file}: {name}"
@@ -247,12 +247,12 @@ def load_settings(args: Namespace) -> TrainSettings:
         problems.extend(_contradictions(settings))
     if settings is None or problems:
         raise SettingsError(problems)
-    # As an absolute path, which a run that is resumed finds unchanged.
+    # An absolute path is still valid for a resumed run.
     return settings.model_copy(update={"weights": _absolute(settings.weights)})
 
 
 def write_settings(settings: TrainSettings, stream: TextIO) -> None:
-    """Write a file for `--config`, which can be used from any folder."""
+    """Write a file for `--config` that can be used from any folder."""
     paths = {each: _absolute(getattr(settings, each)) for each in ("data", "output")}
     if share_of(settings.val) is None:
         paths["val"] = _absolute(settings.val)
@@ -268,13 +268,13 @@ def write_settings(settings: TrainSettings, stream: TextIO) -> None:
 
 
 def _absolute(path: str) -> str:
-    """Return the absolute path of what is there, and any other text as it is."""
+    """Return the absolute path of an existing file or folder, and any other text unchanged."""
     is_path = path and path.lower() not in _NO_PATHS and os.path.exists(path)
     return os.path.abspath(path) if is_path else path
 
 
 def _table_of(args: Namespace) -> tuple[Mapping[str, object], str]:
-    """Return what a file of settings holds, and its name; nothing if there is none."""
+    """Return the contents and the name of a file of settings; empty if there is none."""
     if args.config is not None:
         file, origin = Path(args.config), "--config"
     elif args.resume:
@@ -308,7 +308,7 @@ def _yaml_of(file: Path) -> Mapping[str, object]:
 
 
 def _pairs_in(texts: Sequence[str], flag: str) -> tuple[Mapping[str, object], Sequence[str]]:
-    """Return what each KEY=VALUE says, and what is wrong with the others."""
+    """Return the values of each KEY=VALUE, and the problems of invalid ones."""
     pairs = {}
     problems = []
     for text in texts:
@@ -338,7 +338,7 @@ def _explained(
 
 
 def _contradictions(settings: TrainSettings) -> Iterator[str]:
-    """Yield what is wrong with several settings together."""
+    """Yield contradictions between settings."""
     if not settings.data and not settings.dataset:
         yield (
             "there is nothing to train on: name a folder with a subfolder of images for each "

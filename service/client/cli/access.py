@@ -46,7 +46,7 @@ def key_of(
     """Return the key to send, from a file or else from a variable; empty for none.
 
     Raises:
-        FlagError: The file cannot be read, or holds something that is not a key.
+        FlagError: The file cannot be read, or holds an invalid key.
     """
     if path is None:
         where, text = key_variable, environ.get(key_variable, "")
@@ -80,7 +80,7 @@ def access_of(args: Namespace) -> tuple[str, bool | ssl.SSLContext]:
 
 
 def context_of(args: Namespace) -> ssl.SSLContext:
-    """Return how connections are encrypted, for `--ca-file` and `--insecure`.
+    """Return the TLS context for `--ca-file` and `--insecure`.
 
     Raises:
         FlagError: The file cannot be used.
@@ -92,7 +92,7 @@ def context_of(args: Namespace) -> ssl.SSLContext:
 
 
 def tls_context(verify: bool | str) -> ssl.SSLContext:
-    """Return how connections are encrypted; `verify` is a PEM file, or False to trust anyone."""
+    """Return the TLS context; `verify` is a PEM file, or False to trust any certificate."""
     context = ssl.create_default_context(cafile=verify if isinstance(verify, str) else None)
     if verify is False:
         context.check_hostname = False
@@ -144,7 +144,7 @@ def retry_printer(verb: str, how_long: str) -> Callable[[InferpoolError, float],
 
 
 def lost_text(verb: str, url: str) -> str:
-    """Return a question for a user whose service does not answer."""
+    """Return the message for a service that does not answer."""
     return (
         f"{COMMAND} {verb}: is a service running at {without_password(url)}? "
         "`inferpool serve` starts one, --url names another\n"

@@ -1,4 +1,4 @@
-"""Asks a service's /admin/models, and says in plain words why it cannot.
+"""Calls a service's /admin/models, and explains failures in plain words.
 
 Errors::
 
@@ -52,7 +52,7 @@ class WrongRequestError(OperatorError):
 
 
 class FiguresSeen(msgspec.Struct, frozen=True, kw_only=True):
-    """A comparison of a version with the one that served."""
+    """A comparison of a version with the former one."""
 
     num_inputs: int = 0
     num_live: int = 0
@@ -141,7 +141,7 @@ class AdminConnection:
     ) -> bytes:
         """Ask about all models, or about one by its name; return the body of the answer.
 
-        The service answers at once: a change goes on behind it.
+        The service answers at once; a change goes on afterwards.
 
         Raises:
             UnreachedError: The service does not answer now.
@@ -171,7 +171,7 @@ class AdminConnection:
         """Read the body of an answer.
 
         Raises:
-            OperatorError: It is not what an inferpool answers.
+            OperatorError: It is no answer of an inferpool.
         """
         try:
             return msgspec.json.decode(body, type=kind)
@@ -179,7 +179,7 @@ class AdminConnection:
             raise OperatorError(f"this version cannot read what {self.place} says") from error
 
     def nearest(self, name: str) -> str:
-        """Return a question that names the nearest model; empty if none is near."""
+        """Return a question that names the most similar model; empty if none is similar."""
         try:
             every = self.read(self.ask("GET"), ModelsSeen).models
         except OperatorError:

@@ -1,4 +1,4 @@
-"""Flags of the verbs that ask a service. Their `--help` imports this, so it imports little."""
+"""Flags of the verbs that call a service. Their `--help` imports this, so it imports little."""
 
 from argparse import ArgumentParser, _ActionsContainer, _SubParsersAction
 from pathlib import Path
@@ -28,8 +28,8 @@ def add_access_flags(parser: ArgumentParser, kind: str, key_variable: str) -> No
 
     Args:
         parser: The verb's parser.
-        kind: What the keys are for.
-        key_variable: The variable to take a key from if no file is named.
+        kind: The purpose of the keys.
+        key_variable: The variable with the key, if no file is named.
     """
     access = parser.add_argument_group("access")
     access.add_argument(
@@ -92,7 +92,7 @@ def add_parameter_flag(parser: ArgumentParser) -> None:
 
 
 def add_jobs_flags(parser: ArgumentParser) -> None:
-    """Add the flags of `jobs`, and what it can do."""
+    """Add the flags and the actions of `jobs`."""
     adding = parser.add_subparsers(title="what to do", metavar="WHAT", dest="what", required=True)
     _add_submit(
         _add_job_parser(adding, "submit", "hand inputs to the service as a job, and print its id")
@@ -184,7 +184,7 @@ def add_top_flags(parser: ArgumentParser) -> None:
 
 
 def add_models_flags(parser: ArgumentParser) -> None:
-    """Add the flags of `models`, and what it can do."""
+    """Add the flags and the actions of `models`."""
     swapped = add_models_parsers(parser)["swap"]
     swapped.description = (
         f"{swapped.description} `--set` also says how it is judged, such as `--set policy=canary`."
@@ -192,7 +192,7 @@ def add_models_flags(parser: ArgumentParser) -> None:
 
 
 def add_models_parsers(parser: ArgumentParser) -> dict[str, ArgumentParser]:
-    """Add what `models` can do, with the flags that need nothing of the service; return each."""
+    """Add the actions of `models`, with the flags that need only the client; return their parsers."""
     adding = parser.add_subparsers(title="what to do", metavar="WHAT", dest="what", required=True)
     parsers = {}
     for what, text in (

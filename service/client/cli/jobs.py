@@ -1,4 +1,4 @@
-"""The verb `jobs`: hands work to a service, and shows what became of it."""
+"""The verb `jobs`: submits jobs to a service, and shows their results."""
 
 import contextlib
 import json
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 _LATE = 3
-"""Exit status if the time to wait was up."""
+"""Exit status if the waiting time ended first."""
 _SOME_FAILED = 4
 _STDIN = "-"
 _WHOLE = (".jsonl", ".ndjson", ".tar")
 """Endings of files that hold all inputs of a job."""
 _TELL_S = 10.0
-"""How often a line tells how a job goes on, where there is no terminal."""
+"""Pause between lines about a job's progress, if there is no terminal."""
 
 
 def run(args: Namespace) -> int:
-    """Do what was asked for; return the exit status.
+    """Run the command; return the exit status.
 
     Raises:
         FlagError: The flags make no sense.
@@ -102,11 +102,11 @@ def _submit(client: Client, args: Namespace) -> int:
 
 @contextlib.contextmanager
 def _inputs_of(names: Sequence[str]) -> Iterator[object]:
-    """Return what to submit: a file that is a whole job, a file, or several files."""
+    """Return the inputs to submit: a file that is a whole job, a file, or several files."""
     paths = [Path(name) for name in names]
     for name, path in zip(names, paths, strict=True):
         check_is_file(name)
-        if os.path.isdir(path):  # it raises nothing
+        if os.path.isdir(path):  # it never raises
             raise FlagError(f"{name} is a folder; name its files, such as {name.rstrip('/')}/*")
         if len(names) > 1 and (name == _STDIN or path.suffix.lower() in _WHOLE):
             raise FlagError(f"{name} is a whole job: submit it alone")
@@ -198,7 +198,7 @@ def _output(path: Path | None) -> Iterator[IO[bytes]]:
 
 
 def _wait(client: Client, ids: Sequence[str], timeout_s: float | None, stream: TextIO) -> int:
-    """Wait until jobs are over; write what became of each to the stream."""
+    """Wait until jobs are over; write each result to the stream."""
     end = None if timeout_s is None else time.monotonic() + timeout_s
     statuses = []
     try:
@@ -241,7 +241,7 @@ def _end(client: Client, id: str, *, deletes: bool) -> int:
 
 
 class _Progress:
-    """Shows how a job goes on: a bar on a terminal, and else a line now and then."""
+    """Shows a job's progress: a bar on a terminal, and else a line now and then."""
 
     def __init__(self, info: JobInfo) -> None:
         self._bar = _bar(info) if sys.stderr.isatty() else None
@@ -254,12 +254,12 @@ class _Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Leave nothing on the terminal."""
+        """Remove the bar."""
         if self._bar is not None:
             self._bar.stop()
 
     def show(self, info: JobInfo) -> None:
-        """Show how it is now."""
+        """Show the present state."""
         if self._bar is not None:
             speed = self._bar.tasks[0].speed
             rate = f"{speed:,.1f}/s" if speed else info.state

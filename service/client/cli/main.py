@@ -121,7 +121,6 @@ class CommandLine:
         return parser, parsers
 
     def _unrecognised(self, word: str, parser: ArgumentParser) -> str:
-        """Return the error for a word that a verb does not know."""
         if not word.startswith("-"):
             usage = parser.format_usage()
             if "[MODEL]" not in usage:
@@ -167,7 +166,7 @@ def _has_folder() -> bool:
 
 
 def _discard_output() -> None:
-    """Send the buffered output nowhere, so that the interpreter can exit without an error."""
+    """Discard the buffered output, so that the interpreter can exit without an error."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

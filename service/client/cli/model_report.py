@@ -1,4 +1,4 @@
-"""Writes models, versions and what became of changes as plain text."""
+"""Writes models, versions and the results of changes as plain text."""
 
 import time
 from collections.abc import Sequence
@@ -49,14 +49,14 @@ def versions_table(model: ModelSeen) -> str:
 
 
 def success_text(model: ModelSeen, change: ChangeSeen) -> str:
-    """Return what a change has done."""
+    """Return a text about a change that succeeded."""
     figures = _figures_of(model, change)
     until = "" if model.saved else " until the next start of the service, which forgets it"
     return f"{model.name}: version {change.version} serves{until}" + (figures and f" ({figures})")
 
 
 def failure_text(model: ModelSeen, change: ChangeSeen) -> str:
-    """Return why a change came to nothing, and what serves."""
+    """Return why a change failed, and which version serves."""
     figures = _figures_of(model, change)
     subject = f"version {change.version}: " if change.version else ""
     serving = f"version {model.version} serves on" if model.version else "it is not served"

@@ -1,4 +1,4 @@
-"""The verb `models`: asks for a change of models, and follows it until it is decided."""
+"""The verb `models`: requests a change of models, and follows it to its end."""
 
 import json
 import os
@@ -34,19 +34,19 @@ _LOST = "the service knows nothing of this change any more: it may have been res
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FollowPace:
-    """How a change is followed."""
+    """Timing of following a change."""
 
     poll_s: float = 0.25
-    """Time between two looks."""
+    """Time between two requests."""
     lost_s: float = 60.0
-    """How long the service may not answer."""
+    """How long the service may be silent."""
 
 
 _PACE = FollowPace()
 
 
 def run(args: Namespace) -> int:
-    """Do what was asked for; return the exit status. The service checks the settings.
+    """Run the command; return the exit status. The service checks the settings.
 
     Raises:
         FlagError: The flags make no sense, or the service cannot use them.
@@ -62,10 +62,10 @@ def run(args: Namespace) -> int:
 
 
 def ask_service(args: Namespace, body: Mapping[str, object]) -> int:
-    """Ask a service for something, and show what came of it; return the exit status.
+    """Send a request to a service, and show its result; return the exit status.
 
     Raises:
-        FlagError: The flags make no sense, or the service cannot use what it was asked for.
+        FlagError: The flags make no sense, or the service cannot use the request.
     """
     url, key = url_of(args.url), key_of(args.key_file, os.environ, ADMIN_KEY_VARIABLE)
     operator = AdminConnection(url, key, context_of(args))
@@ -78,10 +78,10 @@ def ask_service(args: Namespace, body: Mapping[str, object]) -> int:
 def operate(
     operator: AdminConnection, args: Namespace, body: Mapping[str, object], pace: FollowPace = _PACE
 ) -> int:
-    """Ask for something, and show what came of it; return the exit status.
+    """Send a request, and show its result; return the exit status.
 
     Raises:
-        FlagError: The service cannot use what it was asked for.
+        FlagError: The service cannot use the request.
     """
     try:
         return _ask(operator, args, body, pace)
@@ -117,7 +117,7 @@ def _ask(
 
 
 def _follow(operator: AdminConnection, args: Namespace, answer: bytes, pace: FollowPace) -> int:
-    """Show how a change goes on, and how it ends; return the exit status."""
+    """Show the progress and the end of a change; return the exit status."""
     model = operator.read(answer, ModelSeen)
     if not model.changes:
         raise OperatorError(_LOST)
@@ -151,7 +151,7 @@ def _follow(operator: AdminConnection, args: Namespace, answer: bytes, pace: Fol
 
 
 def _look(operator: AdminConnection, args: Namespace, pace: FollowPace) -> bytes:
-    """Return how a model is while it is changed; nothing if it is removed.
+    """Return the state of a model while it is changed; nothing if it is removed.
 
     Raises:
         OperatorError: The service has not answered for long, or has lost the model.
@@ -178,7 +178,7 @@ def _found(id: str, model: ModelSeen) -> ChangeSeen:
 
 
 class _Progress:
-    """Shows on a terminal how a change goes on; elsewhere nothing."""
+    """Shows a change's progress on a terminal; elsewhere nothing."""
 
     def __init__(self, title: str) -> None:
         console = Console(stderr=True)
@@ -193,12 +193,12 @@ class _Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Leave nothing on the terminal."""
+        """Remove the line."""
         if self._status is not None:
             self._status.stop()
 
     def show(self, text: str) -> None:
-        """Show what is being done now."""
+        """Show the present step."""
         if self._status is not None:
             elapsed_s = time.monotonic() - self._started
             self._status.update(Text(f"{self._title} ({elapsed_s:.0f} s): {text}"))

@@ -1,4 +1,4 @@
-"""The verb `predict`: asks a service from the command line, with the client."""
+"""The verb `predict`: calls a service from the command line, with the client."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ _NUM_LABELS = 3
 
 
 def run(args: Namespace) -> int:
-    """Ask for predictions on all inputs, and print them in order; return the exit status.
+    """Print the predictions for all inputs in order; return the exit status.
 
     Raises:
         FlagError: The flags make no sense.

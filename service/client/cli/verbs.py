@@ -1,4 +1,4 @@
-"""The verbs of a command: their help texts, and where their code is.
+"""The verbs of a command: their help texts and their modules.
 
 Only the code of the chosen verb is imported, and only here: the modules named below import what
 they need at their top.
@@ -75,7 +75,7 @@ VERBS: Mapping[str, Verb] = {
         code=f"{_HERE}.models:run",
     ),
 }
-"""The verbs that need nothing of a service but its address."""
+"""The verbs that need only the address of a service."""
 
 
 def _found(reference: str) -> Callable[..., object]:

@@ -1,1 +1,1 @@
-"""Jobs of a service as the clients see them."""
+"""The jobs of a service, for the clients."""

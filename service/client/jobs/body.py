@@ -1,4 +1,4 @@
-"""The body of a job with many inputs, which are drawn and written as JSON while it is sent."""
+"""The body of a job with many inputs; they are drawn and written as JSON while it is sent."""
 
 import contextlib
 import tempfile
@@ -16,14 +16,13 @@ _T = TypeVar("_T")
 
 _PIECE_BYTES = 1 << 16
 _IN_MEMORY_BYTES = 1 << 20
-"""Larger bodies that must be kept lie in a temporary file."""
+"""Larger bodies that must be stored are in a temporary file."""
 
 
 class JobBody(httpx.SyncByteStream, httpx.AsyncByteStream):
     """Body of many inputs, one a line of JSON. It can be iterated over again, for a retry.
 
-    Inputs that can be drawn once only, as those of a generator, are kept in a temporary file once
-    they are drawn.
+    Inputs that can be drawn only once, such as a generator's, are stored in a temporary file.
     """
 
     def __init__(
@@ -34,13 +33,13 @@ class JobBody(httpx.SyncByteStream, httpx.AsyncByteStream):
         is_repeatable: bool = True,
         piece_s: float,
     ) -> None:
-        """Draw nothing yet.
+        """Store the inputs without drawing them.
 
         Args:
             inputs: One instance each.
             query: The query to send along.
-            is_repeatable: The body may be asked for again.
-            piece_s: A piece is sent after so many seconds, however short it is.
+            is_repeatable: True if the body may be sent again.
+            piece_s: Seconds after which even a short piece is sent.
         """
         self.query = dict(query)
         self.headers = {"Content-Type": "application/jsonl", "Transfer-Encoding": "chunked"}
@@ -48,7 +47,7 @@ class JobBody(httpx.SyncByteStream, httpx.AsyncByteStream):
         self._piece_s = piece_s
         self._kept: IO[bytes] | None = None
         self._rest: Iterator[bytes] | AsyncIterator[bytes] = iter(())
-        """Pieces that were not drawn yet, if they are kept."""
+        """Pieces that are not drawn yet, if they are stored."""
         if isinstance(inputs, AsyncIterable):
             if is_repeatable and aiter(inputs) is inputs:
                 self._rest = _async_pieces(inputs, piece_s)
@@ -87,7 +86,7 @@ class JobBody(httpx.SyncByteStream, httpx.AsyncByteStream):
             yield piece
 
     def draw(self) -> None:
-        """Draw the rest of the inputs: an input that is slow to come has ended the last attempt."""
+        """Draw the rest of the inputs, after a slow input has ended the last attempt."""
         assert isinstance(self._rest, Iterator)
         for piece in self._rest:
             self._keep(piece)
@@ -98,7 +97,7 @@ class JobBody(httpx.SyncByteStream, httpx.AsyncByteStream):
             self._keep(piece)
 
     def close(self) -> None:
-        """Forget what was kept."""
+        """Delete the stored pieces."""
         if self._kept is not None:
             self._kept.close()
 
@@ -113,7 +112,7 @@ class JobBody(httpx.SyncByteStream, httpx.AsyncByteStream):
             ) from error
 
     def _read(self) -> Iterator[bytes]:
-        """Yield what was kept, and leave the file at its end."""
+        """Yield the stored pieces; the file is at its end then."""
         assert self._kept is not None
         self._kept.seek(0)
         while piece := self._kept.read(_PIECE_BYTES):
@@ -141,7 +140,7 @@ class _Packer:
         self._since = time.monotonic()
 
     def add(self, value: object) -> bytes:
-        """Take an input; return a piece if there is one."""
+        """Add an input; return a piece if one is full."""
         if not self._num_lines and isinstance(value, str) and names_file(value):
             warnings.warn(file_question(value), stacklevel=2)
         try:
@@ -157,7 +156,7 @@ class _Packer:
         return self.take() if is_late or self._num_bytes >= _PIECE_BYTES else b""
 
     def take(self) -> bytes:
-        """Return what there is."""
+        """Return the lines so far as a piece."""
         piece = b"".join(self._lines)
         self._lines.clear()
         self._num_bytes = 0
@@ -189,9 +188,9 @@ async def _async_pieces(
 
 @contextlib.contextmanager
 def _catch_request_errors() -> Iterator[None]:
-    """Keep errors of httpx in the caller's code apart from those of our request.
+    """Separate errors of httpx in the caller's code from those of our request.
 
-    Otherwise it would be sent again, and the inputs would seem to end where they failed.
+    Otherwise the request would be sent again, and the inputs would seem to end at the error.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""The work on jobs that both clients share, without input or output; see `service.client.calls`."""
+"""The common work of both clients on jobs, without input or output; see `service.client.calls`."""
 
 import math
 import os
@@ -32,13 +32,13 @@ from .documents import JobInfo, read_job, read_jobs
 _T = TypeVar("_T")
 
 _STALL_S = 300.0
-"""A connection is given up if it makes no progress for so long while a job is sent."""
+"""A connection without progress for this long is given up while a job is sent."""
 _POLL_S = 30
 """The longest wait for the end of a job in one request; proxies cut off requests after 60 s."""
 _NOTED_S = 1
-"""The same while somebody wants to see how a job goes on."""
+"""The same while a caller watches the progress."""
 _PAGE_LINES = 64
-"""Lines of a result that are asked for first; later pages have more if lines are short."""
+"""Lines of the first page of a result; later pages have more if lines are short."""
 _MAX_PAGE_LINES = 4096
 _PAGE_BYTES = 1 << 20
 _PAGE_JOBS = 100
@@ -56,7 +56,7 @@ class JobCalls:
     def submit(
         self, inputs: object | AsyncIterable[object], options: SubmitOptions
     ) -> Steps["JobSteps"]:
-        """Take the steps of one new job."""
+        """Yield the steps of submitting a job."""
         check_names(options, SubmitOptions)
         deadline = self._calls.deadline(options.get("timeout_s"))
         request_id = options.get("request_id") or uuid.uuid4().hex
@@ -94,7 +94,7 @@ class JobCalls:
         return JobSteps(self._calls, info)
 
     def job(self, id: str) -> Steps["JobSteps"]:
-        """Take the steps of looking at a job."""
+        """Yield the steps of reading a job."""
         return JobSteps(self._calls, (yield from _ask(self._calls, "GET", id, _read_info)))
 
     def pages(self, states: Iterable[str], limit: int | None) -> "JobPages":
@@ -124,7 +124,7 @@ class JobPages:
         self._num_left = math.inf if limit is None else limit
 
     def next_page(self) -> Steps[list["JobSteps"]]:
-        """Take the steps of looking at some more jobs; there are none after the last one."""
+        """Yield the steps of reading some more jobs; return none after the last one."""
         if self._num_left <= 0:
             return []
         self._query["limit"] = str(min(self._num_left, _PAGE_JOBS))
@@ -143,18 +143,18 @@ class JobSteps:
     def __init__(self, calls: Calls, info: JobInfo) -> None:
         self._calls = calls
         self.info = info
-        """The job when the service was last asked."""
+        """The job at the last answer of the service."""
         self._page_lines = _PAGE_LINES
 
     def refresh(self) -> Steps[JobInfo]:
-        """Take the steps of looking at it."""
+        """Yield the steps of reading it again."""
         self.info = yield from _ask(self._calls, "GET", self.info.id, _read_info)
         return self.info
 
     def wait(
         self, timeout_s: float | None, on_progress: Callable[[JobInfo], None] | None
     ) -> Steps[JobInfo]:
-        """Take the steps of waiting for its end, also while the service is restarted."""
+        """Yield the steps of waiting for its end, also while the service is restarted."""
         patience = _Patience(self._calls, self._calls.deadline(timeout_s))
         longest_s = _POLL_S if on_progress is None else _NOTED_S
         while not self.info.is_over:
@@ -170,7 +170,7 @@ class JobSteps:
         return self.info
 
     def next_lines(self, first: int, deadline: float) -> Steps[list[bytes]]:
-        """Take the steps of waiting for answers from an instance on; return some as lines of JSON.
+        """Yield the steps of waiting for answers from `first` on; return some as lines of JSON.
 
         There are none after the last one.
         """
@@ -191,14 +191,14 @@ class JobSteps:
         return []
 
     def deadline(self, timeout_s: float | None) -> float:
-        """Return the moment of `time.monotonic` when a time that begins now is up."""
+        """Return the moment of `time.monotonic` at which a timeout that begins now ends."""
         return self._calls.deadline(timeout_s)
 
     def cancel(self) -> Steps[JobInfo]:
-        """Take the steps of ending it early.
+        """Yield the steps of ending it early.
 
-        A DELETE whose answer was lost is not sent again before we know that the job goes on: the
-        second one would delete it.
+        After the answer to a DELETE was lost, it is not sent again before we know that the job goes
+        on: a second one would delete it.
         """
         num_attempts = 0
         while not (yield from self.refresh()).is_over:
@@ -218,7 +218,7 @@ class JobSteps:
         return self.info
 
     def delete(self) -> Steps[None]:
-        """Take the steps of cancelling it if it is not over, and of deleting it."""
+        """Yield the steps of cancelling it if it is not over, and of deleting it."""
         was_there = False
         while True:
             try:
@@ -234,17 +234,17 @@ class JobSteps:
             was_there = True
 
     def _look(self, wait_s: float) -> Steps[None]:
-        """Look at the job when it is over, or else after some time."""
+        """Read the job when it is over, or else after some time."""
         asked = time.monotonic()
         query = {"wait": f"{wait_s:.3f}"}
         reply = yield from _send(self._calls, "GET", self.info.id, query=query, more_s=wait_s)
         self.info = read_job(reply)
         left_s = wait_s - (time.monotonic() - asked)
-        if not self.info.is_over and left_s > wait_s / 2:  # a service that ends does not wait
+        if not self.info.is_over and left_s > wait_s / 2:  # a service that ends answers early
             yield Pause(min(left_s, _pause_s(1, self._calls.job_periods.max_pause_s)))
 
     def _lines(self, first: int) -> Steps[list[bytes]]:
-        """Ask for the answers that there are now from an instance on."""
+        """Read the answers that exist now, from an instance on."""
         reply = yield from _send(
             self._calls,
             "GET",
@@ -261,7 +261,7 @@ class JobSteps:
 
 
 class _Patience:
-    """Decides how long to wait for a service that is away."""
+    """Decides how long to wait for an unreachable service."""
 
     def __init__(self, calls: Calls, deadline: float) -> None:
         self._calls = calls
@@ -275,7 +275,7 @@ class _Patience:
         return max(0.0, self._deadline - time.monotonic())
 
     def go_on(self, info: JobInfo) -> None:
-        """Note that the service answered, and the job is not over.
+        """Record an answer of the service about a job that is not over.
 
         Raises:
             DeadlineExceededError: The time is up.
@@ -290,7 +290,7 @@ class _Patience:
             )
 
     def pause_after(self, error: InferpoolError) -> float:
-        """Return the seconds to wait before the service is asked again.
+        """Return the seconds to wait before the next request.
 
         Raises:
             InferpoolError: The same error, if it does not pass or there is no time left.
@@ -332,7 +332,7 @@ def _ask(
     read: Callable[[Reply, int, float], _T],
     query: Mapping[str, str | Sequence[str]] | None = None,
 ) -> Steps[_T]:
-    """Ask about jobs, with the retries of the client."""
+    """Send a request about jobs, with the client's retries."""
     deadline = calls.deadline(calls.timeout_s)
     request_id = uuid.uuid4().hex
 
@@ -351,7 +351,7 @@ def _send(
     headers: Mapping[str, str] | None = None,
     more_s: float = 0.0,
 ) -> Steps[Reply]:
-    """Ask about jobs once. The service may take `more_s` longer than for other calls."""
+    """Send a request about jobs once. The service may take `more_s` longer than for other calls."""
     deadline = calls.deadline(calls.timeout_s) + more_s
     request_id = uuid.uuid4().hex
     request = calls.request(

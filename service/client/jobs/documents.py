@@ -1,4 +1,4 @@
-"""Reads what the service says of jobs and their results."""
+"""Reads the service's documents about jobs and their results."""
 
 import json
 from collections.abc import Sequence

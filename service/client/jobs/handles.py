@@ -14,14 +14,14 @@ _T = TypeVar("_T")
 
 
 class RunSteps(Protocol):
-    """Takes the steps of a call."""
+    """Performs the steps of a call."""
 
     def __call__(self, steps: Steps[_T], /) -> _T:
         """Return the result."""
 
 
 class RunStepsAsync(Protocol):
-    """Takes the steps of a call in an event loop."""
+    """Performs the steps of a call in an event loop."""
 
     def __call__(self, steps: Steps[_T], /) -> Awaitable[_T]:
         """Return the result."""

@@ -1,4 +1,4 @@
-"""Runs `inferpool top`: reads the feed, shows it, and connects again when the service is gone."""
+"""Runs `inferpool top`: reads the feed, shows it, and connects again after a loss."""
 
 import asyncio
 import contextlib

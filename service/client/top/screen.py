@@ -28,10 +28,10 @@ _LABEL_WIDTH = 11
 _NARROW = 56
 """Width below which less important parts are left out."""
 _TALL = 20
-"""Height from which on parts are set apart."""
+"""Least height at which parts are separated."""
 _MAX_CHART = 60
 _BATCHES_OF = 10
-"""Seconds whose batch sizes are summed up: one second may have few batches."""
+"""Seconds of batch sizes to sum up: one second may have few batches."""
 _MAX_ENDINGS = 4
 _HELP = (
     ("q", "quit"),
@@ -117,7 +117,7 @@ def _head(url: str, state: StateSeen, on: ScreenSize, *, is_lost: bool = False) 
 
 
 def _gpu_line(gpus: Sequence[DeviceState]) -> Text:
-    """Sum up all GPUs in one line; name those in trouble."""
+    """Return one line about all GPUs; it names those in trouble."""
     lost = [str(gpu.index) for gpu in gpus if not gpu.up]
     parts = [f"{len(gpus) - len(lost)} GPU{'s' if len(gpus) - len(lost) != 1 else ''}"]
     busy = [gpu.utilization for gpu in gpus if gpu.utilization is not None]
@@ -184,7 +184,7 @@ def _model(scene: Scene, model: ModelState, on: ScreenSize, room: int) -> list[T
 
 
 def _last_tried(model: ModelState) -> tuple[str, str] | None:
-    """Return what became of the newest version, and the style of that, if it does not serve."""
+    """Return the result of the newest version, with its style, if it does not serve."""
     newest = model.versions[0] if model.versions else None
     if newest is None or newest.number == model.version:
         return None

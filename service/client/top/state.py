@@ -1,4 +1,4 @@
-"""The parts of a feed event that are shown, and the view: past events and the user's choices.
+"""The shown parts of a feed event, and the view: past events and the user's choices.
 
 Missing fields of an event are 0 or empty, so `top` also watches services of other versions.
 """
@@ -179,7 +179,7 @@ class View:
             self.chosen = now.index(name) if name in now else min(self.chosen, max(0, len(now) - 1))
 
     def pause(self) -> None:
-        """Freeze the picture, or let it go on."""
+        """Freeze the picture, or continue it."""
         self._then = None if self._then else replace(self._now, past=self._now.past.copy())
 
     def toggle_help(self) -> None:
