@@ -40,7 +40,7 @@ class AnswerFile(Protocol):
         """Write answers, so that they outlive this process."""
 
     def finish(self) -> None:
-        """Make the output complete and durable."""
+        """Complete the output, and make it durable."""
 
 
 def files_of(path: str) -> Sequence[Path]:
@@ -217,7 +217,7 @@ class Journal:
                 left = left[os.write(self._file.fileno(), left) :]
 
     def finish(self) -> None:
-        """Make the output complete and durable.
+        """Complete the output, and make it durable.
 
         Raises:
             RunLostError: The disk is full, say.

@@ -48,9 +48,9 @@ class Facts:
 
     host: Host
     placements: Mapping[str, Sequence[Placement]]
-    """Placements by model, for models whose devices exist."""
+    """Placements by model, for models with existing devices."""
     misplaced: Mapping[str, str]
-    """Reasons by model, for models whose devices do not exist."""
+    """Reasons by model, for models with missing devices."""
     num_decoders: int
     """Number of decoders of all workers, if every model allows them."""
     cgroup: CgroupLimits

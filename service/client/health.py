@@ -9,7 +9,7 @@ _LOST = "lost"
 
 
 class Rank(msgspec.Struct):
-    """One process of a worker whose model is split."""
+    """One process of a worker with a split model."""
 
     rank: int
     pid: int
@@ -119,7 +119,7 @@ class ForkserverState(msgspec.Struct):
 
 
 class KnownHost(msgspec.Struct):
-    """A host whose agent is connected, or was."""
+    """A host with an agent that is connected, or was."""
 
     name: str
     state: str = ""

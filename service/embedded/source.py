@@ -160,7 +160,7 @@ def _functions_of(value: type) -> Iterator[FunctionType]:
 
 
 def _free_names(text: str) -> set[str]:
-    """Return the names that code takes from around it."""
+    """Return the names that code uses but does not define."""
     found = set()
     waiting = [symtable.symtable(text, "<typed>", "exec")]
     while waiting:

@@ -18,7 +18,7 @@ from ..usage import COMMAND, FAILED, INTERRUPTED, USAGE_ERROR, FlagError
 from .verbs import VERBS, Verb
 
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-"""Errors of an output whose disk is full or gone."""
+"""Errors of an output on a disk that is full or gone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +94,7 @@ class CommandLine:
             return FAILED
 
     def make_parser(self, chosen: str) -> tuple[ArgumentParser, Mapping[str, ArgumentParser]]:
-        """Make the parser, and the parsers of the verbs.
+        """Return the parser, and the parsers of the verbs.
 
         Only the chosen verb gets its flags, so that the modules of the others are not imported.
         """

@@ -163,7 +163,7 @@ class Faults:
             await self._strike(fault)
 
     async def _begin(self, fault: Fault) -> None:
-        """Run a fault that takes a while, during which others happen."""
+        """Run a slow fault, during which others happen."""
         if fault == "swap":
             await self.swaps.swap()
         elif fault == "unread":

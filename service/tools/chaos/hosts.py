@@ -28,7 +28,7 @@ class HostFaults:
     agents: Sequence[TrialAgent]
     seed: int
     failed: list[str] = field(default_factory=list)
-    """Problems with the ends of agents that were told to end."""
+    """Problems of agents that were asked to end."""
     _num_struck: int = 0
     _rng: random.Random = field(init=False)
     _comings: set[asyncio.Task[None]] = field(default_factory=set)

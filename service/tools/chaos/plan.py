@@ -24,7 +24,7 @@ Fault = Literal[
 ]  # fmt: skip
 
 EXTRA: tuple[Fault, ...] = ("scribble", "exit", "burst", "unread", "greed", "store", "upload")
-"""Faults that are off unless they are asked for, but for swaps."""
+"""Faults that are off by default, and swaps, which are on."""
 SCARCE: tuple[Fault, ...] = ("stop", "poison", "forkserver", "swap", *EXTRA)
 """The run goes on until there was one of each of these, unless its interval is 0."""
 PLURALS: Mapping[Fault, str] = {
@@ -36,7 +36,7 @@ PLURALS: Mapping[Fault, str] = {
 }  # fmt: skip
 """Names of several faults of a kind."""
 HOST_STRIKES = 3
-"""And until so many hosts were struck, each in another way."""
+"""And until this number of hosts was struck, each in another way."""
 _OWN_FLAGS = ("requests", "kills", "seconds", "clients", "inputs", "tolerance", "hosts", "seed")
 
 

@@ -44,7 +44,7 @@ class Expected:
 
 
 class KnownQuestion:
-    """An input whose answer is known: the model was asked before anything was broken."""
+    """An input with a known answer: the model was asked before any fault."""
 
     def __init__(
         self, path: str, given: TrialInput, expected: Expected, num_instances: int

@@ -67,14 +67,14 @@ class ChaosReport:
     before: Holdings
     after: Holdings | None
     exit_code: int | None
-    """Exit code of the service after it was told to stop; None if it did not."""
+    """Exit code of the service after it was asked to stop; None if it did not stop."""
     left_over: int
     notes: Sequence[str] = ()
     plan: str = ""
     hosts: int = 0
     """Agents that ran the workers; 0 if the front end did."""
     agent_complaints: Sequence[str] = ()
-    """Problems with the ends of agents that were told to end."""
+    """Problems of agents that were asked to end."""
 
     @property
     def attempts(self) -> int:

@@ -190,7 +190,7 @@ class Placer:
                 self._remove(seat)
 
     def _adopt(self, now: float) -> None:
-        """Take over the actors of an earlier run, and remove those of nodes that are gone."""
+        """Adopt the actors of an earlier run, and remove those of nodes that are gone."""
         for id in self._cluster.keepers():
             if id in self._seats:
                 continue
@@ -259,7 +259,7 @@ class Placer:
             self._fail(now, seat, state.problem or _ending_of(state.exit_status))
 
     def _go_on(self, now: float, seat: _Seat, state: KeeperState) -> None:
-        """Keep a running agent, unless its node leaves or its order has changed."""
+        """Stop a running agent if its node leaves or its order has changed."""
         if now - seat.since > _STEADY_S:
             seat.pauses.reset()
         if seat.node.is_draining:

@@ -34,7 +34,7 @@ class PlacePlan:
     objective_s: float
     min_hosts: int
     max_hosts: int | None
-    """None for as many as there are."""
+    """None for no limit."""
     cpus_per_host: int
     gpus_per_host: int
     drain_s: float

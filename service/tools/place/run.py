@@ -139,7 +139,7 @@ def drive(plan: PlacePlan, parent_pid: int) -> None:
 
 
 def _place(plan: PlacePlan, cluster: RayNodes, woken: int) -> None:
-    """Make steps until a signal comes; with `--stop`, until no agent is left."""
+    """Run steps until a signal comes; with `--stop`, until no agent is left."""
     placer = Placer(cluster, plan.arguments, plan.environ, plan.drain_s)
     placer.survey(time.monotonic())
     decider = _Decider(plan, placer.num_seats)

@@ -13,7 +13,7 @@ class Demand:
     """Load of a front end between two readings."""
 
     num_hosts: int
-    """Hosts whose agents run."""
+    """Hosts with a running agent."""
     offered_per_s: float
     """Instances that came, admitted or not."""
     refused_per_s: float
@@ -109,7 +109,7 @@ class Scaling:
             self.reason, self.wanted, self._grown_at = pressure, grown, now
 
     def _give_back(self, now: float) -> None:
-        """Give back hosts that the quiet time did not need, a part of them at a time."""
+        """Return hosts that the quiet time did not need, a part of them at a time."""
         rules = self._rules
         began = max(self._grown_at, self._returned_at) + rules.return_pause_s
         if self._seen_since is None or now < max(began, self._seen_since + rules.quiet_s):

@@ -134,7 +134,7 @@ class TrialAgents:
     """The agents of a trial. A context manager: it starts all, and leaving it kills all."""
 
     def __init__(self, num_hosts: int) -> None:
-        """Make a key for agents and front end, and choose the cluster port."""
+        """Create a key for agents and front end, and choose the cluster port."""
         self._folder = tempfile.TemporaryDirectory(prefix="inferpool-agents-")
         folder = Path(self._folder.name)
         key = folder / "key"

@@ -1,4 +1,4 @@
-"""Types of command-line flags, whose errors say what a value has to be. Imports little."""
+"""Types of command-line flags; their errors say which values are valid. Imports little."""
 
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Mapping

@@ -122,7 +122,7 @@ def specs_of(model: ModelState) -> list[TensorSpec]:
 
 
 def is_image(specs: Sequence[TensorSpec]) -> bool:
-    """Return whether a model takes encoded images."""
+    """Return whether a model's input is an encoded image."""
     return len(specs) == 1 and specs[0].name == "image" and specs[0].dtype == "uint8"
 
 

@@ -216,7 +216,7 @@ class LoadGenerator:
             self.measured_until = moment + self._plan.duration_s
 
     async def _watch(self) -> None:
-        """Give up late requests, and close idle connections before the service does."""
+        """End late requests, and close idle connections before the service does."""
         while True:
             now = time.monotonic()
             if not self._cpu_from and now >= self.measured_from:

@@ -28,7 +28,7 @@ class Goal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TunePlan:
-    """The load, how long it takes, and where the result goes."""
+    """The load, its time, and the files of the result."""
 
     goal: Goal
     secs: float

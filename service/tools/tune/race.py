@@ -37,7 +37,7 @@ class PlacementRace:
         num_clients: int,
         is_side_by_side: bool,
     ) -> Mapping[str, Speed]:
-        """See `service.tools.doctor.speeds.Race`."""
+        """Return the speed of each placement."""
         plan = replace(self._plan, goal=Goal(connections=num_clients))
         starter = ServiceStarter(_alone(self._loaded, model), model, plan)
         course = measured(
