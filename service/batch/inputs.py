@@ -113,7 +113,7 @@ def input_of_cell(index: int, name: str, value: object, folder: str) -> BatchInp
 
 
 def _why_no_value(value: object) -> str:
-    """Return which part of a value JSON cannot hold, and where; empty if it can hold all."""
+    """Return which part of a value JSON cannot hold, and where; empty for other reasons."""
     if (found := first_in(value, _is_foreign)) is None:
         return ""
     part, place = found

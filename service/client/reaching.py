@@ -42,7 +42,6 @@ def is_hopeless(error: httpx.TransportError) -> bool:
 
 
 def _is_untrusted(error: httpx.TransportError) -> bool:
-    """Return whether a certificate is not trusted."""
     return "CERTIFICATE_VERIFY_FAILED" in str(error)
 
 

@@ -252,7 +252,6 @@ def _chosen(settings: TrainSettings, recipe: Recipe) -> dict[str, object]:
 
 
 def _flag(name: str, value: object) -> str:
-    """Return a setting as a flag."""
     flag = name.replace("_", "-")
     if isinstance(value, bool):
         return f"--{flag}" if value else f"--no-{flag}"

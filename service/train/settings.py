@@ -338,7 +338,6 @@ def _explained(
 
 
 def _contradictions(settings: TrainSettings) -> Iterator[str]:
-    """Yield contradictions between settings."""
     if not settings.data and not settings.dataset:
         yield (
             "there is nothing to train on: name a folder with a subfolder of images for each "

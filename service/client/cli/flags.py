@@ -192,9 +192,7 @@ def add_models_flags(parser: ArgumentParser) -> None:
 
 
 def add_models_parsers(parser: ArgumentParser) -> dict[str, ArgumentParser]:
-    """Add the actions of `models` with the flags that need only the client; return their
-    parsers.
-    """
+    """Add the actions of `models` with flags that need only the client; return their parsers."""
     adding = parser.add_subparsers(title="what to do", metavar="WHAT", dest="what", required=True)
     parsers = {}
     for what, text in (

@@ -140,7 +140,6 @@ def _gpu_line(gpus: Sequence[DeviceState]) -> Text:
 
 
 def _jobs_line(jobs: JobsSeen) -> Text:
-    """Sum up all jobs in one line."""
     if not jobs.open:
         return Text("the store of jobs is not open", style=_NOTICE)
     states = ", ".join(f"{num:,} {escape(state)}" for state, num in jobs.by_state.items())

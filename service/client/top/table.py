@@ -120,7 +120,6 @@ def _fitting(
 
 
 def _rows(columns: list[_TableColumn], states: Sequence[str]) -> list[Text]:
-    """Return a heading, and a line for each state."""
     lines = [Text("".join(column.cell(column.title) + _GAP for column in columns), style="dim")]
     for number, state in enumerate(states):
         line = Text()

@@ -24,7 +24,7 @@ Fault = Literal[
 ]  # fmt: skip
 
 EXTRA: tuple[Fault, ...] = ("scribble", "exit", "burst", "unread", "greed", "store", "upload")
-"""Faults that are off by default, and swaps, which are on."""
+"""Faults that are off by default, without swaps."""
 SCARCE: tuple[Fault, ...] = ("stop", "poison", "forkserver", "swap", *EXTRA)
 """The run goes on until there was one of each of these, unless its interval is 0."""
 PLURALS: Mapping[Fault, str] = {

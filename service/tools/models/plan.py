@@ -33,7 +33,6 @@ def swap_flags() -> Iterator[FieldText]:
 
 
 def _add_flag(field: FieldText, parser: _ActionsContainer) -> None:
-    """Add the flag of a field to a parser, or to a group of its flags."""
     if field.default is False:
         parser.add_argument(field.flag, action="store_true", default=None, help=field.help)
         return
