@@ -109,7 +109,7 @@ class Scaling:
             self.reason, self.wanted, self._grown_at = pressure, grown, now
 
     def _give_back(self, now: float) -> None:
-        """Return hosts that the quiet time did not need, a part of them at a time."""
+        """Lower `wanted` by hosts that the quiet time did not need, a part of them at a time."""
         rules = self._rules
         began = max(self._grown_at, self._returned_at) + rules.return_pause_s
         if self._seen_since is None or now < max(began, self._seen_since + rules.quiet_s):

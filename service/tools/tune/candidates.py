@@ -123,11 +123,11 @@ class ServiceStarter:
         self._most_bytes = 0
 
     def now(self) -> float:
-        """Start a service with these changes, and warm it up."""
+        """Return the time, in seconds."""
         return time.monotonic()
 
     async def start(self, changes: Changes) -> ServiceCandidate:
-        """Return the time, in seconds."""
+        """Start a service with these changes, and warm it up."""
         if self._most_bytes > available_bytes():
             raise TrialError("there is no memory for a second service beside the best one")
         subject = TrialService(self._changed(changes))

@@ -21,7 +21,7 @@ _PLAN = TunePlan(goal=Goal(), secs=3.0)
 
 
 class PlacementRace:
-    """Measures placements of the user's models. Return the speed of each placement."""
+    """Measures placements of the user's models. See `service.tools.doctor.speeds.Race`."""
 
     def __init__(self, loaded: LoadedSettings, screen: Screen, plan: TunePlan = _PLAN) -> None:
         """Store the settings and the plan; each call gives its own number of clients."""
