@@ -159,6 +159,7 @@ def _folder(root: Path, left_out: Collection[str]) -> FileSource:
 
 
 def _leads_up(folder: str, name: str) -> bool:
+    """Return whether a subfolder is a link to the folder or to one above it."""
     path = os.path.join(folder, name)
     if not os.path.islink(path):
         return False

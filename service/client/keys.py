@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 
 _MIN_LENGTH = 16
-"""The shortest key. Shorter ones can be guessed over a network."""
+"""The shortest key. Shorter ones can be guessed over a network in time."""
 _MAX_LENGTH = 4096
 _KEY = re.compile(r"[\x21-\x2b\x2d-\x7e]+")
 """The characters that a header carries unchanged: visible ASCII, without the separating comma."""
