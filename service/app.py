@@ -272,7 +272,7 @@ def _in_order(
         # All that follow begin nothing more and end what they have begun; what was accepted until
         # then is answered here.
         Part(name="queues", stop=service.drain, gauges=service.read_gauges),
-        # These two only look on, so they see the end of the others.
+        # These two only observe, so they see the end of the others.
         Part(name="watch of the GPUs", start=watch.start, stop=watch.stop),
         _live_feed(assembly),
         # A restart and a change of a model exclude each other, so their order makes no

@@ -32,7 +32,7 @@ def try_or_ask(
         url: The address of the service.
         pool: The model's pool.
         settings: The settings, which may demand a key, or have a certificate of their own.
-        photo: A picture to send to models that take pictures.
+        photo: A picture to send to models of pictures.
 
     Returns:
         "try" with a command that works as it is, or "ask" with a sentence.
@@ -45,7 +45,7 @@ def try_or_ask(
 
 
 def _is_container() -> bool:
-    """Return whether this is what a container runs, and no command of somebody inside."""
+    """Return whether this is a container's main process, and no command that a user runs inside."""
     marks = ("/.dockerenv", "/run/.containerenv", "/var/run/secrets/kubernetes.io")
     return os.getppid() <= 1 and any(map(os.path.exists, marks))  # 1: it may have an init
 
@@ -125,5 +125,5 @@ def _zeros(spec: TensorSpec, shape: list[int]) -> object:
 
 
 def _from_here(url: str) -> str:
-    """Return the URL that this host can use, since "every address" is none to connect to."""
+    """Return a URL that this host can use: one cannot connect to "every address"."""
     return url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")

@@ -43,7 +43,7 @@ class ClosableEngine(Engine, Protocol):
 
 
 class FrontEnds(Protocol):
-    """The processes that take connections: only this one, or several others."""
+    """The processes that accept connections: only this one, or several others."""
 
     traced: tuple[int, int]
     """Calls traced by other processes: exported, and dropped."""
@@ -53,13 +53,13 @@ class FrontEnds(Protocol):
         """Bytes of the arena that other processes use."""
 
     async def until_up(self) -> None:
-        """Wait until one takes connections."""
+        """Wait until one accepts connections."""
 
     def tell_models(self) -> None:
         """Send the list of versions to other processes."""
 
     async def until_known(self) -> None:
-        """Wait until other processes know what `tell_models` has told them."""
+        """Wait until other processes have received what `tell_models` sent."""
 
     async def stop(self) -> None:
         """Stop other processes."""
@@ -113,15 +113,15 @@ class Service:
         state: StateFile | None = None,
         cache_dir: str | None = None,
     ) -> None:
-        """Decide what goes where, and start nothing yet. There are no parts before `attach`.
+        """Place the workers, and start nothing yet. There are no parts before `attach`.
 
         Args:
             settings: The settings.
             host: The devices of this host; None: other hosts that join run all workers.
             metrics: The counters of each model.
-            console: Tells people what happens.
+            console: Shows people what happens.
             fronts: The front ends.
-            state: Keeps what is changed of models at run time.
+            state: Stores changes of models at run time.
             cache_dir: The folder of verdicts on speed; None for none.
 
         Raises:
@@ -130,7 +130,7 @@ class Service:
         self.settings = settings
         self.metrics = metrics
         self.fronts = fronts
-        """The front ends, which take the connections. Set before the start."""
+        """The front ends, which accept the connections. Set before the start."""
         self.parts: Sequence[Part] = ()
         self.is_draining = False
         self._may_get_hosts = host is None

@@ -67,7 +67,7 @@ async def answer(predict: Predict, path: str, scope: Scope, receive: Receive, se
 
 
 async def _listen(exchange: Exchange, wire: _AsgiWire, receive: Receive) -> None:
-    """Hand on the body as it comes, and then wait for the client to hang up."""
+    """Pass on the body as it comes, and then wait for the client to hang up."""
     timer = BodyTimer(exchange.predict.limits, lambda: exchange.num_bytes, exchange.fail)
     timer.start(exchange.call.ref.deadline)
     try:

@@ -33,7 +33,7 @@ _ONE_CALL_HEADERS = (
 
 
 class Tracing(Protocol):
-    """Decides which calls are traced, and takes them when they are over."""
+    """Decides which calls are traced, and stores them when they are over."""
 
     def begin(self, call: "Call") -> None:
         """Set `flags`, `steps` and the ref's `trace`; a call with `steps` is traced."""

@@ -357,7 +357,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 
 def _methods_at(request: Request) -> str:
-    """Return the methods that a path takes: Starlette names those of its first route only."""
+    """Return the methods of all routes of a path: Starlette names those of its first route only."""
     scopes = ({**request.scope, "method": method} for method in _METHODS)
     return ", ".join(
         scope["method"]

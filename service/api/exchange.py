@@ -1,7 +1,7 @@
 """One call to `/predict` from its head to its answer, without any input or output of its own.
 
-The owner of the connection passes on what comes of the call, and tells when the client hangs up.
-The exchange gives its answer to a `Wire`: `service.api.wire.protocol` on our own server,
+The owner of the connection passes on the call as it comes, and reports when the client hangs up.
+The exchange passes its answer to a `Wire`: `service.api.wire.protocol` on our own server,
 `service.api.asgi` on any ASGI server. All run in the event loop.
 """
 
@@ -69,7 +69,7 @@ class _NoEvent:
 
 
 class Exchange(msgspec.Struct, eq=False):
-    """One call to `/predict`; on our own connections it takes the place of uvicorn's cycle.
+    """One call to `/predict`; on our own connections it replaces uvicorn's cycle.
 
     It is a struct because those fill their defaults in C.
     """

@@ -46,7 +46,7 @@ connection."""
 
 
 def reply_to(call: Call) -> Reply:
-    """Reply to a call whose instances all have their outcome.
+    """Reply to a call once all its instances have their outcome.
 
     Raises:
         OverloadedError: Its only instance was refused. A flood of these is answered bit by bit.

@@ -210,9 +210,9 @@ class App(FastAPI):
         return Response(document.body, media_type="application/json", headers=headers)
 
     def _current_document(self, root: str) -> "_Document":
-        """Return the document as bytes; it is made again only after something in it has changed.
+        """Return the document as bytes; it is built again only after something in it has changed.
 
-        Making it takes the event loop 30 ms, and no key is needed to ask for it. Only the address
+        To build it costs the event loop 30 ms, and no key is needed to ask for it. Only the address
         of the service may differ from call to call, behind a proxy that is trusted.
         """
         origin = (self._served(), dict(self.examples()))
@@ -317,7 +317,7 @@ def _scopes_of(routes: Iterable[BaseRoute]) -> Iterator[tuple[str, Policy]]:
 
 
 def _modules_of(routers: Sequence[APIRouter]) -> frozenset[ModuleType]:
-    """Return the modules of routes and of what they answer, which have docstrings of its fields."""
+    """Return the modules of routes and of their answers; the latter have docstrings of fields."""
     routes = [each for router in routers for each in router.routes if isinstance(each, APIRoute)]
     parts = [part for route in routes for part in (route.endpoint, route.response_model)]
     names = {getattr(part, "__module__", "") for part in parts}

@@ -4,7 +4,7 @@ For each model there is a pool with one dispatcher. An instance goes through the
 
 1. `admission` admits it, or refuses it at once if it could not be answered in time.
 2. `ledger` opens its account, and its payload is copied into the arena.
-3. `batcher` holds it, ordered by priority and deadline.
+3. `batcher` queues it by priority and deadline.
 4. `scheduler` decides when the next batch goes, and to which worker.
 5. The worker answers, or dies. `quarantine` judges the inputs that workers died of.
 6. `ledger` settles it exactly once, with a result or an error.

@@ -1,7 +1,7 @@
 """Admits an instance to the queue, or refuses it at once and says when to try again.
 
 Count and time are bounded here. Bytes are bounded by the arena: the dispatcher refuses a payload
-that finds no slot. Of all three, an API key may take its share.
+that finds no slot. An API key may use its share of all three.
 """
 
 from collections import deque
@@ -25,8 +25,8 @@ _NUM_RECENT = 16
 _NUM_NEEDED = 4
 _RECENT_S = 10.0
 _RECENT_BATCHES = 8.0
-"""A batch counts for the current rate if it is younger than `_RECENT_S`, or than the time that so
-many like it take."""
+"""A batch counts for the current rate if it is younger than `_RECENT_S` or than this many times its
+own length."""
 _SPARE = 1.2
 """The factor on estimates: batches vary, and without it half of those on the edge would be late (3
 in 100 of all admitted, at ten times the capacity)."""
@@ -109,12 +109,12 @@ class RateMeter:
 
 
 class KeyShare:
-    """Bounds what one API key takes of the queue, the time and the arena that several keys share.
+    """Bounds one API key's share of the queue, the time and the arena.
 
     A key may have this share of what the others leave. So a key alone may have this share of the
     whole, several that ask for more have equal parts, and some stays free for one more (the rule
-    of `Admission.check_share`). It means that each thing that a key has counts `weight` times
-    against it. A key that has nothing is refused nothing.
+    of `Admission.check_share`). So everything that a key has counts `weight` times. A key that has
+    nothing is refused nothing.
     """
 
     def __init__(self, share: float, rejected: dict[RejectReason, int]) -> None:
@@ -231,7 +231,7 @@ class Admission:
     def check_time(
         self, position: Position, free_s: float, num_workers: int, left_s: float, now: float
     ) -> None:
-        """Check that an instance would be answered in time, and makes no admitted one late.
+        """Check that an instance would be answered in time, and would make no admitted one late.
 
         An instance that is admitted and then late takes the time of another that could have been
         in time. At ten times the capacity, with deadlines shorter than the queue, nearly all would

@@ -1,8 +1,8 @@
 """Bounds the size of batches by what pays and by the deadlines of their instances.
 
 A batch takes longer the more instances it has, and its first is answered with its last. So a batch
-does not grow past what the tightest deadline among its members allows. An instance whose deadline
-cannot be met even by a batch of its own does not count: it would only slow down the others.
+does not grow past what the tightest deadline among its members allows. An instance that would be
+late even in a batch of its own does not count: it would only slow down the others.
 
 Everything here is pure computation.
 """
@@ -23,7 +23,7 @@ _AUTO_MOST = 64
 _PAYS = 0.9
 """A batch of twice the size pays if an instance takes no more than this share of its time."""
 _NUM_COLD = 2
-"""First full batches of a size, in which libraries of an accelerator choose and load kernels."""
+"""First full batches of a size, while libraries of an accelerator choose and load kernels."""
 _TRIED_AGAIN_AFTER = 512
 """Full batches after which an accelerator gets larger ones again that did not pay before."""
 _FREE_S = 0.002
@@ -95,7 +95,7 @@ class SizeLimit:
             self._change(self.own // 2)
 
     def _judge(self) -> None:
-        """Try batches of twice the size, or keep to those of half the size if these do not pay."""
+        """Try batches of twice the size, or go back to half the size if these do not pay."""
         item_s = self._full_s / self.own
         does_not_pay = self._half_s and item_s > _PAYS * self._half_s
         self._half_s = 0.0

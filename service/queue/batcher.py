@@ -1,4 +1,4 @@
-"""Orders what waits, and forms batches: by priority, then the earliest deadline first.
+"""Orders waiting instances, and forms batches: by priority, then the earliest deadline first.
 
 If the order by priority would make something late, the earliest deadline goes first instead. So a
 priority decides what is answered sooner, and not what is answered at all.
@@ -283,7 +283,7 @@ class Batcher(Generic[Q]):
         return batch
 
     def last_batch(self, max_size: int, fits: Callable[[Q], bool]) -> list[Q]:
-        """Remove and return those that would go last, at most `max_size`; no solo instances.
+        """Remove and return the last instances of the order, at most `max_size`; no solo instances.
 
         Args:
             max_size: The most to take.
@@ -332,7 +332,7 @@ class Batcher(Generic[Q]):
         return self._buckets.get(number * _KINDS + kind) or self._open(kind, number)
 
     def _open(self, kind: int, number: int) -> Bucket:
-        """Put one more bucket in use, and those that are empty out of use."""
+        """Add a bucket, and remove those that are empty."""
         for other in [other for other in self._by_deadline if not other.instances]:
             other.end = -inf
             del self._buckets[other.number * _KINDS + other.kind]
@@ -359,7 +359,7 @@ class Batcher(Generic[Q]):
         return self._sums
 
     def _forget_kinds(self, now: float) -> None:
-        """Drop the kinds that neither wait nor came lately."""
+        """Remove the kinds without waiting or recent instances."""
         waiting = {bucket.kind for bucket in self._by_deadline if bucket.instances}
         self._kinds = {
             kind: came

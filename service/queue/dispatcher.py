@@ -371,7 +371,7 @@ class Dispatcher:
         self._ledger_of(batch[0]).settle_batch(batch, done, now)
 
     def _arrange(self, now: float) -> None:
-        """Order what waits by priority, unless some of it would miss its deadline then."""
+        """Order waiting instances by priority, unless some would then miss their deadlines."""
         free_s, num_workers = self._lanes.free_in(now), len(self._lanes.open) or 1
         are_in_time = self._admission.are_in_time
         self._queue.arrange(
@@ -413,7 +413,7 @@ class Dispatcher:
 
 
 def _given_up(instance: Instance, error: WorkerLostError) -> WorkerCrashedError | None:
-    """Return the error of an instance that is not tried again, since too much died with it."""
+    """Return the error of an instance if too many workers or hosts were lost with it."""
     if instance.num_crashes >= MAX_CRASHES:
         return WorkerCrashedError(
             f"{instance.num_crashes} workers died while they computed this input "

@@ -237,7 +237,7 @@ class TracedInstances(dict[Instance, InstanceSteps]):
         self[instance] = steps
 
     def send(self, batch: Sequence[Instance], worker: WorkerHandle, now: float) -> None:
-        """Record that a batch goes to a worker."""
+        """Record that a batch is sent to a worker."""
         id, device = worker.id, worker.ready.device
         for steps in self._of(batch):
             attempt = Attempt(id.worker, id.incarnation, device, len(batch), now, host=id.host)

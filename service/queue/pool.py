@@ -73,10 +73,10 @@ class Pool:
             source: The source of the model, as the settings name it.
             configs: The configuration of each worker. In a cluster, more may come and go.
             engine: Starts workers.
-            dispatcher: Gives them work, and knows the name of the model and its counters.
-            policy: Says how often they are restarted.
+            dispatcher: Sends them batches; has the name of the model and its counters.
+            policy: Bounds how often they are restarted.
             announcer: Shows people what comes and goes.
-            on_change: Is called when a worker has come or gone.
+            on_change: Called when a worker has come or gone.
             version: The number of the version.
         """
         self.name = name = dispatcher.name
@@ -288,7 +288,7 @@ class Pool:
         self._on_change()
 
     def on_gone(self, handle: WorkerHandle) -> None:
-        """Detach a worker that takes no more work."""
+        """Detach a worker that gets no more batches."""
         self.works_for.detach(handle)
         self._expect()
 
@@ -315,7 +315,7 @@ class Pool:
             )
 
     def _forget_found_out(self) -> None:
-        """Drop what was found out: other files may make another network."""
+        """Drop the presets and splits that were found: other files may define another network."""
         self.check.forget()
         for slot in self.slots:
             slot.config = replace(slot.config, chosen=None, known_split=None)

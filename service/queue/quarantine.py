@@ -60,7 +60,7 @@ class InputContent(NamedTuple):
 
     @property
     def sample(self) -> bytes:
-        """A few bytes that tell most payloads of one length apart."""
+        """A few bytes that differ for most payloads of one length."""
         payload = self.payload
         middle = len(payload) // 2
         parts = payload[middle : middle + _SAMPLE_BYTES], payload[-_SAMPLE_BYTES:]

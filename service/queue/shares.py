@@ -1,4 +1,4 @@
-"""Shares of what clients use together: no client's greed is another one's refusal.
+"""Shares of what clients use together, so that no client can use up everything.
 
 An owner is an API key, or the address of a client where keys do not tell clients apart. It may have
 a part of what the other owners leave, the same rule as in the queue (`KeyShare`): alone it gets
@@ -92,7 +92,7 @@ class Shares:
         self._serve()
 
     def _serve(self) -> None:
-        """Serve those that wait, as many as may have a place."""
+        """Give places to waiting owners, as long as any may have one."""
         while waiting := [owner for owner in self._waiting if self.may_take(owner)]:
             owner = min(waiting, key=self._held.__getitem__)
             turns = self._waiting.pop(owner)

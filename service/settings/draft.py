@@ -223,7 +223,7 @@ class Draft:
             self._set(("default_model",), model, "argument MODEL")
 
     def _warn_of_merging(self, source: str, model: str) -> None:
-        """Say that a source has the name of a model of the settings, which has more settings."""
+        """Warn that a source gets the other settings of a model with the same name."""
         place = self._models.get(model, "")
         more = [dotted(key[2:]) for key in self._values if key[:2] == ("models", model)]
         if others := [name for name in more if name != "source"]:
@@ -320,7 +320,6 @@ class Draft:
             self._set(("trace_headers",), TraceHeaders((*given.pairs, *told.pairs)), both)
 
     def _add_key_files(self, cwd: Path, pipe_wait_s: float) -> None:
-        """Read the files of keys."""
         for name in KEY_SETTINGS:
             setting = f"{name}_file"
             path = self._values.get((setting,))

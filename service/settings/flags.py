@@ -7,9 +7,9 @@ from inferpool.service.settings.names import FLAG_GROUPS, FLAGS
 
 
 class SettingFlag(Action):
-    """Flag of a setting, whose help is the docstring of the setting.
+    """Flag of a setting; its help is the docstring of the setting.
 
-    It is read from the source once somebody asks for it: that takes as long as all other flags.
+    The help is read from the source once it is asked for: that takes as long as all other flags.
     """
 
     @property

@@ -241,12 +241,12 @@ class ModelSettings(SettingsTable):
 
     @property
     def least_ranks(self) -> int:
-        """The fewest processes of a replica, whatever the host has; decoders are not counted."""
+        """The fewest processes of a replica on any host; decoders are not counted."""
         return 1 if self.devices_per_replica == "auto" else self.devices_per_replica
 
     @property
     def least_processes(self) -> int:
-        """The fewest processes and threads of all replicas, whatever the host has."""
+        """The fewest processes and threads of all replicas on any host."""
         threads, preparing, num_replicas = (
             1 if each == "auto" else each
             for each in (self.threads_per_replica, self.prepare_threads, self.replicas)

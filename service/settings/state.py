@@ -157,7 +157,7 @@ class StateFile:
 
         if self._lock is None:
             self._lock = asyncio.Lock()
-        # What a thread has begun to write is noted, even if nobody waits for it any more.
+        # What a thread has begun to write is recorded, even if nobody waits for it any more.
         await asyncio.shield(asyncio.create_task(self._write(name, saved, self._lock)))
 
     async def _write(self, name: str, saved: SavedModel, lock: "asyncio.Lock") -> None:

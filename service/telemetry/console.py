@@ -97,7 +97,7 @@ class Console:
             self._say(logging.DEBUG, worker, stage, "dim")
 
     def ready(self, worker: str, seconds: float) -> None:
-        """Show that a worker takes batches, `seconds` after it first showed progress."""
+        """Show that a worker is ready, `seconds` after it first showed progress."""
         self._stages.pop(worker, None)
         self._known.add(worker)
         self._say(logging.INFO, worker, f"ready in {seconds:.1f} s", "green")
@@ -118,7 +118,7 @@ class Console:
         to_try: Sequence[tuple[str, str]] = (),
         still_loading: Sequence[str] = (),
     ) -> None:
-        """Show that the address takes calls.
+        """Show that the address accepts calls.
 
         Args:
             url: Scheme, host and port.

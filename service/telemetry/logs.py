@@ -31,7 +31,7 @@ _CLOSE_TIMEOUT_S = 2.0
 """How long `close` waits if the reader is slow or gone."""
 _UVICORN_LOGGERS = ("uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi")
 _QUIET_LOGGERS = ("alembic",)
-"""Loggers of libraries that tell of every step."""
+"""Loggers of libraries that log every step."""
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {
     "message",

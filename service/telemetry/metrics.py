@@ -408,7 +408,6 @@ def gpu_gauges(gpus: Iterable[GpuHealth], *host: str) -> Iterator[Reading]:
 
 
 def _family(name: str) -> GaugeMetricFamily | CounterMetricFamily:
-    """Return a family for the readings of this name."""
     if name in COUNTERS:
         text, labels = COUNTERS[name]
         return CounterMetricFamily(f"inferpool_{name}", text, labels=labels)

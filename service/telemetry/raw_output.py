@@ -95,8 +95,8 @@ class RawOutput:
     def start(self) -> None:
         """Begin to log what is written. The log must be configured by now.
 
-        The traceback of a crash of this process goes to the original stderr, since nobody would be
-        left to log it.
+        The traceback of a crash of this process goes to the original stderr: no thread is left to
+        log it.
         """
         faulthandler.enable(self._originals[2])
         os.write(self._waker, _BEGIN)
@@ -124,7 +124,7 @@ class RawOutput:
             os.close(fd)
 
     def _pass_on(self, until: float) -> None:
-        """Write what was taken to where it was meant to go, if there never was a log."""
+        """Write the held output to the original streams, if there never was a log."""
         for fd, rest in self._rests.items():
             if num_dropped := self._num_dropped[fd]:
                 rest += b"%s\n" % _loss(num_dropped).encode()
@@ -165,7 +165,7 @@ class RawOutput:
                     _LOGGERS[fd].warning("%s", _loss(num_dropped))
 
     def _drain(self, error_guard: ErrorGuard) -> None:
-        """Read all that was written until now: no more than a pipe holds, for others go on."""
+        """Read what was written until now, at most a full pipe, since others go on writing."""
         until = time.monotonic() + _CLOSE_S
         for fd in self._readers:
             with error_guard:

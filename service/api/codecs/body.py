@@ -154,7 +154,7 @@ class BodyTimer:
 
 
 class BodyContext(msgspec.Struct, frozen=True, gc=False):
-    """Everything besides the content type that tells how to read a body."""
+    """Everything besides the content type that decides how a body is read."""
 
     headers: Mapping[bytes, bytes]
     """Names in lower case."""

@@ -149,7 +149,7 @@ def _find(content_type: bytes, types: Sequence[str]) -> Decoder:
 
 
 def _decode_untyped(chunks: Sequence[bytes], head: BodyContext) -> Decoded:
-    """Read what curl sends with -d alone: JSON under a type that nobody has chosen."""
+    """Read what curl sends with -d alone: JSON under a type that no user has chosen."""
     if _is_json_object(_start_of(chunks)):
         return decode_json(chunks, head)
     raise UnsupportedTypeError(

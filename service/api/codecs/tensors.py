@@ -1,6 +1,6 @@
 """Bodies that hold tensors: raw bytes, npy, safetensors; read without torch and without copies.
 
-A body is cut into views, one for each tensor of each instance; the arena takes them in their order.
+A body is cut into views, one for each tensor of each instance; the arena gets them in their order.
 Offsets inside a payload are multiples of each tensor's item size.
 """
 

@@ -58,7 +58,7 @@ async def take_last(
     accept()
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(last_in_s):
-            # In this order: a handshake that ends between the two looks then waits to be accepted.
+            # In this order: a handshake that ends between the two checks then waits to be accepted.
             while _num_half_open(listener) or arrivals.poll(0):
                 await asyncio.sleep(_PAUSE_S)
                 accept()

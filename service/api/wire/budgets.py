@@ -304,7 +304,7 @@ class SlowReader(Client, Protocol):
 class UnreadAnswers(_Budget[SlowReader]):
     """Bounds the bytes of unread answers: if there are too many, the slowest readers go.
 
-    A large answer takes its memory until its last byte is read, and so it counts as a whole. One
+    A large answer holds its memory until its last byte is read, and so it counts as a whole. One
     answer may be larger than the budget.
     """
 
@@ -341,7 +341,7 @@ class EdgeLimits(msgspec.Struct, frozen=True, kw_only=True):
     head_timeout_s: float = 10.0
     """How long request line and headers may take to arrive, and a TLS handshake before them."""
     write_timeout_s: float = 30.0
-    """A client that takes nothing of its answer for so long is cut off."""
+    """A client that reads nothing of its answer for this long is cut off."""
     max_unfinished_bytes: int = 128 * 2**20
     """Memory for unfinished requests of all connections."""
     max_unread_bytes: int = 256 * 2**20

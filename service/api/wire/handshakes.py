@@ -1,7 +1,7 @@
 """TLS handshakes: a connection counts, and is timed, from its accept on. Event loop.
 
-The event loop's own TLS server tells nobody of a connection before its handshake is over, and waits
-a minute for that: silent clients could take all descriptors meanwhile.
+The event loop's own TLS server does not report a connection before its handshake is over, and waits
+a minute for that: silent clients could use up all descriptors meanwhile.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ class TlsHandshake(asyncio.Protocol):
         self.address = owner_of_address(address[0] if address else None)
         self._everyone.add(self)
         try:
-            # A client turned away now is not told why: it could not read that before the handshake.
+            # A client refused now gets no reason: it could not read that before the handshake.
             if self._http_class.connection_limits.have_room(self, self._everyone):
                 taken = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
                 self._task = loop.create_task(self._shake_hands(taken), name="handshake")

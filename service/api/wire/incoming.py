@@ -290,7 +290,7 @@ def head_without_upgrade(
 ) -> bytes:
     """Return the head that a parser has read, without what asks for another protocol.
 
-    The parser takes the bytes after such a head for the other protocol's. We speak none, and the
+    The parser treats the bytes after such a head as the other protocol's. We speak none, and the
     request may have a body.
     """
     lines = [b"%b %b HTTP/%b" % (parser.get_method(), url, parser.get_http_version().encode())]
@@ -299,7 +299,7 @@ def head_without_upgrade(
 
 
 def error_of(error: httptools.HttpParserError) -> ServiceError:
-    """Return the error for bytes that the parser, or one of our callbacks, could not take."""
+    """Return the error for bytes that the parser, or one of our callbacks, has refused."""
     cause = error.__context__
     if isinstance(cause, ServiceError):
         return cause

@@ -69,7 +69,7 @@ class PredictProtocol(HttpConnection):
     def bound_to(
         cls, predict: Predict, limits: EdgeLimits | None = None, unread: HeldBytes | None = None
     ) -> type["PredictProtocol"]:
-        """Return the class for one endpoint, as `uvicorn.Config(http=...)` takes it."""
+        """Return the class for one endpoint, for `uvicorn.Config(http=...)`."""
         shared = ConnectionLimits(limits or EdgeLimits(), predict.unfinished, unread)
         bound = {"predict": predict, "connection_limits": shared, "known_heads": KnownHeads()}
         return type(cls.__name__, (cls,), bound)
@@ -92,7 +92,7 @@ class PredictProtocol(HttpConnection):
             super().shutdown()
 
     def data_received(self, data: bytes) -> None:
-        """Feed the parser, or take the body of a call with a known head."""
+        """Feed the parser, or read the body of a call with a known head."""
         if self._ignores_input:
             if self._lingering is not None:
                 self._lingering.take(len(data))

@@ -9,7 +9,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from inferpool.service.api.wire.budgets import UnreadAnswers
 
 _MIN_WRITTEN_BYTES = 4096
-"""A slow reader must take so much in each `write_timeout_s`, or the rest."""
+"""A slow reader must read this much in each `write_timeout_s`, or the rest."""
 _HIGH_WATER_BYTES = 64 * 1024
 _PIECE_BYTES = 256 * 1024
 """Large answers are written in such pieces: uvloop's TLS takes everything at once, and does not
@@ -56,7 +56,7 @@ class AnswerWriter:
         return num_bytes if self._answer is None else num_bytes + len(self._answer) - self._num_sent
 
     def send(self, head: bytes, body: bytes) -> None:
-        """Write a large answer as far as the client takes it; the rest follows as it reads."""
+        """Write a large answer as far as the client reads it; the rest follows later."""
         self._transport.write(head)
         self._answer, self._num_sent = body, 0
         self._send_on()
@@ -124,7 +124,7 @@ class AnswerWriter:
         return answer
 
     def _send_on(self) -> None:
-        """Write as much of a large answer as the client takes now."""
+        """Write as much of a large answer as the client reads now."""
         while self._answer is not None and not self._flow.write_paused:
             piece = memoryview(self._answer)[self._num_sent : self._num_sent + _PIECE_BYTES]
             if not piece:

@@ -1,1 +1,1 @@
-"""Actions that an operator takes on a running service."""
+"""Actions of an operator on a running service."""

@@ -26,7 +26,7 @@ from inferpool.workers.shared.config import WorkerConfig
 
 
 class Cluster:
-    """Starts workers on hosts that join, and tells the catalog which hosts there are."""
+    """Starts workers on hosts that join, and adds and removes these hosts in the catalog."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Cluster:
 
 
 def _own_facts() -> HostFacts:
-    """Return what the other front end is told of this one."""
+    """Return the facts about this front end for the other one."""
     return HostFacts(
         name=socket.gethostname(),
         instance=make_instance(),

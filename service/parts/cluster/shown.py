@@ -42,7 +42,7 @@ class ShownHosts:
         """Show no host yet.
 
         Args:
-            now: Returns the time in seconds, by a clock that never goes back.
+            now: Returns the time in seconds of a monotonic clock.
         """
         self._now = now
         self.address: str | None = None

@@ -1,10 +1,10 @@
 """Accepts connections and gives each to the front that has the fewest. Main process's event loop.
 
 Measured with bursts of 64 keep-alive connections over two processes of uvloop: a listening socket
-that both inherit gave one of them 50 to 64, because the process that wakes first takes all that
+that both inherit gave one of them 50 to 64, because the process that wakes first accepts all that
 wait; SO_REUSEPORT gave 32 to 38 (of 8 connections up to 7). Here both get 32. It costs the main
-process two system calls per connection and none per call; and a front that dies takes no
-connections with it that were not accepted yet.
+process two system calls per connection and none per call. If a front dies, connections that were
+not accepted yet are not lost.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ _PAUSE_S = 0.05
 
 
 class ConnectionBalancer:
-    """Shares the connections of one listening socket among the fronts that take any."""
+    """Shares the connections of one listening socket among the fronts that accept any."""
 
     def __init__(
         self, listener: socket.socket, takers: Callable[[], Sequence[FrontProcess]]
@@ -50,13 +50,13 @@ class ConnectionBalancer:
                 loop.call_soon(self._accept_if_open)
 
     async def accept_last(self) -> None:
-        """Give out all connections that have been made, and accept no more."""
+        """Pass on all connections that have been made, and accept no more."""
         if self._is_open or self._timer is not None:
             await take_last(self._listener, self._accept)
         self.close()
 
     def close(self) -> None:
-        """Give out the connections that wait now, and accept no more."""
+        """Pass on the connections that wait now, and accept no more."""
         if self._is_closed:
             return
         if self._is_open or self._timer is not None:

@@ -1,4 +1,4 @@
-"""The process of a front: it takes connections, answers predictions, and forwards other calls."""
+"""The process of a front: it serves connections, answers predictions, and forwards other calls."""
 
 import asyncio
 import contextlib
@@ -50,7 +50,7 @@ def run(
     writer: Connection,
     channel: socket.socket,
 ) -> None:
-    """Be a front until told to leave, or until the main process ends."""
+    """Run a front until it is asked to leave, or until the main process ends."""
     die_with_parent(config.main_pid)
     die_with_front_end()
     # Ctrl-C and a stop of the whole cgroup reach fronts too; only the main process decides.
@@ -126,7 +126,7 @@ class Front:
         self._server = _Server(self._config)
 
     async def run(self) -> None:
-        """Serve until told to leave."""
+        """Serve until asked to leave."""
         gc.freeze()  # later collections need not walk through the modules
         self._config.load()
         self._channel.setblocking(False)

@@ -79,7 +79,7 @@ class FrontProcess:
         return self._gone.done()
 
     async def until_up(self, timeout_s: float) -> None:
-        """Wait until it takes connections; kill it if it is late or the wait is cancelled.
+        """Wait until it accepts connections; kill it if it is late or the wait is cancelled.
 
         Raises:
             WorkerStartError: It has ended.
@@ -100,7 +100,7 @@ class FrontProcess:
         return await asyncio.shield(self._gone)
 
     def give(self, connection: socket.socket) -> bool:
-        """Send it a connection, which the caller may then close; return False if it takes none."""
+        """Send it a connection, so that the caller may close its own; return False if it fails."""
         try:
             socket.send_fds(self._channel, [b"+"], [connection.fileno()])
         except OSError:  # it has gone, or has not looked for a long time
@@ -187,7 +187,7 @@ def _run(
     channel: socket.socket,
 ) -> None:
     from inferpool.service.parts.fronts import (
-        front,  # the main process does without what this imports
+        front,  # the main process does not need these imports
     )
 
     front.run(config, memory, reader, writer, channel)

@@ -35,7 +35,7 @@ _decode = msgspec.msgpack.Decoder(FromMain).decode
 
 
 class PendingInstance(asyncio.Future[Result]):
-    """An instance that the main process has in its ledger; cancelling it takes it out there."""
+    """An instance that the main process has in its ledger; cancelling removes it there."""
 
     __slots__ = ("front_side", "id", "steps")
 
@@ -106,7 +106,7 @@ class FrontSide:
     ) -> None:
         """Begin to listen to the main process.
 
-        `on_lost` is called with the reason when the main process is gone. Each API key may take
+        `on_lost` is called with the reason when the main process is gone. Each API key may use
         `key_share` of the slots that others leave.
         """
         self.loop = asyncio.get_running_loop()

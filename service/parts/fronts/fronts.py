@@ -107,7 +107,7 @@ class Fronts:
         self._watching = asyncio.create_task(self._watch(), name="watch fronts")
 
     async def until_up(self) -> None:
-        """Wait until one takes connections."""
+        """Wait until one accepts connections."""
         await self._up.wait()
 
     def tell_models(self) -> None:
@@ -116,7 +116,7 @@ class Fronts:
             front.main_side.tell_models()
 
     async def until_known(self) -> None:
-        """Wait until the fronts know what `tell_models` has told them, or hang for too long."""
+        """Wait until the fronts have received what `tell_models` sent, or hang for too long."""
         knowing = [front.main_side.until_known() for front in self._living()]
         if knowing:
             await asyncio.wait(knowing, timeout=_HANG_S)
@@ -181,7 +181,7 @@ class Fronts:
         """Do nothing: a start's progress is not shown."""
 
     def on_ready(self, slot: Slot[ArenaPart, FrontProcess]) -> None:
-        """Give connections to a front that is ready."""
+        """Start to pass connections to a front that is ready."""
         if self._is_hurried and slot.handle:
             slot.handle.hurry()
         self._up.set()
@@ -202,14 +202,14 @@ class Fronts:
         return [slot.handle for slot in self._supervisor.slots if slot.handle]
 
     def _living(self) -> list[FrontProcess]:
-        """Return all fronts, those too that know the models and take no connections yet."""
+        """Return all fronts, also those that know the models and accept no connections yet."""
         self._started = [front for front in self._started if not front.is_gone]
         return self._started
 
     async def _bring_up(
         self, id: WorkerId, part: ArenaPart, _on_progress: Callable[[str], None]
     ) -> FrontProcess:
-        """Start a front, and wait until it takes connections."""
+        """Start a front, and wait until it accepts connections."""
         config = FrontConfig(
             name=id.worker,
             main_pid=os.getpid(),

@@ -69,7 +69,7 @@ class MainSide:
         self._name = name
         self._loop = asyncio.get_running_loop()
         self.is_up: asyncio.Future[None] = self._loop.create_future()
-        """Done once the front takes connections and knows the models."""
+        """Done once the front accepts connections and knows the models."""
         self.has_moved: asyncio.Future[None] = self._loop.create_future()
         """Done once most of its clients have gone."""
         self._part = part

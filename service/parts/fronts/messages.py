@@ -86,7 +86,7 @@ class FrontCounts(msgspec.Struct, frozen=True, array_like=True, tag="counts"):
 
 
 class Listening(msgspec.Struct, frozen=True, array_like=True, tag="listening"):
-    """Front to main, once: it can take connections, as soon as it knows the models."""
+    """Front to main, once: it can accept connections, as soon as it knows the models."""
 
 
 class MovedAway(msgspec.Struct, frozen=True, array_like=True, tag="moved"):
@@ -181,7 +181,7 @@ _ERRORS: dict[str, type[ServiceError]] = {
 
 
 def failure_of(error: BaseException) -> Failure:
-    """Return an error in the form in which it crosses to a front."""
+    """Return an error in its form for messages to a front."""
     if isinstance(error, ServiceError):
         return Failure(error.code, error.message, error.retry_after_s)
     return Failure("mistake", f"in the main process: {error!r}")

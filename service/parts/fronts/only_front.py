@@ -12,7 +12,7 @@ _LIMITS = ("max_unfinished_bytes", "max_unread_bytes")
 
 
 class OnlyFront:
-    """The main process as the only front: it takes connections itself, and has nothing to start."""
+    """The main process as the only front: it accepts connections, and has nothing to start."""
 
     used_bytes = 0
     """Bytes of the arena that other processes use."""
@@ -31,7 +31,7 @@ class OnlyFront:
             self.up.set()
 
     async def until_up(self) -> None:
-        """Wait until it takes connections."""
+        """Wait until it accepts connections."""
         await self.up.wait()
 
     def tell_models(self) -> None:

@@ -184,7 +184,7 @@ class Jobs:
         await self._keeper.store()
 
     def inputs_of(self, model: str) -> Sequence[TensorSpec]:
-        """Return the tensors that a model takes; empty if unknown."""
+        """Return the input tensors of a model; empty if unknown."""
         pool = self._pools.get(model)
         return () if pool is None else pool.inputs
 
@@ -325,7 +325,7 @@ class Jobs:
             yield Reading(name="webhook_calls", value=num, labels=(outcome,))
 
     async def _use(self, store: "JobStore") -> None:
-        """Compute, tell, clean and count what a store holds until cancelled."""
+        """Compute, announce, clean and count what a store holds until cancelled."""
         async with asyncio.TaskGroup() as group:
             if not self._is_ending:
                 computing = _again(partial(self._compute, store), "compute jobs")
@@ -396,7 +396,7 @@ class Jobs:
 
 
 async def _again(work: Callable[[], Awaitable[None]], what: str) -> None:
-    """Do a work until cancelled: an error that nobody foresaw in one must not end the others."""
+    """Run a task until cancelled: an unforeseen error in one must not end the others."""
     while True:
         try:
             return await work()

@@ -125,7 +125,7 @@ class StoreKeeper:
         self._thread.shutdown(wait=False)
 
     async def _open(self, former: "JobStore | None") -> "JobStore":
-        """Open the store; one that was gone only when it is there again."""
+        """Open the store; if it was gone, wait until it is there again."""
         while True:
             try:
                 if former is None or await in_thread(lambda: former.may_be_opened):

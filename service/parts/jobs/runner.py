@@ -297,7 +297,7 @@ class Runner:
                 return JobAnswer(value=result.value)
 
     async def _until_answered(self) -> None:
-        """Wait until an instance of this runner has its answer, which leaves room, or a moment."""
+        """Wait until an answer to this runner leaves room, or until a moment."""
         self._answered.clear()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_PAUSE_S):

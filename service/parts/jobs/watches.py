@@ -15,7 +15,7 @@ from inferpool.service.parts.jobs.records import Job
 
 
 class Watches:
-    """The jobs that somebody waits for."""
+    """The jobs that calls wait for."""
 
     def __init__(self, read: Callable[[str, str], Awaitable[Job]], *, poll_s: float) -> None:
         """Watch nothing yet.
@@ -32,7 +32,7 @@ class Watches:
 
     @property
     def num_watched(self) -> int:
-        """How many jobs somebody waits for."""
+        """Number of jobs that calls wait for."""
         return len(self._watches)
 
     async def until(self, id: str, owner: str, timeout_s: float) -> Job:
@@ -108,7 +108,7 @@ class Watches:
             if before.created_at != job.created_at:  # another job has its id by now
                 self.forget(job.id, job.owner)
                 return job
-            # Commits are made in threads, and what they tell may overtake each other.
+            # Commits are made in threads, and their reports may overtake each other.
             if before == job or (before.is_over, before.num_done) > (job.is_over, job.num_done):
                 return before
         watch.job = job

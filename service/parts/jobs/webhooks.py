@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _DELAYS_S = (5.0, 30.0, 300.0, 1800.0, 7200.0, 18000.0, 36000.0, 36000.0)
-"""Time between attempts, about as the specification proposes; then nobody is told."""
+"""Time between attempts, about as the specification proposes; then no call is made."""
 _ATTEMPT_S = 15.0
 _LEASE_S = 60.0
 MAX_CALLS = 64

@@ -58,7 +58,7 @@ class Page:
         self._paths["sample.jpg"] = _SAMPLE
         self._files: dict[str, asyncio.Task[PageFile]] = {}
         self._plain: dict[str, asyncio.Task[bytes]] = {}
-        """Unzipped files, for clients that take no gzip; all browsers do."""
+        """Unzipped files, for clients that accept no gzip; all browsers do."""
 
     def router(self) -> APIRouter:
         """Return the routes."""

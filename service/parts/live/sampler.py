@@ -1,7 +1,7 @@
 """Samples what each model did in each of the last seconds, for the feed at `/events`.
 
 One sampler serves all listeners, in the main process's event loop. It reads the counters of
-`/metrics` once a second. The rest is made only if somebody listens.
+`/metrics` once a second. The rest is built only for listeners.
 """
 
 import asyncio
@@ -69,7 +69,7 @@ class LiveFeed:
         self._began = self._last = time.monotonic()
         self._interval_s = 0.0
         self._newest: bytes | None = None
-        """The newest event, once somebody has asked for it."""
+        """The newest event, once a listener has asked for it."""
         self._ticked = asyncio.Event()
         """Set when the next event can be made, and then replaced."""
         self._task: asyncio.Task[None] | None = None

@@ -57,8 +57,8 @@ class Changes:
         Args:
             catalog: The versions.
             metrics: Gets counters for each model.
-            speed_search: Looks for faster presets meanwhile; None if nothing does.
-            room: Gives out memory while versions load.
+            speed_search: Searches for faster presets meanwhile; None if nothing does.
+            room: Reserves memory while versions load.
             grace_s: How long calls may take to end when their version leaves.
         """
         self._history = VersionHistory()
@@ -162,7 +162,7 @@ class Changes:
         return over
 
     def end(self) -> None:
-        """Begin no further change, and end all where they are; what serves goes on to serve."""
+        """Begin no further change, and end all where they are; the versions that serve go on."""
         if self._versions.is_ending:
             return
         self._versions.is_ending = True
@@ -214,7 +214,6 @@ class Changes:
             self._history.record(version, "serving" if version.pool is serving else "loading")
 
     def _former(self, name: str) -> Record | None:
-        """Return the version that served before the one of now."""
         self._remember_all(name)
         return self._history.former(name, self._catalog.serving[name].version)
 

@@ -40,7 +40,7 @@ _CHEAP_BYTES = 1 << 16
 NO_ROOM = (OverloadedError, UnavailableError, DeadlineExceededError)
 """Errors that say nothing about a version while another serves on the same machine."""
 _MOST_RECORDED_BYTES = 256 * 2**20
-"""The memory of recorded answers, from which on no more are recorded."""
+"""The most memory for recorded answers; beyond it no more are recorded."""
 _LEAST_TIMED = 5
 """With fewer inputs, times say nothing."""
 _SURE = 2.0

@@ -1,4 +1,4 @@
-"""Inputs on which versions are compared: an example, made-up ones, and live ones."""
+"""Inputs for comparisons of versions: an example, made-up ones, and live ones."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -97,7 +97,7 @@ async def inputs_of(pool: Pool) -> list[SwapInput]:
     """Return the example of a model, and inputs that are made up from what it declares."""
     if pool.example is None and not pool.inputs:
         return []
-    return await asyncio.to_thread(list, _inputs_of(pool))  # large ones take long to make up
+    return await asyncio.to_thread(list, _inputs_of(pool))  # large ones are slow to create
 
 
 def _inputs_of(pool: Pool) -> Iterator[SwapInput]:

@@ -96,7 +96,7 @@ class Record:
     figures: SwapFigures | None = None
 
     def become(self, state: VersionState, reason: str = "") -> None:
-        """Come into another state, and tell people."""
+        """Set another state, and show it to people."""
         if self.state == "serving":
             self.served_until = time.monotonic()
         self.state, self.reason, self.since = state, reason, time.time()

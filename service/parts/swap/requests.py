@@ -164,7 +164,7 @@ def _properties_of(table: type[SettingsTable]) -> dict[str, dict[str, object]]:
 
 
 def _invalid(error: ValidationError) -> InvalidInputError:
-    """Name each setting that cannot be used, and say what it takes."""
+    """Name each setting that cannot be used, and say what it accepts."""
     fields = {**ModelSettings.model_fields, **SwapOptions.model_fields}
     texts: dict[str, str] = {}
     for each in error.errors():

@@ -42,7 +42,7 @@ from inferpool.workers.shared.messages import ItemRef
 logger = logging.getLogger(__name__)
 
 _NUM_AT_ONCE = 4
-"""Versions that are loaded at once: each takes cores from those that serve."""
+"""Versions that are loaded at once: each uses cores of those that serve."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,9 +261,9 @@ class Succession:
 
         Args:
             catalog: The versions.
-            room: Gives out memory.
+            room: Reserves memory.
             old: The version that serves.
-            options: Say whether it may leave first.
+            options: Decide whether it may leave first.
             grace_s: How long a worker may take to finish what it holds.
         """
         self.is_tight = False
@@ -448,7 +448,7 @@ class Succession:
         return slots[self._num_begun] if self._num_begun < len(slots) else None
 
     def _spare(self) -> list[WorkerSlot]:
-        """Return the workers of the former version without which it still answers, if it does."""
+        """Return the workers that the former version can lose and still answer, if it does."""
         leaving = self._leaving()
         return leaving[:-1] if leaving and leaving[-1].handle is not None else leaving
 

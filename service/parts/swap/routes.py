@@ -88,7 +88,7 @@ class _ChangeCalls:
     ) -> ModelInfo:
         """Begin a change, unless it was begun before, and wait for the decision.
 
-        Nobody waits if the caller does not want to, or it takes too long.
+        It does not wait if the caller does not want to, or if the decision takes too long.
         """
         key = request.headers.get("idempotency-key")
         about = request.url.path.encode() + b"\0" + body

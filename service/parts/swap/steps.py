@@ -43,7 +43,7 @@ class VersionSteps:
         Args:
             catalog: The versions.
             metrics: Gets counters for each model.
-            room: Gives out memory while versions load.
+            room: Reserves memory while versions load.
             history: Records what becomes of the versions.
             begin: Begins a change of a model, when a version that is watched is worse.
             grace_s: How long calls may take to end when their version leaves.

@@ -110,8 +110,8 @@ async def validate(
 ) -> "SwapFigures":
     """Return figures with the shares of inputs that both versions label right.
 
-    What a version fails on it does not label right. Inputs for which there was no room count for
-    neither. The labels are taken as names or as numbers, by which more of them are right.
+    An input that a version fails on counts as wrong. Inputs without room count for neither. The
+    labels are read as names or as numbers: the way that makes more of them right.
 
     Raises:
         InvalidInputError: An input cannot be read any more, or neither version can read it; names
@@ -213,7 +213,7 @@ def sample_of(case: LabelledInput, pool: "Pool") -> SwapInput:
 
 
 def _kinds_of_right(answer: "Result | ServiceError", label: str) -> list[str]:
-    """Return whether an answer has a label as the name of what it says, or as its number."""
+    """Return how a label matches the best answer: by its name, by its number, or both."""
     if isinstance(answer, ServiceError):
         return []
     value = answer.value

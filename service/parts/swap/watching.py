@@ -1,10 +1,10 @@
 """Watches a version that answers clients, and says once it is worse than the former one.
 
 Faults are counted, and compared with the share of faults that the former version had lately.
-Load changes the size of batches and what they take, so times of another load prove nothing. A
-canary is compared with what the former version takes for batches of the same size at that time. A
-former version that answers no client is given copies of live inputs in groups of the same size now
-and then, and once more before a version counts as slow.
+Load changes the size and the time of batches, so times of another load prove nothing. A canary is
+compared with the former version's times for batches of the same size at that time. A former version
+that answers no client gets copies of live inputs in groups of the same size now and then, and once
+more before a version counts as slow.
 """
 
 import asyncio
@@ -277,7 +277,7 @@ class VersionWatch:
         return found
 
     async def _group_s(self, inputs: list[SwapInput], size: int) -> float | None:
-        """Return what the former version takes for an instance of a group; None if it fails."""
+        """Return the former version's time for an instance of a group; None if it fails."""
         if not inputs:
             return None
         spent_s = 0.0

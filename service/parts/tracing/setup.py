@@ -1,4 +1,4 @@
-"""Sets tracing up as the settings say, in whichever process takes the calls."""
+"""Sets tracing up as the settings say, in each process that serves calls."""
 
 import logging
 from collections.abc import Callable

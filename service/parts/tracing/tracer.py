@@ -1,7 +1,7 @@
 """Traces the calls of one process, and sends their spans to a collector by OTLP over HTTP.
 
-The sending is a thread that no call waits for. While the collector does not take spans, calls
-beyond a bound are dropped and counted.
+A thread sends them, and no call waits for it. While the collector accepts no spans, calls beyond a
+bound are dropped and counted.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ _TRY_AGAIN = (429, 502, 503, 504)
 _MOST_OF_ITS_TIME = 0.2
 """The share of a core that the thread may take from the event loop: some 2,000 calls a second."""
 _NUM_AT_A_STRETCH = 8
-"""Calls whose spans are made before the event loop may run again, which takes 0.5 ms."""
+"""Calls that get their spans before the event loop may run again; they take 0.5 ms."""
 _LOG_EVERY_S = 60.0
 """Seconds between log lines while a collector is down."""
 _NAME = "service.name"
@@ -191,7 +191,7 @@ class Tracer:
 
         Raises:
             httpx.HTTPError: The collector cannot be reached, or is too busy.
-            _RefusedError: It does not take this.
+            _RefusedError: It does not accept this.
         """
         for pause_s in (*self._periods.pauses_s, None):
             try:

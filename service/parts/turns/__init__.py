@@ -1,1 +1,1 @@
-"""Turns: how the models that share a device take turns at it, each for its share of the time."""
+"""Turns: the models that share a device use it in turn, each for its share of the time."""

@@ -23,13 +23,13 @@ class Turn:
     """The use of one or several devices by one batch."""
 
     widths: Mapping["SharedDevice", int]
-    """The places that it takes of each device."""
+    """The places that it uses of each device."""
     expected_s: float
     """The time that it should take, which its model was charged."""
     ends_at: float
     """When it should end, by what is known of its worker."""
     is_counted: bool = False
-    """It takes its places. A batch that was sent ahead takes none before it begins."""
+    """It uses its places. A batch that was sent ahead uses none before it begins."""
 
     @property
     def late_at(self) -> float:
@@ -115,7 +115,7 @@ class SharedDevice:
         account.num_waiting += 1
 
     def lag_s(self, account: Account) -> float:
-        """Return how much a model has had beyond the one that went last; the lowest goes first."""
+        """Return how much more a model has had than the one that went last; lowest goes first."""
         return account.level_s - self.level_s
 
     def is_free_for(self, account: Account, now: float) -> bool:

@@ -70,7 +70,7 @@ class DeviceGate:
         """Have the workers of one pool take part, until it leaves.
 
         Args:
-            scheduler: Gives the workers their batches.
+            scheduler: Sends the workers their batches.
             model: Pools of the same model have one share together.
             share: The model's weight, until this pool leaves or another one of the model joins.
             placements: The placement of each worker, by its slot.
@@ -335,7 +335,7 @@ class Claim:
 
     @property
     def lanes(self) -> list[Lane]:
-        """Its workers that take batches."""
+        """Its workers that accept batches."""
         return [lane for lane in self._scheduler.lanes.open if lane.worker.id.slot in self.slots]
 
     @property

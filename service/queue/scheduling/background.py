@@ -31,7 +31,7 @@ _MOST_OWED_S = 1.0
 
 
 class TurnsQueue:
-    """The instances that wait in the background: callers take turns, and have an order each."""
+    """The instances that wait in the background: callers take turns, each with its own order."""
 
     def __init__(self) -> None:
         self._queues: dict[int, Batcher[Instance]] = {}

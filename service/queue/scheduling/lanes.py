@@ -103,7 +103,7 @@ class Lanes:
 
     def __init__(self) -> None:
         self.open: list[Lane] = []
-        """Lanes of the workers that take batches."""
+        """Lanes of the workers that accept batches."""
         self.leading: list[Lane] = []
         """The fast ones among them: all, if they are about equally fast."""
         self.lagging: list[Lane] = []
@@ -116,10 +116,10 @@ class Lanes:
         self._costs: dict[int, BatchCosts] = {}
         """Costs by slot, since the next incarnation of a worker is as fast as the one before."""
         self._leaving: list[Lane] = []
-        """Lanes of workers that take no more batches, and still hold some."""
+        """Lanes of workers that accept no more batches, and still hold some."""
 
     def attach(self, worker: WorkerHandle) -> None:
-        """Add a worker that takes batches."""
+        """Add a worker that accepts batches."""
         costs = self._costs.setdefault(worker.id.slot, BatchCosts())
         self.open.append(Lane(worker, costs))
         self._compare()

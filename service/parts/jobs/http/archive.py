@@ -1,8 +1,8 @@
 """Reads tar archives from front to back, in bounded memory: each regular file, in its order.
 
 Python's `tarfile` does not suit bodies of strangers: it keeps the header of each member, holds
-extended headers of any length, and takes an archive that is cut off between two members, or damaged
-there, for a whole one. The formats are those of POSIX (pax and ustar), of GNU tar and of V7.
+extended headers of any length, and accepts an archive that is cut off or damaged between two
+members. The formats are those of POSIX (pax and ustar), of GNU tar and of V7.
 """
 
 import os
@@ -167,7 +167,7 @@ class _Archive:
         return self.read(num_bytes)
 
     def _skip_sparse_map(self, block: bytes) -> None:
-        """Leave out the blocks that tell more about the holes of a sparse file of GNU tar."""
+        """Skip the blocks that list more holes of a sparse file of GNU tar."""
         is_extended = block[482]
         while is_extended:
             is_extended = self.read(_BLOCK)[504]
@@ -225,7 +225,7 @@ def _read_header(block: bytes) -> _Header:
 
 
 def _has_checksum(block: bytes) -> bool:
-    """Return whether a block's checksum is right; some old programs took bytes for signed."""
+    """Return whether a block's checksum is right; some old programs summed signed bytes."""
     rest = block[:148] + block[156:]
     total = sum(rest) + 8 * ord(" ")
     digits = block[148:156].partition(b"\0")[0].strip(b" ")

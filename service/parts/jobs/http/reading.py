@@ -259,7 +259,7 @@ def _stored(payload: Payload) -> StoredInstance:
 
 
 def _problem(error: ServiceError, place: str = "") -> StoredInstance:
-    """Return an instance that cannot be read; `place` is said before, unless it is already."""
+    """Return an instance that cannot be read; its message begins with `place`."""
     message = error.message
     if not message.startswith(place):
         message = f"{place}: {message}"

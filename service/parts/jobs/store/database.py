@@ -49,7 +49,7 @@ _MIGRATIONS = Path(__file__).parent / "migrations"
 _BUSY_S = 30.0
 """How long a transaction of SQLite waits for another one of this service."""
 _LOCKED_S = 2.0
-"""How long the first one waits for another program. Those behind it are told at once."""
+"""How long the first one waits for another program. Those behind it fail at once."""
 _CONNECT_S = 5
 _POSTGRESQL = {
     "connect_timeout": _CONNECT_S,
@@ -131,7 +131,7 @@ class Database:
 
     @property
     def clock(self) -> ColumnElement[float]:
-        """The time by which leases count, in seconds of a clock that never jumps.
+        """The time for leases, in seconds of a clock that never jumps.
 
         Services on several hosts use the clock of their database. A store in a folder uses
         CLOCK_MONOTONIC, and keeps no lease over a restart.
@@ -340,7 +340,7 @@ class Database:
 
 @contextlib.contextmanager
 def told(message: str = "") -> Iterator[None]:
-    """Turn what the database or the disk raises into what a caller is told.
+    """Turn errors of the database or the disk into errors for callers.
 
     Args:
         message: The text of the error; empty to refer to the log, and write to it.

@@ -45,7 +45,7 @@ class HeldFolder:
 
 
 class FileOnDisk:
-    """A file that is open, and that somebody may remove all the same."""
+    """An open file that another program may remove."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -61,7 +61,7 @@ class FileOnDisk:
         """There is one again, or an empty folder on the same disk.
 
         An empty folder on another disk is what an unmounted one leaves. One with other files lacks
-        this one, which somebody may still bring back.
+        this one, which may still come back.
         """
         folder = self.path.parent
         try:

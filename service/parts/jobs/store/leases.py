@@ -187,7 +187,7 @@ class PartLeases:
     def _take(
         self, connection: Connection, numbers: Sequence[int], room: LeaseRoom
     ) -> list[Row[Any]]:
-        """Return free parts of some jobs in turn, which nobody else takes in this transaction."""
+        """Return free parts of some jobs in turn, locked until the transaction ends."""
         taken: list[Row[Any]] = []
         num_left, bytes_left = room.num_instances, room.num_bytes
         for index, number in enumerate(numbers):

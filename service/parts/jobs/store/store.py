@@ -355,7 +355,6 @@ class JobStore:
 
 
 def _names_of(connection: Connection, job: int) -> set[str]:
-    """Return the names of the files of a job."""
     columns = parts.c["number", "result_token"]
     is_payload = parts.c.payload.is_(None) & parts.c.result_token.is_(None)
     is_result = parts.c.result.is_(None) & parts.c.result_token.is_not(None)
@@ -369,5 +368,5 @@ def _names_of(connection: Connection, job: int) -> set[str]:
 
 
 def _is(id: str, owner: str) -> ColumnElement[bool]:
-    """Return the condition that a job is that of an owner with an id."""
+    """Return the condition that a job has this owner and id."""
     return (jobs.c.owner == owner) & (jobs.c.name == id)

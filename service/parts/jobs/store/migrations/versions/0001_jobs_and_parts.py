@@ -1,4 +1,4 @@
-"""Make the tables of jobs and their parts."""
+"""Creates the tables of jobs and their parts."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -10,7 +10,7 @@ _NUMBER = sa.BigInteger().with_variant(sa.Integer, "sqlite")
 
 
 def upgrade() -> None:
-    """Make both tables."""
+    """Create both tables."""
     op.create_table(
         "jobs",
         sa.Column("number", _NUMBER, primary_key=True, autoincrement=True),

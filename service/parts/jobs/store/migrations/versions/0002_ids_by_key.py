@@ -1,4 +1,4 @@
-"""Make the ids of jobs those of their keys, and know who is called by webhooks."""
+"""Scopes the ids of jobs to their keys, and adds the receivers of webhooks."""
 
 import sqlalchemy as sa
 from alembic import op
