@@ -597,7 +597,10 @@ def _offer_forks() -> list[str] | None:
         die_with_parent(parent)
         for number in (signal.SIGTERM, signal.SIGHUP):  # they end the command, and so all here
             signal.signal(number, signal.SIG_IGN)
-        of_another = _fork_for_each(theirs, die_with_us=True)
+        try:
+            of_another = _fork_for_each(theirs, die_with_us=True)
+        except SystemExit:  # at once: the socket around this was closed when it became a child
+            os._exit(0)
         theirs.detach()  # a new process has closed it
         return of_another
     theirs.close()
