@@ -151,3 +151,16 @@ def test_no_test_patches_a_time_of_the_product():
         for name, tree in trees_of_tests().items()
     }
     assert {name: names for name, names in found.items() if names} == {}
+
+
+def test_no_property_fails_for_a_slow_machine():
+    """Hypothesis bounds the time of examples, but for those that `untimed` marks."""
+    found = [
+        f"{name}:{node.lineno}"
+        for name, tree in trees_of_tests().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        for marks in [" ".join(map(ast.unparse, node.decorator_list))]
+        if "given(" in marks and not re.search(r"untimed\(|deadline=None", marks)
+    ]
+    assert found == []
