@@ -19,6 +19,8 @@ from inferpool.workers.shared.cgroups import read_limits
 
 _CHECKED_BYTES = 1 << 20
 """Least size that is compared with the free memory first."""
+_CLOSED = -1
+"""Stands for a descriptor that is closed."""
 
 
 class SharedMemoryError(Exception):
@@ -81,14 +83,16 @@ class SharedMemory:
         return self._fd
 
     def close(self) -> None:
-        """Unmap the region here; it exists as long as a worker maps it."""
+        """Unmap the region here; it exists as long as a worker maps it. Twice does nothing more."""
         with contextlib.suppress(BufferError):  # views keep the mapping alive
             self.map.close()
         self._close_descriptors()
 
     def _close_descriptors(self) -> None:
-        for fd in {self._fd, self._given_fd}:
-            os.close(fd)
+        descriptors = {self._fd, self._given_fd} - {_CLOSED}
+        self._fd = self._given_fd = _CLOSED  # their numbers may become those of other files
+        for descriptor in descriptors:
+            os.close(descriptor)
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pass the descriptor to the process that is being started."""

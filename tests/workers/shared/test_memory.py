@@ -5,6 +5,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,15 @@ def test_no_process_can_take_pages_from_under_another_that_has_mapped_them(num_b
     with pytest.raises(PermissionError):
         os.ftruncate(memory.fileno(), num_bytes)
     memory.close()
+
+
+def test_a_region_that_is_closed_twice_closes_no_descriptor_of_another():
+    region = SharedMemory(100, name="first", writable=False)
+    region.close()
+    with ExitStack() as stack:
+        others = [stack.enter_context(open(os.devnull)) for _ in range(8)]
+        region.close()
+        assert all(os.fstat(each.fileno()) for each in others)
 
 
 def test_refused_region_leaves_no_descriptor():

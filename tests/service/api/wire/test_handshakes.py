@@ -103,7 +103,7 @@ async def test_silent_connections_make_room_for_a_client_that_speaks(serve_tls: 
 
 
 async def test_a_connection_keeps_the_place_of_its_handshake(serve_tls: Serve) -> None:
-    """Of eight places, an address that has two may have one more while another one has four."""
+    """An address that has two of eight places may have one more while another one has four."""
     limits = {"unfinished": UnfinishedRequests(2**20, share=0.75), "max_connections": 8}
     async with (
         serve_tls(silent_model(), **limits) as server,
