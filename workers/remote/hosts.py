@@ -134,7 +134,12 @@ class RemoteHosts:
         self.standby_reason = ""
 
     async def close(self) -> None:
-        """Accept no more agents, and end all connections. Agents keep their models for a while."""
+        """Accept no more agents, and end all connections. Agents keep their models for a while.
+
+        Another call does nothing.
+        """
+        if self._listener.fileno() < 0:
+            return
         if self._resting is not None:
             self._resting.cancel()
         asyncio.get_running_loop().remove_reader(self._listener.fileno())

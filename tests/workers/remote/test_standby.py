@@ -68,8 +68,8 @@ async def test_standby_takes_over_with_loaded_workers_and_the_first_one_then_sta
         assert not second.hosts.hosts
         worker = await OnHost(first.hosts).start(WorkerId(model="m", slot=0), config_of(), print)
         await first.end()
-        await until(lambda: "h" in second.hosts.hosts)
-        assert agent.term == second.hosts.term > first.hosts.term
+        await until(lambda: "h" in second.hosts.hosts and agent.term == second.hosts.term)
+        assert second.hosts.term > first.hosts.term
         same = await OnHost(second.hosts).start(WorkerId(model="m", slot=0), config_of(), print)
         assert pid_of(same) == pid_of(worker)
         assert answers(await same.run([put({"n": 4})])) == [8]
