@@ -87,19 +87,18 @@ async def restarted(hosts: RemoteHosts, arena: Arena) -> RemoteHosts:
 async def test_addresses_are_tried_in_turn_and_the_last_one_first(
     arena: Arena, pauses: list[float]
 ):
-    async with front(arena) as (first, _):
-        async with front(arena) as (second, _):
-            addresses = [nobody(), first.address, second.address]
-            agent = make_agent(addresses, engine=LoadingEngine())
-            async with running(agent):
-                await until(lambda: first.hosts)
-                assert not pauses
-                await first.close()
-                await until(lambda: agent.term == second.term)
-                assert agent._addresses[0] == second.address
-                assert sorted(agent._addresses) == sorted(addresses)
-                second.hosts["h"].close("again")
-                await until(lambda: second.hosts and second.hosts["h"].epoch == 2)
+    async with front(arena) as (first, _), front(arena) as (second, _):
+        addresses = [nobody(), first.address, second.address]
+        agent = make_agent(addresses, engine=LoadingEngine())
+        async with running(agent):
+            await until(lambda: first.hosts)
+            assert not pauses
+            await first.close()
+            await until(lambda: agent.term == second.term)
+            assert agent._addresses[0] == second.address
+            assert sorted(agent._addresses) == sorted(addresses)
+            second.hosts["h"].close("again")
+            await until(lambda: second.hosts and second.hosts["h"].epoch == 2)
 
 
 async def test_a_silent_front_end_does_not_keep_an_agent_from_the_other_one(
