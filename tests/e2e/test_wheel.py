@@ -125,7 +125,7 @@ def test_it_installs_one_package(wheel: Path):
     }
     assert {f"inferpool/{Path(path).relative_to(ROOT)}" for path in ours} <= set(names)
     assert {"inferpool/service/parts/live/files/index.html", "inferpool/py.typed"} <= set(names)
-    assert "inferpool/service/client/README.md" not in names
+    assert not {"README.md", "LICENSE"} & {Path(name).name for name in names if "/client/" in name}
     assert any(name.endswith("photos/chelsea.jpg") for name in names)
 
 
@@ -134,6 +134,13 @@ def test_the_clients_wheel_has_the_same_files_under_its_own_name(client_wheel: P
     ours = (ROOT / "service/client").rglob("*.py")
     relative = {path.relative_to(ROOT / "service/client").as_posix() for path in ours}
     assert names == {f"inferpool_client/{name}" for name in {*relative, "py.typed"}}
+
+
+def test_both_wheels_have_the_license(wheel: Path, client_wheel: Path):
+    for each in (wheel, client_wheel):
+        with ZipFile(each) as archive:
+            (name,) = (name for name in archive.namelist() if name.endswith("licenses/LICENSE"))
+            assert archive.read(name) == (ROOT / "LICENSE").read_bytes()
 
 
 def test_both_distributions_have_one_version_and_need_the_same_packages():
