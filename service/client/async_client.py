@@ -11,7 +11,7 @@ from .calls import Calls, Draw, Send, StepOutcome, Steps
 from .connecting import open_async_client
 from .errors import InferpoolError, UnsendableError
 from .jobs.body import each_of
-from .jobs.calls import JobCalls
+from .jobs.calls import JobPages, find, submit
 from .jobs.handles import AsyncJob
 from .many import Outcome, Window
 from .options import (
@@ -43,7 +43,6 @@ class AsyncClient:
     ) -> None:
         """Check the options; the first call connects. See `Client`."""
         self._calls = Calls(url, options)
-        self._job_calls = JobCalls(self._calls)
         self._http = open_async_client(
             self._calls.way,
             transport=transport,
@@ -132,17 +131,17 @@ class AsyncClient:
         If reading the inputs blocks, pass an async iterable. Cancelling this makes no job, unless
         the service had all inputs already.
         """
-        return AsyncJob(await self._run(self._job_calls.submit(inputs, options)), self._run)
+        return AsyncJob(await self._run(submit(self._calls, inputs, options)), self._run)
 
     async def job(self, id: str) -> AsyncJob:
         """Return a job by its ID; see `Client.job`."""
-        return AsyncJob(await self._run(self._job_calls.job(id)), self._run)
+        return AsyncJob(await self._run(find(self._calls, id)), self._run)
 
     async def jobs(
         self, *, states: Iterable[str] = (), limit: int | None = None
     ) -> AsyncIterator[AsyncJob]:
         """Yield the jobs of this key, the newest first; see `Client.jobs`."""
-        pages = self._job_calls.pages(states, limit)
+        pages = JobPages(self._calls, states, limit)
         while page := await self._run(pages.next_page()):
             for each in page:
                 yield AsyncJob(each, self._run)

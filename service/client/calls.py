@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import TypeVar, cast
 from urllib.parse import quote
 
 import httpx
@@ -169,19 +169,22 @@ class Calls:
         headers = _predict_headers(options)
         path = "/predict" if model is None else f"/predict/{quote(model, safe='')}"
 
+        sent_at: list[float] = []  # the moment of each attempt
+
         def request() -> httpx.Request:
+            sent_at.append(time.monotonic())
             timeout = _timeout_header(deadline - time.monotonic())
             return self.request(
                 "POST", path, deadline, request_id, headers={**headers, **timeout}, body=body
             )
 
-        def read(reply: Reply, num_attempts: int, sent: float) -> Prediction:
+        def read(reply: Reply) -> Prediction:
             return read_prediction(
                 reply,
                 model=model,
                 request_id=request_id,
-                num_attempts=num_attempts,
-                timing=_timing(reply, sent, started),
+                num_attempts=len(sent_at),
+                timing=_timing(reply, sent_at[-1], started),
             )
 
         try:
@@ -194,20 +197,18 @@ class Calls:
         self, value: object, options: ManyOptions, index: int
     ) -> Steps[Prediction]:
         """Yield the steps of one prediction of several; the result has its index."""
-        own = PredictOptions(as_arrays=options.get("as_arrays", False))
-        for name in ("model", "version", "parameters", "priority", "timeout_s"):
-            if name in options:
-                own[name] = options[name]
+        shared = {k: v for k, v in options.items() if k in PredictOptions.__annotations__}
+        own = cast("PredictOptions", shared)
         return replace((yield from self.predict(value, own)), index=index)
 
     def health(self) -> Steps[Health]:
         """Yield the steps of `GET /health`."""
-        return read_health((yield from self._get("/health")))
+        return read_health((yield from self.send("GET", "/health")))
 
     def is_ready(self) -> Steps[bool]:
         """Yield the steps of `GET /health/ready`; return whether the service is ready."""
         try:
-            yield from self._get("/health/ready")
+            yield from self.send("GET", "/health/ready")
         except (ConnectError, UnavailableError, DeadlineExceededError):
             return False
         return True
@@ -217,7 +218,7 @@ class Calls:
         deadline = time.monotonic() + timeout_s
         while True:
             try:
-                yield from self._get("/health/ready", deadline)
+                yield from self.send("GET", "/health/ready", deadline)
             except (ConnectError, UnavailableError) as error:
                 pause_s = max(_POLL_S, min(error.retry_after_s or 0.0, 1.0))
                 if not error.is_retryable or time.monotonic() + pause_s >= deadline:
@@ -227,10 +228,42 @@ class Calls:
                 return
             yield Pause(pause_s)
 
+    def ask(
+        self,
+        method: str,
+        path: str,
+        read: Callable[[Reply], _T],
+        query: Mapping[str, str | Sequence[str]] | None = None,
+    ) -> Steps[_T]:
+        """Yield the steps of a request with the client's time and retries."""
+        deadline = self.deadline(self.timeout_s)
+        request_id = uuid.uuid4().hex
+
+        def request() -> httpx.Request:
+            return self.request(method, path, deadline, request_id, query=query)
+
+        return (yield from self.retried(request, read, deadline, request_id))
+
+    def send(
+        self,
+        method: str,
+        path: str,
+        deadline: float | None = None,
+        *,
+        query: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Steps[Reply]:
+        """Yield the steps of a request without retries, by default with the client's time."""
+        if deadline is None:
+            deadline = self.deadline(self.timeout_s)
+        request_id = uuid.uuid4().hex
+        request = self.request(method, path, deadline, request_id, query=query, headers=headers)
+        return self.reply((yield Send(request, deadline)), deadline, request_id)
+
     def retried(
         self,
         request: Callable[[], httpx.Request],
-        read: Callable[[Reply, int, float], _T],
+        read: Callable[[Reply], _T],
         deadline: float,
         request_id: str,
         body: JobBody | None = None,
@@ -239,7 +272,7 @@ class Calls:
 
         Args:
             request: Makes the request of each attempt.
-            read: Reads an answer; also gets the number of attempts and the moment of this one.
+            read: Reads an answer.
             deadline: Moment of `time.monotonic`.
             request_id: Name of the request in the service's log.
             body: Body of the requests, if it is produced while it is sent.
@@ -247,11 +280,10 @@ class Calls:
         self._budget.deposit()
         num_attempts = 0
         while True:
-            sent = time.monotonic()
             num_attempts += 1
             outcome = yield Send(request(), deadline)
             try:
-                return read(self.reply(outcome, deadline, request_id), num_attempts, sent)
+                return read(self.reply(outcome, deadline, request_id))
             except InferpoolError as error:
                 error.num_attempts = num_attempts
                 pause_s = pause_before_retry(
@@ -329,13 +361,6 @@ class Calls:
         if not timeout_s > 0:
             raise ValueError(f"timeout_s must be more than 0, or None: {timeout_s}")
         return time.monotonic() + timeout_s
-
-    def _get(self, path: str, deadline: float | None = None) -> Steps[Reply]:
-        if deadline is None:
-            deadline = self.deadline(self.timeout_s)
-        request_id = uuid.uuid4().hex
-        request = self.request("GET", path, deadline, request_id)
-        return self.reply((yield Send(request, deadline)), deadline, request_id)
 
 
 class _Timeouts(dict[str, float | None]):

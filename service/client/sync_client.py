@@ -13,7 +13,7 @@ import httpx
 from .calls import Calls, Draw, Send, StepOutcome, Steps
 from .connecting import open_client
 from .errors import InferpoolError, UnsendableError
-from .jobs.calls import JobCalls
+from .jobs.calls import JobPages, find, submit
 from .jobs.handles import Job
 from .many import Outcome, Window
 from .options import (
@@ -56,7 +56,6 @@ class Client:
             ValueError: The URL, the key, the proxy or another option is invalid.
         """
         self._calls = Calls(url, options)
-        self._job_calls = JobCalls(self._calls)
         self._transport = transport
         self._open()
 
@@ -158,7 +157,7 @@ class Client:
         Raises:
             InferpoolError: There is no job; `service.client.errors` has the tree.
         """
-        return Job(self._run(self._job_calls.submit(inputs, options)), self._run)
+        return Job(self._run(submit(self._calls, inputs, options)), self._run)
 
     def job(self, id: str) -> Job:
         """Return a job by its ID.
@@ -167,7 +166,7 @@ class Client:
             UnknownJobError: The service has no such job, or it belongs to another key.
             InferpoolError: The service does not answer.
         """
-        return Job(self._run(self._job_calls.job(id)), self._run)
+        return Job(self._run(find(self._calls, id)), self._run)
 
     def jobs(self, *, states: Iterable[str] = (), limit: int | None = None) -> Iterator[Job]:
         """Yield the jobs of this key, the newest first.
@@ -179,7 +178,7 @@ class Client:
         Raises:
             InferpoolError: The service does not answer.
         """
-        pages = self._job_calls.pages(states, limit)
+        pages = JobPages(self._calls, states, limit)
         while page := self._run(pages.next_page()):
             for each in page:
                 yield Job(each, self._run)

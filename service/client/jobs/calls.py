@@ -6,13 +6,12 @@ import time
 import uuid
 from collections.abc import AsyncIterable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
 from urllib.parse import quote
 
 import httpx
 
 from ..bodies import RequestBody, are_many, make_body, query_of
-from ..calls import Calls, Pause, Send, Steps
+from ..calls import Calls, Pause, Steps
 from ..errors import (
     ConnectError,
     DeadlineExceededError,
@@ -24,12 +23,9 @@ from ..errors import (
     UnsendableError,
 )
 from ..options import SubmitOptions, check_names
-from ..results import Reply
 from ..retries import doubled_s
 from .body import JobBody
 from .documents import JobInfo, read_job, read_jobs
-
-_T = TypeVar("_T")
 
 _STALL_S = 300.0
 """A connection without progress for this long is given up while a job is sent."""
@@ -47,80 +43,59 @@ _PASSING = (ConnectError, DeadlineExceededError, OverloadedError, UnavailableErr
 """Errors of a service that is busy, ends or starts."""
 
 
-class JobCalls:
-    """Calls about the jobs of one service. Any thread may use it."""
+def submit(
+    calls: Calls, inputs: object | AsyncIterable[object], options: SubmitOptions
+) -> Steps["JobSteps"]:
+    """Yield the steps of submitting a job."""
+    check_names(options, SubmitOptions)
+    deadline = calls.deadline(options.get("timeout_s"))
+    request_id = options.get("request_id") or uuid.uuid4().hex
+    named = {"model": options.get("model"), "webhook": options.get("webhook")}
+    query = {name: value for name, value in named.items() if value is not None}
+    headers = {"Idempotency-Key": options.get("idempotency_key") or uuid.uuid4().hex}
+    if (priority := options.get("priority")) is not None:
+        headers["X-Priority"] = str(priority)
+    if traceparent := options.get("traceparent"):
+        headers["traceparent"] = traceparent
+    id = options.get("id")
+    path = "/jobs" if id is None else f"/jobs/{quote(id, safe='')}"
+    body = _body_of(calls, inputs, options.get("parameters"))
+    if taken := sorted(body.query.keys() & named.keys()):
+        raise UnsendableError(f"a parameter of a job cannot have the name {taken[0]!r}")
 
-    def __init__(self, calls: Calls) -> None:
-        self._calls = calls
+    def request() -> httpx.Request:
+        return calls.request(
+            "POST" if id is None else "PUT",
+            path,
+            deadline,
+            request_id,
+            query=query,
+            headers=headers,
+            body=body,
+            stall_s=_STALL_S,
+        )
 
-    def submit(
-        self, inputs: object | AsyncIterable[object], options: SubmitOptions
-    ) -> Steps["JobSteps"]:
-        """Yield the steps of submitting a job."""
-        check_names(options, SubmitOptions)
-        deadline = self._calls.deadline(options.get("timeout_s"))
-        request_id = options.get("request_id") or uuid.uuid4().hex
-        named = {"model": options.get("model"), "webhook": options.get("webhook")}
-        query = {name: value for name, value in named.items() if value is not None}
-        headers = {"Idempotency-Key": options.get("idempotency_key") or uuid.uuid4().hex}
-        if (priority := options.get("priority")) is not None:
-            headers["X-Priority"] = str(priority)
-        if traceparent := options.get("traceparent"):
-            headers["traceparent"] = traceparent
-        id = options.get("id")
-        path = "/jobs" if id is None else f"/jobs/{quote(id, safe='')}"
-        body = self._body_of(inputs, options.get("parameters"))
-        if taken := sorted(body.query.keys() & named.keys()):
-            raise UnsendableError(f"a parameter of a job cannot have the name {taken[0]!r}")
+    lines = body if isinstance(body, JobBody) else None
+    try:
+        info = yield from calls.retried(request, read_job, deadline, request_id, lines)
+    finally:
+        if lines is not None:
+            lines.close()
+    return JobSteps(calls, info)
 
-        def request() -> httpx.Request:
-            return self._calls.request(
-                "POST" if id is None else "PUT",
-                path,
-                deadline,
-                request_id,
-                query=query,
-                headers=headers,
-                body=body,
-                stall_s=_STALL_S,
-            )
 
-        lines = body if isinstance(body, JobBody) else None
-        try:
-            info = yield from self._calls.retried(request, _read_info, deadline, request_id, lines)
-        finally:
-            if lines is not None:
-                lines.close()
-        return JobSteps(self._calls, info)
-
-    def job(self, id: str) -> Steps["JobSteps"]:
-        """Yield the steps of reading a job."""
-        return JobSteps(self._calls, (yield from _ask(self._calls, "GET", id, _read_info)))
-
-    def pages(self, states: Iterable[str], limit: int | None) -> "JobPages":
-        """Return pages of jobs in these states, or in any if none is named."""
-        return JobPages(self._calls, list(states), limit)
-
-    def _body_of(
-        self, inputs: object | AsyncIterable[object], parameters: Mapping[str, object] | None
-    ) -> RequestBody | JobBody:
-        if are_many(inputs):
-            is_repeatable = self._calls.retry.max_attempts > 1
-            query, piece_s = query_of(parameters), self._calls.job_periods.piece_s
-            return JobBody(inputs, query, is_repeatable=is_repeatable, piece_s=piece_s)
-        if isinstance(inputs, os.PathLike) and os.path.isdir(inputs):
-            raise UnsendableError(
-                f"{inputs} is a folder: submit its files, such as sorted(folder.iterdir())"
-            )
-        return make_body(inputs, parameters)
+def find(calls: Calls, id: str) -> Steps["JobSteps"]:
+    """Yield the steps of reading a job."""
+    return JobSteps(calls, (yield from calls.ask("GET", _path_of(id), read_job)))
 
 
 class JobPages:
-    """Lists jobs, the newest first."""
+    """Lists jobs in some states, or in any if none is named; the newest first."""
 
-    def __init__(self, calls: Calls, states: Sequence[str], limit: int | None) -> None:
+    def __init__(self, calls: Calls, states: Iterable[str], limit: int | None) -> None:
         self._calls = calls
-        self._query: dict[str, str | Sequence[str]] = {"state": states} if states else {}
+        named = list(states)
+        self._query: dict[str, str | Sequence[str]] = {"state": named} if named else {}
         self._num_left = math.inf if limit is None else limit
 
     def next_page(self) -> Steps[list["JobSteps"]]:
@@ -128,7 +103,7 @@ class JobPages:
         if self._num_left <= 0:
             return []
         self._query["limit"] = str(min(self._num_left, _PAGE_JOBS))
-        infos, after = yield from _ask(self._calls, "GET", "", _read_page, self._query)
+        infos, after = yield from self._calls.ask("GET", "/jobs", read_jobs, self._query)
         self._num_left -= len(infos)
         if after is None:
             self._num_left = 0
@@ -148,7 +123,7 @@ class JobSteps:
 
     def refresh(self) -> Steps[JobInfo]:
         """Yield the steps of reading it again."""
-        self.info = yield from _ask(self._calls, "GET", self.info.id, _read_info)
+        self.info = yield from self._calls.ask("GET", _path_of(self.info.id), read_job)
         return self.info
 
     def wait(
@@ -204,7 +179,7 @@ class JobSteps:
         while not (yield from self.refresh()).is_over:
             num_attempts += 1
             try:
-                reply = yield from _send(self._calls, "DELETE", self.info.id)
+                reply = yield from self._calls.send("DELETE", _path_of(self.info.id))
             except InferpoolError as error:
                 if not error.is_retryable or num_attempts >= self._calls.retry.max_attempts:
                     raise
@@ -219,12 +194,10 @@ class JobSteps:
 
     def delete(self) -> Steps[None]:
         """Yield the steps of cancelling it if it is not over, and of deleting it."""
-        was_there = False
+        path, was_there = _path_of(self.info.id), False
         while True:
             try:
-                status = yield from _ask(
-                    self._calls, "DELETE", self.info.id, lambda reply, *_: reply.status
-                )
+                status = yield from self._calls.ask("DELETE", path, lambda reply: reply.status)
             except UnknownJobError as error:
                 if was_there or error.num_attempts > 1:  # an answer was lost
                     return
@@ -236,8 +209,9 @@ class JobSteps:
     def _look(self, wait_s: float) -> Steps[None]:
         """Read the job when it is over, or else after some time."""
         asked = time.monotonic()
-        query = {"wait": f"{wait_s:.3f}"}
-        reply = yield from _send(self._calls, "GET", self.info.id, query=query, more_s=wait_s)
+        deadline = self._calls.deadline(self._calls.timeout_s) + wait_s
+        path, query = _path_of(self.info.id), {"wait": f"{wait_s:.3f}"}
+        reply = yield from self._calls.send("GET", path, deadline, query=query)
         self.info = read_job(reply)
         left_s = wait_s - (time.monotonic() - asked)
         if not self.info.is_over and left_s > wait_s / 2:  # a service that ends answers early
@@ -245,10 +219,9 @@ class JobSteps:
 
     def _lines(self, first: int) -> Steps[list[bytes]]:
         """Read the answers that exist now, from an instance on."""
-        reply = yield from _send(
-            self._calls,
+        reply = yield from self._calls.send(
             "GET",
-            f"{self.info.id}/result",
+            _path_of(f"{self.info.id}/result"),
             query={"first": str(first), "count": str(self._page_lines)},
             headers={"Accept": "application/jsonl"},
         )
@@ -313,48 +286,21 @@ def _pause_s(num_failures: int, most_s: float) -> float:
     return doubled_s(0.1, most_s, num_failures)
 
 
-def _read_info(reply: Reply, *_: object) -> JobInfo:
-    return read_job(reply)
-
-
-def _read_page(reply: Reply, *_: object) -> tuple[list[JobInfo], str | None]:
-    return read_jobs(reply)
+def _body_of(
+    calls: Calls,
+    inputs: object | AsyncIterable[object],
+    parameters: Mapping[str, object] | None,
+) -> RequestBody | JobBody:
+    if are_many(inputs):
+        is_repeatable = calls.retry.max_attempts > 1
+        query, piece_s = query_of(parameters), calls.job_periods.piece_s
+        return JobBody(inputs, query, is_repeatable=is_repeatable, piece_s=piece_s)
+    if isinstance(inputs, os.PathLike) and os.path.isdir(inputs):
+        raise UnsendableError(
+            f"{inputs} is a folder: submit its files, such as sorted(folder.iterdir())"
+        )
+    return make_body(inputs, parameters)
 
 
 def _path_of(place: str) -> str:
-    return f"/jobs/{quote(place)}" if place else "/jobs"
-
-
-def _ask(
-    calls: Calls,
-    method: str,
-    place: str,
-    read: Callable[[Reply, int, float], _T],
-    query: Mapping[str, str | Sequence[str]] | None = None,
-) -> Steps[_T]:
-    """Send a request about jobs, with the client's retries."""
-    deadline = calls.deadline(calls.timeout_s)
-    request_id = uuid.uuid4().hex
-
-    def request() -> httpx.Request:
-        return calls.request(method, _path_of(place), deadline, request_id, query=query)
-
-    return (yield from calls.retried(request, read, deadline, request_id))
-
-
-def _send(
-    calls: Calls,
-    method: str,
-    place: str,
-    *,
-    query: Mapping[str, str] | None = None,
-    headers: Mapping[str, str] | None = None,
-    more_s: float = 0.0,
-) -> Steps[Reply]:
-    """Send a request about jobs once. The service may take `more_s` longer than for other calls."""
-    deadline = calls.deadline(calls.timeout_s) + more_s
-    request_id = uuid.uuid4().hex
-    request = calls.request(
-        method, _path_of(place), deadline, request_id, query=query, headers=headers
-    )
-    return calls.reply((yield Send(request, deadline)), deadline, request_id)
+    return f"/jobs/{quote(place)}"
