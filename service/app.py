@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from fastapi import APIRouter
 
 from inferpool.service.api.auth import Guard
-from inferpool.service.api.predict import Predict
+from inferpool.service.api.exchange import Predict
 from inferpool.service.api.routes.health import health_router
 from inferpool.service.api.routes.metrics import metrics_router
 from inferpool.service.api.web import App

@@ -10,10 +10,9 @@ from uvicorn.config import LifespanType
 
 from inferpool.service.api.addresses import Addresses
 from inferpool.service.api.auth import Guard
-from inferpool.service.api.call import Call, ModelEntry, Tracing
 from inferpool.service.api.codecs.body import Limits
 from inferpool.service.api.cors import Cors
-from inferpool.service.api.predict import Predict
+from inferpool.service.api.exchange import Call, ModelEntry, Predict, Tracing
 from inferpool.service.api.wire.budgets import EdgeLimits, UnfinishedRequests
 from inferpool.service.api.wire.handshakes import TlsHandshake
 from inferpool.service.api.wire.held import HeldBytes

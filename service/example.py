@@ -9,8 +9,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from inferpool.models.spec import DTYPE_BYTES, TensorSpec
+from inferpool.service.api.exchange import PREFIX
 from inferpool.service.api.openapi.predict import PIXEL
-from inferpool.service.api.predict import PREFIX
 from inferpool.service.queue.pool import Pool
 from inferpool.service.settings.settings import Settings
 from inferpool.service.settings.tls import is_trusted

@@ -4,11 +4,8 @@ import asyncio
 
 from starlette.types import Receive, Scope, Send
 
-from inferpool.service.api.call import Call
 from inferpool.service.api.codecs.body import BodyTimer
-from inferpool.service.api.exchange import Exchange
-from inferpool.service.api.predict import Predict
-from inferpool.service.api.replies import CLOSE_LINE, Reply, send_reply
+from inferpool.service.api.exchange import CLOSE_LINE, Call, Exchange, Predict, Reply, send_reply
 
 _CLIENT_GONE = 499
 _TO_NOBODY: Reply = _CLIENT_GONE, b"content-length: 0\r\n", b""

@@ -1,48 +1,408 @@
 """One call to `/predict` from its head to its answer, without any input or output of its own.
 
+`Predict` has what all calls share, `Call` is one of them as a value, `Exchange` handles it, and
+`reply_to` renders its answer. A reply has its header lines as they go onto the wire, not as pairs,
+because most replies go straight to a socket.
+
 The owner of the connection passes on the call as it comes, and reports when the client hangs up.
 The exchange passes its answer to a `Wire`: `service.api.wire.protocol` on our own server,
 `service.api.asgi` on any ASGI server. All run in the event loop.
 """
 
 import asyncio
+import logging
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
-from typing import ClassVar, Protocol
+from dataclasses import KW_ONLY, dataclass, field
+from functools import lru_cache
+from typing import ClassVar, NamedTuple, Protocol
 
 import msgspec
+from starlette.types import Send
 
-from inferpool.service.api.call import (
-    UNKNOWN_MODEL,
-    Call,
-    ModelEntry,
-    WholeBody,
-    begin_call,
+from inferpool.models.spec import Kind, TensorSpec
+from inferpool.service.api.auth import Guard
+from inferpool.service.api.codecs.answers import AnswerFormat, Outcome, choose_format, encode
+from inferpool.service.api.codecs.body import (
+    BodyContext,
+    Decoded,
+    Limits,
+    Payload,
+    add_piece,
+    joined,
 )
-from inferpool.service.api.codecs.answers import choose_format
-from inferpool.service.api.codecs.body import BodyContext, Decoded, Payload, add_piece
+from inferpool.service.api.codecs.parameters import OUTPUT_KEY, read_query
 from inferpool.service.api.codecs.requests import decode
-from inferpool.service.api.errors import MethodNotAllowedError
-from inferpool.service.api.predict import Predict
-from inferpool.service.api.replies import Reply, is_long, preflight_reply, refusal_of, reply_to
-from inferpool.service.api.trace import new_ids
+from inferpool.service.api.cors import Cors
+from inferpool.service.api.errors import (
+    INTERNAL_MESSAGE,
+    MethodNotAllowedError,
+    problem,
+)
+from inferpool.service.api.preferences import is_async
+from inferpool.service.api.trace import new_ids, request_id_of, trace_of, trace_state_of
+from inferpool.service.api.wire.budgets import EdgeLimits, Refusals, UnfinishedRequests
 from inferpool.service.errors import (
     BadRequestError,
+    InternalError,
+    InvalidInputError,
     OverloadedError,
     ServiceError,
     TooLargeError,
     UnavailableError,
+    UnknownModelError,
 )
-from inferpool.service.queue.instance import Buffer, InstanceSteps, Result
+from inferpool.service.queue.instance import (
+    Buffer,
+    CanaryShare,
+    InstanceSteps,
+    InstanceTiming,
+    Result,
+)
+from inferpool.service.queue.shares import owner_of_address
 from inferpool.workers.shared.messages import ItemRef
 
+logger = logging.getLogger(__name__)
+
+UNKNOWN_MODEL = "unknown"
+"""The metrics label of calls for unknown models: clients must not be able to make up labels."""
+
+HEAD_END = b"\r\n\r\n"
+MAX_KNOWN_HEAD_BYTES = 2048
+_MAX_HEADS = 512
+_ONE_CALL_HEADERS = (
+    b"x-request-id",
+    b"traceparent",
+    b"tracestate",
+    b"expect",
+    b"transfer-encoding",
+)
+"""Headers of a single call: a head with one of them will not come again, or needs more checks."""
+PREFIX = "/predict"
+JOBS = "/jobs"
+VERSION_HEADER = b"x-model-version"
+"""With it a call asks for a version of the model in the path."""
+_VERSIONS = "/versions/"
 _CLIENT_GONE = 499
 _FIRST_ERROR = 400
 _PREFLIGHT = 204
 _MAX_TRACED_INSTANCES = 16
 """Further instances of a call are counted, but not traced."""
 _PRIORITIES = {b"%d" % priority: priority for priority in range(1, 10)}
+Reply = tuple[int, bytes, bytes]
+"""Status, header lines each with its line break, and body."""
+
+_IN_INSTANCE = re.compile(r"instance[:.\[]")
+"""The place of an error in a JSON instance, as workers name it; they do not know its number."""
+GIVEN_UP = "the service gave this input up"
+CLOSE_LINE = b"connection: close\r\n"
+_PRINTABLE = bytes(range(0x20, 0x7F))
+_SMALL_BODY_BYTES = 64 * 1024
+"""The server reads and drops a refused body up to this size; with a longer one it closes the
+connection."""
+
+
+class Tracing(Protocol):
+    """Decides which calls are traced, and stores them when they are over."""
+
+    def begin(self, call: "Call") -> None:
+        """Set `flags`, `steps` and the ref's `trace`; a call with `steps` is traced."""
+
+    def take(self, call: "Call", status: int, duration_s: float) -> None:
+        """Store a traced call that is over; never blocks."""
+
+
+class ModelEntry(Protocol):
+    """A version of a model, as calls see it."""
+
+    @property
+    def name(self) -> str:
+        """The name in the path."""
+
+    @property
+    def version(self) -> int:
+        """The number of the version."""
+
+    @property
+    def is_serving(self) -> bool:
+        """Calls that name no version are for this one; if not, each call looks anew."""
+
+    @property
+    def canary(self) -> CanaryShare | None:
+        """The version that gets a share of its calls; it `is_serving` False meanwhile."""
+
+    @property
+    def inputs(self) -> Sequence[TensorSpec]:
+        """The tensors it takes; empty if unknown."""
+
+    def submit(
+        self, ref: ItemRef, chunks: Sequence[Buffer], steps: InstanceSteps | None = None
+    ) -> asyncio.Future[Result]:
+        """Admit an instance. Cancelling the future gives the instance up.
+
+        The ref is complete but for its offset, and belongs to the instance from now on. `steps`
+        records what happens to the instance, if its call is traced.
+
+        Raises:
+            ServiceError: It is refused.
+        """
+
+
+class WholeBody(msgspec.Struct, frozen=True):
+    """How to read a body that as a whole is the payload of one instance."""
+
+    kind: Kind
+    parameters: bytes
+    inputs: Sequence[TensorSpec]
+    """The model's inputs at that time."""
+
+
+class Call(msgspec.Struct):
+    """One HTTP call on its way through. It is a struct because those fill their defaults in C."""
+
+    method: str
+    path: str
+    query: bytes
+    headers: dict[bytes, bytes]
+    """Names in lower case; values of repeated headers are joined by commas."""
+    started: float
+    """CLOCK_MONOTONIC seconds."""
+    entry: ModelEntry | None
+    request_id: str
+    trace_id: str
+    span_id: str
+    ref: ItemRef
+    """The call's options for each instance; for a single instance, the ref that goes to the
+    worker."""
+    flags: str = "00"
+    trace_state: bytes = b""
+    parent_id: str = ""
+    """The caller's span, if it named one."""
+    version_line: str = ""
+    """The header line of the answer that says which version it is of."""
+    cors_lines: str = ""
+    """Header lines of the answer, for a page's browser."""
+    steps: list[InstanceSteps] | None = None
+    """The steps of the first instances, if the call is traced."""
+    error: tuple[str, str] | None = None
+    """Code and message of its refusal."""
+    route: str = ""
+    """The pattern of its route; empty for `/predict`."""
+    status: int = 0
+    """The status of an answer on another route."""
+    job: str = ""
+    """The id of the job that it has become."""
+    chosen: AnswerFormat = "json"
+    is_batch: bool = False
+    num_instances: int = 0
+    outcomes: list[asyncio.Future[Result] | ServiceError] = []
+    """For each instance a future, or why it was refused."""
+    earlier: "Call | None" = None
+    """An earlier call with the same head."""
+    form: WholeBody | None = None
+    """How to read the body, if an earlier call with the same head has shown it."""
+
+    def choose(self, entry: ModelEntry | None) -> None:
+        """Set the version that the call is for. Later calls with the same head need not."""
+        self.entry = entry
+        self.version_line = "" if entry is None else f"x-model-version: {entry.version}\r\n"
+
+    def log_ids(self) -> dict[str, str]:
+        """Return the ids by which a log line about the call is found."""
+        return {
+            "request_id": self.request_id,
+            "trace_id": self.trace_id,
+            "span_id": self.span_id,
+        }
+
+
+def begin_call(
+    method: str, path: str, query: bytes, headers: Sequence[tuple[bytes, bytes]]
+) -> Call:
+    """Return a new call, with the ids in its headers or else new ones.
+
+    The method is in upper case, headers are in lower case. The path is decoded, and without the
+    path that the server is mounted under; the query is without its "?".
+    """
+    started = time.monotonic()
+    found = dict(headers)
+    if len(found) != len(headers):
+        found = joined(headers)
+    trace_id, span_id = new_ids()
+    given = found.get(b"x-request-id")
+    request_id = trace_id if given is None else request_id_of(given) or trace_id
+    ref = ItemRef("bytes", 0, 0, 0.0, request_id=request_id)
+    call = Call(method, path, query, found, started, None, request_id, trace_id, span_id, ref)
+    given = found.get(b"traceparent")
+    trace = trace_of(given) if given is not None else None
+    if trace is not None:
+        call.trace_id, call.parent_id, call.flags = trace
+        call.trace_state = trace_state_of(found)
+        ref.trace = f"{call.trace_id}-{span_id}"
+    return call
+
+
+class KnownHead(NamedTuple):
+    """A head, the call that it began, and the length of the body that follows it."""
+
+    head: bytes
+    call: Call
+    num_body_bytes: int
+    keep_alive: bool
+    """The client may send another call on the connection."""
+
+
+class KnownHeads(dict[bytes, KnownHead]):
+    """Heads of calls that passed their checks, so that the same bytes are not parsed again.
+
+    A client sends the same head with every call of a connection, and a load balancer much the same.
+    What the checks depend on (keys, limits) does not change while the service runs; a version that
+    serves no more is noticed when the call is submitted. The number of heads is bounded. Event loop
+    only.
+    """
+
+    def remember(self, head: bytes, call: Call, keep_alive: bool) -> None:
+        """Store the head of a call that passed its checks, before the call is submitted."""
+        num_body_bytes = call.headers.get(b"content-length")
+        if num_body_bytes is None or not head.endswith(HEAD_END):
+            return
+        if not head.startswith(b"POST "):
+            return  # the parser skips empty lines before a request, and so may have seen another
+        if any(name in call.headers for name in _ONE_CALL_HEADERS):
+            return
+        if len(self) >= _MAX_HEADS:
+            self.clear()
+        call = copy(call)
+        call.ref = copy(call.ref)
+        self[head] = KnownHead(head, call, int(num_body_bytes), keep_alive)
+
+
+OnDone = Callable[[str, int, float], None]
+"""Called with the model, status and seconds of each call."""
+OnFailure = Callable[[Call, int, float], None]
+"""Called with each call that was refused or failed, its status and seconds; for the log."""
+
+
+@dataclass(slots=True, eq=False)
+class Predict:
+    """Settings that all calls to `/predict` in one process share."""
+
+    models: Mapping[str, ModelEntry]
+    """Versions of models by the rest of the path: the model's name, or what `path_of` returns.
+    They come and go while the service runs."""
+    _: KW_ONLY
+    default: str | None = None
+    """The model of `/predict` without a name."""
+    root_path: bytes = b""
+    """The path that may stand before all paths of calls over sockets, as in a URL."""
+    limits: Limits = field(default_factory=Limits)
+    unfinished: UnfinishedRequests = field(
+        default_factory=lambda: UnfinishedRequests(EdgeLimits().max_unfinished_bytes)
+    )
+    refusals: Refusals = field(default_factory=Refusals)
+    guard: Guard | None = None
+    """Checks keys; None if calls need none."""
+    cors: Cors | None = None
+    """Pages that may call; None allows only pages of this host."""
+    tracing: Tracing | None = None
+    """Traces calls; costs nothing if None."""
+    on_done: OnDone | None = None
+    on_failure: OnFailure | None = None
+
+    def __post_init__(self) -> None:
+        """Drop a guard that allows every call, so that it costs nothing."""
+        if self.guard is not None and not self.guard.restricts_predict:
+            self.guard = None
+
+    @property
+    def names(self) -> list[str]:
+        """The models that are served."""
+        return [path for path in self.models if "/" not in path]
+
+    def owner_of(self, headers: Mapping[bytes, bytes], client: str | None) -> str:
+        """Return the owner of the memory that a call takes: its key if known, else its address.
+
+        Args:
+            headers: Those of the call.
+            client: The address that it comes from.
+        """
+        if self.guard is not None and self.guard.allows("predict", headers):
+            return self.guard.owner_of("predict", headers, client)
+        return owner_of_address(client)
+
+    def find(self, call: Call) -> ModelEntry | None:
+        """Return the version that a call is for now; None if there is none."""
+        name = self._name_in(call)
+        return None if name is None else self.models.get(name)
+
+    def find_now(self, call: Call) -> ModelEntry | None:
+        """Return the version that computes a call: a canary, if it is the call's turn.
+
+        Calls that name a version get that one.
+        """
+        name = self._name_in(call)
+        entry = None if name is None else self.models.get(name)
+        if entry is None or entry.canary is None or name != entry.name:
+            return entry
+        canary = entry.canary
+        return self.models.get(canary.path, entry) if canary.gets(call.request_id) else entry
+
+    def unknown(self, call: Call) -> UnknownModelError:
+        """Return the error for a call to a model or version that is not served."""
+        names, path = ", ".join(self.names) or "none", self._name_in(call)
+        if path is None:
+            return UnknownModelError(f"no model is the default; name one in the path: {names}")
+        name, asks_for_version, version = path.partition(_VERSIONS)
+        if name == self.default and name not in self.models and is_unnamed(call):
+            return UnknownModelError(
+                f"the default model {name!r} is not served now; name one in the path: {names}"
+            )
+        if _VERSIONS in version:
+            return UnknownModelError(
+                "the path asks for one version of the model, and X-Model-Version for another one"
+            )
+        if asks_for_version and name in self.models:
+            prefix = name + _VERSIONS
+            there = [each for each in self.models if each.startswith(prefix)]
+            numbers = ", ".join(each.removeprefix(prefix) for each in there)
+            return UnknownModelError(
+                f"{name} has no version {version[:20]!r} loaded; there are: {numbers}"
+            )
+        return UnknownModelError(f"no model is called {name[:80]!r}; there are: {names}")
+
+    def _name_in(self, call: Call) -> str | None:
+        """Return the key in `models` that a call asks for; None if it names nothing."""
+        rest = call.path[len(PREFIX) + 1 :]
+        name = rest.removesuffix("/") if rest else self.default
+        version = call.headers.get(VERSION_HEADER)
+        if name is None or version is None:
+            return name
+        asked_for = f"{_VERSIONS}{version.decode('latin-1')}"
+        return name if name.endswith(asked_for) else name + asked_for
+
+
+def path_of(name: str, version: int) -> str:
+    """Return the rest of the path of a version of a model."""
+    return f"{name}{_VERSIONS}{version}"
+
+
+def is_unnamed(call: Call) -> bool:
+    """Return whether a call leaves the choice of the model to the service."""
+    return len(call.path) <= len(PREFIX) + 1
+
+
+def is_job(path: str, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    """Return whether a call is for the routes of jobs: by its path, or as the client prefers."""
+    if path == JOBS or path.startswith(JOBS + "/"):
+        return True
+    return is_predict(path) and is_async(headers)
+
+
+def is_predict(path: str) -> bool:
+    """Return whether a path belongs to this endpoint."""
+    return path.startswith(PREFIX) and (len(path) == len(PREFIX) or path[len(PREFIX)] == "/")
 
 
 class Wire(Protocol):
@@ -439,3 +799,153 @@ def _all_done(futures: Sequence["asyncio.Future[Result]"]) -> "asyncio.Future[No
     for future in futures:
         future.add_done_callback(count_down)
     return done
+
+
+def reply_to(call: Call) -> Reply:
+    """Reply to a call once all its instances have their outcome.
+
+    Raises:
+        OverloadedError: Its only instance was refused. A flood of these is answered bit by bit.
+    """
+    outcomes = call.outcomes
+    outcome = outcomes[0] if len(outcomes) == 1 else None
+    if isinstance(outcome, asyncio.Future) and call.chosen == "json":
+        # The most frequent case, and so in one step; `encode` would give the same.
+        try:
+            result = outcome.result()
+        except OverloadedError:
+            raise
+        except (Exception, asyncio.CancelledError):
+            pass  # answered below
+        else:
+            assert isinstance(result.value, bytes), "tensors came where JSON was asked for"
+            body = b'{"predictions":[%b]}' % result.value
+            common = common_lines(call, result.timing)
+            head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\n{common}"
+            return 200, head.encode(), body
+    return _reply_with_any([_outcome_of(call, *each) for each in enumerate(outcomes)], call)
+
+
+def preflight_reply(call: Call, lines: str) -> Reply:
+    """Reply to a browser's preflight; see `Cors.preflight_lines`."""
+    return 204, (lines + common_lines(call, None)).encode(), b""
+
+
+def refusal_of(call: Call, error: Exception) -> Reply:
+    """Reply to a call that failed as a whole."""
+    if not isinstance(error, ServiceError):
+        logger.error("a call failed: %r", error, exc_info=error, extra=call.log_ids())
+        if isinstance(error, MemoryError):
+            error = UnavailableError("the service ran out of memory", retry_after_s=1)
+        else:
+            error = InternalError(INTERNAL_MESSAGE)
+    call.error = error.code, error.message
+    status, headers, body = problem(error, call.request_id, call.path)
+    lines = lines_of(headers)
+    if call.method == "HEAD":  # the same head, and no body (RFC 9110, 9.3.2)
+        body = b""
+    if isinstance(error, MethodNotAllowedError):
+        lines += b"allow: POST\r\n"
+    return status, lines + common_lines(call, None).encode(), body
+
+
+def lines_of(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
+    """Render header lines, with a check of every text that is not our own.
+
+    Raises:
+        ValueError: A name or value has a character that would end its line, or is not ASCII.
+    """
+    lines = b"".join([b"%b: %b\r\n" % header for header in headers])
+    if lines.translate(None, _PRINTABLE) != b"\r\n" * len(headers):
+        raise ValueError(f"headers that cannot be sent: {headers!r}")
+    return lines
+
+
+def pairs_of(lines: bytes) -> list[tuple[bytes, bytes]]:
+    """Return header lines as ASGI's pairs."""
+    pairs = []
+    for line in lines.split(b"\r\n")[:-1]:
+        name, _, value = line.partition(b": ")
+        pairs.append((name, value))
+    return pairs
+
+
+async def send_reply(send: Send, reply: Reply) -> None:
+    """Send a whole reply by ASGI."""
+    status, lines, body = reply
+    await send({"type": "http.response.start", "status": status, "headers": pairs_of(lines)})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _reply_with_any(outcomes: Sequence[Outcome], call: Call) -> Reply:
+    output = read_query(call.query).get(OUTPUT_KEY) if call.query else None
+    status, headers, body = encode(
+        call.chosen,
+        outcomes,
+        is_batch=call.is_batch,
+        output=output,
+        request_id=call.request_id,
+        path=call.path,
+    )
+    return status, lines_of(headers) + common_lines(call, _longest(outcomes)).encode(), body
+
+
+def _outcome_of(call: Call, index: int, outcome: asyncio.Future[Result] | ServiceError) -> Outcome:
+    if isinstance(outcome, ServiceError):
+        return outcome
+    if outcome.cancelled():
+        return UnavailableError(GIVEN_UP)
+    error = outcome.exception()
+    if error is None:
+        return outcome.result()
+    if isinstance(error, ServiceError):
+        if isinstance(error, InvalidInputError) and _IN_INSTANCE.match(error.message):
+            error.message = error.message.replace("instance", f"instances[{index}]", 1)
+        return error
+    logger.error("an instance failed: %r", error, exc_info=error, extra=call.log_ids())
+    return InternalError(INTERNAL_MESSAGE)
+
+
+def common_lines(call: Call, timing: InstanceTiming | None) -> str:
+    """Return the header lines of every answer; all ASCII, since ids and states were checked.
+
+    Args:
+        call: The call that is being answered.
+        timing: Of its instances, if they were computed.
+    """
+    state = f"tracestate: {call.trace_state.decode()}\r\n" if call.trace_state else ""
+    stages = ""
+    if timing is not None:
+        worked = _work_of(timing.prepare_s, timing.compute_s)
+        stages = f"queue;dur={timing.queue_s * 1e3:.2f}, {worked}"
+    return (
+        f"x-request-id: {call.request_id}\r\n{call.version_line}"
+        f"traceparent: 00-{call.trace_id}-{call.span_id}-{call.flags}\r\n{state}{call.cors_lines}"
+        f"server-timing: {stages}total;dur={(time.monotonic() - call.started) * 1e3:.2f}\r\n"
+    )
+
+
+@lru_cache(maxsize=16)
+def _work_of(prepare_s: float, compute_s: float) -> str:
+    """Cached, because it is the same for all instances of a batch."""
+    return f"preprocess;dur={prepare_s * 1e3:.2f}, inference;dur={compute_s * 1e3:.2f}, "
+
+
+def _longest(outcomes: Sequence[Outcome]) -> InstanceTiming | None:
+    """Return the longest time of each stage over all instances that were answered."""
+    timings = [each.timing for each in outcomes if isinstance(each, Result)]
+    if not timings:
+        return None
+    return InstanceTiming(
+        max(timing.queue_s for timing in timings),
+        max(timing.prepare_s for timing in timings),
+        max(timing.compute_s for timing in timings),
+    )
+
+
+def is_long(headers: Mapping[bytes, bytes]) -> bool:
+    """Return whether a refused body is too long to read and drop it for the next call's sake."""
+    if b"transfer-encoding" in headers:
+        return True
+    length = headers.get(b"content-length", b"0")
+    return not length.isdigit() or len(length) > 18 or int(length) > _SMALL_BODY_BYTES

@@ -28,7 +28,6 @@ from inferpool.service.api.addresses import (
 )
 from inferpool.service.api.asgi import answer
 from inferpool.service.api.auth import POLICIES, Guard, Policy, policy_of
-from inferpool.service.api.call import Call, Tracing, begin_call
 from inferpool.service.api.cors import Cors
 from inferpool.service.api.errors import (
     CALL_KEY,
@@ -37,6 +36,18 @@ from inferpool.service.api.errors import (
     install_error_handlers,
     problem_response,
 )
+from inferpool.service.api.exchange import (
+    Call,
+    Predict,
+    Tracing,
+    begin_call,
+    common_lines,
+    is_predict,
+    lines_of,
+    pairs_of,
+    preflight_reply,
+    send_reply,
+)
 from inferpool.service.api.openapi.document import INFO, complete
 from inferpool.service.api.page_headers import (
     POLICY_HEADER,
@@ -44,15 +55,7 @@ from inferpool.service.api.page_headers import (
     policy_for,
     with_page_headers,
 )
-from inferpool.service.api.predict import Predict, is_predict
 from inferpool.service.api.preferences import is_async
-from inferpool.service.api.replies import (
-    common_lines,
-    lines_of,
-    pairs_of,
-    preflight_reply,
-    send_reply,
-)
 from inferpool.service.errors import ServiceError, StartError
 from inferpool.service.telemetry.logs import LogThrottle
 

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, get_args
 
-from inferpool.service.api.predict import path_of
+from inferpool.service.api.exchange import path_of
 from inferpool.service.catalog.plans import HostPlans, place_text, planned, with_model
 from inferpool.service.errors import ConflictError, NotSavedError, UnavailableError
 from inferpool.service.queue.admission import Admission

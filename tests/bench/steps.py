@@ -24,7 +24,7 @@ import uvicorn
 import uvloop
 from uvicorn.server import ServerState
 
-from inferpool.service.api.predict import Predict
+from inferpool.service.api.exchange import Predict
 from inferpool.service.api.wire.protocol import PredictProtocol
 from inferpool.service.telemetry.metrics import Metrics, recorder
 from inferpool.workers.host.engine import WorkerId

@@ -11,7 +11,7 @@ from fastapi import APIRouter
 from starlette.routing import BaseRoute, Mount, Route
 
 from inferpool.service.api.auth import Guard, policy_of
-from inferpool.service.api.call import begin_call
+from inferpool.service.api.exchange import begin_call
 from inferpool.service.api.web import App
 from inferpool.service.api.wire.listening import warn_if_open
 from inferpool.service.app import assemble, make_app

@@ -15,10 +15,16 @@ from uvicorn.protocols.http.httptools_impl import (
 from uvicorn.protocols.utils import get_local_addr, get_remote_addr, is_ssl
 from uvicorn.server import ServerState
 
-from inferpool.service.api.call import Call, begin_call
-from inferpool.service.api.exchange import Exchange
-from inferpool.service.api.predict import Predict
-from inferpool.service.api.replies import CLOSE_LINE, Reply, is_long, refusal_of
+from inferpool.service.api.exchange import (
+    CLOSE_LINE,
+    Call,
+    Exchange,
+    Predict,
+    Reply,
+    begin_call,
+    is_long,
+    refusal_of,
+)
 from inferpool.service.api.wire.incoming import (
     MAX_URL_BYTES,
     IncomingLimits,

@@ -11,11 +11,19 @@ from typing import Any
 
 import httptools
 
-from inferpool.service.api.call import HEAD_END, MAX_KNOWN_HEAD_BYTES, KnownHead, KnownHeads
 from inferpool.service.api.codecs.body import BodyTimer
 from inferpool.service.api.errors import LargeHeadError
-from inferpool.service.api.exchange import Exchange
-from inferpool.service.api.predict import PREFIX, Predict, is_job, is_predict
+from inferpool.service.api.exchange import (
+    HEAD_END,
+    MAX_KNOWN_HEAD_BYTES,
+    PREFIX,
+    Exchange,
+    KnownHead,
+    KnownHeads,
+    Predict,
+    is_job,
+    is_predict,
+)
 from inferpool.service.api.wire.budgets import EdgeLimits
 from inferpool.service.api.wire.connection import Cycle, HttpConnection
 from inferpool.service.api.wire.held import HeldBytes

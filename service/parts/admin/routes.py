@@ -15,7 +15,7 @@ from inferpool.service.api.errors import CALL_KEY
 from inferpool.service.parts.admin.operations import HostSpeed, Operations
 
 if TYPE_CHECKING:
-    from inferpool.service.api.call import Call
+    from inferpool.service.api.exchange import Call
 
 logger = logging.getLogger(__name__)
 

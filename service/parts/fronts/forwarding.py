@@ -14,9 +14,7 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from inferpool.service.api.auth import Guard
-from inferpool.service.api.call import Call, begin_call
-from inferpool.service.api.predict import is_job
-from inferpool.service.api.replies import refusal_of, send_reply
+from inferpool.service.api.exchange import Call, begin_call, is_job, refusal_of, send_reply
 from inferpool.service.errors import BadRequestError, ServiceError, UnavailableError
 from inferpool.service.parts.fronts.forwarded import CLIENT, IDLE_S, SCHEME
 from inferpool.service.parts.fronts.relay import Header, Relay, RelayBrokenError

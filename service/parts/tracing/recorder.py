@@ -5,7 +5,7 @@ from collections.abc import Callable
 from threading import Event
 from typing import NamedTuple
 
-from inferpool.service.api.call import Call
+from inferpool.service.api.exchange import Call
 from inferpool.service.telemetry.metrics import ModelMetrics
 
 MAX_WAITING = 2048

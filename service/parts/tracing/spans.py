@@ -14,8 +14,7 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import ScopeSpans, Span, Status
 
-from inferpool.service.api.call import Call
-from inferpool.service.api.predict import is_predict
+from inferpool.service.api.exchange import Call, is_predict
 from inferpool.service.parts.tracing.recorder import Ended
 from inferpool.service.queue.instance import Attempt, InstanceSteps
 

@@ -10,11 +10,9 @@ import httpx
 
 from inferpool.models.spec import TensorSpec
 from inferpool.service.api.asgi import answer
-from inferpool.service.api.call import Call, ModelEntry
 from inferpool.service.api.codecs.body import BodyContext, Decoded, Limits, Payload
-from inferpool.service.api.exchange import Exchange
-from inferpool.service.api.predict import Predict
-from inferpool.service.api.replies import Reply as Answered
+from inferpool.service.api.exchange import Call, Exchange, ModelEntry, Predict
+from inferpool.service.api.exchange import Reply as Answered
 from inferpool.service.errors import ServiceError
 from inferpool.service.parts.fronts.front_side import FrontSide, RemoteModel
 from inferpool.service.parts.fronts.main_side import ArenaPart, MainSide, rows_of

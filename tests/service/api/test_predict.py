@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from inferpool.service.api.codecs.body import Limits
-from inferpool.service.api.exchange import Exchange
-from inferpool.service.api.predict import Predict, is_predict
+from inferpool.service.api.exchange import Exchange, Predict, is_predict
 from inferpool.service.errors import (
     DeadlineExceededError,
     InvalidInputError,
@@ -28,7 +27,7 @@ from tests.service.api.codecs.test_tensors import npy
 from tests.service.api.fakes import FakeModel, NoWire, as_app, call, endpoint, post, result, spec
 
 if TYPE_CHECKING:
-    from inferpool.service.api.call import Call
+    from inferpool.service.api.exchange import Call
 
 IMAGE = {"content-type": "image/jpeg"}
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"

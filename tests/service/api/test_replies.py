@@ -8,11 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inferpool.service.api.call import begin_call
 from inferpool.service.api.cors import Cors
-from inferpool.service.api.exchange import Exchange
-from inferpool.service.api.predict import Predict
-from inferpool.service.api.replies import Reply, refusal_of
+from inferpool.service.api.exchange import Exchange, Predict, Reply, begin_call, refusal_of
 from inferpool.service.api.web import with_call_headers
 from inferpool.service.errors import BadRequestError
 from tests.properties import untimed

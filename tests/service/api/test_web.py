@@ -7,7 +7,7 @@ from fastapi import APIRouter
 
 from inferpool.service.api.auth import Guard
 from inferpool.service.api.cors import Cors
-from inferpool.service.api.predict import Predict
+from inferpool.service.api.exchange import Predict
 from inferpool.service.api.web import App
 from inferpool.service.settings.keys import read_keys
 from tests.service.api.fakes import FakeModel, call, endpoint, post

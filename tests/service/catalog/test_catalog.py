@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 import httpx
 import pytest
 
-from inferpool.service.api.predict import Predict
+from inferpool.service.api.exchange import Predict
 from inferpool.service.api.web import App
 from inferpool.service.catalog.catalog import Catalog, ModelVersion
 from inferpool.service.parts.swap.room import Room

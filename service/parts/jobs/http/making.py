@@ -17,14 +17,13 @@ from starlette.responses import StreamingResponse
 
 from inferpool.service.api.addresses import root_for
 from inferpool.service.api.auth import Guard, key_of
-from inferpool.service.api.call import Call
 from inferpool.service.api.codecs.answers import choose_format
 from inferpool.service.api.codecs.body import BodyContext, Limits
 from inferpool.service.api.codecs.parameters import read_query
 from inferpool.service.api.codecs.requests import check_encoding
 from inferpool.service.api.errors import CALL_KEY
 from inferpool.service.api.event_stream import client_of
-from inferpool.service.api.predict import VERSION_HEADER
+from inferpool.service.api.exchange import VERSION_HEADER, Call
 from inferpool.service.api.preferences import Preferences, read_preferences
 from inferpool.service.errors import BadRequestError, NotAcceptableError
 from inferpool.service.parts.jobs.http.documents import info_of

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load
 
 from inferpool.service.api.codecs.answers import AnswerFormat, Outcome, choose_format, encode
-from inferpool.service.api.replies import lines_of, pairs_of
+from inferpool.service.api.exchange import lines_of, pairs_of
 from inferpool.service.errors import (
     InvalidInputError,
     ModelFailedError,

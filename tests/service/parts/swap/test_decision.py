@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from inferpool.service.api.call import begin_call
-from inferpool.service.api.predict import Predict
+from inferpool.service.api.exchange import Predict, begin_call
 from inferpool.service.errors import (
     InvalidInputError,
     ServiceError,

@@ -1,6 +1,6 @@
 import pytest
 
-from inferpool.service.api.call import Call, begin_call
+from inferpool.service.api.exchange import Call, begin_call
 from inferpool.service.parts.tracing.recorder import MAX_WAITING, Recorder
 from inferpool.service.telemetry.metrics import ModelMetrics
 

@@ -1,8 +1,7 @@
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import ScopeSpans, Span, Status
 
-from inferpool.service.api.exchange import Exchange
-from inferpool.service.api.predict import Predict
+from inferpool.service.api.exchange import Exchange, Predict
 from inferpool.service.errors import OverloadedError, ServiceError, UnavailableError
 from inferpool.service.parts.tracing.recorder import Ended, Recorder
 from inferpool.service.parts.tracing.spans import add_spans
