@@ -235,7 +235,7 @@ def assemble(
     jobs = make_jobs(settings, service.pools) if settings.has_jobs else None
     if jobs is not None:
         metrics.job_durations = jobs.durations
-        jobs.hold()
+        jobs.keeper.hold()
     assembly = Assembly(
         service=service,
         guard=make_guard(settings),
@@ -378,7 +378,7 @@ def _jobs(jobs: Jobs, assembly: Assembly) -> Part:
         stop=jobs.stop,
         routers=lambda: [jobs_router(jobs, assembly.guard, limits)],
         gauges=jobs.read_gauges,
-        health=lambda report: replace(report, job_store=jobs.store_health()),
+        health=lambda report: replace(report, job_store=jobs.keeper.health()),
     )
 
 

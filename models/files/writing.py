@@ -36,6 +36,13 @@ def sync_folder(folder: Path) -> None:
     _sync(folder, os.O_RDONLY | os.O_DIRECTORY)
 
 
+def write_all(descriptor: int, content: bytes | bytearray) -> None:
+    """Write to an open file until all of the content is there."""
+    left = memoryview(content)
+    while left:
+        left = left[os.write(descriptor, left) :]
+
+
 def lock(file: int | BinaryIO | TextIO) -> None:
     """Lock an open file, or a folder, for as long as this process has it open.
 

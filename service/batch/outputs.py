@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, Literal, Protocol, Self, TypeAlias
 
-from inferpool.models.files.writing import lock, replacing
+from inferpool.models.files.writing import lock, replacing, write_all
 from inferpool.service.batch.inputs import BatchAnswer, RunLostError, SourceUnusableError
 
 OutputFormat: TypeAlias = Literal["jsonl", "csv", "parquet"]
@@ -212,9 +212,7 @@ class Journal:
         with self._lost():
             if self._format == "csv" and not os.fstat(self._file.fileno()).st_size:
                 lines = _row(COLUMNS) + lines
-            left = memoryview(lines)
-            while left:
-                left = left[os.write(self._file.fileno(), left) :]
+            write_all(self._file.fileno(), lines)
 
     def finish(self) -> None:
         """Complete the output, and make it durable.

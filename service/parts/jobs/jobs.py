@@ -8,7 +8,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import (
-    AsyncGenerator,
     AsyncIterator,
     Awaitable,
     Callable,
@@ -23,7 +22,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from inferpool.models.spec import TensorSpec
-from inferpool.service.api.routes.health import JobStoreHealth
 from inferpool.service.errors import (
     ServiceError,
     StartError,
@@ -101,10 +99,11 @@ class Jobs:
         """
         self._place = place
         self._limits = limits
-        self._keeper = keeper or StoreKeeper(place, limits)
+        self.keeper = keeper or StoreKeeper(place, limits)
+        """Opens the store, and says whether it can be used."""
         self._pools = pools
         self._default_model = default_model
-        self._webhooks = webhooks
+        self.webhooks = webhooks
         self._periods = periods or LeasePeriods()
         self._is_shared = "://" in place
         self._runner: Runner | None = None
@@ -115,7 +114,8 @@ class Jobs:
         self._writers = ThreadPoolExecutor(_NUM_WRITERS, thread_name_prefix="new jobs")
         self._uses = Shares(_NUM_USES, limits.share, "uses of the store of jobs")
         poll_s = _POLL_S if self._is_shared else _POLL_ALONE_S
-        self._watches = Watches(self.job, poll_s=poll_s)
+        self.watches = Watches(self.job, poll_s=poll_s)
+        """The calls that wait for jobs."""
         self._served = set(pools)
         """Models that have been served since the start."""
         self.counts = StoreCounts(jobs={}, num_waiting=0, num_bytes=0)
@@ -136,24 +136,16 @@ class Jobs:
     @property
     def is_open(self) -> bool:
         """The store can be used, so that jobs are served."""
-        return self._keeper.is_open
+        return self.keeper.is_open
 
     @property
     def num_answered(self) -> int:
         """Number of instances with an answer that this service has stored."""
         return self._num_answered.total()
 
-    def store_health(self) -> JobStoreHealth:
-        """Return the state of the store, for /health."""
-        return self._keeper.health()
-
-    def hold(self) -> None:
-        """Lock the folder of the store against other services."""
-        self._keeper.hold()
-
     def start(self) -> None:
         """Begin to open the store and to compute what it holds."""
-        self._running = asyncio.create_task(self._keeper.run(self._use), name="jobs")
+        self._running = asyncio.create_task(self.keeper.run(self._use), name="jobs")
 
     def end(self) -> None:
         """Compute nothing more, give back what is not done, and end all waits."""
@@ -162,7 +154,7 @@ class Jobs:
         self._is_ending = True
         if self._computing is not None:
             self._computing.cancel()
-        self._watches.end()
+        self.watches.end()
 
     async def stop(self) -> None:
         """Close the store when everything is given back."""
@@ -173,29 +165,12 @@ class Jobs:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
         await in_thread(self._writers.shutdown)
-        await self._keeper.close()
-
-    async def until_open(self) -> None:
-        """Wait a moment for the store to open.
-
-        Raises:
-            UnavailableError: It could not be opened, or the service has not started.
-        """
-        await self._keeper.store()
+        await self.keeper.close()
 
     def inputs_of(self, model: str) -> Sequence[TensorSpec]:
         """Return the input tensors of a model; empty if unknown."""
         pool = self._pools.get(model)
         return () if pool is None else pool.inputs
-
-    def check_webhook(self, url: str) -> None:
-        """Refuse a URL that this service may not call when a job is over.
-
-        Raises:
-            InvalidInputError: It is no URL.
-            ForbiddenError: Its host is not allowed.
-        """
-        self._webhooks.check(url)
 
     def model_named(self, name: str | None) -> str:
         """Return the name of a model that is served; the default one for None.
@@ -209,11 +184,11 @@ class Jobs:
             raise UnknownModelError(f"no model {name[:64]!r} is served here; these are: {known}")
         return name
 
-    async def create(self, new: NewJob, instances: Instances) -> tuple[Job, bool]:
+    async def create(self, new: NewJob, instances: Instances) -> Job:
         """Store a job for good; the iterator runs in a thread, and its errors pass through.
 
         Returns:
-            The job and True; or the one that the same call has made before, and False.
+            The job, or the one that the same call has made before.
 
         Raises:
             IdempotencyError: Another call has made a job with this id or key.
@@ -222,7 +197,7 @@ class Jobs:
             StoreFullError: The store has no room.
             UnavailableError: The store cannot be used.
         """
-        store = await self._keeper.store()
+        store = await self.keeper.store()
 
         def write() -> tuple[Job, bool]:
             if (former := store.former(new)) is not None:  # at any quota
@@ -237,7 +212,7 @@ class Jobs:
             self._log("accepted", job)
             if self._runner is not None:
                 self._runner.wake()
-        return job, is_new
+        return job
 
     async def job(self, id: str, owner: str) -> Job:
         """Return a job.
@@ -246,26 +221,18 @@ class Jobs:
             UnknownJobError: There is none, or it is another owner's.
             UnavailableError: The store cannot be used.
         """
-        store = await self._keeper.store()
+        store = await self.keeper.store()
         async with self._uses.turn(owner):
             found = await in_thread(store.job, id, owner)
         if found is None:
             raise UnknownJobError(f"there is no job {id[:64]!r}; it may have expired")
         return found
 
-    async def until(self, id: str, owner: str, timeout_s: float) -> Job:
-        """Return a job when it is over, or as it is when the time is up; see `job`."""
-        return await self._watches.until(id, owner, timeout_s)
-
-    def watch(self, id: str, owner: str) -> AsyncGenerator[Job, None]:
-        """Yield a job as it is now, then after each change, until it is over; see `job`."""
-        return self._watches.follow(id, owner)
-
     async def jobs(
         self, owner: str, states: Sequence[JobState], limit: int, before: str | None
     ) -> Sequence[Job]:
         """Return jobs, the newest first; `before` is the id of the last one of the page before."""
-        store = await self._keeper.store()
+        store = await self.keeper.store()
         async with self._uses.turn(owner):
             return await in_thread(
                 lambda: store.jobs(owner=owner, states=states, limit=limit, before=before)
@@ -275,7 +242,7 @@ class Jobs:
         """End a job, and return it as it is then; see `job`."""
         if (job := await self.job(id, owner)).is_over:
             return job
-        now, store = time.time(), await self._keeper.store()
+        now, store = time.time(), await self.keeper.store()
         async with self._uses.turn(owner):
             ended = await in_thread(store.cancel, id, now, owner)
         if ended is None:
@@ -287,19 +254,19 @@ class Jobs:
     async def delete(self, id: str, owner: str) -> None:
         """Remove a job and its results; see `job`."""
         job = await self.job(id, owner)
-        store = await self._keeper.store()
+        store = await self.keeper.store()
         async with self._uses.turn(owner):
             await in_thread(store.delete, id, owner)
         if self._runner is not None:
             self._runner.drop(job)
-        self._watches.forget(id, owner)
+        self.watches.forget(id, owner)
 
     async def answers(
         self, id: str, owner: str, first: int = 0, count: int | None = None
     ) -> AsyncIterator[Sequence[tuple[int, JobAnswer, int]]]:
         """Yield index, answer and version of what has an answer, in order and in chunks."""
         await self.job(id, owner)
-        found = (await self._keeper.store()).answers(id, first, count, owner)
+        found = (await self.keeper.store()).answers(id, first, count, owner)
         while True:
             async with self._uses.turn(owner):
                 chunk = await in_thread(lambda: list(islice(found, _CHUNK)))
@@ -321,7 +288,7 @@ class Jobs:
         answered = self._num_answered
         for labels in product(self._pools, ("succeeded", "failed")):
             yield Reading(name="job_instances", value=answered.get(labels, 0), labels=labels)
-        for outcome, num in self._webhooks.num_calls.items():
+        for outcome, num in self.webhooks.num_calls.items():
             yield Reading(name="webhook_calls", value=num, labels=(outcome,))
 
     async def _use(self, store: "JobStore") -> None:
@@ -330,7 +297,7 @@ class Jobs:
             if not self._is_ending:
                 computing = _again(partial(self._compute, store), "compute jobs")
                 self._computing = group.create_task(computing)
-            group.create_task(_again(partial(self._webhooks.run, store), "tell webhooks of jobs"))
+            group.create_task(_again(partial(self.webhooks.run, store), "tell webhooks of jobs"))
             group.create_task(_again(partial(self._clean, store), "clean the store of jobs"))
             group.create_task(_again(partial(self._count, store), "count jobs"))
 
@@ -378,7 +345,7 @@ class Jobs:
             self.durations.observe((job.ended_at or job.created_at) - job.created_at)
             if self._runner is not None:
                 self._runner.drop(job)
-        self._watches.tell(job)
+        self.watches.tell(job)
 
     def _log(self, event: str, job: Job) -> None:
         trace_id, _, span_id = job.trace.partition("-")

@@ -162,10 +162,6 @@ class Webhooks:
         self._places.take(call.owner)
         self._calls_to[call.receiver] += 1
 
-    def _end(self, call: WaitingWebhook) -> None:
-        self._give_back(call)
-        self._ended.set()
-
     def _give_back(self, call: WaitingWebhook) -> None:
         self._places.give_back(call.owner)
         self._calls_to[call.receiver] -= 1
@@ -181,7 +177,8 @@ class Webhooks:
         except Exception:  # it must not end the others; it is due again after its lease
             logger.exception("job %s: its webhook cannot be told", due.job.id)
         finally:
-            self._end(due.call)
+            self._give_back(due.call)
+            self._ended.set()
 
     async def _attempt(
         self, client: "httpx.AsyncClient", store: "JobStore", due: DueWebhook

@@ -1,7 +1,7 @@
 """The documents that the routes of jobs answer with."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from inferpool.service.parts.jobs.records import Job, JobState
 
@@ -62,21 +62,6 @@ class JobList:
 def info_of(job: Job) -> JobInfo:
     """Return what clients see of a job."""
     problem = job.problem
-    return JobInfo(
-        id=job.id,
-        state=job.state,
-        model=job.model,
-        versions=job.versions,
-        num_instances=job.num_instances,
-        num_done=job.num_done,
-        num_failed=job.num_failed,
-        num_bytes=job.num_bytes,
-        priority=job.priority,
-        created_at=job.created_at,
-        started_at=job.started_at,
-        ended_at=job.ended_at,
-        expires_at=job.expires_at,
-        error=None if problem is None else JobError(code=problem.code, message=problem.message),
-        webhook=job.webhook,
-        request_id=job.request_id,
-    )
+    error = None if problem is None else JobError(code=problem.code, message=problem.message)
+    alike = {each.name: getattr(job, each.name) for each in fields(JobInfo) if each.name != "error"}
+    return JobInfo(error=error, **alike)

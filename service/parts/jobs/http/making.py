@@ -117,7 +117,7 @@ class JobMaker:
         """Create a job from a call's body. `ours` are query keys that no model sees."""
         target, call = self._target, _call(request)
         headers = call.headers
-        await target.until_open()
+        await target.keeper.store()
         model = target.model_named(model)
         check_encoding(headers)  # before the whole body has come
         if VERSION_HEADER in headers:
@@ -125,7 +125,7 @@ class JobMaker:
         fields = dict(read_query(call.query))
         webhook = {name: fields.pop(name, None) for name in ours}["webhook"]
         if webhook is not None:
-            target.check_webhook(webhook)
+            target.webhooks.check(webhook)
         key = request.headers.get("idempotency-key")
         if key is not None and not 0 < len(key) <= _MOST_KEY:
             raise BadRequestError(f"Idempotency-Key: must have 1 to {_MOST_KEY} characters")
@@ -155,7 +155,7 @@ class JobMaker:
                 trace=f"{call.trace_id}-{call.span_id}" if call.parent_id else "",
                 request_id=call.request_id,
             )
-            job, _ = await target.create(new, body.instances)
+            job = await target.create(new, body.instances)
         call.job = job.id
         return job
 
@@ -163,7 +163,7 @@ class JobMaker:
         """Wait for the end of a job for as long as the client is ready to."""
         if not preferences.wait_s or job.is_over:
             return job
-        return await self._target.until(job.id, job.owner, preferences.wait_s)
+        return await self._target.watches.until(job.id, job.owner, preferences.wait_s)
 
     def _predictions(self, job: Job, preferences: Preferences) -> Response:
         answers = self._target.answers(job.id, job.owner, 0, None)

@@ -88,7 +88,7 @@ def jobs_router(target: Jobs, guard: Guard, limits: Limits) -> APIRouter:
 
 async def _owner_of(target: Jobs, maker: JobMaker, request: Request, id: str | None = None) -> str:
     """Return the owner of a call's jobs, once the store is open and the id could be one."""
-    await target.until_open()
+    await target.keeper.store()
     if id is not None and not _ID.fullmatch(id):
         raise UnknownJobError(_NO_ID)  # PostgreSQL refuses some texts, such as U+0000
     return maker.owner_of(request)
@@ -158,7 +158,7 @@ def _add_views(router: APIRouter, target: Jobs, maker: JobMaker) -> None:
     async def show_job(request: Request, response: Response, id: str, wait: _Wait = 0) -> JobInfo:
         """With `wait` the answer comes when the job is over, or when the time is up."""
         owner = await owner_of(request, id)
-        job = await target.until(id, owner, wait) if wait else await target.job(id, owner)
+        job = await target.watches.until(id, owner, wait) if wait else await target.job(id, owner)
         if not job.is_over:
             response.headers["retry-after"] = RETRY_S
         return info_of(job)
@@ -229,7 +229,7 @@ def _add_events(router: APIRouter, target: Jobs, maker: JobMaker, streams: Share
         owner = await owner_of(request, id)
         await target.job(id, owner)
         is_head = WAS_HEAD in request.scope
-        events = stream_events(target.watch(id, owner), is_head=is_head)
+        events = stream_events(target.watches.follow(id, owner), is_head=is_head)
         return EventStream(events, streams, maker.caller_of(request), is_head=is_head)
 
 

@@ -6,9 +6,8 @@ import os
 import tempfile
 import threading
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
+from inferpool.models.files.writing import write_all
 from inferpool.service.errors import StoreFullError, TooLargeError, UnavailableError
 from inferpool.service.parts.jobs.threads import in_thread
 
@@ -42,22 +41,9 @@ class Spool:
         self._fd: int | None = None
         self._is_closed = False
 
-    def __enter__(self) -> Self:
-        """Return itself; `close` follows."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Close it."""
-        self.close()
-
     @property
     def path(self) -> Path:
-        """The file, from `finish` to `close`: as this process alone may open it (proc(5))."""
+        """The file, from `flush` to `close`: as this process alone may open it (proc(5))."""
         return Path(f"/proc/self/fd/{self._fd}")
 
     async def write(self, chunk: bytes) -> None:
@@ -75,35 +61,15 @@ class Spool:
         self._pending += chunk
         self.num_bytes += len(chunk)
         if len(self._pending) >= _PIECE_BYTES:
-            await self._flush()
+            await self.flush()
 
-    async def finish(self) -> None:
-        """Write what is left: the body is complete, and `path` holds all of it.
+    async def flush(self) -> None:
+        """Write what is left, so that `path` holds all of the body so far.
 
         Raises:
             StoreFullError: The disk is full, or this user's share of it.
             UnavailableError: The file cannot be written.
         """
-        await self._flush()
-
-    def digest(self) -> str:
-        """Return the SHA-256 of the body so far, in hexadecimal digits."""
-        digest = self._digest.copy()
-        digest.update(self._pending)
-        return digest.hexdigest()
-
-    def close(self) -> None:
-        """Remove the file, if there is one. Code that has opened it may read on."""
-        self._is_closed = True
-        fd, self._fd = self._fd, None
-        if fd is None:
-            return
-        if self.num_bytes < _LARGE_BYTES:
-            os.close(fd)
-        else:  # the last descriptor gives the blocks back
-            threading.Thread(target=os.close, args=(fd,), name="remove a body").start()
-
-    async def _flush(self) -> None:
         assert not self._is_closed
         piece, self._pending = self._pending, bytearray()
         try:
@@ -119,12 +85,25 @@ class Spool:
                 f"the body cannot be kept: {error.strerror}", retry_after_s=10
             ) from error
 
+    def digest(self) -> str:
+        """Return the SHA-256 of what was flushed, in hexadecimal digits."""
+        return self._digest.hexdigest()
+
+    def close(self) -> None:
+        """Remove the file, if there is one. Code that has opened it may read on."""
+        self._is_closed = True
+        fd, self._fd = self._fd, None
+        if fd is None:
+            return
+        if self.num_bytes < _LARGE_BYTES:
+            os.close(fd)
+        else:  # the last descriptor gives the blocks back
+            threading.Thread(target=os.close, args=(fd,), name="remove a body").start()
+
     def _append(self, piece: bytearray) -> None:
         """Write a piece to the end of the file. Runs in a thread."""
         if self._fd is None:
             self._fd, name = tempfile.mkstemp(prefix="body-", dir=self._folder)
             os.unlink(name)
         self._digest.update(piece)
-        left = memoryview(piece)
-        while left:
-            left = left[os.write(self._fd, left) :]
+        write_all(self._fd, piece)

@@ -90,7 +90,7 @@ class Uploads:
                         unchecked = 0
                         _check_room(folder)
                     await self._write(spool, piece, owner, before)
-                await spool.finish()
+                await spool.flush()
         except TimeoutError:
             raise SlowBodyError(
                 f"the body came too slowly: nothing for {_GAP_S:g} s, or not whole after "

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from inferpool.models.files.writing import sync_folder
+from inferpool.models.files.writing import sync_folder, write_all
 
 INLINE_BYTES = 100_000
 """SQLite reads values up to about 100 KB faster than files (sqlite.org/intern-v-extern-blob)."""
@@ -53,7 +53,7 @@ class PartFiles:
                     with contextlib.suppress(FileExistsError):
                         file = files.enter_context((folder / name).open("xb", buffering=0))
                         written.append(folder / name)
-                        _write_all(file.fileno(), content)
+                        write_all(file.fileno(), content)
                         descriptors.append(file.fileno())
                 for descriptor in descriptors:  # the disk has begun with all of them
                     os.fsync(descriptor)
@@ -101,9 +101,3 @@ class PartFiles:
     def _of(self, job: str) -> Path:
         assert self._folder is not None
         return self._folder / job
-
-
-def _write_all(descriptor: int, content: bytes) -> None:
-    left = memoryview(content)
-    while left:
-        left = left[os.write(descriptor, left) :]

@@ -2,19 +2,20 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
-from inferpool.service.errors import UnavailableError, UnknownJobError, UnknownModelError
+from inferpool.service.errors import UnavailableError, UnknownJobError
 from inferpool.service.parts.jobs.jobs import Jobs
-from inferpool.service.parts.jobs.records import Job, JobProblem, NewJob, StoredInstance
+from inferpool.service.parts.jobs.records import JobProblem, NewJob, StoredInstance
 from inferpool.service.parts.jobs.store.store import JobStore
 from inferpool.service.parts.jobs.webhooks import Webhooks
 from inferpool.service.queue.pool import Pool
 from inferpool.workers.shared.arena import Arena
 from tests.fakes import FakeEngine
+from tests.service.api.server import until
 from tests.service.parts.jobs.conftest import LIMITS
 from tests.service.pools import ready_pool
 
@@ -24,7 +25,7 @@ async def running(place: str, pools: Mapping[str, Pool]) -> AsyncIterator[Jobs]:
     jobs = Jobs(place, LIMITS, pools, "m", Webhooks((), b""))
     jobs.start()
     try:
-        await jobs._keeper._settled.wait()  # calls wait for ten seconds alone
+        await jobs.keeper._settled.wait()  # calls wait for ten seconds alone
         yield jobs
     finally:
         await jobs.stop()
@@ -60,12 +61,6 @@ def instances(num: int, num_unread: int = 0) -> Iterator[StoredInstance]:
         yield StoredInstance(kind=None, problem=JobProblem(code="bad_request", message="cut"))
 
 
-async def soon(claim: Callable[[], object]) -> None:
-    async with asyncio.timeout(60):
-        while not claim():  # noqa: ASYNC110  # threads have a part in it
-            await asyncio.sleep(0.01)
-
-
 async def lines(jobs: Jobs, id: str = "a") -> list[bytes]:
     found = [chunk async for chunk in jobs.answers(id, "")]
     return [answer.value for chunk in found for _, answer, _ in chunk]
@@ -73,21 +68,12 @@ async def lines(jobs: Jobs, id: str = "a") -> list[bytes]:
 
 async def test_a_job_is_computed(arena: Arena, place: str) -> None:
     async with answering(arena) as pool, running(place, {"m": pool}) as jobs:
-        job, is_new = await jobs.create(new_job(), lambda: instances(300, 2))
-        assert is_new
-        assert job.state == "queued"
-        job = await jobs.until("a", "", 60)
+        assert (await jobs.create(new_job(), lambda: instances(300, 2))).state == "queued"
+        job = await jobs.watches.until("a", "", 60)
         assert (job.state, job.num_done, job.num_failed) == ("succeeded", 300, 2)
         assert job.versions == (pool.version,)
         assert await lines(jobs) == [b'"yes"'] * 298 + [b""] * 2
         assert pool.dispatcher.num_unsettled == 0
-
-
-async def test_a_job_of_unreadable_instances_has_failed(arena: Arena, place: str) -> None:
-    async with answering(arena) as pool, running(place, {"m": pool}) as jobs:
-        await jobs.create(new_job(), lambda: instances(3, 3))
-        job = await jobs.until("a", "", 60)
-        assert (job.state, job.num_failed, job.versions) == ("failed", 3, ())
 
 
 async def test_a_job_waits_for_a_service_that_can_compute_it(arena: Arena, tmp_path: Path) -> None:
@@ -96,19 +82,11 @@ async def test_a_job_waits_for_a_service_that_can_compute_it(arena: Arena, tmp_p
     pool = await ready_pool(engine, arena)
     async with running(place, {"m": pool}) as jobs:
         await jobs.create(new_job(), lambda: instances(3))
-        await soon(lambda: engine.started[0].batches)
+        await until(lambda: engine.started[0].batches)
     assert pool.dispatcher.num_unsettled == 0  # given back
     await pool.stop(0)
     async with answering(arena) as pool, running(place, {"m": pool}) as jobs:
-        assert (await jobs.until("a", "", 60)).state == "succeeded"
-
-
-async def test_a_watcher_sees_each_change_until_the_end(arena: Arena, place: str) -> None:
-    async with answering(arena) as pool, running(place, {"m": pool}) as jobs:
-        await jobs.create(new_job(), lambda: instances(200))
-        seen: list[Job] = [job async for job in jobs.watch("a", "")]
-        assert [job.num_done for job in seen] == sorted(job.num_done for job in seen)
-        assert seen[-1].state == "succeeded"
+        assert (await jobs.watches.until("a", "", 60)).state == "succeeded"
 
 
 async def test_a_cancelled_job_is_computed_no_further(arena: Arena, place: str) -> None:
@@ -116,38 +94,16 @@ async def test_a_cancelled_job_is_computed_no_further(arena: Arena, place: str) 
     pool = await ready_pool(engine, arena)
     async with running(place, {"m": pool}) as jobs:
         await jobs.create(new_job(), lambda: instances(100))
-        await soon(lambda: engine.started[0].batches)
-        waiting = asyncio.create_task(jobs.until("a", "", 60))
+        await until(lambda: engine.started[0].batches)
+        waiting = asyncio.create_task(jobs.watches.until("a", "", 60))
         await asyncio.sleep(0)
         assert (await jobs.cancel("a", "")).state == "cancelled"
         assert (await waiting).state == "cancelled"
-        await soon(lambda: not pool.dispatcher.num_unsettled)
+        await until(lambda: not pool.dispatcher.num_unsettled)
         await jobs.delete("a", "")
         with pytest.raises(UnknownJobError):
             await jobs.job("a", "")
     await pool.stop(0)
-
-
-async def test_nobody_sees_the_job_of_another_key(arena: Arena, place: str) -> None:
-    async with answering(arena) as pool, running(place, {"m": pool}) as jobs:
-        await jobs.create(
-            NewJob(id="a", owner="ann", model="m", body_digest="d"), lambda: instances(1)
-        )
-        assert await jobs.jobs("ben", ["queued", "running", "succeeded"], 9, None) == []
-        for call in (jobs.job, jobs.cancel, jobs.delete):
-            with pytest.raises(UnknownJobError):
-                await call("a", "ben")
-
-
-async def test_an_error_while_a_body_is_read_leaves_nothing(arena: Arena, place: str) -> None:
-    def broken() -> Iterator[StoredInstance]:
-        yield from instances(100)
-        raise UnknownModelError("no")
-
-    async with answering(arena) as pool, running(place, {"m": pool}) as jobs:
-        with pytest.raises(UnknownModelError):
-            await jobs.create(new_job(), broken)
-        assert await jobs.jobs("", ["queued", "running", "succeeded"], 9, None) == []
 
 
 async def test_a_store_that_cannot_be_opened_is_told(
@@ -170,17 +126,17 @@ async def test_an_error_that_nobody_foresaw_ends_nothing_else(
     monkeypatch.setattr(JobStore, "counts", fail)
     async with answering(arena) as pool, running(place, {"m": pool}) as jobs:
         await jobs.create(new_job("a"), lambda: instances(1))
-        assert (await jobs.until("a", "", 60)).is_over
+        assert (await jobs.watches.until("a", "", 60)).is_over
         await jobs.create(new_job("b"), lambda: instances(1))
-        assert (await jobs.until("b", "", 60)).is_over
+        assert (await jobs.watches.until("b", "", 60)).is_over
 
 
 async def test_nobody_waits_for_a_job_when_the_service_ends(arena: Arena, place: str) -> None:
     pool = await ready_pool(FakeEngine(), arena)
     async with running(place, {"m": pool}) as jobs:
         await jobs.create(new_job(), lambda: instances(1))
-        waiting = asyncio.create_task(jobs.until("a", "", 3600))
-        await soon(lambda: jobs._watches.num_watched)
+        waiting = asyncio.create_task(jobs.watches.until("a", "", 3600))
+        await until(lambda: jobs.watches.num_watched)
         jobs.end()
         assert not (await waiting).is_over
     await pool.stop(0)
@@ -198,8 +154,8 @@ async def test_ends_and_answers_are_counted(arena: Arena, place: str) -> None:
     async with answering(arena) as pool, running(place, {"m": pool}) as jobs:
         await jobs.create(new_job("a"), lambda: instances(5, 2))
         await jobs.create(new_job("b"), lambda: instances(1, 1))
-        assert (await jobs.until("a", "", 60)).is_over
-        assert (await jobs.until("b", "", 60)).is_over
+        assert (await jobs.watches.until("a", "", 60)).is_over
+        assert (await jobs.watches.until("b", "", 60)).versions == ()
         await jobs.create(new_job("c", model="other"), lambda: instances(2))
         await asyncio.gather(jobs.cancel("c", ""), jobs.cancel("c", ""))
         found = {(each.name, *each.labels): each.value for each in jobs.read_gauges()}

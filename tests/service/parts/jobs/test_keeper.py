@@ -15,8 +15,9 @@ from inferpool.service.parts.jobs.jobs import Jobs
 from inferpool.service.parts.jobs.keeper import StoreKeeper
 from inferpool.service.parts.jobs.webhooks import Webhooks
 from inferpool.workers.shared.arena import Arena
+from tests.service.api.server import until
 from tests.service.parts.jobs.conftest import LIMITS
-from tests.service.parts.jobs.test_jobs import answering, instances, new_job, soon
+from tests.service.parts.jobs.test_jobs import answering, instances, new_job
 
 CHECK_S = 0.02
 
@@ -28,7 +29,7 @@ async def kept(place: str, arena: Arena, *, hang_s: float = 60.0) -> AsyncIterat
         jobs = Jobs(place, LIMITS, {"m": pool}, "m", Webhooks((), b""), keeper=keeper)
         jobs.start()
         try:
-            await soon(lambda: jobs.is_open)
+            await until(lambda: jobs.is_open)
             yield jobs
         finally:
             await jobs.stop()
@@ -36,11 +37,11 @@ async def kept(place: str, arena: Arena, *, hang_s: float = 60.0) -> AsyncIterat
 
 async def finish(jobs: Jobs, id: str) -> None:
     await jobs.create(new_job(id), lambda: instances(3))
-    assert (await jobs.until(id, "", 60)).state == "succeeded"
+    assert (await jobs.watches.until(id, "", 60)).state == "succeeded"
 
 
 async def until_state(jobs: Jobs, state: str) -> None:
-    await soon(lambda: jobs.store_health().state == state)
+    await until(lambda: jobs.keeper.health().state == state)
 
 
 async def refusal(jobs: Jobs) -> str:
@@ -80,7 +81,7 @@ async def test_a_store_that_was_away_is_opened_again_with_its_jobs(
         await until_state(jobs, "gone")
         assert "store of jobs (job_store) is gone" in await refusal(jobs)
         assert str(tmp_path) not in await refusal(jobs)
-        health = jobs.store_health()
+        health = jobs.keeper.health()
         assert (health.place, "is gone" in health.reason) == (str(place), True)
         for _ in range(10):  # nothing is made in its place
             await asyncio.sleep(CHECK_S)
@@ -227,7 +228,7 @@ async def test_a_server_that_was_lost_is_used_again(
             await cable.cut()
             await until_state(jobs, "failing")
             assert "(job_store) does not answer" in await refusal(jobs)
-            assert "secret" not in jobs.store_health().place + caplog.text
+            assert "secret" not in jobs.keeper.health().place + caplog.text
             await cable.plug()
             await until_state(jobs, "open")
             assert (await jobs.job("a", "")).is_over

@@ -18,6 +18,7 @@ from inferpool.workers.shared.arena import Arena
 from inferpool.workers.shared.errors import WorkerStartError
 from inferpool.workers.shared.messages import ItemError
 from tests.fakes import FakeEngine, FakeWorker, ref_to
+from tests.service.api.server import until
 from tests.service.parts.jobs.conftest import LIMITS
 from tests.service.parts.jobs.stores import NOW, FailingCommits, new_job, take
 from tests.service.pools import ready_pool
@@ -123,12 +124,6 @@ async def running(store: JobStore, arena: Arena, num_workers: int = 1) -> AsyncI
     assert arena.used_bytes == 0
 
 
-async def soon(claim: Callable[[], object]) -> None:
-    async with asyncio.timeout(60):
-        while not claim():  # noqa: ASYNC110  # threads have a part in it
-            await asyncio.sleep(0.002)
-
-
 async def test_a_part_whose_job_ends_before_it_is_begun_is_in_flight_no_more(
     store: JobStore, arena: Arena
 ) -> None:
@@ -137,7 +132,7 @@ async def test_a_part_whose_job_ends_before_it_is_begun_is_in_flight_no_more(
     bench.add()
     await bench.runner._lease()
     bench.runner.drop(bench.job())
-    await soon(lambda: not bench.runner._parts)
+    await until(lambda: not bench.runner._parts)
     assert (bench.runner._in_flight["m"], bench.runner._num_bytes) == (0, 0)
     await bench.runner._end()
     await bench.pool.stop(0)
@@ -155,7 +150,7 @@ async def test_each_instance_is_computed_once(store: JobStore, arena: Arena) -> 
 async def test_only_a_few_parts_are_within_reach(store: JobStore, arena: Arena) -> None:
     async with running(store, arena) as bench:
         bench.add(2000)
-        await soon(lambda: bench.pool.dispatcher.num_background)
+        await until(lambda: bench.pool.dispatcher.num_background)
         for _ in range(100):
             await bench.answer(lambda: True)
             assert bench.pool.dispatcher.num_unsettled <= runner_module._LEAST_IN_FLIGHT
@@ -165,11 +160,11 @@ async def test_only_a_few_parts_are_within_reach(store: JobStore, arena: Arena) 
 async def test_other_calls_go_first(store: JobStore, arena: Arena) -> None:
     async with running(store, arena) as bench:
         bench.add(64, payload=b"job")
-        await soon(lambda: bench.worker.batches)
+        await until(lambda: bench.worker.batches)
         others = [bench.pool.submit(ref_to(b"x"), [b"x"]) for _ in range(5)]
         bench.worker.answer([b"1"])  # the one batch of the job that they wait for
         for other in others:
-            await soon(lambda: bench.worker.batches)
+            await until(lambda: bench.worker.batches)
             assert [item.num_bytes for item in bench.worker.batches[0][0]] == [1]
             bench.worker.answer([b"1"])
             await other
@@ -179,7 +174,7 @@ async def test_other_calls_go_first(store: JobStore, arena: Arena) -> None:
 async def test_each_worker_has_one_batch_of_jobs_at_most(store: JobStore, arena: Arena) -> None:
     async with running(store, arena, num_workers=3) as bench:
         bench.add(64)
-        await soon(lambda: all(worker.batches for worker in bench.engine.started))
+        await until(lambda: all(worker.batches for worker in bench.engine.started))
         assert [len(worker.batches) for worker in bench.engine.started] == [1, 1, 1]
         assert await bench.finish() == 64
 
@@ -190,7 +185,7 @@ async def test_a_part_is_of_one_version_when_the_model_is_swapped(
     async with running(store, arena) as bench:
         bench.add(64 * 4)
         former = bench.pool
-        await soon(lambda: former.dispatcher.num_background > 64)
+        await until(lambda: former.dispatcher.num_background > 64)
         successor = await ready_pool(bench.engine, arena)
         successor.version = 2
         bench.pools["m"] = successor
@@ -208,8 +203,8 @@ async def test_what_a_former_version_does_not_finish_the_next_one_computes(
     async with running(store, arena) as bench:
         bench.add(100)
         former = bench.pool
-        await soon(lambda: former.dispatcher.num_background > 64)
-        await soon(lambda: bench.worker.batches)
+        await until(lambda: former.dispatcher.num_background > 64)
+        await until(lambda: bench.worker.batches)
         bench.worker.answer([b"0"])
         successor = await ready_pool(bench.engine, arena)
         successor.version = 2
@@ -225,11 +220,11 @@ async def test_parts_of_a_removed_model_are_given_back(store: JobStore, arena: A
     async with running(store, arena) as bench:
         bench.add(100)
         removed = bench.pool
-        await soon(lambda: removed.dispatcher.num_background > 64)
+        await until(lambda: removed.dispatcher.num_background > 64)
         del bench.pools["m"]
         removed.dispatcher.cut_off("it is removed")
         await removed.stop(0)
-        await soon(lambda: not bench.runner._parts)
+        await until(lambda: not bench.runner._parts)
         assert len(take(store)) == 2
         assert bench.job().num_done == 0
 
@@ -260,9 +255,9 @@ async def test_an_error_of_the_model_stands_in_its_place(store: JobStore, arena:
     async with running(store, arena) as bench:
         bench.add(3)
         for outcome in (b"1", ItemError("invalid_input", "no image"), b"1"):
-            await soon(lambda: bench.worker.batches)
+            await until(lambda: bench.worker.batches)
             bench.worker.answer([outcome])
-        await soon(lambda: bench.job().is_over)
+        await until(lambda: bench.job().is_over)
         assert bench.codes() == ["", "invalid_input", ""]
         assert bench.job().state == "succeeded"
 
@@ -271,7 +266,7 @@ async def test_it_waits_while_others_need_the_arena(store: JobStore, arena: Aren
     async with running(store, arena) as bench:
         taken = [arena.put([bytes(1024)], 1024) for _ in range(ARENA_BYTES // 1024)]
         bench.add(3)
-        await soon(lambda: bench.runner._parts)
+        await until(lambda: bench.runner._parts)
         await asyncio.sleep(0.05)
         assert not bench.worker.batches
         for offset in taken:
@@ -286,7 +281,7 @@ async def test_an_instance_that_never_fits_is_refused_in_its_place(
 ) -> None:
     async with running(store, arena) as bench:
         bench.add(1, payload=bytes(ARENA_BYTES // 2 + 1))
-        await soon(lambda: bench.job().is_over)
+        await until(lambda: bench.job().is_over)
         assert bench.codes() == ["too_large"]
 
 
@@ -317,14 +312,14 @@ async def test_a_mistake_of_the_service_stands_in_its_place(
 
         monkeypatch.setattr(bench.pool, "submit", fail)
         bench.add(2)
-        await soon(lambda: bench.job().is_over)
+        await until(lambda: bench.job().is_over)
         assert bench.codes() == ["internal_error"] * 2
 
 
 async def test_a_cancelled_job_frees_the_pool_at_once(store: JobStore, arena: Arena) -> None:
     async with running(store, arena) as bench:
         bench.add(500, id="a")
-        await soon(lambda: bench.pool.dispatcher.num_background > 100)
+        await until(lambda: bench.pool.dispatcher.num_background > 100)
         store.cancel("a", NOW)
         bench.runner.drop(bench.job("a"))
         await asyncio.sleep(0)
@@ -341,7 +336,7 @@ async def test_results_are_kept_until_the_store_takes_them(
 ) -> None:
     async with running(store, arena) as bench:
         bench.add(100)
-        await soon(lambda: bench.pool.dispatcher.num_background > 64)
+        await until(lambda: bench.pool.dispatcher.num_background > 64)
         commits = FailingCommits(store, monkeypatch)
         commits.plan("before", "after", "before", "before", "after")
         assert await bench.finish() == 100  # nothing is computed again
@@ -354,11 +349,11 @@ async def test_a_part_that_was_taken_over_is_given_up(
 ) -> None:
     async with running(store, arena) as bench:
         bench.add(10)
-        await soon(lambda: bench.pool.dispatcher.num_background == 9)
+        await until(lambda: bench.pool.dispatcher.num_background == 9)
         tokens = list(bench.runner._parts)
         monkeypatch.setattr(store.leases, "lease", lambda *_: [])
         store.leases.give_back(tokens)  # as if another service had it
-        await soon(lambda: not bench.runner._parts)
+        await until(lambda: not bench.runner._parts)
         assert bench.pool.dispatcher.num_unsettled == 0
         bench.worker.answer([b"0"])
         assert bench.job().num_done == 0
@@ -370,7 +365,7 @@ async def test_a_pause_of_the_process_costs_it_no_lease(
     """Its own parts must not seem to be those of a dead service."""
     async with running(store, arena) as bench:
         bench.add(10)
-        await soon(lambda: bench.pool.dispatcher.num_background == 9)
+        await until(lambda: bench.pool.dispatcher.num_background == 9)
         tokens, lease, num_looks = list(bench.runner._parts), store.leases.lease, 0
 
         def count_looks(*told: Any) -> Sequence[LeasedPart]:
@@ -382,7 +377,7 @@ async def test_a_pause_of_the_process_costs_it_no_lease(
         bench.runner._renewed_at -= 3600.0  # the whole process stood still
         assert store.leases.renew(tokens, -1.0) == set(tokens)
         bench.runner.wake()
-        await soon(lambda: num_looks)
+        await until(lambda: num_looks)
         assert await bench.finish() == 10
         assert [part.number for part in take(store)] == []
         assert bench.job().num_done == 10
@@ -393,7 +388,7 @@ async def test_what_cannot_be_given_back_at_once_is_given_back_later(
 ) -> None:
     async with running(store, arena) as bench:
         bench.add(10)
-        await soon(lambda: bench.pool.dispatcher.num_background == 9)
+        await until(lambda: bench.pool.dispatcher.num_background == 9)
         give_back, num_calls = store.leases.give_back, 0
 
         def fail_first(tokens: list[str]) -> None:
@@ -407,8 +402,8 @@ async def test_what_cannot_be_given_back_at_once_is_given_back_later(
         removed = bench.pools.pop("m")
         removed.dispatcher.cut_off("it is removed")
         await removed.stop(0)
-        await soon(lambda: num_calls > 1)
-        await soon(lambda: take(store))
+        await until(lambda: num_calls > 1)
+        await until(lambda: take(store))
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.002, 0.02])
@@ -427,7 +422,7 @@ async def test_a_part_waits_no_longer_than_a_while_for_workers(
     """Another service on the same store may have some."""
     async with running(store, arena) as bench:
         bench.add(10)
-        await soon(lambda: bench.worker.batches)
+        await until(lambda: bench.worker.batches)
         bench.engine.failures = [WorkerStartError("no luck", permanent=False) for _ in range(9)]
         bench.worker.die()
         await asyncio.sleep(25.0)

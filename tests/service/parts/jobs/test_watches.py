@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 
 import msgspec
 import pytest
@@ -10,6 +10,7 @@ import pytest
 from inferpool.service.errors import UnknownJobError
 from inferpool.service.parts.jobs.records import Job
 from inferpool.service.parts.jobs.watches import Watches
+from tests.service.api.server import until
 
 BEGUN = Job(
     id="a", owner="", state="running", model="m", num_instances=9, num_bytes=0, created_at=1
@@ -35,12 +36,6 @@ class OneJob:
         return self.job
 
 
-async def soon(claim: Callable[[], object]) -> None:
-    async with asyncio.timeout(60):
-        while not claim():  # noqa: ASYNC110  # nothing tells of it
-            await asyncio.sleep(0)
-
-
 async def next_of(jobs: AsyncGenerator[Job, None]) -> Job:
     async with asyncio.timeout(60):
         return await anext(jobs)
@@ -50,7 +45,7 @@ async def test_many_who_wait_read_a_job_that_changes_only_once_each() -> None:
     store = OneJob()
     watches = Watches(store.read, poll_s=1000)
     waiting = [asyncio.create_task(watches.until("a", "", 1000)) for _ in range(1000)]
-    await soon(lambda: store.num_reads == len(waiting))
+    await until(lambda: store.num_reads == len(waiting))
     for num_done in range(8):
         watches.tell(at(num_done))
         await asyncio.sleep(0)
@@ -65,7 +60,7 @@ async def test_changes_by_other_services_are_read_once_for_all() -> None:
     store = OneJob()
     watches = Watches(store.read, poll_s=0.01)
     waiting = [asyncio.create_task(watches.until("a", "", 1000)) for _ in range(100)]
-    await soon(lambda: store.num_reads >= len(waiting) + 3)
+    await until(lambda: store.num_reads >= len(waiting) + 3)
     store.job = over = at(9, state="failed")
     before = store.num_reads
     assert await asyncio.gather(*waiting) == [over] * len(waiting)
@@ -82,7 +77,7 @@ async def test_nothing_is_left_of_those_who_wait_no_more() -> None:
     waiting = asyncio.create_task(watches.until("a", "", 1000))
     changes = watches.follow("a", "")
     assert await next_of(changes) == BEGUN
-    await soon(lambda: watches.num_watched)
+    await until(lambda: watches.num_watched)
     waiting.cancel()
     await changes.aclose()
     with contextlib.suppress(asyncio.CancelledError):
@@ -110,7 +105,7 @@ async def test_a_deleted_job_is_not_taken_for_another_of_its_id() -> None:
     changes = watches.follow("a", "")
     assert await next_of(changes) == BEGUN
     waiting = asyncio.create_task(watches.until("a", "", 1000))
-    await soon(lambda: store.num_reads == 2)
+    await until(lambda: store.num_reads == 2)
     watches.tell(at(5, created_at=9.0, owner="ben"))  # another job, with the same id
     watches.tell(at(5, created_at=2.0))
     with pytest.raises(UnknownJobError):
@@ -124,7 +119,7 @@ async def test_a_deleted_job_is_not_taken_for_another_of_its_id() -> None:
 async def test_nobody_waits_after_the_end() -> None:
     watches = Watches(OneJob().read, poll_s=1000)
     waiting = asyncio.create_task(watches.until("a", "", 1000))
-    await soon(lambda: watches.num_watched)
+    await until(lambda: watches.num_watched)
     watches.end()
     assert await waiting == BEGUN
     assert await watches.until("a", "", 1000) == BEGUN

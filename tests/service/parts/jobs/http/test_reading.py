@@ -264,12 +264,6 @@ def test_a_file_that_is_no_instance_is_an_error_in_its_own_place(path: Path) -> 
     assert link.startswith("invalid_input file 0 ('a'): is a link; ")
 
 
-def test_half_an_archive_makes_no_instances_in_the_end(path: Path) -> None:
-    body = begin(TAR, archive_of(("1.jpg", JPEG), ("2.jpg", JPEG))[:1600], path)
-    with pytest.raises(BadRequestError, match="ends early"):
-        list(body.instances())
-
-
 def test_an_archive_without_files_is_refused(path: Path) -> None:
     for body in (archive_of(), with_members(member("folder", b"5")), archive_of(("a.cls", b"1"))):
         with pytest.raises(InvalidInputError, match="the body has no instances"):

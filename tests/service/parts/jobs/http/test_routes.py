@@ -6,7 +6,7 @@ import io
 import json
 import os
 import tarfile
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from inferpool.service.settings.model import ModelSettings
 from inferpool.workers.shared.arena import Arena
 from tests.fakes import FakeEngine
 from tests.service.api.fakes import endpoint
+from tests.service.api.server import until
 from tests.service.parts.jobs.test_jobs import answering
 from tests.service.pools import ready_pool
 
@@ -69,7 +70,7 @@ async def serving(
     config.load()
     server.lifespan = config.lifespan_class(config)
     jobs.start()
-    await jobs._keeper._settled.wait()  # calls wait for ten seconds alone
+    await jobs.keeper._settled.wait()  # calls wait for ten seconds alone
     await server.startup()
     port = server.servers[0].sockets[0].getsockname()[1]
     try:
@@ -95,12 +96,6 @@ async def idle(arena: Arena) -> AsyncIterator[tuple[FakeEngine, Pool]]:
     pool = await ready_pool(engine, arena)
     yield engine, pool
     await pool.stop(0)
-
-
-async def soon(claim: Callable[[], object]) -> None:
-    async with asyncio.timeout(60):
-        while not claim():  # noqa: ASYNC110  # threads have a part in it
-            await asyncio.sleep(0.01)
 
 
 async def over(client: httpx.AsyncClient, location: str) -> Any:
@@ -219,10 +214,10 @@ async def test_a_client_that_hangs_up_leaves_nothing(arena: Arena, tmp_path: Pat
         head = b"POST /jobs HTTP/1.1\r\nhost: h\r\ncontent-type: application/jsonl\r\n"
         writer.write(head + b"content-length: 1000000\r\n\r\n" + b"1\n" * 200_000)
         await writer.drain()
-        await soon(lambda: spooled(tmp_path))
+        await until(lambda: spooled(tmp_path))
         writer.close()
         await writer.wait_closed()
-        await soon(lambda: not spooled(tmp_path))
+        await until(lambda: not spooled(tmp_path))
         assert (await client.get("/jobs")).json()["jobs"] == []
 
 
@@ -279,7 +274,7 @@ async def test_answers_are_shown_as_they_come(arena: Arena, tmp_path: Path) -> N
         none = await client.get(path, params={"first": 0})
         assert none.json() == {"predictions": [], "first": 0, "next": 0}
         while (known := (await client.get(path, params={"first": 0})).json())["next"] < 64:
-            await soon(lambda: engine.started[0].batches)
+            await until(lambda: engine.started[0].batches)
             worker = engine.started[0]
             worker.answer([b'"yes"'] * worker.sizes[0])
             await asyncio.sleep(0)
@@ -426,7 +421,7 @@ async def test_bodies_that_are_being_sent_are_bounded_in_sum(arena: Arena, tmp_p
 
             first = asyncio.create_task(client.post("/jobs", content=slowly(), headers=JSONL))
             await half.wait()
-            await soon(lambda: sum(spooled(tmp_path)) > 5e5)
+            await until(lambda: sum(spooled(tmp_path)) > 5e5)
             second = await client.post("/jobs", content=b'"%s"\n' % (b"x" * 699_000), headers=JSONL)
             assert (second.status_code, second.json()["code"]) == (429, "over_quota")
             goes_on.set()
@@ -467,5 +462,5 @@ async def test_a_body_may_take_longer_than_a_call_but_must_go_on(
             answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 60)
             assert answer.startswith(b"HTTP/1.1 408 ")
             writer.close()
-            await soon(lambda: not spooled(tmp_path))
+            await until(lambda: not spooled(tmp_path))
             assert (await client.get("/jobs")).json()["jobs"] == []

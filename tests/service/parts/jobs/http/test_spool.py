@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ MIB = 2**20
 async def fill(spool: Spool, *pieces: bytes) -> None:
     for piece in pieces:
         await spool.write(piece)
-    await spool.finish()
+    await spool.flush()
 
 
 @pytest.mark.parametrize(
@@ -36,7 +37,7 @@ async def fill(spool: Spool, *pieces: bytes) -> None:
 )
 async def test_all_pieces_lie_in_one_private_file(pieces: Sequence[bytes], tmp_path: Path) -> None:
     whole = b"".join(pieces)
-    with Spool(tmp_path, 4 * MIB) as spool:
+    with closing(Spool(tmp_path, 4 * MIB)) as spool:
         await fill(spool, *pieces)
         assert list(tmp_path.iterdir()) == []  # it has no name
         assert spool.path.read_bytes() == whole
@@ -45,20 +46,10 @@ async def test_all_pieces_lie_in_one_private_file(pieces: Sequence[bytes], tmp_p
         assert spool.digest() == hashlib.sha256(whole).hexdigest()
 
 
-async def test_the_digest_is_that_of_the_body_so_far(tmp_path: Path) -> None:
-    with Spool(tmp_path, 4 * MIB) as spool:
-        so_far = hashlib.sha256()
-        for number in range(20):
-            piece = bytes([number]) * 100_000
-            await spool.write(piece)
-            so_far.update(piece)
-            assert spool.digest() == so_far.hexdigest()
-
-
 async def test_a_body_over_the_limit_is_refused_with_the_name_of_the_setting(
     tmp_path: Path,
 ) -> None:
-    with Spool(tmp_path, 300_000) as spool:
+    with closing(Spool(tmp_path, 300_000)) as spool:
         await spool.write(b"x" * 300_000)
         with pytest.raises(TooLargeError, match="limit of 300000 bytes"):
             await spool.write(b"x")
@@ -70,8 +61,7 @@ async def test_nothing_is_left_of_a_body_that_is_not_finished(tmp_path: Path) ->
     spool = Spool(tmp_path, 4 * MIB)
     await spool.write(b"x" * MIB)
     assert spool.path.exists()
-    with pytest.raises(ZeroDivisionError), spool:
-        raise ZeroDivisionError
+    spool.close()
     assert list(tmp_path.iterdir()) == []
     spool.close()
     Spool(tmp_path, 1).close()  # nothing was written
@@ -79,7 +69,7 @@ async def test_nothing_is_left_of_a_body_that_is_not_finished(tmp_path: Path) ->
 
 async def test_nothing_is_left_when_a_write_is_cancelled(tmp_path: Path) -> None:
     for num_turns in range(4):
-        with Spool(tmp_path, 64 * MIB) as spool:
+        with closing(Spool(tmp_path, 64 * MIB)) as spool:
             writing = asyncio.create_task(fill(spool, b"x" * 32 * MIB))
             for _ in range(num_turns):
                 await asyncio.sleep(0)
@@ -90,7 +80,7 @@ async def test_nothing_is_left_when_a_write_is_cancelled(tmp_path: Path) -> None
 
 
 async def test_who_has_opened_a_body_reads_on_after_its_end(tmp_path: Path) -> None:
-    with Spool(tmp_path, MIB) as spool:
+    with closing(Spool(tmp_path, MIB)) as spool:
         await fill(spool, b"body")
         file = spool.path.open("rb")
     with file:
@@ -99,7 +89,7 @@ async def test_who_has_opened_a_body_reads_on_after_its_end(tmp_path: Path) -> N
 
 async def test_the_room_of_a_large_body_is_given_back(tmp_path: Path) -> None:
     num_open = len(os.listdir("/proc/self/fd"))
-    with Spool(tmp_path, 64 * MIB) as spool:
+    with closing(Spool(tmp_path, 64 * MIB)) as spool:
         await fill(spool, b"x" * 32 * MIB)
         assert len(os.listdir("/proc/self/fd")) > num_open
     assert list(tmp_path.iterdir()) == []
@@ -110,30 +100,31 @@ async def test_the_room_of_a_large_body_is_given_back(tmp_path: Path) -> None:
 
 
 async def test_a_folder_that_is_gone_is_no_mistake_of_the_caller(tmp_path: Path) -> None:
-    with Spool(tmp_path / "gone", MIB) as spool:
+    with closing(Spool(tmp_path / "gone", MIB)) as spool:
         await spool.write(b"x")
         with pytest.raises(UnavailableError, match="No such file or directory"):
-            await spool.finish()
+            await spool.flush()
 
 
 FULL = """
 import asyncio
+from contextlib import closing
 from pathlib import Path
 from inferpool.service.errors import StoreFullError
 from inferpool.service.parts.jobs.http.spool import Spool
 
 async def main():
     folder = Path("/mnt")
-    with Spool(folder, 1 << 30) as spool:
+    with closing(Spool(folder, 1 << 30)) as spool:
         try:
             while True:
                 await spool.write(b"x" * 100_000)
         except StoreFullError as error:
             print(error.code, spool.num_bytes > 500_000)
     print(list(folder.iterdir()))
-    with Spool(folder, 1 << 30) as spool:
+    with closing(Spool(folder, 1 << 30)) as spool:
         await spool.write(b"y" * 500_000)
-        await spool.finish()
+        await spool.flush()
         print(spool.path.stat().st_size)
 
 asyncio.run(main())

@@ -11,7 +11,8 @@ from inferpool.service.parts.jobs.http import making
 from inferpool.service.parts.jobs.http.reading import JobBody, read_body
 from inferpool.service.parts.jobs.http.results import choose_result_format
 from inferpool.workers.shared.arena import Arena
-from tests.service.parts.jobs.http.test_routes import ANN, BEN, body, served, serving, soon, spooled
+from tests.service.api.server import until
+from tests.service.parts.jobs.http.test_routes import ANN, BEN, body, served, serving, spooled
 from tests.service.parts.jobs.test_jobs import answering
 
 
@@ -81,7 +82,7 @@ async def test_bodies_that_take_long_to_read_hold_up_nobody(
     monkeypatch.setattr(making, "read_body", slowly)
     async with served(arena, tmp_path) as client:
         sending = [asyncio.create_task(client.post("/jobs", json=body(1))) for _ in range(40)]
-        await soon(lambda: len(spooled(tmp_path)) == len(sending))
+        await until(lambda: len(spooled(tmp_path)) == len(sending))
         try:
             assert (await client.get("/jobs/none")).status_code == 404
         finally:
