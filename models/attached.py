@@ -29,6 +29,7 @@ OTHERS = {
     "fault of a folder": "inferpool.models.files.run_folder:why_no_run",
     "start check": "inferpool.workers.start_check.check:ReadyCheck",
     "speed preset": "inferpool.workers.speed.worker_side:chosen_preset",
+    "forms": "inferpool.service.api.codecs.forms:decode_form",
     "forget a load": "inferpool.models.speed.attempts:forget_load",
 }
 

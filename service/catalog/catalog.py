@@ -27,6 +27,7 @@ from inferpool.service.telemetry.metrics import Metrics, ModelMetrics, Reading
 from inferpool.workers.host.devices import DeviceError, Host
 from inferpool.workers.host.engine import Engine, RankHealth, WorkerHandle
 from inferpool.workers.host.restart_policy import RestartPolicy
+from inferpool.workers.host.shared_check import SharedCheck
 from inferpool.workers.host.slots import State
 from inferpool.workers.shared.arena import Arena
 from inferpool.workers.shared.config import WorkerConfig
@@ -408,7 +409,7 @@ class Catalog:
             source=model.source,
             version=number,
             configs=configs,
-            engine=self._engine,
+            check=SharedCheck(self._engine.start),
             dispatcher=self.make_dispatcher(name, model),
             policy=RestartPolicy(max_restarts=model.max_restarts),
             announcer=self._announcer,

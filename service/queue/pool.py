@@ -18,10 +18,9 @@ from inferpool.service.errors import GivenUpError, ServiceError, UnavailableErro
 from inferpool.service.queue.dispatcher import Dispatcher
 from inferpool.service.queue.instance import Buffer, Instance, InstanceSteps, SlotOwner
 from inferpool.service.queue.replacer import Replacer
-from inferpool.workers.host.engine import Cause, Engine, RankHealth, WorkerHandle, WorkerId
+from inferpool.workers.host.engine import Cause, RankHealth, WorkerHandle, WorkerId
 from inferpool.workers.host.replica_files import ReplicaFiles
 from inferpool.workers.host.restart_policy import RestartPolicy
-from inferpool.workers.host.shared_check import SharedCheck
 from inferpool.workers.host.slots import WorkerSlot
 from inferpool.workers.host.supervisor import WorkerSupervisor
 from inferpool.workers.shared.config import REFUSED, WorkerConfig
@@ -30,6 +29,7 @@ from inferpool.workers.shared.messages import UNREADABLE, ItemRef
 if TYPE_CHECKING:
     from inferpool.models.spec import SplitReport, TensorSpec
     from inferpool.service.telemetry.console import Console
+    from inferpool.workers.host.shared_check import SharedCheck
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class Pool:
         *,
         source: str,
         configs: Sequence[WorkerConfig],
-        engine: Engine,
+        check: "SharedCheck",
         dispatcher: Dispatcher,
         policy: RestartPolicy,
         announcer: "Console",
@@ -72,7 +72,7 @@ class Pool:
         Args:
             source: The source of the model, as the settings name it.
             configs: The configuration of each worker. In a cluster, more may come and go.
-            engine: Starts workers.
+            check: Starts workers, of which one checks the version.
             dispatcher: Sends them batches; has the name of the model and its counters.
             policy: Bounds how often they are restarted.
             announcer: Shows people what comes and goes.
@@ -112,7 +112,7 @@ class Pool:
         files = ReplicaFiles[WorkerHandle](
             lambda worker: worker.ready.files, self._forget_found_out
         )
-        self.check = SharedCheck(engine.start)
+        self.check = check
         self._supervisor = WorkerSupervisor(self.check.start, self, policy, files)
         self.replacer = Replacer(name, self._supervisor, self._note_successor, self.check.forget)
 

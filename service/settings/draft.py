@@ -11,7 +11,8 @@ from pydantic_core import ErrorDetails
 
 from inferpool.models.attached import BUILT_IN_SOURCES
 from inferpool.models.files.reading import read_file
-from inferpool.service.settings.keys import Keys, read_keys
+from inferpool.service.client.keys import keys_in
+from inferpool.service.settings.keys import Keys, digest_of
 from inferpool.service.settings.model import MODEL_NAME, ModelSettings
 from inferpool.service.settings.names import (
     FLAGS,
@@ -441,3 +442,12 @@ def _plant(tree: dict[str, object], key: Key, value: object) -> None:
             return  # `options = 3` in the file is reported already
         tree = below
     tree[last] = value
+
+
+def read_keys(text: str) -> Keys:
+    """Read keys as `keys_in` does.
+
+    Raises:
+        ValueError: One cannot be a key. The message holds none of the text.
+    """
+    return Keys(frozenset(digest_of(key.encode()) for key in keys_in(text)))

@@ -4,8 +4,6 @@ import hashlib
 import hmac
 from dataclasses import dataclass
 
-from inferpool.service.client.keys import keys_in
-
 _FINGERPRINT_LENGTH = 8
 
 
@@ -26,15 +24,6 @@ class Keys:
     def __str__(self) -> str:
         """Return how many there are, for people, and nothing more."""
         return f"{len(self)} hidden" if self.digests else "none"
-
-
-def read_keys(text: str) -> Keys:
-    """Read keys as `keys_in` does.
-
-    Raises:
-        ValueError: One cannot be a key. The message holds none of the text.
-    """
-    return Keys(frozenset(digest_of(key.encode()) for key in keys_in(text)))
 
 
 def digest_of(key: bytes) -> bytes:

@@ -123,6 +123,12 @@ def test_call_enters_few_files(num_fronts, most_files, most_entries, tmp_path):
         assert len(found["entries"]) <= entries, found["entries"]
 
 
+def test_echo_imports_little(tmp_path):
+    saved = _run("loaded", tmp_path)
+    for side, most_lines in ("front end", 44_000), ("worker", 14_500):
+        assert saved[side]["lines"] <= most_lines, saved[side]["files"]
+
+
 def test_server_is_started_asked_and_ended_with_its_processes_alone(tmp_path, body):
     with subprocess.Popen(["sleep", "600"], start_new_session=True) as other:
         command = ServerCommand(name="sketch", argv=[*_SKETCH, "--queue", "--fastapi"])

@@ -15,6 +15,7 @@ from inferpool.service.queue.quarantine import Quarantine
 from inferpool.service.telemetry.metrics import ModelMetrics
 from inferpool.workers.host.engine import WorkerId
 from inferpool.workers.host.restart_policy import RestartPolicy
+from inferpool.workers.host.shared_check import SharedCheck
 from inferpool.workers.shared.arena import Arena
 from inferpool.workers.shared.config import ModelConfig, WorkerConfig
 from tests.fakes import FakeEngine, FakeWorker, ref_to
@@ -73,7 +74,7 @@ def make_pool(
     return Pool(
         source="echo",
         configs=configs,
-        engine=engine,
+        check=SharedCheck(engine.start),
         dispatcher=make_dispatcher(arena, metrics, max_queue_length=10, max_batch_size=1),
         policy=RestartPolicy(),
         announcer=announcer or SilentAnnouncer(),  # type: ignore[arg-type]

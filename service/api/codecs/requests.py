@@ -5,11 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 from multipart import parse_options_header  # type: ignore[import-untyped]  # has no annotations
 
+from inferpool.models.attached import attached
 from inferpool.models.json_errors import BYTE_ORDER_MARK
 from inferpool.service.api.codecs import parameters
 from inferpool.service.api.codecs.body import BodyContext, Decoded, Payload
 from inferpool.service.api.codecs.files import NPY_TYPES
-from inferpool.service.api.codecs.forms import decode_form
 from inferpool.service.api.codecs.json import decode_json, is_image
 from inferpool.service.api.codecs.tensors import (
     NPY_MAGIC,
@@ -137,7 +137,7 @@ def _find(content_type: bytes, types: Sequence[str]) -> Decoder:
     if bare == b"text/plain":
         return lambda chunks, head: _decode_text(content_type, chunks, head)
     if bare == b"multipart/form-data":
-        return lambda chunks, head: decode_form(content_type, chunks, head)
+        return lambda chunks, head: attached("forms")(content_type, chunks, head)
     if bare == b"application/x-www-form-urlencoded":
         return _decode_untyped
     known = ", ".join(types)

@@ -8,7 +8,8 @@ from inferpool.service.api.errors import ForbiddenError, UnauthorizedError
 from inferpool.service.api.routes.health import HealthReport, ModelHealth, health_router
 from inferpool.service.api.routes.metrics import metrics_router
 from inferpool.service.api.web import App
-from inferpool.service.settings.keys import Keys, read_keys
+from inferpool.service.settings.draft import read_keys
+from inferpool.service.settings.keys import Keys
 from tests.service.api.fakes import FakeModel, as_app, call, endpoint, post
 from tests.virtual_time import run_in_virtual_time
 

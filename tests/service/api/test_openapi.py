@@ -27,7 +27,7 @@ from inferpool.service.parts.jobs.http.routes import jobs_router
 from inferpool.service.parts.live.events import events_router
 from inferpool.service.parts.swap.requests import SwapOptions, request_schemas
 from inferpool.service.parts.swap.routes import models_router
-from inferpool.service.settings.keys import read_keys
+from inferpool.service.settings.draft import read_keys
 from inferpool.service.settings.model import ModelSettings
 from tests.service.api.fakes import FakeModel, call, endpoint
 

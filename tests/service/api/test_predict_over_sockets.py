@@ -12,7 +12,7 @@ import pytest
 from inferpool.service.api.auth import Guard
 from inferpool.service.api.cors import Cors
 from inferpool.service.errors import InvalidInputError
-from inferpool.service.settings.keys import read_keys
+from inferpool.service.settings.draft import read_keys
 from tests.service.api.fakes import FakeModel, result
 from tests.service.api.server import (
     CHUNKED,

@@ -9,7 +9,7 @@ from inferpool.service.api.auth import Guard
 from inferpool.service.api.cors import Cors
 from inferpool.service.api.exchange import Predict
 from inferpool.service.api.web import App
-from inferpool.service.settings.keys import read_keys
+from inferpool.service.settings.draft import read_keys
 from tests.service.api.fakes import FakeModel, call, endpoint, post
 
 IMAGE = {"content-type": "image/png"}

@@ -2,7 +2,8 @@ import hashlib
 
 import pytest
 
-from inferpool.service.settings.keys import Keys, digest_of, fingerprint_of, read_keys
+from inferpool.service.settings.draft import read_keys
+from inferpool.service.settings.keys import Keys, digest_of, fingerprint_of
 
 A, B = "a" * 16, "b" * 40
 

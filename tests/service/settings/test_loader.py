@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from inferpool.service.settings.keys import read_keys
+from inferpool.service.settings.draft import read_keys
 from inferpool.service.settings.loader import (
     LoadedSettings,
     load,

@@ -6,7 +6,7 @@ import pytest
 
 from inferpool.service.errors import StartError
 from inferpool.service.parts.cluster.door import open_door
-from inferpool.service.settings.keys import read_keys
+from inferpool.service.settings.draft import read_keys
 from inferpool.service.settings.settings import Settings
 from inferpool.service.settings.tls import TlsError
 from tests.certificates import make_authority, make_signed

@@ -7,7 +7,8 @@ import pytest
 from inferpool.service.app import assemble
 from inferpool.service.errors import UnavailableError
 from inferpool.service.parts.cluster.door import open_door
-from inferpool.service.settings.keys import digest_of, read_keys
+from inferpool.service.settings.draft import read_keys
+from inferpool.service.settings.keys import digest_of
 from inferpool.service.settings.model import ModelSettings
 from inferpool.service.settings.settings import Settings
 from inferpool.service.telemetry.console import Console

@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from inferpool.service.api.auth import Guard
 from inferpool.service.api.web import App
 from inferpool.service.parts.live.events import MAX_STREAMS, events_router
-from inferpool.service.settings.keys import read_keys
+from inferpool.service.settings.draft import read_keys
 from tests.service.api.fakes import call
 from tests.service.api.server import until
 

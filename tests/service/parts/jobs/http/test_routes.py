@@ -25,7 +25,7 @@ from inferpool.service.parts.jobs.jobs import Jobs
 from inferpool.service.parts.jobs.records import StoreLimits
 from inferpool.service.parts.jobs.webhooks import Webhooks
 from inferpool.service.queue.pool import Pool
-from inferpool.service.settings.keys import read_keys
+from inferpool.service.settings.draft import read_keys
 from inferpool.service.settings.model import ModelSettings
 from inferpool.workers.shared.arena import Arena
 from tests.fakes import FakeEngine
