@@ -1,14 +1,10 @@
-import asyncio
 import logging
 from dataclasses import replace
 
 import pytest
 
-from inferpool.service.catalog.catalog import ModelVersion
 from inferpool.service.errors import GivenUpError, OverloadedError, UnavailableError
-from inferpool.service.parts.turns.gate import DeviceGate
 from inferpool.service.queue.pool import Pool, SlotNumbers
-from inferpool.service.settings.model import ModelSettings
 from inferpool.workers.shared.arena import Arena
 from inferpool.workers.shared.config import WorkerConfig
 from inferpool.workers.shared.errors import WorkerStartError
@@ -66,24 +62,6 @@ async def test_only_a_restart_on_demand_measures_the_presets_again(arena: Arena)
     chosen = engine.started[0].ready.speed
     assert engine.told == {"m/0#0": None, "m/0#1": chosen, "m/0#2": None}
     await pool.stop(0)
-
-
-async def test_a_pool_whose_stop_is_cancelled_leaves_the_device_to_others(arena: Arena):
-    gate, engine = DeviceGate(1), FakeEngine()
-    pools = [make_pool(engine, arena, name=name) for name in "ab"]
-    for pool in pools:
-        gate.add(ModelVersion(ModelSettings(source="echo"), pool))
-        pool.start()
-    await until(lambda: all(pool.is_ready for pool in pools))
-    assert pools[1].dispatcher.scheduler.policies
-    stop = asyncio.create_task(pools[0].stop(0))
-    await asyncio.sleep(0)
-    stop.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await stop
-    assert not pools[1].dispatcher.scheduler.policies
-    await pools[0].stop(0)
-    await pools[1].stop(0)
 
 
 async def test_what_is_submitted_waits_while_the_workers_compute_for_another_dispatcher(

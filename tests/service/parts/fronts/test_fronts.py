@@ -1,7 +1,7 @@
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -16,6 +16,7 @@ from inferpool.workers.host.engine import Cause, Ending, WorkerId
 from inferpool.workers.shared.arena import Arena
 from inferpool.workers.shared.errors import WorkerStartError
 from tests.service.api.fakes import Models
+from tests.service.api.server import until
 
 pytestmark = pytest.mark.usefixtures("virtual_time")
 
@@ -113,11 +114,6 @@ def keep(monkeypatch: pytest.MonkeyPatch):
         arena.close()
 
     return keep
-
-
-async def until(is_true: Callable[[], bool]) -> None:
-    while not is_true():  # noqa: ASYNC110  # what changes it tells nobody
-        await asyncio.sleep(0.001)
 
 
 def states(fronts: Fronts) -> list[str]:

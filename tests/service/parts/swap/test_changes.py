@@ -45,12 +45,6 @@ class Changing:
         self.changes.begin_swap("m", {"policy": "force", **request})
         await self.changes.until_decided("m")
 
-    async def closed(self) -> None:
-        await self.operations.stop()
-        await self.changes.stop()
-        await self.speed_search.stop()
-        await self.catalog.stop()
-
     def report(self):
         models = [
             model_health(name, pool, [version.pool for version in self.catalog.versions(name)])
@@ -90,7 +84,6 @@ async def test_a_restart_and_a_change_of_one_model_exclude_each_other(make):
     await changing.changes.until_decided("m")
     changing.operations.restart("m", None, old_first=False)
     assert await changing.operations.until_restarted("m")
-    await changing.closed()
 
 
 async def test_a_model_is_restarted_while_its_former_version_leaves_or_is_kept(make):
@@ -107,7 +100,6 @@ async def test_a_model_is_restarted_while_its_former_version_leaves_or_is_kept(m
     assert changing.steps[-1] == (2, "kept")
     assert changing.operations.restart("m", None, old_first=False) == ["m/3/0"]
     assert await changing.operations.until_restarted("m")
-    await changing.closed()
 
 
 async def test_a_swap_waits_for_a_version_that_leaves_and_takes_its_memory(make):
@@ -121,7 +113,6 @@ async def test_a_swap_waits_for_a_version_that_leaves_and_takes_its_memory(make)
     changing.kept.told.set()
     await changing.changes.until_decided("m")
     assert changing.catalog.serving["m"].version == 3
-    await changing.closed()
 
 
 async def test_versions_have_the_numbers_of_a_folder_as_long_as_they_rise(make):
@@ -136,7 +127,6 @@ async def test_versions_have_the_numbers_of_a_folder_as_long_as_they_rise(make):
     assert changes.number_next("n", 5) == 5
     await changes.until_decided("n")
     assert changing.catalog.serving["n"].version == 5
-    await changing.closed()
 
 
 async def test_a_shutdown_answers_those_who_wait_for_a_change_also_for_one_not_begun(make):
@@ -150,7 +140,7 @@ async def test_a_shutdown_answers_those_who_wait_for_a_change_also_for_one_not_b
     for each in (waiting, not_begun):
         with pytest.raises(UnavailableError, match="shutting down"):
             await each
-    await changing.closed()
+    await changing.changes.stop()
     assert "m" not in changing.catalog.busy
     assert changing.catalog.serving["m"].version == 1
 
@@ -168,7 +158,6 @@ async def test_a_version_whose_leaving_is_cancelled_leaves_all_the_same(make):
     await catalog.until_left("m")
     assert [each.number for each in catalog.loaded.values()] == [2]
     assert all(not slot.handle for slot in first.pool.slots)
-    await changing.closed()
 
 
 async def test_each_step_is_told_and_versions_beside_do_not_degrade_the_status(make, caplog):
@@ -192,7 +181,6 @@ async def test_each_step_is_told_and_versions_beside_do_not_degrade_the_status(m
         await changing.changes.until_decided("m")
     assert changing.steps[-2:] == [(3, "loading"), (3, "refused")]
     assert changing.report().status == "ready"
-    await changing.closed()
 
 
 async def test_without_models_a_service_is_unavailable_until_one_is_added(make):
@@ -208,7 +196,6 @@ async def test_without_models_a_service_is_unavailable_until_one_is_added(make):
     assert (loading.ready, loading.version) == (False, None)
     await changing.changes.until_decided("m")
     assert changing.report().status == "ready"
-    await changing.closed()
 
 
 async def test_a_rollback_goes_to_the_version_before_even_if_an_earlier_one_left_later(make):
@@ -223,7 +210,6 @@ async def test_a_rollback_goes_to_the_version_before_even_if_an_earlier_one_left
     changing.changes.begin_rollback("m")
     await changing.changes.until_decided("m")
     assert changing.catalog.serving["m"].version == 2
-    await changing.closed()
 
 
 async def test_a_change_cancels_a_search_for_speed_and_need_not_wait_for_it(make):
@@ -240,7 +226,6 @@ async def test_a_change_cancels_a_search_for_speed_and_need_not_wait_for_it(make
     assert search.was_cancelled
     assert changing.catalog.serving["m"].version == 2
     assert changing.speed_search.progress("m").state != "searching"
-    await changing.closed()
 
 
 @pytest.mark.usefixtures("virtual_time")
@@ -254,4 +239,3 @@ async def test_a_version_is_kept_while_its_model_is_restarted(make):
     changing.catalog.busy.end("m")
     await asyncio.sleep(1)
     assert [each.number for each in changing.catalog.versions("m")] == [2]
-    await changing.closed()

@@ -3,7 +3,6 @@
 import asyncio
 import re
 import struct
-from collections.abc import Callable
 
 import pytest
 
@@ -17,17 +16,11 @@ from inferpool.service.parts.swap.comparison import (
     why_not,
 )
 from inferpool.service.parts.swap.requests import SwapOptions
-from inferpool.workers.shared.arena import Arena
 from inferpool.workers.shared.errors import WorkerStartError
 from inferpool.workers.shared.messages import TensorBlob
-from tests.service.parts.swap.test_decision import Acts, Stage, ready, when
+from tests.service.parts.swap.test_decision import Acts, ready, when
 
 pytestmark = pytest.mark.usefixtures("virtual_time")
-
-
-@pytest.fixture
-def stage(arena: Arena) -> Callable[..., Stage]:
-    return lambda **acts: Stage(arena, **acts)
 
 
 def floats(*numbers: float) -> list[TensorBlob]:

@@ -43,10 +43,6 @@ class Asked:
         await self.changes.until_decided("n")
         assert self.kept.catalog.serving["n"].is_ready
 
-    async def closed(self) -> None:
-        await self.changes.stop()
-        await self.kept.catalog.stop()
-
 
 @pytest.fixture
 def ask(arena: Arena) -> Callable[..., Asked]:
@@ -59,7 +55,6 @@ async def test_a_slip_in_replicas_is_refused_with_the_bound(ask, replicas):
     with StepCounter(20_000), pytest.raises(InvalidInputError, match="number from 1 to 1024"):
         await asked.add(replicas=replicas)
     assert not asked.num_planned
-    await asked.closed()
 
 
 async def test_memory_is_checked_before_any_plan(ask):
@@ -73,7 +68,6 @@ async def test_memory_is_checked_before_any_plan(ask):
     with pytest.raises(VersionRefusedError, match="about 12,800 MiB"):
         await asked.add(**SPLIT, replicas=2, devices_per_replica=64)
     assert not asked.num_planned
-    await asked.closed()
 
 
 async def test_processes_are_checked_before_any_plan(ask):
@@ -89,7 +83,6 @@ async def test_processes_are_checked_before_any_plan(ask):
         with pytest.raises(VersionRefusedError, match=text):
             await asked.add(**settings)
     assert not asked.num_planned
-    await asked.closed()
 
 
 async def test_a_swap_counts_the_processes_of_the_version_that_leaves(ask):
@@ -105,7 +98,6 @@ async def test_a_swap_counts_the_processes_of_the_version_that_leaves(ask):
             await changes.until_decided("m")
             await until(lambda: not changes.model_info("m").change)
     assert asked.num_planned == 2
-    await asked.closed()
 
 
 GREATEST = [
@@ -127,7 +119,6 @@ async def test_the_greatest_numbers_are_planned_in_few_steps(ask, settings):
         plan = await asked.room.plan(asked.kept.catalog, "n", model)
         asked.kept.catalog.load("n", model, plan.configs, paused=True)
     assert steps.longest > 100
-    await asked.closed()
 
 
 @pytest.mark.slow
@@ -138,4 +129,3 @@ async def test_the_greatest_numbers_hold_up_the_event_loop_for_few_steps(ask, se
     with StepCounter():
         async with asyncio.timeout(300):
             await asked.add(**settings)
-    await asked.closed()

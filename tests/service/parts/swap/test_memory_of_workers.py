@@ -3,8 +3,6 @@
 import asyncio
 import itertools
 import json
-import os
-import signal
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -13,7 +11,7 @@ from contextlib import asynccontextmanager, suppress
 import psutil
 import pytest
 
-from inferpool.service.errors import ServiceError, UnavailableError, VersionRefusedError
+from inferpool.service.errors import ServiceError, VersionRefusedError
 from inferpool.service.parts.swap.changes import Changes
 from inferpool.service.parts.swap.room import Room
 from inferpool.service.settings.model import ModelSettings
@@ -211,37 +209,3 @@ async def test_calls_wait_while_a_single_worker_makes_room_for_another_version(w
         await it.swap(2, old_first=True)
         await it.more_of(2)
     assert not it.errors
-
-
-async def test_the_former_version_is_loaded_again_if_the_other_cannot_be(wide_arena):
-    async with bounded(wide_arena, 1, 0.3) as it:
-        with pytest.raises(VersionRefusedError, match="did not come up"):
-            await it.swap(2, options={"mark": 2, "load": "raise"}, old_first=True)
-        await it.full()
-        await it.more_of(1)
-    assert set(it.marks) == {(1, 1)}
-    assert all(isinstance(error, UnavailableError) for error in it.errors)
-
-
-@pytest.mark.parametrize("which", [pytest.param("old", marks=pytest.mark.slow), "new"])
-async def test_a_worker_that_is_killed_meanwhile_loses_no_call(wide_arena, which):
-    async with bounded(wide_arena, 2, 0.3) as it:
-        known = {each.pid for each in psutil.Process().children(recursive=True)}
-        swap = asyncio.create_task(it.swap(2, options={"mark": 2, "load_s": 0.5}))
-        pids: list[int] = []
-        while not pids:
-            await asyncio.sleep(0.02)
-            old, *others = it.catalog.versions("m")
-            slots = [slot for slot in old.pool.slots if slot.handle and not slot.is_paused]
-            if which == "old":
-                pids = [slot.handle.vitals().pid for slot in slots if others and slot.handle]
-            else:
-                children = psutil.Process().children(recursive=True)
-                pids = [each.pid for each in children if each.pid not in known]
-        with suppress(ProcessLookupError):  # it may have ended by itself
-            os.kill(pids[0], signal.SIGKILL)
-        with suppress(VersionRefusedError):
-            await swap
-        await it.full()
-    assert not [each for each in it.errors if not isinstance(each, UnavailableError)]
-    assert not it.errors or which == "old", it.errors

@@ -1,7 +1,6 @@
 """Versions that are judged by what the former one had answered before it left, in virtual time."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,7 +12,7 @@ from inferpool.service.parts.swap.changes import Changes
 from inferpool.service.parts.swap.room import Room
 from inferpool.workers.host.device_memory import HOST
 from inferpool.workers.shared.arena import Arena
-from tests.service.parts.swap.test_decision import Acts, Stage, when
+from tests.service.parts.swap.test_decision import Acts, Stage, lines_of, when
 
 pytestmark = pytest.mark.usefixtures("virtual_time")
 
@@ -76,12 +75,10 @@ async def test_a_worse_version_is_refused_and_the_former_one_comes_back(arena, a
 
 
 async def test_labelled_inputs_are_answered_before_the_former_version_leaves(arena, tmp_path: Path):
-    rows = [{"instance": number, "label": str(number % 5)} for number in range(20)]
-    path = tmp_path / "right.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)))
+    validation = lines_of(tmp_path / "right.jsonl", {n: str(n % 5) for n in range(20)})
     async with tight(arena, Acts(fails=lambda number: number == 7)) as it:
         with pytest.raises(VersionRefusedError, match=r"95\.00% of the 20 inputs") as refused:
-            await it.swap(old_first=True, validation=str(path), wait_s=0)
+            await it.swap(old_first=True, validation=validation, wait_s=0)
         await quiet(it)
     assert refused.value.figures["accuracy_before"] == 1.0
 

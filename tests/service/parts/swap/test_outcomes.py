@@ -36,6 +36,10 @@ class Asked:
         transport = httpx.ASGITransport(app=with_call)
         self.http = httpx.AsyncClient(transport=transport, base_url="http://host", headers=ASYNC)
 
+    async def ready(self) -> "Asked":
+        await until(lambda: self.kept.catalog.serving["m"].is_ready)
+        return self
+
     async def over(self, name: str, id: str) -> dict[str, object]:
         """Return a change once it is decided."""
         while True:
@@ -52,8 +56,7 @@ def make(arena: Arena) -> Callable[..., Asked]:
 
 
 async def test_a_swap_that_is_refused_between_two_looks_still_says_why(make):
-    asked = make()
-    await until(lambda: asked.kept.catalog.serving["m"].is_ready)
+    asked = await make().ready()
     asked.kept.engine.failures = [WorkerStartError("there is no file new.pth", permanent=True)] * 9
     begun = await asked.http.post("/admin/models/m/versions", json={"options": {"path": "new.pth"}})
     assert begun.status_code == 202
@@ -70,12 +73,10 @@ async def test_a_swap_that_is_refused_between_two_looks_still_says_why(make):
     info = (await asked.http.get("/admin/models/m")).json()
     assert [each["state"] for each in info["changes"]] == ["done", "failed"]
     assert [each["state"] for each in info["versions"]][1:] == ["refused", "kept"]
-    await asked.changes.stop()
 
 
 async def test_a_swap_to_what_certainly_cannot_be_loaded_makes_no_version(make):
-    asked = make()
-    await until(lambda: asked.kept.catalog.serving["m"].is_ready)
+    asked = await make().ready()
     begun = await asked.http.post("/admin/models/m/versions", json={"weights": "new.pth"})
     ended = await asked.over("m", begun.json()["changes"][0]["id"])
     assert (ended["state"], ended["code"], ended["version"]) == ("failed", "invalid_input", None)
@@ -88,12 +89,10 @@ async def test_a_swap_to_what_certainly_cannot_be_loaded_makes_no_version(make):
     )
     assert (now.status_code, now.json()["code"]) == (422, "invalid_input")
     assert "source: there is no module 'no_such'" in now.json()["detail"]
-    await asked.changes.stop()
 
 
 async def test_a_change_that_is_asked_for_again_with_its_key_is_made_once(make):
-    asked = make()
-    await until(lambda: asked.kept.catalog.serving["m"].is_ready)
+    asked = await make().ready()
 
     async def swap(key: str, **body: object) -> httpx.Response:
         headers = {"idempotency-key": key, "prefer": ""}
@@ -113,7 +112,6 @@ async def test_a_change_that_is_asked_for_again_with_its_key_is_made_once(make):
     assert asked.changes.model_info("m").versions[0].number == 3
     assert (await swap("")).status_code == 400
     assert (await swap("x" * 300)).status_code == 400
-    await asked.changes.stop()
 
 
 async def test_a_model_that_fails_to_come_is_remembered_but_not_listed(make):
@@ -139,12 +137,10 @@ async def test_a_model_that_is_being_added_cannot_be_removed_yet(make):
     assert answer.status_code == 409
     assert "n is being changed already (add" in answer.json()["detail"]
     assert (await asked.over("n", begun.json()["changes"][0]["id"]))["state"] == "done"
-    await asked.changes.stop()
 
 
 async def test_a_version_to_go_back_to_is_remembered_beyond_those_that_were_refused(make):
-    asked = make()
-    await until(lambda: asked.kept.catalog.serving["m"].is_ready)
+    asked = await make().ready()
     body = {"policy": "force", "rollback_s": 0}
 
     async def swapped() -> object:
@@ -165,14 +161,12 @@ async def test_a_version_to_go_back_to_is_remembered_beyond_those_that_were_refu
     assert states[1][0] == "gone"
     rollback = await asked.http.post("/admin/models/m/rollback")
     assert rollback.status_code == 202
-    await asked.changes.stop()
 
 
 async def test_a_removal_is_shown_until_what_was_accepted_is_answered_and_then_the_model_is_gone(
     make,
 ):
-    asked = make()
-    await until(lambda: asked.kept.catalog.serving["m"].is_ready)
+    asked = await make().ready()
     asked.kept.are_fronts_slow = True
     begun = await asked.http.delete("/admin/models/m")
     assert begun.status_code == 202
@@ -194,8 +188,7 @@ async def test_a_removal_is_shown_until_what_was_accepted_is_answered_and_then_t
     ids=["add", "swap"],
 )
 async def test_who_waits_gets_the_error_of_a_change_that_fails_at_once(make, path, body):
-    asked = make()
-    await until(lambda: asked.kept.catalog.serving["m"].is_ready)
+    asked = await make().ready()
     answer = await asked.http.post(path, json=body, headers={"prefer": ""})
     assert (answer.status_code, answer.json()["code"]) == (422, "invalid_input")
     assert "cuda:7" in answer.json()["detail"]
@@ -222,14 +215,12 @@ async def test_a_body_that_cannot_be_used_is_refused(make, body, status, text):
 
 
 async def test_a_change_that_takes_too_long_for_one_answer_goes_on(make):
-    asked = make(answer_s=0.01)
-    await until(lambda: asked.kept.catalog.serving["m"].is_ready)
+    asked = await make(answer_s=0.01).ready()
     body = {"wait_s": 60}  # for live inputs
     answer = await asked.http.post("/admin/models/m/versions", json=body, headers={"prefer": ""})
     assert (answer.status_code, answer.headers["location"]) == (202, "../../../admin/models/m")
     assert "preference-applied" not in answer.headers
     assert answer.json()["changes"][0]["state"] == "going_on"
-    await asked.changes.stop()
 
 
 @pytest.mark.parametrize(
@@ -241,13 +232,11 @@ async def test_a_change_that_takes_too_long_for_one_answer_goes_on(make):
     ],
 )
 async def test_a_preference_is_read_as_headers_have_it(make, prefer, status):
-    asked = make()
+    asked = await make().ready()
     asked.http.headers.pop("prefer")
-    await until(lambda: asked.kept.catalog.serving["m"].is_ready)
     body = {"policy": "force", "rollback_s": 0}
     answer = await asked.http.post("/admin/models/m/versions", json=body, headers=prefer)
     assert answer.status_code == status
-    await asked.changes.stop()
 
 
 async def test_models_that_failed_to_come_are_forgotten_in_the_end(make, monkeypatch):

@@ -134,8 +134,6 @@ async def test_a_kept_version_leaves_first_if_another_fits_in_only_without_it(
     assert state == becomes
     is_loaded = first in kept.catalog.versions("m")
     assert is_loaded == (becomes == "kept")
-    await changes.stop()
-    await kept.catalog.stop()
 
 
 async def test_memory_of_a_gpu_counts_as_that_of_the_host_does(arena):
@@ -158,4 +156,3 @@ async def test_memory_of_a_gpu_counts_as_that_of_the_host_does(arena):
     changes.begin_swap("m", {"policy": "force"})
     await changes.until_decided("m")
     assert kept.catalog.serving["m"].version == 2
-    await changes.stop()

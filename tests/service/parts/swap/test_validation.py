@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from inferpool.service.api.routes.health import SwapFigures
 from inferpool.service.errors import InvalidInputError, OverloadedError, VersionRefusedError
 from inferpool.service.parts.swap.comparison import Comparison
 from inferpool.service.parts.swap.validation import read_cases, validate
-from inferpool.workers.shared.arena import Arena
 from inferpool.workers.shared.errors import WorkerStartError
 from inferpool.workers.shared.messages import ItemRef, Outcome
 from tests.run_folders import TINY, write_colours, write_run
@@ -32,11 +30,6 @@ class Says(Acts):
 
     def outcome(self, item: ItemRef, number: int) -> Outcome:
         return json.dumps(self.answers[number]).encode()
-
-
-@pytest.fixture
-def stage(arena: Arena) -> Callable[..., Stage]:
-    return lambda **acts: Stage(arena, **acts)
 
 
 async def validated(stage: Stage, path: str) -> SwapFigures:

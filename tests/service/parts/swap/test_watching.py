@@ -14,11 +14,9 @@ from inferpool.service.parts.swap.watching import FaultShare, VersionWatch
 from inferpool.service.telemetry.metrics import ModelMetrics
 from inferpool.workers.shared.messages import BatchDone
 from tests.service.catalog.test_catalog import Kept
-from tests.service.parts.swap.test_decision import Acts, Stage, ready, stage, swapped, when
+from tests.service.parts.swap.test_decision import Acts, Stage, ready, swapped, when
 
 pytestmark = pytest.mark.usefixtures("virtual_time")
-
-__all__ = ["stage"]
 
 
 def states(it: Stage) -> dict[int, str]:
@@ -50,9 +48,14 @@ async def test_faults_after_a_refused_swap_still_roll_back(stage):
         await swapped(it, rollback_s=600)
         it.acts.append(Acts(shift=1))
         await refuse_a_third(it)
+        it.failed.clear()
         it.acts[1] = Acts(fails=lambda number: number % 3 == 0)
         await when(lambda: states(it)[2] == "rolled_back")
     assert it.changes.model_info("m").version == 1
+    (version,) = (each for each in it.changes.model_info("m").versions if each.number == 2)
+    assert "max_fault_share" in version.reason
+    assert version.figures.fault_share > 0.001
+    assert sum(it.failed.values()) < 60
 
 
 async def test_slowness_after_a_refused_canary_still_rolls_back(stage):

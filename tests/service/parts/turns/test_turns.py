@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from inferpool.models.spec import Placement
+from inferpool.service.catalog.catalog import ModelVersion
 from inferpool.service.errors import UnavailableError
 from inferpool.service.parts.turns.gate import DeviceGate
 from inferpool.service.queue.instance import BACKGROUND
+from inferpool.service.settings.model import ModelSettings
 from inferpool.workers.shared.arena import Arena
-from tests.fakes import FakeWorker
+from tests.fakes import FakeEngine, FakeWorker
 from tests.service.parts.turns.contenders import (
     BOTH_GPUS,
     CORE,
@@ -21,6 +23,7 @@ from tests.service.parts.turns.contenders import (
     compete,
     end,
 )
+from tests.service.pools import make_pool, until
 
 pytestmark = pytest.mark.usefixtures("virtual_time")
 
@@ -114,13 +117,6 @@ async def test_jobs_have_their_share_while_another_model_is_flooded(model, job_s
     jobs = model(model="jobs", priority=BACKGROUND, job_share=job_share)
     await compete(flooded, jobs, seconds=20.0)
     assert least <= jobs.busy_s / (flooded.busy_s + jobs.busy_s) <= most
-
-
-async def test_a_model_has_all_while_the_other_is_idle(model):
-    busy = model(model="busy")
-    model(model="idle", share=100.0)
-    await compete(busy)
-    assert busy.busy_s >= 0.95 * 2 * 10.0
 
 
 async def test_only_models_that_contend_for_a_device_meet_the_gate(model):
@@ -224,20 +220,6 @@ async def test_a_pool_on_two_devices_is_fair_on_each(model):
     assert wide.busy_s == pytest.approx(15.0, rel=0.1)
 
 
-async def test_a_lost_worker_gives_its_turn_back(model):
-    doomed, other = model(model="a", placements=(GPU,)), model(model="b", placements=(GPU,))
-    doomed.submit()
-    await asyncio.sleep(0.001)
-    instance = other.submit()
-    doomed.dispatcher.detach(doomed.workers[0])
-    doomed.workers[0].die(started=False)
-    await asyncio.wait_for(instance, 0.05)
-    doomed.attach(0)
-    await doomed.dispatcher.drain(1.0)
-    await asyncio.sleep(0.001)  # the answer is noted in a later turn of the loop
-    assert (len(doomed.latencies_s), doomed.num_failed) == (1, 0)
-
-
 async def test_a_hung_worker_does_not_keep_the_others_waiting(model):
     hung, other = model(model="a", placements=(GPU,)), model(model="b", placements=(GPU,))
     await compete(hung, other, seconds=1.0)
@@ -316,19 +298,6 @@ async def test_timers_fire_no_more_often_than_batches_end(model, wakes):
     wakes.clear()
     await asyncio.sleep(10.0)
     assert not wakes
-
-
-async def test_a_cancelled_wish_keeps_nobody_waiting(model):
-    first, second = model(model="a", placements=(GPU,)), model(model="b", placements=(GPU,))
-    busy = first.submit()
-    await asyncio.sleep(0.001)
-    given_up = [second.submit() for _ in range(3)]
-    await asyncio.sleep(0.001)
-    for instance in given_up:
-        instance.cancel()
-    await busy
-    await asyncio.wait_for(first.submit(), 0.1)
-    await asyncio.wait_for(second.submit(), 0.1)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -454,3 +423,21 @@ async def test_a_model_with_nothing_left_to_send_keeps_no_place_for_its_next_bat
     assert await sent(0.05) == [[1], [1]], "the first should be about to end"
     for each in (favoured, other):
         each.dispatcher.abandon(lambda: UnavailableError("over"))
+
+
+async def test_a_pool_whose_stop_is_cancelled_leaves_the_device_to_others(arena):
+    gate, engine = DeviceGate(1), FakeEngine()
+    pools = [make_pool(engine, arena, name=name) for name in "ab"]
+    for pool in pools:
+        gate.add(ModelVersion(ModelSettings(source="echo"), pool))
+        pool.start()
+    await until(lambda: all(pool.is_ready for pool in pools))
+    assert pools[1].dispatcher.scheduler.policies
+    stop = asyncio.create_task(pools[0].stop(0))
+    await asyncio.sleep(0)
+    stop.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await stop
+    assert not pools[1].dispatcher.scheduler.policies
+    await pools[0].stop(0)
+    await pools[1].stop(0)
