@@ -1,6 +1,6 @@
 """Forwards all calls but predictions to the main process, over a Unix socket. Runs in a front.
 
-`service.fronts.forwarded` is the other end. Only jobs and changes of models have bodies that
+`forwarded.py` is the other end. Only jobs and changes of models have bodies that
 anybody reads. They are forwarded as they come, if the key is right and the main process asks for
 them. Other bodies are not forwarded: a client that sends half of one holds up nobody.
 """

@@ -121,7 +121,7 @@ class FrontProcess:
             await asyncio.sleep(0)
         if self.is_gone:
             return
-        self.main_side.flush()
+        self.main_side.link.send_turn()
         self._ending = self._ending or Ending(cause="asked", reason="it was told to leave")
         self.main_side.link.send(Leave(self._is_hurried, flush_until))
         await _first_of(self._gone, timeout_s=_LEAVE_S + grace_s)

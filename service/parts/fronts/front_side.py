@@ -124,10 +124,7 @@ class FrontSide:
         self._given_up: dict[int, InstanceSteps] = {}
         """InstanceSteps of traced instances that were given up: their answers still come."""
         self._last_id = 0
-        self._submissions: list[Submission] = []
-        self._cancelled: list[int] = []
-        self._is_flush_due = False
-        self.link = Link(reader, writer, _decode, self._take, on_lost)
+        self.link = Link(reader, writer, _decode, self._take, on_lost, Submissions, self._fail)
 
     def submit(
         self, model: int, ref: ItemRef, chunks: Sequence[Buffer], steps: InstanceSteps | None
@@ -138,9 +135,8 @@ class FrontSide:
             return None
         ref.offset = offset
         self._last_id = id = self._last_id + 1
-        self._submissions.append(Submission(id, model, ref, steps is not None))
+        self.link.add(Submission(id, model, ref, steps is not None))
         self._open[id] = pending = PendingInstance(self, id, steps)
-        self._flush_soon()
         return pending
 
     def give_up(self, id: int) -> None:
@@ -149,8 +145,7 @@ class FrontSide:
         if pending is not None:
             if pending.steps is not None:
                 self._given_up[id] = pending.steps
-            self._cancelled.append(id)
-            self._flush_soon()
+            self.link.add_id(id)
 
     def take_rejected(self) -> list[tuple[str, "RejectReason", int]]:
         """Return what was refused here since the last time, by model and reason."""
@@ -178,17 +173,6 @@ class FrontSide:
             self._by_number[row.number] = model
             self.models.update(dict.fromkeys(row.paths, model))
 
-    def _flush_soon(self) -> None:
-        if not self._is_flush_due:
-            self._is_flush_due = True
-            self.loop.call_soon(self._flush)
-
-    def _flush(self) -> None:
-        self._is_flush_due = False
-        submissions, cancelled = self._submissions, self._cancelled
-        self._submissions, self._cancelled = [], []
-        self.link.send_all(Submissions, submissions, cancelled, self._fail)
-
     def _fail(self, submission: Submission) -> None:
         """Settle an instance that could not be encoded."""
         self.slots.free(submission.ref.offset)
@@ -204,7 +188,7 @@ class FrontSide:
                 self._settle(message)
             case ModelTable():
                 self.take_models(message.rows)
-                self._flush()  # what was submitted by an older table
+                self.link.send_turn()  # what was submitted by an older table
                 self.link.send(TableTaken(message.id))
             case _:
                 self._on_command(message)

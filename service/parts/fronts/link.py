@@ -20,8 +20,11 @@ _encode = msgspec.msgpack.Encoder().encode
 M = TypeVar("M")
 T = TypeVar("T", Submission, InstanceAnswer)
 
+_MAX_TURN_BYTES = 1 << 20
+"""Items of more bytes than this are sent before the turn is over, so that no message gets huge."""
 
-class Link(Generic[M]):
+
+class Link(Generic[M, T]):
     """Sends and receives whole messages, and never waits for the other end."""
 
     def __init__(
@@ -31,8 +34,26 @@ class Link(Generic[M]):
         decode: Callable[[bytes], M],
         on_message: Callable[[M], None],
         on_end: Callable[[str], None],
+        turn: Callable[[list[T], list[int]], msgspec.Struct],
+        on_failure: Callable[[T], None],
     ) -> None:
-        """Begin to listen; `on_end` is called once with the reason why nothing more will come."""
+        """Begin to listen.
+
+        Args:
+            reader: The pipe from the other end.
+            writer: The pipe to it.
+            decode: Decodes a message.
+            on_message: Called with each message.
+            on_end: Called once with the reason why nothing more will come.
+            turn: Makes the message with the items and the ids of one turn.
+            on_failure: Called with each item that cannot be encoded; the log says why.
+        """
+        self._turn: Callable[[list[T], list[int]], msgspec.Struct] = turn
+        self._on_failure: Callable[[T], None] = on_failure
+        self._items: list[T] = []
+        self._ids: list[int] = []
+        self._num_bytes = 0
+        self._is_turn_due = False
         self._loop = asyncio.get_running_loop()
         self._reader = FrameReader(reader)
         self._writer = FrameWriter(writer)
@@ -51,27 +72,37 @@ class Link(Generic[M]):
         if self._is_open:
             self._writer.write(_encode(message))
 
-    def send_all(
-        self,
-        kind: Callable[[list[T], list[int]], msgspec.Struct],
-        items: list[T],
-        ids: list[int],
-        on_failure: Callable[[T], None],
-    ) -> None:
-        """Send all items in one message, or one by one if that cannot be encoded.
+    def add(self, item: T, num_bytes: int = 0) -> None:
+        """Send an item with all others of this turn of the event loop."""
+        self._items.append(item)
+        self._num_bytes += num_bytes
+        if self._num_bytes > _MAX_TURN_BYTES:
+            self.send_turn()
+        else:
+            self._send_soon()
 
-        `on_failure` is called with each item that cannot be sent; the log says why.
-        """
+    def add_id(self, id: int) -> None:
+        """Send an id with the items of this turn, or of the next one if there are none."""
+        self._ids.append(id)
+        self._send_soon()
+
+    def send_turn(self) -> None:
+        """Send all items in one message, or one by one if that cannot be encoded."""
+        self._is_turn_due = False
+        items, ids = self._items, self._ids
+        self._items, self._ids, self._num_bytes = [], [], 0
+        if not items and not ids:
+            return
         try:
-            self.send(kind(items, ids))
+            self.send(self._turn(items, ids))
         except Exception:
             for item in items:
                 try:
-                    self.send(kind([item], []))
+                    self.send(self._turn([item], []))
                 except Exception:
                     logger.exception("%s %d cannot be sent", type(item).__name__, item.id)
-                    on_failure(item)
-            self.send(kind([], ids))
+                    self._on_failure(item)
+            self.send(self._turn([], ids))
 
     def flush(self) -> None:
         """Write what waits and fits, without waiting for the loop."""
@@ -91,6 +122,17 @@ class Link(Generic[M]):
             with contextlib.suppress(OSError):
                 self._reader.close()
                 self._writer.close()
+
+    def _send_soon(self) -> None:
+        if not self._is_turn_due:
+            self._is_turn_due = True
+            self._loop.call_soon(self._end_turn)
+
+    def _end_turn(self) -> None:
+        if self._items:
+            self.send_turn()
+        else:
+            self._loop.call_soon(self.send_turn)
 
     def _on_readable(self) -> None:
         try:

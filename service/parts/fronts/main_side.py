@@ -42,8 +42,6 @@ if TYPE_CHECKING:  # each front imports this module, and not the catalog
 
 logger = logging.getLogger(__name__)
 
-_MAX_ANSWER_BYTES = 1 << 20
-"""More answers than this are sent before the turn is over, so that no message gets huge."""
 _GIVEN_UP = Failure("cancelled", "nobody waits for it any more")
 _decode = msgspec.msgpack.Decoder(FromFront).decode
 
@@ -76,10 +74,6 @@ class MainSide:
         self._models = models
         self._on_counts = on_counts
         self._instances: dict[int, asyncio.Future[Result]] = {}
-        self._answers: list[InstanceAnswer] = []
-        self._freed: list[int] = []
-        self._num_bytes = 0
-        self._is_flush_due = False
         self._count_ids = count(1)
         self._counting: dict[int, asyncio.Future[None]] = {}
         self._table = ModelTable(0, [])
@@ -87,8 +81,8 @@ class MainSide:
         self._taking: list[tuple[int, asyncio.Future[None]]] = []
         """Waits until the front has taken a table, each with that table's id."""
         self._has_spoken = False
-        self.link = Link(reader, writer, _decode, self._take, on_end)
-        part.on_freed = self._on_freed
+        self.link = Link(reader, writer, _decode, self._take, on_end, Answers, self._send_failure)
+        part.on_freed = self.link.add_id
 
     @property
     def has_unsettled(self) -> bool:
@@ -123,14 +117,6 @@ class MainSide:
         """Return whether the front has sent anything since the last call."""
         has_spoken, self._has_spoken = self._has_spoken, False
         return has_spoken
-
-    def flush(self) -> None:
-        """Send the answers that there are now."""
-        self._is_flush_due = False
-        if self._answers or self._freed:
-            answers, freed = self._answers, self._freed
-            self._answers, self._freed, self._num_bytes = [], [], 0
-            self.link.send_all(Answers, answers, freed, self._send_failure)
 
     def close(self) -> None:
         """Cancel all instances of a front that is gone."""
@@ -218,37 +204,17 @@ class MainSide:
         self._answer(InstanceAnswer(id, result.value, *times, steps))
 
     def _answer(self, answer: InstanceAnswer) -> None:
-        self._answers.append(answer)
-        value = answer.value
+        value, num_bytes = answer.value, 0
         if isinstance(value, list):
-            self._num_bytes += sum(len(each.buffer) for each in value)
+            num_bytes = sum(len(each.buffer) for each in value)
         elif not isinstance(value, Failure):
-            self._num_bytes += len(value)
-        if self._num_bytes > _MAX_ANSWER_BYTES:
-            self.flush()
-        else:
-            self._flush_soon()
+            num_bytes = len(value)
+        self.link.add(answer, num_bytes)
 
     def _send_failure(self, answer: InstanceAnswer) -> None:
         """Report to the front that an answer could not be encoded."""
         failure = failure_of(InternalError("its answer cannot be sent on; see the log"))
         self.link.send(Answers([InstanceAnswer(answer.id, failure)], []))
-
-    def _on_freed(self, offset: int) -> None:
-        self._freed.append(offset)
-        self._flush_soon()
-
-    def _flush_soon(self) -> None:
-        if not self._is_flush_due:
-            self._is_flush_due = True
-            self._loop.call_soon(self._flush_turn)
-
-    def _flush_turn(self) -> None:
-        """Send the answers of this turn; freed slots alone wait one turn for their answers."""
-        if self._answers:
-            self.flush()
-        else:
-            self._loop.call_soon(self.flush)
 
     def _take_counts(self, counts: FrontCounts) -> None:
         future = self._counting.pop(counts.id, None)

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import msgspec
 import pytest
@@ -35,6 +35,7 @@ from inferpool.workers.shared.arena import Arena
 from inferpool.workers.shared.messages import FrameError, ItemError, ItemRef, TensorBlob
 from tests.fakes import FakeWorker, ref_to
 from tests.service.api.fakes import both_sides
+from tests.service.api.server import until
 from tests.service.pools import make_dispatcher
 
 pytestmark = pytest.mark.usefixtures("virtual_time")
@@ -84,14 +85,12 @@ class Sides:
             self.part, self.arena.memory.map, self.model, key_share=self.key_share
         )
         self.front = self.front_side.models["m"]
+        self.ended: list[str] = []
+        """Why the main process listens no more."""
+        self.main_side.link._on_end = self.ended.append
 
     def ask(self, data: bytes = b"x", timeout_s: float = 30.0, caller: int = 0) -> asyncio.Future:
         return self.front.submit(ref_to(data, timeout_s, id="id", caller=caller), [data])
-
-    async def until(self, claim: Callable[[], object]) -> None:
-        async with asyncio.timeout(60):
-            while not claim():  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
 
 
 @contextlib.asynccontextmanager
@@ -105,7 +104,7 @@ async def open_sides(key_share: float = 1.0) -> AsyncIterator[Sides]:
 async def test_instances_of_one_turn_are_one_batch_and_each_gets_its_own_answer():
     async with open_sides() as b:
         futures = [b.ask(b"one"), b.ask(b"two")]
-        await b.until(lambda: b.worker.batches)
+        await until(lambda: b.worker.batches)
         items, _ = b.worker.batches[0]
         assert [b.arena.read(item.offset, item.num_bytes) for item in items] == [b"one", b"two"]
         assert [item.request_id for item in items] == ["id", "id"]
@@ -114,7 +113,7 @@ async def test_instances_of_one_turn_are_one_batch_and_each_gets_its_own_answer(
         assert (await futures[0]).value == b"1"
         assert (await futures[1]).value == tensors
         assert (await futures[0]).timing.compute_s == 0.002
-        await b.until(lambda: not b.slots.used_bytes)
+        await until(lambda: not b.slots.used_bytes)
         assert not b.part.held
         assert b.model.metrics.succeeded == 2
 
@@ -133,7 +132,7 @@ async def test_refusals_and_failures_come_back_as_what_they_are():
     async with open_sides() as b:
         misfit = b.ask()
         b.ask()
-        await b.until(lambda: b.worker.batches)
+        await until(lambda: b.worker.batches)
         late = b.ask(timeout_s=0.05)
         waiting = [b.ask(), b.ask()]
         with pytest.raises(OverloadedError, match="queue is full") as refused:
@@ -158,7 +157,7 @@ async def test_an_instance_for_a_version_that_has_gone_is_refused():
         b.main_side._models.loaded.clear()
         with pytest.raises(UnavailableError, match="version of the model has gone"):
             await b.ask()
-        await b.until(lambda: not b.slots.used_bytes)
+        await until(lambda: not b.slots.used_bytes)
 
 
 async def test_a_front_hears_of_changes_once_it_has_asked_for_the_models():
@@ -186,11 +185,9 @@ async def test_a_front_hears_of_changes_once_it_has_asked_for_the_models():
 
 async def test_a_front_that_writes_what_is_no_message_is_not_listened_to():
     async with open_sides() as b:
-        ended: list[str] = []
-        b.main_side.link._on_end = ended.append
         b.front_side.link._writer.write(b"\xc1")
-        await b.until(lambda: ended)
-        assert ended[0].startswith("it wrote what is no message")
+        await until(lambda: b.ended)
+        assert b.ended[0].startswith("it wrote what is no message")
 
 
 async def test_what_was_submitted_by_an_older_table_comes_before_the_newer_one_is_known():
@@ -200,7 +197,7 @@ async def test_what_was_submitted_by_an_older_table_comes_before_the_newer_one_i
         b.ask()
         b.front_side._take(ModelTable(7, []))
         assert not b.front.is_serving
-        await b.until(lambda: len(heard) >= 2)
+        await until(lambda: len(heard) >= 2)
         assert isinstance(heard[0], Submissions)
         assert len(heard[0].submissions) == 1
         assert heard[1] == TableTaken(7)
@@ -227,24 +224,24 @@ async def test_instances_that_have_ended_may_be_given_up_and_traces_of_others_ge
         steps = InstanceSteps()
         data = b"traced"
         traced = b.front.submit(ref_to(data), [data], steps)
-        await b.until(lambda: b.worker.batches)
-        b.front_side._cancelled.append(99)  # its answer and this have crossed
+        await until(lambda: b.worker.batches)
+        b.front_side.link.add_id(99)  # its answer and this have crossed
         traced.cancel()
-        await b.until(lambda: b.model.metrics.cancelled == 1)
-        await b.until(lambda: steps.arrived)
+        await until(lambda: b.model.metrics.cancelled == 1)
+        await until(lambda: steps.arrived)
         b.worker.answer()
-        await b.until(lambda: not b.slots.used_bytes)
+        await until(lambda: not b.slots.used_bytes)
 
 
 async def test_a_key_has_its_share_of_the_queue_and_of_the_arena_behind_a_front():
     async with open_sides(key_share=0.75) as b:
         sent = [b.ask(caller=2), b.ask(caller=2)]
-        await b.until(lambda: b.worker.batches)
+        await until(lambda: b.worker.batches)
         waiting = [b.ask(caller=1), b.ask(caller=1)]
         with pytest.raises(OverShareError, match="2 requests of this key"):
             await b.ask(caller=1)
         waiting.append(b.ask(caller=2))
-        await b.until(lambda: b.model.dispatcher.num_queued == 3)
+        await until(lambda: b.model.dispatcher.num_queued == 3)
         assert b.model.metrics.rejected["key_share"] == 1
         with pytest.raises(OverShareError, match="payloads of this key"):  # which the front knows
             b.ask(bytes(60_000), caller=2)
@@ -255,48 +252,31 @@ async def test_a_key_has_its_share_of_the_queue_and_of_the_arena_behind_a_front(
             if b.worker.batches:
                 b.worker.answer()
         await asyncio.wait([*sent, *waiting])
-        await b.until(lambda: not b.slots.used_bytes)
+        await until(lambda: not b.slots.used_bytes)
         assert not any(b.slots.used_by.values())
-
-
-async def test_cancelled_instances_leave_the_queue_and_the_rest_are_answered():
-    async with open_sides() as b:
-        first, second = b.ask(), b.ask()
-        await b.until(lambda: b.worker.batches)
-        waiting = b.ask()
-        never_sent = b.ask()
-        never_sent.cancel()
-        first.cancel()
-        waiting.cancel()
-        await b.until(lambda: b.model.metrics.cancelled == 3)
-        assert b.model.dispatcher.num_queued == 0
-        assert len(b.part.held) == 2  # which the worker reads yet
-        b.worker.answer()
-        await second
-        await b.until(lambda: not b.slots.used_bytes)
 
 
 async def test_the_slots_of_a_front_that_died_are_used_again_only_when_workers_are_done_with_them():
     async with open_sides() as b:
         b.ask(b"a" * 5000)
         b.ask(b"b" * 5000)
-        await b.until(lambda: b.worker.batches)
+        await until(lambda: b.worker.batches)
         b.ask(b"waits")
-        await b.until(lambda: b.model.dispatcher.num_queued == 1)
+        await until(lambda: b.model.dispatcher.num_queued == 1)
         b.main_side.close()
         assert b.model.metrics.cancelled == 3
         assert sorted(b.part.held.values()) == [5000, 5000]
         b.open_front()
         assert b.slots.used_bytes == 16 * 1024
         futures = [b.ask(b"c" * 5000), b.ask(b"d")]
-        await b.until(lambda: b.model.dispatcher.num_queued == 2)
+        await until(lambda: b.model.dispatcher.num_queued == 2)
         items, _ = b.worker.batches[0]
         assert [b.arena.read(item.offset, 1) for item in items] == [b"a", b"b"]
         b.worker.answer()
-        await b.until(lambda: b.worker.batches)
+        await until(lambda: b.worker.batches)
         b.worker.answer([b"1", b"2"])
         assert [(await each).value for each in futures] == [b"1", b"2"]
-        await b.until(lambda: not b.slots.used_bytes)
+        await until(lambda: not b.slots.used_bytes)
 
 
 async def test_the_front_learns_what_a_model_takes_when_that_is_known():
@@ -306,13 +286,13 @@ async def test_the_front_learns_what_a_model_takes_when_that_is_known():
         b.model.inputs = (spec,)
         await b.main_side.is_up
         b.main_side.tell_models()
-        await b.until(lambda: b.front.inputs)
+        await until(lambda: b.front.inputs)
         known = b.front.inputs
         assert list(known) == [spec]
         b.model.inputs = (spec,)
         b.main_side.tell_models()
         future = b.ask()
-        await b.until(lambda: b.worker.batches)
+        await until(lambda: b.worker.batches)
         b.worker.answer()
         await future
         assert b.front.inputs is known
@@ -325,39 +305,35 @@ async def test_the_front_learns_that_a_canary_gets_a_share_of_the_calls_and_that
         assert (b.front.is_serving, b.front.canary) == (True, None)
         b.model.is_serving, b.model.canary = False, CanaryShare("m/versions/2", 0.5)
         b.main_side.tell_models()
-        await b.until(lambda: not b.front.is_serving)
+        await until(lambda: not b.front.is_serving)
         assert b.front.canary == b.model.canary
         b.model.is_serving, b.model.canary = True, None
         b.main_side.tell_models()
-        await b.until(lambda: b.front.is_serving)
+        await until(lambda: b.front.is_serving)
         assert b.front.canary is None
 
 
 @pytest.mark.parametrize("what", ["outside", "in use"])
 async def test_a_front_that_names_a_slot_which_cannot_be_is_not_listened_to(what: str):
     async with open_sides() as b:
-        ended: list[str] = []
-        b.main_side.link._on_end = ended.append
         b.ask()
-        await b.until(lambda: b.worker.batches)
+        await until(lambda: b.worker.batches)
         (offset,) = b.part.held
         b.ask(b"y")
-        b.front_side._submissions[0].ref.offset = offset if what == "in use" else 1 << 40
-        await b.until(lambda: ended)
-        assert "slot" in ended[0]
+        b.front_side.link._items[0].ref.offset = offset if what == "in use" else 1 << 40
+        await until(lambda: b.ended)
+        assert "slot" in b.ended[0]
         assert b.model.metrics.accepted == 1
         assert list(b.part.held) == [offset]
 
 
 async def test_a_front_whose_counts_nobody_has_asked_for_is_not_listened_to():
     async with open_sides() as b:
-        ended: list[str] = []
-        b.main_side.link._on_end = ended.append
         counts = FrontCounts(0, [], [], [], [], 0, 0, EdgeUse(), (0, 0))  # the last ones
         b.front_side.link.send(counts)
         b.front_side.link.send(msgspec.structs.replace(counts, id=1))
-        await b.until(lambda: ended)
-        assert "counts 1, which nobody asked for" in ended[0]
+        await until(lambda: b.ended)
+        assert "counts 1, which nobody asked for" in b.ended[0]
 
 
 def test_slots_of_a_front_lie_within_its_part_of_the_arena():
@@ -426,7 +402,7 @@ async def test_a_message_that_cannot_be_encoded_fails_alone_and_the_others_are_a
                 await asyncio.sleep(0.001)
                 if b.worker.batches:
                     answer(b)
-        await b.until(lambda: not b.slots.used_bytes)
+        await until(lambda: not b.slots.used_bytes)
         assert not b.worker.batches
         assert not b.part.held
         assert metrics.in_flight == 0
