@@ -5,7 +5,7 @@ The format is that of the HTML standard (9.2). Runs in the event loop.
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request, Response
 
@@ -16,6 +16,9 @@ from inferpool.service.api.event_stream import EventStream, client_of
 from inferpool.service.api.routes.health import HealthReport, VersionState
 from inferpool.service.queue.shares import Shares
 from inferpool.workers.host.engine import Cause
+
+if TYPE_CHECKING:
+    from inferpool.service.parts.live.sampler import LiveFeed
 
 MAX_STREAMS = 64
 """Streams at once. Each costs a connection, and some 50 us of every second."""
@@ -169,21 +172,7 @@ class State:
     """The last minutes, the oldest first: in the first event of a stream only."""
 
 
-class Feed(Protocol):
-    """Builds the events, one for all listeners."""
-
-    @property
-    def is_ending(self) -> bool:
-        """No event comes any more: the service shuts down."""
-
-    def first(self) -> bytes:
-        """Return the current `State` as JSON, with the history."""
-
-    async def next(self) -> bytes:
-        """Return the next `State` as JSON, once there is one."""
-
-
-async def _events_of(feed: Feed, *, is_head: bool) -> AsyncIterator[bytes]:
+async def _events_of(feed: "LiveFeed", *, is_head: bool) -> AsyncIterator[bytes]:
     if is_head:
         return
     number, state = 0, feed.first()
@@ -194,7 +183,7 @@ async def _events_of(feed: Feed, *, is_head: bool) -> AsyncIterator[bytes]:
         number, state = number + 1, await feed.next()
 
 
-def events_router(feed: Feed, guard: Guard | None = None) -> APIRouter:
+def events_router(feed: "LiveFeed", guard: Guard | None = None) -> APIRouter:
     """Return the route, answering from a feed; the guard finds the owner of each stream."""
     router = APIRouter(tags=["health"])
     guard = guard or Guard()

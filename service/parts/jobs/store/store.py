@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Self
 
 import msgspec
-from sqlalchemy import ColumnElement, case, exists, func, select, update
+from sqlalchemy import ColumnElement, case, func, select, update
 from sqlalchemy.engine import Connection, Row
 
 from inferpool.service.errors import InternalError, ServiceError, StartError
@@ -198,10 +198,7 @@ class JobStore:
 
         A job on its way that got no part for `abandoned_s` seconds has lost its writer.
         """
-        if self._database.folder is None:
-            self._adopt()
-        is_on_its_way = ~is_accepted & jobs.c.id.is_(None)
-        is_abandoned = is_on_its_way & (jobs.c.leased_at < self._database.clock - abandoned_s)
+        is_abandoned = ~is_accepted & (jobs.c.leased_at < self._database.clock - abandoned_s)
         num_deleted = 0
         while num := self._delete((jobs.c.expires_at <= now) | is_abandoned):
             num_deleted += num
@@ -309,19 +306,6 @@ class JobStore:
                 code=InternalError.code, message="the store has lost this answer; send it again"
             )
             return [JobAnswer(value=b"", problem=problem)] * part.num_instances
-
-    def _adopt(self) -> None:
-        """Name the jobs that services of version 0001, which are being replaced, have accepted."""
-        other = jobs.alias()
-        is_taken = exists().where(other.c.owner == jobs.c.owner, other.c.name == jobs.c.id)
-        values = {
-            "name": case((is_taken, jobs.c.folder), else_=jobs.c.id),
-            "receiver": case((jobs.c.webhook.is_not(None), jobs.c.owner)),
-        }
-        are_these = ~is_accepted & jobs.c.id.is_not(None)
-        with self._database.writing() as connection:
-            lock_jobs(connection, are_these)
-            connection.execute(update(jobs).where(are_these).values(values))
 
     def _delete(self, which: ColumnElement[bool]) -> int:
         """Delete at most `_DELETED_AT_ONCE` jobs, so that others need not wait long."""

@@ -68,8 +68,8 @@ jobs = Table(
 )
 """`folder` is the name of the folder with its files. Unlike `number`, which a transaction that is
 undone gives back, it is never used again, so a writer knows its job by it. `name` is the id that
-clients know, and is its key's own. `id` is what version 0001 knows a job by, unique among all keys:
-during an update, services of both versions may share a database. `receiver` is who is called by the
+clients know, and is its key's own. `id` is not used any more: SQLite cannot remove a unique column.
+`receiver` is who is called by the
 webhook, and for whom. `leased_at` is when a part was leased last, and while a job is on its way,
 when parts were written last."""
 

@@ -158,7 +158,6 @@ class JobWriter:
             update(jobs)
             .where(jobs.c.number == self._row)
             .values(
-                id=self._folder,  # services of version 0001 delete a job without one
                 name=self._new.id,
                 idempotency_key=self._new.idempotency_key,
                 num_instances=self._num_instances,

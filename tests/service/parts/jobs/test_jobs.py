@@ -76,19 +76,6 @@ async def test_a_job_is_computed(arena: Arena, place: str) -> None:
         assert pool.dispatcher.num_unsettled == 0
 
 
-async def test_a_job_waits_for_a_service_that_can_compute_it(arena: Arena, tmp_path: Path) -> None:
-    place = str(tmp_path / "jobs")
-    engine = FakeEngine()
-    pool = await ready_pool(engine, arena)
-    async with running(place, {"m": pool}) as jobs:
-        await jobs.create(new_job(), lambda: instances(3))
-        await until(lambda: engine.started[0].batches)
-    assert pool.dispatcher.num_unsettled == 0  # given back
-    await pool.stop(0)
-    async with answering(arena) as pool, running(place, {"m": pool}) as jobs:
-        assert (await jobs.watches.until("a", "", 60)).state == "succeeded"
-
-
 async def test_a_cancelled_job_is_computed_no_further(arena: Arena, place: str) -> None:
     engine = FakeEngine()
     pool = await ready_pool(engine, arena)

@@ -171,14 +171,6 @@ async def test_other_calls_go_first(store: JobStore, arena: Arena) -> None:
         assert await bench.finish() == 63
 
 
-async def test_each_worker_has_one_batch_of_jobs_at_most(store: JobStore, arena: Arena) -> None:
-    async with running(store, arena, num_workers=3) as bench:
-        bench.add(64)
-        await until(lambda: all(worker.batches for worker in bench.engine.started))
-        assert [len(worker.batches) for worker in bench.engine.started] == [1, 1, 1]
-        assert await bench.finish() == 64
-
-
 async def test_a_part_is_of_one_version_when_the_model_is_swapped(
     store: JobStore, arena: Arena
 ) -> None:

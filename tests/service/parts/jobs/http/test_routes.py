@@ -2,17 +2,14 @@
 
 import asyncio
 import contextlib
-import io
 import json
 import os
-import tarfile
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 import msgspec
-import pytest
 import uvicorn
 
 from inferpool.service.api.auth import Guard
@@ -31,6 +28,7 @@ from inferpool.workers.shared.arena import Arena
 from tests.fakes import FakeEngine
 from tests.service.api.fakes import endpoint
 from tests.service.api.server import until
+from tests.service.parts.jobs.http.test_archive import archive_of
 from tests.service.parts.jobs.test_jobs import answering
 from tests.service.pools import ready_pool
 
@@ -139,43 +137,6 @@ async def test_a_job_outlives_the_call_that_makes_it(arena: Arena, tmp_path: Pat
         )
 
 
-def _tar(**files: bytes) -> bytes:
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w") as archive:
-        for name, content in files.items():
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            archive.addfile(member, io.BytesIO(content))
-    return packed.getvalue()
-
-
-@pytest.mark.parametrize(
-    ("content_type", "content", "num"),
-    [
-        ("image/png", b"\x89PNG", 1),
-        ("text/plain", b"a text", 1),
-        ("application/json", b'{"instances":[1,2,3]}', 3),
-        ("application/jsonl", b'1\n{"b64":"aGk="}\n"x"\n', 3),
-        ("application/x-ndjson", b"1\n2", 2),
-        ("application/x-tar", _tar(a=b"\x89PNG", b=b"x"), 2),
-        (
-            "multipart/form-data; boundary=B",
-            b'--B\r\nContent-Disposition: form-data; name="f"; filename="a.png"\r\n'
-            b"Content-Type: image/png\r\n\r\nx\r\n--B--\r\n",
-            1,
-        ),
-    ],
-)
-async def test_a_job_takes_every_body(
-    arena: Arena, tmp_path: Path, content_type: str, content: bytes, num: int
-) -> None:
-    async with served(arena, tmp_path) as client:
-        made = await client.post("/jobs", content=content, headers={"content-type": content_type})
-        assert made.status_code == 202, made.text
-        job = await over(client, made.headers["location"])
-        assert (job["num_instances"], job["num_failed"]) == (num, 0)
-
-
 async def test_a_line_that_is_no_json_is_an_error_in_its_place(
     arena: Arena, tmp_path: Path
 ) -> None:
@@ -192,7 +153,7 @@ async def test_a_line_that_is_no_json_is_an_error_in_its_place(
 
 async def test_a_body_that_cannot_be_read_leaves_nothing(arena: Arena, tmp_path: Path) -> None:
     async with served(arena, tmp_path) as client:
-        cut = _tar(a=b"x" * 2000)[:1500]
+        cut = archive_of(("a", b"x" * 2000))[:1500]
         for content_type, content, status in (
             ("application/x-tar", cut, 400),
             ("application/json", b"{", 400),
@@ -426,16 +387,6 @@ async def test_bodies_that_are_being_sent_are_bounded_in_sum(arena: Arena, tmp_p
             assert (second.status_code, second.json()["code"]) == (429, "over_quota")
             goes_on.set()
             assert (await first).status_code == 202
-
-
-async def test_the_disk_is_left_as_it_was_when_all_is_deleted(arena: Arena, tmp_path: Path) -> None:
-    async with served(arena, tmp_path) as client:
-        made = await client.post("/jobs", content=b'"%s"\n' % (b"x" * 200_000) * 3, headers=JSONL)
-        await over(client, made.headers["location"])
-        await client.delete(made.headers["location"])
-        left = [path for path in (tmp_path / "jobs").rglob("*") if path.is_file()]
-        names = {path.name for path in left}
-        assert names <= {"in-use", "jobs.sqlite3", "jobs.sqlite3-wal", "jobs.sqlite3-shm"}
 
 
 async def test_a_body_may_take_longer_than_a_call_but_must_go_on(

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import inspect, text
+from sqlalchemy import inspect
 
 from inferpool.service.errors import StartError
 from inferpool.service.parts.jobs.store import database
 from inferpool.service.parts.jobs.store.store import JobStore
 from inferpool.service.parts.jobs.store.tables import tables
-from tests.service.parts.jobs.conftest import LIMITS, drop_tables
-from tests.service.parts.jobs.stores import NOW, add, finish, values
+from tests.service.parts.jobs.conftest import LIMITS
+from tests.service.parts.jobs.stores import add, finish, values
 
 NEXT = '''"""Add a column."""
 
@@ -86,31 +86,3 @@ def test_a_migration_that_fails_changes_nothing(
     finish(store)
     assert values(store) == [0, 2, 4]
     store.close()
-
-
-def test_services_of_both_versions_lose_no_job_of_one_database(postgres_url: str) -> None:
-    store = JobStore.open(postgres_url, LIMITS)
-    try:
-        for id, owner in (("a", "ann"), ("b", "ben"), ("c", "ann")):
-            add(store, id=id, owner=owner, webhook="http://x.example/")
-        with store._database.writing() as connection:  # as version 0001 accepts jobs
-            kept = connection.execute(text("SELECT id FROM jobs")).scalars().all()
-            for id, name in (("a", "a"), ("b", "b"), ("a-too", "c")):
-                connection.execute(
-                    text(
-                        "UPDATE jobs SET id = :id, name = NULL, receiver = NULL, leased_at = 0"
-                        " WHERE name = :name"
-                    ),
-                    {"id": id, "name": name},
-                )
-        add(store, id="a-too", owner="ann")  # the id was free here
-        assert None not in kept  # it deletes jobs without an id
-        assert store.clean(NOW) == 0
-        hers = {job.id for job in store.jobs(owner="ann", limit=9)}
-        assert (len(hers), hers > {"a", "a-too"}) == (3, True)
-        assert [job.id for job in store.jobs(owner="ben", limit=9)] == ["b"]
-        finish(store)
-        assert len(store.waiting_webhooks(9, NOW, ["ben"])) == 2
-    finally:
-        store.close()
-        drop_tables(postgres_url)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.service.parts.jobs.store.steps import STEPS, check
+from tests.service.parts.jobs.store.steps import STEPS
 
 ACTOR = [sys.executable, "-m", "tests.service.parts.jobs.store.steps"]
 CALLS = "openat,mkdir,write,pwrite64,ftruncate,rename,unlink,unlinkat,fsync,fdatasync"
@@ -122,33 +122,3 @@ def test_a_forgotten_fsync_would_be_noticed(tmp_path: Path, fault: str) -> None:
         assert unsafe_when_told(tmp_path, fault)
     except AssertionError as error:
         assert "was removed before" in str(error)  # noqa: PT017  # it may be noticed so early
-
-
-@contextlib.contextmanager
-def mounted(image: Path, folder: Path) -> Iterator[Path]:
-    folder.mkdir(exist_ok=True)
-    subprocess.run(["mount", "-o", "loop", image, folder], check=True, capture_output=True)
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "--lazy", folder], check=True)
-
-
-def test_a_disk_after_a_power_cut_has_what_was_acknowledged(tmp_path: Path) -> None:
-    """A copy of a mounted disk has what was written to it, and not what the kernel still held."""
-    disk, copy = tmp_path / "disk", tmp_path / "copy"
-    with disk.open("wb") as file:
-        file.truncate(64 * 2**20)
-    if shutil.which("mkfs.ext4") is None or os.geteuid():
-        pytest.skip("this needs mkfs.ext4, and a user who may mount a disk")
-    subprocess.run(["mkfs.ext4", "-q", "-F", disk], check=True)
-    try:
-        with mounted(disk, tmp_path / "probe"):
-            pass
-    except subprocess.CalledProcessError:
-        pytest.skip("disks cannot be mounted here")
-    with mounted(disk, tmp_path / "mounted") as folder, acting(folder / "jobs") as process:
-        for num, _ in enumerate(steps(process), 1):
-            shutil.copyfile(disk, copy)
-            with mounted(copy, tmp_path / "after"):
-                check(tmp_path / "after" / "jobs", num)
