@@ -16,6 +16,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from hypothesis import HealthCheck, settings
 from uvloop import new_event_loop
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
@@ -45,7 +46,12 @@ def pytest_configure(config: pytest.Config) -> None:
     even if the environment forbids it: tests start some hundred interpreters, and each would
     compile torch anew, for two seconds. Threads of torch spin briefly, as a worker's do: tests have
     more of them than there are cores. Services keep their jobs in a folder that goes at the end.
+    Examples of properties may take long, since the machine may stand still.
     """
+    settings.register_profile(
+        "untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("untimed")
     state = tempfile.TemporaryDirectory(prefix="inferpool-state-")
     config.add_cleanup(state.cleanup)
     os.environ["XDG_STATE_HOME"] = state.name

@@ -283,16 +283,3 @@ def test_each_room_is_on_the_map_for_contributors():
     places = [str(path.parent.relative_to(ROOT)) for path in rooms]
     assert len(places) > 20
     assert [place for place in places if f"]({place})" not in text] == []
-
-
-def test_no_property_fails_for_a_slow_machine():
-    """Hypothesis bounds the time of examples, but for those that `untimed` marks."""
-    found = [
-        f"{name}:{node.lineno}"
-        for name, tree in trees_of_tests().items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        for marks in [" ".join(map(ast.unparse, node.decorator_list))]
-        if "given(" in marks and not re.search(r"untimed\(|deadline=None", marks)
-    ]
-    assert found == []

@@ -13,14 +13,13 @@ from urllib.parse import urljoin, urlsplit
 
 import httpx
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from inferpool import Client
 from tests.e2e.nginx import needs_nginx, nginx
 from tests.e2e.running import ROOT, Running, running, until
 from tests.ports import free_port
-from tests.properties import untimed
 
 PROXY, CLIENT = "127.0.0.2", "127.0.0.1"
 ADMIN = "admin-0123456789"
@@ -160,7 +159,7 @@ def test_the_log_and_shares_have_the_address_of_the_peer(peers):
     assert set(statuses) == {200, 429}
 
 
-@untimed(max_examples=40)
+@settings(max_examples=40)
 @given(SPOOFS)
 @example(ALL_THREE)
 @example([("X-Inferpool-Client", f"{PROXY} 1"), *ALL_THREE])
@@ -170,7 +169,7 @@ def test_headers_of_those_who_are_not_trusted_change_nothing(peers, spoofs):
         assert shown(peers.ask(CLIENT, method, path, spoofs)) == shown(plain), path
 
 
-@untimed(max_examples=40)
+@settings(max_examples=40)
 @given(SPOOFS)
 @example(ALL_THREE)
 @example([("X-Forwarded-Prefix", "/it's&<b>")])

@@ -5,7 +5,7 @@ import io
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save
 
@@ -19,7 +19,6 @@ from inferpool.service.api.codecs.tensors import NPY_DTYPES
 from inferpool.service.errors import ServiceError
 from inferpool.workers.shared.messages import ItemRef
 from tests.fuzz.inputs import make_input
-from tests.properties import untimed
 from tests.service.api.fakes import body_of, head, spec
 
 pytestmark = pytest.mark.filterwarnings("ignore:The given buffer is not writable")
@@ -39,7 +38,7 @@ CONTENT_TYPES = (
 )
 
 
-@untimed(max_examples=400)
+@settings(max_examples=400)
 @given(
     content_type=st.sampled_from(CONTENT_TYPES),
     body=st.binary(max_size=400),
@@ -66,7 +65,7 @@ def test_nearly_right_bodies_make_a_value_or_a_typed_error(first: int):
 
 @pytest.mark.parametrize("content_type", ["application/x-npy", "application/safetensors"])
 @pytest.mark.parametrize("dtype", NPY_DTYPES)
-@untimed(max_examples=10)
+@settings(max_examples=10)
 @given(
     shape=st.lists(st.integers(0, 4), max_size=4),
     raw=st.binary(min_size=8 * 4**4, max_size=8 * 4**4),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inferpool.service.queue.batcher import Batcher, Bucket
@@ -14,7 +14,6 @@ from inferpool.service.queue.instance import NO_TICK
 from inferpool.service.queue.ledger import TICK_S, Deadlines
 from inferpool.workers.host.queues import FrameReader, PrivateQueue
 from inferpool.workers.shared.messages import UNREADABLE, BatchDone, FrameError, FromWorker, ItemRef
-from tests.properties import untimed
 from tests.virtual_time import run_in_virtual_time
 
 
@@ -45,7 +44,7 @@ def read_all(reader: FrameReader) -> list[bytes]:
             return frames
 
 
-@untimed(max_examples=200)
+@settings(max_examples=200)
 @given(st.lists(st.binary(max_size=60), max_size=8))
 def test_any_bytes_from_a_worker_make_frames_or_a_frame_error(pieces: list[bytes]):
     queue = PrivateQueue()
@@ -62,7 +61,7 @@ def test_any_bytes_from_a_worker_make_frames_or_a_frame_error(pieces: list[bytes
         queue.close()
 
 
-@untimed(max_examples=100)
+@settings(max_examples=100)
 @given(bodies=st.lists(st.binary(max_size=300), max_size=6), cuts=st.lists(st.integers(1, 90)))
 def test_frames_survive_any_cutting(bodies: list[bytes], cuts: list[int]):
     queue = PrivateQueue()
@@ -94,7 +93,7 @@ def assert_decoded_or_refused(frame: bytes) -> None:
         return
 
 
-@untimed(max_examples=300)
+@settings(max_examples=300)
 @given(
     keep=st.integers(0, len(DONE)),
     edits=st.lists(st.tuples(st.integers(0, len(DONE) - 1), st.integers(0, 255)), max_size=6),
@@ -107,7 +106,7 @@ def test_damaged_messages_are_messages_or_refused(keep, edits, more):
     assert_decoded_or_refused(bytes(data[:keep]) + more)
 
 
-@untimed(max_examples=200)
+@settings(max_examples=200)
 @given(
     waiting=st.lists(
         st.tuples(st.sampled_from((0.05, 0.5, 5.0, 50.0)), st.integers(1, 9), st.booleans()),
@@ -136,7 +135,7 @@ def test_batches_hold_the_best_in_their_order_and_each_once(waiting, removed, si
     assert batcher.next_batch(size) == []
 
 
-@untimed(max_examples=50)
+@settings(max_examples=50)
 @given(after_ticks=st.lists(st.floats(-2, 6), max_size=30), discarded=st.sets(st.integers(0, 29)))
 def test_each_deadline_falls_due_once_in_time_unless_discarded(after_ticks, discarded):
     async def go() -> None:

@@ -91,7 +91,6 @@ def test_the_service_does_as_its_document_says(
 ) -> None:
     @settings(
         max_examples=30 if "predict" in label else 10,
-        deadline=None,
         derandomize=True,
         database=None,
         suppress_health_check=list(HealthCheck),

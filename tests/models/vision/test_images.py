@@ -6,14 +6,13 @@ from io import BytesIO
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
 from inferpool.models.errors import InputError
 from inferpool.models.vision.images import decode_image, decode_scaled
 from tests.models.items import encoded, orientation_exif, photo, pixels_of
-from tests.properties import untimed
 
 CHELSEA = photo("chelsea").resize((90, 60))
 COFFEE = photo("coffee")
@@ -212,7 +211,7 @@ SAMPLES = [
 ] + [encoded(CHELSEA.resize((24, 16)), "TIFF", compression="tiff_lzw")]
 
 
-@untimed(max_examples=600)
+@settings(max_examples=600)
 @given(
     sample=st.sampled_from(SAMPLES),
     keep=st.floats(0, 1),

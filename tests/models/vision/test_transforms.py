@@ -3,7 +3,7 @@ from io import BytesIO
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, example, given
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -12,7 +12,6 @@ from inferpool.models.vision.images import decode_scaled
 from inferpool.models.vision.transforms import ImageTransform, Normalize
 from tests.models.items import encoded, photo
 from tests.models.reference import ImageClassification, InterpolationMode
-from tests.properties import untimed
 
 SMALL = ImageTransform(resize=36, crop=32)
 
@@ -39,7 +38,7 @@ def test_the_transform_equals_torchvisions_preset_exactly(size, resize, crop, in
     assert torch.equal(normalized, preset(image))
 
 
-@untimed(max_examples=80)
+@settings(max_examples=80)
 @given(
     width=st.integers(1, 300),
     height=st.integers(1, 300),
@@ -66,7 +65,7 @@ def test_the_transform_equals_torchvisions_for_every_size(width, height, edges, 
     assert torch.equal(pixels / 255, preset(image))
 
 
-@untimed(max_examples=40)
+@settings(max_examples=40)
 @given(
     width=st.integers(1, 300),
     height=st.integers(1, 300),

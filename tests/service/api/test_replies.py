@@ -5,14 +5,13 @@ import json
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inferpool.service.api.cors import Cors
 from inferpool.service.api.exchange import Exchange, Predict, Reply, begin_call, refusal_of
 from inferpool.service.api.web import with_call_headers
 from inferpool.service.errors import BadRequestError
-from tests.properties import untimed
 from tests.service.api.fakes import NoWire
 
 LINE = re.compile(rb"([a-z-]+): [ -~]*")
@@ -30,7 +29,7 @@ FINE = {
 EVIL = (b"\r\nx-evil: 1", b"\n", b"\r", b"\0", b"\x7f", b"\x85", b"\xfc", b"\t", b" ", b"%0d%0a")
 
 
-@untimed(max_examples=300)
+@settings(max_examples=300)
 @given(
     st.dictionaries(
         st.sampled_from(sorted(FINE)), st.tuples(st.integers(0, 60), st.sampled_from(EVIL))

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -20,7 +20,6 @@ from inferpool.service.settings.problems import expected
 from inferpool.service.settings.settings import Settings
 from inferpool.service.train.settings import TrainSettings
 from tests.counted_steps import StepCounter
-from tests.properties import untimed
 
 ECHO = ModelSettings(source="echo")
 TABLES = (Settings, ModelSettings, SwapOptions, TrainSettings)
@@ -105,7 +104,7 @@ def test_an_extreme_value_of_an_admin_field_is_refused_with_its_bound(table, nam
             assert str(expected(field)).count(" to ") or value == 0
 
 
-@untimed(max_examples=150)
+@settings(max_examples=150)
 @given(st.sampled_from(FIELDS), NUMBER)
 def test_any_number_in_an_admin_field_is_within_bounds_or_refused(field, value):
     error = answered(*field, value)

@@ -6,7 +6,6 @@ from inferpool.service.api.auth import POLICIES
 from inferpool.service.settings.loader import load
 from inferpool.service.settings.names import SettingsError
 from inferpool.service.settings.trust import OWN_PATHS, TrustedPeers, authority_of, prefix_of
-from tests.properties import untimed
 
 
 @pytest.mark.parametrize(
@@ -63,7 +62,6 @@ def test_anything_else_is_no_authority(text: str):
     assert authority_of(text) is None
 
 
-@untimed()
 @given(st.text(max_size=40))
 def test_what_is_accepted_has_only_characters_that_no_page_or_header_could_take_for_more(text: str):
     for found in (prefix_of(text), authority_of(text)):

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import psutil
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import inferpool.workers.remote.link
@@ -25,7 +25,6 @@ from inferpool.workers.remote.wire import (
     Views,
     frame_start,
 )
-from tests.properties import untimed
 from tests.workers.contract import until
 from tests.workers.remote.conftest import Contexts
 
@@ -138,7 +137,7 @@ SIZES = st.tuples(st.integers(0, 300), st.sampled_from([0, 0, 1, 40, 64, 65, 500
 
 @pytest.mark.parametrize("is_tls", [False, True])
 def test_messages_arrive_whole_however_the_bytes_are_cut(is_tls: bool, tls: Contexts):
-    @untimed(max_examples=30 if is_tls else 80)
+    @settings(max_examples=30 if is_tls else 80)
     @given(sizes=st.lists(SIZES, max_size=6), cuts=st.lists(st.integers(1, 200), max_size=12))
     def check(sizes: Sequence[tuple[int, int]], cuts: Sequence[int]) -> None:
         content = bytes(range(256)) * 2

@@ -1,10 +1,9 @@
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inferpool.workers.shared.arena import MIN_BLOCK_BYTES, Arena, Slots, slot_bytes
 from inferpool.workers.shared.memory import SharedMemoryError
-from tests.properties import untimed
 
 
 def read(arena: Arena, offset: int, num_bytes: int) -> bytes:
@@ -51,7 +50,7 @@ def test_error_names_the_memory_that_cannot_be_reserved():
         Arena(1 << 60)
 
 
-@untimed(max_examples=60)
+@settings(max_examples=60)
 @given(
     st.lists(
         st.tuples(st.booleans(), st.integers(0, 300_000), st.integers(0, 10_000)), max_size=120
@@ -120,7 +119,6 @@ def test_an_arena_keeps_some_of_itself_if_told_to_when_it_is_divided():
     given.close()
 
 
-@untimed()
 @given(st.lists(st.integers(0, 20_000), max_size=40), st.data())
 def test_a_later_allocator_over_the_same_part_leaves_the_slots_of_the_earlier_one_alone(
     sizes, data

@@ -21,7 +21,6 @@ from inferpool.service.errors import (
 )
 from inferpool.service.queue.instance import Result
 from inferpool.workers.shared.messages import TensorBlob
-from tests.properties import untimed
 from tests.service.api.fakes import result
 
 A = np.arange(6, dtype=np.float32).reshape(2, 3)
@@ -165,7 +164,6 @@ def test_raw_bytes_have_their_shape_in_headers() -> None:
     assert headers["x-tensor-shape"] == "1,2,3"
 
 
-@untimed()
 @given(st.lists(st.text(max_size=8), min_size=1, max_size=3, unique=True), st.text(max_size=8))
 def test_no_name_adds_a_header_or_ends_one(names: list[str], output: str) -> None:
     blobs = [TensorBlob(name, "bool", (3,), FLAGS.tobytes()) for name in names]

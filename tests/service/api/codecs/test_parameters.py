@@ -13,7 +13,6 @@ from inferpool.service.api.codecs.parameters import (
     read_query,
 )
 from inferpool.service.errors import BadRequestError, InvalidInputError, ServiceError, TooLargeError
-from tests.properties import untimed
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**40), 2**40) | st.text(),
@@ -79,7 +78,6 @@ def test_depth_is_counted_exactly(opening: bytes) -> None:
     assert is_too_deep(b"[" * 99 + flat + b"]" * 99)
 
 
-@untimed()
 @given(json_values)
 def test_brackets_in_strings_have_no_depth(value: object) -> None:
     nested = json.dumps([value, "[{" * 200, '\\"' * 50 + "[" * 200, {"[[\\" * 60: "\\"}])
@@ -87,13 +85,11 @@ def test_brackets_in_strings_have_no_depth(value: object) -> None:
     assert is_too_deep(b"[" * 101 + nested.encode() + b"]" * 101)
 
 
-@untimed()
 @given(st.text())
 def test_a_literal_is_always_json(text: str) -> None:
     json.loads(literal(text))
 
 
-@untimed()
 @given(st.binary(max_size=200))
 def test_any_query_makes_an_object_or_a_service_error(query: bytes) -> None:
     try:

@@ -19,7 +19,6 @@ from inferpool.service.api.codecs.body import BodyContext, Decoded, Payload
 from inferpool.service.api.codecs.tensors import cut, decode_npy, decode_raw, decode_safetensors
 from inferpool.service.errors import BadRequestError, InvalidInputError, ServiceError, TooLargeError
 from inferpool.workers.shared.messages import Batch, ItemRef
-from tests.properties import untimed
 from tests.service.api.fakes import body_of, head, kinds, spec
 
 Decoder = Callable[[Sequence[bytes], BodyContext], Decoded]
@@ -319,7 +318,6 @@ def test_bad_safetensors_are_refused(
 lengths = st.integers(0, 3) | st.integers(0, 2**64) | st.sampled_from([2**40, 2**63, 10**30])
 
 
-@untimed()
 @given(st.lists(lengths, max_size=17), st.text(max_size=4))
 def test_torch_can_make_every_decoded_tensor_in_a_worker(shape: list[int], name: str) -> None:
     num_bytes = prod(shape) if prod(shape) <= 4096 else 0

@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inferpool.service.errors import BadRequestError, InvalidInputError, UnsupportedTypeError
 from inferpool.service.parts.jobs.http.archive import ArchiveFile, read_archive
-from tests.properties import untimed
 
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
 LONG = "a" * 90 + "/" + "b" * 90 + ".jpg"
@@ -65,7 +64,7 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
-@untimed(max_examples=60)
+@settings(max_examples=60)
 @given(files=st.lists(st.tuples(st.text("ab./ü\u4e2d", min_size=1, max_size=300), st.binary())))
 def test_files_come_out_as_python_puts_them_in(
     format: int, files: Sequence[tuple[str, bytes]], tmp_path_factory: pytest.TempPathFactory

@@ -15,7 +15,7 @@ import httpx
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inferpool.service.api.codecs.body import BodyContext
@@ -32,7 +32,6 @@ from inferpool.service.parts.jobs.http import reading
 from inferpool.service.parts.jobs.http.reading import JobBody, read_body
 from inferpool.service.parts.jobs.records import StoredInstance
 from tests.fuzz.mutate import mutate
-from tests.properties import untimed
 from tests.service.api.codecs.test_json import JPEG
 from tests.service.api.codecs.test_tensors import npy
 from tests.service.api.fakes import body_of, head, spec
@@ -80,7 +79,7 @@ def part(content: bytes, name: str = "f", filename: str | None = "f", type: str 
 # Lines of JSON
 
 
-@untimed(max_examples=60)
+@settings(max_examples=60)
 @given(
     lines=st.lists(
         st.one_of(
