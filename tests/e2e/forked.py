@@ -60,8 +60,7 @@ _IMPORTED = (
 )
 _STARTS_SERVICES = (
     "inferpool.service.embedded.serve",
-    "inferpool.service.tools.trial.agents",
-    "inferpool.service.tools.trial.service",
+    "inferpool.service.tools.trial.processes",
 )
 """Modules that start services and agents bound to their process."""
 _STARTERS = ("chaos", "doctor", "tune")

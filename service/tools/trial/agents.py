@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import os
 import secrets
 import signal
 import subprocess
@@ -14,59 +13,30 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from inferpool.service.tools.trial.bound import bound_command
 from inferpool.service.tools.trial.connection import NoAnswerError, TrialError
-from inferpool.service.tools.trial.processes import Family, LogReader
-from inferpool.service.tools.trial.service import HOST, TrialService, clean_environment, free_port
+from inferpool.service.tools.trial.processes import (
+    LINGER_S,
+    POLL_S,
+    TrialProcess,
+    num_left_over,
+)
+from inferpool.service.tools.trial.service import HOST, TrialService, free_port
 
 if TYPE_CHECKING:
     from inferpool.service.settings.loader import Row
 
-_POLL_S = 0.05
 _STOP_S = 60.0
 """How long an agent may take to end its workers."""
-_LINGER_S = 2.0
 _MAX_SWEEPS = 20
 
 
-class TrialAgent:
-    """The agent of one host, and all processes under it. It may be started several times."""
+class TrialAgent(TrialProcess):
+    """The agent of one host, and all processes under it."""
 
     def __init__(self, name: str, arguments: Sequence[str], log: Path) -> None:
         """Store the arguments of `inferpool agent`, and the file for its log."""
+        super().__init__(["agent", "--name", name, *arguments], log)
         self.name = name
-        self._arguments = arguments
-        self._log = log
-        self._process: subprocess.Popen[bytes] | None = None
-        self._family: Family | None = None
-
-    @property
-    def pid(self) -> int:
-        """Process id of the agent."""
-        assert self._process is not None
-        return self._process.pid
-
-    @property
-    def is_running(self) -> bool:
-        """The agent has been started and has not ended."""
-        return self._process is not None and self._process.poll() is None
-
-    def start(self) -> None:
-        """Start the agent, also again after its end."""
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                bound_command(["agent", "--name", self.name, *self._arguments]),
-                env=clean_environment(os.environ),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        self._family = Family(self._process)
-
-    def family(self) -> list[psutil.Process]:
-        """Return its living processes, of all that were seen now or at an earlier call."""
-        return [] if self._family is None else self._family.alive()
 
     def kill(self) -> None:
         """Kill the agent alone: its workers must end by themselves."""
@@ -108,20 +78,6 @@ class TrialAgent:
         except subprocess.TimeoutExpired:
             text = f"the agent {self.name} did not end in {_STOP_S:g} s{self.log_tail()}"
             raise TrialError(text) from None
-
-    def destroy(self) -> None:
-        """Kill all processes of the agent."""
-        if self._process is not None and self._family is not None:
-            self._family.kill()
-            self._process.wait()
-
-    def log_tail(self) -> str:
-        """Return the last lines of its log, to append to a message."""
-        said = LogReader()
-        with contextlib.suppress(OSError):
-            for line in self._log.read_bytes().splitlines():
-                said.take(line)
-        return said.tail()
 
     def _from_agent_on(self) -> list[psutil.Process]:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -194,7 +150,7 @@ class TrialAgents:
             if time.monotonic() > until:
                 tail = self.agents[0].log_tail() + service.log_tail()
                 raise TrialError(f"the hosts are not ready in {timeout_s:g} s{tail}")
-            await asyncio.sleep(_POLL_S)
+            await asyncio.sleep(POLL_S)
 
     async def stop(self) -> tuple[list[str], int]:
         """Stop all agents, and wait for their ends.
@@ -215,7 +171,4 @@ class TrialAgents:
                 continue
             if code != 0:
                 complaints.append(f"the agent {agent.name} exited with {code}")
-        until = time.monotonic() + _LINGER_S
-        while (alive := self.family()) and time.monotonic() < until:  # noqa: ASYNC110  # nobody tells
-            await asyncio.sleep(_POLL_S)
-        return complaints, len(alive)
+        return complaints, await num_left_over(self.family, LINGER_S)

@@ -1,19 +1,30 @@
 """The processes of a service that was started here: their lives, memory and logs."""
 
+import asyncio
 import contextlib
+import os
 import subprocess
+import time
 from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import psutil
 
+from inferpool.service.settings.names import PREFIX
+from inferpool.service.tools.trial.bound import bound_command
+
+POLL_S = 0.05
+LINGER_S = 2.0
+"""How long other processes may outlive the one that started them."""
+_TELEMETRY = "OTEL_"
 _NUM_TAIL_LINES = 15
 _TOLD_TO_PEOPLE = "inferpool.service.telemetry.console"
+"""The logger that reports the end of each worker."""
 _REFUSAL = "inferpool: "
 """Prefix of the message of a service that refuses its settings before it has a log."""
-"""The logger that reports the end of each worker."""
 
 
 class Family:
@@ -37,6 +48,80 @@ class Family:
         for process in self.alive():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
+
+
+class TrialProcess:
+    """A command `inferpool ARGUMENTS` and all processes under it. It may be started again."""
+
+    def __init__(self, arguments: Sequence[str], log: Path) -> None:
+        """Store the arguments, and the file for what it writes."""
+        self._arguments = arguments
+        self._log = log
+        self._process: subprocess.Popen[bytes] | None = None
+        self._family: Family | None = None
+
+    @property
+    def pid(self) -> int:
+        """Process id of the command."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        """The command has been started and has not ended."""
+        return self._process is not None and self._process.poll() is None
+
+    def start(self) -> None:
+        """Start the command, also again after its end."""
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                bound_command(self._arguments),
+                env=clean_environment(os.environ),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._family = Family(self._process)
+
+    def family(self) -> list[psutil.Process]:
+        """Return its living processes, of all that were seen now or at an earlier call."""
+        return [] if self._family is None else self._family.alive()
+
+    def destroy(self) -> None:
+        """Kill all of its processes."""
+        if self._process is not None and self._family is not None:
+            self._family.kill()
+            self._process.wait()
+
+    def log_tail(self) -> str:
+        """Return the last lines of its log, to append to a message."""
+        return self._said().tail()
+
+    def _said(self) -> "LogReader":
+        said = LogReader()
+        with contextlib.suppress(OSError):
+            for line in self._log.read_bytes().splitlines():
+                said.take(line)
+        return said
+
+
+async def num_left_over(family: Callable[[], Sequence[psutil.Process]], linger_s: float) -> int:
+    """Return how many processes are still there a moment later."""
+    until = time.monotonic() + linger_s
+    while (alive := family()) and time.monotonic() < until:  # noqa: ASYNC110  # nobody tells
+        await asyncio.sleep(POLL_S)
+    return len(alive)
+
+
+def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return this process's environment without settings: the file has those that matter."""
+    left_out = (PREFIX, _TELEMETRY)
+    kept = {name: value for name, value in environ.items() if not name.startswith(left_out)}
+    root = Path(__file__).absolute().parents[4]  # where `inferpool` lies
+    if root.name != "site-packages":  # a clone that is run where it lies
+        kept["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), kept.get("PYTHONPATH")]))
+    return kept
 
 
 def is_alive(process: psutil.Process) -> bool:

@@ -1,32 +1,22 @@
 """The service on trial, started as a user would start it, on a free port of this host."""
 
 import asyncio
-import contextlib
-import os
 import socket
 import subprocess
 import tempfile
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-
-import psutil
 
 from inferpool.service.client.health import ServiceHealth
 from inferpool.service.settings.loader import LoadedSettings, Row, write_toml
-from inferpool.service.settings.names import KEY_SETTINGS, PREFIX
+from inferpool.service.settings.names import KEY_SETTINGS
 from inferpool.service.settings.settings import Settings
-from inferpool.service.tools.trial.bound import bound_command
 from inferpool.service.tools.trial.connection import Address, NoAnswerError, TrialError, connected
-from inferpool.service.tools.trial.processes import Family, LogReader
+from inferpool.service.tools.trial.processes import LINGER_S, POLL_S, TrialProcess, num_left_over
 
 HOST = "127.0.0.1"
 _HINT = "\n`inferpool serve` tells more of it"
-_POLL_S = 0.05
 _STOP_S = 30.0
-_LINGER_S = 2.0
-"""How long the other processes of a service may outlive its front end."""
-_TELEMETRY = "OTEL_"
 _LEFT_OUT = (
     *KEY_SETTINGS,
     *(f"{name}_file" for name in KEY_SETTINGS),
@@ -40,7 +30,7 @@ _LEFT_OUT = (
 )
 
 
-class TrialService:
+class TrialService(TrialProcess):
     """A service while it runs. A context manager: leaving it kills all its processes."""
 
     def __init__(
@@ -76,49 +66,21 @@ class TrialService:
                 file.write_text("\n".join(keys), encoding="utf-8")
                 own.append(((f"{kind}_keys_file",), str(file), "trial"))
         self._rows = [*own, *rows]
-        self._log = Path(self._folder.name, "service.log")
-        self._process: subprocess.Popen[bytes] | None = None
-        self._family: Family | None = None
+        self._config = Path(self._folder.name, "inferpool.toml")
+        arguments = ["serve", "--config", str(self._config)]
+        super().__init__(arguments, Path(self._folder.name, "service.log"))
 
     def __enter__(self) -> "TrialService":
         """Start the service."""
-        config = Path(self._folder.name, "inferpool.toml")
-        with config.open("w", encoding="utf-8") as file:
+        with self._config.open("w", encoding="utf-8") as file:
             write_toml(self._rows, file)
-        command = bound_command(["serve", "--config", str(config)])
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                command,
-                env=clean_environment(os.environ),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        self._family = Family(self._process)
+        self.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         """Kill the remaining processes."""
-        if self._process is not None and self._family is not None:
-            self._family.kill()
-            self._process.wait()
+        self.destroy()
         self._folder.cleanup()
-
-    @property
-    def pid(self) -> int:
-        """Process id of the front end."""
-        assert self._process is not None
-        return self._process.pid
-
-    @property
-    def is_running(self) -> bool:
-        """The front end is alive."""
-        return self._process is not None and self._process.poll() is None
-
-    def family(self) -> list[psutil.Process]:
-        """Return its living processes, of all that were seen now or at an earlier call."""
-        return [] if self._family is None else self._family.alive()
 
     async def health(self) -> ServiceHealth:
         """Return the state of its workers."""
@@ -149,11 +111,11 @@ class TrialService:
                 pass
             if waited_s > timeout_s:
                 raise TrialError(f"the service is not ready in {timeout_s:g} s{self.log_tail()}")
-            await asyncio.sleep(_POLL_S)
-            waited_s += _POLL_S
+            await asyncio.sleep(POLL_S)
+            waited_s += POLL_S
 
     async def stop(
-        self, stop_s: float = _STOP_S, linger_s: float = _LINGER_S
+        self, stop_s: float = _STOP_S, linger_s: float = LINGER_S
     ) -> tuple[int | None, int]:
         """Stop the service, and wait for its end.
 
@@ -172,21 +134,7 @@ class TrialService:
             await asyncio.to_thread(self._process.wait, stop_s)
         except subprocess.TimeoutExpired:
             return None, len(self.family())
-        until = time.monotonic() + linger_s
-        while (alive := self.family()) and time.monotonic() < until:  # noqa: ASYNC110  # nobody tells
-            await asyncio.sleep(_POLL_S)
-        return self._process.returncode, len(alive)
-
-    def log_tail(self) -> str:
-        """Return the last lines of its log, to append to a message."""
-        return self._said().tail()
-
-    def _said(self) -> LogReader:
-        said = LogReader()
-        with contextlib.suppress(OSError):
-            for line in self._log.read_bytes().splitlines():
-                said.take(line)
-        return said
+        return self._process.returncode, await num_left_over(self.family, linger_s)
 
 
 def rows_of(loaded: LoadedSettings) -> list[Row]:
@@ -196,16 +144,6 @@ def rows_of(loaded: LoadedSettings) -> list[Row]:
     user's store of jobs, since it would compute those jobs.
     """
     return [row for row in loaded.rows() if row[0][0] not in _LEFT_OUT]
-
-
-def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return this process's environment without settings: the file has those that matter."""
-    left_out = (PREFIX, _TELEMETRY)
-    kept = {name: value for name, value in environ.items() if not name.startswith(left_out)}
-    root = Path(__file__).absolute().parents[4]  # where `inferpool` lies
-    if root.name != "site-packages":  # a clone that is run where it lies
-        kept["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), kept.get("PYTHONPATH")]))
-    return kept
 
 
 def free_port() -> int:

@@ -117,7 +117,7 @@ async def test_host_that_joined_again_between_two_looks_was_lost(state):
 def test_a_host_is_stopped_with_all_processes_under_its_agent_and_goes_on(tmp_path, monkeypatch):
     program = "import subprocess; subprocess.run(['sleep', '3600'])"
     monkeypatch.setattr(
-        "inferpool.service.tools.trial.agents.bound_command",
+        "inferpool.service.tools.trial.processes.bound_command",
         lambda _: ["python3", "-c", program],
     )
     agent = TrialAgent("a", [], tmp_path / "log")
