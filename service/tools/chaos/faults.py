@@ -11,20 +11,17 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import psutil
 
-from inferpool.service.client.health import DecoderState, WorkerState
-from inferpool.service.tools.chaos.greed import Greed, SlowUploads, UnreadConnections
+from inferpool.service.client.health import ForkserverState, WorkerState
 from inferpool.service.tools.chaos.hosts import HostFaults
 from inferpool.service.tools.chaos.load import PATIENCE_S, ChaosTally
 from inferpool.service.tools.chaos.plan import Fault
 from inferpool.service.tools.chaos.questions import Question, is_refusal, problem_code
-from inferpool.service.tools.chaos.stores import StoreFaults
-from inferpool.service.tools.chaos.swaps import Swaps
 from inferpool.service.tools.chaos.watch import FORKSERVER, Recovery, Watch, decoder_name
 from inferpool.service.tools.trial.connection import Address, NoAnswerError, connected
 
@@ -100,12 +97,9 @@ class Faults:
     every_s: Mapping[Fault, float]
     timeout_s: float
     keeps_quarantine: bool
-    swaps: Swaps
     hosts: HostFaults
-    unread: UnreadConnections
-    greed: Greed
-    stores: StoreFaults
-    uploads: SlowUploads
+    acts: Mapping[Fault, Callable[[], Awaitable[None]]]
+    """Faults that take a while, and what they do."""
     key: str = ""
     """API key of poisoned inputs; empty for none."""
     counts: Counter[Fault] = field(default_factory=Counter)
@@ -164,18 +158,10 @@ class Faults:
 
     async def _begin(self, fault: Fault) -> None:
         """Run a slow fault, during which others happen."""
-        if fault == "swap":
-            await self.swaps.swap()
-        elif fault == "unread":
-            await self.unread.open()
-        elif fault == "greed":
-            await self.greed.ask()
-        elif fault == "store":
-            await self.stores.lose()
-        elif fault == "upload":
-            await self.uploads.hold()
-        else:
+        if fault in POISONS:
             await self._poison(fault, self.poisonings.num_sent)
+        else:
+            await self.acts[fault]()
 
     async def _strike(self, kind: Literal["kill", "stop"]) -> None:
         """Kill or stop a process of a worker that is well, as soon as there is one.
@@ -192,50 +178,28 @@ class Faults:
 
     async def _strike_forkserver(self) -> None:
         """Kill or stop the forkserver, in turns, as soon as it is well, even if workers are not."""
-        while True:
-            with contextlib.suppress(OSError, NoAnswerError):
-                forkserver = (await self.watch.look()).forkserver
-                if forkserver is not None and forkserver.state == "ready":
-                    break
-            await asyncio.sleep(_RETRY_S)
+        while (forkserver := await self._forkserver()).state != "ready":  # noqa: ASYNC110  # as above
+            await asyncio.sleep(_WAIT_S)
         is_kill = self.counts["forkserver"] % 2 == 0
-        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
-            processes = [psutil.Process(forkserver.pid)]
-            began = time.monotonic()
-            os.kill(forkserver.pid, signal.SIGKILL if is_kill else signal.SIGSTOP)
-            recovery = Recovery(
-                kind="forkserver",
-                worker=FORKSERVER,
-                incarnation=forkserver.incarnation,
-                processes=processes,
-                began=began,
-            )
-            self.watch.add(recovery)
+        self._hit(_recovery_of(forkserver), forkserver.pid, is_kill=is_kill)
 
     async def _strike_forkservers(self) -> None:
         """Kill the forkserver and its successors as soon as they are there, ready or not."""
         last = -1
         for number in range(BURST):
-            while True:
-                with contextlib.suppress(OSError, NoAnswerError):
-                    forkserver = (await self.watch.look()).forkserver
-                    if forkserver is not None and forkserver.incarnation > last:
-                        break
-                await asyncio.sleep(_WAIT_S)
+            forkserver = await self._forkserver(after=last)
             last = forkserver.incarnation
-            with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
-                process = psutil.Process(forkserver.pid)
-                began = time.monotonic()
-                os.kill(forkserver.pid, signal.SIGKILL)
-                if number == BURST - 1:
-                    recovery = Recovery(
-                        kind="forkserver",
-                        worker=FORKSERVER,
-                        incarnation=last,
-                        processes=[process],
-                        began=began,
-                    )
-                    self.watch.add(recovery)
+            is_last = number == BURST - 1
+            recovery = _recovery_of(forkserver)
+            self._hit(recovery, forkserver.pid, is_kill=True, is_watched=is_last)
+
+    async def _forkserver(self, after: int = -1) -> ForkserverState:
+        """Return the forkserver as soon as there is one `after` an incarnation."""
+        while True:
+            found = (await self.watch.seen()).forkserver
+            if found is not None and found.incarnation > after:
+                return found
+            await asyncio.sleep(_WAIT_S)
 
     async def _strike_decoder(self) -> bool:
         """Kill or stop a decoder that has worked, in turns; return whether there was one.
@@ -245,33 +209,19 @@ class Faults:
         """
         if any(each.kind == "decoder" for each in self.watch.pending):
             return False
-        try:
-            health = await self.watch.look()
-        except (OSError, NoAnswerError):
-            return False
-        ready = [worker for worker in health.workers if worker.state == "ready"]
+        workers = (await self.watch.seen()).workers
+        ready = [worker for worker in workers if worker.state == "ready"]
         well = [(worker, each) for worker in ready for each in worker.decoders if each.num_decoded]
-        return bool(well) and self._strike_one_decoder_of(well)
-
-    def _strike_one_decoder_of(self, well: Sequence[tuple[WorkerState, DecoderState]]) -> bool:
-        worker, decoder = self._rng.choice(well)
-        is_kill = self.counts["decoder"] % 2 == 0
-        try:
-            processes = [psutil.Process(decoder.pid)]
-            began = time.monotonic()
-            os.kill(decoder.pid, signal.SIGKILL if is_kill else signal.SIGSTOP)
-        except (ProcessLookupError, psutil.NoSuchProcess):  # it died of a poison since
+        if not well:
             return False
+        worker, decoder = self._rng.choice(well)
         recovery = Recovery(
             kind="decoder",
             worker=decoder_name(worker, decoder),
             incarnation=decoder.pid,
-            processes=processes,
-            began=began,
             host=worker.host,
         )
-        self.watch.add(recovery)
-        return True
+        return self._hit(recovery, decoder.pid, is_kill=self.counts["decoder"] % 2 == 0)
 
     def _kill_stopped_decoders(self) -> None:
         """Kill those that are still stopped: without work the service does not notice them."""
@@ -285,38 +235,44 @@ class Faults:
         """Return workers that are ready and not struck; none while others are not back."""
         if any(each.kind in ("kill", kind) for each in self.watch.pending):
             return []
-        try:
-            health = await self.watch.look()
-        except (OSError, NoAnswerError):
-            return []
+        workers = (await self.watch.seen()).workers
         struck = {each.worker for each in self.watch.pending}  # names of hosts among them
         return [
             worker
-            for worker in health.workers
+            for worker in workers
             if worker.state == "ready" and worker.pids and not struck & {worker.name, worker.host}
         ]
 
     def _strike_one_of(self, well: Sequence[WorkerState], kind: Literal["kill", "stop"]) -> bool:
         worker = self._rng.choice(well)
         rank, pid = self._rng.choice(list(worker.pids.items()))
-        number = signal.SIGKILL if kind == "kill" else signal.SIGSTOP
-        try:
-            decoders = [each.pid for each in worker.decoders]
-            processes = [psutil.Process(each) for each in (*worker.pids.values(), *decoders)]
-            began = time.monotonic()
-            os.kill(pid, number)
-        except (ProcessLookupError, psutil.NoSuchProcess):  # it died of a poison since
-            return False
         recovery = Recovery(
             kind=kind,
             worker=worker.name,
             incarnation=worker.incarnation,
             rank=rank,
-            processes=processes,
-            began=began,
             host=worker.host,
         )
-        self.watch.add(recovery)
+        family = (*worker.pids.values(), *(each.pid for each in worker.decoders))
+        return self._hit(recovery, pid, *family, is_kill=kind == "kill")
+
+    def _hit(
+        self,
+        recovery: Recovery,
+        pid: int,
+        *family: int,
+        is_kill: bool,
+        is_watched: bool = True,
+    ) -> bool:
+        """Kill or stop a process, and watch it with its family; return False if it has ended."""
+        try:
+            recovery.processes = [psutil.Process(each) for each in {pid, *family}]
+            recovery.began = time.monotonic()
+            os.kill(pid, signal.SIGKILL if is_kill else signal.SIGSTOP)
+        except (ProcessLookupError, psutil.NoSuchProcess):  # it died of a poison since
+            return False
+        if is_watched:
+            self.watch.add(recovery)
         return True
 
     async def _poison(self, fault: Fault, index: int) -> None:
@@ -362,3 +318,7 @@ class Faults:
             f"{answer.body[:200]!r}"
         )
         return False
+
+
+def _recovery_of(forkserver: ForkserverState) -> Recovery:
+    return Recovery(kind="forkserver", worker=FORKSERVER, incarnation=forkserver.incarnation)

@@ -1,7 +1,6 @@
 """Strikes at whole hosts: their agents are killed, stopped and ended in turn, and come back."""
 
 import asyncio
-import contextlib
 import random
 import time
 from collections.abc import Mapping, Sequence
@@ -9,7 +8,6 @@ from dataclasses import dataclass, field
 
 from inferpool.service.tools.chaos.watch import HostKind, Recovery, Watch
 from inferpool.service.tools.trial.agents import TrialAgent
-from inferpool.service.tools.trial.connection import NoAnswerError
 
 TURNS: Sequence[HostKind] = ("host kill", "host stop", "host end")
 """Ways to strike hosts, which take turns."""
@@ -88,11 +86,9 @@ class HostFaults:
     async def _well(self) -> Mapping[str, int]:
         """Return the epochs of hosts that are connected with all workers ready, and not struck."""
         struck = {each.host for each in self.watch.pending if each.is_of_host}
-        with contextlib.suppress(OSError, NoAnswerError):
-            health = await self.watch.look()
-            return {
-                host.name: host.epoch
-                for host in health.hosts
-                if host.name not in struck and health.is_host_full(host)
-            }
-        return {}
+        health = await self.watch.seen()
+        return {
+            host.name: host.epoch
+            for host in health.hosts
+            if host.name not in struck and health.is_host_full(host)
+        }

@@ -61,7 +61,6 @@ class ChaosReport:
     stores: StoreFaults
     swaps: Swaps
     recoveries: Sequence[Recovery]
-    indistinct: int
     ledger: LedgerReading | None
     """The service's counters since the quiet part began; None if they could not be read."""
     before: Holdings

@@ -111,7 +111,6 @@ def run(loaded: LoadedSettings, plan: ChaosPlan) -> int:
 class _Knowledge:
     questions: Sequence[Question]
     poisonable: Sequence[Question]
-    num_indistinct: int
     notes: list[str]
 
 
@@ -179,11 +178,10 @@ class _ChaosRun:
             chaos=chaos,
             faults={kind: faults.counts[kind] for kind in self._plan.every_s if faults.does(kind)},
             poisonings=faults.poisonings,
-            greedy=faults.greed.tally,
+            greedy=self._greed.tally,
             stores=stores,
             swaps=self._swaps,
             recoveries=watch.recoveries,
-            indistinct=knowledge.num_indistinct,
             ledger=last.since(first) if first and last else None,
             before=before,
             after=after,
@@ -197,7 +195,6 @@ class _ChaosRun:
     async def _learn(self, health: ServiceHealth) -> _Knowledge:
         plan = self._plan
         questions: list[Question] = []
-        num_indistinct = 0
         notes = []
         try:
             async with connected(self._subject.address) as connection:
@@ -218,7 +215,6 @@ class _ChaosRun:
                     ]
                     questions += known
                     if pairs := indistinct(known, plan.tolerance):
-                        num_indistinct += len(pairs)
                         names = " and ".join(pairs[0])
                         notes.append(
                             f"{model.name}: {len(pairs)} pairs of inputs have the same answer, "
@@ -232,7 +228,7 @@ class _ChaosRun:
         poisonable = [question for question in questions if question.num_instances == 1]
         if not poisonable and any(plan.every_s[fault] for fault in POISONS):
             notes.append("no input is a single instance, so none was poisoned")
-        return _Knowledge(questions, poisonable, num_indistinct, notes)
+        return _Knowledge(questions, poisonable, notes)
 
     async def _load(
         self,
@@ -276,6 +272,15 @@ class _ChaosRun:
     ) -> Faults:
         every_s = dict(self._plan.every_s)
         greedy_key = self._keys[-1] if self._keys else ""
+        address = self._subject.address
+        uploads = SlowUploads(address=address, stores=stores, key=greedy_key)
+        self._greed = Greed(
+            address=address,
+            questions=knowledge.questions,
+            key=greedy_key,
+            num_clients=self._plan.clients,
+            timeout_s=self._settings.default_timeout_s,
+        )
         if not knowledge.poisonable:
             every_s |= dict.fromkeys(POISONS, 0.0)
         if health.forkserver is None:  # this host has none
@@ -283,7 +288,7 @@ class _ChaosRun:
         if not any(worker.decoders for worker in health.workers):
             every_s["decoder"] = 0.0
         return Faults(
-            address=self._subject.address,
+            address=address,
             watch=watch,
             tally=tally,
             questions=knowledge.poisonable,
@@ -292,18 +297,14 @@ class _ChaosRun:
             timeout_s=self._settings.default_timeout_s,
             # Each version has a quarantine of its own.
             keeps_quarantine=self._settings.quarantine_s > 0 and not every_s["swap"],
-            swaps=self._swaps,
             hosts=HostFaults(watch=watch, agents=self._agents.agents, seed=self._plan.seed),
-            unread=UnreadConnections(address=self._subject.address),
-            greed=Greed(
-                address=self._subject.address,
-                questions=knowledge.questions,
-                key=greedy_key,
-                num_clients=self._plan.clients,
-                timeout_s=self._settings.default_timeout_s,
-            ),
-            stores=stores,
-            uploads=SlowUploads(address=self._subject.address, stores=stores, key=greedy_key),
+            acts={
+                "swap": self._swaps.swap,
+                "unread": UnreadConnections(address=address).open,
+                "greed": self._greed.ask,
+                "store": stores.lose,
+                "upload": uploads.hold,
+            },
             key=self._subject.key,
         )
 

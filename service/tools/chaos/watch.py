@@ -1,6 +1,7 @@
 """Watches /health to learn how long workers and hosts take to come back after a fault."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
@@ -52,7 +53,7 @@ class Recovery(msgspec.Struct, kw_only=True):
     processes: Sequence[psutil.Process] = ()
     num_left_behind: int = 0
     """Processes that were still there when the successor was ready."""
-    began: float
+    began: float = 0.0
     noticed: float | None = None
     """Moment when the service no longer counted on the worker."""
     freed: float | None = None
@@ -102,6 +103,12 @@ class Watch:
             if self._connection is None or not self._connection.is_open:
                 self._connection = await connect(self._address, key=self._key)
             return await self._connection.read_health()
+
+    async def seen(self) -> ServiceHealth:
+        """Return that state, or an empty one while the service does not answer."""
+        with contextlib.suppress(OSError, NoAnswerError):
+            return await self.look()
+        return ServiceHealth(models=[])
 
     def add(self, recovery: Recovery) -> None:
         """Watch a recovery. Workers of a struck host are lost in any case."""

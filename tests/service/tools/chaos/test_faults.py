@@ -16,15 +16,10 @@ from inferpool.service.client.health import (
     WorkerState,
 )
 from inferpool.service.tools.chaos.faults import BURST, Faults, schedule
-from inferpool.service.tools.chaos.greed import Greed, SlowUploads, UnreadConnections
 from inferpool.service.tools.chaos.hosts import HostFaults
 from inferpool.service.tools.chaos.load import ChaosTally
 from inferpool.service.tools.chaos.plan import Fault
-from inferpool.service.tools.chaos.stores import StoreFaults
-from inferpool.service.tools.chaos.swaps import Swaps
 from inferpool.service.tools.chaos.watch import Recovery, Watch
-
-NO_SWAPS = Swaps(address=("127.0.0.1", 1), models=["m"], key="")
 
 
 def test_faults_come_in_order_as_often_as_asked_and_as_the_seed_decides():
@@ -56,17 +51,11 @@ class SeenWatch(Watch):
 
 
 def faults_on(watch: Watch, seed: int = 1, **every_s: float) -> Faults:
-    stores = StoreFaults(address=("127.0.0.1", 1), folder=None, questions=[])
     return Faults(
         address=("127.0.0.1", 1), watch=watch, tally=ChaosTally(), questions=[], seed=seed,
         every_s=dict.fromkeys(get_args(Fault), 0.0) | every_s,
-        timeout_s=1, keeps_quarantine=True, swaps=NO_SWAPS,
-        hosts=HostFaults(watch=watch, agents=[], seed=1),
-        stores=stores, uploads=SlowUploads(address=stores.address, stores=stores, key="k"),
-        unread=UnreadConnections(address=("127.0.0.1", 1)),
-        greed=Greed(
-            address=("127.0.0.1", 1), questions=[], key="k", num_clients=1, timeout_s=1
-        ),
+        timeout_s=1, keeps_quarantine=True, hosts=HostFaults(watch=watch, agents=[], seed=1),
+        acts={},
     )  # fmt: skip
 
 

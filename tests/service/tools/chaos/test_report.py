@@ -41,7 +41,7 @@ def report(**changes: object) -> ChaosReport:
         quiet=tally(10), chaos=tally(100), greedy=tally(0), faults={"kill": 1, "poison": 1},
         poisonings=Poisonings(num_sent=1, right=1, num_attempts=2), swaps=_SWAPS,
         stores=StoreFaults(address=("h", 1), folder=None, questions=[]),
-        recoveries=[_RECOVERY], indistinct=0, ledger=_LEDGER, before=_HOLDINGS, after=_HOLDINGS,
+        recoveries=[_RECOVERY], ledger=_LEDGER, before=_HOLDINGS, after=_HOLDINGS,
         exit_code=0, left_over=0,
     )  # fmt: skip
     return replace(whole, **changes)  # type: ignore[arg-type]
