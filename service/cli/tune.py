@@ -21,7 +21,7 @@ def run(args: Namespace) -> int:
         SettingsError: The settings cannot be used.
     """
     plan = plan_of(args)
-    if problem := problem_with(plan, may_replace=args.force):
+    if problem := problem_with(plan):
         raise FlagError(problem)
     given, cwd = settings_in(args), Path.cwd()
     loaded = load(given, os.environ, cwd)

@@ -1,14 +1,14 @@
 """The flags of `inferpool place`. The parser of the command imports this, so it imports little."""
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from inferpool.service.client.cli.access import key_of, url_of
 from inferpool.service.settings.address import address_of
-from inferpool.service.settings.fields import add_flags_of, fields_of
+from inferpool.service.settings.fields import FieldText, add_flags_of, fields_of
 from inferpool.service.settings.names import FlagError
 
 METRICS_KEY_VARIABLE = "INFERPOOL_METRICS_KEYS"
@@ -17,33 +17,7 @@ CLUSTER_KEYS_VARIABLE = "INFERPOOL_CLUSTER_KEYS"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacePlan:
-    """The flags and variables of `inferpool place`."""
-
-    address: str
-    """Ray's."""
-    namespace: str
-    arguments: Sequence[str]
-    """Arguments of the command `inferpool`, for each agent."""
-    environ: Mapping[str, str]
-    """Variables of the agents alone: the cluster's keys."""
-    front_end: str
-    """URL of the front end that has the load; empty if the number of hosts is fixed."""
-    metrics_key: str
-    verify: bool | str
-    """True if certificates are checked, or the file of trusted ones."""
-    objective_s: float
-    min_hosts: int
-    max_hosts: int | None
-    """None for no limit."""
-    cpus_per_host: int
-    gpus_per_host: int
-    drain_s: float
-    is_end: bool
-    """End all agents."""
-
-
-class PlaceFlags:
-    """The flags of `place`: their names, defaults and help."""
+    """The flags of `inferpool place`, with their help, and the variables that it reads."""
 
     join: Annotated[str | None, "HOST:PORT"] = None
     """Address of the front end's cluster port, as the hosts reach it; several with commas."""
@@ -74,6 +48,24 @@ class PlaceFlags:
     """Trust the certificates in this PEM file."""
     insecure: bool = False
     """Trust any certificate."""
+    agent_flags: Sequence[str] = ()
+    cluster_keys: str | None = None
+    metrics_key: str = ""
+
+    @property
+    def arguments(self) -> list[str]:
+        """Arguments of the command `inferpool`, for each agent."""
+        return ["agent", "--join", self.join or "", *self.agent_flags]
+
+    @property
+    def environ(self) -> Mapping[str, str]:
+        """Variables of the agents alone: the cluster's keys."""
+        return {CLUSTER_KEYS_VARIABLE: self.cluster_keys} if self.cluster_keys else {}
+
+    @property
+    def verify(self) -> bool | str:
+        """True if certificates are checked, or the file of trusted ones."""
+        return False if self.insecure else str(self.ca_file or "") or True
 
 
 def add_flags(parser: ArgumentParser) -> None:
@@ -84,8 +76,7 @@ def add_flags(parser: ArgumentParser) -> None:
         metavar="-- AGENT_FLAGS",
         help="what else each agent is started with: see `inferpool agent --help`",
     )
-    fields = fields_of(__name__, PlaceFlags.__name__)
-    add_flags_of(parser, fields, {"address": "the Ray cluster", "min_hosts": "how many hosts"})
+    add_flags_of(parser, _flags(), {"address": "the Ray cluster", "min_hosts": "how many hosts"})
 
 
 def plan_of(args: Namespace, environ: Mapping[str, str]) -> PlacePlan:
@@ -112,20 +103,13 @@ def plan_of(args: Namespace, environ: Mapping[str, str]) -> PlacePlan:
         raise FlagError("--front-end needs --max-hosts: how many hosts may it ask for?")
     if args.max_hosts is not None and args.min_hosts > args.max_hosts:
         raise FlagError(f"--min-hosts: {args.min_hosts} is more than --max-hosts, {args.max_hosts}")
+    flags = {each.name: getattr(args, each.name) for each in _flags()}
+    if args.front_end:
+        flags["front_end"] = url_of(args.front_end)
+        flags["metrics_key"] = key_of(None, environ, METRICS_KEY_VARIABLE)
     keys = environ.get(CLUSTER_KEYS_VARIABLE)
-    return PlacePlan(
-        address=args.address,
-        namespace=args.namespace,
-        arguments=["agent", "--join", args.join or "", *args.agent_flags],
-        environ={CLUSTER_KEYS_VARIABLE: keys} if keys else {},
-        front_end=url_of(args.front_end) if args.front_end else "",
-        metrics_key=key_of(None, environ, METRICS_KEY_VARIABLE) if args.front_end else "",
-        verify=False if args.insecure else str(args.ca_file or "") or True,
-        objective_s=args.objective_p99_ms / 1000,
-        min_hosts=args.min_hosts,
-        max_hosts=args.max_hosts,
-        cpus_per_host=args.cpus_per_host,
-        gpus_per_host=args.gpus_per_host,
-        drain_s=args.drain_timeout_s,
-        is_end=args.stop,
-    )
+    return PlacePlan(agent_flags=args.agent_flags, cluster_keys=keys, **flags)
+
+
+def _flags() -> Iterator[FieldText]:
+    return fields_of(__name__, PlacePlan.__name__)

@@ -140,13 +140,13 @@ def drive(plan: PlacePlan, parent_pid: int) -> None:
 
 def _place(plan: PlacePlan, cluster: RayNodes, woken: int) -> None:
     """Run steps until a signal comes; with `--stop`, until no agent is left."""
-    placer = Placer(cluster, plan.arguments, plan.environ, plan.drain_s)
+    placer = Placer(cluster, plan.arguments, plan.environ, plan.drain_timeout_s)
     placer.survey(time.monotonic())
     decider = _Decider(plan, placer.num_seats)
     while True:
         now = time.monotonic()
         placer.step(now, *decider.decide(now))
-        if plan.is_end and placer.num_seats == 0:
+        if plan.stop and placer.num_seats == 0:
             logger.info("no agent is left")
             return
         if connection.wait([woken], _STEP_S):
@@ -163,14 +163,17 @@ class _Decider:
         rules = ScalingRules(min_hosts=plan.min_hosts, max_hosts=most)
         self._scaling = Scaling(rules, num_hosts)
         self._load = FrontLoad(
-            plan.front_end, plan.metrics_key, tls_context(plan.verify), plan.objective_s
+            plan.front_end or "",
+            plan.metrics_key,
+            tls_context(plan.verify),
+            plan.objective_p99_ms / 1000,
         )
         self._next_look = 0.0
         self._trouble = ""
 
     def decide(self, now: float) -> tuple[int | None, int]:
         """Return the wanted hosts (None for all there are), and how many to request from Ray."""
-        if self._plan.is_end:
+        if self._plan.stop:
             return 0, 0
         if not self._plan.front_end:
             return self._plan.max_hosts, self._plan.min_hosts

@@ -6,9 +6,11 @@ from math import isfinite, nan
 from pathlib import Path
 
 Count = int
+Positive = float
 NonNegative = float
 Seconds = float
 Folder = Path
+Existing = Path
 
 
 def count(text: str) -> int:
@@ -56,8 +58,10 @@ def _number(text: str, what: str, fits: Callable[[float], bool]) -> float:
 
 READERS: Mapping[str, tuple[Callable[[str], object], str]] = {
     "Count": (count, "N"),
+    "Positive": (positive, "X"),
     "NonNegative": (non_negative, "X"),
     "Seconds": (non_negative, "S"),
     "Folder": (folder, "DIR"),
+    "Existing": (existing, "PATH"),
 }
 """Readers of values of fields with these annotations, for `settings.fields.add_flag`."""

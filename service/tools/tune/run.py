@@ -51,14 +51,14 @@ def run(loaded: LoadedSettings, whole: LoadedSettings, plan: TunePlan) -> int:
     is_whole = not (report.is_interrupted or report.failure)
     # First: a result of minutes must not be lost if the reader of our output is gone.
     unwritten = _write_files(plan, report, text, has_settings=is_whole)
-    people = sys.stderr if plan.is_json else sys.stdout
+    people = sys.stderr if plan.json else sys.stdout
     report.write(people)
-    if plan.is_json:
+    if plan.json:
         sys.stdout.write(json.dumps(report.as_dict(), indent=1) + "\n")
-    if plan.output is None or unwritten or not is_whole:
+    if plan.file is None or unwritten or not is_whole:
         people.write(f"\n{text}")
     else:
-        people.write(f"Written to {plan.output}.\n")
+        people.write(f"Written to {plan.file}.\n")
     if unwritten:
         sys.stderr.write(f"inferpool tune: {unwritten}\n")
         return EXIT_UNWRITTEN
@@ -72,8 +72,8 @@ def _write_files(plan: TunePlan, report: TuneReport, text: str, *, has_settings:
     try:
         if plan.html is not None:
             write_page(plan.html, f"inferpool tune: {report.model}", report.date, report.page(text))
-        if plan.output is not None and has_settings:
-            plan.output.write_text(text, encoding="utf-8")
+        if plan.file is not None and has_settings:
+            plan.file.write_text(text, encoding="utf-8")
     except OSError as error:
         return f"{error.filename or 'a file'}: {error.strerror}"
     return ""
@@ -97,7 +97,7 @@ class _TuneRun:
         failure = ""
         settings = self._loaded.settings
         with Screen(sys.stderr) as screen:
-            search = Search(self._starter, self._plan.goal, self._plan.budget_s, screen.begin)
+            search = Search(self._starter, self._plan.goal, self._plan.budget, screen.begin)
             showing = asyncio.create_task(self._show(search, screen))
             try:
                 await search.begin()
@@ -144,7 +144,7 @@ class _TuneRun:
 
     async def _show(self, search: Search, screen: Screen) -> None:
         while True:
-            share = (time.monotonic() - self._began) / self._plan.budget_s
+            share = (time.monotonic() - self._began) / self._plan.budget
             outcome, figures = search.outcome, "nothing measured yet"
             if outcome.best is not None:
                 sample = outcome.best.sample

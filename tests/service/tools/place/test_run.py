@@ -16,11 +16,7 @@ from inferpool.service.tools.place.plan import PlacePlan
 from inferpool.service.tools.place.scaling import Demand
 from tests.ray_cluster import needs_ray
 
-PLAN = PlacePlan(
-    address="auto", namespace="inferpool", arguments=["agent"], environ={}, front_end="",
-    metrics_key="", verify=True, objective_s=0.0, min_hosts=2, max_hosts=None, cpus_per_host=1,
-    gpus_per_host=0, drain_s=60.0, is_end=False,
-)  # fmt: skip
+PLAN = PlacePlan(min_hosts=2, gpus_per_host=0)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +41,7 @@ def decided(plan: PlacePlan, num_hosts: int) -> tuple[int | None, int]:
 def test_without_a_front_end_every_host_gets_an_agent_and_the_least_is_asked_for():
     assert decided(PLAN, 7) == (None, 2)
     assert decided(replace(PLAN, max_hosts=5), 7) == (5, 2)
-    assert decided(replace(PLAN, is_end=True), 7) == (0, 0)
+    assert decided(replace(PLAN, stop=True), 7) == (0, 0)
 
 
 def test_load_decides_and_a_front_end_that_is_silent_changes_nothing(monkeypatch, caplog):
