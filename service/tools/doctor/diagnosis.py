@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from inferpool.models.speed_names import COMPILED
 from inferpool.service.api.wire.descriptors import max_connections
@@ -19,9 +20,11 @@ from inferpool.service.tools.doctor.gpus import check_driver, check_gpus
 from inferpool.service.tools.doctor.network import check_address, check_settings_file, check_tls
 from inferpool.service.tools.doctor.placement import check_ways
 from inferpool.service.tools.doctor.probes import check_imports, known_models, measure
-from inferpool.service.tools.doctor.speeds import Race
 from inferpool.workers.host.devices import Host
 from inferpool.workers.host.nvml import read_nvml
+
+if TYPE_CHECKING:  # `--measure` alone imports it
+    from inferpool.service.tools.tune.race import PlacementRace
 
 
 def check_placement(facts: Facts, settings: Settings) -> Iterator[Finding]:
@@ -123,7 +126,7 @@ FOUND_BY_STARTING: Sequence[Check] = (
 
 
 def diagnose(
-    settings: Settings, host: Host, origins: Mapping[str, str], race: Race | None
+    settings: Settings, host: Host, origins: Mapping[str, str], race: "PlacementRace | None"
 ) -> Iterator[Finding]:
     """Run all checks of `inferpool doctor`; the slow ones come last.
 

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import psutil
@@ -22,8 +22,10 @@ from inferpool.service.client.texts import in_words
 from inferpool.service.settings.model import ModelSettings
 from inferpool.service.settings.settings import Settings
 from inferpool.service.tools.doctor.probes import PROBE_TIMEOUT_S, may_split, order_for, probe
-from inferpool.service.tools.doctor.speeds import Race, Speed
 from inferpool.workers.host.devices import Host
+
+if TYPE_CHECKING:  # `--measure` alone imports it
+    from inferpool.service.tools.tune.race import PlacementRace, Speed
 
 _USUAL_RANKS = (2, 4)
 _CLIENTS_PER_ROW = 4
@@ -40,7 +42,7 @@ def check_ways(
     facts: Facts,
     settings: Settings,
     names: Sequence[str],
-    race: Race | None,
+    race: "PlacementRace | None",
     find_use: Callable[[], float] = lambda: psutil.cpu_percent(_LOOK_S),
 ) -> Iterator[Finding]:
     """Measure the networks of models without loading them, and say how to place them.
@@ -138,7 +140,11 @@ def room_for(name: str, facts: Facts, settings: Settings) -> ModelRoom:
 
 
 def judge(
-    name: str, survey: Survey, room: ModelRoom, context_bytes: int = 0, race: Race | None = None
+    name: str,
+    survey: Survey,
+    room: ModelRoom,
+    context_bytes: int = 0,
+    race: "PlacementRace | None" = None,
 ) -> Finding:
     """Find the best placement for a model, and problems of the chosen one.
 
@@ -180,8 +186,8 @@ def judge(
 
 
 def _speeds(
-    name: str, options: Sequence["_PlacementOption"], room: ModelRoom, race: Race
-) -> Mapping[str, Speed]:
+    name: str, options: Sequence["_PlacementOption"], room: ModelRoom, race: "PlacementRace"
+) -> Mapping[str, "Speed"]:
     """Measure all placements that fit, each compared with the whole model if that fits."""
     most = max(_USUAL_RANKS[0], room.num_devices)
     fitting = [o for o in options if o.fits and (o.way.num_ranks <= most or o.is_chosen(room))]
@@ -197,7 +203,7 @@ def _speeds(
     )
 
 
-def _with_speed(row: tuple[str, ...], speed: Speed | None) -> tuple[str, ...]:
+def _with_speed(row: tuple[str, ...], speed: "Speed | None") -> tuple[str, ...]:
     *figures, parts = row
     if speed is None:
         return (*figures, "", parts)
@@ -331,7 +337,7 @@ def _what_would_fit(options: Sequence[_PlacementOption], room: ModelRoom) -> str
 
 
 def _judge_answer(
-    name: str, answer: Mapping[str, Any], room: ModelRoom, race: Race | None
+    name: str, answer: Mapping[str, Any], room: ModelRoom, race: "PlacementRace | None"
 ) -> Iterator[Finding]:
     if answer.get("problem"):
         yield note(f"placement of {name}", answer["problem"])

@@ -9,9 +9,9 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
 
 from inferpool.service.tools.place.keeper import digest
+from inferpool.service.tools.place.ray_nodes import Gone, HostNode, KeeperState, RayNodes
 from inferpool.workers.shared.backoff import Backoff
 
 logger = logging.getLogger(__name__)
@@ -23,68 +23,6 @@ _STEADY_S = 60.0
 _MAX_PAUSE_S = 60.0
 _ASK_S = 30.0
 """Between requests for hosts: a restarted GCS may not know of the last one."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostNode:
-    """A living node of the cluster that an agent can run on."""
-
-    id: str
-    hostname: str
-    num_gpus: int
-    is_draining: bool = False
-    """It will leave soon, or Ray has been asked to empty it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeeperState:
-    """State of an agent, as its actor reports it."""
-
-    pid: int | None = None
-    """None if no agent runs."""
-    exit_status: int | None = None
-    is_stopping: bool = False
-    problem: str = ""
-    order: str = ""
-    """Digest of the order that it was started with; empty before the first."""
-    niceness: int = 0
-    python: str = ""
-
-
-class Gone(Enum):
-    """Why an actor does not report its state."""
-
-    SILENT = "silent"
-    """It has not started yet, or does not answer now."""
-    DEAD = "dead"
-
-
-class RaySide(Protocol):
-    """The placer's interface to Ray. Every call returns within seconds."""
-
-    def nodes(self) -> Sequence[HostNode]:
-        """Return the living nodes that are large enough for an agent."""
-
-    def keepers(self) -> Sequence[str]:
-        """Return the ids of the nodes for which there is an actor, dead nodes too."""
-
-    def place(self, node: HostNode) -> None:
-        """Reserve the node's GPUs, and begin to start an actor there."""
-
-    def look(self, ids: Sequence[str]) -> Mapping[str, KeeperState | Gone]:
-        """Return the states that the actors of these nodes report."""
-
-    def start(self, id: str, order: bytes) -> None:
-        """Start the agent of an actor."""
-
-    def stop(self, id: str) -> None:
-        """Stop the agent of an actor; it drains first."""
-
-    def remove(self, id: str) -> None:
-        """End the actor of a node and its agent, and free the GPUs."""
-
-    def ask_for(self, num_hosts: int) -> None:
-        """Request a number of hosts from the cluster's autoscaler."""
 
 
 class Phase(Enum):
@@ -122,7 +60,7 @@ class Placer:
 
     def __init__(
         self,
-        cluster: RaySide,
+        cluster: RayNodes,
         arguments: Sequence[str],
         environ: Mapping[str, str],
         stop_s: float,

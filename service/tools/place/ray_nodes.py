@@ -17,11 +17,12 @@ import platform
 import re
 import signal
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from importlib import import_module, metadata
 from typing import Any
 
 from inferpool.service.tools.place.keeper import Keeper
-from inferpool.service.tools.place.placer import Gone, HostNode, KeeperState
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,40 @@ _VERSIONS = re.compile(
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostNode:
+    """A living node of the cluster that an agent can run on."""
+
+    id: str
+    hostname: str
+    num_gpus: int
+    is_draining: bool = False
+    """It will leave soon, or Ray has been asked to empty it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeeperState:
+    """State of an agent, as its actor reports it."""
+
+    pid: int | None = None
+    """None if no agent runs."""
+    exit_status: int | None = None
+    is_stopping: bool = False
+    problem: str = ""
+    order: str = ""
+    """Digest of the order that it was started with; empty before the first."""
+    niceness: int = 0
+    python: str = ""
+
+
+class Gone(Enum):
+    """Why an actor does not report its state."""
+
+    SILENT = "silent"
+    """It has not started yet, or does not answer now."""
+    DEAD = "dead"
+
+
 class NoRayError(Exception):
     """Ray cannot be reached now."""
 
@@ -49,7 +84,10 @@ class VersionsError(NoRayError):
 
 
 class RayNodes:
-    """The nodes of a Ray cluster, and the actors on them. Used by one thread."""
+    """The nodes of a Ray cluster, and the actors on them. Used by one thread.
+
+    Every call returns within seconds.
+    """
 
     def __init__(
         self, address: str, namespace: str, cpus_per_host: int, gpus_per_host: int

@@ -3,6 +3,7 @@
 import contextlib
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,9 +26,9 @@ from inferpool.service.tools.trial.inputs import (
 from inferpool.service.tools.trial.load import LoadGenerator, LoadPlan, require_answers
 from inferpool.service.tools.trial.processes import pss_of
 from inferpool.service.tools.trial.service import TrialService, rows_of
+from inferpool.service.tools.trial.tally import LoadTally
 from inferpool.service.tools.tune.knobs import Changes, key_of
 from inferpool.service.tools.tune.plan import TunePlan
-from inferpool.service.tools.tune.search import LoadSample
 from inferpool.workers.shared.memory import available_bytes
 
 if TYPE_CHECKING:
@@ -45,8 +46,37 @@ _WARM_DECODERS_S = 10.0
 NUM_ROUNDS = 3
 
 
+@dataclass(slots=True, kw_only=True)
+class LoadSample:
+    """Result of some seconds of load."""
+
+    seconds: float = 0.0
+    tally: LoadTally = field(default_factory=LoadTally)
+    generator_s: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        """Good answers per second."""
+        return self.tally.num_in_time / self.seconds if self.seconds else 0.0
+
+    @property
+    def generator_cores(self) -> float:
+        """Cores that the clients kept busy; near 1, they limit the figures."""
+        return self.generator_s / self.seconds if self.seconds else 0.0
+
+    def percentile_s(self, percent: float) -> float:
+        """Return the time within which `percent` of the good answers came."""
+        return self.tally.latency.percentile_s(percent)
+
+    def add(self, other: "LoadSample") -> None:
+        """Add the counts of another one."""
+        self.seconds += other.seconds
+        self.tally.add(other.tally)
+        self.generator_s += other.generator_s
+
+
 class ServiceCandidate:
-    """A running service and its load. See `search.Candidate`."""
+    """A running service and its load."""
 
     def __init__(self, subject: TrialService, warm_s: float, round_s: float) -> None:
         self.memory_bytes = 0
@@ -74,7 +104,11 @@ class ServiceCandidate:
         self.memory_bytes = sum(pss_of(each.pid).total for each in self._subject.family())
 
     async def measure(self, connections: int) -> LoadSample:
-        """Return the result of a round of load."""
+        """Return the result of a round of load.
+
+        Raises:
+            TrialError: It does not answer.
+        """
         return await self._load(connections, self._round_s)
 
     async def close(self) -> None:
@@ -105,7 +139,7 @@ class ServiceCandidate:
 
 
 class ServiceStarter:
-    """Starts services with changes of the user's settings. See `search.CandidateStarter`."""
+    """Starts services with changes of the user's settings."""
 
     def __init__(self, loaded: LoadedSettings, model: str, plan: TunePlan) -> None:
         self.preset = "exact"
@@ -127,7 +161,11 @@ class ServiceStarter:
         return time.monotonic()
 
     async def start(self, changes: Changes) -> ServiceCandidate:
-        """Start a service with these changes, and warm it up."""
+        """Start a service with these changes, and warm it up.
+
+        Raises:
+            TrialError: It does not come up.
+        """
         if self._most_bytes > available_bytes():
             raise TrialError("there is no memory for a second service beside the best one")
         subject = TrialService(self._changed(changes))

@@ -3,25 +3,34 @@
 import asyncio
 import contextlib
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import uvloop
 
 from inferpool.service.settings.loader import LoadedSettings
-from inferpool.service.tools.doctor.speeds import Speed
 from inferpool.service.tools.trial.connection import TrialError
 from inferpool.service.tools.trial.screen import Screen
-from inferpool.service.tools.tune.candidates import NUM_ROUNDS, ServiceStarter
+from inferpool.service.tools.tune.candidates import NUM_ROUNDS, ServiceCandidate, ServiceStarter
 from inferpool.service.tools.tune.knobs import Changes
 from inferpool.service.tools.tune.plan import Goal, TunePlan
-from inferpool.service.tools.tune.search import Candidate, CandidateStarter
 
 _MAX_S = 300.0
 _PLAN = TunePlan(goal=Goal(), secs=3.0)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """Measured speed of a placement."""
+
+    rate: float = 0.0
+    ratio: float | None = None
+    """Rate divided by that of the placement measured first; None for that one."""
+    problem: str = ""
+    """Reason why there is no measurement; empty if there is one."""
+
+
 class PlacementRace:
-    """Measures placements of the user's models. See `service.tools.doctor.speeds.Race`."""
+    """Measures placements of the user's models."""
 
     def __init__(self, loaded: LoadedSettings, screen: Screen, plan: TunePlan = _PLAN) -> None:
         """Store the settings and the plan; each call gives its own number of clients."""
@@ -37,7 +46,11 @@ class PlacementRace:
         num_clients: int,
         is_side_by_side: bool,
     ) -> Mapping[str, Speed]:
-        """Return the speed of each placement."""
+        """Start a service for each placement, put it under load, and return the speeds.
+
+        `ways` has the model's settings for each placement, by the placement's name; the first is
+        the reference for the others. `is_side_by_side`: two services fit at a time, and take turns.
+        """
         plan = replace(self._plan, goal=Goal(connections=num_clients))
         starter = ServiceStarter(_alone(self._loaded, model), model, plan)
         course = measured(
@@ -54,7 +67,7 @@ class PlacementRace:
 
 
 async def measured(
-    starter: CandidateStarter,
+    starter: ServiceStarter,
     model: str,
     ways: Mapping[str, Changes],
     screen: Screen,
@@ -62,11 +75,11 @@ async def measured(
     num_clients: int,
     is_side_by_side: bool,
 ) -> Mapping[str, Speed]:
-    """Start a service for each way, and yield its speed; see `Race`."""
+    """Start a service for each way, and return the speeds; see `PlacementRace`."""
     rates: dict[str, list[float]] = {}
     problems: dict[str, str] = {}
     first_name = ""
-    first: Candidate | None = None
+    first: ServiceCandidate | None = None
     """The others are measured in turns with it: machines drift."""
     async with contextlib.AsyncExitStack() as stack:
         for name, changes in ways.items():

@@ -1,16 +1,16 @@
 """The search: coordinate descent over the knobs. Each candidate takes turns with the best so far.
 
-It knows no service: a `CandidateStarter` starts the candidates. Machines drift, so only figures of
+A `ServiceStarter` starts the candidates. Machines drift, so only figures of
 rounds that took turns are compared, as ratios.
 """
 
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 from inferpool.service.tools.trial.connection import TrialError
-from inferpool.service.tools.trial.tally import LoadTally
+from inferpool.service.tools.tune.candidates import LoadSample, ServiceCandidate, ServiceStarter
 from inferpool.service.tools.tune.knobs import Changes, Knob
 from inferpool.service.tools.tune.plan import Goal
 
@@ -27,65 +27,6 @@ _SPARE = 1.1
 _MAX_LOADS = 5
 
 Verdict = Literal["default", "better", "no better", "worse", "late", "fails"]
-
-
-@dataclass(slots=True, kw_only=True)
-class LoadSample:
-    """Result of some seconds of load."""
-
-    seconds: float = 0.0
-    tally: LoadTally = field(default_factory=LoadTally)
-    generator_s: float = 0.0
-
-    @property
-    def rate(self) -> float:
-        """Good answers per second."""
-        return self.tally.num_in_time / self.seconds if self.seconds else 0.0
-
-    @property
-    def generator_cores(self) -> float:
-        """Cores that the clients kept busy; near 1, they limit the figures."""
-        return self.generator_s / self.seconds if self.seconds else 0.0
-
-    def percentile_s(self, percent: float) -> float:
-        """Return the time within which `percent` of the good answers came."""
-        return self.tally.latency.percentile_s(percent)
-
-    def add(self, other: "LoadSample") -> None:
-        """Add the counts of another one."""
-        self.seconds += other.seconds
-        self.tally.add(other.tally)
-        self.generator_s += other.generator_s
-
-
-class Candidate(Protocol):
-    """A service that runs with some settings."""
-
-    memory_bytes: int
-
-    async def measure(self, connections: int) -> LoadSample:
-        """Return the result of a round of load.
-
-        Raises:
-            TrialError: It does not answer.
-        """
-
-    async def close(self) -> None:
-        """End the service."""
-
-
-class CandidateStarter(Protocol):
-    """Starts candidates."""
-
-    async def start(self, changes: Changes) -> Candidate:
-        """Start a service with these changes, and warm it up.
-
-        Raises:
-            TrialError: It does not come up.
-        """
-
-    def now(self) -> float:
-        """Return the time, in seconds."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -147,7 +88,7 @@ class Search:
 
     def __init__(
         self,
-        starter: CandidateStarter,
+        starter: ServiceStarter,
         goal: Goal,
         budget_s: float,
         on_trial: Callable[[str], None] = lambda _: None,
@@ -165,9 +106,9 @@ class Search:
         self._on_trial = on_trial
         self._starts_s: list[float] = []
         self._round_s = 0.0
-        self._best: Candidate | None = None
+        self._best: ServiceCandidate | None = None
 
-    async def begin(self) -> Candidate:
+    async def begin(self) -> ServiceCandidate:
         """Start a service with the user's settings, and find the load for comparisons."""
         self._on_trial("the settings as they are")
         self._best = await self._start({})
@@ -224,7 +165,7 @@ class Search:
         num_rounds = 2 * (_MAX_PAIRS + _NUM_FINAL_PAIRS)
         return self._starter.now() - self._began + 2 * start_s + num_rounds * self._round_s
 
-    async def _start(self, changes: Changes) -> Candidate:
+    async def _start(self, changes: Changes) -> ServiceCandidate:
         began = self._starter.now()
         candidate = await self._starter.start(changes)
         self._starts_s.append(self._starter.now() - began)
@@ -237,7 +178,7 @@ class Search:
         self._on_trial(text_of(changes))
         tried = Tried(changes=changes, connections=self.outcome.connections)
         self.outcome.tried.append(tried)
-        challenger: Candidate | None = None
+        challenger: ServiceCandidate | None = None
         is_better = False
         try:
             challenger = await self._start(changes)
@@ -267,7 +208,7 @@ class Search:
         return True
 
     async def _compare(
-        self, best: Candidate, challenger: Candidate, *, is_final: bool = False
+        self, best: ServiceCandidate, challenger: ServiceCandidate, *, is_final: bool = False
     ) -> _Comparison:
         """Measure rounds in turns, A B, B A, A B, so that a drifting machine favours neither."""
         least, most = (_NUM_FINAL_PAIRS,) * 2 if is_final else (_NUM_PAIRS, _MAX_PAIRS)
@@ -301,7 +242,7 @@ class Search:
             return best.percentile_s(99) / max(challenger.percentile_s(99), 1e-9)
         return challenger.rate / max(best.rate, 1e-9)
 
-    async def _measure(self, candidate: Candidate) -> LoadSample:
+    async def _measure(self, candidate: ServiceCandidate) -> LoadSample:
         began = self._starter.now()
         try:
             sample = await candidate.measure(self.outcome.connections)
@@ -323,7 +264,7 @@ class Search:
             return "late"
         return "worse" if found.ratio < 1 / LEAST_GAIN else "no better"
 
-    async def _find_load(self, candidate: Candidate, connections: int) -> LoadSample:
+    async def _find_load(self, candidate: ServiceCandidate, connections: int) -> LoadSample:
         """Find the number of clients that meets the objective, at most the plan's."""
         self.outcome.connections = connections
         sample = await self._measure(candidate)

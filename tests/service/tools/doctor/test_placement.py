@@ -2,6 +2,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -16,7 +17,7 @@ from inferpool.service.checks.facts import gather
 from inferpool.service.checks.findings import Finding
 from inferpool.service.settings.loader import load
 from inferpool.service.tools.doctor.placement import ModelRoom, judge, room_for
-from inferpool.service.tools.doctor.speeds import Speed
+from inferpool.service.tools.tune.race import PlacementRace, Speed
 from inferpool.workers.beside.survey import find_network, may_have_network, survey
 from inferpool.workers.host.devices import Host
 from inferpool.workers.host.gpus import Gpu
@@ -90,14 +91,9 @@ def test_needless_split_is_a_warning(tower: Survey, tmp_path: Path):
 def raced(survey: Survey, folder: Path, speeds: Mapping[str, Speed]) -> tuple[Finding, Ways]:
     """Return the finding on a placement by tensor, and the placements that were measured."""
     room = room_of(TWO_CORES, folder, placement="tensor")
-    asked: list[Ways] = []
-
-    def race(model: str, ways: Ways, **_: object) -> Mapping[str, Speed]:
-        asked.append(ways)
-        return speeds
-
+    race = Mock(spec=PlacementRace, return_value=speeds)
     found = judge("m", replace_bytes(survey, 1 << 20), room, race=race)
-    return found, asked[0]
+    return found, race.call_args.args[1]
 
 
 def test_needless_split_is_a_warning_only_if_it_was_measured_slower(tower: Survey, tmp_path: Path):

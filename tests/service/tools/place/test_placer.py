@@ -4,11 +4,12 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from inferpool.service.tools.place.keeper import digest
-from inferpool.service.tools.place.placer import Gone, HostNode, KeeperState, Placer
+from inferpool.service.tools.place.placer import Placer
+from inferpool.service.tools.place.ray_nodes import Gone, HostNode, KeeperState, RayNodes
 
 
 @dataclass
-class FakeRay:
+class FakeRay(RayNodes):
     """A cluster whose actors start, and whose agents end, when the test says so."""
 
     hosts: dict[str, HostNode] = field(default_factory=dict)

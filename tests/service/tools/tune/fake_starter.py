@@ -7,7 +7,7 @@ from math import sin
 
 from inferpool.service.tools.trial.connection import TrialError
 from inferpool.service.tools.trial.tally import LoadTally
-from inferpool.service.tools.tune.search import LoadSample
+from inferpool.service.tools.tune.candidates import LoadSample, ServiceCandidate, ServiceStarter
 
 START_S, ROUND_S = 10.0, 1.0
 
@@ -21,7 +21,7 @@ def sample_of(rate: float, latency_s: float) -> LoadSample:
     return LoadSample(seconds=ROUND_S, tally=tally)
 
 
-class FakeCandidate:
+class FakeCandidate(ServiceCandidate):
     def __init__(self, starter: "FakeStarter", changes: Mapping[str, object], rate: float) -> None:
         self.memory_bytes = 100 * 2**20
         self.changes = changes
@@ -42,7 +42,7 @@ class FakeCandidate:
         self._starter.alive.remove(self)
 
 
-class FakeStarter:
+class FakeStarter(ServiceStarter):
     def __init__(
         self,
         surface: Surface,

@@ -10,10 +10,9 @@ from inferpool.service.checks.facts import gather
 from inferpool.service.checks.findings import Finding
 from inferpool.service.settings.loader import load
 from inferpool.service.tools.doctor.placement import check_ways
-from inferpool.service.tools.doctor.speeds import Speed
 from inferpool.service.tools.trial.screen import Screen
 from inferpool.service.tools.tune.plan import Goal, TunePlan
-from inferpool.service.tools.tune.race import PlacementRace, measured
+from inferpool.service.tools.tune.race import PlacementRace, Speed, measured
 from inferpool.workers.host.devices import Host
 from tests.e2e import forked
 from tests.service.tools.tune.fake_starter import FakeStarter

@@ -4,9 +4,10 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from inferpool.service.tools.trial.connection import TrialError
+from inferpool.service.tools.tune.candidates import LoadSample
 from inferpool.service.tools.tune.knobs import Knob
 from inferpool.service.tools.tune.plan import Goal
-from inferpool.service.tools.tune.search import BestLostError, LoadSample, Search, SearchOutcome
+from inferpool.service.tools.tune.search import BestLostError, Search, SearchOutcome
 from tests.service.tools.tune.fake_starter import (
     ROUND_S,
     START_S,
