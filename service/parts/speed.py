@@ -6,8 +6,6 @@ It lives in the event loop. The search itself is a process at low priority; see
 
 import asyncio
 import logging
-import os
-import shutil
 from asyncio import Task
 from collections.abc import Awaitable, Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +20,7 @@ from inferpool.service.settings.settings import Settings
 from inferpool.workers.host.slots import WorkerSlot
 from inferpool.workers.shared.config import WorkerConfig
 from inferpool.workers.shared.memory import available_bytes
-from inferpool.workers.speed.host_side import SearchFailedError
+from inferpool.workers.speed.host_side import SearchFailedError, compiler_name, find_compiler
 
 logger = logging.getLogger(__name__)
 
@@ -230,16 +228,6 @@ class SpeedSearch:
         logger.info("%s speed: changed %s", pool.name, change)
         progress.state, progress.text = "waiting", f"changed {change}{figures}"
         return found.is_final or present.is_provisional
-
-
-def compiler_name() -> str:
-    """Return the C++ compiler that torch would call."""
-    return os.environ.get("CXX", "g++")
-
-
-def find_compiler() -> str | None:
-    """Return the path of the compiler; None if it is not installed."""
-    return shutil.which(compiler_name())
 
 
 def _to_improve(pool: Pool, given_up: Container[tuple[str, bool]]) -> Sequence[WorkerSlot]:

@@ -6,6 +6,7 @@ The process exits with the front end: its standard input ends then.
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
@@ -29,6 +30,16 @@ _STAGE_S = 12 * 3600.0
 _LEAVE_S = 2.0
 """Seconds to wait for its exit, which needs time that idle priority may not get."""
 _MAX_REASON = 300
+
+
+def compiler_name() -> str:
+    """Return the C++ compiler that torch would call."""
+    return os.environ.get("CXX", "g++")
+
+
+def find_compiler() -> str | None:
+    """Return the path of the compiler; None if it is not installed."""
+    return shutil.which(compiler_name())
 
 
 class SearchFailedError(Exception):

@@ -14,7 +14,6 @@ from inferpool.service.checks.quick import QUICK, Check
 from inferpool.service.client.texts import in_words
 from inferpool.service.errors import StartError
 from inferpool.service.parts.fronts.number import number_of_fronts
-from inferpool.service.parts.speed import compiler_name, find_compiler
 from inferpool.service.settings.settings import Settings
 from inferpool.service.tools.doctor.gpus import check_driver, check_gpus
 from inferpool.service.tools.doctor.network import check_address, check_settings_file, check_tls
@@ -22,6 +21,7 @@ from inferpool.service.tools.doctor.placement import check_ways
 from inferpool.service.tools.doctor.probes import check_imports, known_models, measure
 from inferpool.workers.host.devices import Host
 from inferpool.workers.host.nvml import read_nvml
+from inferpool.workers.speed.host_side import compiler_name, find_compiler
 
 if TYPE_CHECKING:  # `--measure` alone imports it
     from inferpool.service.tools.tune.race import PlacementRace
