@@ -50,3 +50,12 @@ def open_async_client(
     if transport is None:
         transport = httpx.AsyncHTTPTransport(verify=verify, limits=limits, proxy=way.proxy)
     return httpx.AsyncClient(transport=transport, timeout=timeout, headers=headers, trust_env=False)
+
+
+def is_untrusted(error: BaseException | None) -> bool:
+    """Return whether a bad certificate is the cause, as it would be for a retry."""
+    while error is not None:
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

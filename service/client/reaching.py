@@ -1,24 +1,29 @@
-"""Says why a service cannot be reached, and what to do about it."""
+"""Says why a service cannot be reached or does not do as asked, and what to do about it."""
+
+from typing import Any
 
 import httpx
+import msgspec
+
+from .connecting import is_untrusted
+from .urls import without_password
 
 
 def why_unreached(
-    error: httpx.TransportError, url: str, *, place: str, command: str, flag: str = "--url"
+    error: httpx.TransportError, url: str, *, command: str, flag: str = "--url"
 ) -> str:
     """Return a readable text about a call without an answer.
 
     Args:
         error: The error of the call.
         url: Address of the service.
-        place: The address without its password.
         command: The command.
         flag: Its flag that names another address.
     """
-    text = str(error) or type(error).__name__
+    text, place = str(error) or type(error).__name__, without_password(url)
     if isinstance(error, httpx.TimeoutException):
         return f"{place} does not answer"
-    if _is_untrusted(error):
+    if is_untrusted(error):
         return (
             f"the certificate of {place} is not trusted ({text}): --ca-file PATH names one to "
             "trust, --insecure trusts any"
@@ -36,13 +41,18 @@ def why_unreached(
     return f"the connection to {place} was lost ({text})"
 
 
+def problem_in(body: bytes) -> dict[str, Any]:
+    """Return the problem document in an answer; empty if there is none."""
+    try:
+        problem = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return {}
+    return problem if isinstance(problem, dict) else {}
+
+
 def is_hopeless(error: httpx.TransportError) -> bool:
     """Return whether another try would have the same error."""
-    return _is_untrusted(error) or _is_without_tls(error)
-
-
-def _is_untrusted(error: httpx.TransportError) -> bool:
-    return "CERTIFICATE_VERIFY_FAILED" in str(error)
+    return is_untrusted(error) or _is_without_tls(error)
 
 
 def _is_without_tls(error: httpx.TransportError) -> bool:

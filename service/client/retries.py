@@ -4,7 +4,6 @@ import contextlib
 import email.utils
 import json
 import random
-import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import NoReturn
 
 import httpx
 
+from .connecting import is_untrusted
 from .errors import (
     ConnectError,
     DeadlineExceededError,
@@ -186,17 +186,8 @@ def raise_unanswered(
     raise ConnectError(
         f"no answer from {place}: {message}",
         request_id=request_id,
-        is_retryable=not _is_untrusted(error),
+        is_retryable=not is_untrusted(error),
     ) from error
-
-
-def _is_untrusted(error: BaseException | None) -> bool:
-    """Return whether a bad certificate is the cause, as it would be for a retry."""
-    while error is not None:
-        if isinstance(error, ssl.SSLCertVerificationError):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 def refusal_of(reply: Reply, request_id: str, through: str = "") -> InferpoolError:

@@ -18,7 +18,7 @@ import httpx
 import msgspec
 
 from ..connecting import STRAIGHT, open_client
-from ..reaching import is_hopeless, why_unreached
+from ..reaching import is_hopeless, problem_in, why_unreached
 from ..urls import without_password
 from ..usage import COMMAND
 from .flags import ADMIN_KEY_VARIABLE
@@ -158,9 +158,7 @@ class AdminConnection:
                 headers={"Content-Type": "application/json", "Prefer": "respond-async"},
             )
         except httpx.TransportError as error:
-            text = why_unreached(
-                error, self._url, place=self.place, command=f"{COMMAND} models list"
-            )
+            text = why_unreached(error, self._url, command=f"{COMMAND} models list")
             kind = OperatorError if is_hopeless(error) else UnreachedError
             raise kind(text) from error
         if answer.status_code >= 300:
@@ -192,11 +190,8 @@ class AdminConnection:
         self._http.close()
 
     def _refusal(self, answer: httpx.Response) -> OperatorError:
-        try:
-            problem = msgspec.json.decode(answer.content)
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            problem = None
-        if not isinstance(problem, dict) or "code" not in problem:
+        problem = problem_in(answer.content)
+        if "code" not in problem:
             return OperatorError(
                 f"the server at {self.place} is no inferpool: it answers {answer.status_code}"
             )

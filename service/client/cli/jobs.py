@@ -8,9 +8,9 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Self, TextIO
+from typing import IO, TYPE_CHECKING, TextIO
 
 from ..errors import (
     ConnectError,
@@ -23,6 +23,7 @@ from ..errors import (
 from ..jobs.documents import JobInfo
 from ..jobs.handles import Job
 from ..sync_client import Client
+from ..texts import moment, table
 from ..usage import COMMAND, FAILED, INTERRUPTED, FlagError
 from .access import access_of, check_is_file, lost_text, parameters_of, retry_printer, url_of
 from .flags import PREDICT_KEY_VARIABLE
@@ -128,11 +129,9 @@ def _list(client: Client, args: Namespace) -> int:
         rows = [("ID", "STATE", "MODEL", "DONE", "FAILED", "CREATED")]
         for each in shown:
             done = f"{each.num_done} of {each.num_instances}"
-            created = _moment(each.created_at)
+            created = moment(each.created_at)
             rows.append((each.id, each.state, each.model, done, str(each.num_failed), created))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        for row in rows:
-            sys.stdout.write("  ".join(map(str.ljust, row, widths)).rstrip() + "\n")
+        sys.stdout.write(table(rows))
     if len(found) > len(shown):
         sys.stderr.write(f"{COMMAND} jobs: there are more; --limit N lists them\n")
     return 0
@@ -151,10 +150,10 @@ def _show(info: JobInfo, args: Namespace) -> int:
         "instances": f"{info.num_done} of {info.num_instances} done, {info.num_failed} failed",
         "priority": str(info.document.get("priority", "")),
         "webhook": info.document.get("webhook") or "",
-        "created": _moment(info.created_at),
-        "started": _moment(info.started_at),
-        "ended": _moment(info.ended_at),
-        "expires": _moment(info.expires_at),
+        "created": moment(info.created_at),
+        "started": moment(info.started_at),
+        "ended": moment(info.ended_at),
+        "expires": moment(info.expires_at),
         "request": info.request_id,
     }
     sys.stdout.writelines(f"{name:<11}{value}\n" for name, value in facts.items() if value)
@@ -206,8 +205,8 @@ def _wait(client: Client, ids: Sequence[str], timeout_s: float | None, stream: T
             left_s = None if end is None else max(end - time.monotonic(), 1e-3)
             try:
                 job = client.job(id)
-                with _Progress(job.info) as progress:
-                    info = job.wait(left_s, progress.show)
+                with _progress(job.info) as show:
+                    info = job.wait(left_s, show)
             except NotFoundError as error:  # the others may be there
                 _say(error)
                 statuses.append(FAILED)
@@ -240,33 +239,29 @@ def _end(client: Client, id: str, *, deletes: bool) -> int:
     return 0
 
 
-class _Progress:
-    """Shows a job's progress: a bar on a terminal, and else a line now and then."""
+@contextlib.contextmanager
+def _progress(info: JobInfo) -> Iterator[Callable[[JobInfo], None]]:
+    """Yield a function that shows a job: as a bar on a terminal, else on a line now and then."""
+    bar = _bar(info) if sys.stderr.isatty() else None
+    told_at = time.monotonic()
 
-    def __init__(self, info: JobInfo) -> None:
-        self._bar = _bar(info) if sys.stderr.isatty() else None
-        self._told_at = time.monotonic()
-
-    def __enter__(self) -> Self:
-        """Begin to show."""
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Remove the bar."""
-        if self._bar is not None:
-            self._bar.stop()
-
-    def show(self, info: JobInfo) -> None:
-        """Show the present state."""
-        if self._bar is not None:
-            speed = self._bar.tasks[0].speed
-            rate = f"{speed:,.1f}/s" if speed else info.state
-            self._bar.update(self._bar.task_ids[0], completed=info.num_done, rate=rate)
-        elif time.monotonic() - self._told_at >= _TELL_S and not info.is_over:
-            self._told_at = time.monotonic()
+    def tell(info: JobInfo) -> None:
+        nonlocal told_at
+        if time.monotonic() - told_at >= _TELL_S and not info.is_over:
+            told_at = time.monotonic()
             sys.stderr.write(f"{info.id}: {info.state}, {_counts(info)}\n")
+
+    if bar is None:
+        yield tell
+        return
+
+    def draw(info: JobInfo) -> None:
+        (task,) = bar.tasks
+        rate = f"{task.speed:,.1f}/s" if task.speed else info.state
+        bar.update(task.id, completed=info.num_done, rate=rate)
+
+    with bar:
+        yield draw
 
 
 def _bar(info: JobInfo) -> "Progress | None":
@@ -296,12 +291,6 @@ def _status_of(info: JobInfo) -> int:
 def _counts(info: JobInfo) -> str:
     done = f"{info.num_done:,} of {info.num_instances:,} done"
     return f"{done}, {info.num_failed:,} failed" if info.num_failed else done
-
-
-def _moment(time_s: float | None) -> str:
-    if time_s is None:
-        return ""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_s))
 
 
 def _say(error: InferpoolError) -> None:

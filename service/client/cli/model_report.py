@@ -1,8 +1,6 @@
 """Writes models, versions and the results of changes as plain text."""
 
-import time
-from collections.abc import Sequence
-
+from ..texts import moment, table
 from .admin import (
     ChangeSeen,
     FiguresSeen,
@@ -26,26 +24,25 @@ def models_table(seen: ModelsSeen) -> str:
                 model.change,
             )
         )
-    return _table(rows)
+    return table(rows)
 
 
 def versions_table(model: ModelSeen) -> str:
     """Return a table of the versions of a model, the newest first."""
     rows = [("VERSION", "STATE", "SINCE", "SOURCE", "WEIGHTS", "")]
     for each in model.versions:
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each.since))
         about = [each.reason, figures_text(each.figures)]
         rows.append(
             (
                 str(each.number),
                 each.state.replace("_", " "),
-                since,
+                moment(each.since),
                 each.source,
                 each.weights,
                 "; ".join(filter(None, about)),
             )
         )
-    return _table(rows)
+    return table(rows)
 
 
 def success_text(model: ModelSeen, change: ChangeSeen) -> str:
@@ -101,9 +98,3 @@ def figures_text(figures: FiguresSeen | None) -> str:
 
 def _text(form: str, value: float | None) -> str:
     return "" if value is None else form.format(value)
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    return "".join(f"{line}\n" for line in lines)

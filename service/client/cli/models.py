@@ -1,13 +1,13 @@
 """The verb `models`: requests a change of models, and follows it to its end."""
 
+import contextlib
 import json
 import os
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Self
 
 from rich.console import Console
 from rich.text import Text
@@ -123,9 +123,9 @@ def _follow(operator: AdminConnection, args: Namespace, answer: bytes, pace: Fol
         raise OperatorError(_LOST)
     change = model.changes[0]
     try:
-        with _Progress(f"{args.what} {args.name}") as progress:
+        with _progress(f"{args.what} {args.name}") as show:
             while change.state == "going_on":
-                progress.show(model.change)
+                show(model.change)
                 time.sleep(pace.poll_s)
                 answer = _look(operator, args, pace)
                 if not answer:
@@ -177,31 +177,21 @@ def _found(id: str, model: ModelSeen) -> ChangeSeen:
     raise OperatorError(_LOST)
 
 
-class _Progress:
-    """Shows a change's progress on a terminal; elsewhere nothing."""
+@contextlib.contextmanager
+def _progress(title: str) -> Iterator[Callable[[str], None]]:
+    """Yield a function that shows the step of a change on a terminal; elsewhere nothing."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda step: None
+        return
+    started = time.monotonic()
+    with console.status(Text(title)) as status:
 
-    def __init__(self, title: str) -> None:
-        console = Console(stderr=True)
-        self._title = title
-        self._started = time.monotonic()
-        self._status = console.status(Text(title)) if console.is_terminal else None
+        def show(step: str) -> None:
+            elapsed_s = time.monotonic() - started
+            status.update(Text(f"{title} ({elapsed_s:.0f} s): {step}"))
 
-    def __enter__(self) -> Self:
-        """Begin to show."""
-        if self._status is not None:
-            self._status.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Remove the line."""
-        if self._status is not None:
-            self._status.stop()
-
-    def show(self, text: str) -> None:
-        """Show the present step."""
-        if self._status is not None:
-            elapsed_s = time.monotonic() - self._started
-            self._status.update(Text(f"{self._title} ({elapsed_s:.0f} s): {text}"))
+        yield show
 
 
 def _write(answer: bytes, args: Namespace, table: Callable[[], str]) -> int:

@@ -27,17 +27,11 @@ class RunStepsAsync(Protocol):
         """Return the result."""
 
 
-class Job:
-    """A job in the service. It goes on there whether or not anybody waits for it.
+class _Handle:
+    """The state of a job as its handles show it."""
 
-    >>> job = client.submit(Path(name) for name in names)
-    >>> for prediction in job:  # as they become known
-    ...     print(prediction.index, prediction.value)
-    """
-
-    def __init__(self, steps: JobSteps, run: RunSteps) -> None:
+    def __init__(self, steps: JobSteps) -> None:
         self._steps = steps
-        self._run = run
 
     @property
     def id(self) -> str:
@@ -53,6 +47,29 @@ class Job:
     def state(self) -> str:
         """State when the service was last asked: `queued`, `running`, `succeeded`, ..."""
         return self._steps.info.state
+
+    def __repr__(self) -> str:
+        """Return the ID and the state."""
+        return f"{type(self).__name__}({self.id!r}, {self.state!r})"
+
+    def _read(self, line: bytes, *, return_errors: bool) -> Outcome:
+        outcome = read_line(line, self.info)
+        if isinstance(outcome, InferpoolError) and not return_errors:
+            raise outcome
+        return outcome
+
+
+class Job(_Handle):
+    """A job in the service. It goes on there whether or not anybody waits for it.
+
+    >>> job = client.submit(Path(name) for name in names)
+    >>> for prediction in job:  # as they become known
+    ...     print(prediction.index, prediction.value)
+    """
+
+    def __init__(self, steps: JobSteps, run: RunSteps) -> None:
+        super().__init__(steps)
+        self._run = run
 
     def refresh(self) -> JobInfo:
         """Ask the service how the job is now.
@@ -118,7 +135,7 @@ class Job:
                 `return_errors`; its `index` says which. Or the service does not answer.
         """
         for line in self.lines(first=first, timeout_s=timeout_s):
-            yield _read(line, self.info, return_errors=return_errors)
+            yield self._read(line, return_errors=return_errors)
 
     def lines(self, *, first: int = 0, timeout_s: float | None = None) -> Iterator[bytes]:
         """Yield each prediction or error as a line of JSON, as the service writes it.
@@ -164,32 +181,13 @@ class Job:
         """
         self._run(self._steps.delete())
 
-    def __repr__(self) -> str:
-        """Return the ID and the state."""
-        return _shown(self)
 
-
-class AsyncJob:
+class AsyncJob(_Handle):
     """A job in the service like `Job`, with async methods."""
 
     def __init__(self, steps: JobSteps, run: RunStepsAsync) -> None:
-        self._steps = steps
+        super().__init__(steps)
         self._run = run
-
-    @property
-    def id(self) -> str:
-        """See `Job.id`."""
-        return self._steps.info.id
-
-    @property
-    def info(self) -> JobInfo:
-        """See `Job.info`."""
-        return self._steps.info
-
-    @property
-    def state(self) -> str:
-        """See `Job.state`."""
-        return self._steps.info.state
 
     async def refresh(self) -> JobInfo:
         """Ask the service how the job is now; see `Job.refresh`."""
@@ -226,7 +224,7 @@ class AsyncJob:
     ) -> AsyncIterator[Outcome]:
         """Yield each prediction as soon as the service has it; see `Job.predictions`."""
         async for line in self.lines(first=first, timeout_s=timeout_s):
-            yield _read(line, self.info, return_errors=return_errors)
+            yield self._read(line, return_errors=return_errors)
 
     async def lines(
         self, *, first: int = 0, timeout_s: float | None = None
@@ -264,18 +262,3 @@ class AsyncJob:
     async def delete(self) -> None:
         """Cancel the job if it is not over, and delete it; see `Job.delete`."""
         await self._run(self._steps.delete())
-
-    def __repr__(self) -> str:
-        """Return the ID and the state."""
-        return _shown(self)
-
-
-def _read(line: bytes, info: JobInfo, *, return_errors: bool) -> Outcome:
-    outcome = read_line(line, info)
-    if isinstance(outcome, InferpoolError) and not return_errors:
-        raise outcome
-    return outcome
-
-
-def _shown(job: Job | AsyncJob) -> str:
-    return f"{type(job).__name__}({job.id!r}, {job.state!r})"

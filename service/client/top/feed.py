@@ -10,11 +10,10 @@ import ssl
 from collections.abc import AsyncGenerator, AsyncIterator
 
 import httpx
-import msgspec
 
 from ..cli.flags import METRICS_KEY_VARIABLE
 from ..connecting import STRAIGHT, open_async_client
-from ..reaching import is_hopeless, why_unreached
+from ..reaching import is_hopeless, problem_in, why_unreached
 from ..urls import without_password
 from ..usage import COMMAND
 
@@ -65,7 +64,7 @@ class EventFeed:
                 async for data in _read_states(answer.aiter_bytes()):
                     yield data
         except httpx.TransportError as error:
-            text = why_unreached(error, self._url, place=self.place, command=f"{COMMAND} top")
+            text = why_unreached(error, self._url, command=f"{COMMAND} top")
             raise (FeedError if is_hopeless(error) else LostError)(text) from error
 
     async def close(self) -> None:
@@ -73,7 +72,7 @@ class EventFeed:
         await self._client.aclose()
 
     async def _refusal(self, answer: httpx.Response) -> FeedError:
-        detail = _problem_detail(await answer.aread())
+        detail = str(problem_in(await answer.aread()).get("detail", ""))
         match answer.status_code:
             case 401 | 403:
                 cure = "another key" if self._has_key else "a key for metrics"
@@ -113,12 +112,3 @@ async def _read_states(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
                     if data and kind == b"state":
                         yield b"\n".join(data)
                     data, kind = [], b"message"
-
-
-def _problem_detail(body: bytes) -> str:
-    try:
-        problem = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return ""
-    detail = problem.get("detail") if isinstance(problem, dict) else None
-    return detail if isinstance(detail, str) else ""

@@ -19,7 +19,7 @@ import msgspec
 from inferpool.service.checks.findings import Finding, error, note, ok, warning
 from inferpool.service.client.connecting import STRAIGHT, open_client
 from inferpool.service.client.health import KnownHost, LostHost, ServiceHealth
-from inferpool.service.client.reaching import why_unreached
+from inferpool.service.client.reaching import problem_in, why_unreached
 from inferpool.service.client.urls import without_password
 
 HEALTH_KEY_VARIABLE = "INFERPOOL_METRICS_KEYS"
@@ -118,11 +118,8 @@ class ClusterConnection:
         answer = self._ask("POST", f"/admin/hosts/{quote(host, safe='')}/measure", self._admin_key)
         if answer.status_code == 200:
             return msgspec.json.decode(answer.content, type=MeasuredHost)
-        try:
-            detail = str(msgspec.json.decode(answer.content)["detail"])
-        except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError):
-            detail = f"it answers {answer.status_code}"
-        raise UnmeasuredError(detail)
+        problem = problem_in(answer.content)
+        raise UnmeasuredError(problem.get("detail", f"it answers {answer.status_code}"))
 
     def close(self) -> None:
         """Close the connection."""
@@ -133,13 +130,7 @@ class ClusterConnection:
         try:
             return self._http.request(method, self._url + path, headers=headers)
         except httpx.TransportError as problem:
-            text = why_unreached(
-                problem,
-                self._url,
-                place=self.place,
-                command="inferpool doctor",
-                flag="--cluster",
-            )
+            text = why_unreached(problem, self._url, command="inferpool doctor", flag="--cluster")
             raise ClusterError(text) from problem
 
 

@@ -107,13 +107,7 @@ class FrontLoad:
         try:
             answer = self._client.get(self._url + path)
         except httpx.TransportError as error:
-            said = why_unreached(
-                error,
-                self._url,
-                place=self._place,
-                command="inferpool place",
-                flag="--front-end",
-            )
+            said = why_unreached(error, self._url, command="inferpool place", flag="--front-end")
             raise LoadError(said) from error
         if answer.status_code in (401, 403):
             raise LoadError(
