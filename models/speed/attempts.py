@@ -15,12 +15,18 @@ _HOLDS_S = 24 * 3600.0
 
 
 @contextlib.contextmanager
-def attempt(folder: Path, key: str, *, fatal: type[Exception] | tuple[()] = ()) -> Iterator[bool]:
+def attempt(
+    folder: Path | None, key: str, *, fatal: type[Exception] | tuple[()] = ()
+) -> Iterator[bool]:
     """Mark an attempt that may kill this process, such as one that uses up all memory.
 
     Yields whether to go on: False if an attempt of the last day never ended, or ended with an error
-    of the type `fatal`. It may have killed the whole service, and would do so again.
+    of the type `fatal`. It may have killed the whole service, and would do so again. Without a
+    folder nobody knows of earlier ones.
     """
+    if folder is None:
+        yield True
+        return
     if _is_marked(folder, key):
         yield False
         return
@@ -45,9 +51,9 @@ def attempt(folder: Path, key: str, *, fatal: type[Exception] | tuple[()] = ()) 
             os.close(descriptor)
 
 
-def was_killed(folder: Path, key: str) -> bool:
+def was_killed(folder: Path | None, key: str) -> bool:
     """Return whether the process of an attempt of the last day ended before the attempt."""
-    return _is_marked(folder, key) and is_left(_mark(folder, key))
+    return folder is not None and _is_marked(folder, key) and is_left(_mark(folder, key))
 
 
 def is_left(mark: Path) -> bool:

@@ -3,9 +3,6 @@
 import gc
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 import torch
@@ -14,18 +11,12 @@ from torch import nn
 from inferpool.models.accelerator.device import release_memory
 from inferpool.models.base import Model
 from inferpool.models.errors import ModelError
-from inferpool.models.speed.compiled import Compiled, can_compile
-from inferpool.models.speed.decoding import DecodeTrial, StartPool
+from inferpool.models.speed.attempts import attempt, was_killed
+from inferpool.models.speed.compiled import can_compile
+from inferpool.models.speed.decoding import DecodeTrial
+from inferpool.models.speed.options import SpeedOptions
 from inferpool.models.speed.presets import presets_for
-from inferpool.models.speed.times import AT_START, TrialTimes
-from inferpool.models.speed.trial import (
-    LoadPackage,
-    NoTimeLeftError,
-    PresetSelection,
-    Trial,
-    first_line,
-)
-from inferpool.models.speed.verdicts import VerdictStore
+from inferpool.models.speed.trial import NoTimeLeftError, PresetSelection, Trial, first_line
 from inferpool.models.speed_names import COMPILED, FOR_ACCELERATORS, GRAPHED, SpeedReport
 from inferpool.models.tolerance import Agreement
 
@@ -34,34 +25,6 @@ logger = logging.getLogger(__name__)
 _LATER = "speed presets are measured while it serves"
 _LOCK_WAIT_S = 60.0
 _COMPILE_WAIT_S = 600.0
-
-CompilePackage = Callable[[nn.Module, str, Path], None]
-"""Compiles a network for a preset and writes the package to a path; raises if it cannot."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpeedOptions:
-    """Settings that decide how a network is made faster."""
-
-    speed: str
-    """One of `speed_names.CHOICES`."""
-    max_batch_size: int
-    cache_dir: Path | None
-    """Folder for verdicts and compiled packages; None keeps none."""
-    compile_package: CompilePackage | None = None
-    load_package: LoadPackage = Compiled
-    chosen: SpeedReport | None = None
-    """Choice of an earlier incarnation of this worker, to be applied without trying again."""
-    decode: str = "exact"
-    """One of `speed_names.DECODE_CHOICES`."""
-    prepare_threads: int = 1
-    """Threads that preprocess instances."""
-    start_pool: StartPool = ThreadPoolExecutor
-    """Starts threads with the settings of this one."""
-    measures: bool = True
-    """With `auto`, measure what the cache has no verdict on. Otherwise `exact` serves meanwhile."""
-    times: TrialTimes = AT_START
-    """Clocks, and the time for each step."""
 
 
 def choose(model: Model, options: SpeedOptions, on_progress: Callable[[str], None]) -> SpeedReport:
@@ -89,32 +52,13 @@ def _choose(model: Model, options: SpeedOptions, on_progress: Callable[[str], No
         return report
     if options.decode == "auto" and report.is_provisional:
         return report  # decoding is judged together with the preset
-    trial = DecodeTrial(
-        model,
-        exact,
-        VerdictStore(options.cache_dir),
-        num_threads=options.prepare_threads,
-        start_pool=options.start_pool,
-        times=options.times,
-    )
     is_wanted = options.decode == "fast"
     may_wait = options.speed == "auto" and report.key and not is_wanted
-    return trial.choose(
+    return DecodeTrial(model, exact, options).choose(
         report,
         is_wanted=is_wanted,
         measures=options.measures or not may_wait,
         on_progress=on_progress,
-    )
-
-
-def trial_of(model: Model, options: SpeedOptions, store: VerdictStore) -> Trial:
-    """Return a trial that measures as the options ask."""
-    return Trial(
-        model,
-        options.max_batch_size,
-        store,
-        times=options.times,
-        load_package=options.load_package,
     )
 
 
@@ -123,73 +67,54 @@ def _choose_network(
 ) -> SpeedReport:
     if options.speed == "exact":
         return SpeedReport()
-    store = VerdictStore(options.cache_dir)
-    trial = trial_of(model, options, store)
-    if options.chosen and (known := _apply_chosen(trial, options.chosen)):
-        return known
+    trial = Trial(model, options)
+    if options.chosen:
+        chosen = msgspec.structs.replace(options.chosen, measured_s=0.0)
+        # It was verified in this run, and a worker that crashed must be back soon.
+        if known := _reused(trial, chosen, is_verified=True):
+            return known
     if trial.obstacle:
         if options.speed != "auto":
             raise ModelError(f'speed = "{options.speed}" cannot be used: {trial.obstacle}')
         return SpeedReport(note=trial.obstacle)
     if options.speed in COMPILED:
-        _compile(trial, options, store, on_progress)
+        _compile(trial, options.speed, on_progress)
         try:
             return _apply_named(trial, options.speed)
         except ModelError:
             if trial.package(options.speed):
                 raise
-            _compile(trial, options, store, on_progress)  # what could not be loaded was set aside
+            _compile(trial, options.speed, on_progress)  # what could not be loaded was set aside
     if options.speed != "auto":
         return _apply_named(trial, options.speed)
-    return _choose_best(trial, options, store, on_progress)
+    return _choose_best(trial, on_progress)
 
 
-def _apply_chosen(trial: Trial, chosen: SpeedReport) -> SpeedReport | None:
-    """Apply a preset that was verified in this run: a worker that crashed must be back soon."""
-    chosen = msgspec.structs.replace(chosen, measured_s=0.0)
-    if chosen.preset == "exact":
-        return chosen
-    try:
-        trial.model.network = trial.prepare(chosen.preset)
-    except Exception as error:  # the network is the user's: it may raise anything
-        logger.warning("the preset %s no longer works: %s", chosen.preset, first_line(error))
-    else:
-        return chosen
-    trial.recover()
-    return None
-
-
-def _compile(
-    trial: Trial, options: SpeedOptions, store: VerdictStore, on_progress: Callable[[str], None]
-) -> None:
+def _compile(trial: Trial, preset: str, on_progress: Callable[[str], None]) -> None:
     """Compile the package, or wait for the worker that compiles it."""
     if not trial.is_on_cpu:
-        raise ModelError(f'speed = "{options.speed}" is for CPUs')
+        raise ModelError(f'speed = "{preset}" is for CPUs')
     if trial.has_varying_shapes:
         raise ModelError(
-            f'speed = "{options.speed}" is for inputs of one shape, and the samples have several'
+            f'speed = "{preset}" is for inputs of one shape, and the samples have several'
         )
-    make = options.compile_package
-    if make is None or not store.has_room_for_packages:
-        raise ModelError(f'speed = "{options.speed}" needs a cache_dir')
-    if trial.package(options.speed):
+    if trial.store.folder is None or trial.options.compile_package is None:
+        raise ModelError(f'speed = "{preset}" needs a cache_dir')
+    if trial.package(preset):
         return
-    with store.turn(trial.key, _COMPILE_WAIT_S, lambda: on_progress("waiting for the compiler")):
-        if trial.package(options.speed):
+    turn = trial.store.turn(
+        trial.key, _COMPILE_WAIT_S, lambda: on_progress("waiting for the compiler")
+    )
+    with turn:
+        if trial.package(preset):
             return
         if not can_compile():
-            raise ModelError(
-                f'speed = "{options.speed}" needs a C++ compiler (g++, or the one in CXX)'
-            )
+            raise ModelError(f'speed = "{preset}" needs a C++ compiler (g++, or the one in CXX)')
         on_progress("compiling, which takes a minute or two the first time")
         try:
-            store.make_package(
-                trial.key, options.speed, lambda draft: make(trial.exact, options.speed, draft)
-            )
+            trial.make_package(preset)
         except Exception as error:
-            raise ModelError(
-                f'speed = "{options.speed}" cannot be used: {first_line(error)}'
-            ) from error
+            raise ModelError(f'speed = "{preset}" cannot be used: {first_line(error)}') from error
 
 
 def _apply_named(trial: Trial, name: str) -> SpeedReport:
@@ -219,46 +144,49 @@ def _applied(trial: Trial, name: str, network: nn.Module, agreement: Agreement) 
     return SpeedReport(preset=name, gain=gain, deviation=agreement.deviation)
 
 
-def _choose_best(
-    trial: Trial, options: SpeedOptions, store: VerdictStore, on_progress: Callable[[str], None]
-) -> SpeedReport:
-    measures = options.measures or store.was_killed(trial.key)
-    if known := _reuse(trial, store, may_be_better=measures and bool(trial.packages())):
+def _choose_best(trial: Trial, on_progress: Callable[[str], None]) -> SpeedReport:
+    measures = trial.options.measures or was_killed(trial.store.folder, trial.key)
+    if known := _kept(trial, may_be_better=measures and bool(trial.packages())):
         return known
     if not measures:
         return SpeedReport(note=_LATER, is_final=False, is_provisional=True, key=trial.key)
-    times = options.times
+    times = trial.times
     began = times.now()
-    turn = store.turn(
+    turn = trial.store.turn(
         trial.key, _LOCK_WAIT_S, lambda: on_progress("waiting for the choice of a preset")
     )
     with turn:
-        report = _reuse(trial, store, may_be_better=bool(trial.packages()))
+        report = _kept(trial, may_be_better=bool(trial.packages()))
         if report is None:
             trial.until = times.now() + times.budget_s
-            report = _measure(trial, store, on_progress)
-            store.write(trial.key, report)
+            report = _measure(trial, on_progress)
+            trial.store.write(trial.key, report)
     return msgspec.structs.replace(report, measured_s=times.now() - began)
 
 
-def _reuse(trial: Trial, store: VerdictStore, *, may_be_better: bool) -> SpeedReport | None:
+def _kept(trial: Trial, *, may_be_better: bool) -> SpeedReport | None:
     """Apply the kept verdict, if it still holds for the first samples.
 
     If something `may_be_better`, because there was no package yet when it was made, it must be
     final.
     """
-    known = store.read(trial.key)
+    known = trial.store.read(trial.key)
     if known is None or (may_be_better and not known.is_final):
         return None
+    return _reused(trial, known)
+
+
+def _reused(trial: Trial, known: SpeedReport, *, is_verified: bool = False) -> SpeedReport | None:
+    """Apply an earlier choice, if it still works, and agrees unless it `is_verified`."""
     if known.preset == "exact":
         return known
     try:
         network = trial.prepare(known.preset)
-        agreement = trial.compare(network, max_batches=1)
-    except Exception as error:
+        agreement = None if is_verified else trial.compare(network, max_batches=1)
+    except Exception as error:  # the network is the user's: it may raise anything
         logger.warning("the preset %s no longer works: %s", known.preset, first_line(error))
     else:
-        if agreement.is_within:
+        if agreement is None or agreement.is_within:
             trial.model.network = network
             return known
         logger.warning("the preset %s no longer agrees: %s", known.preset, agreement.text)
@@ -266,12 +194,12 @@ def _reuse(trial: Trial, store: VerdictStore, *, may_be_better: bool) -> SpeedRe
     return None
 
 
-def _measure(trial: Trial, store: VerdictStore, on_progress: Callable[[str], None]) -> SpeedReport:
+def _measure(trial: Trial, on_progress: Callable[[str], None]) -> SpeedReport:
     names = [*trial.packages(), *presets_for(trial.exact, trial.device)]
     selection = PresetSelection(trial)
     is_complete = _enter_all(selection, names, on_progress)
     if is_complete and not trial.is_on_cpu and not trial.has_varying_shapes:
-        is_complete = _enter_graphs(trial, store, selection, on_progress)
+        is_complete = _enter_graphs(trial, selection, on_progress)
     trial.model.network = selection.network
     return selection.verdict(is_cut_short=not is_complete, is_final=not trial.can_be_compiled)
 
@@ -291,10 +219,7 @@ def _enter_all(
 
 
 def _enter_graphs(
-    trial: Trial,
-    store: VerdictStore,
-    selection: PresetSelection,
-    on_progress: Callable[[str], None],
+    trial: Trial, selection: PresetSelection, on_progress: Callable[[str], None]
 ) -> bool:
     """Try graphs of the presets that agree, the fastest first.
 
@@ -303,7 +228,8 @@ def _enter_graphs(
     graphs = {base: name for name, base in GRAPHED.items()}
     agreeing = sorted(selection.gains, key=selection.gains.__getitem__, reverse=True)
     names = [*dict.fromkeys([*(graphs[name] for name in agreeing if name in graphs), "graphed"])]
-    with store.attempt(f"{trial.key}-graphs", fatal=torch.AcceleratorError) as is_first:
+    key = f"{trial.key}-graphs"
+    with attempt(trial.store.folder, key, fatal=torch.AcceleratorError) as is_first:
         if is_first:
             return _enter_all(selection, names, on_progress)
     selection.notes.append("graphs are not tried today: the last attempt ended its process")

@@ -10,7 +10,6 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 
@@ -24,7 +23,7 @@ from inferpool.models.base import Model
 from inferpool.models.errors import ModelError
 from inferpool.models.item import Features, Item
 from inferpool.models.spec import Decoding
-from inferpool.models.speed.times import AT_START, TrialTimes
+from inferpool.models.speed.options import SpeedOptions
 from inferpool.models.speed.trial import using_network
 from inferpool.models.speed.verdicts import VerdictStore, fingerprint
 from inferpool.models.speed_names import SpeedReport
@@ -36,9 +35,6 @@ _BATCH = 8
 _LEAST_GAIN = 1.1
 """Least gain that another way must have; less may be noise."""
 _LOCK_WAIT_S = 60.0
-StartPool = Callable[[int, str], Executor]
-"""Starts a number of threads, which have a name."""
-
 _TITLES = {"fast": "fast decoding", "device": "decoding on the device"}
 
 
@@ -48,34 +44,24 @@ class DecodeTrial:
     Args:
         model: With its network chosen.
         exact: Network that the chosen one replaced.
-        store: Place for verdicts.
-        num_threads: Threads that preprocess for a device, as in service.
-        start_pool: Starts them.
-        times: Clocks.
+        options: Its settings.
     """
 
     def __init__(
-        self,
-        model: Model,
-        exact: Callable[..., object] | None,
-        store: VerdictStore,
-        *,
-        num_threads: int = 1,
-        start_pool: StartPool = ThreadPoolExecutor,
-        times: TrialTimes = AT_START,
+        self, model: Model, exact: Callable[..., object] | None, options: SpeedOptions
     ) -> None:
         self._model = model
         self._exact = exact
-        self._store = store
+        self._store = VerdictStore(options.cache_dir)
         tensors = exact.state_dict().values() if isinstance(exact, nn.Module) else ()
         self._device = next((each.device for each in tensors), torch.device("cpu"))
         # A device works while this thread waits for it.
         usual = time.monotonic if is_accelerator(self._device) else time.thread_time
-        self._clock = times.decode_clock or usual
-        self._now = times.now
+        self._clock = options.times.decode_clock or usual
+        self._now = options.times.now
         # The CPU's ways gain alike from threads, and their time is measured within one.
-        self._num_threads = num_threads if is_accelerator(self._device) else 1
-        self._start_pool = start_pool
+        self._num_threads = options.prepare_threads if is_accelerator(self._device) else 1
+        self._start_pool = options.start_pool
 
     def choose(
         self,

@@ -10,10 +10,11 @@ from dataclasses import replace
 import msgspec
 
 from inferpool.models.base import Model
-from inferpool.models.speed.choose import SpeedOptions, choose, trial_of
+from inferpool.models.speed.attempts import attempt
+from inferpool.models.speed.choose import choose
+from inferpool.models.speed.options import SpeedOptions
 from inferpool.models.speed.presets import presets_for
 from inferpool.models.speed.trial import PresetSelection, Trial, first_line
-from inferpool.models.speed.verdicts import VerdictStore
 from inferpool.models.speed_names import COMPILED, SpeedReport
 
 _HOST_WAIT_S = 11 * 3600.0
@@ -40,8 +41,7 @@ def search(
     Raises:
         SearchError: There is nothing to search for, or the last search for it was killed.
     """
-    store = VerdictStore(options.cache_dir)
-    trial = trial_of(model, options, store)
+    trial = Trial(model, options)
     if trial.obstacle:
         raise SearchError(trial.obstacle)
     if trial.key != key:
@@ -52,21 +52,21 @@ def search(
     present = options.chosen
     options = replace(options, chosen=None)
     if present is not None and present.is_provisional:
-        with _only_attempt(store, key):
+        with _only_attempt(trial):
             return _chosen(model, options, on_progress)
-    with store.host_turn(_HOST_WAIT_S, lambda: on_progress("waiting for another search")):
-        known = store.read(key)
+    with trial.store.host_turn(_HOST_WAIT_S, lambda: on_progress("waiting for another search")):
+        known = trial.store.read(key)
         if known is None or not known.is_final:
-            with _only_attempt(store, key):
+            with _only_attempt(trial):
                 name = known.preset if known else "exact"
-                store.write(key, _judge_all(trial, options, store, name, on_progress))
+                trial.store.write(key, _judge_all(trial, name, on_progress))
                 return _chosen(model, options, on_progress)
         return _chosen(model, options, on_progress)
 
 
 @contextmanager
-def _only_attempt(store: VerdictStore, key: str) -> Iterator[None]:
-    with store.attempt(key) as is_first:
+def _only_attempt(trial: Trial) -> Iterator[None]:
+    with attempt(trial.store.folder, trial.key) as is_first:
         if not is_first:
             raise SearchError(
                 "the last search was killed, perhaps for want of memory; "
@@ -80,13 +80,7 @@ def _chosen(model: Model, options: SpeedOptions, on_progress: Callable[[str], No
     return msgspec.structs.replace(choose(model, options, on_progress), measured_s=0.0)
 
 
-def _judge_all(
-    trial: Trial,
-    options: SpeedOptions,
-    store: VerdictStore,
-    present: str,
-    on_progress: Callable[[str], None],
-) -> SpeedReport:
+def _judge_all(trial: Trial, present: str, on_progress: Callable[[str], None]) -> SpeedReport:
     selection = PresetSelection(trial)
     # What workers serve with first, so that it stays unless it is clearly beaten.
     names = sorted(presets_for(trial.exact, trial.device), key=lambda name: name != present)
@@ -100,27 +94,20 @@ def _judge_all(
             continue  # it computes the same, which has strayed or is not for this processor
         if selection.best.preset in COMPILED:
             break  # the one in bf16 has won, which float32 will not undercut
-        if _make(trial, options, store, selection, name, on_progress):
+        if _make(trial, selection, name, on_progress):
             on_progress(f"measuring the preset {name}")
             selection.enter(name)
     return selection.verdict()
 
 
 def _make(
-    trial: Trial,
-    options: SpeedOptions,
-    store: VerdictStore,
-    selection: PresetSelection,
-    name: str,
-    on_progress: Callable[[str], None],
+    trial: Trial, selection: PresetSelection, name: str, on_progress: Callable[[str], None]
 ) -> bool:
     if trial.package(name):
         return True
-    make = options.compile_package
-    assert make is not None
     on_progress(f"compiling the preset {name}")
     try:
-        store.make_package(trial.key, name, lambda draft: make(trial.exact, name, draft))
+        trial.make_package(name)
     except Exception as error:  # the network, the compiler or the disk may raise anything
         selection.notes.append(f"{name} cannot be used: {first_line(error)}")
         return False

@@ -26,10 +26,9 @@ from inferpool.models.accelerator.failures import is_out_of_memory
 from inferpool.models.base import Model
 from inferpool.models.item import Features, Item
 from inferpool.models.overrides import forward_can_run_ahead
-from inferpool.models.speed.compiled import Compiled
 from inferpool.models.speed.graphs import Graphed
+from inferpool.models.speed.options import SpeedOptions
 from inferpool.models.speed.presets import Recast, can_be_changed, prepare
-from inferpool.models.speed.times import AT_START, TrialTimes
 from inferpool.models.speed.verdicts import VerdictStore, fingerprint
 from inferpool.models.speed_names import COMPILED, GRAPHED, LONG_S, SpeedReport
 from inferpool.models.tolerance import Agreement
@@ -51,9 +50,6 @@ weights, answers of either were off by up to 0.11, and by 0.06 from each other."
 _LEAST_GAIN = 1.1
 """Least gain over the best preset so far; less may be noise."""
 
-LoadPackage = Callable[[Path, nn.Module | None], nn.Module]
-"""Loads a compiled package; the network is for inputs of other shapes than the compiled ones."""
-
 
 class NoTimeLeftError(TimeoutError):
     """Raised past `Trial.until`."""
@@ -64,23 +60,14 @@ class Trial:
 
     Args:
         model: Loaded.
-        max_batch_size: Most instances in a forward pass.
-        store: Place of the compiled packages.
-        times: Clocks, and the time for each step.
-        load_package: Loads a compiled package.
+        options: Its settings.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        max_batch_size: int,
-        store: VerdictStore,
-        *,
-        times: TrialTimes = AT_START,
-        load_package: LoadPackage = Compiled,
-    ) -> None:
+    def __init__(self, model: Model, options: SpeedOptions) -> None:
         self.model = model
-        self.times = times
+        self.options = options
+        self.times = options.times
+        self.store = VerdictStore(options.cache_dir)
         self.until = math.inf
         """Moment of `times.now` after which no batch begins."""
         self.obstacle = ""
@@ -100,9 +87,6 @@ class Trial:
         """Features of the samples, by number."""
         self._compared: list[tuple[Features, Features]] = []
         """Batches of samples, with the exact outputs."""
-        self._max_batch_size = max_batch_size
-        self._store = store
-        self._load_package = load_package
         self._single_s: float | None = None
         self._sizes: Sequence[int] = ()
         self._key = ""
@@ -117,14 +101,14 @@ class Trial:
                 self.device.type,
                 name_of(self.device),
                 torch.get_num_threads(),
-                self._max_batch_size,
+                self.options.max_batch_size,
             )
         return self._key
 
     @property
     def can_be_compiled(self) -> bool:
         """True if packages can be kept, and made for this device and these inputs."""
-        has_place = self.is_on_cpu and self._store.has_room_for_packages
+        has_place = self.is_on_cpu and self.store.folder is not None
         return has_place and not self.has_varying_shapes
 
     @property
@@ -151,11 +135,21 @@ class Trial:
 
     def package(self, preset: str) -> Path | None:
         """Return the path of a preset's compiled package, if it exists and is undamaged."""
-        return self._store.package(self.key, preset)
+        return self.store.package(self.key, preset)
 
     def packages(self) -> list[str]:
         """Return the presets that have been compiled."""
         return [name for name in COMPILED if self.package(name) is not None]
+
+    def make_package(self, preset: str) -> None:
+        """Compile a preset, and keep the package.
+
+        Raises:
+            Exception: The network, the compiler or the disk may raise anything.
+        """
+        make = self.options.compile_package
+        assert make is not None
+        self.store.make_package(self.key, preset, lambda draft: make(self.exact, preset, draft))
 
     def prepare(self, name: str) -> nn.Module:
         """Return the network of a preset."""
@@ -165,9 +159,9 @@ class Trial:
             path = self.package(name)
             if path is None:
                 raise FileNotFoundError(f"there is no network that was compiled for {name}")
-            with self._store.loading(path):
+            with self.store.loading(path):
                 other = None if self.model.has_fixed_shapes else self.exact
-                network = self._load_package(path, other)
+                network = self.options.load_package(path, other)
                 self._run(network, self._collate([0]))
             return network
         return prepare(name, self.exact, self.calibrate)
@@ -186,7 +180,7 @@ class Trial:
 
     def gain(self, network: nn.Module) -> float:
         """Return its speed relative to the exact one: the geometric mean over batch sizes."""
-        most = min(self._max_batch_size, _MAX_TIMED_BATCH)
+        most = min(self.options.max_batch_size, _MAX_TIMED_BATCH)
         sizes = {1, self._fitting(most, self.times.batch_s) if self.is_on_cpu else self.sizes[-1]}
         gains = [self._gain(network, self._timed_batch(size)) for size in sorted(sizes)]
         return float(math.prod(gains) ** (1 / len(gains)))
@@ -244,7 +238,7 @@ class Trial:
 
     def _found_sizes(self) -> Sequence[int]:
         sizes: list[int] = []
-        for size in steps_to(self._max_batch_size):
+        for size in steps_to(self.options.max_batch_size):
             try:
                 batch = self._timed_batch(size)
                 self._seconds(self.exact, batch)  # the first call of a size is no measure

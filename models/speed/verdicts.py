@@ -19,7 +19,7 @@ from torch import nn
 
 from inferpool.models.files.reading import read_file
 from inferpool.models.files.writing import lock, replacing
-from inferpool.models.speed.attempts import LOADING, attempt, is_left, loading_prefix, was_killed
+from inferpool.models.speed.attempts import LOADING, is_left, loading_prefix
 from inferpool.models.speed_names import CHOICES, SpeedReport
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,8 @@ class VerdictStore:
     """
 
     def __init__(self, folder: Path | None) -> None:
-        self._folder = folder
+        self.folder = folder
+        """None keeps nothing."""
         self._has_warned = False
         self._checked: dict[Path, tuple[int, int, int]] = {}
         """Size, time and inode of the packages that were found undamaged."""
@@ -81,9 +82,9 @@ class VerdictStore:
 
     def read(self, key: str) -> SpeedReport | None:
         """Return the kept verdict, if there is one."""
-        if self._folder is None:
+        if self.folder is None:
             return None
-        path = self._folder / f"{key}.json"
+        path = self.folder / f"{key}.json"
         try:
             content = checked_content(read_file(path))
             report = msgspec.json.decode(content, type=SpeedReport)
@@ -97,24 +98,19 @@ class VerdictStore:
 
     def write(self, key: str, report: SpeedReport) -> None:
         """Store a verdict, if the folder can be written."""
-        if self._folder is None:
+        if self.folder is None:
             return
         try:
             content = msgspec.json.format(msgspec.json.encode(report))
-            write_with_digest(self._folder / f"{key}.json", content)
+            write_with_digest(self.folder / f"{key}.json", content)
         except OSError as error:
             self._warn(error)
 
-    @property
-    def has_room_for_packages(self) -> bool:
-        """True if there is a folder."""
-        return self._folder is not None
-
     def package(self, key: str, preset: str) -> Path | None:
         """Return the path of a preset's package, if it exists and is undamaged."""
-        if self._folder is None:
+        if self.folder is None:
             return None
-        path = self._folder / f"{key}-{preset}.pt2"
+        path = self.folder / f"{key}-{preset}.pt2"
         self._judge_loads(path)
         try:
             status = path.lstat()
@@ -135,8 +131,8 @@ class VerdictStore:
         Raises:
             Exception: Raised by `make`, or by writing to the folder.
         """
-        assert self._folder is not None
-        path = self._folder / f"{key}-{preset}.pt2"
+        assert self.folder is not None
+        path = self.folder / f"{key}-{preset}.pt2"
         with replacing(path, ".draft") as draft:
             make(draft)
             _add_digest(draft)
@@ -205,7 +201,7 @@ class VerdictStore:
         Without a writable folder, or after the timeout, each process measures. The kernel releases
         the lock of a process that dies.
         """
-        with self._locked(self._folder and self._folder / f"{key}.lock", timeout_s, on_wait):
+        with self._locked(self.folder and self.folder / f"{key}.lock", timeout_s, on_wait):
             yield
 
     @contextlib.contextmanager
@@ -214,19 +210,6 @@ class VerdictStore:
         path = Path(tempfile.gettempdir(), f"inferpool-search-{os.geteuid()}.lock")
         with self._locked(path, timeout_s, on_wait):
             yield
-
-    @contextlib.contextmanager
-    def attempt(self, key: str, *, fatal: type[Exception] | tuple[()] = ()) -> Iterator[bool]:
-        """Begin an attempt that may kill this process; see `models.speed.attempts`."""
-        if self._folder is None:
-            yield True
-            return
-        with attempt(self._folder, key, fatal=fatal) as is_first:
-            yield is_first
-
-    def was_killed(self, key: str) -> bool:
-        """Return whether the process of an attempt of the last day ended before the attempt."""
-        return self._folder is not None and was_killed(self._folder, key)
 
     @contextlib.contextmanager
     def _locked(
@@ -251,7 +234,7 @@ class VerdictStore:
     def _warn(self, error: OSError) -> None:
         if not self._has_warned:
             text = "verdicts on speed presets are not kept, since %s cannot be written: %s"
-            logger.warning(text, self._folder, error)
+            logger.warning(text, self.folder, error)
         self._has_warned = True
 
 

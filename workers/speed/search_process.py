@@ -78,9 +78,8 @@ def _search(order: SearchOrder, say: _SendNews) -> None:
 
     from inferpool.models.sources.registry import build
     from inferpool.models.spec import Placement
-    from inferpool.models.speed.choose import SpeedOptions
+    from inferpool.models.speed.options import BESIDE, SpeedOptions
     from inferpool.models.speed.search import SearchError, search
-    from inferpool.models.speed.times import BESIDE
     from inferpool.workers.speed.worker_side import compile_package
 
     config = order.config
@@ -91,7 +90,6 @@ def _search(order: SearchOrder, say: _SendNews) -> None:
         model.load(Placement(devices=("cpu",), num_threads=config.placement.num_threads))
         assert config.cache_dir is not None
         options = SpeedOptions(
-            speed="auto",
             max_batch_size=config.max_batch_size,
             cache_dir=Path(config.cache_dir),
             compile_package=partial(compile_package, config, timeout_s=_COMPILE_S),

@@ -20,10 +20,10 @@ from torch import nn
 from inferpool.models.base import Model
 from inferpool.models.sources.registry import build
 from inferpool.models.spec import Placement
-from inferpool.models.speed.choose import SpeedOptions, choose
+from inferpool.models.speed.choose import choose
 from inferpool.models.speed.compiled import compile_network
+from inferpool.models.speed.options import SpeedOptions
 from inferpool.models.speed.trial import Trial
-from inferpool.models.speed.verdicts import VerdictStore
 from inferpool.models.speed_names import SpeedReport
 from inferpool.workers.inside.pools import started_pool
 from inferpool.workers.shared.config import WorkerConfig
@@ -137,7 +137,7 @@ def main(order: dict[str, object]) -> None:
     assert isinstance(network, nn.Module)
     scratch = Path(str(order["scratch"]))
     network.load_state_dict(torch.load(scratch / _WEIGHTS, weights_only=True))
-    trial = Trial(model, 1, VerdictStore(None))
+    trial = Trial(model, SpeedOptions(max_batch_size=1))
     compile_network(
         network, trial.calibrate, str(order["preset"]), Path(str(order["path"])), scratch
     )

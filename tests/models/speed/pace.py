@@ -7,12 +7,10 @@ from typing import Any
 import torch
 
 from inferpool.models.item import Features
-from inferpool.models.speed.choose import SpeedOptions
 from inferpool.models.speed.graphs import Graphed
+from inferpool.models.speed.options import SpeedOptions, TrialTimes
 from inferpool.models.speed.presets import Recast
-from inferpool.models.speed.times import TrialTimes
 from inferpool.models.speed.trial import Trial
-from inferpool.models.speed.verdicts import VerdictStore
 from tests.models.items import AnyModel, loaded
 from tests.small_classifier import SmallClassifier
 
@@ -105,7 +103,8 @@ class Pace:
 
     def trial(self, model: AnyModel, max_batch_size: int = 4, **times: float) -> Trial:
         """Return a trial with these times."""
-        return Trial(self.of(model), max_batch_size, VerdictStore(None), times=self.times(**times))
+        wanted = SpeedOptions(max_batch_size=max_batch_size, times=self.times(**times))
+        return Trial(self.of(model), wanted)
 
 
 def options(speed: str = "auto", cache_dir: Path | None = None, **others: Any) -> SpeedOptions:

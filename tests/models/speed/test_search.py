@@ -6,9 +6,9 @@ import pytest
 import torch
 from msgspec.structs import replace as replace_report
 
+from inferpool.models.speed.attempts import attempt
 from inferpool.models.speed.choose import choose
 from inferpool.models.speed.search import SearchError, search
-from inferpool.models.speed.verdicts import VerdictStore
 from inferpool.models.speed_names import SpeedReport
 from inferpool.models.tolerance import ValueTolerance
 from inferpool.workers.speed.worker_side import CompileError
@@ -84,7 +84,7 @@ def test_a_first_start_measures_nothing_and_a_search_makes_the_verdict(here, pac
 @pytest.mark.parametrize("is_left", [True, False], ids=["killed", "running"])
 def test_a_first_start_measures_if_the_last_search_was_killed(here, tmp_path, is_left):
     first = here.started()
-    with VerdictStore(tmp_path).attempt(first.key):
+    with attempt(tmp_path, first.key):
         if is_left:  # the lock on a mark ends with its process
             (mark,) = tmp_path.glob("*.begun")
             mark.unlink()
@@ -183,7 +183,7 @@ def test_a_model_whose_weights_differ_each_time_is_not_searched_for(here):
 
 def test_an_attempt_that_leaves_in_order_leaves_no_mark(tmp_path):
     def leave():
-        with VerdictStore(tmp_path).attempt("key") as is_first:
+        with attempt(tmp_path, "key") as is_first:
             assert is_first
             assert (tmp_path / "key.begun").exists()
             raise SystemExit

@@ -14,9 +14,9 @@ from inferpool.models.accelerator.device import has_tf32
 from inferpool.models.spec import Placement
 from inferpool.models.speed.choose import choose
 from inferpool.models.speed.graphs import Graphed
+from inferpool.models.speed.options import SpeedOptions
 from inferpool.models.speed.presets import presets_for
 from inferpool.models.speed.trial import Trial
-from inferpool.models.speed.verdicts import VerdictStore
 from inferpool.models.speed_names import GRAPHED, SpeedReport
 from inferpool.models.tolerance import Agreement
 from tests.models.items import run
@@ -329,7 +329,8 @@ def test_timing_waits_for_what_was_told_before_and_for_the_end(pace):
         return 0.0
 
     model = on_device(model_class=Busy)
-    trial = Trial(model, 1, VerdictStore(None), times=replace(pace.times(), clock=clock))
+    times = replace(pace.times(), clock=clock)
+    trial = Trial(model, SpeedOptions(max_batch_size=1, times=times))
     assert list(trial.sizes) == [1]
     assert are_idle == [True] * 4  # before and after two calls
 

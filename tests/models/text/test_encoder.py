@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from inferpool.models.errors import InputError, ModelError
 from inferpool.models.sources.registry import build
-from inferpool.models.speed.choose import SpeedOptions, choose
+from inferpool.models.speed.choose import choose
+from inferpool.models.speed.options import SpeedOptions
 from inferpool.models.text.bert import Bert, BertConfig
 from inferpool.models.text.encoder import SentenceEncoder, bucket_of, packaged_folder
 from inferpool.models.text.folder import Tokenizer

@@ -124,12 +124,12 @@ def test_failed_search_says_why(tmp_path):
 def test_search_compiles_and_stores_its_verdict_in_the_cache(tmp_path):
     import torch
 
+    from inferpool.models.speed.options import SpeedOptions
     from inferpool.models.speed.trial import Trial
-    from inferpool.models.speed.verdicts import VerdictStore
     from tests.workers.speed.test_worker_side import loaded
 
     torch.set_num_threads(1)
-    key = Trial(loaded(), 4, VerdictStore(None)).key
+    key = Trial(loaded(), SpeedOptions(max_batch_size=4)).key
     stages: list[str] = []
     found = asyncio.run(search(config(tmp_path), key, stages.append))
     assert found.is_final

@@ -7,8 +7,9 @@ import torch
 
 from inferpool.models.errors import ModelError
 from inferpool.models.spec import Placement
-from inferpool.models.speed.choose import SpeedOptions, choose
+from inferpool.models.speed.choose import choose
 from inferpool.models.speed.compiled import Compiled, can_compile
+from inferpool.models.speed.options import SpeedOptions
 from inferpool.models.speed.trial import Trial
 from inferpool.workers.shared.config import ModelConfig, WorkerConfig
 from inferpool.workers.speed.worker_side import CompileError, compile_package
