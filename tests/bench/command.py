@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.bench import (
-    connections,
     entries,
     hosts,
     loaded,
@@ -34,8 +33,6 @@ _SHARED = {
 BENCHMARKS = {
     "peers": peers.peers,
     "sweep": peers.sweep,
-    "connections": connections.connections,
-    "model": loops.model,
     "presets": loops.presets,
     "front": steps.front,
     "entries": entries.entries,
@@ -49,7 +46,6 @@ BENCHMARKS = {
     "shares": service.shares,
     "jobs": service.jobs,
     "hosts": hosts.hosts,
-    "swap": service.swap,
     "soak": soak.soak,
 }
 

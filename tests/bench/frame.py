@@ -101,9 +101,9 @@ class Benchmark:
         require_wrk()
 
         def take(_: int) -> Iterator[Cell]:
-            with self.warm_server(workload, bodies, command) as (server, asked):
+            with self.warm_server(workload, bodies, command) as server:
                 for connections in self.args.connections:
-                    figures = load_closed(server, asked, connections, self.args.secs)
+                    figures = load_closed(server, bodies, connections, self.args.secs)
                     yield Cell(workload, command.name, connections, figures)
 
         return take
@@ -111,15 +111,14 @@ class Benchmark:
     @contextmanager
     def warm_server(
         self, workload: str, bodies: Bodies, command: ServerCommand
-    ) -> Iterator[tuple[BenchServer, Bodies]]:
-        """Start a server, load it for `--warm` seconds; yield it, and the bodies at its path."""
-        asked = replace(bodies, path=command.path or bodies.path)
+    ) -> Iterator[BenchServer]:
+        """Start a server, load it for `--warm` seconds, and yield it."""
         with BenchServer(command, self.args.port) as server:
-            answer = server.wait_ready(asked)
+            answer = server.wait_ready(bodies)
             self.answers.setdefault(f"{workload}, {command.name}", answer[:300])
             if self.args.warm:
-                run_wrk(server, asked, 16, self.args.warm)
-            yield server, asked
+                run_wrk(server, bodies, 16, self.args.warm)
+            yield server
 
     def report(self, load: str = "", caption: str = "") -> None:
         """Report all cells: a table for each set of figures, a row for a contender at a load.

@@ -1,22 +1,18 @@
-"""`model`, `presets` and `decoders`: what models and decoders do in a bare loop.
+"""`presets` and `decoders`: what models and decoders do in a bare loop.
 
-`model` measures the service beside plain processes, `presets` the speed presets of a classifier on
-one thread beside exact, and `decoders` a worker whose device is played by a wait beside the same
-preparing alone.
+`presets` measures the speed presets of a classifier on one thread beside exact, and `decoders` a
+worker whose device is played by a wait beside the same preparing alone.
 """
 
 import asyncio
 import math
-import os
 import random
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import cycle, islice
 from multiprocessing.synchronize import Barrier
-from pathlib import Path
 from statistics import median
-from unittest import mock
 
 import psutil
 import torch
@@ -29,26 +25,21 @@ from inferpool.models.sources.registry import build
 from inferpool.models.spec import Placement
 from inferpool.models.speed.presets import prepare, presets_for
 from inferpool.models.vision.classifier import Classifier
-from inferpool.workers.host.devices import find_host
 from inferpool.workers.host.engine import WorkerHandle, WorkerId
 from inferpool.workers.host.local import LocalEngine, start_forkserver
-from inferpool.workers.host.placing import PlacementRequest, place
 from inferpool.workers.inside.own_process import pin
 from inferpool.workers.shared.arena import Arena
 from inferpool.workers.shared.config import ModelConfig, WorkerConfig
 from inferpool.workers.shared.messages import ItemError, ItemRef
-from tests.bench.frame import Benchmark, Cell, Turn, benchmark, chosen
+from tests.bench.frame import Benchmark, Cell, Turn, benchmark
 from tests.bench.models import STAND_IN, StandIn
-from tests.bench.peers import RATIOS
-from tests.bench.server import MALLOC, BenchError, inferpool, machine_cpu_s
+from tests.bench.server import BenchError
 from tests.bench.together import run_together
-from tests.bench.workloads import photograph, photos
+from tests.bench.workloads import photograph
 from tests.models.items import jpeg
 
 _READY_S = 600.0
 _BATCH = 8
-_PLAIN = {"plain": {}, "plain+malloc": MALLOC}
-"""Variables of the plain processes, by name."""
 _PHOTOGRAPHS = (
     "astronaut", "brick", "camera", "cell", "chelsea", "clock", "coffee", "coins", "grass",
     "gravel", "hubble_deep_field", "immunohistochemistry", "moon", "page", "retina", "rocket",
@@ -57,90 +48,6 @@ _PHOTOGRAPHS = (
 _SIZES = (1, 4, 8)
 _TURN_S = 1.0
 """Seconds of load until the decoders that have not begun are looked for once more."""
-
-
-@benchmark(
-    "the model under load, against plain processes that do the same with no service",
-    rounds=5,
-    secs=8,
-    warm=2,
-    connections=(16, 64),
-    source=("efficientnet_lite0", "the model"),
-    replicas=(0, "of it, and plain processes; 0: as many as the service has by default"),
-    plain=(",".join(_PLAIN), "comma-separated, of these"),
-)
-def model(bench: Benchmark) -> None:
-    """Measure the plain processes, and the service with as many workers."""
-    args, environ = bench.args, os.environ
-    host = find_host(environ.get("CUDA_VISIBLE_DEVICES"), environ.get("CUDA_DEVICE_ORDER", ""))
-    placements = place(host, PlacementRequest(replicas=args.replicas or None))
-    flags = f"--speed exact --max-batch-size {_BATCH} --replicas {len(placements)}".split()
-    turns: dict[str, Turn] = {
-        name: partial(_take_plain_turn, bench, placements, name)
-        for name in chosen(args.plain, _PLAIN, "plain process")
-    }
-    service = inferpool(args, args.source, *flags)
-    turns["the service"] = bench.closed_turn(args.source, photos(), service)
-    bench.take_turns(turns)
-    bench.report("connections")
-    bench.report_ratios("connections", RATIOS, lambda name: name in _PLAIN)
-
-
-def _take_plain_turn(
-    bench: Benchmark, placements: Sequence[Placement], name: str, _: int
-) -> Iterator[Cell]:
-    args, files = bench.args, photos().files
-    works = [
-        # Each begins with another photograph, as the service's workers would.
-        (args.source, args.secs, placement, [*files[start:], *files[:start]])
-        for number, placement in enumerate(placements)
-        for start in [number * len(files) // len(placements)]
-    ]
-    with mock.patch.dict(os.environ, _PLAIN[name]):
-        results = run_together(_compute_for, works)
-    num, cpu_s = (sum(each) for each in [*zip(*results, strict=True)][::2])
-    figures = {
-        "requests_per_s": sum(each[0] / each[1] for each in results),
-        "cpu_s_per_1000": cpu_s / num * 1000,
-        "noise": max(0.0, max(each[3] for each in results) - cpu_s) / args.secs,
-    }
-    for connections in args.connections:
-        yield Cell(args.source, name, connections, figures)
-
-
-def _compute_for(
-    barrier: Barrier, work: tuple[str, float, Placement, Sequence[Path]]
-) -> tuple[int, float, float, float]:
-    """Decode, batch and compute in a loop.
-
-    Returns images, seconds, and CPU seconds of this process and of the machine.
-    """
-    source, secs, placement, files = work
-    if placement.visible:  # before the first use of a GPU
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(placement.visible)
-    if placement.cpus:
-        os.sched_setaffinity(0, placement.cpus)
-    torch.set_num_threads(placement.num_threads)
-    model = build(source, "DEFAULT", {})
-    model.load(placement)
-    payloads = cycle([memoryview(file.read_bytes()) for file in files])
-
-    def compute_batch() -> None:
-        items = [Item(kind="image", payload=each) for each in islice(payloads, _BATCH)]
-        with torch.inference_mode():
-            outputs = model.forward(model.collate([model.preprocess(item) for item in items]))
-            for output in outputs.values():
-                output.cpu()  # on a GPU nothing has been computed before
-
-    for _ in range(3):
-        compute_batch()
-    barrier.wait(_READY_S)
-    began, cpu_began, machine_began = time.perf_counter(), time.process_time(), machine_cpu_s()
-    num = 0
-    while (took_s := time.perf_counter() - began) < secs:
-        compute_batch()
-        num += _BATCH
-    return num, took_s, time.process_time() - cpu_began, machine_cpu_s() - machine_began
 
 
 @benchmark(

@@ -4,12 +4,12 @@ import argparse
 import os
 import shlex
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from importlib.metadata import distributions
 
 from inferpool.service.tools.trial.generators import LoadRun, run_load
 from inferpool.service.tools.trial.tally import LatencyHistogram
@@ -47,31 +47,21 @@ class Peer:
     """Another server, in the setting that was its best on two cores."""
 
     arguments: Sequence[str]
-    """Arguments of its interpreter, after `-m`."""
+    """Arguments of the interpreter, after `-m`."""
     distribution: str = ""
-    """Package that its environment must have; "" where ours is enough."""
+    """Package that must be installed; "" for none."""
     num_workers: int = 1
     """Workers for work that costs nothing."""
     wait_ms: float = 0
-    """Milliseconds that a batch may wait to fill; BentoML finds out by itself."""
+    """Milliseconds that a batch may wait to fill."""
     num_model_workers: int = os.cpu_count() or 1
     """Workers where there is a model: one for each core, with one thread each."""
     max_batch_size: int = 8
-    path: str = ""
-    """Path where it predicts, if it must choose that itself."""
     stop_signal: signal.Signals = signal.SIGTERM
     env: Mapping[str, str] = field(default_factory=dict)
 
 
 _MOSEC_FLAGS = f"--address {HOST} --port {{port}} --log-level warning --timeout 30000"
-_BENTO_SERVE = "bentoml serve tests.bench.servers.bentoml_server:FrontService"
-_RAY_ENV = {
-    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
-    "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",  # its own proxy listens, not HAProxy
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # else, under `uv run`, it copies the repository
-    "RAY_memory_monitor_refresh_ms": "0",  # else it kills replicas where memory is short
-}
 _AS_RELEASED = {
     "litserve": Peer(
         distribution="litserve",
@@ -84,25 +74,6 @@ _AS_RELEASED = {
         arguments=["tests.bench.servers.mosec_server", *_MOSEC_FLAGS.split()],
         num_workers=2,
         wait_ms=1,
-    ),
-    "ray": Peer(
-        distribution="ray",
-        arguments=["tests.bench.servers.ray_server", "{port}"],
-        wait_ms=2,
-        env=_RAY_ENV,
-    ),
-    "bentoml": Peer(
-        distribution="bentoml",
-        arguments=[*_BENTO_SERVE.split(), "--host", HOST, "--port", "{port}"],
-        num_workers=2,
-        env={"BENTOML_DO_NOT_TRACK": "True", "BENTOML_HOME": str(OUT / "bentoml")},
-    ),
-    "torchserve": Peer(
-        distribution="torchserve",
-        arguments=["tests.bench.servers.torchserve_server", "{port}"],
-        num_workers=2,
-        wait_ms=1,
-        path="/predictions/work",
     ),
 }
 _SKETCH = ["tests.bench.servers.sketch_server", "{port}"]
@@ -129,7 +100,6 @@ OPTIONS: Mapping[str, object] = {
         f"{', '.join(_AS_RELEASED)} that are installed",
     ),
     "workloads": (",".join(WORKLOADS), "comma-separated"),
-    "peer_python": ([], "PEER=PATH: the interpreter whose environment has this peer, if not ours"),
     "set": ([], f"PEER.FIELD=N: another setting of a peer: {', '.join(_SETTABLE)}"),
     "speeds": ("exact,auto", "of inferpool, where there is a model"),
     "ours": ([], 'NAME=ARGUMENTS: a setting of inferpool, as "p99=--objective-p99-ms 50"'),
@@ -184,20 +154,20 @@ def _climb(
     round_: int,
 ) -> Iterator[Cell]:
     args = bench.args
-    with bench.warm_server(workload, bodies, command) as (server, asked):
+    with bench.warm_server(workload, bodies, command) as server:
         # Settings of our server are all asked at the rates that suit the first of them.
         name = OURS if command.name.startswith(OURS) else command.name
         key = f"{workload}, {name}"
         if key not in rates:
             rates[key] = args.rates or [
                 round(share * peak, 1)
-                for peak in [load_closed(server, asked, max(args.connections), args.secs)[
+                for peak in [load_closed(server, bodies, max(args.connections), args.secs)[
                     "requests_per_s"]]
                 for share in _SHARES
             ]  # fmt: skip
         num_collapsed = 0
         for rate in rates[key]:
-            figures = load_open(server, asked, rate, args, seed=round_)
+            figures = load_open(server, bodies, rate, args, seed=round_)
             yield Cell(workload, command.name, rate, figures)
             num_collapsed += figures["good_per_s"] < _COLLAPSED * rate
             if num_collapsed == 2:
@@ -235,23 +205,20 @@ def load_open(
 def contenders(bench: Benchmark) -> Sequence[tuple[str, Bodies, ServerCommand]]:
     """Return what the options ask for: workload, requests and server of each."""
     args = bench.args
-    pythons = dict(_pair(each) for each in args.peer_python)
-    chosen(",".join(pythons), PEERS, "peer")
     settings = _settings(args.set)
-    usable = _usable_peers(args.peers, pythons)
+    usable = _usable_peers(args.peers)
     bench.content["peers"] = {name: asdict(settings[name]) for name in usable}
     found = []
     for name, workload in chosen(args.workloads, WORKLOADS, "workload").items():
         commands = [*_ours(workload, args)]
-        commands += [_command(peer, settings[peer], workload, usable[peer]) for peer in usable]
+        commands += [_command(peer, settings[peer], workload) for peer in usable]
         found += [(name, workload.bodies(), command) for command in commands]
     return found
 
 
-def is_installed(python: str, distribution: str) -> bool:
-    """Return whether another interpreter has a distribution."""
-    code = f"from importlib.metadata import version; version({distribution!r})"
-    return subprocess.run([python, "-c", code], capture_output=True, timeout=60).returncode == 0
+def is_installed(distribution: str) -> bool:
+    """Return whether a distribution is there."""
+    return any(distributions(name=distribution))
 
 
 def _ours(workload: Workload, args: argparse.Namespace) -> Iterator[ServerCommand]:
@@ -282,26 +249,22 @@ def _searched(ours: ServerCommand, port: int) -> ServerCommand:
     return replace(ours, env={**ours.env, "INFERPOOL_SPEED_SEARCH": "false"})
 
 
-def _usable_peers(names: str, pythons: Mapping[str, str]) -> dict[str, str]:
-    """Return each peer to run, with its interpreter. One asked for by name must be there."""
-    usable: dict[str, str] = {}
+def _usable_peers(names: str) -> Sequence[str]:
+    """Return the peers to run. One asked for by name must be there."""
+    usable = []
     wanted = "" if names == "none" else names or ",".join(_AS_RELEASED)
     for name, peer in chosen(wanted, PEERS, "peer").items():
-        python = pythons.get(name) or pythons.get(peer.distribution) or sys.executable
-        if not peer.distribution or is_installed(python, peer.distribution):
-            usable[name] = python
+        if not peer.distribution or is_installed(peer.distribution):
+            usable.append(name)
             continue
-        how = (
-            f"{python} has no {peer.distribution}: see tests/bench/README.md, "
-            f"then --peer-python {peer.distribution}=PATH"
-        )
+        how = f"{peer.distribution} is not installed: uv sync --group bench"
         if names:
             raise BenchError(how)
         say(f"Without {name}: {how}")
     return usable
 
 
-def _command(name: str, peer: Peer, workload: Workload, python: str) -> ServerCommand:
+def _command(name: str, peer: Peer, workload: Workload) -> ServerCommand:
     setting = PeerSetting(
         work=workload.work,
         num_workers=peer.num_model_workers if workload.network else peer.num_workers,
@@ -312,10 +275,9 @@ def _command(name: str, peer: Peer, workload: Workload, python: str) -> ServerCo
     )
     return ServerCommand(
         name=name,
-        argv=[python, "-m", *peer.arguments],
+        argv=[sys.executable, "-m", *peer.arguments],
         # One thread each, as ours: more of them than cores is slower for everybody.
         env={**peer.env, **setting.environment(), "OMP_NUM_THREADS": "1"},
-        path=peer.path,
         stop_signal=peer.stop_signal,
     )
 

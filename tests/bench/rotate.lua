@@ -9,9 +9,6 @@ end
 wrk.method = "POST"
 wrk.path = os.getenv("BENCH_PATH")
 wrk.headers["Content-Type"] = os.getenv("BENCH_CONTENT_TYPE")
-if os.getenv("BENCH_CONNECTION") ~= "" then
-  wrk.headers["Connection"] = os.getenv("BENCH_CONNECTION")
-end
 wrk.body = bodies[1]
 
 -- A request function costs a call of Lua for each request: only where the bodies differ.

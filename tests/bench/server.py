@@ -65,8 +65,6 @@ class Bodies:
     files: Sequence[Path]
     content_type: str = "application/octet-stream"
     path: str = "/predict"
-    connection: str = ""
-    """The header Connection of wrk's requests; with "close", each has a connection of its own."""
 
     def requests(self) -> list[bytes]:
         """Return them as whole HTTP requests."""
@@ -92,10 +90,6 @@ class ServerCommand:
     env: Mapping[str, str] = field(default_factory=dict)
     ready: str = ""
     """Path that is asked until it answers 200, before the first request."""
-    path: str = ""
-    """Path of the measured requests, for a server that cannot choose it."""
-    scheme: str = "http"
-    """The scheme of its URL; certificates are not checked."""
     stop_signal: signal.Signals = signal.SIGTERM
     """Signal that makes it end its own processes and leave."""
     popen: Popen = subprocess.Popen
@@ -137,7 +131,7 @@ class BenchServer:
         self.command = command
         self.port = port
         self.log = log or OUT / "logs" / f"{command.name}.log"
-        self.url = f"{command.scheme}://{HOST}:{port}"
+        self.url = f"http://{HOST}:{port}"
         self.http = httpx.Client(
             base_url=self.url, timeout=_ANSWER_S, trust_env=False, verify=False
         )
@@ -324,7 +318,6 @@ def run_wrk(server: BenchServer, bodies: Bodies, connections: int, secs: int) ->
         "BENCH_BODIES": "\n".join(str(file) for file in bodies.files),
         "BENCH_PATH": bodies.path,
         "BENCH_CONTENT_TYPE": bodies.content_type,
-        "BENCH_CONNECTION": bodies.connection,
     }
     try:
         result = subprocess.run(

@@ -1,13 +1,11 @@
-"""`start`, `shares`, `jobs` and `swap`: what the service's users wait for in its various states.
+"""`start`, `shares` and `jobs`: what the service's users wait for in its various states.
 
-`start` times the command until it is ready, `shares` two models on the same cores, `jobs` calls
-beside a full queue of jobs, and `swap` the calls while versions change.
+`start` times the command until it is ready, `shares` two models on the same cores, and `jobs` calls
+beside a full queue of jobs.
 """
 
-import asyncio
 import io
 import re
-import secrets
 import subprocess
 import sys
 import tarfile
@@ -22,8 +20,7 @@ from pathlib import Path
 
 import httpx
 
-from inferpool.service.tools.trial.load import LoadExchange, LoadGenerator, judge_status
-from inferpool.service.tools.trial.tally import LatencyHistogram, LoadTally
+from inferpool.service.tools.trial.tally import LoadTally
 from tests.bench.frame import Benchmark, Cell, benchmark, chosen
 from tests.bench.models import SLEEPER
 from tests.bench.server import (
@@ -58,7 +55,6 @@ _TRICKLE_PER_S = 1.0
 _MOST_JOB = 20_000
 _SLACK_S = 30.0
 """Time that a generator may take to start, beside a job that must not end."""
-_LOOK_S = 0.05
 
 
 @benchmark(
@@ -360,92 +356,3 @@ def _job_file(source: str, num: int, folder: Path) -> Path:
             entry.size = len(content)
             archive.addfile(entry, io.BytesIO(content))
     return file
-
-
-@benchmark(
-    "failures, latencies and times of swaps of a model under full load",
-    rounds=3,
-    secs=20,
-    warm=5,
-    serve_args="--speed exact",
-    model=("efficientnet_lite0", "that takes JPEG"),
-    clients=(16, "in a closed loop"),
-    policy=("verified", "of the swaps; with force nothing is compared"),
-)
-def swap(bench: Benchmark) -> None:
-    """Swap the model of one service again and again."""
-    args, key = bench.args, secrets.token_urlsafe(24)
-    bodies = asked_of(args.model, f"/predict/{args.model}")
-    load = partial(plan_for, args.port, bodies.requests(), None, connections=args.clients)
-    command = inferpool(args, args.model, env={"INFERPOOL_ADMIN_KEYS": key})
-    with BenchServer(command, args.port) as server:
-        server.wait_ready(bodies)
-        server.http.headers["X-API-Key"] = key
-        asyncio.run(LoadGenerator(load(duration_s=args.warm)).run())
-        swaps = _Swaps(bench, server)
-        tally = asyncio.run(swaps.run(LoadGenerator(load(judge=swaps.judge))))
-    if tally.num_errors:
-        bench.failures.append(f"{tally.num_errors} calls failed: {dict(tally.errors)}")
-    rows = [
-        (phase, f"{latency.num:,}", *(f"{latency.percentile_s(each) * 1e3:,.1f}"
-                                      for each in (50, 90, 99, 100)))
-        for phase, latency in swaps.latency.items()
-    ]  # fmt: skip
-    columns = ("calls", "number", "p50 ms", "p90 ms", "p99 ms", "max ms")
-    caption = (
-        f"{tally.num_requests:,} calls, {tally.num_errors} failed; {len(swaps.versions)} versions "
-        "answered. during: under way between a request for a swap and the former version's end."
-    )
-    bench.add_table("Latency before and during swaps", columns, rows, caption)
-    heads = ("swap", "seconds until it was decided", "until the former had left", "compared")
-    bench.add_table("Swaps", heads, swaps.rows)
-
-
-class _Swaps:
-    """Swaps the model of a service under load. Lives in the event loop."""
-
-    def __init__(self, bench: Benchmark, server: BenchServer) -> None:
-        self.latency: defaultdict[str, LatencyHistogram] = defaultdict(LatencyHistogram)
-        """Latencies of calls that were under way in a swap, and of the others."""
-        self.versions: set[bytes] = set()
-        self.rows: list[tuple[str, ...]] = []
-        self._args, self._http = bench.args, server.http
-        self._path = f"/admin/models/{bench.args.model}"
-        self._is_swapping, self._swapped_at = False, 0.0
-
-    def judge(self, exchange: LoadExchange, tally: LoadTally) -> str:
-        """Call an answer with a status of 200 to 299 good, and record it by phase."""
-        error = judge_status(exchange, tally)
-        if not error and exchange.answer is not None:
-            self.versions.add(exchange.answer.header(b"x-model-version"))
-            phase = "during" if self._is_swapping or exchange.sent < self._swapped_at else "before"
-            self.latency[phase].record(exchange.ended - exchange.due)
-        return error
-
-    async def run(self, load: LoadGenerator) -> LoadTally:
-        """Load a service, and swap its model again and again."""
-        running = asyncio.create_task(load.run())
-        try:
-            for number in range(self._args.rounds):
-                await asyncio.sleep(self._args.secs)
-                self._is_swapping = True
-                times = await asyncio.to_thread(self._swap)
-                self.rows.append((str(number + 1), *times))
-                self._is_swapping, self._swapped_at = False, time.monotonic()
-            await asyncio.sleep(self._args.secs)
-        finally:
-            load.stop()
-            tally = await running
-        return tally
-
-    def _swap(self) -> tuple[str, str, str]:
-        """Swap, wait until the former version has left; return both times, and the inputs."""
-        began = time.monotonic()
-        body = {"policy": self._args.policy, "rollback_s": 0, "max_latency_ratio": 4.0}
-        answer = self._http.post(f"{self._path}/versions", json=body).raise_for_status().json()
-        decided_s = time.monotonic() - began
-        while self._http.get(self._path).raise_for_status().json()["change"]:
-            time.sleep(_LOOK_S)
-        figures = answer["versions"][0]["figures"] or {}
-        left_s = time.monotonic() - began
-        return f"{decided_s:.2f}", f"{left_s:.2f}", str(figures.get("num_inputs", ""))

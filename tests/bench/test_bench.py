@@ -40,7 +40,6 @@ _COMMANDS = {
     "decoders --rounds 1 --secs 0.5 --warm 0.2 --numbers 1": "worker_us",
     "shares --source sleep --rounds 1 --secs 1": "ratio",
     "jobs --source sleep --rounds 1 --secs 1": "of_idle",
-    "swap --rounds 1 --secs 1 --warm 1 --model echo": "",
     'soak --requests 400 --serve-args "--job-store none"': "",
     "presets --rounds 1 --pictures 8 --sources torchvision:mobilenet_v3_small": "images_per_s",
     "split --parts restart --kills 1 --workloads minilm --placements 'pipeline 2'": "restart_ms",
@@ -50,10 +49,6 @@ _WRK_COMMANDS = {
         "requests_per_s"
     ),
     "sweep --peers none --workloads echo-1k --rounds 1 --secs 1 --rates 20,40": "good_per_s",
-    f"model --replicas 1 --plain plain+malloc {_ONE_CELL}": "cpu_s_per_1000",
-    f"connections --peers none --ours 2=--front-ends=2 --newcomers 24 --calls 2 {_ONE_CELL}": (
-        "requests_per_s"
-    ),
     f"hosts --batches 20 --workloads echo-1k {_ONE_CELL}": "front_cpu_us",
 }
 _SKETCH = [sys.executable, "-m", "tests.bench.servers.sketch_server", "{port}"]
@@ -173,13 +168,13 @@ def test_latencies_omit_nothing_of_a_server_that_stands_still(tmp_path, body):
 
 
 def test_peers_that_are_installed_take_part_and_one_that_is_named_must_be(capsys, monkeypatch):
-    monkeypatch.setattr(peers, "is_installed", lambda python, name: (python, name) == ("x", "ray"))
-    args = make_parser().parse_args(["peers", "--workloads", "echo-1k", "--peer-python", "ray=x"])
+    monkeypatch.setattr(peers, "is_installed", lambda name: name == "litserve")
+    args = make_parser().parse_args(["peers", "--workloads", "echo-1k"])
     found = peers.contenders(Benchmark("peers", args))
-    assert [command.name for _, _, command in found] == ["inferpool", "ray"]
-    assert "Without torchserve" in capsys.readouterr().out
+    assert [command.name for _, _, command in found] == ["inferpool", "litserve"]
+    assert "Without mosec" in capsys.readouterr().out
     assert main(["peers", "--peers", "mosec", "--port", str(free_port())]) == 2
-    assert "--peer-python mosec=PATH" in capsys.readouterr().err
+    assert "mosec is not installed" in capsys.readouterr().err
 
 
 def test_ratios_are_taken_within_a_round_and_rounds_are_summed_up():

@@ -1,7 +1,6 @@
 """The work that every peer does, so that only the servers differ.
 
-Runs in the peers' own environments: it needs the standard library, and torch with torchvision
-where there is a model. Its setting comes by an environment variable.
+It imports torch only where there is a model. Its setting comes by an environment variable.
 """
 
 import io
