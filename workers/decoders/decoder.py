@@ -38,7 +38,8 @@ from inferpool.workers.inside.own_process import (
 from inferpool.workers.inside.preparing import item_of
 from inferpool.workers.shared.config import WorkerConfig
 from inferpool.workers.shared.heartbeat import Heartbeat
-from inferpool.workers.shared.messages import Frames, Leaving, frame_of
+from inferpool.workers.shared.messages import Leaving
+from inferpool.workers.shared.queues import Frames, frame_of
 from inferpool.workers.shared.worker_queue import WorkerQueue
 
 logger = logging.getLogger(__name__)

@@ -27,21 +27,15 @@ import msgspec
 from inferpool.workers.decoders.ring import DecodingPlan, NewDecoder, NewRing, RingLayout
 from inferpool.workers.host.attachment import Starter
 from inferpool.workers.host.engine import DecoderHealth, WorkerId, WorkerPeriods
+from inferpool.workers.host.local_worker import RankProcess
 from inferpool.workers.host.observed import OomKills
-from inferpool.workers.host.rank_process import RankProcess
 from inferpool.workers.inside.entry import run_main
 from inferpool.workers.shared.backoff import Backoff
 from inferpool.workers.shared.config import WorkerConfig
 from inferpool.workers.shared.log_lines import log_line
 from inferpool.workers.shared.memory import SharedMemory, SharedMemoryError
-from inferpool.workers.shared.messages import (
-    FrameError,
-    FromWorker,
-    Leaving,
-    LogLine,
-    Ready,
-    StartFailed,
-)
+from inferpool.workers.shared.messages import FromWorker, Leaving, LogLine, Ready, StartFailed
+from inferpool.workers.shared.queues import FrameError
 
 logger = logging.getLogger(__name__)
 

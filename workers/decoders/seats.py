@@ -13,7 +13,8 @@ from functools import partial
 
 from inferpool.models.item import Features
 from inferpool.workers.decoders.ring import MAX_ANSWER_BYTES, TASKS_AT_ONCE
-from inferpool.workers.shared.messages import Frames, ItemError, ItemRef, Outcome
+from inferpool.workers.shared.messages import ItemError, ItemRef, Outcome
+from inferpool.workers.shared.queues import Frames
 
 Found = Features | ItemError | None
 """Result of a decoder for an instance; None: the worker has to prepare it itself."""

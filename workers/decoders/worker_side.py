@@ -49,7 +49,8 @@ from inferpool.workers.decoders.slots import decodable, digest_of, pin_ring, vie
 from inferpool.workers.inside.preparing import Prepared
 from inferpool.workers.inside.process import BatchReceiver, PreparedBatches
 from inferpool.workers.shared.config import WorkerConfig
-from inferpool.workers.shared.messages import ItemError, ItemRef, frame_of
+from inferpool.workers.shared.messages import ItemError, ItemRef
+from inferpool.workers.shared.queues import frame_of
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ the whole host."""
 _SHARE_OF_TIMEOUT = 0.5
 """Part of a batch's timeout after which a decoder counts as hung."""
 _LEAST_TIMEOUT_S = 10.0
-"""The least timeout of a batch if the settings have none: see `workers.host.carrier`."""
+"""The least timeout of a batch if the settings have none: see `workers.host.local_worker`."""
 _USUAL_BATCH = 64
 """Instances of a batch that there are slots for at least: on CPUs batches may grow to it."""
 _READ_BYTES = 1 << 16

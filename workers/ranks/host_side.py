@@ -10,20 +10,13 @@ from dataclasses import replace
 from multiprocessing.process import BaseProcess
 
 from inferpool.workers.host.engine import RankHealth, Vitals, WorkerId, WorkerPeriods
-from inferpool.workers.host.local_worker import PAUSE_S, LocalWorker, Program
+from inferpool.workers.host.local_worker import PAUSE_S, LocalWorker, Program, RankProcess
 from inferpool.workers.host.observed import OomKills
-from inferpool.workers.host.rank_process import RankProcess
 from inferpool.workers.ranks import worker_side
 from inferpool.workers.ranks.wiring import Wiring
 from inferpool.workers.shared.config import WorkerConfig
-from inferpool.workers.shared.messages import (
-    FrameError,
-    FromWorker,
-    Leaving,
-    LogLine,
-    RankReady,
-    StartFailed,
-)
+from inferpool.workers.shared.messages import FromWorker, Leaving, LogLine, RankReady, StartFailed
+from inferpool.workers.shared.queues import FrameError
 
 
 class RankedWorker(LocalWorker):

@@ -15,15 +15,8 @@ import msgspec
 from inferpool.workers.host.devices import Host
 from inferpool.workers.host.engine import Ending, ForkserverHealth, GpuHealth, Vitals, WorkerId
 from inferpool.workers.shared.config import WorkerConfig
-from inferpool.workers.shared.messages import (
-    MAX_FRAME_BYTES,
-    BatchDone,
-    ItemRef,
-    Outcome,
-    Ready,
-    Stored,
-    TensorBlob,
-)
+from inferpool.workers.shared.messages import BatchDone, ItemRef, Outcome, Ready, Stored, TensorBlob
+from inferpool.workers.shared.queues import MAX_FRAME_BYTES
 
 PROTOCOL = 1
 """Number of this set of messages. Both sides must have the same."""

@@ -1,14 +1,10 @@
-"""Messages between the front end and a worker, and their framing in a pipe.
-
-Each message is one msgpack value. The framing is that of multiprocessing.connection: a signed
-32-bit big-endian length, or -1 and an unsigned 64-bit length, then that many bytes.
+"""Messages between the front end and a worker. Each is one msgpack value.
 
 Both sides decode by type with msgspec, never with pickle: bytes of a worker cause nothing worse in
 the front end than one of the errors in `UNREADABLE`.
 """
 
 import struct
-from collections.abc import Iterable, Iterator
 from typing import Literal
 
 import msgspec
@@ -18,7 +14,6 @@ from inferpool.models.spec import Kind, RankPart, SplitReport, TensorHeader, Ten
 from inferpool.models.speed_names import SpeedReport
 from inferpool.workers.shared.config import CheckReport
 
-MAX_FRAME_BYTES = 1 << 30
 MAX_DESCRIPTORS = 250
 """Most descriptors for one process; the kernel passes 253 at once (SCM_MAX_FD)."""
 FORKED = struct.Struct("q")
@@ -216,55 +211,3 @@ UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError)
 """Errors that msgspec raises for bytes that are no message."""
 
 FromWorker = BatchDone | Leaving | LogLine | StartProgress | RankReady | Ready | StartFailed
-
-
-class FrameError(Exception):
-    """The other end wrote something that is no frame."""
-
-
-def frame_of(body: bytes) -> bytes:
-    """Return a frame for `Frames`, of the kind that `multiprocessing` writes."""
-    return len(body).to_bytes(4, "big") + body
-
-
-class Frames:
-    """Parser of frames; it keeps incomplete ones until the rest arrives."""
-
-    def __init__(self, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
-        self._buffer = bytearray()
-        self._max_frame_bytes = max_frame_bytes
-
-    def feed(self, data: bytes) -> Iterable[bytes]:
-        """Return the frames that are complete now. Use them up before the next call.
-
-        Raises:
-            FrameError: A length is out of bounds.
-        """
-        if not self._buffer and len(data) >= 4 and int.from_bytes(data[:4], "big") == len(data) - 4:
-            return (data[4:],)  # the usual case: exactly one frame
-        return self._cut(data)
-
-    def _cut(self, data: bytes) -> Iterator[bytes]:
-        buffer = self._buffer
-        buffer += data
-        while len(buffer) >= 4:
-            start, length = _parse_head(buffer, self._max_frame_bytes)
-            if length is None or len(buffer) < start + length:
-                return
-            frame = bytes(memoryview(buffer)[start : start + length])
-            del buffer[: start + length]
-            yield frame
-
-
-def _parse_head(buffer: bytearray, max_frame_bytes: int) -> tuple[int, int | None]:
-    """Return the start of the first frame's body, and its length if that has arrived."""
-    (length,) = struct.unpack_from("!i", buffer)
-    start = 4
-    if length == -1:
-        if len(buffer) < 12:
-            return 12, None
-        (length,) = struct.unpack_from("!Q", buffer, 4)
-        start = 12
-    if not 0 <= length <= max_frame_bytes:
-        raise FrameError(f"a frame of {length} bytes")
-    return start, length

@@ -9,7 +9,8 @@ from multiprocessing.connection import Connection
 import msgspec
 from torch.multiprocessing.queue import ConnectionWrapper, SimpleQueue
 
-from inferpool.workers.shared.messages import Batch, Frames, FromWorker
+from inferpool.workers.shared.messages import Batch, FromWorker
+from inferpool.workers.shared.queues import Frames
 
 _READ_BYTES = 1 << 16
 _KEPT_BYTES = 1 << 20

@@ -7,7 +7,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence, Sized
 from functools import cached_property
-from urllib.parse import unquote
 
 import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
@@ -315,32 +314,3 @@ def _too_large_head() -> LargeHeadError:
 
 def _too_long() -> LargeHeadError:
     return LargeHeadError(f"trailers or chunk extensions have more than {MAX_TRAILER_BYTES} bytes")
-
-
-def below(root_path: bytes, url: bytes) -> bytes:
-    """Return a URL without a path before ours, which a proxy may have left there.
-
-    Raises:
-        HttpParserError: It is no URL.
-    """
-    if not url.startswith(b"/"):
-        parsed = httptools.parse_url(url)
-        url = (parsed.path or b"/") + (b"?" + parsed.query if parsed.query else b"")
-    path, mark, query = url.partition(b"?")
-    if path == root_path:
-        return b"/" + mark + query
-    return url[len(root_path) :] if path.startswith(root_path + b"/") else url
-
-
-def target_of(url: bytes) -> tuple[str, bytes]:
-    """Split a URL into its decoded path and its query, like uvicorn.
-
-    Raises:
-        HttpParserError: It is no URL.
-        UnicodeDecodeError: It has characters that a URL has not.
-    """
-    if not url.startswith(b"/") or b"%" in url or b"#" in url:
-        parsed = httptools.parse_url(url)
-        return unquote((parsed.path or b"").decode("ascii")), parsed.query or b""
-    path, _, query = url.partition(b"?")
-    return path.decode("ascii"), query

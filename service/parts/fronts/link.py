@@ -10,8 +10,8 @@ from typing import Generic, TypeVar
 import msgspec
 
 from inferpool.service.parts.fronts.messages import InstanceAnswer, Submission
-from inferpool.workers.host.queues import FrameReader, FrameWriter
-from inferpool.workers.shared.messages import UNREADABLE, FrameError
+from inferpool.workers.shared.messages import UNREADABLE
+from inferpool.workers.shared.queues import FrameError, FrameReader, FrameWriter
 
 logger = logging.getLogger(__name__)
 

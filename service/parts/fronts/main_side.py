@@ -35,7 +35,8 @@ from inferpool.service.parts.fronts.messages import (
 from inferpool.service.queue.instance import InstanceSteps, Result
 from inferpool.workers.shared.arena import slot_bytes
 from inferpool.workers.shared.log_lines import log_line
-from inferpool.workers.shared.messages import FrameError, LogLine
+from inferpool.workers.shared.messages import LogLine
+from inferpool.workers.shared.queues import FrameError
 
 if TYPE_CHECKING:  # each front imports this module, and not the catalog
     from inferpool.service.catalog.catalog import Catalog

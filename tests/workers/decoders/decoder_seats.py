@@ -24,7 +24,8 @@ from inferpool.workers.decoders.ring import (
     Task,
 )
 from inferpool.workers.decoders.worker_side import DecoderCrew
-from inferpool.workers.shared.messages import Frames, ItemRef
+from inferpool.workers.shared.messages import ItemRef
+from inferpool.workers.shared.queues import Frames
 
 DIGEST = b"d" * 16
 TIMEOUT_S = 60.0

@@ -16,13 +16,8 @@ from inferpool.workers.host.local import LocalEngine
 from inferpool.workers.host.local_worker import LocalWorker
 from inferpool.workers.host.observed import OomKills
 from inferpool.workers.shared.arena import Arena
-from inferpool.workers.shared.messages import (
-    BatchDone,
-    FrameError,
-    ItemError,
-    ItemRef,
-    StartProgress,
-)
+from inferpool.workers.shared.messages import BatchDone, ItemError, ItemRef, StartProgress
+from inferpool.workers.shared.queues import FrameError
 from tests.workers.contract import PATIENT, is_gone, started, suspend, until
 
 Put = Callable[..., ItemRef]

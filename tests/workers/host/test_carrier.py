@@ -5,10 +5,17 @@ from types import SimpleNamespace
 
 import pytest
 
-import inferpool.workers.host.carrier
-from inferpool.workers.host.carrier import Canary, Carrier, HeldBatch, HeldBatches, batch_timeout_s
+import inferpool.workers.host.local_worker
+from inferpool.workers.host.local_worker import (
+    Canary,
+    Carrier,
+    HeldBatch,
+    HeldBatches,
+    batch_timeout_s,
+)
 from inferpool.workers.shared.errors import WorkerLostError
-from inferpool.workers.shared.messages import BatchDone, FrameError, ItemError, ItemRef
+from inferpool.workers.shared.messages import BatchDone, ItemError, ItemRef
+from inferpool.workers.shared.queues import FrameError
 
 
 @contextmanager
@@ -85,7 +92,7 @@ async def test_busy_worker_gets_a_canary_once_all_its_answers_are_errors_for_lon
 ):
     now = 100.0
     clock = SimpleNamespace(monotonic=lambda: now)
-    monkeypatch.setattr(inferpool.workers.host.carrier, "time", clock)
+    monkeypatch.setattr(inferpool.workers.host.local_worker, "time", clock)
     refused = ItemError("model_error", "no")
     with carrying() as carrier:
         for id, (later_s, outcomes, has_canary) in enumerate(
@@ -195,7 +202,9 @@ def test_batch_of_several_under_way_has_the_time_that_it_takes_of_its_own():
 
 
 def test_batch_that_hangs_has_no_more_time_when_one_before_it_is_answered():
-    heartbeat, held = holding(1, 2, 3, batch_timeout_s=2, last_received=2, at_work_since=5.0)
+    heartbeat, held = holding(
+        1, 2, 3, batch_timeout_s=2, last_received=2, at_work_since=5.0, num_at_once=2
+    )
     held.remove(1, now=6.75)
     heartbeat.at_work_since = 5.25
     assert not held.hang(now=7.0)
@@ -205,7 +214,9 @@ def test_batch_that_hangs_has_no_more_time_when_one_before_it_is_answered():
 
 
 def test_batch_whose_clock_ran_while_the_host_stood_still_has_its_time_again():
-    heartbeat, held = holding(1, 2, batch_timeout_s=2, last_received=2, at_work_since=5.0)
+    heartbeat, held = holding(
+        1, 2, batch_timeout_s=2, last_received=2, at_work_since=5.0, num_at_once=2
+    )
     held.forgive(9.0, now=15.0)
     held.remove(1, now=15.5)
     heartbeat.at_work_since = 5.75  # of the second, which has run for 0.75 s of its own

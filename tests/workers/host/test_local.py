@@ -13,8 +13,8 @@ import pytest
 from inferpool.models.base import Model
 from inferpool.models.spec import Placement
 from inferpool.models.speed.verdicts import VerdictStore
-from inferpool.workers.host.carrier import batch_timeout_s
 from inferpool.workers.host.local import LocalEngine
+from inferpool.workers.host.local_worker import batch_timeout_s
 from inferpool.workers.shared.arena import Arena
 from inferpool.workers.shared.errors import WorkerLostError, WorkerStartError
 from inferpool.workers.shared.messages import BatchDone, ItemError

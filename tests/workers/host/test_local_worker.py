@@ -3,9 +3,8 @@
 import pytest
 
 import inferpool.workers.shared.heartbeat
-from inferpool.workers.host.carrier import HeldBatch
 from inferpool.workers.host.engine import USUAL_PERIODS, WorkerId
-from inferpool.workers.host.local_worker import LocalWorker
+from inferpool.workers.host.local_worker import HeldBatch, LocalWorker
 from inferpool.workers.host.observed import OomKills
 from inferpool.workers.shared.heartbeat import Heartbeat
 from tests.workers.contract import config_of

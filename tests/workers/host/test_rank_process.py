@@ -8,16 +8,11 @@ import msgspec
 import pytest
 
 from inferpool.workers.host.engine import WorkerId
+from inferpool.workers.host.local_worker import RankProcess
 from inferpool.workers.host.observed import OomKills
-from inferpool.workers.host.rank_process import RankProcess
-from inferpool.workers.shared.messages import (
-    MAX_FRAME_BYTES,
-    BatchDone,
-    FrameError,
-    FromWorker,
-    LogLine,
-)
+from inferpool.workers.shared.messages import BatchDone, FromWorker, LogLine
 from inferpool.workers.shared.outputs import StoredError
+from inferpool.workers.shared.queues import MAX_FRAME_BYTES, FrameError
 
 
 class Sleeper:

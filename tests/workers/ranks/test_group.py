@@ -21,7 +21,8 @@ from inferpool.workers.ranks.wiring import Wiring
 from inferpool.workers.shared.arena import Arena
 from inferpool.workers.shared.config import WorkerConfig
 from inferpool.workers.shared.errors import WorkerLostError, WorkerStartError
-from inferpool.workers.shared.messages import FrameError, RankReady
+from inferpool.workers.shared.messages import RankReady
+from inferpool.workers.shared.queues import FrameError
 from tests.workers.contract import (
     PATIENT,
     EngineContract,

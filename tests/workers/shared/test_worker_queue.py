@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from inferpool.workers.host.queues import FrameReader, FrameWriter, PrivateQueue
 from inferpool.workers.shared.messages import Batch, FromWorker, ItemRef, LogLine
+from inferpool.workers.shared.queues import FrameReader, FrameWriter, PrivateQueue
 from inferpool.workers.shared.worker_queue import WorkerQueue
 
 encode = msgspec.msgpack.encode

@@ -1,7 +1,7 @@
 import httptools
 import pytest
 
-from inferpool.service.api.wire.incoming import below
+from inferpool.service.api.wire.protocol import below
 from tests.service.api.server import POST, serve
 
 

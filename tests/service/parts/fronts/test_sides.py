@@ -32,7 +32,8 @@ from inferpool.service.parts.fronts.messages import (
 from inferpool.service.queue.instance import Buffer, CanaryShare, Instance, InstanceSteps, SlotOwner
 from inferpool.service.telemetry.metrics import ModelMetrics
 from inferpool.workers.shared.arena import Arena
-from inferpool.workers.shared.messages import FrameError, ItemError, ItemRef, TensorBlob
+from inferpool.workers.shared.messages import ItemError, ItemRef, TensorBlob
+from inferpool.workers.shared.queues import FrameError
 from tests.fakes import FakeWorker, ref_to
 from tests.service.api.fakes import both_sides
 from tests.service.api.server import until

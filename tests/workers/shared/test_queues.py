@@ -5,8 +5,7 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from inferpool.workers.host.queues import FrameReader, FrameWriter, PrivateQueue
-from inferpool.workers.shared.messages import FrameError
+from inferpool.workers.shared.queues import FrameError, FrameReader, FrameWriter, PrivateQueue
 
 
 def frames_of(reader: FrameReader) -> list[bytes]:

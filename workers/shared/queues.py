@@ -1,6 +1,7 @@
 """Private queues between the front end and one worker: one producer, one consumer, no lock.
 
-Each queue is a pipe with the framing of a `torch.multiprocessing` SimpleQueue. The front end must
+Each queue is a pipe with the framing of a `torch.multiprocessing` SimpleQueue: a signed 32-bit
+big-endian length, or -1 and an unsigned 64-bit length, then that many bytes. The front end must
 not import torch (3 s and 600 MB), so it reads and writes the descriptors itself and never blocks;
 in the worker the same queue is a `torch.multiprocessing.queue.SimpleQueue`. With one process at
 each end no lock is needed, so a process that is killed cannot leave one locked. Each incarnation of
@@ -9,12 +10,12 @@ a worker gets new queues, which are closed after its exit.
 
 import asyncio
 import os
+import struct
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from multiprocessing.connection import Connection, Pipe
 
-from inferpool.workers.shared.messages import Frames, frame_of
-
+MAX_FRAME_BYTES = 1 << 30
 _READ_BYTES = 1 << 18
 _PIPE_BYTES = 1 << 20
 """Requested pipe size; the kernel may give less once a user has many pipes open."""
@@ -128,6 +129,58 @@ class FrameWriter:
     def _on_writable(self) -> None:
         if self.flush():
             self._loop.remove_writer(self._fd)
+
+
+class FrameError(Exception):
+    """The other end wrote something that is no frame."""
+
+
+def frame_of(body: bytes) -> bytes:
+    """Return a frame for `Frames`, of the kind that `multiprocessing` writes."""
+    return len(body).to_bytes(4, "big") + body
+
+
+class Frames:
+    """Parser of frames; it keeps incomplete ones until the rest arrives."""
+
+    def __init__(self, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
+        self._buffer = bytearray()
+        self._max_frame_bytes = max_frame_bytes
+
+    def feed(self, data: bytes) -> Iterable[bytes]:
+        """Return the frames that are complete now. Use them up before the next call.
+
+        Raises:
+            FrameError: A length is out of bounds.
+        """
+        if not self._buffer and len(data) >= 4 and int.from_bytes(data[:4], "big") == len(data) - 4:
+            return (data[4:],)  # the usual case: exactly one frame
+        return self._cut(data)
+
+    def _cut(self, data: bytes) -> Iterator[bytes]:
+        buffer = self._buffer
+        buffer += data
+        while len(buffer) >= 4:
+            start, length = _parse_head(buffer, self._max_frame_bytes)
+            if length is None or len(buffer) < start + length:
+                return
+            frame = bytes(memoryview(buffer)[start : start + length])
+            del buffer[: start + length]
+            yield frame
+
+
+def _parse_head(buffer: bytearray, max_frame_bytes: int) -> tuple[int, int | None]:
+    """Return the start of the first frame's body, and its length if that has arrived."""
+    (length,) = struct.unpack_from("!i", buffer)
+    start = 4
+    if length == -1:
+        if len(buffer) < 12:
+            return 12, None
+        (length,) = struct.unpack_from("!Q", buffer, 4)
+        start = 12
+    if not 0 <= length <= max_frame_bytes:
+        raise FrameError(f"a frame of {length} bytes")
+    return start, length
 
 
 def _widen(fd: int) -> None:
