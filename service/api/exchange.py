@@ -338,7 +338,7 @@ class Predict:
         return None if name is None else self.models.get(name)
 
     def find_now(self, call: Call) -> ModelEntry | None:
-        """Return the version that computes a call: a canary, if it is the call's turn.
+        """Return the version that computes a call: a canary, if the call is in its share.
 
         Calls that name a version get that one.
         """
@@ -561,7 +561,7 @@ class Exchange(msgspec.Struct, eq=False):
         return self.wire.owner_of(self.call)
 
     def fail(self, error: ServiceError) -> None:
-        """Refuse the call in its turn: its body cannot be read."""
+        """Refuse the call once those before it are answered: its body cannot be read."""
         self.keep_alive = False
         self._refusal = error
         self._let_go()
@@ -737,7 +737,7 @@ class Exchange(msgspec.Struct, eq=False):
         self._answer(reply)
 
     def _refuse_soon(self, error: OverloadedError) -> None:
-        """Refuse the call in this turn, or in a later one if it is still open then."""
+        """Refuse the call in this iteration of the event loop, or in a later one."""
         self._let_go()
         error.__traceback__ = None  # its frames hold the body
 

@@ -306,7 +306,7 @@ class Catalog:
             ending = self._end(version, grace_s)
             task = asyncio.create_task(ending, name=f"unload {version.name}")
             self._leaving[version] = task
-            task.add_done_callback(lambda task: self._note_left(version, task))
+            task.add_done_callback(lambda task: self._record_left(version, task))
             self._on_change()
         return task
 
@@ -346,7 +346,7 @@ class Catalog:
         self._metrics.fold(version.metrics)
         self._announcer.left([slot.id.worker for slot in pool.slots])
 
-    def _note_left(self, version: ModelVersion, task: asyncio.Task[None]) -> None:
+    def _record_left(self, version: ModelVersion, task: asyncio.Task[None]) -> None:
         del self._leaving[version]
         if not task.cancelled() and (error := task.exception()):
             text = "%s: version %d has not left cleanly"

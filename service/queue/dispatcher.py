@@ -367,7 +367,7 @@ class Dispatcher:
         for policy in self.scheduler.policies:
             policy.plan(now)
         if batch[0].is_solo or self._quarantine.recent or ItemError in map(type, done.outcomes):
-            self._suspects.note_answers(batch, done.outcomes)
+            self._suspects.record_answers(batch, done.outcomes)
         self._ledger_of(batch[0]).settle_batch(batch, done, now)
 
     def _arrange(self, now: float) -> None:

@@ -114,7 +114,7 @@ class Pool:
         )
         self.check = check
         self._supervisor = WorkerSupervisor(self.check.start, self, policy, files)
-        self.replacer = Replacer(name, self._supervisor, self._note_successor, self.check.forget)
+        self.replacer = Replacer(name, self._supervisor, self._record_successor, self.check.forget)
 
     @property
     def slots(self) -> Sequence[WorkerSlot]:
@@ -295,7 +295,7 @@ class Pool:
     def on_down(self, slot: WorkerSlot) -> None:
         """Record an end or a failed start."""
         self._started_at.pop(slot.id.worker, None)
-        self._note_ending(slot.id, slot.cause, slot.reason)
+        self._record_ending(slot.id, slot.cause, slot.reason)
         self._expect()
         if slot.state == "failed":
             self._announcer.failed(slot.id.worker, slot.reason)
@@ -320,11 +320,11 @@ class Pool:
         for slot in self.slots:
             slot.config = replace(slot.config, chosen=None, known_split=None)
 
-    def _note_successor(self, predecessor: WorkerId) -> None:
+    def _record_successor(self, predecessor: WorkerId) -> None:
         self.dispatcher.metrics.restarts["asked"] += 1
-        self._note_ending(predecessor, "asked", "its successor took over")
+        self._record_ending(predecessor, "asked", "its successor took over")
 
-    def _note_ending(self, id: WorkerId, cause: Cause, reason: str) -> None:
+    def _record_ending(self, id: WorkerId, cause: Cause, reason: str) -> None:
         self.endings.append(EndedIncarnation(id=id, time=time.time(), cause=cause, reason=reason))
 
     def _tell_speed(self, slot: WorkerSlot, speed: SpeedReport) -> None:

@@ -131,12 +131,12 @@ class Quarantine:
         """Return whether a worker died with an input that has not succeeded alone since."""
         return self._suspects.may_have(input, now) and input.mark() in self._suspects.entries
 
-    def note_death(self, input: InputContent, now: float) -> None:
+    def record_death(self, input: InputContent, now: float) -> None:
         """Suspect an input after a worker died with it and others."""
         if not self._is_in_doubt:
             self._suspects.put(input.mark(), input, 1, now)
 
-    def note_death_alone(
+    def record_death_alone(
         self, input: InputContent, num_crashes: int, now: float
     ) -> tuple[int, str]:
         """Judge an input after a worker died with it and nothing else.
@@ -174,9 +174,9 @@ class Quarantine:
 
     def add(self, input: InputContent, now: float) -> None:
         """Quarantine an input that has killed the decoders of a worker."""
-        self.note_death_alone(input, MAX_CRASHES - 1, now)
+        self.record_death_alone(input, MAX_CRASHES - 1, now)
 
-    def note_success(self) -> None:
+    def record_success(self) -> None:
         """Record that a batch has succeeded, so workers do not die of every input."""
         self.recent.clear()
 
@@ -237,11 +237,11 @@ class Suspects:
         for instance in batch:
             input = self._input_of(instance)
             if not instance.is_solo:
-                self._quarantine.note_death(input, now)
+                self._quarantine.record_death(input, now)
                 instance.num_crashes = 1
                 instance.is_solo = True
                 continue
-            instance.num_crashes, digest = self._quarantine.note_death_alone(
+            instance.num_crashes, digest = self._quarantine.record_death_alone(
                 input, instance.num_crashes, now
             )
             if instance.num_crashes >= MAX_CRASHES:
@@ -255,7 +255,7 @@ class Suspects:
                 )
         return has_quarantined
 
-    def note_answers(self, batch: Sequence[Instance], outcomes: Sequence[Outcome]) -> None:
+    def record_answers(self, batch: Sequence[Instance], outcomes: Sequence[Outcome]) -> None:
         """Clear the suspicion against an input that has come back alone with an answer.
 
         An input that decoders have died of goes into quarantine.
@@ -268,7 +268,7 @@ class Suspects:
         if batch[0].is_solo and not isinstance(outcomes[0], ItemError):
             quarantine.clear(self._input_of(batch[0]))
         if quarantine.recent and not all(isinstance(each, ItemError) for each in outcomes):
-            quarantine.note_success()
+            quarantine.record_success()
 
     def refusal(self, instance: Instance) -> QuarantinedError | None:
         """Return the error of an admitted instance if its input was quarantined meanwhile."""

@@ -60,18 +60,18 @@ class Shares:
             self.give_back(owner)
 
     @asynccontextmanager
-    async def turn(self, owner: str) -> AsyncIterator[None]:
+    async def place_in_line(self, owner: str) -> AsyncIterator[None]:
         """Wait for a place, and hold it. The waiting owner that has the fewest is next."""
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(owner, deque()).append(turn)
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(owner, deque()).append(waiter)
         self._serve()
         try:
-            await turn
+            await waiter
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
+            if waiter.done() and not waiter.cancelled():
                 self.give_back(owner)
             else:
-                self._forget(owner, turn)
+                self._forget(owner, waiter)
             raise
         try:
             yield
@@ -95,19 +95,19 @@ class Shares:
         """Give places to waiting owners, as long as any may have one."""
         while waiting := [owner for owner in self._waiting if self.may_take(owner)]:
             owner = min(waiting, key=self._held.__getitem__)
-            turns = self._waiting.pop(owner)
-            turn = turns.popleft()
-            if turns:
-                self._waiting[owner] = turns
-            if not turn.done():  # else it was cancelled
+            line = self._waiting.pop(owner)
+            waiter = line.popleft()
+            if line:
+                self._waiting[owner] = line
+            if not waiter.done():  # else it was cancelled
                 self.take(owner)
-                turn.set_result(None)
+                waiter.set_result(None)
 
-    def _forget(self, owner: str, turn: "asyncio.Future[None]") -> None:
-        turns = self._waiting.get(owner)
-        if turns is not None and turn in turns:
-            turns.remove(turn)
-            if not turns:
+    def _forget(self, owner: str, waiter: "asyncio.Future[None]") -> None:
+        line = self._waiting.get(owner)
+        if line is not None and waiter in line:
+            line.remove(waiter)
+            if not line:
                 del self._waiting[owner]
 
     def _error(self, owner: str, retry_after_s: int) -> OverloadedError:

@@ -271,11 +271,11 @@ class RandomSchedule:
         lost = [instance for instance in self.payloads if any(instance.ref is ref for ref in refs)]
         was_alone = any(instance.is_solo for instance in lost)
         worker.perish(started=started)
-        self.loop.call_soon(self.note_death, lost, was_alone)  # when the dispatcher hears of it
+        self.loop.call_soon(self.record_death, lost, was_alone)  # when the dispatcher hears of it
         if was_idle:
             self.dispatcher.detach(worker)  # as the pool does
 
-    def note_death(self, lost: "Sequence[Instance]", was_alone: bool) -> None:
+    def record_death(self, lost: "Sequence[Instance]", was_alone: bool) -> None:
         """Remember the inputs that were in the batch when its worker died."""
         self.seen["nobody waited"] += was_alone and lost[0].cancelled()
         if was_alone:

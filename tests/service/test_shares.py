@@ -327,7 +327,7 @@ async def test_who_has_least_is_served_first() -> None:
     shares, order = Shares(2, 1.0, "things"), list[str]()
 
     async def work(owner: str) -> None:
-        async with shares.turn(owner):
+        async with shares.place_in_line(owner):
             order.append(owner)
             await asyncio.sleep(0)
 
@@ -337,7 +337,7 @@ async def test_who_has_least_is_served_first() -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
     assert order == ["ann", "ann", "ben", "ann"]
     assert shares.num == 0
-    async with asyncio.timeout(MOST_S), shares.turn("ann"), shares.turn("ann"):
+    async with asyncio.timeout(MOST_S), shares.place_in_line("ann"), shares.place_in_line("ann"):
         pass
 
 

@@ -18,8 +18,8 @@ from inferpool.models.errors import ModelError
 from inferpool.models.spec import Placement
 from inferpool.models.texts import described
 from inferpool.workers.decoders.ring import (
+    DecoderReady,
     FromDecoder,
-    Greeting,
     Refused,
     RingLayout,
     SlotFilled,
@@ -51,7 +51,7 @@ _decode = msgspec.msgpack.Decoder(Task).decode
 
 def main(
     config: WorkerConfig,
-    seat: int,
+    number: int,
     tasks: Connection,
     answers: Connection,
     outbox: WorkerQueue,
@@ -64,7 +64,7 @@ def main(
 
     Args:
         config: Configuration of its worker; `decode` is how to decode: "exact" or "fast".
-        seat: Its number among the decoders of its worker.
+        number: Its number among the decoders of its worker.
         tasks: Tasks from the worker; their end is the order to leave.
         answers: Answers to the worker.
         outbox: Messages to the front end.
@@ -84,9 +84,9 @@ def main(
         model.decode = "fast" if config.decode == "fast" else "exact"
         with torch.inference_mode():
             digest, _ = digest_of(model, decodable(model))
-    worker = DecoderLoop(model, config, seat, arena, ring, layout, heartbeat)
+    worker = DecoderLoop(model, config, number, arena, ring, layout, heartbeat)
     try:
-        _write(answers.fileno(), Greeting(digest))
+        _write(answers.fileno(), DecoderReady(digest))
         heartbeat.progressed()  # the front end need not wait for it any more
         with torch.inference_mode():
             worker.run(tasks.fileno(), answers.fileno())
@@ -108,7 +108,7 @@ class DecoderLoop:
         self,
         model: Model,
         config: WorkerConfig,
-        seat: int,
+        number: int,
         arena: mmap,
         ring: mmap,
         layout: RingLayout,
@@ -116,7 +116,7 @@ class DecoderLoop:
     ) -> None:
         self._model = model
         self._errors = PreprocessErrors(model, config.error_detail)
-        self._seat = seat
+        self._number = number
         self._arena = memoryview(arena)
         self._ring = memoryview(ring)
         self._at_work_on = memoryview(ring)[: layout.start].cast("Q")
@@ -129,7 +129,7 @@ class DecoderLoop:
         while data := os.read(tasks_fd, _READ_BYTES):
             for frame in frames.feed(data):
                 task = _decode(frame)
-                self._at_work_on[self._seat] = task.id
+                self._at_work_on[self._number] = task.id
                 self._heartbeat.received(task.id)
                 answer = self._answer(task)
                 _write(answers_fd, answer)

@@ -73,8 +73,8 @@ class DecoderHost:
         self._starter = starter
         self._on_gone = on_gone
         self._periods = starter.periods
-        self._door, self.worker_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._door.setblocking(False)
+        self._control, self.worker_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.setblocking(False)
         self._ring: SharedMemory | None = None
         self._keeping: list[Task[None]] = []
         self._living: dict[int, RankProcess] = {}
@@ -96,9 +96,9 @@ class DecoderHost:
         if not said or self.is_ending:
             return 0
         plan = msgspec.msgpack.decode(said, type=DecodingPlan)
-        num_seats = self._config.decoders
+        num_decoders = self._config.decoders
         layout = RingLayout(
-            num_seats=num_seats, num_slots=plan.num_slots, slot_bytes=plan.slot_bytes
+            num_decoders=num_decoders, num_slots=plan.num_slots, slot_bytes=plan.slot_bytes
         )
         try:
             self._ring = SharedMemory(layout.num_bytes, name="ring", writable=True)
@@ -107,9 +107,9 @@ class DecoderHost:
             logger.error("%s gets no decoders: %s", self._id, error)
             return 0
         config = replace(self._config, decode=ready.speed.decode)
-        for seat in range(num_seats):
+        for number in range(num_decoders):
             keeping = asyncio.create_task(
-                self._keep(seat, config, layout), name=f"decoder {seat} of {self._id}"
+                self._keep(number, config, layout), name=f"decoder {number} of {self._id}"
             )
             self._keeping.append(keeping)
             keeping.add_done_callback(self._on_unkept)
@@ -137,20 +137,20 @@ class DecoderHost:
         """Return the state of those that run."""
         return [
             DecoderHealth(
-                number=seat,
+                number=number,
                 pid=decoder.pid,
                 rss_bytes=decoder.rss_bytes,
                 num_decoded=decoder.heartbeat.num_batches,
-                restarts=self._num_starts[seat] - 1,
+                restarts=self._num_starts[number] - 1,
             )
-            for seat, decoder in sorted(self._living.items())
+            for number, decoder in sorted(self._living.items())
         ]
 
-    async def _keep(self, seat: int, config: WorkerConfig, layout: RingLayout) -> None:
+    async def _keep(self, number: int, config: WorkerConfig, layout: RingLayout) -> None:
         """Run one decoder after the other."""
         while True:
             try:
-                life = _DecoderLife(self._id, seat, self._starter.oom_kills, self._periods)
+                life = _DecoderLife(self._id, number, self._starter.oom_kills, self._periods)
             except (SharedMemoryError, OSError) as error:
                 logger.warning("%s: no decoder can be started: %s", self._id, error)
                 await asyncio.sleep(self._periods.max_decoder_pause_s)
@@ -158,7 +158,7 @@ class DecoderHost:
             try:
                 await self._run(life, config, layout)
             finally:
-                self._living.pop(seat, None)
+                self._living.pop(number, None)
                 life.close()
             await asyncio.sleep(self._pause_s())
 
@@ -171,8 +171,8 @@ class DecoderHost:
             logger.warning("%s: a decoder could not be started: %s", self._id, error)
             self._num_idle_deaths += 1
             return
-        self._living[life.seat] = life.process
-        self._num_starts[life.seat] += 1
+        self._living[life.number] = life.process
+        self._num_starts[life.number] += 1
         try:
             life.introduce(self._tell)
             await life.ended(config.load_timeout_s)
@@ -182,7 +182,7 @@ class DecoderHost:
             logger.warning("%s cannot be told of a decoder: %s", self._id, error)
         finally:
             await life.kill()
-        self._note_end(life)
+        self._record_end(life)
 
     async def _start_fully(
         self, life: "_DecoderLife", config: WorkerConfig, layout: RingLayout
@@ -201,7 +201,7 @@ class DecoderHost:
                 await life.kill()
             raise
 
-    def _note_end(self, life: "_DecoderLife") -> None:
+    def _record_end(self, life: "_DecoderLife") -> None:
         has_worked = life.process.heartbeat.last_received > 0
         self._num_idle_deaths = 0 if has_worked else self._num_idle_deaths + 1
         self._deaths.append(time.monotonic())
@@ -223,7 +223,7 @@ class DecoderHost:
         return pauses.pause_s(len(self._deaths))
 
     def _tell(self, message: NewRing | NewDecoder, fds: list[int]) -> None:
-        socket.send_fds(self._door, [msgspec.msgpack.encode(message)], fds)
+        socket.send_fds(self._control, [msgspec.msgpack.encode(message)], fds)
 
     def _on_unkept(self, keeping: Task[None]) -> None:
         self._keeping.remove(keeping)
@@ -234,7 +234,7 @@ class DecoderHost:
     def _settle(self) -> None:
         if self.is_gone:
             self.worker_end.close()
-            self._door.close()
+            self._control.close()
             if self._ring is not None:
                 self._ring.close()
                 self._ring = None
@@ -245,7 +245,7 @@ class _DecoderLife:
     """One decoder, from before its start until its exit is confirmed."""
 
     def __init__(
-        self, id: WorkerId, seat: int, oom_kills: OomKills, periods: WorkerPeriods
+        self, id: WorkerId, number: int, oom_kills: OomKills, periods: WorkerPeriods
     ) -> None:
         """Create the memory and the pipes that it will use.
 
@@ -253,9 +253,9 @@ class _DecoderLife:
             SharedMemoryError: There is too little memory.
             OSError: There are too few descriptors.
         """
-        self.seat = seat
+        self.number = number
         self.process = RankProcess(
-            id, seat, oom_kills, is_alone=False, kind="decoder", periods=periods
+            id, number, oom_kills, is_alone=False, kind="decoder", periods=periods
         )
         self.reason = ""
         self._gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -277,7 +277,7 @@ class _DecoderLife:
         process = self.process
         ends = (self._tasks[0], self._answers[1], process.outbox)
         shared = (starter.arena, ring, layout, process.heartbeat.memory)
-        args = (process.stacks, _MAIN, config, self.seat, *ends, *shared)
+        args = (process.stacks, _MAIN, config, self.number, *ends, *shared)
         process.attach(await starter.start(run_main, process.name, args), self)
 
     def introduce(self, tell: Callable[[NewDecoder, list[int]], None]) -> None:
@@ -289,7 +289,7 @@ class _DecoderLife:
         process_fd = os.pidfd_open(self.process.pid)
         try:
             fds = [self._tasks[1].fileno(), self._answers[0].fileno(), process_fd]
-            tell(NewDecoder(self.seat, self.process.pid), fds)
+            tell(NewDecoder(self.number, self.process.pid), fds)
         finally:
             os.close(process_fd)
             self._close_pipes()

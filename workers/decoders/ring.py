@@ -37,7 +37,7 @@ class Task(msgspec.Struct, frozen=True, array_like=True, gc=False):
     ref: ItemRef
 
 
-class Greeting(msgspec.Struct, frozen=True, array_like=True, tag="greeting", gc=False):
+class DecoderReady(msgspec.Struct, frozen=True, array_like=True, tag="ready", gc=False):
     """Decoder to worker, first of all: what it makes of the model's samples."""
 
     digest: bytes
@@ -63,7 +63,7 @@ class Unfit(msgspec.Struct, frozen=True, array_like=True, tag="unfit", gc=False)
     id: int
 
 
-FromDecoder = Greeting | SlotFilled | Refused | Unfit
+FromDecoder = DecoderReady | SlotFilled | Refused | Unfit
 
 
 class DecodingPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -85,11 +85,11 @@ class NewDecoder(msgspec.Struct, frozen=True, array_like=True, tag="decoder", gc
     It comes with three descriptors: the pipe for tasks, the pipe for answers, and the process.
     """
 
-    seat: int
+    number: int
     pid: int
 
 
-ToDoor = NewRing | NewDecoder
+ControlMessage = NewRing | NewDecoder
 """Messages to a worker through the socket that also carries descriptors."""
 
 
@@ -97,7 +97,7 @@ ToDoor = NewRing | NewDecoder
 class RingLayout:
     """Places in a ring."""
 
-    num_seats: int
+    num_decoders: int
     """Decoders that may write to it."""
     num_slots: int
     slot_bytes: int
@@ -105,7 +105,7 @@ class RingLayout:
     @property
     def start(self) -> int:
         """Bytes before the first slot, which are whole pages."""
-        return -(-8 * self.num_seats // mmap.PAGESIZE) * mmap.PAGESIZE
+        return -(-8 * self.num_decoders // mmap.PAGESIZE) * mmap.PAGESIZE
 
     @property
     def num_bytes(self) -> int:

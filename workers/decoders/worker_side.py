@@ -27,13 +27,21 @@ from inferpool.models.accelerator.failures import raised
 from inferpool.models.base import Model
 from inferpool.models.texts import described
 from inferpool.models.warm_sizes import largest_batch
+from inferpool.workers.decoders.connections import (
+    DecoderConnection,
+    DecoderJob,
+    Decoding,
+    Found,
+    MoreWork,
+)
 from inferpool.workers.decoders.ring import (
     MAX_RING_BYTES,
     SLOT_ALIGNMENT,
     TASKS_AT_ONCE,
+    ControlMessage,
+    DecoderReady,
     DecodingPlan,
     FromDecoder,
-    Greeting,
     NewDecoder,
     NewRing,
     Refused,
@@ -41,10 +49,8 @@ from inferpool.workers.decoders.ring import (
     RingRuns,
     SlotFilled,
     Task,
-    ToDoor,
     is_short,
 )
-from inferpool.workers.decoders.seats import DecoderJob, DecoderSeat, Decoding, Found, MoreWork
 from inferpool.workers.decoders.slots import decodable, digest_of, pin_ring, view_in
 from inferpool.workers.inside.preparing import Prepared
 from inferpool.workers.inside.process import BatchReceiver, PreparedBatches
@@ -75,19 +81,19 @@ _LEAST_TIMEOUT_S = 10.0
 _USUAL_BATCH = 64
 """Instances of a batch that there are slots for at least: on CPUs batches may grow to it."""
 _READ_BYTES = 1 << 16
-_DOOR_BYTES = 1 << 10
+_CONTROL_BYTES = 1 << 10
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(FromDecoder).decode
-_decode_door = msgspec.msgpack.Decoder(ToDoor).decode
+_decode_control = msgspec.msgpack.Decoder(ControlMessage).decode
 
 
 class DecodedBatches:
     """Source of batches that decoders prepare, and begin with while others are finished."""
 
-    def __init__(self, receiver: BatchReceiver, crew: "DecoderCrew") -> None:
+    def __init__(self, receiver: BatchReceiver, decoders: "Decoders") -> None:
         self._receiver = receiver
         self._preparer = receiver.computer.preparer
-        self._crew = crew
+        self._decoders = decoders
         self._begun: deque[tuple[Prepared, Decoding | None] | None] = deque()
         """Batches that have arrived, and the sentinel."""
         self._more = MoreWork(receiver.inbox.fileno(), self._begin_next)
@@ -105,7 +111,7 @@ class DecodedBatches:
             return begun and begun[0]
         prepared, decoding = begun
         # There may be slots by now. If not for all, the threads prepare the others.
-        decoding = decoding or self._crew.begin(prepared.refs, in_part=True)
+        decoding = decoding or self._decoders.begin(prepared.refs, in_part=True)
         if decoding is None:
             return self._preparer.prepare(prepared)
         prepared.release = decoding.release
@@ -124,7 +130,7 @@ class DecodedBatches:
             self._more.is_over = True
             self._begun.append(None)
         else:
-            decoding = None if batch.is_canary else self._crew.begin(batch.refs)
+            decoding = None if batch.is_canary else self._decoders.begin(batch.refs)
             self._begun.append((batch, decoding))
 
     def _preprocess(self, decoding: Decoding, prepared: Prepared) -> None:
@@ -135,12 +141,12 @@ class DecodedBatches:
         self._preparer.preprocess(prepared, decoding.others)
 
 
-class DecoderCrew:
+class Decoders:
     """The decoders of this worker, in the thread that prepares."""
 
     def __init__(
         self,
-        door: socket.socket,
+        control: socket.socket,
         layout: RingLayout,
         digest: bytes,
         *,
@@ -151,7 +157,7 @@ class DecoderCrew:
         """Expect decoders on a socket.
 
         Args:
-            door: Socket that announces the ring and each decoder.
+            control: Socket that announces the ring and each decoder.
             layout: Places in the ring.
             digest: Digest of what this worker makes of the model's samples: see `digest_of`.
             task_timeout_s: Seconds after which a decoder counts as hung.
@@ -159,8 +165,8 @@ class DecoderCrew:
             on_progress: Called when a decoder has died with tasks: to do these again takes time
                 that the batch is not to blame for.
         """
-        door.setblocking(False)
-        self._door: socket.socket | None = door
+        control.setblocking(False)
+        self._control: socket.socket | None = control
         self._layout = layout
         self._digest = digest
         self._task_timeout_s = task_timeout_s
@@ -171,7 +177,7 @@ class DecoderCrew:
         self._slots: Tensor | None = None
         self._at_work_on: memoryview | None = None
         self._runs = RingRuns(layout.num_slots)
-        self._seats: dict[int, DecoderSeat] = {}
+        self._connections: dict[int, DecoderConnection] = {}
         """Decoders by the descriptors of their answers and of their processes."""
         self._waiting: deque[DecoderJob] = deque()
         self.released: deque[Decoding] = deque()
@@ -181,7 +187,7 @@ class DecoderCrew:
         """Time until which decoders are waited for if there is none: in here the instance, or one
         like it, would kill the worker."""
         self._poll = select.poll()
-        self._poll.register(door, select.POLLIN)
+        self._poll.register(control, select.POLLIN)
 
     @property
     def plan(self) -> DecodingPlan:
@@ -191,7 +197,7 @@ class DecoderCrew:
     @property
     def num_ready(self) -> int:
         """Decoders that accept tasks."""
-        return sum(seat.is_greeted and not seat.killed_at for seat in self._living())
+        return sum(decoder.is_ready and not decoder.killed_at for decoder in self._living())
 
     def begin(self, refs: Sequence[ItemRef], in_part: bool = False) -> Decoding | None:
         """Send decoders what they can prepare of a batch; return None if that is nothing now.
@@ -229,42 +235,42 @@ class DecoderCrew:
 
     def _attend(self, timeout_s: float) -> None:
         """Wait until something happens, and handle it."""
-        has_visitor = False
+        has_control = False
         for fd, _ in self._poll.poll(timeout_s * 1000):
-            if self._door is not None and fd == self._door.fileno():
-                has_visitor = True
-            elif (seat := self._seats.get(fd)) is not None:
-                if fd == seat.process_fd:
-                    self._bury(seat)
+            if self._control is not None and fd == self._control.fileno():
+                has_control = True
+            elif (decoder := self._connections.get(fd)) is not None:
+                if fd == decoder.process_fd:
+                    self._on_exit(decoder)
                 else:
-                    self._listen(seat)
-        if has_visitor:  # last, since a newcomer may get descriptors that were closed just now
-            self._open_door()
-        self._forgive()
+                    self._listen(decoder)
+        if has_control:  # last, since a new decoder may get descriptors that were closed just now
+            self._read_control()
+        self._discount_pause()
         self._end_hung()
         self._feed()
 
-    def _forgive(self) -> None:
+    def _discount_pause(self) -> None:
         """Extend all deadlines by time without looks, such as a pause of the whole host."""
         now = time.monotonic()
         pause_s = now - self._looked_at - _LATE * self._look_s
         self._looked_at = now
         if pause_s > 0:
             self._comeback_due += pause_s
-            for seat in self._living():
-                seat.due += pause_s
+            for decoder in self._living():
+                decoder.due += pause_s
 
     def _has_room(self) -> bool:
-        return any(seat.has_room for seat in self._living())
+        return any(decoder.has_room for decoder in self._living())
 
-    def _living(self) -> Iterator[DecoderSeat]:
-        return (seat for fd, seat in self._seats.items() if fd == seat.process_fd)
+    def _living(self) -> Iterator[DecoderConnection]:
+        return (decoder for fd, decoder in self._connections.items() if fd == decoder.process_fd)
 
     def _patience_s(self) -> float:
         """Return the most seconds to wait for an event."""
         now = time.monotonic()
-        dues = [seat.due for seat in self._living() if seat.jobs and not seat.killed_at]
-        dues += [due for seat in self._living() if now < (due := seat.killed_at + _EXIT_S)]
+        dues = [decoder.due for decoder in self._living() if decoder.jobs and not decoder.killed_at]
+        dues += [due for decoder in self._living() if now < (due := decoder.killed_at + _EXIT_S)]
         dues += [self._comeback_due] if self._waiting and now < self._comeback_due else []
         return max(0.0, min(due - now for due in (now + self._look_s, *dues))) + 0.001
 
@@ -273,9 +279,9 @@ class DecoderCrew:
         waiting, now = self._waiting, time.monotonic()
         self._skip_late(now)
         for most in range(1, TASKS_AT_ONCE + 1):
-            for seat in self._living():
-                if waiting and seat.has_room and len(seat.jobs) < most:
-                    self._give(seat, waiting.popleft())
+            for decoder in self._living():
+                if waiting and decoder.has_room and len(decoder.jobs) < most:
+                    self._give(decoder, waiting.popleft())
                     self._skip_late(now)
         if waiting and not self.num_ready:
             self._take_back()
@@ -287,19 +293,21 @@ class DecoderCrew:
             job = waiting.popleft()
             job.decoding.found[job.index] = None  # the worker answers that it is late
 
-    def _give(self, seat: DecoderSeat, job: DecoderJob) -> None:
+    def _give(self, decoder: DecoderConnection, job: DecoderJob) -> None:
         decoding = job.decoding
         id, self._next_id = self._next_id, self._next_id + 1
         body = _encode(Task(id, decoding.run[job.index], decoding.refs[job.index]))
-        if not seat.jobs:
-            seat.due = time.monotonic() + self._task_timeout_s
-        seat.jobs[id] = job
+        if not decoder.jobs:
+            decoder.due = time.monotonic() + self._task_timeout_s
+        decoder.jobs[id] = job
         decoding.num_writers += 1
         try:
-            os.write(seat.tasks_fd, frame_of(body))
+            os.write(decoder.tasks_fd, frame_of(body))
         except BlockingIOError:
-            logger.error("decoder %d answers tasks that it has not read; killing it", seat.number)
-            seat.kill()
+            logger.error(
+                "decoder %d answers tasks that it has not read; killing it", decoder.number
+            )
+            decoder.kill()
         except BrokenPipeError:
             pass  # its end will be seen
 
@@ -311,29 +319,29 @@ class DecoderCrew:
             job.decoding.found[job.index] = None
         self._waiting.clear()
 
-    def _listen(self, seat: DecoderSeat) -> None:
+    def _listen(self, decoder: DecoderConnection) -> None:
         try:
-            data = os.read(seat.answers_fd, _READ_BYTES)
+            data = os.read(decoder.answers_fd, _READ_BYTES)
             if not data:
-                self._poll.unregister(seat.answers_fd)
-                seat.kill()
+                self._poll.unregister(decoder.answers_fd)
+                decoder.kill()
                 return
-            for frame in seat.frames.feed(data):
-                self._take(seat, _decode(frame))
+            for frame in decoder.frames.feed(data):
+                self._take(decoder, _decode(frame))
         except Exception as error:  # only the decoder is to blame, for any message
-            logger.error("decoder %d wrote an invalid message: %s", seat.number, error)
-            self._poll.unregister(seat.answers_fd)
-            seat.kill()
+            logger.error("decoder %d wrote an invalid message: %s", decoder.number, error)
+            self._poll.unregister(decoder.answers_fd)
+            decoder.kill()
 
-    def _take(self, seat: DecoderSeat, message: FromDecoder) -> None:
-        if isinstance(message, Greeting):
-            if seat.is_greeted:
-                raise ValueError("it greets again")
+    def _take(self, decoder: DecoderConnection, message: FromDecoder) -> None:
+        if isinstance(message, DecoderReady):
+            if decoder.is_ready:
+                raise ValueError("it has reported its start before")
             if message.digest != self._digest:
                 raise ValueError("it does not prepare the model's samples as this worker does")
-            seat.is_greeted = True
+            decoder.is_ready = True
             return
-        job = seat.jobs.get(message.id)
+        job = decoder.jobs.get(message.id)
         if job is None:
             raise ValueError(f"an answer to task {message.id}, which it does not hold")
         found: Found = None
@@ -343,38 +351,39 @@ class DecoderCrew:
             found = {header.name: view_in(row, header) for header in message.headers}
         elif isinstance(message, Refused):
             found = message.error
-        self._settle(seat, message.id, found)
-        seat.due = time.monotonic() + self._task_timeout_s
+        self._settle(decoder, message.id, found)
+        decoder.due = time.monotonic() + self._task_timeout_s
 
-    def _settle(self, seat: DecoderSeat, id: int, found: Found) -> None:
-        job = seat.jobs.pop(id)
+    def _settle(self, decoder: DecoderConnection, id: int, found: Found) -> None:
+        job = decoder.jobs.pop(id)
         job.decoding.num_writers -= 1
         job.decoding.found.setdefault(job.index, found)
 
     def _end_hung(self) -> None:
         """Kill decoders with a task that takes too long; give up those that do not exit."""
         now = time.monotonic()
-        for seat in self._living():
-            if not seat.killed_at and seat.jobs and now > seat.due:
+        for decoder in self._living():
+            if not decoder.killed_at and decoder.jobs and now > decoder.due:
                 text = "decoder %d hung: a task ran for more than %g s; killing it"
-                logger.error(text, seat.number, self._task_timeout_s)
-                seat.kill()
-            elif seat.killed_at and now > seat.killed_at + _EXIT_S:
-                for job in seat.jobs.values():  # it may still write to their slots, which stay lost
+                logger.error(text, decoder.number, self._task_timeout_s)
+                decoder.kill()
+            elif decoder.killed_at and now > decoder.killed_at + _EXIT_S:
+                # It may still write to the slots of its tasks, which stay lost.
+                for job in decoder.jobs.values():
                     job.decoding.found.setdefault(job.index, None)
 
-    def _bury(self, seat: DecoderSeat) -> None:
+    def _on_exit(self, decoder: DecoderConnection) -> None:
         """Queue the tasks of a decoder again, once its exit is certain."""
-        self._drain(seat)
-        for fd in (seat.answers_fd, seat.process_fd):
+        self._drain(decoder)
+        for fd in (decoder.answers_fd, decoder.process_fd):
             with contextlib.suppress(KeyError):
                 self._poll.unregister(fd)
-            del self._seats[fd]
-        seat.close()
+            del self._connections[fd]
+        decoder.close()
         assert self._at_work_on is not None
-        begun = self._at_work_on[seat.number]
-        oldest = next(iter(seat.jobs), 0)
-        for id, job in reversed(seat.jobs.items()):
+        begun = self._at_work_on[decoder.number]
+        oldest = next(iter(decoder.jobs), 0)
+        for id, job in reversed(decoder.jobs.items()):
             job.decoding.num_writers -= 1
             if id == oldest != begun:
                 job.num_unbegun += 1
@@ -382,16 +391,16 @@ class DecoderCrew:
                 self._blame(job)
             elif job.index not in job.decoding.found:
                 self._waiting.appendleft(job)
-        if seat.jobs:
-            seat.jobs = {}
+        if decoder.jobs:
+            decoder.jobs = {}
             self._on_progress()
 
-    def _drain(self, seat: DecoderSeat) -> None:
+    def _drain(self, decoder: DecoderConnection) -> None:
         """Read what a decoder has answered before its end; its pipe never blocks then."""
-        is_read = seat.answers_fd in self._seats and not seat.killed_at
-        while is_read and select.select([seat.answers_fd], [], [], 0)[0]:
-            self._listen(seat)
-            is_read = not seat.killed_at
+        is_read = decoder.answers_fd in self._connections and not decoder.killed_at
+        while is_read and select.select([decoder.answers_fd], [], [], 0)[0]:
+            self._listen(decoder)
+            is_read = not decoder.killed_at
 
     def _blame(self, job: DecoderJob) -> None:
         """Try an instance again that a decoder died of, or fail it."""
@@ -417,16 +426,16 @@ class DecoderCrew:
             else:
                 self.released.append(decoding)
 
-    def _open_door(self) -> None:
+    def _read_control(self) -> None:
         """Accept the ring and all decoders that wait."""
-        while self._door is not None and self._let_in(self._door):
+        while self._control is not None and self._take_control(self._control):
             pass
 
-    def _let_in(self, door: socket.socket) -> bool:
+    def _take_control(self, control: socket.socket) -> bool:
         """Accept the ring or a decoder; return False if none waits."""
         try:
             data, fds, _, _ = socket.recv_fds(
-                door, _DOOR_BYTES, 3, socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
+                control, _CONTROL_BYTES, 3, socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
             )
         except BlockingIOError:
             return False
@@ -434,20 +443,20 @@ class DecoderCrew:
             logger.error("no decoder can be taken in: %s", error)
             return False
         if not data:
-            self._poll.unregister(door)
-            door.close()
-            self._door = None
+            self._poll.unregister(control)
+            control.close()
+            self._control = None
             return False
-        match _decode_door(data), fds:
+        match _decode_control(data), fds:
             case NewRing(num_bytes=num_bytes), [fd]:
                 self._map(fd, num_bytes)
-            case NewDecoder(seat=number, pid=pid), [tasks_fd, answers_fd, process_fd] if (
+            case NewDecoder(number=number, pid=pid), [tasks_fd, answers_fd, process_fd] if (
                 self._slots is not None
             ):
                 os.set_blocking(tasks_fd, False)
-                seat = DecoderSeat(number, pid, tasks_fd, answers_fd, process_fd)
+                decoder = DecoderConnection(number, pid, tasks_fd, answers_fd, process_fd)
                 for fd in (answers_fd, process_fd):
-                    self._seats[fd] = seat
+                    self._connections[fd] = decoder
                     self._poll.register(fd, select.POLLIN)
             case _:  # there were too few descriptors, for it or for the ring
                 logger.error("a decoder cannot be taken in: too few descriptors (ulimit -n)")
@@ -468,21 +477,21 @@ class DecoderCrew:
 
 
 def decoded_batches(
-    config: WorkerConfig, receiver: BatchReceiver, door: socket.socket
+    config: WorkerConfig, receiver: BatchReceiver, control: socket.socket
 ) -> tuple[PreparedBatches, bytes]:
     """Return where batches come from if decoders prepare them, and their plan for the host.
 
     See `AttachBatches`. The plan is empty if decoders cannot prepare the instances of this model.
     """
-    crew = crew_for(config, receiver.computer.model, door, receiver.heartbeat.progressed)
-    if crew is None:
+    decoders = decoders_for(config, receiver.computer.model, control, receiver.heartbeat.progressed)
+    if decoders is None:
         return receiver, b""
-    return DecodedBatches(receiver, crew), _encode(crew.plan)
+    return DecodedBatches(receiver, decoders), _encode(decoders.plan)
 
 
-def crew_for(
-    config: WorkerConfig, model: Model, door: socket.socket, on_progress: Callable[[], None]
-) -> DecoderCrew | None:
+def decoders_for(
+    config: WorkerConfig, model: Model, control: socket.socket, on_progress: Callable[[], None]
+) -> Decoders | None:
     """Return the decoders of a loaded model; None if they cannot prepare its instances."""
     if not model.prepares_apart or model.decode not in ("exact", "fast"):
         return None  # its pictures may be decoded on the device
@@ -505,10 +514,10 @@ def crew_for(
     num_slots = min(wanted, (MAX_RING_BYTES - mmap.PAGESIZE) // slot_bytes)
     if num_slots < 1:
         return None
-    layout = RingLayout(num_seats=config.decoders, num_slots=num_slots, slot_bytes=slot_bytes)
+    layout = RingLayout(num_decoders=config.decoders, num_slots=num_slots, slot_bytes=slot_bytes)
     timeout_s = _SHARE_OF_TIMEOUT * (config.batch_timeout_s or _LEAST_TIMEOUT_S)
-    return DecoderCrew(
-        door,
+    return Decoders(
+        control,
         layout,
         digest,
         task_timeout_s=timeout_s,

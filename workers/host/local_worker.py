@@ -345,7 +345,7 @@ class Carrier:
         now = time.monotonic()
         held.remove(done.id, now)
         if future is None:
-            if self.canary.note(done):
+            if self.canary.record(done):
                 self.proven_at = now
             return True
         if not all(isinstance(outcome, ItemError) for outcome in outcomes):
@@ -435,7 +435,7 @@ class Canary:
         """True if several in a row have failed: a new incarnation may do better."""
         return self._num_failures >= _MAX_FAILURES
 
-    def note(self, done: BatchDone) -> bool:
+    def record(self, done: BatchDone) -> bool:
         """Count the answer to a canary; return True if it is a good one."""
         took_s = done.prepare_s + done.compute_s
         self.limit_s = min(self._batch_timeout_s, max(self._patience_s, took_s * _CANARY_SLOWER))
@@ -502,7 +502,7 @@ class HeldBatches:
         self.patience_s = patience_s
         self._num_at_once = num_at_once
         self._batches: dict[int, HeldBatch] = {}
-        self._oldest_since = self._forgiven_at = self._answered_at = 0.0
+        self._oldest_since = self._paused_at = self._answered_at = 0.0
 
     def __len__(self) -> int:
         """Return the number of batches."""
@@ -542,7 +542,7 @@ class HeldBatches:
         was_oldest = id == next(iter(self._batches))
         del self._batches[id]
         self._answered_at = now
-        has_clock = self._num_at_once > 1 and self._heartbeat.at_work_since > self._forgiven_at
+        has_clock = self._num_at_once > 1 and self._heartbeat.at_work_since > self._paused_at
         if was_oldest and not (has_clock and self.is_any_begun):
             self._oldest_since = now
 
@@ -551,11 +551,11 @@ class HeldBatches:
         batches, self._batches = self._batches, {}
         return batches
 
-    def forgive(self, pause_s: float, now: float) -> None:
+    def discount_pause(self, pause_s: float, now: float) -> None:
         """Do not count a pause of the whole host as time of a batch."""
         self._oldest_since = min(now, self._since() + pause_s)
         self._answered_at = min(now, self._answered_at + pause_s)
-        self._forgiven_at = now
+        self._paused_at = now
 
     def oldest_age_s(self, now: float) -> float:
         """Return the seconds since the oldest made progress; 0 if there is none."""
@@ -734,7 +734,7 @@ class LocalWorker:
         if self._gone.done():
             return
         if grace_s <= 0:
-            self._note_our_doing()
+            self._set_our_doing()
             await self.kill("stopped in a hurry")
             return
         self._reason = self._reason or "stopped"
@@ -742,7 +742,7 @@ class LocalWorker:
         if await self._is_gone_within(grace_s):
             return
         logger.warning("%s did not stop within %g s: terminating it", self.id, grace_s)
-        self._note_our_doing()
+        self._set_our_doing()
         for rank in self.ranks:
             rank.heartbeat.tell_to_leave()
         self._signal(signal.SIGTERM)
@@ -817,7 +817,7 @@ class LocalWorker:
     def on_exit(self, rank: RankProcess) -> None:
         """Handle the confirmed exit of a process."""
         self._is_ending = True
-        self._note_end(rank)
+        self._record_end(rank)
         rank.log_last_stacks(self._reason, self.carrier.at_work_on())
         self._end_attached()
         self.settle()
@@ -838,7 +838,7 @@ class LocalWorker:
         else:
             logger.warning("%s failed on a sample of its own: %s", self.id, failure)
 
-    def _note_end(self, rank: RankProcess) -> None:
+    def _record_end(self, rank: RankProcess) -> None:
         cause, reason = rank.ending
         if self._reason:  # the worker has announced it, or we have caused it
             self._cause = self._cause or ("exit" if cause == "exit" else "signal")
@@ -879,7 +879,7 @@ class LocalWorker:
     async def _look_after(self, now: float, late_s: float) -> None:
         """Check the processes once, `late_s` later than planned."""
         if late_s > PAUSE_S:
-            self.carrier.held.forgive(late_s, now)
+            self.carrier.held.discount_pause(late_s, now)
         for rank in self.ranks:
             rank.look()
         for each in self.attachments.values():
@@ -915,7 +915,7 @@ class LocalWorker:
         done, _ = await asyncio.wait([self._gone], timeout=timeout_s)
         return bool(done)
 
-    def _note_our_doing(self) -> None:
+    def _set_our_doing(self) -> None:
         """Blame no batch for its end from now on, unless one has hung already."""
         self._is_our_doing = self._is_our_doing or self._cause != "hang"
 

@@ -16,10 +16,6 @@ _MMAP_THRESHOLDS = (1 << 30, 1 << 25)
 """Sizes up to which buffers are kept. Before 2.35, glibc accepts only half of a heap."""
 _TRIM_THRESHOLD = 1 << 28
 _TOP_PAD = 1 << 24
-_IDLE_S = 5.0
-_CHECK_S = 10.0
-_SLACK_BYTES = 1 << 28
-"""Excess over the usual memory that is returned even under load."""
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -52,42 +48,6 @@ def give_back() -> None:
         _libc().malloc_trim(0)
     except AttributeError:
         return  # another C library
-
-
-class SpareMemory:
-    """Decides when memory is returned: when the worker is idle, or holds far more than usual.
-
-    The worker's main thread calls it between batches.
-    """
-
-    def __init__(self, now: float) -> None:
-        self._worked_at = now
-        self._is_given_back = True
-        self._checked_at = now
-        self._usual_bytes: int | None = None
-        """Memory of the process after some work since memory was last returned."""
-
-    def worked(self, now: float) -> None:
-        """Return spare memory after a batch, if it is far more than usual."""
-        self._worked_at = now
-        self._is_given_back = False
-        if now < self._checked_at + _CHECK_S:
-            return
-        self._checked_at = now
-        held = held_bytes()
-        if self._usual_bytes is None:
-            self._usual_bytes = held
-        elif held > self._usual_bytes + _SLACK_BYTES:
-            give_back()
-            self._usual_bytes = None  # the next check finds the new level: inputs may stay larger
-        else:
-            self._usual_bytes = min(self._usual_bytes, held)
-
-    def idle(self, now: float) -> None:
-        """Return spare memory once the worker has been idle for a while."""
-        if not self._is_given_back and now >= self._worked_at + _IDLE_S:
-            self._is_given_back = True
-            give_back()
 
 
 def held_bytes() -> int:

@@ -179,7 +179,7 @@ class Computer:
         for piece in pieces:
             is_good = self._compute_some(prepared, piece, group, is_whole=is_whole)
             if is_good and not self._safe_sizes.are_all:
-                self._safe_sizes.note_good(group.memory_class, len(piece))
+                self._safe_sizes.record_good(group.memory_class, len(piece))
 
     def _pieces(self, prepared: Prepared, group: ShapeGroup, indices: list[int]) -> list[list[int]]:
         """Return items of a group in pieces that should fit into memory."""

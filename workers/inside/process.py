@@ -25,7 +25,7 @@ from inferpool.models.base import Model, load_model
 from inferpool.models.example import own_example, reads_own_form, shown_example
 from inferpool.models.files.opened import OpenedFiles
 from inferpool.models.warm_sizes import largest_batch, sizes_to_warm
-from inferpool.workers.inside.allocator import SpareMemory, give_back
+from inferpool.workers.inside.allocator import give_back, held_bytes
 from inferpool.workers.inside.compute import Computer
 from inferpool.workers.inside.own_process import (
     ToldToLeave,
@@ -45,6 +45,12 @@ from inferpool.workers.shared.worker_queue import WorkerQueue
 
 logger = logging.getLogger(__name__)
 
+_IDLE_S = 5.0
+"""Seconds without work after which free memory is returned."""
+_CHECK_S = 10.0
+"""Seconds between looks at the memory of a busy worker."""
+_SLACK_BYTES = 1 << 28
+"""Excess over the usual memory that is returned even under load."""
 _OVERLAP_PAYS_S = 0.001
 """Least computation time to prepare the next batch in another thread."""
 BEAT_S = 1.0
@@ -204,6 +210,42 @@ class LaunchedBatch:
     def wait(self) -> None:
         """Wait until the device is done with it."""
         self._over.result()
+
+
+class SpareMemory:
+    """Decides when memory is returned: when the worker is idle, or holds far more than usual.
+
+    The worker's main thread calls it between batches.
+    """
+
+    def __init__(self, now: float) -> None:
+        self._worked_at = now
+        self._is_given_back = True
+        self._checked_at = now
+        self._usual_bytes: int | None = None
+        """Memory of the process after some work since memory was last returned."""
+
+    def worked(self, now: float) -> None:
+        """Return spare memory after a batch, if it is far more than usual."""
+        self._worked_at = now
+        self._is_given_back = False
+        if now < self._checked_at + _CHECK_S:
+            return
+        self._checked_at = now
+        held = held_bytes()
+        if self._usual_bytes is None:
+            self._usual_bytes = held
+        elif held > self._usual_bytes + _SLACK_BYTES:
+            give_back()
+            self._usual_bytes = None  # the next check finds the new level: inputs may stay larger
+        else:
+            self._usual_bytes = min(self._usual_bytes, held)
+
+    def idle(self, now: float) -> None:
+        """Return spare memory once the worker has been idle for a while."""
+        if not self._is_given_back and now >= self._worked_at + _IDLE_S:
+            self._is_given_back = True
+            give_back()
 
 
 class WorkerLoop:

@@ -53,7 +53,7 @@ class SafeSizes:
         self._sizes[memory_class] = _SafeSize(size)
         return size
 
-    def note_good(self, memory_class: object, num_rows: int) -> None:
+    def record_good(self, memory_class: object, num_rows: int) -> None:
         """Count a good batch; after `_GOOD_BATCHES` full ones the size is doubled."""
         size = self._sizes.get(memory_class)
         if size is None or num_rows != size.num_rows:

@@ -90,12 +90,12 @@ class RankedWorker(LocalWorker):
             last_beat_age_s=0.0 if self._gone.done() else round(rank.heartbeat.age_s, 3),
         )
 
-    def _note_end(self, rank: RankProcess) -> None:
+    def _record_end(self, rank: RankProcess) -> None:
         """End the other processes at the end of the first."""
         if self._is_end_known:
             return
         self._is_end_known = True
-        super()._note_end(rank)
+        super()._record_end(rank)
         for other in self._living():
             if rank.has_left:
                 self._loop.call_later(self._periods.follow_out_s, other.signal, signal.SIGKILL)

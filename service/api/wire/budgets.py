@@ -24,7 +24,7 @@ milliseconds."""
 _LOOK_EVERY_S = 0.1
 """How soon clients of one front are dropped if those of another one need the room."""
 _MOST_REFUSALS = 16
-"""Refusals in one turn; they take a millisecond or two."""
+"""Refusals in one iteration of the event loop; they take a millisecond or two."""
 
 
 class EdgeUse(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -203,7 +203,7 @@ class _Budget(ABC, Generic[C]):
 
 
 class UnfinishedRequests(_Budget[Sender]):
-    """Bounds the bytes of requests that are not whole, or wait for their turn.
+    """Bounds the bytes of requests that are not whole, or wait in line.
 
     If there is no room, the slowest senders go. A client that has sent for less than a second
     stays, so that a few bodies that are held back cannot shut the others out.
@@ -260,7 +260,7 @@ class UnfinishedRequests(_Budget[Sender]):
 
 
 class Refusals:
-    """Bounds the refusals in one turn of the event loop, so that a flood of them delays nobody.
+    """Bounds the refusals in one iteration of the event loop, so that a flood delays nobody.
 
     To refuse takes longer than to read what comes. So while one flood is refused, bit by bit, the
     calls of others are read, and their answers are sent. A client sends nothing more while its
@@ -273,7 +273,7 @@ class Refusals:
         self._is_due = False
 
     def add(self, refuse: Callable[[], None]) -> None:
-        """Call this now, or in a later turn if there were many in this one."""
+        """Call this now, or in a later iteration if there were many in this one."""
         if not self._is_due:
             self._is_due = True
             asyncio.get_running_loop().call_soon(self._begin_turn)

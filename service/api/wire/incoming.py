@@ -21,11 +21,11 @@ MAX_HEADERS = 100
 MAX_URL_BYTES = 8 * 1024
 """More than the 8,000 that RFC 9110 (4.1) asks for at least."""
 MAX_PIPELINED = 1024
-"""Calls of one connection that wait for their turn; one read may bring thousands."""
+"""Calls of one connection that wait in line; one read may bring thousands."""
 MAX_HEAD_BYTES = 64 * 1024
 """Bytes of request line and headers."""
 _CALL_BYTES = 4096
-"""Memory of a call that waits for its turn, besides its bytes."""
+"""Memory of a call that waits in line, besides its bytes."""
 
 MAX_LINGER_BYTES = 64 * 2**20
 """Bytes that are read and dropped behind the last answer of a connection."""
@@ -40,7 +40,7 @@ _FREE_CHUNKS = 8192
 """Chunks of any size that every body may have: some clients write JSON token by token."""
 _MEAN_CHUNK_BYTES = 64
 """The mean length that further chunks must have. 16 MiB then take 270,000, which is 0.1 s of the
-event loop, in turns of a few milliseconds."""
+event loop, in steps of a few milliseconds."""
 
 
 class QueueAwareFlow(FlowControl):
@@ -147,7 +147,7 @@ class IncomingLimits:
         self._num_in_head = 0
         """Bytes counted for an unfinished head."""
         self._num_in_line = 0
-        """Bytes counted for the calls that wait for their turn."""
+        """Bytes counted for the calls that wait in line."""
 
     def take_head(self, num_bytes: int) -> None:
         """Count another piece of an unfinished head, and time the head."""
@@ -173,14 +173,14 @@ class IncomingLimits:
             self._count(0, self._num_in_line)
 
     def take_line(self, num_calls: int, num_bytes: int) -> None:
-        """Count calls that wait for their turn, and the bytes that were read for them."""
+        """Count calls that wait in line, and the bytes that were read for them."""
         try:
             self._count(self._num_in_head, self._num_in_line + num_bytes + num_calls * _CALL_BYTES)
         except OverloadedError as error:
             self.give_way(error)
 
     def give_way(self, error: ServiceError) -> None:
-        """Refuse an unfinished head, and the calls that wait for their turn."""
+        """Refuse an unfinished head, and the calls that wait in line."""
         self._clear_line()
         self._refuse(error)
 

@@ -70,7 +70,7 @@ _CLIENT_GONE = 499
 
 
 class _UnreadAnswer:
-    """Stands for an answer that is not read yet: the next calls wait for their turn."""
+    """Stands for an answer that is not read yet: the next calls wait in line."""
 
     response_complete = False
 
@@ -328,7 +328,7 @@ class HttpConnection(HttpToolsProtocol):
             self._lingering = Lingering(self.close)
 
     def _refuse(self, error: ServiceError) -> None:
-        """Refuse a head when it is its turn, and drop everything after it."""
+        """Refuse a head once the calls before it are answered, and drop everything after it."""
         self._ignores_input = True
         self._is_in_head = False
         self._end_head()
@@ -336,9 +336,9 @@ class HttpConnection(HttpToolsProtocol):
         exchange = Exchange.open(self, self.predict, "-", path, b"", self.headers)
         exchange.call.choose(None)
         exchange.fail(error)
-        self._take_turn(exchange)
+        self._start_or_queue(exchange)
 
-    def _take_turn(self, exchange: Exchange) -> None:
+    def _start_or_queue(self, exchange: Exchange) -> None:
         """Start a call, or put it behind those that came before it."""
         before = self.cycle
         self.cycle = exchange
@@ -620,7 +620,7 @@ class PredictProtocol(HttpConnection):
         exchange = Exchange.open(self, self.predict, method, path, query, self.headers)
         exchange.keep_alive = not is_old and parser.should_keep_alive()
         exchange.expects_continue = self.expect_100_continue
-        self._take_turn(exchange)
+        self._start_or_queue(exchange)
         if self._active is exchange and not exchange.response_complete:
             self.known_heads.remember(head, exchange.call, exchange.keep_alive)
 

@@ -34,10 +34,10 @@ _CLOSE = (b"connection", b"close")
 _MAX_ACCEPTED = 4096
 """Connections at once; more than a backlog holds, unless somebody has raised somaxconn."""
 NUM_HANDLES = 16
-"""Handles of one listening socket. In each turn uvloop accepts one connection of each handle, so
-with a single one, new clients would wait for a turn each while busy ones fill the turns, and their
-calls would come to the queue one by one. An idle handle costs a microsecond in turns that have
-somebody to accept; to accept in Python costs 20 for each connection."""
+"""Handles of one listening socket. In each iteration of the loop, uvloop accepts one connection of
+each handle, so with a single one, new clients would wait for an iteration each while busy ones fill
+them, and their calls would come to the queue one by one. An idle handle costs a microsecond in
+iterations that have somebody to accept; to accept in Python costs 20 for each connection."""
 _LAST_WORDS_S = 2.0
 """How long a connection may hold up the end after all is answered and read."""
 _LOOK_EVERY_S = 0.02

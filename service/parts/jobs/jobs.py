@@ -222,7 +222,7 @@ class Jobs:
             UnavailableError: The store cannot be used.
         """
         store = await self.keeper.store()
-        async with self._uses.turn(owner):
+        async with self._uses.place_in_line(owner):
             found = await in_thread(store.job, id, owner)
         if found is None:
             raise UnknownJobError(f"there is no job {id[:64]!r}; it may have expired")
@@ -233,7 +233,7 @@ class Jobs:
     ) -> Sequence[Job]:
         """Return jobs, the newest first; `before` is the id of the last one of the page before."""
         store = await self.keeper.store()
-        async with self._uses.turn(owner):
+        async with self._uses.place_in_line(owner):
             return await in_thread(
                 lambda: store.jobs(owner=owner, states=states, limit=limit, before=before)
             )
@@ -243,7 +243,7 @@ class Jobs:
         if (job := await self.job(id, owner)).is_over:
             return job
         now, store = time.time(), await self.keeper.store()
-        async with self._uses.turn(owner):
+        async with self._uses.place_in_line(owner):
             ended = await in_thread(store.cancel, id, now, owner)
         if ended is None:
             raise UnknownJobError(f"there is no job {id[:64]!r}; it may have expired")
@@ -255,7 +255,7 @@ class Jobs:
         """Remove a job and its results; see `job`."""
         job = await self.job(id, owner)
         store = await self.keeper.store()
-        async with self._uses.turn(owner):
+        async with self._uses.place_in_line(owner):
             await in_thread(store.delete, id, owner)
         if self._runner is not None:
             self._runner.drop(job)
@@ -268,7 +268,7 @@ class Jobs:
         await self.job(id, owner)
         found = (await self.keeper.store()).answers(id, first, count, owner)
         while True:
-            async with self._uses.turn(owner):
+            async with self._uses.place_in_line(owner):
                 chunk = await in_thread(lambda: list(islice(found, _CHUNK)))
             if not chunk:
                 return

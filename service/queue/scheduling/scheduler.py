@@ -113,12 +113,12 @@ class BatchScheduler:
         self._give = give
         self._loop = asyncio.get_running_loop()
         self.is_due = False
-        """It runs in the next turn of the loop."""
+        """It runs in the next iteration of the loop."""
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due = 0.0
 
     def soon(self) -> None:
-        """Send what can be sent, after all that arrives in this turn of the loop is queued."""
+        """Send what can be sent, after all that arrives in this iteration of the loop is queued."""
         if not self.is_due and self.num_waiting:
             self.is_due = True
             self._loop.call_soon(self._pump)

@@ -16,9 +16,9 @@ def make(duration_s: float = 10.0, max_inputs: int = 8) -> Quarantine:
 
 
 def convict(quarantine: Quarantine, input: InputContent, now: float = 0.0) -> None:
-    num_crashes, _ = quarantine.note_death_alone(input, MAX_CRASHES - 1, now)
+    num_crashes, _ = quarantine.record_death_alone(input, MAX_CRASHES - 1, now)
     assert num_crashes >= MAX_CRASHES
-    quarantine.note_success()
+    quarantine.record_success()
 
 
 def test_input_stays_for_its_time_and_not_longer():
@@ -33,7 +33,7 @@ def test_input_stays_for_its_time_and_not_longer():
     assert not quarantine.suspect_lengths
     none = make(duration_s=0)
     convict(none, plain(b"poison"))
-    none.note_death(plain(b"poison"), 0)
+    none.record_death(plain(b"poison"), 0)
     assert not none.lengths
     assert not none.suspect_lengths
 
@@ -77,7 +77,7 @@ def test_long_payload_that_looks_like_a_poison_is_at_most_computed_alone():
     convict(quarantine, plain(poison))
     assert quarantine.is_suspect(plain(bytes(lookalike)), 0)
     assert quarantine.left_s(plain(bytes(lookalike)), 0) == 0
-    assert quarantine.note_death_alone(plain(bytes(lookalike)), 1, 0)[0] == 2
+    assert quarantine.record_death_alone(plain(bytes(lookalike)), 1, 0)[0] == 2
 
 
 def test_the_oldest_makes_room_and_a_repeated_one_stays_longer():
@@ -94,17 +94,17 @@ def test_deaths_in_a_batch_make_suspects_and_only_deaths_alone_the_verdict():
     quarantine = make()
     input = plain(b"in bad company")
     for now in range(9):
-        quarantine.note_death(input, now)
+        quarantine.record_death(input, now)
         assert quarantine.is_suspect(input, now)
-    assert quarantine.note_death_alone(input, 1, 9)[0] == 2
+    assert quarantine.record_death_alone(input, 1, 9)[0] == 2
     assert quarantine.num_inputs(9) == 0
-    quarantine.note_death(input, 9)
-    assert quarantine.note_death_alone(input, 1, 10)[0] == 3
+    quarantine.record_death(input, 9)
+    assert quarantine.record_death_alone(input, 1, 10)[0] == 3
     assert quarantine.num_inputs(10) == 1
 
 
 def test_deaths_alone_are_forgotten_in_time():
     quarantine = make()
     for now in (0, 10):
-        assert quarantine.note_death_alone(plain(b"x"), 1, now)[0] == 2
+        assert quarantine.record_death_alone(plain(b"x"), 1, now)[0] == 2
     assert quarantine.num_inputs(10) == 0

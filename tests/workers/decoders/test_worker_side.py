@@ -11,13 +11,13 @@ from inferpool.models.accelerator.device import HandOver, pin_in_place, pinned
 from inferpool.models.item import Features, Item
 from inferpool.models.spec import Placement, TensorHeader
 from inferpool.models.vision.classifier import stacked
-from inferpool.workers.decoders import worker_side as decoders
-from inferpool.workers.decoders.ring import Greeting, NewDecoder, RingRuns, SlotFilled, Unfit
-from inferpool.workers.decoders.seats import DecoderSeat, Decoding, MoreWork
+from inferpool.workers.decoders import worker_side
+from inferpool.workers.decoders.connections import DecoderConnection, Decoding, MoreWork
+from inferpool.workers.decoders.ring import DecoderReady, NewDecoder, RingRuns, SlotFilled, Unfit
 from inferpool.workers.shared.config import ModelConfig, WorkerConfig
 from inferpool.workers.shared.messages import ItemError
 from tests.apart_model import ApartModel
-from tests.workers.decoders.decoder_seats import (
+from tests.workers.decoders.acted_decoder import (
     DIGEST,
     TIMEOUT_S,
     ActedDecoder,
@@ -27,8 +27,8 @@ from tests.workers.decoders.decoder_seats import (
 )
 
 
-class CrewClock:
-    """The crew's clock, which stands still but when a test moves it on."""
+class DecodersClock:
+    """The clock of `Decoders`, which stands still but when a test moves it on."""
 
     def __init__(self) -> None:
         self.now = time.monotonic()
@@ -37,27 +37,27 @@ class CrewClock:
         return self.now
 
     def pass_by(self, seconds: int, host: ActedHost) -> None:
-        """Let time pass, while the crew looks on."""
+        """Let time pass, while the decoders looks on."""
         for _ in range(seconds):
             self.now += 1.0
-            host.crew.begin(refs(0))
+            host.decoders.begin(refs(0))
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> CrewClock:
-    clock = CrewClock()
-    monkeypatch.setattr(decoders, "time", clock)
+def clock(monkeypatch: pytest.MonkeyPatch) -> DecodersClock:
+    clock = DecodersClock()
+    monkeypatch.setattr(worker_side, "time", clock)
     return clock
 
 
 @pytest.fixture
-def host(clock: CrewClock) -> Iterator[ActedHost]:
+def host(clock: DecodersClock) -> Iterator[ActedHost]:
     with acted_host() as host:
         yield host
 
 
 def begun(host: ActedHost, num: int) -> Decoding:
-    decoding = host.crew.begin(refs(num))
+    decoding = host.decoders.begin(refs(num))
     assert decoding is not None
     return decoding
 
@@ -76,7 +76,7 @@ def test_decoder_prepares_a_batch_two_instances_at_a_time(host: ActedHost):
     assert len(first) == 2
     for number, task in enumerate(first):
         decoder.fill(task, 10 + number)
-    host.crew.begin(refs(0))
+    host.decoders.begin(refs(0))
     (last,) = decoder.tasks()
     decoder.say(Unfit(last.id))
     decoding.finish()
@@ -88,7 +88,7 @@ def test_decoder_prepares_a_batch_two_instances_at_a_time(host: ActedHost):
 
 def test_decoder_that_prepares_otherwise_than_the_worker_is_refused(host: ActedHost):
     decoder = host.hire(b"other")
-    assert host.crew.begin(refs(1)) is None
+    assert host.decoders.begin(refs(1)) is None
     assert decoder.process.wait(60) == -9
 
 
@@ -137,8 +137,8 @@ def test_decoder_that_answers_tasks_without_reading_them_cannot_block_the_worker
         decoder.say(Unfit(id))
         decoding.finish()
         decoding.release()
-        host.crew.begin(refs(0))
-        if (following := host.crew.begin(refs(1))) is None:
+        host.decoders.begin(refs(0))
+        if (following := host.decoders.begin(refs(1))) is None:
             break
         decoding, id = following, id + 1
     assert id > 100
@@ -149,12 +149,12 @@ def test_decoder_that_answers_tasks_without_reading_them_cannot_block_the_worker
 def test_decoders_whose_ring_did_not_arrive_are_not_used():
     with acted_host(has_ring=False) as host:
         host.hire()
-        assert host.crew.begin(refs(1)) is None
-        assert host.crew.num_ready == 0
+        assert host.decoders.begin(refs(1)) is None
+        assert host.decoders.num_ready == 0
 
 
 def test_only_the_task_that_a_dead_decoder_had_begun_is_held_against_its_input(
-    host: ActedHost, clock: CrewClock
+    host: ActedHost, clock: DecodersClock
 ):
     decoding = None
     for _ in range(2):
@@ -164,7 +164,7 @@ def test_only_the_task_that_a_dead_decoder_had_begun_is_held_against_its_input(
         first = decoder.tasks()[0]
         decoder.begin(first)
         decoder.die()
-        host.crew.begin(refs(0))
+        host.decoders.begin(refs(0))
     assert decoding is not None
     clock.pass_by(4, host)
     assert not decoding.is_done  # it waits for another decoder
@@ -201,7 +201,7 @@ def test_an_input_whose_decoders_die_is_given_up_whatever_they_say_about_it(
         decoder.say_begun(said)
         following = host.hire()
         decoder.die()
-        host.crew.begin(refs(0))
+        host.decoders.begin(refs(0))
         decoder = following
         if decoding.found:
             break
@@ -214,21 +214,21 @@ def test_an_input_whose_decoders_die_is_given_up_whatever_they_say_about_it(
     assert values(decoding)[1] == 7
 
 
-def test_a_decoder_that_greets_again_is_killed(host: ActedHost):
+def test_a_decoder_that_reports_its_start_again_is_killed(host: ActedHost):
     decoder = host.hire()
-    decoder.say(Greeting(DIGEST))
-    host.crew.begin(refs(0))
+    decoder.say(DecoderReady(DIGEST))
+    host.decoders.begin(refs(0))
     assert decoder.process.wait(60) == -9
 
 
-def test_a_pause_of_the_whole_host_kills_no_decoder(clock: CrewClock, host: ActedHost):
+def test_a_pause_of_the_whole_host_kills_no_decoder(clock: DecodersClock, host: ActedHost):
     decoder = host.hire()
     decoding = begun(host, 1)
     (task,) = decoder.tasks()
     decoder.begin(task)
     for _ in range(3):
         clock.now += 2 * TIMEOUT_S
-        host.crew.begin(refs(0))
+        host.decoders.begin(refs(0))
     assert decoder.process.poll() is None
     decoder.fill(task, 5)
     decoding.finish()
@@ -236,7 +236,7 @@ def test_a_pause_of_the_whole_host_kills_no_decoder(clock: CrewClock, host: Acte
 
 
 def test_a_decoder_that_hangs_while_the_worker_looks_on_is_killed(
-    clock: CrewClock, host: ActedHost
+    clock: DecodersClock, host: ActedHost
 ):
     decoder = host.hire()
     begun(host, 1)
@@ -247,12 +247,12 @@ def test_a_decoder_that_hangs_while_the_worker_looks_on_is_killed(
 
 
 def test_a_decoder_that_does_not_exit_when_it_is_killed_loses_its_slots_and_holds_up_nobody(
-    clock: CrewClock, host: ActedHost, monkeypatch: pytest.MonkeyPatch
+    clock: DecodersClock, host: ActedHost, monkeypatch: pytest.MonkeyPatch
 ):
-    def be_stuck(seat: DecoderSeat) -> None:
-        seat.killed_at = clock.now
+    def be_stuck(decoder: DecoderConnection) -> None:
+        decoder.killed_at = clock.now
 
-    monkeypatch.setattr(DecoderSeat, "kill", be_stuck)
+    monkeypatch.setattr(DecoderConnection, "kill", be_stuck)
     host.hire()
     decoding = begun(host, 1)
     clock.pass_by(int(TIMEOUT_S) + 1, host)
@@ -262,19 +262,21 @@ def test_a_decoder_that_does_not_exit_when_it_is_killed_loses_its_slots_and_hold
     assert values(decoding) == {0: None}
     decoding.release()
     host.hire()
-    assert host.crew.begin(refs(4)) is None  # the other may still write
-    assert host.crew.begin(refs(3)) is not None
+    assert host.decoders.begin(refs(4)) is None  # the other may still write
+    assert host.decoders.begin(refs(3)) is not None
 
 
-def test_instances_whose_deadline_has_passed_go_to_no_decoder(clock: CrewClock, host: ActedHost):
+def test_instances_with_a_deadline_that_has_passed_go_to_no_decoder(
+    clock: DecodersClock, host: ActedHost
+):
     decoder = host.hire()
-    decoding = host.crew.begin([*refs(3), *refs(1, clock.now + 1000)])
+    decoding = host.decoders.begin([*refs(3), *refs(1, clock.now + 1000)])
     assert decoding is not None
     first = decoder.tasks()
     clock.now += 1000
     for number, task in enumerate(first):
         decoder.fill(task, number)
-    host.crew.begin(refs(0))
+    host.decoders.begin(refs(0))
     (third,) = decoder.tasks()
     decoder.fill(third, 2)
     decoding.finish()
@@ -282,51 +284,51 @@ def test_instances_whose_deadline_has_passed_go_to_no_decoder(clock: CrewClock, 
 
 
 def test_an_instance_whose_deadline_passes_at_a_decoder_keeps_its_slot_until_the_answer(
-    clock: CrewClock, host: ActedHost
+    clock: DecodersClock, host: ActedHost
 ):
     decoder = host.hire()
-    decoding = host.crew.begin(refs(4, clock.now + 1000))
+    decoding = host.decoders.begin(refs(4, clock.now + 1000))
     assert decoding is not None
     first = decoder.tasks()
     clock.now += 1000
-    host.crew.begin(refs(0))
+    host.decoders.begin(refs(0))
     assert values(decoding) == {2: None, 3: None}
     decoding.release()
-    assert host.crew.begin(refs(1)) is None  # a decoder may still write to its slots
+    assert host.decoders.begin(refs(1)) is None  # a decoder may still write to its slots
     for task in first:
         decoder.fill(task, 1)
-    host.crew.begin(refs(0))
+    host.decoders.begin(refs(0))
     assert values(decoding) == {0: 1, 1: 1, 2: None, 3: None}
-    assert host.crew.begin(refs(4)) is not None
+    assert host.decoders.begin(refs(4)) is not None
 
 
 def test_slots_are_used_again_after_the_answer_and_the_exit_of_who_may_write(host: ActedHost):
     decoder = host.hire()
     decoding = begun(host, 3)
     decoding.release()
-    assert host.crew.begin(refs(3)) is None
+    assert host.decoders.begin(refs(3)) is None
     decoder.die()
-    assert host.crew.begin(refs(3)) is None  # its exit is seen here, and no decoder is left
+    assert host.decoders.begin(refs(3)) is None  # its exit is seen here, and no decoder is left
     host.hire()
     assert begun(host, 3).run == decoding.run
 
 
-def test_a_decoder_that_has_not_greeted_gets_no_task(host: ActedHost):
+def test_a_decoder_that_has_not_reported_its_start_gets_no_task(host: ActedHost):
     decoder = ActedDecoder(host, 0)
-    host.decoders.append(decoder)
-    host.crew.begin(refs(0))
-    assert host.crew.begin(refs(1)) is None
+    host.acted.append(decoder)
+    host.decoders.begin(refs(0))
+    assert host.decoders.begin(refs(1)) is None
     assert not decoder.tasks()
 
 
 def test_a_decoder_whose_descriptors_did_not_all_arrive_is_not_used(
     host: ActedHost, caplog: pytest.LogCaptureFixture
 ):
-    host.crew.begin(refs(0))  # it takes in the ring
+    host.decoders.begin(refs(0))  # it takes in the ring
     reader, writer = os.pipe()
     before = len(os.listdir("/proc/self/fd"))
     host.tell(NewDecoder(0, 1), [reader, writer])
-    host.crew.begin(refs(0))
+    host.decoders.begin(refs(0))
     assert "too few descriptors" in caplog.text
     assert len(os.listdir("/proc/self/fd")) == before
     os.close(reader)
@@ -364,9 +366,9 @@ def test_ring_has_slots_for_all_batches_that_may_come_if_they_are_not_too_many(
     )
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        crew = decoders.crew_for(config, model(), theirs, lambda: None)
-        assert crew is not None
-        assert crew.plan.num_slots == num_slots
+        found = worker_side.decoders_for(config, model(), theirs, lambda: None)
+        assert found is not None
+        assert found.plan.num_slots == num_slots
 
 
 def test_batch_without_enough_slots_waits_for_them_and_is_prepared_in_part_if_need_be(
@@ -374,19 +376,19 @@ def test_batch_without_enough_slots_waits_for_them_and_is_prepared_in_part_if_ne
 ):
     decoder = host.hire()
     first = begun(host, 3)
-    assert host.crew.begin(refs(6)) is None
-    part = host.crew.begin(refs(6), True)
+    assert host.decoders.begin(refs(6)) is None
+    part = host.decoders.begin(refs(6), True)
     assert part is not None
     assert (part.run, part.others) == (range(3, 4), [1, 2, 3, 4, 5])
     for decoding in (first, part):
         while not decoding.is_done:
             for task in decoder.tasks():
                 decoder.fill(task, task.slot)
-            host.crew.begin(refs(0))
+            host.decoders.begin(refs(0))
         decoding.finish()
         decoding.release()
     assert (values(first), values(part)) == ({0: 0, 1: 1, 2: 2}, {0: 3})
-    assert host.crew.begin(refs(6), True).run == range(4)  # type: ignore[union-attr]
+    assert host.decoders.begin(refs(6), True).run == range(4)  # type: ignore[union-attr]
 
 
 def test_runs_of_slots_go_round_and_never_overlap():
@@ -414,13 +416,13 @@ def test_slots_are_used_again_only_when_the_device_has_copied_them(host: ActedHo
     (ring,) = host.rings
     assert pin_in_place(ring, device)
     decoding = begun(host, 4)
-    host.crew.begin(refs(0))
+    host.decoders.begin(refs(0))
     given = 0
     while given < 4:
         for task in decoder.tasks():
             decoder.fill(task, 100 + given)
             given += 1
-        host.crew.begin(refs(0))
+        host.decoders.begin(refs(0))
     decoding.finish()
     batch = stacked([decoding.found[i]["x"].view(torch.uint8) for i in range(4)], torch.stack)  # type: ignore[index, call-overload]
     assert batch.shape == (4, 64)
@@ -428,7 +430,7 @@ def test_slots_are_used_again_only_when_the_device_has_copied_them(host: ActedHo
     with torch.sim.held():
         copied = ring.to(device, non_blocking=True)
         decoding.release([HandOver(torch.sim.current_stream()).is_over])
-        assert host.crew.begin(refs(4)) is None
+        assert host.decoders.begin(refs(4)) is None
     torch.sim.synchronize()
     assert torch.equal(copied.cpu(), ring)
     assert begun(host, 4).run == decoding.run

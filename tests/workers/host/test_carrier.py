@@ -126,20 +126,20 @@ def test_next_canary_depends_on_the_time_of_the_last_one(
 ):
     canary = Canary(batch_timeout_s, every_s=5.0, patience_s=4.0)
     assert canary.limit_s == batch_timeout_s  # the first may take as long as a batch
-    assert canary.note(answer_to_a_canary(took_s))
+    assert canary.record(answer_to_a_canary(took_s))
     assert (canary.every_s, canary.limit_s) == (pytest.approx(every_s), limit_s)
 
 
 def test_only_failures_in_a_row_are_an_illness():
     canary = Canary(60.0, every_s=5.0, patience_s=5.0)
-    assert not canary.note(answer_to_a_canary(error="no"))
-    assert canary.note(answer_to_a_canary())
-    assert not canary.note(answer_to_a_canary(error="no"))
+    assert not canary.record(answer_to_a_canary(error="no"))
+    assert canary.record(answer_to_a_canary())
+    assert not canary.record(answer_to_a_canary(error="no"))
     assert not canary.is_ill
     canary.forget_failures()  # after a good answer to a request
-    assert not canary.note(answer_to_a_canary(error="no"))
+    assert not canary.record(answer_to_a_canary(error="no"))
     assert not canary.is_ill
-    canary.note(answer_to_a_canary(error="never"))
+    canary.record(answer_to_a_canary(error="never"))
     assert canary.is_ill
     assert canary.failure == "never"
 
@@ -217,7 +217,7 @@ def test_batch_whose_clock_ran_while_the_host_stood_still_has_its_time_again():
     heartbeat, held = holding(
         1, 2, batch_timeout_s=2, last_received=2, at_work_since=5.0, num_at_once=2
     )
-    held.forgive(9.0, now=15.0)
+    held.discount_pause(9.0, now=15.0)
     held.remove(1, now=15.5)
     heartbeat.at_work_since = 5.75  # of the second, which has run for 0.75 s of its own
     assert not held.hang(now=16.5)
@@ -226,10 +226,10 @@ def test_batch_whose_clock_ran_while_the_host_stood_still_has_its_time_again():
 
 def test_pause_of_the_whole_host_is_no_time_of_the_oldest_batch():
     _, held = holding(1, batch_timeout_s=10, last_received=1)
-    held.forgive(9.0, now=20.0)
+    held.discount_pause(9.0, now=20.0)
     assert not held.hang(now=24.0)
     assert held.hang(now=24.1)
-    held.forgive(100.0, now=30.0)  # longer than the batch has run
+    held.discount_pause(100.0, now=30.0)  # longer than the batch has run
     assert held.oldest_age_s(now=31.0) == 1.0
 
 
@@ -268,7 +268,7 @@ def test_no_report_gives_a_batch_more_time_than_that_of_its_instances(
         assert not held.hang(now=moment)
     setattr(heartbeat, reported, 1e9)  # from the future
     assert held.next_due_s(now=5.0) <= most_s
-    held.forgive(3.0, now=8.0)  # a pause of the whole host
+    held.discount_pause(3.0, now=8.0)  # a pause of the whole host
     assert not held.hang(now=8.0 + most_s)
     assert "answered nothing" in held.hang(now=8.1 + most_s)
 

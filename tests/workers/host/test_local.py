@@ -181,7 +181,7 @@ async def test_good_answers_to_requests_keep_a_worker_whose_sample_fails_now_and
     worker = await started(watchful)
     failed = BatchDone(1, [ItemError("model_error", "no")], 0.0, 0.0)
     for _ in range(3):
-        worker.carrier.canary.note(failed)
+        worker.carrier.canary.record(failed)
         assert answers(await worker.run([put({"n": 1})])) == [2]
         assert not worker.carrier.canary.is_ill
     await worker.stop(5)
@@ -206,7 +206,7 @@ async def test_worker_that_is_to_be_replaced_may_take_the_time_of_a_batch(
     await until_begun(worker)
     failed = BatchDone(1, [ItemError("model_error", "no")], 0.0, 0.0)
     for _ in range(2):
-        worker.carrier.canary.note(failed)
+        worker.carrier.canary.record(failed)
     assert answers(await batch) == [2]
     assert (await worker.wait()).cause == "canary"
 

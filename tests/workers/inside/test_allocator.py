@@ -3,8 +3,8 @@ import sys
 
 import pytest
 
-from inferpool.workers.inside import allocator
-from inferpool.workers.inside.allocator import SpareMemory
+from inferpool.workers.inside import process
+from inferpool.workers.inside.process import SpareMemory
 
 MIB = 1 << 20
 
@@ -58,7 +58,7 @@ def test_free_memory_between_buffers_in_use_is_returned_to_the_system():
 def given_back(monkeypatch):
     """How often memory was given back, as a list that grows."""
     times = []
-    monkeypatch.setattr(allocator, "give_back", lambda: times.append(1))
+    monkeypatch.setattr(process, "give_back", lambda: times.append(1))
     return times
 
 
@@ -66,7 +66,7 @@ def given_back(monkeypatch):
 def hold(monkeypatch):
     """Sets what the process seems to hold."""
     held = {"bytes": 500 * MIB}
-    monkeypatch.setattr(allocator, "held_bytes", lambda: held["bytes"])
+    monkeypatch.setattr(process, "held_bytes", lambda: held["bytes"])
     return lambda mib: held.update(bytes=mib * MIB)
 
 

@@ -139,7 +139,7 @@ class JobMaker:
         content_type = headers.get(b"content-type", b"")
         async with (
             self._uploads.take(request, caller, owner, target.spool_folder) as spool,
-            self._reading.turn(caller),
+            self._reading.place_in_line(caller),
         ):
             body = await in_thread(read_body, content_type, spool.path, head, threads=self._readers)
             about = [model, query, content_type, priority, webhook, spool.digest()]

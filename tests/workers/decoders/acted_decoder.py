@@ -1,4 +1,4 @@
-"""A crew whose only decoder is played by the test, by hand; its process only sleeps."""
+"""`Decoders` whose only decoder is played by the test, by hand; its process only sleeps."""
 
 import math
 import mmap
@@ -15,21 +15,21 @@ from torch import Tensor  # noqa: TC002  # as everywhere else
 
 from inferpool.models.spec import TensorHeader
 from inferpool.workers.decoders.ring import (
+    DecoderReady,
     FromDecoder,
-    Greeting,
     NewDecoder,
     NewRing,
     RingLayout,
     SlotFilled,
     Task,
 )
-from inferpool.workers.decoders.worker_side import DecoderCrew
+from inferpool.workers.decoders.worker_side import Decoders
 from inferpool.workers.shared.messages import ItemRef
 from inferpool.workers.shared.queues import Frames
 
 DIGEST = b"d" * 16
 TIMEOUT_S = 60.0
-LAYOUT = RingLayout(num_seats=2, num_slots=4, slot_bytes=64)
+LAYOUT = RingLayout(num_decoders=2, num_slots=4, slot_bytes=64)
 
 
 def refs(num: int, deadline: float = math.inf) -> list[ItemRef]:
@@ -37,18 +37,18 @@ def refs(num: int, deadline: float = math.inf) -> list[ItemRef]:
 
 
 class ActedDecoder:
-    """The other end of a seat."""
+    """The other end of a connection."""
 
-    def __init__(self, acted: "ActedHost", seat: int) -> None:
+    def __init__(self, acted: "ActedHost", number: int) -> None:
         self.process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-        self._seat = seat
+        self._number = number
         self._ring = acted.memory
         tasks_r, tasks_w = os.pipe()
         answers_r, answers_w = os.pipe()
         process_fd = os.pidfd_open(self.process.pid)
         self._tasks, self.answers = tasks_r, answers_w
         self._frames = Frames()
-        acted.tell(NewDecoder(seat, self.process.pid), [tasks_w, answers_r, process_fd])
+        acted.tell(NewDecoder(number, self.process.pid), [tasks_w, answers_r, process_fd])
         for fd in (tasks_w, answers_r, process_fd):
             os.close(fd)
 
@@ -72,7 +72,7 @@ class ActedDecoder:
 
     def say_begun(self, id: int) -> None:
         """Write to the ring which task it works on."""
-        memoryview(self._ring).cast("Q")[self._seat] = id
+        memoryview(self._ring).cast("Q")[self._number] = id
 
     def fill(self, task: Task, value: int) -> None:
         """Answer a task with a number and zeros."""
@@ -91,37 +91,37 @@ class ActedDecoder:
 
 
 class ActedHost:
-    """The front end's side of a crew."""
+    """The front end's side of `Decoders`."""
 
     def __init__(self, *, has_ring: bool) -> None:
-        self._door, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         fd = os.memfd_create("ring")
         os.ftruncate(fd, LAYOUT.num_bytes)
         self.memory = mmap.mmap(fd, LAYOUT.num_bytes)
         self.rings: list[Tensor] = []
-        self.crew = DecoderCrew(
+        self.decoders = Decoders(
             theirs, LAYOUT, DIGEST, task_timeout_s=TIMEOUT_S, on_ring=self.rings.append
         )
         self.tell(NewRing(LAYOUT.num_bytes), [fd] if has_ring else [])
         os.close(fd)
-        self.decoders: list[ActedDecoder] = []
+        self.acted: list[ActedDecoder] = []
 
     def tell(self, message: NewRing | NewDecoder, fds: list[int]) -> None:
-        socket.send_fds(self._door, [msgspec.msgpack.encode(message)], fds)
+        socket.send_fds(self._control, [msgspec.msgpack.encode(message)], fds)
 
     def close(self) -> None:
-        for decoder in self.decoders:
+        for decoder in self.acted:
             decoder.close()
-        self._door.close()
-        self.crew.begin(refs(0))
+        self._control.close()
+        self.decoders.begin(refs(0))
 
     def hire(self, digest: bytes = DIGEST) -> ActedDecoder:
-        """Introduce a decoder that greets."""
-        decoder = ActedDecoder(self, len(self.decoders) % LAYOUT.num_seats)
-        self.decoders.append(decoder)
-        decoder.say(Greeting(digest))
-        for _ in range(2):  # the crew sees the newcomer, then its greeting
-            self.crew.begin(refs(0))
+        """Add a decoder that reports its start."""
+        decoder = ActedDecoder(self, len(self.acted) % LAYOUT.num_decoders)
+        self.acted.append(decoder)
+        decoder.say(DecoderReady(digest))
+        for _ in range(2):  # the decoder is added, then its start is read
+            self.decoders.begin(refs(0))
         return decoder
 
 

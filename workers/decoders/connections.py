@@ -111,7 +111,7 @@ class DecoderJob:
 
 
 @dataclass(slots=True, eq=False)
-class DecoderSeat:
+class DecoderConnection:
     """One decoder: its pipes, its process, and the tasks that it holds, oldest first."""
 
     number: int
@@ -121,7 +121,7 @@ class DecoderSeat:
     process_fd: int
     frames: Frames = field(default_factory=partial(Frames, MAX_ANSWER_BYTES))
     jobs: dict[int, DecoderJob] = field(default_factory=dict)
-    is_greeted: bool = False
+    is_ready: bool = False
     due: float = 0.0
     """Time at which its oldest task has taken too long."""
     killed_at: float = 0.0
@@ -129,7 +129,7 @@ class DecoderSeat:
     @property
     def has_room(self) -> bool:
         """True if it accepts another task now."""
-        return self.is_greeted and not self.killed_at and len(self.jobs) < TASKS_AT_ONCE
+        return self.is_ready and not self.killed_at and len(self.jobs) < TASKS_AT_ONCE
 
     def kill(self) -> None:
         """Kill it; its tasks are its own until its exit is certain."""
