@@ -231,41 +231,47 @@ class Shared:
 
 
 SHARED: Mapping[str, Shared] = {
-    "uploads of jobs": Shared("jobs/http/uploads.py", "key or address", uploads),
-    "streams of events of jobs": Shared("jobs/http/routes.py", "key or address", streams_of_jobs),
-    "readers of bodies": Shared("jobs/http/making.py", "key or address", readers_of_bodies),
-    "writers of bodies": Shared("jobs/jobs.py", "as their readers", readers_of_bodies),
-    "threads that use the store": Shared("jobs/threads.py", "key", threads_of_the_store),
-    "turns of jobs": Shared("jobs/runner.py", "key", turns_of_jobs),
+    "uploads of jobs": Shared("parts/jobs/http/uploads.py", "key or address", uploads),
+    "streams of events of jobs": Shared(
+        "parts/jobs/http/routes.py", "key or address", streams_of_jobs
+    ),
+    "readers of bodies": Shared("parts/jobs/http/making.py", "key or address", readers_of_bodies),
+    "writers of bodies": Shared("parts/jobs/jobs.py", "as their readers", readers_of_bodies),
+    "threads that use the store": Shared("parts/jobs/threads.py", "key", threads_of_the_store),
+    "turns of jobs": Shared("parts/jobs/runner.py", "key", turns_of_jobs),
     "queues of models for jobs": Shared("queue/scheduling/background.py", "key", turns_of_jobs),
-    "ids of jobs": Shared("jobs/store/tables.py", "key", ids_of_jobs),
-    "jobs and their bytes": Shared("jobs/store/writer.py", "key", numbers_of_jobs),
-    "the disk of jobs": Shared("jobs/store/database.py", "key", "jobs/store/test_store.py"),
-    "calls to webhooks": Shared("jobs/webhooks.py", "key and host", calls_to_webhooks),
+    "ids of jobs": Shared("parts/jobs/store/tables.py", "key", ids_of_jobs),
+    "jobs and their bytes": Shared("parts/jobs/store/writer.py", "key", numbers_of_jobs),
+    "the disk of jobs": Shared(
+        "parts/jobs/store/database.py", "key", "parts/jobs/store/test_store.py"
+    ),
+    "calls to webhooks": Shared("parts/jobs/webhooks.py", "key and host", calls_to_webhooks),
     "streams of events": Shared(
-        "api/routes/events.py", "key or address", "api/routes/test_events.py"
+        "parts/live/events.py", "key or address", "parts/live/test_events.py"
     ),
     "places in a queue, time to a deadline": Shared(
         "queue/admission.py", "key", "queue/test_admission.py"
     ),
     "the arena": Shared("queue/admission.py", "key", "queue/test_admission.py"),
-    "the arena of front ends": Shared("fronts/front_side.py", "key", "fronts/test_sides.py"),
+    "the arena of front ends": Shared(
+        "parts/fronts/front_side.py", "key", "parts/fronts/test_sides.py"
+    ),
 }
 """All pools, places, queues and name spaces of the main process that clients share."""
 NOT_SHARED: Mapping[str, str] = {
-    "api/routes/page.py": "for each file of the page",
+    "parts/live/page.py": "for each file of the page",
     "batch": "of one user's own command",
-    "catalog": "of operators",
+    "parts/swap": "of operators",
     "client": "of one user's own process",
-    "fronts/front.py": "of no client",
+    "parts/fronts/front.py": "of no client",
     "queue/replacer.py": "of operators",
     "settings/state.py": "of operators",
-    "speed.py": "of no client",
+    "parts/speed.py": "of no client",
     "telemetry/logs.py": "of no client",
     "tools": "of one user's own command",
-    "watched": "of operators",
-    "jobs/keeper.py": "of no client",
-    "jobs/watches.py": "for each job",
+    "parts/watched": "of operators",
+    "parts/jobs/keeper.py": "of no client",
+    "parts/jobs/watches.py": "for each job",
 }
 """Pools and locks of others."""
 _POOL = re.compile(
@@ -299,7 +305,8 @@ def test_all_pools_are_listed() -> None:
     for path in root.rglob("*.py"):
         name = str(path.relative_to(root))
         if _POOL.search(path.read_text()):
-            assert {name, name.partition("/")[0]} & listed, f"{name}: say who shares its pool"
+            places = {name, *(str(each) for each in Path(name).parents)}
+            assert places & listed, f"{name}: say who shares its pool"
     for each in listed:
         assert (root / each).exists(), each
     for shared in SHARED.values():
