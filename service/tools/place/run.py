@@ -26,7 +26,7 @@ from inferpool.service.tools.place.load import FrontLoad, LoadError
 from inferpool.service.tools.place.placer import Placer
 from inferpool.service.tools.place.plan import PlacePlan, plan_of
 from inferpool.service.tools.place.ray_nodes import NoRayError, RayNodes, VersionsError, versions
-from inferpool.service.tools.place.scaling import Scaling, ScalingRules
+from inferpool.service.tools.place.scaling import Scaling
 from inferpool.workers.shared.backoff import Backoff
 from inferpool.workers.shared.guard import die_with_parent
 
@@ -160,8 +160,7 @@ class _Decider:
         """Store the plan, and the number of hosts that have agents."""
         self._plan = plan
         most = plan.min_hosts if plan.max_hosts is None else plan.max_hosts
-        rules = ScalingRules(min_hosts=plan.min_hosts, max_hosts=most)
-        self._scaling = Scaling(rules, num_hosts)
+        self._scaling = Scaling(num_hosts, min_hosts=plan.min_hosts, max_hosts=most)
         self._load = FrontLoad(
             plan.front_end or "",
             plan.metrics_key,

@@ -5,19 +5,23 @@ from math import pi, sin
 
 import pytest
 
-from inferpool.service.tools.place.scaling import Demand, Scaling, ScalingRules
+from inferpool.service.tools.place.scaling import BUSY_AFTER_GROWTH, QUIET_S, Demand, Scaling
 
 LOOK_S = 5.0
 HOST_PER_S = 200.0
 """Instances that a host computes in a second."""
 DAY_S = 86_400.0
+MIN_HOSTS, MAX_HOSTS = 2, 30
+
+
+def scaling_of(num_hosts: int) -> Scaling:
+    return Scaling(num_hosts, min_hosts=MIN_HOSTS, max_hosts=MAX_HOSTS)
 
 
 @dataclass
 class Days:
     """A fleet under a day's curve of load, with bursts; hosts come late, and go at once."""
 
-    rules: ScalingRules
     start_s: float = 150.0
     seed: int = 0
     num_days: float = 3.0
@@ -32,7 +36,7 @@ class Days:
     def run(self) -> "Days":
         chance = random.Random(self.seed)
         bursts = self._bursts(chance)
-        scaling, queue, now = Scaling(self.rules, 0), 0.0, 0.0
+        scaling, queue, now = scaling_of(0), 0.0, 0.0
         hosts, coming = scaling.wanted, list[float]()
         while now < self.num_days * DAY_S:
             rate = self.rate(now) * chance.gauss(1.0, 0.05) + sum(
@@ -58,7 +62,7 @@ class Days:
                 queue_share=queue / longest_queue,
             )
             wanted = scaling.decide(now, demand)
-            assert self.rules.min_hosts <= wanted <= self.rules.max_hosts
+            assert MIN_HOSTS <= wanted <= MAX_HOSTS
             if wanted != before:
                 self.changes.append((now, wanted - before))
             if wanted > hosts + len(coming):
@@ -92,15 +96,12 @@ class Days:
 
     @property
     def always_enough_s(self) -> float:
-        return self.num_days * DAY_S * self.noon / HOST_PER_S / self.rules.busy_after_growth
-
-
-RULES = ScalingRules(min_hosts=2, max_hosts=30)
+        return self.num_days * DAY_S * self.noon / HOST_PER_S / BUSY_AFTER_GROWTH
 
 
 @pytest.mark.parametrize(("seed", "start_s"), [(0, 30.0), (1, 150.0), (2, 280.0)])
 def test_days_with_bursts_cost_few_refusals_no_flapping_and_fewer_hosts(seed: int, start_s: float):
-    days = Days(RULES, seed=seed, start_s=start_s).run()
+    days = Days(seed=seed, start_s=start_s).run()
     assert days.refused / days.offered < 0.005
     assert days.num_flaps == 0
     assert days.host_s < 0.75 * days.always_enough_s
@@ -108,7 +109,7 @@ def test_days_with_bursts_cost_few_refusals_no_flapping_and_fewer_hosts(seed: in
 
 
 def test_an_even_load_ends_at_a_number_of_hosts_and_stays_there():
-    even = Days(RULES, night=1200, noon=1200, bursts_per_day=0, num_days=1).run()
+    even = Days(night=1200, noon=1200, bursts_per_day=0, num_days=1).run()
     assert [change for at, change in even.changes if at > DAY_S / 3] == []
     assert 0.45 <= even.offered / even.host_s / HOST_PER_S <= 0.9
 
@@ -128,21 +129,21 @@ def demand(**changes: float) -> Demand:
     ],
 )
 def test_each_sign_of_too_few_hosts_asks_for_one_more_once_it_has_lasted(sign, said):
-    scaling = Scaling(RULES, 4)
+    scaling = scaling_of(4)
     assert [scaling.decide(now, demand(**sign)) for now in (0.0, 5.0)] == [4, 4]
     assert scaling.decide(10.0, demand(**sign)) > 4
     assert said in scaling.reason
 
 
 def test_a_burst_shorter_than_a_host_takes_to_come_changes_nothing():
-    scaling = Scaling(RULES, 4)
+    scaling = scaling_of(4)
     for now in range(0, 600, 5):
         pressed = now % 60 < 10
         assert scaling.decide(float(now), demand(refused_per_s=9.0 if pressed else 0.0)) == 4
 
 
 def test_no_more_is_asked_for_while_hosts_are_on_their_way_and_would_do():
-    scaling = Scaling(RULES, 4)
+    scaling = scaling_of(4)
     wanted = [scaling.decide(float(now), demand(busy=0.95)) for now in range(0, 300, 5)]
     assert set(wanted) == {4, 6}
     assert scaling.decide(400.0, demand(busy=0.95, num_hosts=6)) > 6
@@ -150,22 +151,22 @@ def test_no_more_is_asked_for_while_hosts_are_on_their_way_and_would_do():
 
 def test_refusals_of_half_the_load_double_the_hosts_and_without_hosts_nothing_is_concluded():
     for num_hosts, wanted in ((4, 8), (0, 4)):
-        scaling = Scaling(RULES, 4)
+        scaling = scaling_of(4)
         for now in (0.0, 10.0):
             scaling.decide(now, demand(num_hosts=num_hosts, busy=1.0, refused_per_s=50.0))
         assert scaling.wanted == wanted
 
 
 def test_idle_hosts_are_given_back_slowly_down_to_the_least():
-    scaling = Scaling(RULES, 30)
+    scaling = scaling_of(30)
     wanted = [
         scaling.decide(float(now), demand(num_hosts=scaling.wanted, busy=0.0))
         for now in range(0, 20_000, 5)
     ]
-    assert wanted[: int(RULES.quiet_s / 5)] == [30] * int(RULES.quiet_s / 5)
-    assert wanted[-1] == RULES.min_hosts
+    assert wanted[: int(QUIET_S / 5)] == [30] * int(QUIET_S / 5)
+    assert wanted[-1] == MIN_HOSTS
     assert max(before - after for before, after in pairwise(wanted)) == 3
 
 
 def test_hosts_found_at_the_start_are_kept_within_the_bounds():
-    assert [Scaling(RULES, num).wanted for num in (0, 7, 99)] == [2, 7, 30]
+    assert [scaling_of(num).wanted for num in (0, 7, 99)] == [2, 7, 30]
