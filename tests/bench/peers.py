@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import distributions
 
-from inferpool.service.tools.trial.generators import LoadRun, run_load
 from inferpool.service.tools.trial.tally import LatencyHistogram
 from tests.bench.frame import Benchmark, Cell, benchmark, chosen, say
 from tests.bench.server import (
@@ -30,6 +29,7 @@ from tests.bench.server import (
 )
 from tests.bench.servers.work import PeerSetting
 from tests.bench.workloads import WORKLOADS, Workload
+from tests.load.generators import LoadRun, run_load
 
 OURS = "inferpool"
 RATIOS = ("requests_per_s", "p50_ms", "cpu_s_per_1000", "pss_mib")

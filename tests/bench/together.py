@@ -11,9 +11,9 @@ from multiprocessing import get_context
 from multiprocessing.synchronize import Barrier
 from typing import TypeVar
 
-from inferpool.service.tools.trial.generators import precise_loop
 from inferpool.service.tools.trial.load import LoadGenerator, LoadPlan
 from inferpool.service.tools.trial.tally import LoadTally
+from tests.load.generators import precise_loop
 
 _START_S = 300.0
 T = TypeVar("T")

@@ -11,7 +11,6 @@ from types import FrameType
 
 from inferpool.service.client.cli.access import tls_context
 from inferpool.service.tools.trial.connection import NoAnswerError, TrialError, connect
-from inferpool.service.tools.trial.generators import LoadRun, run_load
 from inferpool.service.tools.trial.load import LoadPlan
 from inferpool.service.tools.trial.report import (
     Chart,
@@ -25,6 +24,7 @@ from inferpool.service.tools.trial.report import (
 from inferpool.service.tools.trial.screen import Screen
 from tests.load import report
 from tests.load.capacity import Ramp, rates
+from tests.load.generators import LoadRun, run_load
 from tests.load.judging import find_drift
 from tests.load.options import plan_for, read_options
 

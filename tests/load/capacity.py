@@ -4,8 +4,8 @@ import math
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
 
-from inferpool.service.tools.trial.generators import LoadRun, run_load
 from inferpool.service.tools.trial.load import LoadPlan
+from tests.load.generators import LoadRun, run_load
 from tests.load.judging import Thresholds
 
 _LOWEST_RATE = 0.5

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from inferpool.service.tools.chaos.questions import problem_code
-from inferpool.service.tools.trial.generators import LoadRun
 from inferpool.service.tools.trial.load import LoadExchange
 from inferpool.service.tools.trial.tally import LatencyHistogram, LoadTally
+from tests.load.generators import LoadRun
 
 _MAX_TIMINGS = 12
 _DURATION = re.compile(r"([^;,\s]+)[^,]*?;\s*dur=(\d+(?:\.\d+)?)")

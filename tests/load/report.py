@@ -4,10 +4,10 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from inferpool.service.tools.trial.generators import LoadRun
 from inferpool.service.tools.trial.report import Chart, Part, ReportTable, line_chart
 from inferpool.service.tools.trial.tally import LoadTally
 from tests.load.capacity import Ramp, RampStep
+from tests.load.generators import LoadRun
 from tests.load.judging import Thresholds, retry_after, timings_ms
 
 _BUSY_CORE = 0.9

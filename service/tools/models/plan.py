@@ -1,7 +1,6 @@
 """The flags of `inferpool models`. The parser of the command imports this, so it imports little."""
 
 from argparse import ArgumentParser, _ActionsContainer
-from collections.abc import Iterator
 
 from inferpool.service.client.cli.flags import add_models_parsers
 from inferpool.service.settings.fields import FieldText, fields_of
@@ -22,14 +21,9 @@ def add_flags(parser: ArgumentParser) -> None:
             "label at least as many of its held-out images right as the one of now",
         )
     judged = parsers["swap"].add_argument_group("how it is judged")
-    for field in swap_flags():
+    for field in fields_of(_REQUESTS, _SWAP):
         if field.name != "ephemeral":  # models are also added and removed so
             _add_flag(field, judged)
-
-
-def swap_flags() -> Iterator[FieldText]:
-    """Yield the fields of `SwapOptions`, with their docstrings."""
-    return fields_of(_REQUESTS, _SWAP)
 
 
 def _add_flag(field: FieldText, parser: _ActionsContainer) -> None:

@@ -2,7 +2,7 @@
 
 Closed: each connection sends its next request when it has its answer. Open: requests become due at
 a rate, independent of earlier answers, and latencies count from the moment they were due. It costs
-some 30 us of CPU a request, and runs in any event loop; `generators` runs it in several processes.
+some 30 us of CPU a request, and runs in any event loop.
 """
 
 import asyncio

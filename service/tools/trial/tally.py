@@ -10,7 +10,6 @@ _GROWTH = 1.01
 _PER_FACTOR_E = 1 / math.log(_GROWTH)
 _MAX_KINDS = 40
 """Kinds of errors that are counted apart; all further ones count as "other"."""
-_MAX_BINS = 400
 
 
 class LatencyHistogram:
@@ -141,23 +140,3 @@ class LoadTally:
                     mine[name] += value
             else:
                 setattr(self, each.name, mine + theirs)
-
-
-class LoadSeries:
-    """Tallies over time in bins of equal width; neighbours are merged if there are too many."""
-
-    def __init__(self, width_s: float) -> None:
-        self.width_s = width_s
-        self.bins: list[LoadTally] = []
-
-    def add(self, at_s: float, tally: LoadTally) -> None:
-        """Add the tally of a moment, in seconds from the start of measuring."""
-        while at_s / self.width_s >= _MAX_BINS:
-            for left, right in zip(self.bins[::2], self.bins[1::2], strict=False):
-                left.add(right)
-            self.bins = self.bins[::2]
-            self.width_s *= 2
-        number = max(0, int(at_s / self.width_s))
-        while len(self.bins) <= number:
-            self.bins.append(LoadTally())
-        self.bins[number].add(tally)

@@ -33,6 +33,12 @@ def test_a_folder_is_enough():
     )
 
 
+def test_a_run_is_not_resumed_and_overwritten(capsys):
+    with pytest.raises(SystemExit):
+        loaded("photos", "--resume", "--overwrite")
+    assert "not allowed with" in capsys.readouterr().err
+
+
 def test_flags_override_a_file(tmp_path):
     file = tmp_path / "train.toml"
     file.write_text(

@@ -1,6 +1,7 @@
 import asyncio
 
 from inferpool.service.tools.chaos.greed import UnreadConnections
+from tests.service.tools.fake_service import serving
 
 
 async def test_connections_send_all_that_goes_out_read_nothing_and_are_closed():
@@ -20,12 +21,8 @@ async def test_connections_send_all_that_goes_out_read_nothing_and_are_closed():
         finally:
             writer.transport.abort()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    async with server:
-        connections = UnreadConnections(
-            address=server.sockets[0].getsockname()[:2], num_connections=3, held_s=0.2
-        )
-        await connections.open()
+    async with serving(serve) as address:
+        await UnreadConnections(address=address, num_connections=3, held_s=0.2).open()
         reads_until.set()
         while sum(received):  # noqa: ASYNC110  # until each has noticed the end
             await asyncio.sleep(0.01)

@@ -9,6 +9,7 @@ import pytest
 from inferpool.service.tools.chaos.greed import SlowUploads
 from inferpool.service.tools.chaos.questions import EchoQuestion
 from inferpool.service.tools.chaos.stores import StoreFaults
+from tests.service.tools.fake_service import serving
 
 Answer = tuple[int, dict[str, str]]
 GONE: Answer = (503, {"detail": "the job store /jobs is not there"})
@@ -30,13 +31,11 @@ async def service(folder: Path, make: Callable[[bool], Answer]) -> AsyncIterator
         body = msgspec.json.encode(document)
         writer.write(b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n%s" % (status, len(body), body))
         await writer.drain()
-        writer.close()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
     folder.mkdir()
-    async with server:
+    async with serving(serve) as address:
         yield StoreFaults(
-            address=server.sockets[0].getsockname()[:2],
+            address=address,
             folder=folder,
             questions=[EchoQuestion("/predict/echo", 1)],
             back_s=0.0,
@@ -87,13 +86,10 @@ async def test_job_is_made_while_uploads_of_another_key_are_open(
         async def stall(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             held.append(await reader.readuntil(b"\r\n\r\n"))
             await reader.read()  # until it hangs up
-            writer.close()
             if len(held) == 3:
                 is_over.set()
 
-        server = await asyncio.start_server(stall, "127.0.0.1", 0)
-        async with server:
-            address = server.sockets[0].getsockname()[:2]
+        async with serving(stall) as address:
             await SlowUploads(address=address, stores=faults, key="k2", num_uploads=3).hold()
             await asyncio.wait_for(is_over.wait(), 60)
     assert [b"X-API-Key: k2\r\n" in head for head in held] == [True] * 3

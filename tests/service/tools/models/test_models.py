@@ -11,9 +11,7 @@ from inferpool.service.cli.main import INFERPOOL, run
 from inferpool.service.client.cli import models as verb
 from inferpool.service.client.cli.access import tls_context
 from inferpool.service.client.cli.admin import AdminConnection
-from inferpool.service.parts.swap.requests import SwapOptions
 from inferpool.service.settings.names import FlagError
-from inferpool.service.tools.models.plan import swap_flags
 from inferpool.service.tools.models.run import body_of
 from tests.e2e.running import ROOT, Running, running
 from tests.ports import free_port
@@ -138,15 +136,6 @@ def test_wrong_arguments_are_named_and_exit_2(line: str, message: str, capsys):
     said = capsys.readouterr().err
     assert message in said
     assert said.count("\n") <= 2
-
-
-def test_every_option_of_a_swap_has_a_flag_with_its_docstring_and_default():
-    flags = {flag.name: flag for flag in swap_flags()}
-    assert list(flags) == list(SwapOptions.model_fields)
-    for name, field in SwapOptions.model_fields.items():
-        assert flags[name].default == field.default
-        assert flags[name].text == " ".join((field.description or "").split())
-    assert flags["policy"].choices == ("verified", "shadow", "canary", "force")
 
 
 VERSION = {"number": 1, "state": "serving", "source": "echo", "weights": "none", "since": 1.0}

@@ -3,7 +3,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from inferpool.service.tools.trial.tally import LatencyHistogram, LoadSeries, LoadTally
+from inferpool.service.tools.trial.tally import LatencyHistogram, LoadTally
 
 
 def histogram_of(values: Sequence[float]) -> LatencyHistogram:
@@ -32,18 +32,6 @@ def test_any_latency_finds_a_bucket_and_there_are_few():
     assert histogram.percentile_s(100) == 5000.0
     assert len(histogram.counts) < 2500
     assert histogram_of([0.01] * 90 + [0.2] * 10).num_above(0.05) == 10
-
-
-def test_a_long_series_keeps_everything_in_a_bounded_number_of_bins():
-    series = LoadSeries(width_s=1.0)
-    for second in range(5000):
-        tally = LoadTally()
-        tally.latency.record(0.01, 2)
-        series.add(second + 0.5, tally)
-    assert len(series.bins) <= 400
-    assert sum(each.num_good for each in series.bins) == 10_000
-    assert series.width_s == 16.0
-    assert {each.num_good for each in series.bins[:-1]} == {32}
 
 
 def test_tallies_add_up_and_their_kinds_of_errors_are_bounded():

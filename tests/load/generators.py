@@ -24,7 +24,7 @@ from multiprocessing.synchronize import Barrier, Event
 
 from inferpool.service.tools.trial.connection import TrialError
 from inferpool.service.tools.trial.load import LoadGenerator, LoadPlan
-from inferpool.service.tools.trial.tally import LoadSeries, LoadTally
+from inferpool.service.tools.trial.tally import LoadTally
 from inferpool.workers.shared.guard import die_with_parent
 
 _TICK_S = 0.25
@@ -35,6 +35,7 @@ _STOP_S = 10.0
 _LEAVE_S = 2.0
 _MIN_BIN_S = 0.5
 _NUM_BINS = 120
+_MAX_BINS = 400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +58,26 @@ class _Shared:
     stop: Event
     ready: Barrier
     """All generators begin together."""
+
+
+class LoadSeries:
+    """Tallies over time in bins of equal width; neighbours are merged if there are too many."""
+
+    def __init__(self, width_s: float) -> None:
+        self.width_s = width_s
+        self.bins: list[LoadTally] = []
+
+    def add(self, at_s: float, tally: LoadTally) -> None:
+        """Add the tally of a moment, in seconds from the start of measuring."""
+        while at_s / self.width_s >= _MAX_BINS:
+            for left, right in zip(self.bins[::2], self.bins[1::2], strict=False):
+                left.add(right)
+            self.bins = self.bins[::2]
+            self.width_s *= 2
+        number = max(0, int(at_s / self.width_s))
+        while len(self.bins) <= number:
+            self.bins.append(LoadTally())
+        self.bins[number].add(tally)
 
 
 @dataclass(slots=True)
