@@ -10,7 +10,7 @@ from typing import TextIO
 from inferpool.service.telemetry.versions import version_of
 from inferpool.service.tools.chaos.faults import Poisonings
 from inferpool.service.tools.chaos.load import ChaosTally
-from inferpool.service.tools.chaos.plan import EXTRA, PLURALS, Fault
+from inferpool.service.tools.chaos.plan import EXTRA, PLURALS, ChaosPlan, Fault
 from inferpool.service.tools.chaos.resources import Holdings, LedgerReading
 from inferpool.service.tools.chaos.stores import StoreFaults
 from inferpool.service.tools.chaos.swaps import MOST_COMPARED, Swaps
@@ -20,10 +20,8 @@ from inferpool.service.tools.trial.tally import LatencyHistogram
 
 _MIB = 2**20
 _COUNTS = ("right", "wrong", "lost", "duplicated", "expired", "late")
-_PLAIN = (
-    "workers", "hosts", "clients", "seed", "is_complete", "is_interrupted", "planned_kills",
-    "exit_code", "left_over",
-)  # fmt: skip
+_OF_PLAN = ("hosts", "clients", "seed", "planned_kills")
+_PLAIN = ("workers", "is_complete", "is_interrupted", "exit_code", "left_over")
 _DEADLY: Sequence[Fault] = (
     "kill", "stop", "poison", "forkserver", "decoder", "swap", "host", "scribble", "burst",
 )  # fmt: skip
@@ -44,14 +42,12 @@ _BACK: Mapping[Kind, str] = {
 class ChaosReport:
     """Results of a run of `inferpool chaos`."""
 
+    plan: ChaosPlan
     models: Sequence[str]
     workers: int
-    clients: int
-    seed: int
     seconds: float
     is_complete: bool
     is_interrupted: bool
-    planned_kills: int
     quiet: ChaosTally
     chaos: ChaosTally
     faults: Mapping[Fault, int]
@@ -69,9 +65,6 @@ class ChaosReport:
     """Exit code of the service after it was asked to stop; None if it did not stop."""
     left_over: int
     notes: Sequence[str] = ()
-    plan: str = ""
-    hosts: int = 0
-    """Agents that ran the workers; 0 if the front end did."""
     agent_complaints: Sequence[str] = ()
     """Problems of agents that were asked to end."""
 
@@ -125,6 +118,7 @@ class ChaosReport:
             "models": list(self.models),
             "seconds": round(self.seconds, 3),
             **{name: getattr(self, name) for name in _PLAIN},
+            **{name: getattr(self.plan, name) for name in _OF_PLAN},
             "faults": dict(self.faults),
             "struck": self._struck(),
             "poisonings": {
@@ -163,17 +157,16 @@ class ChaosReport:
 
     def _rows(self) -> Iterator[tuple[str, str]]:
         chaos, quiet = self.chaos, self.quiet
-        on_hosts = f" on {self.hosts} hosts" if self.hosts else ""
+        on_hosts = f" on {self.plan.hosts} hosts" if self.plan.hosts else ""
         yield "service", f"{', '.join(self.models)}; {self.workers} workers{on_hosts}"
         yield "machine", ", ".join(str(value) for value in machine().values())
         yield "versions", f"inferpool {version_of()}, torch {version_of('torch')}"
-        yield "seed", str(self.seed)
+        yield "seed", str(self.plan.seed)
         rate = chaos.num_settled / self.seconds if self.seconds else 0.0
-        if self.plan:
-            yield "went on", self.plan
+        yield "went on", self.plan.text
         yield (
             "sent",
-            f"{chaos.num_sent:,} by {self.clients} clients in {self.seconds:.1f} s "
+            f"{chaos.num_sent:,} by {self.plan.clients} clients in {self.seconds:.1f} s "
             f"({rate:,.0f} a second); {quiet.num_sent:,} before, undisturbed",
         )
         yield "right", f"{chaos.right:,}"
@@ -219,7 +212,8 @@ class ChaosReport:
 
     def _faults_text(self) -> str:
         kills = self.faults.get("kill", 0)
-        planned = f" of {self.planned_kills} planned" if kills < self.planned_kills else ""
+        num_planned = self.plan.planned_kills
+        planned = f" of {num_planned} planned" if kills < num_planned else ""
         decoders, hosts = self.faults.get("decoder"), self.faults.get("host")
         return (
             f"{kills} SIGKILLs{planned}, {self.faults.get('stop', 0)} SIGSTOPs, "

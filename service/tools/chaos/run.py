@@ -165,15 +165,12 @@ class _ChaosRun:
             exit_code, left_over = await self._subject.stop()
             complaints, left_of_agents = await self._agents.stop()
         return ChaosReport(
+            plan=self._plan,
             models=[f"{name} ({m.source})" for name, m in self._settings.models.items()],
             workers=len(health.workers),
-            clients=self._plan.clients,
-            seed=self._plan.seed,
             seconds=seconds,
             is_complete=is_complete,
             is_interrupted=self._interruption.has_come,
-            planned_kills=self._plan.planned_kills,
-            plan=self._plan.text,
             quiet=quiet,
             chaos=chaos,
             faults={kind: faults.counts[kind] for kind in self._plan.every_s if faults.does(kind)},
@@ -188,7 +185,6 @@ class _ChaosRun:
             exit_code=exit_code,
             left_over=left_over + left_of_agents,
             notes=knowledge.notes,
-            hosts=self._plan.hosts,
             agent_complaints=[*faults.hosts.failed, *complaints],
         )
 

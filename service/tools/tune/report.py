@@ -125,7 +125,7 @@ class TuneReport:
                 f"{are_better if others else 'nothing else was measured'}."
             )
         elif outcome.is_confirmed:
-            yield f"Use {text_of(best.changes)}: {outcome.gain:.2f} x the settings as they were."
+            yield f"Use {text_of(best.changes)}: {best.gain:.2f} x the settings as they were."
         else:
             yield (
                 f"Use {text_of(best.changes)}: about {best.gain:.2f} x the settings as they were, "
@@ -175,8 +175,7 @@ class TuneReport:
             )
         if best.changes:
             kind = "in turns" if self.outcome.is_confirmed else "on the way, not confirmed"
-            gain = self.outcome.gain if self.outcome.is_confirmed else best.gain
-            yield f"gain, measured {kind}: {gain:.2f} x"
+            yield f"gain, measured {kind}: {best.gain:.2f} x"
 
     def as_dict(self) -> Mapping[str, object]:
         """Return everything for JSON."""
@@ -193,7 +192,7 @@ class TuneReport:
             "seconds": round(self.seconds, 3),
             "connections": outcome.connections,
             "recommended": dict(self.best.changes),
-            "gain": outcome.gain if outcome.is_confirmed else self.best.gain,
+            "gain": self.best.gain,
             "is_confirmed": outcome.is_confirmed,
             "is_interrupted": self.is_interrupted,
             "failure": self.failure,

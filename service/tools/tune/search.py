@@ -60,8 +60,6 @@ class SearchOutcome:
     tried: list[Tried] = field(default_factory=list)
     best: Tried | None = None
     """Candidate to use; the first of those tried is the user's settings."""
-    gain: float = 1.0
-    """Gain of the best over the user's settings, measured in turns at the end."""
     is_confirmed: bool = False
     connections: int = 0
     is_out_of_reach: bool = False
@@ -302,14 +300,14 @@ class Search:
             found = await self._compare(former, self._best, is_final=True)
         finally:
             await former.close()
-        outcome.gain = outcome.best.gain = found.ratio
+        outcome.best.gain = found.ratio
         outcome.is_confirmed = True
         for tried, sample in ((outcome.tried[0], found.best), (outcome.best, found.challenger)):
             tried.sample, tried.connections = sample, outcome.connections
         if not found.is_better:
             outcome.best.verdict = "no better"
             outcome.best.reason = "not when it was measured again"
-            outcome.best, outcome.gain = outcome.tried[0], 1.0
+            outcome.best = outcome.tried[0]
 
 
 def text_of(changes: Changes) -> str:

@@ -1,12 +1,14 @@
 import io
 import json
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 from msgspec.structs import replace as replace_struct
 
 from inferpool.service.tools.chaos.faults import Poisonings
 from inferpool.service.tools.chaos.load import ChaosTally
+from inferpool.service.tools.chaos.plan import ChaosPlan, Fault
 from inferpool.service.tools.chaos.report import ChaosReport, spread_ms
 from inferpool.service.tools.chaos.resources import Holdings, LedgerReading
 from inferpool.service.tools.chaos.stores import StoreFaults
@@ -23,6 +25,7 @@ _LEDGER = LedgerReading(
     restarts=4, retried=3,
 )  # fmt: skip
 _RECOVERY = Recovery(kind="kill", worker="echo/0", incarnation=1, began=1, noticed=2, recovered=3)
+_PLAN = ChaosPlan(kills=1, clients=4, every_s=dict.fromkeys(get_args(Fault), 0.0) | {"kill": 2.0})
 _SWAPS = Swaps(address=("h", 1), models=["echo"], key="")
 
 
@@ -36,8 +39,8 @@ def tally(count: int, **changes: int) -> ChaosTally:
 
 def report(**changes: object) -> ChaosReport:
     whole = ChaosReport(
-        models=["echo"], workers=2, clients=4, seed=1, seconds=2.0,
-        is_complete=True, is_interrupted=False, planned_kills=1,
+        plan=_PLAN, models=["echo"], workers=2, seconds=2.0,
+        is_complete=True, is_interrupted=False,
         quiet=tally(10), chaos=tally(100), greedy=tally(0), faults={"kill": 1, "poison": 1},
         poisonings=Poisonings(num_sent=1, right=1, num_attempts=2), swaps=_SWAPS,
         stores=StoreFaults(address=("h", 1), folder=None, questions=[]),
@@ -108,12 +111,11 @@ def test_each_way_of_breaking_the_promise_is_named(changes: dict[str, object], p
 
 def test_report_says_the_figures_and_the_verdict():
     text = written(
-        plan="until 5 requests",
-        planned_kills=5,
+        plan=replace(_PLAN, kills=5),
         faults={"kill": 1, "stop": 0, "poison": 1, "forkserver": 2, "decoder": 3},
     )
     for piece in (
-        "until 5 requests",
+        "until there are at least 10,000 requests and 5 kills",
         "1 SIGKILLs of 5 planned",
         "2 signals to the forkserver, 3 to decoders",
         "(but stop did not come about",
@@ -156,7 +158,11 @@ def test_hosts_come_back_from_their_start_on():
         kind="host stop", worker="a", host="a", incarnation=1,
         began=1.0, noticed=4.5, freed=6.0, recovered=6.25,
     )  # fmt: skip
-    changes = {"hosts": 3, "recoveries": [stopped], "faults": {"kill": 1, "poison": 1, "host": 1}}
+    changes = {
+        "plan": replace(_PLAN, hosts=3),
+        "recoveries": [stopped],
+        "faults": {"kill": 1, "poison": 1, "host": 1},
+    }
     times = report(**changes).as_dict()["recovery_ms"]["host stop"]  # type: ignore[index]
     assert (times["noticed"]["worst"], times["recovered"]["worst"]) == (3500.0, 250.0)
     text = written(**changes)

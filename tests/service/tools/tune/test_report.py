@@ -23,7 +23,7 @@ def report(*, is_confirmed: bool = True, is_interrupted: bool = False) -> TuneRe
         model="net", source="torchvision:resnet18", preset="folded",
         goal=Goal(connections=64, p99_ms=45), seconds=60.0, date="2026-01-02",
         outcome=SearchOutcome(
-            tried=tried, best=better, gain=1.25, is_confirmed=is_confirmed, connections=64,
+            tried=tried, best=better, is_confirmed=is_confirmed, connections=64,
             untried=["credit"],
         ),
         is_interrupted=is_interrupted,
@@ -49,7 +49,7 @@ def test_text_chart_stars_the_points_that_no_other_beats_in_both_and_draws_the_o
 
 def test_report_says_what_to_use_and_what_could_not_be_tried():
     text = written(report())
-    assert "Use replicas 1: 1.25 x the settings as they were." in text
+    assert "Use replicas 1: 1.30 x the settings as they were." in text
     assert "The budget did not suffice for: credit" in text
     assert "fails: no memory" in text
     interrupted = written(report(is_confirmed=False, is_interrupted=True))
