@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import psutil
@@ -50,8 +51,6 @@ POISONS: Mapping[Fault, Poison] = {
 BURST = 5
 """Forkservers that a burst kills in a row."""
 
-_WAITING: tuple[Fault, ...] = ("kill", "stop", "host", "burst")
-"""Faults that wait until their target is there."""
 _FIRST_POISON = 10**15
 _RETRY_S = 0.1
 _WAIT_S = 0.02
@@ -106,9 +105,17 @@ class Faults:
     poisonings: Poisonings = field(default_factory=Poisonings)
     _rng: random.Random = field(init=False)
     _rest: random.Random = field(init=False)
+    _waiting: Mapping[Fault, Callable[[], Awaitable[None]]] = field(init=False)
+    """Faults that wait until their target is there."""
 
     def __post_init__(self) -> None:
-        """Seed all random choices."""
+        """Seed all random choices, and name the faults that wait."""
+        self._waiting = {
+            "kill": partial(self._strike, "kill"),
+            "stop": partial(self._strike, "stop"),
+            "host": self.hosts.strike,
+            "burst": self._strike_forkservers,
+        }
         self._rng = random.Random(f"{self.seed} who")
         self._rest = random.Random(f"{self.seed} rest")
 
@@ -128,8 +135,8 @@ class Faults:
                 elif fault == "decoder":
                     if not await self._strike_decoder():
                         continue  # none is well
-                elif fault in _WAITING:
-                    await self._wait_and_strike(fault)
+                elif wait_and_strike := self._waiting.get(fault):
+                    await wait_and_strike()
                     # A fault that had to wait delays all others, so they do not come in a burst.
                     began = max(began, time.monotonic() - moment)
                 else:
@@ -146,15 +153,6 @@ class Faults:
             await self.hosts.settle()
             for task in under_way.values():
                 await task
-
-    async def _wait_and_strike(self, fault: Fault) -> None:
-        if fault == "burst":
-            await self._strike_forkservers()
-        elif fault == "host":
-            await self.hosts.strike()
-        else:
-            assert fault == "kill" or fault == "stop"
-            await self._strike(fault)
 
     async def _begin(self, fault: Fault) -> None:
         """Run a slow fault, during which others happen."""

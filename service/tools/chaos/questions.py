@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from inferpool.service.client.reaching import problem_in
 from inferpool.service.tools.trial.connection import TrialConnection, TrialError, post_request
 from inferpool.service.tools.trial.inputs import TrialInput
 
@@ -113,7 +114,7 @@ async def learn(
     for _ in range(2):
         answer = await connection.ask(request, _ASK_ALONE_S)
         if answer.status != 200:
-            detail = _field(answer.body, "detail") or repr(answer.body[:200])
+            detail = problem_in(answer.body).get("detail") or repr(answer.body[:200])
             raise TrialError(
                 f"{path} answers {given.name} with {answer.status}: {detail}; "
                 "give inputs that it takes (--inputs PATH)"
@@ -157,14 +158,7 @@ def _has_refused_instance(body: bytes) -> bool:
 
 def problem_code(body: bytes) -> str:
     """Return the `code` of a problem; empty if the body is none."""
-    return _field(body, "code")
-
-
-def _field(body: bytes, name: str) -> str:
-    try:
-        return str(msgspec.json.decode(body)[name])
-    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError):
-        return ""
+    return str(problem_in(body).get("code", ""))
 
 
 def difference(expected: object, found: object, tolerance: float, place: str = "answer") -> str:

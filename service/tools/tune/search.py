@@ -106,7 +106,7 @@ class Search:
         self._round_s = 0.0
         self._best: ServiceCandidate | None = None
 
-    async def begin(self) -> ServiceCandidate:
+    async def begin(self) -> None:
         """Start a service with the user's settings, and find the load for comparisons."""
         self._on_trial("the settings as they are")
         self._best = await self._start({})
@@ -116,7 +116,6 @@ class Search:
         base.memory_bytes = self._best.memory_bytes
         self.outcome.tried.append(base)
         self.outcome.best = base
-        return self._best
 
     async def run(self, knobs: Sequence[Knob]) -> None:
         """Vary the knobs in turn, repeat while that gains, and confirm the result."""
