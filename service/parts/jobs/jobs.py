@@ -321,13 +321,11 @@ class Jobs:
                 self._served |= set(self._pools)
                 for model in self._served - set(self._pools):
                     self._served.discard(model)
-                    await self._fail(store, model)
+                    text = f"{model} was removed from the service"
+                    problem = JobProblem(code="unknown_model", message=text)
+                    for job in await in_thread(store.fail_jobs, model, problem, time.time()):
+                        self._note(job)
             await asyncio.sleep(_CLEAN_S)
-
-    async def _fail(self, store: "JobStore", model: str) -> None:
-        problem = JobProblem(code="unknown_model", message=f"{model} was removed from the service")
-        for job in await in_thread(store.fail_jobs, model, problem, time.time()):
-            self._note(job)
 
     async def _count(self, store: "JobStore") -> None:
         while True:

@@ -30,11 +30,6 @@ class Watches:
         """By id and owner."""
         self._is_ended = False
 
-    @property
-    def num_watched(self) -> int:
-        """Number of jobs that calls wait for."""
-        return len(self._watches)
-
     async def until(self, id: str, owner: str, timeout_s: float) -> Job:
         """Return a job when it is over, or as it is when the time is up.
 

@@ -142,7 +142,8 @@ class Webhooks:
         chosen: dict[int, WaitingWebhook] = {}
         for call in await in_thread(store.waiting_webhooks, _LOOKED_AT, now, busy):
             if self._may_call(call.receiver) and self._places.may_take(call.owner):
-                self._begin(call)
+                self._places.take(call.owner)
+                self._calls_to[call.receiver] += 1
                 chosen[call.number] = call
         try:
             if not chosen:
@@ -157,10 +158,6 @@ class Webhooks:
 
     def _may_call(self, receiver: str) -> bool:
         return self._calls_to[receiver] < (1 if receiver in self._silent else _CALLS_TO_ONE)
-
-    def _begin(self, call: WaitingWebhook) -> None:
-        self._places.take(call.owner)
-        self._calls_to[call.receiver] += 1
 
     def _give_back(self, call: WaitingWebhook) -> None:
         self._places.give_back(call.owner)

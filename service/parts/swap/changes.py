@@ -24,7 +24,6 @@ from inferpool.service.parts.swap.records import (
     Change,
     ChangeKind,
     ModelInfo,
-    Record,
     VersionHistory,
 )
 from inferpool.service.parts.swap.requests import read_add, read_swap
@@ -143,7 +142,8 @@ class Changes:
     def begin_rollback(self, name: str) -> None:
         """Begin to switch back to the version that served before."""
         self._check_known(name)
-        former = self._former(name)
+        self._remember_all(name)
+        former = self._history.former(name, self._catalog.serving[name].version)
         if former is None:
             raise ConflictError(f"{name} has no earlier version to go back to")
         self._begin(name, "rollback", self._versions.way_back(name, former, "it was asked for"))
@@ -212,10 +212,6 @@ class Changes:
         serving = self._catalog.serving.get(name)
         for version in self._catalog.versions(name):
             self._history.record(version, "serving" if version.pool is serving else "loading")
-
-    def _former(self, name: str) -> Record | None:
-        self._remember_all(name)
-        return self._history.former(name, self._catalog.serving[name].version)
 
     def _begin(self, name: str, kind: ChangeKind, steps: Steps) -> None:
         self._check_idle(name)

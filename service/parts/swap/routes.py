@@ -10,7 +10,7 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from inferpool.service.api.addresses import root_for
-from inferpool.service.api.preferences import read_preferences
+from inferpool.service.api.preferences import is_async
 from inferpool.service.api.routes.health import VersionInfo
 from inferpool.service.errors import BadRequestError, TooLargeError
 from inferpool.service.parts.admin.repeats import AskedChanges
@@ -179,7 +179,7 @@ def _add_removal(router: APIRouter, target: Changes) -> None:
 
 def _is_asynchronous(request: Request) -> bool:
     """Return whether the caller does not want to wait for the decision (RFC 7240, 4.1)."""
-    return read_preferences(",".join(request.headers.getlist("prefer"))).is_async
+    return is_async(request.headers.raw)
 
 
 def _going_on_headers(request: Request, name: str) -> dict[str, str]:

@@ -81,7 +81,9 @@ class DeviceGate:
         for slot, placement in enumerate(placements):
             slots[tuple(sorted(self._widths_of(placement).items()))].append(slot)
         for names, those in slots.items():
-            widths = {self._device(name): width for name, width in names}
+            widths = {
+                self._devices.setdefault(name, SharedDevice(1)): width for name, width in names
+            }
             for device in widths:
                 device.open(model, share)
             member.claims.append(Claim(scheduler, widths, frozenset(those), model))
@@ -206,9 +208,6 @@ class DeviceGate:
             for claim in member.claims:
                 self._withdraw(claim)
             member.scheduler.soon()
-
-    def _device(self, name: str) -> SharedDevice:
-        return self._devices.setdefault(name, SharedDevice(1))
 
     def _widths_of(self, placement: Placement) -> Mapping[str, int]:
         """Return the places of each device that a batch takes: threads on CPUs, or a whole GPU."""

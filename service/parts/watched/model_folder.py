@@ -107,7 +107,8 @@ class ModelFolder:
         except (ConflictError, UnavailableError):
             return  # it is being changed, or no host has joined yet; the next look tries again
         except (ServiceError, ValueError, OSError) as error:
-            self._tell(name, f"{version.folder} cannot be served: {_text(error)}")
+            reason = getattr(error, "message", "") or str(error)
+            self._tell(name, f"{version.folder} cannot be served: {reason}")
         else:
             self._told.pop(name, None)
             number = self._target.number_next(name, version.number)
@@ -132,7 +133,3 @@ class ModelFolder:
         if self._told.get(name) != text:
             self._told[name] = text
             logger.error("%s", text)
-
-
-def _text(error: Exception) -> str:
-    return getattr(error, "message", "") or str(error)

@@ -250,15 +250,6 @@ async def test_there_is_no_search_without_a_candidate_or_a_compiler(monkeypatch,
         assert message.endswith(reason)
 
 
-async def test_a_stop_ends_the_search():
-    pool, search = RaisedPool(), FakeSearch(None)
-    async with searching_for(pool, search) as searching:
-        pool.raise_all()
-        searching.on_change()
-        await until(lambda: searching.progress("m").text == "compiling")
-    assert search.was_cancelled
-
-
 async def test_forgotten_search_ends_with_its_process_and_gives_its_turn_to_the_next():
     pool, other, search = RaisedPool(), RaisedPool(name="n"), FakeSearch(None)
     async with searching_for(pool, search) as searching:

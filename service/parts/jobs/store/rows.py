@@ -20,6 +20,10 @@ encode = msgspec.msgpack.Encoder().encode
 decode_instances = msgspec.msgpack.Decoder(list[StoredInstance]).decode
 decode_answers = msgspec.msgpack.Decoder(list[JobAnswer]).decode
 
+_OTHER = {"id", "versions", "problem", "parameters"}
+_SAME = [name for name in Job.__struct_fields__ if name not in _OTHER]
+"""Fields of a job that have a column of their name, and its value."""
+
 
 def job_of(row: Any) -> Job:
     """Return a row of the table of jobs as a value."""
@@ -28,26 +32,10 @@ def job_of(row: Any) -> Job:
         problem = JobProblem(code=row.problem_code, message=row.problem_message)
     return Job(
         id=row.name,
-        owner=row.owner,
-        folder=row.folder,
-        state=row.state,
-        model=row.model,
         versions=tuple(map(int, row.versions.split(","))) if row.versions else (),
-        num_instances=row.num_instances,
-        num_done=row.num_done,
-        num_failed=row.num_failed,
-        num_bytes=row.num_bytes,
-        created_at=row.created_at,
-        started_at=row.started_at,
-        ended_at=row.ended_at,
-        expires_at=row.expires_at,
         problem=problem,
         parameters=bytes(row.parameters),
-        body_digest=row.body_digest,
-        webhook=row.webhook,
-        priority=row.priority,
-        trace=row.trace,
-        request_id=row.request_id,
+        **{name: getattr(row, name) for name in _SAME},
     )
 
 

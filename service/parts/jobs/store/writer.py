@@ -237,16 +237,10 @@ class JobWriter:
 
     def _insert_row(self, connection: Connection) -> int:
         new = self._new
-        values = {
+        same = ("owner", "body_digest", "model", "parameters", "webhook", "priority", "trace")
+        values = {name: getattr(new, name) for name in same} | {
             "folder": self._folder,
-            "owner": new.owner,
-            "body_digest": new.body_digest,
-            "model": new.model,
-            "parameters": new.parameters,
-            "webhook": new.webhook,
             "receiver": new.webhook and f"{new.owner} {urlsplit(new.webhook).netloc.lower()}",
-            "priority": new.priority,
-            "trace": new.trace,
             "request_id": new.request_id,
             "state": "queued",
             "created_at": self._now,

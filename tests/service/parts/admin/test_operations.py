@@ -113,8 +113,3 @@ async def test_a_stop_ends_restarts_and_a_drain_that_stays():
     target.set_draining(True)
     with pytest.raises(ConflictError, match="shutting down"):
         target.set_draining(False)
-
-
-async def test_hosts_are_measured_by_whoever_knows_them():
-    with pytest.raises(NotFoundError, match="no host 'gpu-7' is connected; there are: none"):
-        await operations(HeldPool(1)).measure_host("gpu-7")

@@ -123,7 +123,7 @@ async def test_nobody_waits_for_a_job_when_the_service_ends(arena: Arena, place:
     async with running(place, {"m": pool}) as jobs:
         await jobs.create(new_job(), lambda: instances(1))
         waiting = asyncio.create_task(jobs.watches.until("a", "", 3600))
-        await until(lambda: jobs.watches.num_watched)
+        await until(lambda: jobs.watches._watches)
         jobs.end()
         assert not (await waiting).is_over
     await pool.stop(0)

@@ -17,7 +17,7 @@ from inferpool.service.queue.pool import Pool
 from inferpool.workers.shared.arena import Arena
 from inferpool.workers.shared.errors import WorkerStartError
 from inferpool.workers.shared.messages import ItemError
-from tests.fakes import FakeEngine, FakeWorker, ref_to
+from tests.fakes import FakeEngine, FakeWorker
 from tests.service.api.server import until
 from tests.service.parts.jobs.conftest import LIMITS
 from tests.service.parts.jobs.stores import NOW, FailingCommits, new_job, take
@@ -157,20 +157,6 @@ async def test_only_a_few_parts_are_within_reach(store: JobStore, arena: Arena) 
             await asyncio.sleep(0.001)
 
 
-async def test_other_calls_go_first(store: JobStore, arena: Arena) -> None:
-    async with running(store, arena) as bench:
-        bench.add(64, payload=b"job")
-        await until(lambda: bench.worker.batches)
-        others = [bench.pool.submit(ref_to(b"x"), [b"x"]) for _ in range(5)]
-        bench.worker.answer([b"1"])  # the one batch of the job that they wait for
-        for other in others:
-            await until(lambda: bench.worker.batches)
-            assert [item.num_bytes for item in bench.worker.batches[0][0]] == [1]
-            bench.worker.answer([b"1"])
-            await other
-        assert await bench.finish() == 63
-
-
 async def test_a_part_is_of_one_version_when_the_model_is_swapped(
     store: JobStore, arena: Arena
 ) -> None:
@@ -206,19 +192,6 @@ async def test_what_a_former_version_does_not_finish_the_next_one_computes(
         await bench.finish()
         assert bench.versions() == [2] * 100
         assert [answer.value for _, answer, _ in store.answers("a")] == [b"1"] * 100
-
-
-async def test_parts_of_a_removed_model_are_given_back(store: JobStore, arena: Arena) -> None:
-    async with running(store, arena) as bench:
-        bench.add(100)
-        removed = bench.pool
-        await until(lambda: removed.dispatcher.num_background > 64)
-        del bench.pools["m"]
-        removed.dispatcher.cut_off("it is removed")
-        await removed.stop(0)
-        await until(lambda: not bench.runner._parts)
-        assert len(take(store)) == 2
-        assert bench.job().num_done == 0
 
 
 async def test_an_input_that_kills_workers_fails_alone(store: JobStore, arena: Arena) -> None:

@@ -53,7 +53,7 @@ async def test_many_who_wait_read_a_job_that_changes_only_once_each() -> None:
     watches.tell(over)
     assert await asyncio.gather(*waiting) == [over] * len(waiting)
     assert store.num_reads == len(waiting)
-    assert watches.num_watched == 0
+    assert not watches._watches
 
 
 async def test_changes_by_other_services_are_read_once_for_all() -> None:
@@ -71,18 +71,18 @@ async def test_nothing_is_left_of_those_who_wait_no_more() -> None:
     watches = Watches(OneJob(None).read, poll_s=1000)
     with pytest.raises(UnknownJobError):
         await watches.until("a", "", 1000)
-    assert watches.num_watched == 0
+    assert not watches._watches
     watches = Watches(OneJob().read, poll_s=0.001)
     assert await watches.until("a", "", 0.01) == BEGUN
     waiting = asyncio.create_task(watches.until("a", "", 1000))
     changes = watches.follow("a", "")
     assert await next_of(changes) == BEGUN
-    await until(lambda: watches.num_watched)
+    await until(lambda: watches._watches)
     waiting.cancel()
     await changes.aclose()
     with contextlib.suppress(asyncio.CancelledError):
         await waiting
-    assert watches.num_watched == 0
+    assert not watches._watches
 
 
 async def test_what_is_told_late_is_no_change() -> None:
@@ -119,7 +119,7 @@ async def test_a_deleted_job_is_not_taken_for_another_of_its_id() -> None:
 async def test_nobody_waits_after_the_end() -> None:
     watches = Watches(OneJob().read, poll_s=1000)
     waiting = asyncio.create_task(watches.until("a", "", 1000))
-    await until(lambda: watches.num_watched)
+    await until(lambda: watches._watches)
     watches.end()
     assert await waiting == BEGUN
     assert await watches.until("a", "", 1000) == BEGUN

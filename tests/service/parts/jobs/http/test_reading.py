@@ -1,15 +1,14 @@
 """Bodies of jobs become instances, each error in its own place, or are refused whole."""
 
-import asyncio
 import base64
+import itertools
 import json
 import re
-import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 
 import httpx
 import msgspec
@@ -174,12 +173,6 @@ def test_a_line_may_be_as_long_as_the_limit(path: Path) -> None:
         assert problems(read(JSONL, b"1" * 51 + end, path, head(max_body_bytes=50)))[0]
 
 
-@pytest.mark.parametrize("body", [b"", b"\n\n", b"\xef\xbb\xbf", b"  \r\n "])
-def test_lines_without_an_instance_are_refused(body: bytes, path: Path) -> None:
-    with pytest.raises(InvalidInputError, match="the body has no instances"):
-        read(JSONL, body, path)
-
-
 def test_empty_lines_are_left_out_as_by_batch(path: Path) -> None:
     body = b"\xef\xbb\xbf\n\n1\n \t\n{\n\r\n2\n\n\n"
     assert [each and each[:27] for each in problems(read(JSONL, body, path))] == [
@@ -263,10 +256,18 @@ def test_a_file_that_is_no_instance_is_an_error_in_its_own_place(path: Path) -> 
     assert link.startswith("invalid_input file 0 ('a'): is a link; ")
 
 
-def test_an_archive_without_files_is_refused(path: Path) -> None:
-    for body in (archive_of(), with_members(member("folder", b"5")), archive_of(("a.cls", b"1"))):
-        with pytest.raises(InvalidInputError, match="the body has no instances"):
-            read(TAR, body, path)
+@pytest.mark.parametrize(
+    ("content_type", "body"),
+    [
+        *((JSONL, body) for body in (b"", b"\n\n", b"\xef\xbb\xbf", b"  \r\n ")),
+        (TAR, archive_of()),
+        (TAR, archive_of(("a.cls", b"1"))),
+        (TAR, with_members(member("folder", b"5"))),
+    ],
+)
+def test_a_body_without_instances_is_refused(content_type: bytes, body: bytes, path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="the body has no instances"):
+        read(content_type, body, path)
 
 
 # Forms
@@ -503,20 +504,17 @@ def test_damaged_bodies_make_instances_or_a_typed_error(
     assert num_read > 30
 
 
-@pytest.mark.measures
-async def test_the_event_loop_has_its_turns_while_a_body_is_read(path: Path) -> None:
-    path.write_bytes(b'{"values": [1.5, 2.5, 3.5], "text": "some words"}\n' * 300_000)
-    reading_it = asyncio.get_running_loop().run_in_executor(
-        None, lambda: sum(1 for _ in read_body(JSONL, path, head()).instances())
-    )
-    late_s = []
-    while not reading_it.done():
-        began = time.monotonic()
-        await asyncio.sleep(0.001)
-        late_s.append(time.monotonic() - began - 0.001)
-    assert await reading_it == 300_000
-    # Forced to wait for Python's lock, most steps are 2 to 5 ms late.
-    assert statistics.median(late_s) < 0.0015
+def test_a_body_is_read_with_a_pause_now_and_then_for_the_event_loop(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, pauses_s = itertools.count(step=0.0001), list[float]()
+    clock = SimpleNamespace(monotonic=lambda: next(now), sleep=pauses_s.append)
+    monkeypatch.setattr(reading, "time", clock)
+    for content_type, body in ((JSONL, b"1\n" * 1000), (FORM, part(b"x") * 1000 + b"--b--")):
+        pauses_s.clear()
+        assert len(read(content_type, body, path)) == 1000
+        assert len(pauses_s) > 100  # one for some five instances
+        assert all(pauses_s)
 
 
 PEAK = """

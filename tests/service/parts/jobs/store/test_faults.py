@@ -2,11 +2,10 @@
 
 import shutil
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 import pytest
 
@@ -25,8 +24,6 @@ from tests.service.parts.jobs.stores import (
     take,
     values,
 )
-
-T = TypeVar("T")
 
 LARGE = 200_000
 """Bytes of an instance whose part is kept in a file, if the store has a folder."""
@@ -290,54 +287,3 @@ def test_services_do_not_wait_for_each_other_in_a_circle(place: str) -> None:
     assert not errors
     for store in stores:
         store.close()
-
-
-@pytest.mark.parametrize("place", ["postgresql"], indirect=True)
-def test_a_database_that_drops_its_connections_costs_nothing(place: str) -> None:
-    import psycopg
-
-    num_refused = num_done = 0
-
-    def insist(call: Callable[[], T]) -> T:
-        nonlocal num_refused, num_done
-        while True:
-            try:
-                result = call()
-            except UnavailableError:
-                num_refused += 1
-            else:
-                num_done += 1
-                return result
-
-    def drop_all() -> None:
-        """Drop all connections again and again, but let one call get through meanwhile."""
-        drop = (
-            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid != pg_backend_pid()"
-        )
-        with psycopg.connect(place, autocommit=True) as connection:
-            num_before = -1
-            while not is_over.wait(0.02):
-                if num_done > num_before:
-                    num_before = num_done
-                    connection.execute(f"{drop} AND backend_type = 'client backend'")
-
-    store, is_over = JobStore.open(place, LIMITS), threading.Event()
-    dropping = threading.Thread(target=drop_all)
-    dropping.start()
-    try:
-        for number in range(8):
-            insist(lambda id=f"{number}": add(store, 100, id=id, num_bytes=10_000))  # type: ignore[misc]  # bound now
-        while not all(job.is_over for job in insist(lambda: store.jobs(limit=50))):
-            taken = insist(lambda: take(store, 3, lease_s=2.0))
-            if not taken:  # the news of some was lost, so their lease must run out
-                time.sleep(0.1)
-            for part in taken:
-                insist(lambda part=part: store.leases.commit_part(part, compute(part), NOW))  # type: ignore[misc]  # bound now
-    finally:
-        is_over.set()
-        dropping.join()
-    assert num_refused
-    assert len(store.jobs(limit=50)) == 8
-    for number in range(8):
-        assert values(store, f"{number}") == [2 * index for index in range(100)]
-    store.close()
