@@ -1,8 +1,6 @@
 import random
 from dataclasses import dataclass
 
-import pytest
-
 from inferpool.service.queue.batcher import Batcher, Bucket
 from inferpool.workers.shared.messages import ItemRef
 
@@ -30,30 +28,6 @@ def filled(*requests: Queued) -> Batcher[Queued]:
     for request in requests:
         batcher.push(request, now=0.0)
     return batcher
-
-
-@pytest.mark.parametrize(
-    ("requests", "most", "batches"),
-    [
-        ([Queued(name) for name in "abcde"], 3, ["abc", "de", ""]),
-        (
-            [
-                Queued("d"),
-                Queued("c", deadline=0.5),
-                Queued("a", priority=1),
-                Queued("b", deadline=0.05),
-            ],
-            8,
-            ["abcd"],
-        ),
-        ([Queued("b"), Queued("a", priority=1), Queued("c")], 2, ["ab", "c"]),
-        ([Queued("a", priority=1), Queued("s", is_solo=True), Queued("c")], 8, ["a", "s", "c"]),
-    ],
-    ids=["equals by arrival", "priority, deadline", "filled from the next class", "solo"],
-)
-def test_batches_are_in_order(requests: list[Queued], most: int, batches: list[str]):
-    batcher = filled(*requests)
-    assert [names(batcher.next_batch(most)) for _ in batches] == batches
 
 
 def test_position_tells_how_many_of_its_caller_wait_wherever_they_are():
@@ -89,14 +63,6 @@ def test_solo_request_comes_alone_and_first_when_put_back():
         request.is_solo = True
         batcher.push_front(request)
     assert [names(batcher.next_batch(8)) for _ in range(4)] == ["a", "b", "c", ""]
-
-
-def test_removed_request_is_not_handed_out():
-    middle = Queued("b")
-    batcher = filled(Queued("a"), middle, Queued("c"))
-    batcher.remove(middle)
-    assert len(batcher) == 2
-    assert names(batcher.next_batch(8)) == "ac"
 
 
 def test_nearer_deadline_goes_first_however_late_it_comes():

@@ -210,22 +210,6 @@ def test_wake_ups_within_a_millisecond_are_kept_apart(bench):
         runner.run(go())
 
 
-async def test_full_queue_and_full_arena_refuse_with_a_time_to_come_back(bench):
-    b = bench(max_queue_length=3)
-    worker = b.worker(credit=1)
-    await b.send()
-    b.submit(payload=bytes(20_000))
-    with pytest.raises(OverloadedError, match="arena"):
-        b.submit(payload=bytes(40_000))
-    await b.send(2)
-    with pytest.raises(OverloadedError, match="queue is full") as caught:
-        b.submit()
-    assert caught.value.retry_after_s >= 1
-    assert b.metrics.rejected["queue_full"] == 1
-    await answer(worker)
-    b.submit()
-
-
 async def test_deadline_that_cannot_be_met_is_refused_at_once(bench):
     b, worker = one_by_one(bench)
     for _ in range(4):
@@ -252,16 +236,6 @@ async def test_deadline_in_the_queue_is_answered_on_time_and_never_sent(bench):
     assert worker.sizes == []
     b.check_books()
     assert b.metrics.expired == 1
-
-
-async def test_slot_of_an_instance_that_expires_in_a_worker_stays_until_the_batch_returns(bench):
-    b = bench()
-    worker = b.worker()
-    with pytest.raises(DeadlineExceededError, match="in a worker"):
-        await b.submit(timeout_s=0.05)
-    assert b.arena.used_bytes > 0
-    await answer(worker)
-    b.check_books()
 
 
 async def test_the_owner_of_a_payload_in_the_arena_gets_the_slot_back(bench):
@@ -351,33 +325,6 @@ async def test_errors_of_single_items_reach_their_callers_only(bench):
     results = await asyncio.gather(*futures, return_exceptions=True)
     types = [Result, InvalidInputError, ModelFailedError, DeadlineExceededError]
     assert [type(result) for result in results] == types
-    b.check_books()
-
-
-async def test_drain_finishes_what_was_accepted_and_admits_nothing_more(bench):
-    b, worker = one_by_one(bench)
-    futures = await b.send(3)
-    drain = asyncio.ensure_future(b.dispatcher.drain(5))
-    await turn()
-    with pytest.raises(UnavailableError, match="shutting down"):
-        b.submit()
-    for _ in range(3):
-        await answer(worker)
-    await drain
-    await asyncio.gather(*futures)
-    b.check_books()
-
-
-async def test_drain_that_runs_out_of_time_answers_all_that_is_left(bench):
-    b, worker = one_by_one(bench)
-    (sent,) = await b.send()
-    waiting = b.submit()
-    await b.dispatcher.drain(0.05)
-    for future in (sent, waiting):
-        with pytest.raises(UnavailableError, match="ran out of time"):
-            await future
-    worker.die()
-    await turn()
     b.check_books()
 
 
@@ -522,26 +469,6 @@ async def test_admitted_copies_of_a_poison_cost_no_further_worker(bench):
     assert b.metrics.failed == 4
 
 
-async def test_input_whose_worker_died_once_or_before_it_began_is_not_quarantined(bench):
-    b = bench()
-    worker = b.worker()
-    (instance,) = await b.send()
-    for started in (False, True, False, True, False):
-        worker = await b.replace(worker, started=started)
-    worker.answer()
-    await instance
-    assert b.dispatcher.num_quarantined == 0
-    b.check_books()
-
-
-async def test_without_quarantine_a_poison_is_tried_each_time(bench):
-    b = bench(quarantine_s=0.0)
-    for _ in range(2):
-        poison = b.submit()
-        b.dispatcher.detach(await b.replace_until_done(poison))
-        assert isinstance(poison.exception(), WorkerCrashedError)
-
-
 async def resend(b: DispatcherBench, give_up: Callable[[Instance], Awaitable[None]]) -> Instance:
     """Send a poison that nobody waits for any more when it kills its worker."""
     worker = b.worker(credit=1)
@@ -613,25 +540,6 @@ async def test_input_that_succeeds_between_deaths_alone_is_no_poison(bench):
     assert worker.sizes == [2]
     worker.answer()
     await asyncio.gather(*both)
-    b.check_books()
-
-
-async def test_input_that_is_often_in_a_batch_with_a_poison_is_never_quarantined(bench):
-    b = bench(max_batch_size=2)
-    workers = [b.worker(credit=1) for _ in range(5)]
-    innocents = [b.submit(payload=b"cheese") for _ in range(10)]
-    await turn()
-    for worker in workers:
-        assert worker.sizes == [2]
-        worker.die()
-    worker = b.worker(credit=1)
-    await turn()
-    worker = await b.replace(worker)  # once alone is chance
-    for _ in innocents:
-        assert worker.sizes == [1]
-        await answer(worker)
-    await asyncio.gather(*innocents)
-    assert b.dispatcher.num_quarantined == 0
     b.check_books()
 
 

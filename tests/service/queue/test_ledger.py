@@ -51,16 +51,6 @@ class DeadlineBench:
         self.due.append((thing.name, time.monotonic()))
 
 
-async def test_things_fall_due_in_their_tick_and_not_before():
-    bench = DeadlineBench()
-    bench.add("late", 0.08)
-    early = bench.add("early", 0.03)
-    bench.discard(bench.add("never", 0.05))
-    await asyncio.sleep(0.15)
-    bench.check({"early": 0.03, "late": 0.08})
-    bench.deadlines.discard(early)  # is no error
-
-
 async def test_far_deadlines_fall_due_on_time_unless_discarded():
     bench = DeadlineBench()
     moments = {f"after {number} s": FAR_S + number for number in (0.01, 0.2, 0.49, 0.51, 0.8)}

@@ -23,17 +23,6 @@ def queue():
     queue.close()
 
 
-def test_frames_arrive_whole_and_in_order_however_they_were_cut(queue: PrivateQueue):
-    reader = FrameReader(queue.reader)
-    bodies = [b"", b"a", bytes(70_000), b"end"]
-    stream = b"".join(len(body).to_bytes(4, "big") + body for body in bodies)
-    got: list[bytes] = []
-    for start in range(0, len(stream), 7_001):
-        os.write(queue.writer.fileno(), stream[start : start + 7_001])
-        got += frames_of(reader)
-    assert got == bodies
-
-
 async def test_queues_understand_connections_of_the_standard_library(queue: PrivateQueue):
     reader = FrameReader(queue.reader)
     queue.writer.send_bytes(b"from a Connection")
@@ -43,12 +32,6 @@ async def test_queues_understand_connections_of_the_standard_library(queue: Priv
     assert FrameWriter(other.writer).write(b"to a Connection")
     assert other.reader.recv_bytes() == b"to a Connection"
     other.close()
-
-
-def test_half_a_frame_does_not_hold_the_reader(queue: PrivateQueue):
-    reader = FrameReader(queue.reader)
-    os.write(queue.writer.fileno(), (100).to_bytes(4, "big") + b"half")
-    assert frames_of(reader) == []
 
 
 def test_frames_before_the_end_of_file_are_read_first(queue: PrivateQueue):

@@ -14,10 +14,7 @@ from inferpool.service.api.codecs.answers import AnswerFormat, Outcome, choose_f
 from inferpool.service.api.exchange import lines_of, pairs_of
 from inferpool.service.errors import (
     InvalidInputError,
-    ModelFailedError,
     NotAcceptableError,
-    OverloadedError,
-    UnavailableError,
 )
 from inferpool.service.queue.instance import Result
 from inferpool.workers.shared.messages import TensorBlob
@@ -76,27 +73,6 @@ def test_accept_chooses_the_form(accept: bytes | None, expected: AnswerFormat) -
 def test_other_forms_are_not_acceptable(accept: bytes) -> None:
     with pytest.raises(NotAcceptableError, match="allows none of application/json"):
         choose_format(accept)
-
-
-def test_predictions_and_errors_are_in_the_order_of_the_instances() -> None:
-    status, headers, body = answer("json", result(b'{"a":1}'), result(b"2"))
-    assert (status, headers["content-type"]) == (200, "application/json")
-    assert json.loads(body) == {"predictions": [{"a": 1}, 2]}
-    status, _, body = answer("json", InvalidInputError("no 'x'"), result(b"2"))
-    assert status == 200
-    error = {"code": "invalid_input", "message": "no 'x'", "status": 422}
-    assert json.loads(body) == {"predictions": [{"error": error}, 2]}
-
-
-def test_if_all_failed_the_answer_is_the_problem_of_the_first() -> None:
-    full = OverloadedError("full", retry_after_s=7)
-    status, headers, body = answer("json", full, ModelFailedError("no"))
-    problem = json.loads(body)
-    assert status == problem["status"] == 429
-    assert headers["retry-after"] == "7"
-    assert headers["content-type"] == "application/problem+json"
-    assert [(each["index"], each["status"]) for each in problem["errors"]] == [(0, 429), (1, 500)]
-    assert "errors" not in json.loads(answer("json", UnavailableError("gone"))[2])
 
 
 @pytest.mark.parametrize("chosen", ["npy", "safetensors", "raw"])
