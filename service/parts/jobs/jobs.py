@@ -41,7 +41,7 @@ from inferpool.service.parts.jobs.records import (
     StoredInstance,
     StoreLimits,
 )
-from inferpool.service.parts.jobs.runner import LeasePeriods, Runner
+from inferpool.service.parts.jobs.runner import Runner
 from inferpool.service.parts.jobs.threads import in_thread
 from inferpool.service.parts.jobs.watches import Watches
 from inferpool.service.parts.jobs.webhooks import Webhooks, read_secret
@@ -78,41 +78,32 @@ class Jobs:
 
     def __init__(
         self,
-        place: str,
-        limits: StoreLimits,
+        keeper: StoreKeeper,
         pools: Mapping[str, Pool],
         default_model: str,
         webhooks: Webhooks,
-        periods: LeasePeriods | None = None,
-        keeper: StoreKeeper | None = None,
     ) -> None:
         """Open nothing yet.
 
         Args:
-            place: A folder, or the URL of a PostgreSQL database.
-            limits: Limits of the store.
+            keeper: Opens the store.
             pools: The pools that serve, by model.
             default_model: The model of calls that name none.
             webhooks: Calls webhooks when jobs are over.
-            periods: How long parts of jobs are leased; None for the defaults.
-            keeper: Opens the store; None for one with the default times.
         """
-        self._place = place
-        self._limits = limits
-        self.keeper = keeper or StoreKeeper(place, limits)
+        self.keeper = keeper
         """Opens the store, and says whether it can be used."""
         self._pools = pools
         self._default_model = default_model
         self.webhooks = webhooks
-        self._periods = periods or LeasePeriods()
-        self._is_shared = "://" in place
+        self._is_shared = "://" in keeper.place
         self._runner: Runner | None = None
         self._running: asyncio.Task[None] | None = None
         self._computing: asyncio.Task[None] | None = None
         self._is_ending = False
         # Large bodies take long to write, and must not keep results from being committed.
         self._writers = ThreadPoolExecutor(_NUM_WRITERS, thread_name_prefix="new jobs")
-        self._uses = Shares(_NUM_USES, limits.share, "uses of the store of jobs")
+        self._uses = Shares(_NUM_USES, keeper.limits.share, "uses of the store of jobs")
         poll_s = _POLL_S if self._is_shared else _POLL_ALONE_S
         self.watches = Watches(self.job, poll_s=poll_s)
         """The calls that wait for jobs."""
@@ -131,7 +122,7 @@ class Jobs:
     @property
     def spool_folder(self) -> Path:
         """The folder for bodies on their way, which are files without names."""
-        return Path(tempfile.gettempdir() if self._is_shared else self._place)
+        return Path(tempfile.gettempdir() if self._is_shared else self.keeper.place)
 
     @property
     def is_open(self) -> bool:
@@ -305,10 +296,8 @@ class Jobs:
         self._runner = Runner(
             store.leases,
             self._pools,
-            poll_s=_POLL_S,
-            periods=self._periods,
             on_change=self._note,
-            share=self._limits.share,
+            share=self.keeper.limits.share,
             num_answered=self._num_answered,
         )
         await self._runner.run()
@@ -332,7 +321,8 @@ class Jobs:
             with contextlib.suppress(ServiceError, OSError):
                 self.counts = await in_thread(store.counts)
                 if not self._is_shared:
-                    self._num_free_bytes = (await in_thread(shutil.disk_usage, self._place)).free
+                    usage = await in_thread(shutil.disk_usage, self.keeper.place)
+                    self._num_free_bytes = usage.free
             await asyncio.sleep(_COUNT_S)
 
     def _note(self, job: Job) -> None:
@@ -383,7 +373,7 @@ def make_jobs(settings: Settings, pools: Mapping[str, Pool]) -> Jobs:
         share=settings.key_share,
     )
     hooks = Webhooks(settings.webhook_hosts, _webhook_secret(settings), settings.key_share)
-    return Jobs(settings.job_store, limits, pools, settings.default_model, hooks)
+    return Jobs(StoreKeeper(settings.job_store, limits), pools, settings.default_model, hooks)
 
 
 def _webhook_secret(settings: Settings) -> bytes:

@@ -45,8 +45,8 @@ class StoreKeeper:
             check_s: How often it is checked.
             hang_s: A check that takes longer says that it does not answer.
         """
-        self._place = place
-        self._limits = limits
+        self.place = place
+        self.limits = limits
         self._check_s = check_s
         self._hang_s = hang_s
         self._store: JobStore | None = None
@@ -67,9 +67,9 @@ class StoreKeeper:
         Raises:
             StartError: Another service uses it.
         """
-        if "://" not in self._place:
+        if "://" not in self.place:
             with contextlib.suppress(OSError):  # opening it says what is wrong
-                self._held = HeldFolder(Path(self._place))
+                self._held = HeldFolder(Path(self.place))
 
     @property
     def is_open(self) -> bool:
@@ -78,7 +78,7 @@ class StoreKeeper:
 
     def health(self) -> JobStoreHealth:
         """Return what operators are shown."""
-        place = self._place
+        place = self.place
         if "://" in place:
             place = without_password(place)
         reason = "" if self.is_open else self._details or self._reason
@@ -145,7 +145,7 @@ class StoreKeeper:
         )
 
         held, self._held = self._held, None
-        self._store = store = JobStore.open(self._place, self._limits, held)
+        self._store = store = JobStore.open(self.place, self.limits, held)
         return store  # if the service stops meanwhile, nobody takes this, but `close` closes it
 
     async def _check_until_gone(self, store: "JobStore") -> None:

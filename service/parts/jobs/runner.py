@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -57,16 +56,13 @@ _PATIENCE_S = 30.0
 """A part is given back if no worker was there for so long: another service may have some."""
 _PAUSE_S = 0.2
 _MOST_PAUSE_S = 5.0
+_POLL_S = 1.0
+"""How often to look for parts that nobody has announced."""
 _NUM_THREADS = 4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeasePeriods:
-    """How long parts are a service's alone, and how often it says that it still computes them."""
-
-    lease_s: float = 15.0
-    """How long the parts of a service that died wait, where another one shares its store."""
-    renew_s: float = 4.0
+_LEASE_S = 15.0
+"""How long the parts of a service that died wait, where another one shares its store."""
+_RENEW_S = 4.0
+"""How often a service says that it still computes its parts."""
 
 
 class Runner:
@@ -77,10 +73,9 @@ class Runner:
         store: "PartLeases",
         pools: Mapping[str, Pool],
         *,
-        poll_s: float,
-        periods: LeasePeriods,
         on_change: Callable[[Job], None],
         share: float = 1.0,
+        lease_s: float = _LEASE_S,
         num_answered: Counter[tuple[str, str]] | None = None,
     ) -> None:
         """Start nothing yet.
@@ -88,16 +83,14 @@ class Runner:
         Args:
             store: The store. Its methods are called in threads.
             pools: The pools that serve, by model.
-            poll_s: How often to look for parts that nobody has announced.
-            periods: How long parts are leased.
             on_change: Called with each job after a part of it was committed.
             share: The part of what others leave that the jobs of one owner may have in flight.
+            lease_s: How long parts are this service's alone, unless it prolongs that.
             num_answered: Counts instances with a stored answer, by model and outcome.
         """
         self._store = store
         self._pools = pools
-        self._poll_s = poll_s
-        self._periods = periods
+        self._lease_s = lease_s
         self._on_change = on_change
         self._share = share
         self._callers: dict[str, int] = {"": 0}
@@ -142,7 +135,7 @@ class Runner:
                 self._wake.clear()
                 if not await self._lease():
                     with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(self._poll_s):
+                        async with asyncio.timeout(_POLL_S):
                             await self._wake.wait()
         finally:
             renewing.cancel()
@@ -157,7 +150,7 @@ class Runner:
                 continue
             try:
                 # After a pause of the process, its own parts must not seem to be a dead one's.
-                if time.monotonic() - self._renewed_at > self._periods.lease_s / 2:
+                if time.monotonic() - self._renewed_at > self._lease_s / 2:
                     await self._renew()
                 leased = await in_thread(self._take, name, room, threads=self._threads)
             except ServiceError as error:  # it is tried again
@@ -180,7 +173,7 @@ class Runner:
 
     def _take(self, model: str, room: LeaseRoom) -> Sequence[LeasedPart]:
         """Lease parts, in a thread."""
-        self._taken = self._store.lease({model}, room, self._periods.lease_s, time.time())
+        self._taken = self._store.lease({model}, room, self._lease_s, time.time())
         return self._taken
 
     def _room(self, name: str, pool: Pool) -> LeaseRoom | None:
@@ -323,7 +316,7 @@ class Runner:
 
     async def _renew_often(self) -> None:
         while True:
-            await asyncio.sleep(self._periods.renew_s)
+            await asyncio.sleep(_RENEW_S)
             self._give_up_waiting()
             try:
                 await self._renew()
@@ -353,8 +346,7 @@ class Runner:
         """
         tokens, began = list(self._parts), time.monotonic()
         if tokens:
-            lease_s = self._periods.lease_s
-            held = await in_thread(self._store.renew, tokens, lease_s, threads=self._threads)
+            held = await in_thread(self._store.renew, tokens, self._lease_s, threads=self._threads)
             for token in set(tokens) - held:  # that of a part which is kept by now is none
                 if token in self._parts and token not in self._committing:
                     self._parts[token][1].cancel()

@@ -32,6 +32,7 @@ from inferpool.service.telemetry.metrics import Metrics, ModelMetrics
 from inferpool.service.telemetry.versions import version_of
 from inferpool.workers.host.error_guard import ErrorGuard
 
+_EVERY_S = 1.0
 _NUM_KEPT = 300
 """Samples kept: five minutes."""
 _OUTCOMES = ("accepted", "succeeded", "failed", "expired", "cancelled")
@@ -50,7 +51,6 @@ class LiveFeed:
         host: Callable[[], HostState],
         changes: Collection[ChangeEvent] = (),
         jobs: Jobs | None = None,
-        every_s: float = 1.0,
     ) -> None:
         self._settings = settings
         self._pools = pools
@@ -61,7 +61,6 @@ class LiveFeed:
         self._num_answered = 0
         self._answered_per_s = 0.0
         """Instances of jobs in the last interval."""
-        self._every_s = every_s
         self._metrics = metrics
         self._before: dict[str, ModelMetrics] = {}
         """The counters of each model at the last sample."""
@@ -108,7 +107,7 @@ class LiveFeed:
         due = self._last
         error_guard = ErrorGuard("the live feed")
         while True:
-            due = max(due + self._every_s, time.monotonic())
+            due = max(due + _EVERY_S, time.monotonic())
             await asyncio.sleep(due - time.monotonic())
             with error_guard:
                 self._sample()

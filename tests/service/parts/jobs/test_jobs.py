@@ -9,6 +9,7 @@ import pytest
 
 from inferpool.service.errors import UnavailableError, UnknownJobError
 from inferpool.service.parts.jobs.jobs import Jobs
+from inferpool.service.parts.jobs.keeper import StoreKeeper
 from inferpool.service.parts.jobs.records import JobProblem, NewJob, StoredInstance
 from inferpool.service.parts.jobs.store.store import JobStore
 from inferpool.service.parts.jobs.webhooks import Webhooks
@@ -22,7 +23,7 @@ from tests.service.pools import ready_pool
 
 @contextlib.asynccontextmanager
 async def running(place: str, pools: Mapping[str, Pool]) -> AsyncIterator[Jobs]:
-    jobs = Jobs(place, LIMITS, pools, "m", Webhooks((), b""))
+    jobs = Jobs(StoreKeeper(place, LIMITS), pools, "m", Webhooks((), b""))
     jobs.start()
     try:
         await jobs.keeper._settled.wait()  # calls wait for ten seconds alone
@@ -130,7 +131,7 @@ async def test_nobody_waits_for_a_job_when_the_service_ends(arena: Arena, place:
 
 
 async def test_a_store_that_opens_while_the_service_stops_is_closed(place: str) -> None:
-    jobs = Jobs(place, LIMITS, {}, "m", Webhooks((), b""))
+    jobs = Jobs(StoreKeeper(place, LIMITS), {}, "m", Webhooks((), b""))
     jobs.start()
     await asyncio.sleep(0)  # a thread has begun to open it
     await jobs.stop()

@@ -26,7 +26,7 @@ CHECK_S = 0.02
 async def kept(place: str, arena: Arena, *, hang_s: float = 60.0) -> AsyncIterator[Jobs]:
     keeper = StoreKeeper(place, LIMITS, check_s=CHECK_S, hang_s=hang_s)
     async with answering(arena) as pool:
-        jobs = Jobs(place, LIMITS, {"m": pool}, "m", Webhooks((), b""), keeper=keeper)
+        jobs = Jobs(keeper, {"m": pool}, "m", Webhooks((), b""))
         jobs.start()
         try:
             await until(lambda: jobs.is_open)

@@ -11,7 +11,7 @@ import pytest
 from inferpool.service.errors import UnavailableError
 from inferpool.service.parts.jobs import runner as runner_module
 from inferpool.service.parts.jobs.records import Job, LeasedPart, StoredInstance
-from inferpool.service.parts.jobs.runner import LeasePeriods, Runner
+from inferpool.service.parts.jobs.runner import Runner
 from inferpool.service.parts.jobs.store.store import JobStore
 from inferpool.service.queue.pool import Pool
 from inferpool.workers.shared.arena import Arena
@@ -54,8 +54,7 @@ class Bench:
         self.runner = Runner(
             store.leases,
             self.pools,
-            poll_s=1.0,
-            periods=LeasePeriods(lease_s=3600.0),  # the store has a clock of its own
+            lease_s=3600.0,  # the store has a clock of its own
             on_change=self.changes.append,
         )
 

@@ -19,6 +19,7 @@ from inferpool.service.api.wire.protocol import PredictProtocol
 from inferpool.service.catalog.catalog import ModelVersion
 from inferpool.service.parts.jobs.http.routes import jobs_router
 from inferpool.service.parts.jobs.jobs import Jobs
+from inferpool.service.parts.jobs.keeper import StoreKeeper
 from inferpool.service.parts.jobs.records import StoreLimits
 from inferpool.service.parts.jobs.webhooks import Webhooks
 from inferpool.service.queue.pool import Pool
@@ -52,7 +53,7 @@ async def serving(
     guard = Guard(predict=read_keys(keys) if keys else None, share=share)
     store_limits = msgspec.structs.replace(STORE_LIMITS, share=share)
     hooks = Webhooks(hosts, b"k" * 24, share)
-    jobs = Jobs(str(place), store_limits, {"m": pool}, "m", hooks)
+    jobs = Jobs(StoreKeeper(str(place), store_limits), {"m": pool}, "m", hooks)
     version = ModelVersion(ModelSettings(source="echo"), pool)
     version.is_serving = True
     predict = endpoint(
