@@ -12,7 +12,6 @@ from inferpool.service.api.routes.health import (
     InputDescription,
     LastEnding,
     ModelHealth,
-    RestartHealth,
     SplitHealth,
     WorkerHealth,
 )
@@ -71,7 +70,6 @@ def status_of(report: HealthReport) -> HostStatus:
 
 def model_health(name: str, serving: Pool, pools: Sequence[Pool]) -> ModelHealth:
     """Return the state of a model, given its version that serves and all that are loaded."""
-    restart = serving.replacer.restart
     return ModelHealth(
         name=name,
         ready=serving.is_ready,
@@ -85,7 +83,7 @@ def model_health(name: str, serving: Pool, pools: Sequence[Pool]) -> ModelHealth
         example=serving.example,
         reads_own_form=serving.reads_own_form,
         check=_check_health(serving),
-        restart=RestartHealth(state=restart.state, text=restart.text),
+        restart=serving.replacer.restart,
         workers=[worker_health(slot) for slot in serving.slots],
         other_workers=[
             worker_health(slot) for pool in pools if pool is not serving for slot in pool.slots

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import KW_ONLY, dataclass, field
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import ClassVar, NamedTuple, Protocol
 
 import msgspec
@@ -421,13 +422,6 @@ class Wire(Protocol):
         """
 
 
-class _NoEvent:
-    """Replaces the event that uvicorn sets for its ASGI calls; nothing waits for it."""
-
-    def set(self) -> None:
-        return
-
-
 class Exchange(msgspec.Struct, eq=False):
     """One call to `/predict`; on our own connections it replaces uvicorn's cycle.
 
@@ -453,7 +447,8 @@ class Exchange(msgspec.Struct, eq=False):
     _is_counted: bool = False
     """`UnfinishedRequests` counts the body."""
 
-    message_event: ClassVar = _NoEvent()
+    message_event: ClassVar = SimpleNamespace(set=lambda: None)
+    """Replaces the event that uvicorn sets for its ASGI calls; nothing waits for it."""
 
     @classmethod
     def open(

@@ -134,7 +134,7 @@ class Dispatcher:
     @property
     def num_quarantined(self) -> int:
         """Inputs that are refused because they have killed workers."""
-        return self._suspects.num_quarantined
+        return self._quarantine.num_inputs(time.monotonic())
 
     @property
     def num_unsettled(self) -> int:

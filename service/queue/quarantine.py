@@ -205,11 +205,6 @@ class Suspects:
         self._arena = arena
         self._metrics = metrics
 
-    @property
-    def num_quarantined(self) -> int:
-        """The number of inputs that are refused."""
-        return self._quarantine.num_inputs(time.monotonic())
-
     def check(
         self, ref: ItemRef, chunks: Sequence[Buffer], now: float, *, is_traffic: bool
     ) -> bool:

@@ -4,7 +4,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from inferpool.models.speed_names import SpeedReport
 from inferpool.service.errors import RestartFailedError
@@ -20,16 +19,15 @@ logger = logging.getLogger(__name__)
 _NUM_TRIES = 3
 """Times that a restart tries each worker, once one has been replaced."""
 
-RestartState = Literal["none", "running", "done", "failed"]
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartHealth:
+    """The last restart that an operator asked for."""
 
-@dataclass(slots=True, kw_only=True)
-class Restart:
-    """The state of the last restart that was asked for."""
-
-    state: RestartState = "none"
+    state: str
+    """`none`, `running`, `done` or `failed`."""
     text: str = ""
-    """Its progress, or why it failed, for a person."""
+    """Its progress, or why it failed and what still serves."""
 
 
 class Replacer:
@@ -43,7 +41,7 @@ class Replacer:
         on_renewal: Callable[[], None],
     ) -> None:
         """Store what to call when a worker was replaced, and before all of them load new files."""
-        self.restart = Restart()
+        self.restart = RestartHealth(state="none")
         self._name = name
         self._supervisor = supervisor
         self._on_succession = on_succession
@@ -72,18 +70,18 @@ class Replacer:
         Raises:
             RestartFailedError: A successor did not come up; says why, and which workers serve on.
         """
-        self.restart = Restart(state="running")
+        self.restart = RestartHealth(state="running")
         try:
             async with self._lock:
                 await self._replace_all(slots, grace_s, old_first=old_first)
         except RestartFailedError as error:
-            self.restart = Restart(state="failed", text=error.message)
+            self.restart = RestartHealth(state="failed", text=error.message)
             logger.error("%s: restart failed: %s", self._name, error.message)
             raise
         except asyncio.CancelledError:
-            self.restart = Restart(state="failed", text="the service was told to stop")
+            self.restart = RestartHealth(state="failed", text="the service was told to stop")
             raise
-        self.restart = Restart(state="done", text="")
+        self.restart = RestartHealth(state="done", text="")
 
     async def _replace_all(
         self, slots: Sequence[WorkerSlot], grace_s: float, *, old_first: bool
@@ -115,7 +113,7 @@ class Replacer:
                 return
         for slot in self._supervisor.choose_files():
             logger.warning("%s leaves, since it serves other files than the rest", slot.id)
-            self.restart.text = f"{slot.id.worker} starts again"
+            self.restart = replace(self.restart, text=f"{slot.id.worker} starts again")
             errors.pop(slot.id.worker, None)
             if not await self._supervisor.replace(slot, grace_s):
                 errors[slot.id.worker] = (
@@ -155,7 +153,7 @@ class Replacer:
                 return f"{slot.id.worker} was not replaced, and serves on as it was: {error}"
             return ""
         slot.config = config
-        self.restart.text = f"{slot.id.worker} starts again"
+        self.restart = replace(self.restart, text=f"{slot.id.worker} starts again")
         if await self._supervisor.replace(slot, grace_s, renews=renews):
             return ""
         return (
@@ -170,7 +168,7 @@ class Replacer:
         predecessor = slot.id
 
         def on_progress(stage: str) -> None:
-            self.restart.text = f"{predecessor.next_life()}: {stage}"
+            self.restart = replace(self.restart, text=f"{predecessor.next_life()}: {stage}")
 
         await self._supervisor.succeed(slot, config, grace_s, on_progress, renews=renews)
         self._on_succession(predecessor)

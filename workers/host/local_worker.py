@@ -148,7 +148,8 @@ class RankProcess:
         self._oom_kills = oom_kills
         self._loop = asyncio.get_running_loop()
         self._observed: ObservedProcess | None = None
-        self._ending: tuple[Cause, str] = "start", "never started"
+        self.ending: tuple[Cause, str] = "start", "never started"
+        """Kind of its end, and an explanation for people."""
         self._is_read = True
         """True while its messages are read."""
 
@@ -166,11 +167,6 @@ class RankProcess:
     def rss_bytes(self) -> int:
         """Memory of the process; after its end, the last value measured."""
         return self._observed.rss_bytes if self._observed else 0
-
-    @property
-    def ending(self) -> tuple[Cause, str]:
-        """Kind of its end, and an explanation for people."""
-        return self._ending
 
     def attach(self, process: BaseProcess, listener: RankListener) -> None:
         """Use the started process: close its end of the queue, and listen."""
@@ -243,7 +239,7 @@ class RankProcess:
             self._on_readable()  # until the pipe is empty: a child of the process may keep it open
         self.is_gone = True
         self.has_left = self._observed.exit_code == 0
-        self._ending = self._observed.ending.cause, self._observed.ending.reason
+        self.ending = self._observed.ending.cause, self._observed.ending.reason
         self._listener.on_exit(self)
 
 
@@ -763,8 +759,11 @@ class LocalWorker:
             return
         if with_stacks:
             with self._error_guard:  # an error must not keep it from being killed
-                await self._log_stacks(reason)
-        await self._kill_all()
+                named = self.carrier.at_work_on()
+                await asyncio.gather(*(rank.log_stacks(reason, named) for rank in self._living()))
+        self._signal(signal.SIGKILL)
+        if not await self._is_gone_within(self._periods.exit_s):
+            logger.critical("%s does not exit after SIGKILL (stuck in the kernel?)", self.id)
 
     def vitals(self) -> Vitals:
         """Return the present state."""
@@ -899,11 +898,6 @@ class LocalWorker:
             self.started.set_exception(error)
             self.started.exception()  # mark it as retrieved: the start may have been cancelled
 
-    async def _kill_all(self) -> None:
-        self._signal(signal.SIGKILL)
-        if not await self._is_gone_within(self._periods.exit_s):
-            logger.critical("%s does not exit after SIGKILL (stuck in the kernel?)", self.id)
-
     def _living(self) -> Iterator[RankProcess]:
         return (rank for rank in self.ranks if not rank.is_gone)
 
@@ -934,10 +928,6 @@ class LocalWorker:
         if self.carrier.held or not await self._is_gone_within(self._periods.retire_s):
             self._is_our_doing = True
             await self.kill(reason, with_stacks=True)
-
-    async def _log_stacks(self, reason: str) -> None:
-        at_work_on = self.carrier.at_work_on()
-        await asyncio.gather(*(rank.log_stacks(reason, at_work_on) for rank in self._living()))
 
     def _close(self) -> None:
         if self._watching is not None:

@@ -10,6 +10,7 @@ from inferpool.service.api.auth import Guard
 from inferpool.service.api.codecs.body import joined
 from inferpool.service.api.errors import problem_response
 from inferpool.service.errors import UnavailableError
+from inferpool.service.queue.replacer import RestartHealth
 from inferpool.workers.host.engine import DecoderHealth, ForkserverHealth, GpuHealth, RankHealth
 
 HostStatus = Literal["starting", "ready", "degraded", "unavailable", "draining"]
@@ -122,16 +123,6 @@ class SpeedSearchHealth:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RestartHealth:
-    """The last restart that an operator asked for."""
-
-    state: str
-    """`none`, `running`, `done` or `failed`."""
-    text: str = ""
-    """Its progress, or why it failed and what still serves."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SwapFigures:
     """A comparison of a version with the one that serves."""
 
@@ -214,7 +205,7 @@ class ModelHealth:
     """Its own `preprocess` reads something else than `inputs` say."""
     check: CheckHealth = CheckHealth(state="none")
     speed_search: SpeedSearchHealth = SpeedSearchHealth(state="off")
-    restart: RestartHealth = RestartHealth(state="none")
+    restart: RestartHealth = RestartHealth(state="none")  # noqa: RUF009  # it is frozen
     workers: Sequence[WorkerHealth] = ()
     """Those of the version that serves."""
     other_workers: Sequence[WorkerHealth] = ()

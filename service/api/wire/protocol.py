@@ -10,8 +10,9 @@ connections).
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from math import inf
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 from urllib.parse import unquote
 
@@ -69,26 +70,10 @@ _CLOSE_AND_END = CLOSE_LINE + b"\r\n"
 _CLIENT_GONE = 499
 
 
-class _UnreadAnswer:
-    """Stands for an answer that is not read yet: the next calls wait in line."""
-
-    response_complete = False
-
-
-UNREAD = _UnreadAnswer()
+_UNREAD = SimpleNamespace(response_complete=False)
+"""Stands for an answer that is not read yet: the next calls wait in line."""
 Cycle: TypeAlias = Exchange | RequestResponseCycle
 """A call: one of ours, or one that uvicorn hands to the application."""
-
-
-class CycleTransport:
-    """The transport as uvicorn's cycle uses it, but for how it is closed."""
-
-    __slots__ = ("close", "is_closing", "write")
-
-    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
-        self.write = transport.write
-        self.is_closing = transport.is_closing
-        self.close = close
 
 
 class HttpConnection(HttpToolsProtocol):
@@ -365,13 +350,15 @@ class HttpConnection(HttpToolsProtocol):
         self.url, self.expect_100_continue = url, expect
         self.headers.extend(headers)  # the scope holds this list
         if self._is_held and self.is_idle:
-            self.cycle = UNREAD  # uvicorn checks whether it is complete
+            self.cycle = _UNREAD  # uvicorn checks whether it is complete
         super().on_headers_complete()
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         """Start a call that the application answers; its connection ends like any other."""
-        cycle.transport = CycleTransport(
-            self.transport, lambda: self._leave(is_more_to_come=cycle.more_body)
+        cycle.transport = SimpleNamespace(  # all that uvicorn's cycle uses of it
+            write=self.transport.write,
+            is_closing=self.transport.is_closing,
+            close=lambda: self._leave(is_more_to_come=cycle.more_body),
         )
 
         async def answer(scope: Any, receive: Any, send: Any) -> None:
