@@ -94,8 +94,8 @@ def submit(pool: Pool) -> "asyncio.Future[object]":
     return pool.submit(ref_to(b"x"), [b"x"])  # type: ignore[return-value]
 
 
-async def until(claim: Callable[[], object]) -> None:
-    while not claim():  # noqa: ASYNC110  # the supervisor reports only to the pool
+async def until(is_true: Callable[[], object]) -> None:
+    while not is_true():  # noqa: ASYNC110  # the supervisor reports only to the pool
         await asyncio.sleep(0)
 
 

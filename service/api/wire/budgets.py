@@ -276,14 +276,14 @@ class Refusals:
         """Call this now, or in a later iteration if there were many in this one."""
         if not self._is_due:
             self._is_due = True
-            asyncio.get_running_loop().call_soon(self._begin_turn)
+            asyncio.get_running_loop().call_soon(self._begin_iteration)
         if self._num_left:
             self._num_left -= 1
             refuse()
         else:
             self._line.append(refuse)
 
-    def _begin_turn(self) -> None:
+    def _begin_iteration(self) -> None:
         self._is_due = False
         self._num_left = _MOST_REFUSALS
         for _ in range(min(len(self._line), _MOST_REFUSALS)):

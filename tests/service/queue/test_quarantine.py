@@ -15,7 +15,7 @@ def make(duration_s: float = 10.0, max_inputs: int = 8) -> Quarantine:
     return Quarantine(name="m", duration_s=duration_s, max_inputs=max_inputs)
 
 
-def convict(quarantine: Quarantine, input: InputContent, now: float = 0.0) -> None:
+def put_into_quarantine(quarantine: Quarantine, input: InputContent, now: float = 0.0) -> None:
     num_crashes, _ = quarantine.record_death_alone(input, MAX_CRASHES - 1, now)
     assert num_crashes >= MAX_CRASHES
     quarantine.record_success()
@@ -23,7 +23,7 @@ def convict(quarantine: Quarantine, input: InputContent, now: float = 0.0) -> No
 
 def test_input_stays_for_its_time_and_not_longer():
     quarantine = make()
-    convict(quarantine, plain(b"poison"), now=100)
+    put_into_quarantine(quarantine, plain(b"poison"), now=100)
     assert quarantine.left_s(plain(b"poison"), 103) == 7
     assert quarantine.num_inputs(103) == 1
     assert quarantine.left_s(plain(b"poison"), 110) == 0
@@ -32,7 +32,7 @@ def test_input_stays_for_its_time_and_not_longer():
     assert not quarantine.is_suspect(plain(b"poison"), 110)
     assert not quarantine.suspect_lengths
     none = make(duration_s=0)
-    convict(none, plain(b"poison"))
+    put_into_quarantine(none, plain(b"poison"))
     none.record_death(plain(b"poison"), 0)
     assert not none.lengths
     assert not none.suspect_lengths
@@ -50,7 +50,7 @@ def test_input_stays_for_its_time_and_not_longer():
 )
 def test_every_part_of_an_input_counts(other: InputContent):
     quarantine = make()
-    convict(quarantine, TENSORS)
+    put_into_quarantine(quarantine, TENSORS)
     for same in (TENSORS, TENSORS._replace(payload=memoryview(b"abcd"))):
         assert quarantine.left_s(same, 0) == 10
         assert quarantine.is_suspect(same, 0)
@@ -61,7 +61,7 @@ def test_every_part_of_an_input_counts(other: InputContent):
 def test_payloads_that_differ_only_between_the_samples_are_told_apart():
     quarantine = make()
     poison = bytes(10_000)
-    convict(quarantine, plain(poison))
+    put_into_quarantine(quarantine, plain(poison))
     innocent = bytearray(poison)
     innocent[1000] = 1
     assert quarantine.left_s(plain(bytes(innocent)), 0) == 0
@@ -74,7 +74,7 @@ def test_long_payload_that_looks_like_a_poison_is_at_most_computed_alone():
     poison = bytes(10_000_000)
     lookalike = bytearray(poison)
     lookalike[5000] = 1
-    convict(quarantine, plain(poison))
+    put_into_quarantine(quarantine, plain(poison))
     assert quarantine.is_suspect(plain(bytes(lookalike)), 0)
     assert quarantine.left_s(plain(bytes(lookalike)), 0) == 0
     assert quarantine.record_death_alone(plain(bytes(lookalike)), 1, 0)[0] == 2
@@ -83,7 +83,7 @@ def test_long_payload_that_looks_like_a_poison_is_at_most_computed_alone():
 def test_the_oldest_makes_room_and_a_repeated_one_stays_longer():
     quarantine = make(max_inputs=2)
     for now, payload in enumerate([b"a", b"b", b"a", b"c"]):
-        convict(quarantine, plain(payload), now)
+        put_into_quarantine(quarantine, plain(payload), now)
     assert quarantine.left_s(plain(b"b"), 3) == 0
     assert quarantine.left_s(plain(b"a"), 3) == 9
     assert quarantine.left_s(plain(b"c"), 3) == 10

@@ -17,7 +17,7 @@ LONG_S = 600.0
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells and filters")
 
 
-class Door:
+class AcceptingServer:
     """A listening socket, those who connect to it, and those of them whom it accepted."""
 
     def __init__(self, host: str) -> None:
@@ -52,10 +52,10 @@ class Door:
 
 
 @pytest.fixture(params=["127.0.0.1", "::1", "::"])
-def door(request: pytest.FixtureRequest) -> Iterator[Door]:
-    door = Door(request.param)
-    with door.opened:
-        yield door
+def server(request: pytest.FixtureRequest) -> Iterator[AcceptingServer]:
+    server = AcceptingServer(request.param)
+    with server.opened:
+        yield server
 
 
 def is_connected(client: socket.socket) -> bool:
@@ -67,43 +67,45 @@ def is_connected(client: socket.socket) -> bool:
 
 
 @linux
-async def test_only_handshakes_that_have_begun_are_accepted(door: Door):
-    early = [door.connect() for _ in range(3)]
-    late = door.connect(hears=False)
-    assert backlog._num_half_open(door.listener) == 1
+async def test_only_handshakes_that_have_begun_are_accepted(server: AcceptingServer):
+    early = [server.connect() for _ in range(3)]
+    late = server.connect(hears=False)
+    assert backlog._num_half_open(server.listener) == 1
     # The kernel asks the late one again after a second or three.
-    taking = asyncio.create_task(backlog.take_last(door.listener, door.accept, last_in_s=LONG_S))
+    taking = asyncio.create_task(
+        backlog.take_last(server.listener, server.accept, last_in_s=LONG_S)
+    )
     await asyncio.sleep(0)
-    assert len(door.accepted) == len(early)
+    assert len(server.accepted) == len(early)
     assert not taking.done()  # for the sake of the late one
-    newcomer = door.connect()
+    newcomer = server.connect()
     late.setsockopt(socket.SOL_SOCKET, SO_DETACH_FILTER, 0)
     await taking
-    door.listener.close()
-    assert len(door.accepted) == 4
+    server.listener.close()
+    assert len(server.accepted) == 4
     assert all(map(is_connected, [*early, late]))
     assert not is_connected(newcomer)
 
 
 @linux
 async def test_a_handshake_that_ends_meanwhile_is_accepted(
-    door: Door, monkeypatch: pytest.MonkeyPatch
+    server: AcceptingServer, monkeypatch: pytest.MonkeyPatch
 ):
     looks = []
 
     def none_half_open(listener: socket.socket) -> int:
         if not looks:
             listener.setsockopt(socket.SOL_SOCKET, SO_DETACH_FILTER, 0)
-            door.connect()
+            server.connect()
         looks.append(listener)
         return 0
 
     monkeypatch.setattr(backlog, "_num_half_open", none_half_open)
-    await backlog.take_last(door.listener, door.accept, last_in_s=LONG_S)
-    assert len(door.accepted) == 1
+    await backlog.take_last(server.listener, server.accept, last_in_s=LONG_S)
+    assert len(server.accepted) == 1
 
 
 @linux
-async def test_an_endless_handshake_is_not_waited_for(door: Door):
-    door.connect(hears=False)
-    await backlog.take_last(door.listener, lambda: None, last_in_s=0.1)
+async def test_an_endless_handshake_is_not_waited_for(server: AcceptingServer):
+    server.connect(hears=False)
+    await backlog.take_last(server.listener, lambda: None, last_in_s=0.1)

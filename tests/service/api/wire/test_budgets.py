@@ -142,7 +142,7 @@ async def test_a_body_counts_until_it_is_whole(route: str, head: bytes, is_known
 
 
 @pytest.mark.parametrize("route", ROUTES)
-async def test_calls_that_wait_in_line_count_and_are_refused_in_their_turn(route: str) -> None:
+async def test_calls_that_wait_in_line_count_and_are_refused_in_their_order(route: str) -> None:
     one = ROUTES[route] + b"content-length: 9000\r\n\r\n" + b"x" * 9000
     async with serving(silent_model()) as server, server.connect() as early:
         early.send(ONE + one)
@@ -337,7 +337,7 @@ async def test_the_end_of_a_connection_cuts_no_large_unread_answer(line: bytes) 
         assert await client.is_closed()
 
 
-async def test_refusals_are_bounded_in_each_turn_and_go_in_order() -> None:
+async def test_refusals_are_bounded_in_each_iteration_and_go_in_order() -> None:
     refusals, refused = Refusals(), list[int]()
     for _ in range(2):
         refused.clear()
@@ -366,7 +366,7 @@ async def test_one_refusal_that_fails_keeps_none_from_going_on() -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 async def test_a_call_comes_in_between_a_flood_of_refusals(way: Way) -> None:
-    """Each is answered once, but for the one that hangs up before it is its turn."""
+    """Each is answered once, but for the one that hangs up before that."""
     num = 120
     model = FakeModel(refusals=[OverloadedError("full", retry_after_s=1)] * num)
     async with serve(model, way) as server, contextlib.AsyncExitStack() as stack:
@@ -383,7 +383,7 @@ async def test_a_call_comes_in_between_a_flood_of_refusals(way: Way) -> None:
         answers = await asyncio.gather(*(client.read_answer() for client in flood))
         assert [answer.status for answer in answers] == [429] * (num - 1)
         assert {answer.headers["retry-after"] for answer in answers} == {"1"}
-        assert num_before < num - 20  # some 16 in each turn of the loop
+        assert num_before < num - 20  # some 16 in each iteration of the loop
         await until(lambda: len(server.statuses) == num + 1)
     assert server.statuses.count(429) >= num - 1
 

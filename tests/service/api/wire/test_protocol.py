@@ -138,7 +138,7 @@ async def test_an_ambiguous_request_is_refused_and_nothing_after_it_is_read(name
     assert (paths, mistakes) == ([], [])
 
 
-async def test_garbage_is_answered_in_its_turn() -> None:
+async def test_garbage_is_answered_after_the_calls_before_it() -> None:
     async with serve(silent_model()) as server, server.connect() as client:
         client.send(ONE + b"\x00garbage\r\n\r\n" + ONE)
         await until(lambda: server.model.futures)

@@ -40,7 +40,7 @@ _OF_THE_SERVER = {
 
 @contextlib.contextmanager
 def waiting(server: PredictServer, num: int, request: bytes = b"") -> Iterator[list[socket.socket]]:
-    """Clients that the kernel has accepted, and the server has not: no turn has passed since."""
+    """Clients that the kernel has accepted, and the server has not yet."""
     with contextlib.ExitStack() as stack:
         address = server.listener.getsockname()
         clients = [stack.enter_context(socket.create_connection(address)) for _ in range(num)]
@@ -60,17 +60,17 @@ async def read_all(client: socket.socket) -> bytes:
     return data
 
 
-async def test_many_connections_are_accepted_in_one_turn() -> None:
+async def test_many_connections_are_accepted_in_one_iteration() -> None:
     async with serve() as server:
         with waiting(server, NUM_CLIENTS):
-            num_turns = 0
+            num_iterations = 0
             while len(server.connections) < NUM_CLIENTS:
                 await asyncio.sleep(0)
-                num_turns += 1
-                assert num_turns < NUM_CLIENTS / 2
+                num_iterations += 1
+                assert num_iterations < NUM_CLIENTS / 2
 
 
-async def test_burst_larger_than_a_turn_accepts_is_answered() -> None:
+async def test_burst_larger_than_one_iteration_accepts_is_answered() -> None:
     async with serve() as server:
         with waiting(server, NUM_CLIENTS, LAST) as clients:
             answers = await asyncio.gather(*map(read_all, clients))
