@@ -31,6 +31,9 @@ class FakeWorker:
         self.has_worked = False
         self.batches: list[tuple[list[ItemRef], asyncio.Future[BatchDone]]] = []
         """Batches that it holds, oldest first."""
+        self.may_stop = asyncio.Event()
+        """Without it, a stop takes long."""
+        self.may_stop.set()
         self._gone: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
 
     def run(self, items: Sequence[ItemRef]) -> asyncio.Future[BatchDone]:
@@ -77,6 +80,7 @@ class FakeWorker:
         return await asyncio.shield(self._gone)
 
     async def stop(self, grace_s: float) -> None:
+        await self.may_stop.wait()
         if not self._gone.done():
             self._gone.set_result(Ending(cause="exit", reason="stopped"))
 

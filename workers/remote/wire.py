@@ -18,7 +18,7 @@ from inferpool.workers.shared.config import WorkerConfig
 from inferpool.workers.shared.messages import BatchDone, ItemRef, Outcome, Ready, Stored, TensorBlob
 from inferpool.workers.shared.queues import MAX_FRAME_BYTES
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Number of this set of messages. Both sides must have the same."""
 LENGTHS = struct.Struct("!IQ")
 MAX_HEAD_BYTES = 64 << 20

@@ -298,19 +298,13 @@ async def test_a_worker_leaves_in_order_though_its_succession_is_cancelled():
     async with supervised(engine) as (supervisor, watcher):
         await watcher.until("ready")
         slot, first = supervisor.slots[0], engine.started[0]
-        stop, may_end = first.stop, asyncio.Event()
-
-        async def finish_first(grace_s: float) -> None:
-            await may_end.wait()
-            await stop(grace_s)
-
-        first.stop = finish_first  # type: ignore[method-assign]
+        first.may_stop.clear()
         succession = asyncio.create_task(supervisor.succeed(slot, slot.config, 1))
         await watcher.until("ready", 2)
         succession.cancel()
         await asyncio.gather(succession, return_exceptions=True)
         assert slot.handle is engine.started[1]
-        may_end.set()
+        first.may_stop.set()
         await asyncio.wait_for(first.wait(), 60)
         engine.started[1].die()
         await watcher.until("ready", 3)
@@ -358,13 +352,7 @@ async def test_a_worker_that_is_asked_to_leave_while_its_successor_starts_is_rep
         await watcher.until("ready")
         slot = supervisor.slots[0]
         start, first = engine.start, engine.started[0]
-        stop, may_end = first.stop, asyncio.Event()
-
-        async def finish_first(grace_s: float) -> None:
-            await may_end.wait()
-            await stop(grace_s)
-
-        first.stop = finish_first  # type: ignore[method-assign]
+        first.may_stop.clear()
 
         async def ask_meanwhile(*arguments: object) -> object:
             engine.start = start  # type: ignore[method-assign]
@@ -376,7 +364,7 @@ async def test_a_worker_that_is_asked_to_leave_while_its_successor_starts_is_rep
         engine.start = ask_meanwhile  # type: ignore[method-assign]
         succession = asyncio.create_task(supervisor.succeed(slot, slot.config, 1))
         await asyncio.sleep(0.01)
-        may_end.set()
+        first.may_stop.set()
         with pytest.raises(WorkerStartError, match="m/0#0 ended meanwhile"):
             await asyncio.wait_for(succession, 60)
         assert await asyncio.wait_for(tasks[0], 60)

@@ -138,6 +138,7 @@ class LoadedWorker(FakeWorker):
     """It finishes what it holds before it stops, if it is given the time."""
 
     async def stop(self, grace_s: float) -> None:
+        await self.may_stop.wait()
         if grace_s > 0 and self.has_patience:
             while self.batches:
                 self.answer()

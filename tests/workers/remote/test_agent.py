@@ -1,12 +1,10 @@
 import asyncio
 import contextlib
 import logging
-import os
 import random
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +17,7 @@ from inferpool.workers.shared.arena import Arena
 from inferpool.workers.shared.config import WorkerConfig
 from inferpool.workers.shared.errors import WorkerLostError, WorkerStartError
 from inferpool.workers.shared.messages import BatchDone, ItemRef
-from tests.workers.contract import Put, answers, config_of, is_gone, pid_of, until
+from tests.workers.contract import Put, config_of, until
 from tests.workers.remote.cluster import (
     PATIENCE_S,
     LoadedWorker,
@@ -27,7 +25,6 @@ from tests.workers.remote.cluster import (
     OnHost,
     front,
     make_agent,
-    open_front,
     running,
 )
 from tests.workers.remote.conftest import Contexts
@@ -74,14 +71,6 @@ def nobody() -> tuple[str, int]:
 
 async def started(hosts: RemoteHosts, config: WorkerConfig | None = None) -> RemoteWorker:
     return await OnHost(hosts).start(ID, config or config_of(), lambda _: None)  # type: ignore[return-value]
-
-
-async def restarted(hosts: RemoteHosts, arena: Arena) -> RemoteHosts:
-    """Start a front end again, and wait for its host."""
-    await hosts.close()
-    again, _ = open_front(arena, port=hosts.address[1])
-    await until(lambda: again.hosts)
-    return again
 
 
 async def test_addresses_are_tried_in_turn_and_the_last_one_first(
@@ -256,61 +245,6 @@ async def test_second_word_ends_an_agent_that_leaves_slowly(arena: Arena):
         assert engine.started[0].is_gone
         with pytest.raises(WorkerLostError):
             await batch
-
-
-async def test_restart_of_the_front_end_costs_no_loading(
-    arena: Arena, put: Put, no_process_left: None
-):
-    hosts, _ = open_front(arena)
-    agent = make_agent(hosts.address, dialing=QUICK)
-    async with running(agent):
-        await until(lambda: hosts.hosts)
-        pids = [pid_of(await started(hosts))]
-        for _ in range(2):
-            hosts = await restarted(hosts, arena)
-            worker = await started(hosts)
-            pids.append(pid_of(worker))
-            assert answers(await worker.run([put({"n": 4})])) == [8]
-        assert len(set(pids)) == 1
-        hosts = await restarted(hosts, arena)
-        other = await started(hosts, config_of(options={"max_rows": 99}))
-        assert pid_of(other) != pids[0]
-        assert is_gone(pids[0])
-    await hosts.close()
-
-
-async def test_worker_at_work_when_the_connection_ends_finishes_and_stays(
-    arena: Arena, put: Put, tmp_path: Path, no_process_left: None
-):
-    gate, calls = tmp_path / "gate", tmp_path / "calls"
-    gate.touch()
-    config = config_of(options={"gate": str(gate), "calls": str(calls)})
-    async with contextlib.AsyncExitStack() as stack:
-        hosts, _ = await stack.enter_async_context(front(arena))
-        agent = make_agent(hosts.address, dialing=QUICK)
-        await stack.enter_async_context(running(agent))
-        await until(lambda: hosts.hosts)
-        start = asyncio.ensure_future(started(hosts, config))
-        await until(lambda: agent._workers._workers)
-        hosts.hosts["h"].close("a short break")  # its start goes on
-        with pytest.raises(WorkerStartError):
-            await start
-        await until(lambda: hosts.hosts)
-        start = asyncio.ensure_future(started(hosts, config))
-        gate.unlink()
-        worker = await start
-        gate.touch()
-        batch = worker.run([put({"n": 1, "do": "wait"})])
-        await until(calls.exists)
-        hosts.hosts["h"].close("another one")
-        with pytest.raises(WorkerLostError) as lost:
-            await batch
-        assert lost.value.with_host
-        os.unlink(gate)
-        await until(lambda: hosts.hosts)
-        again = await started(hosts, config)
-        assert pid_of(again) == pid_of(worker)
-        assert answers(await again.run([put({"n": 2})])) == [4]
 
 
 async def test_agents_join_with_tls(arena: Arena, tls: Contexts, put: Put):

@@ -170,6 +170,8 @@ async def test_all_that_a_host_holds_fails_once_when_its_connection_ends(arena: 
         assert len(number_of_calls) == 3
         assert were_told == [True]
         assert (await worker.wait()).cause == "host"
+        assert worker.has_worked
+        assert not worker.is_stalled
         with pytest.raises(WorkerStartError, match="h is not connected"):
             await host.start(ID, config_of(), print)
         with pytest.raises(ConnectionError, match="h is not connected"):
@@ -236,14 +238,21 @@ async def test_batches_on_their_way_to_a_worker_that_ends_come_back_and_it_is_fo
 ):
     async with joined(arena) as (host, peer, watcher):
         worker = await loaded(host, peer)
-        batches = [worker.run([put({"n": n})]) for n in range(2)]
+        batches = [worker.run([put({"n": n})]) for n in range(3)]
         peer.link.send(BatchLost(1, 1, "SIGKILL", started=True))
         peer.link.send(WorkerEnded(1, ENDED))
         await worker.wait()
         assert 1 in host._workers
+        refused = worker.run([put({"n": 4})])
         peer.link.send(BatchLost(1, 2, "the worker had ended", started=False))
-        lost = await asyncio.gather(*batches, return_exceptions=True)
-        assert [error.started for error in lost] == [True, False]  # type: ignore[union-attr]
+        peer.link.send(BatchOutcomes(1, done_of(3)))
+        *lost, done = await asyncio.gather(refused, *batches, return_exceptions=True)
+        assert isinstance(done, BatchDone)
+        assert [(error.started, error.with_host) for error in lost] == [  # type: ignore[union-attr]
+            (False, False),
+            (True, False),
+            (False, False),
+        ]
         await settled(peer, host)
         assert not host._workers
         assert not watcher.lost

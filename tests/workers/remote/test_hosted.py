@@ -227,21 +227,14 @@ async def test_worker_that_is_being_stopped_is_not_claimed_and_its_room_is_waite
     engine = LoadingEngine()
     workers = begun(engine)
     first = await claimed(workers, config_of())
-    may_end = asyncio.Event()
-    real_stop = engine.started[0].stop
-
-    async def stop(grace_s: float) -> None:
-        await may_end.wait()
-        await real_stop(grace_s)
-
-    engine.started[0].stop = stop  # type: ignore[method-assign]
+    engine.started[0].may_stop.clear()
     stopping = asyncio.ensure_future(first.stop(30))
     await asyncio.sleep(0)
     workers.release()
     starting = asyncio.ensure_future(workers.claim(ID, config_of(), print))
     await asyncio.sleep(10.0)
     assert not starting.done()
-    may_end.set()
+    engine.started[0].may_stop.set()
     second = await starting
     assert second is not first
     await stopping

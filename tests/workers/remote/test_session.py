@@ -171,15 +171,6 @@ async def test_worker_is_started_used_and_ended(tmp_path: Path):
         assert not agent.session._hosted
 
 
-async def test_batch_without_any_byte_is_computed():
-    async with connected() as (front, agent):
-        await front.started()
-        front.run(1, b"")
-        await until(lambda: agent.worker.batches)
-        agent.worker.answer()
-        await front.next(BatchOutcomes)
-
-
 async def test_start_that_fails_is_told_with_all_that_is_known(caplog: pytest.LogCaptureFixture):
     async with connected() as (front, agent):
         agent.engine.failures = [
@@ -440,20 +431,13 @@ async def test_workers_at_work_beyond_the_lease_are_ended(caplog: pytest.LogCapt
 async def test_stop_that_takes_long_does_not_keep_the_agent_from_dialing_again():
     async with connected() as (front, agent):
         await front.started()
-        may_end = asyncio.Event()
-        real_stop = agent.worker.stop
-
-        async def stop(grace_s: float) -> None:
-            await may_end.wait()
-            await real_stop(grace_s)
-
-        agent.worker.stop = stop  # type: ignore[method-assign]
+        agent.worker.may_stop.clear()
         front.link.send(StopWorker(1, 600.0))
         await until(lambda: agent.session._stopping)
         front.link.close()
         await agent.session.until_over()
         await agent.session.wind_up()
-        may_end.set()
+        agent.worker.may_stop.set()
 
 
 async def test_agent_that_leaves_loses_no_batch_and_takes_none():
@@ -462,21 +446,14 @@ async def test_agent_that_leaves_loses_no_batch_and_takes_none():
         for id in range(1, 4):
             front.run(id, b"x")
         await until(lambda: len(agent.worker.batches) == 3)
-        worker, may_end = agent.worker, asyncio.Event()
-        real_stop = worker.stop
-
-        async def stop(grace_s: float) -> None:
-            await may_end.wait()
-            await real_stop(grace_s)
-
-        worker.stop = stop  # type: ignore[method-assign]
+        agent.worker.may_stop.clear()
         leaving = asyncio.ensure_future(agent.session.leave(5.0, "told to stop"))
         await asyncio.sleep(0)
         front.run(4, b"x")
         front.link.send(StartWorker(2, ID, config_of()))
         assert (await front.next(BatchLost)).reason == "its host is leaving"
         assert (await front.next(WorkerNotStarted)).message == "its host is leaving"
-        may_end.set()
+        agent.worker.may_stop.set()
         await leaving
         kinds = [type(each) for each in front.messages if not isinstance(each, Pulse | Progress)]
         assert kinds == [BatchOutcomes] * 3 + [WorkerEnded, Refusal]

@@ -12,7 +12,6 @@ from inferpool.workers.remote.wire import (
     WorkerStarted,
 )
 from inferpool.workers.remote.worker import RemoteWorker
-from inferpool.workers.shared.errors import WorkerLostError
 from inferpool.workers.shared.messages import BatchDone, ItemRef
 from tests.fakes import ref_to
 from tests.workers.remote.cluster import ready_of
@@ -50,30 +49,6 @@ def pulse(**changes: float) -> WorkerPulse:
     return WorkerPulse(7, False, Vitals(pid=123, rss_bytes=5, **vitals))  # type: ignore[arg-type]
 
 
-async def test_answer_settles_its_batch_and_no_other():
-    worker, link = make_worker()
-    first, second = worker.run([ref_to(b"a")]), worker.run([ref_to(b"b"), ref_to(b"c")])
-    assert [(each.number, each.id) for each in link.orders] == [(7, 1), (7, 2)]
-    assert not worker.has_worked
-    worker.on_answer(answer(2, size=2))
-    assert second.result().outcomes == [b"{}", b"{}"]
-    assert not first.done()
-    assert worker.has_worked
-    assert worker.vitals().num_batches == 1
-
-
-async def test_answer_that_fits_no_batch_makes_no_sense():
-    worker, _ = make_worker()
-    future = worker.run([ref_to(b"a")])
-    for wrong in (answer(2), answer(1, size=0), answer(1, size=2)):
-        with pytest.raises(ValueError, match=r"batch 2|outcomes for 1 instances"):
-            worker.on_answer(wrong)
-    worker.on_answer(answer(1))
-    assert future.done()
-    with pytest.raises(ValueError, match="which m/0#0 does not hold"):
-        worker.on_answer(answer(1))
-
-
 async def test_batch_that_cannot_be_sent_is_not_held():
     worker, link = make_worker()
     link.error = OverflowError("too large")
@@ -91,44 +66,6 @@ async def test_nobody_may_wait_for_a_batch_any_more():
     worker.on_answer(answer(1))
     worker.on_lost(BatchLost(7, 2, "SIGKILL", started=True))
     worker.on_host_lost("gone")
-
-
-async def test_lost_batches_come_back_one_by_one_and_no_more_are_taken():
-    worker, link = make_worker()
-    futures = [worker.run([ref_to(b"a")]) for _ in range(3)]
-    worker.on_lost(BatchLost(7, 1, "SIGKILL", started=True))
-    worker.on_lost(BatchLost(7, 99, "SIGKILL", started=True))
-    worker.on_ended(ENDED)
-    assert not worker.is_settled
-    assert not futures[2].done()
-    refused = worker.run([ref_to(b"a")])
-    worker.on_lost(BatchLost(7, 2, "the worker had ended", started=False))
-    worker.on_answer(answer(3))
-    assert worker.is_settled
-    lost = [future.exception() for future in (futures[0], futures[1], refused)]
-    assert all(isinstance(error, WorkerLostError) for error in lost)
-    assert [(error.started, error.with_host) for error in lost] == [  # type: ignore[union-attr]
-        (True, False),
-        (False, False),
-        (False, False),
-    ]
-    assert len(link.orders) == 3
-    assert await worker.wait() == ENDED
-
-
-async def test_everything_is_lost_with_the_host_once():
-    worker, _ = make_worker()
-    futures = [worker.run([ref_to(b"a")]) for _ in range(2)]
-    worker.on_host_lost("h was lost: silence")
-    worker.on_host_lost("again")
-    futures.append(worker.run([ref_to(b"a")]))
-    for future in futures:
-        error = future.exception()
-        assert isinstance(error, WorkerLostError)
-        assert (error.started, error.with_host) == (False, True)
-    assert await worker.wait() == Ending(cause="host", reason="h was lost: silence")
-    assert worker.is_settled
-    assert not worker.is_stalled
 
 
 async def test_worker_that_ended_before_its_host_keeps_its_own_ending():
