@@ -9,7 +9,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import uvloop
 
@@ -107,13 +106,6 @@ def run(loaded: LoadedSettings, plan: ChaosPlan) -> int:
     return EXIT_INTERRUPTED if report.is_interrupted else EXIT_KEPT
 
 
-@dataclass(slots=True)
-class _Knowledge:
-    questions: Sequence[Question]
-    poisonable: Sequence[Question]
-    notes: list[str]
-
-
 class _ChaosRun:
     def __init__(
         self,
@@ -132,6 +124,8 @@ class _ChaosRun:
         self._settings = loaded.settings
         self._plan = plan
         self._numbers = itertools.count()
+        self._questions: list[Question] = []
+        self._notes: list[str] = []
 
     async def run(self) -> ChaosReport:
         self._interruption = Interruption(signal.SIGINT, signal.SIGTERM)
@@ -142,20 +136,20 @@ class _ChaosRun:
             watch = Watch(self._subject.address, self._subject.key)
             health = await watch.look()
             screen.begin("learning the right answers")
-            knowledge = await self._learn(health)
+            await self._learn(health)
             screen.begin("asking undisturbed")
             first = await self._ledger()
             quiet = ChaosTally()
             until = time.monotonic() + _QUIET_S
-            await self._load(knowledge.questions, quiet, lambda _: time.monotonic() > until)
-            stores = await self._stores(knowledge)
+            await self._load(quiet, lambda _: time.monotonic() > until)
+            stores = await self._stores()
             health = await watch.look()  # decoders start after their worker
             watch.close()  # it connects again when it needs to
             before = await self._settled_holdings(None)
             screen.begin(f"asking under faults, {self._plan.text}")
             chaos = ChaosTally()
-            faults = self._faults(watch, chaos, knowledge, health, stores)
-            seconds, is_complete = await self._disturb(watch, faults, chaos, knowledge, screen)
+            faults = self._faults(watch, chaos, health, stores)
+            seconds, is_complete = await self._disturb(watch, faults, chaos, screen)
             screen.begin("looking at what is left")
             grace_s = _SETTLE_S if is_complete else 0.0
             is_complete = await watch.settle(grace_s) and is_complete
@@ -184,14 +178,12 @@ class _ChaosRun:
             after=after,
             exit_code=exit_code,
             left_over=left_over + left_of_agents,
-            notes=knowledge.notes,
+            notes=self._notes,
             agent_complaints=[*faults.hosts.failed, *complaints],
         )
 
-    async def _learn(self, health: ServiceHealth) -> _Knowledge:
-        plan = self._plan
-        questions: list[Question] = []
-        notes = []
+    async def _learn(self, health: ServiceHealth) -> None:
+        plan, questions, notes = self._plan, self._questions, self._notes
         try:
             async with connected(self._subject.address) as connection:
                 for model in health.models:
@@ -221,20 +213,17 @@ class _ChaosRun:
                 f"the service does not answer, with nothing done to it: {error}"
                 f"{self._subject.log_tail()}"
             ) from error
-        poisonable = [question for question in questions if question.num_instances == 1]
-        if not poisonable and any(plan.every_s[fault] for fault in POISONS):
+        if not self._poisonable and any(plan.every_s[fault] for fault in POISONS):
             notes.append("no input is a single instance, so none was poisoned")
-        return _Knowledge(questions, poisonable, notes)
 
-    async def _load(
-        self,
-        questions: Sequence[Question],
-        tally: ChaosTally,
-        is_over: Callable[[ChaosTally], bool],
-    ) -> None:
+    @property
+    def _poisonable(self) -> Sequence[Question]:
+        return [question for question in self._questions if question.num_instances == 1]
+
+    async def _load(self, tally: ChaosTally, is_over: Callable[[ChaosTally], bool]) -> None:
         load = NumberedLoad(
             address=self._subject.address,
-            questions=questions,
+            questions=self._questions,
             tally=tally,
             timeout_s=self._settings.default_timeout_s,
             is_over=lambda: self._interruption.has_come or is_over(tally),
@@ -246,11 +235,11 @@ class _ChaosRun:
             tally.lost += tally.num_sent - tally.num_settled
             tally.note(f"the service is gone: {error.exceptions[0]}{self._subject.log_tail()}")
 
-    async def _stores(self, knowledge: _Knowledge) -> StoreFaults:
+    async def _stores(self) -> StoreFaults:
         stores = StoreFaults(
             address=self._subject.address,
             folder=self._subject.job_store,
-            questions=knowledge.questions,
+            questions=self._questions,
             key=self._subject.key,
         )
         if stores.folder is not None:
@@ -262,7 +251,6 @@ class _ChaosRun:
         self,
         watch: Watch,
         tally: ChaosTally,
-        knowledge: _Knowledge,
         health: ServiceHealth,
         stores: StoreFaults,
     ) -> Faults:
@@ -272,12 +260,12 @@ class _ChaosRun:
         uploads = SlowUploads(address=address, stores=stores, key=greedy_key)
         self._greed = Greed(
             address=address,
-            questions=knowledge.questions,
+            questions=self._questions,
             key=greedy_key,
             num_clients=self._plan.clients,
             timeout_s=self._settings.default_timeout_s,
         )
-        if not knowledge.poisonable:
+        if not self._poisonable:
             every_s |= dict.fromkeys(POISONS, 0.0)
         if health.forkserver is None:  # this host has none
             every_s["forkserver"] = every_s["burst"] = 0.0
@@ -287,7 +275,7 @@ class _ChaosRun:
             address=address,
             watch=watch,
             tally=tally,
-            questions=knowledge.poisonable,
+            questions=self._poisonable,
             seed=self._plan.seed,
             every_s=every_s,
             timeout_s=self._settings.default_timeout_s,
@@ -305,7 +293,7 @@ class _ChaosRun:
         )
 
     async def _disturb(
-        self, watch: Watch, faults: Faults, tally: ChaosTally, knowledge: _Knowledge, screen: Screen
+        self, watch: Watch, faults: Faults, tally: ChaosTally, screen: Screen
     ) -> tuple[float, bool]:
         """Load the service under faults; return for how long, and whether to the end."""
         plan = self._plan
@@ -345,7 +333,7 @@ class _ChaosRun:
             )  # done: it has failed
 
         try:
-            await self._load(knowledge.questions, tally, is_over)
+            await self._load(tally, is_over)
             seconds = time.monotonic() - began
             is_complete = not self._interruption.has_come and self._subject.is_running
             await _end(harming)  # finishes the poisons

@@ -12,32 +12,8 @@ from PIL import Image
 
 from inferpool.models.vision.images import decode_image
 from inferpool.models.vision.photos import sample_jpegs
-from inferpool.service.batch.inputs import BatchInput, failed_input
 from inferpool.service.batch.reading import end_readers, read_ahead
-
-
-class Listed:
-    """Inputs that are given; index 5 may end the process that reads it, if it is a reader."""
-
-    def __init__(self, kind, contents, deadly=None):
-        self._kind, self._contents, self._deadly = kind, contents, deadly
-
-    def __len__(self):
-        return len(self._contents)
-
-    def name(self, index):
-        return str(index)
-
-    def stamps(self):
-        return iter(())
-
-    def read(self, index):
-        if index == self._deadly and multiprocessing.parent_process() is not None:
-            os._exit(1)
-        if self._contents[index] is None:
-            return failed_input(index, str(index), "no")
-        data = self._contents[index]
-        return BatchInput(index=index, name=str(index), kind=self._kind, data=data)
+from tests.service.batch.listed import Listed
 
 
 def read(source, num_readers=0, max_pixels=None, **options):

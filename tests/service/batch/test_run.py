@@ -5,30 +5,17 @@ import io
 
 import pytest
 
-from inferpool.service.batch.inputs import BatchInput, RunLostError, SourceUnusableError
+from inferpool.service.batch.inputs import RunLostError, SourceUnusableError
 from inferpool.service.batch.outputs import Journal
 from inferpool.service.batch.report import BatchReport
 from inferpool.service.batch.run import BatchRun, TooManyErrorsError
 from inferpool.service.batch.target import answered, refused
+from tests.service.batch.listed import Listed
 
 
-class Numbers:
-    """A source of numbers."""
-
-    def __init__(self, num, prefix=""):
-        self._num, self._prefix = num, prefix
-
-    def __len__(self):
-        return self._num
-
-    def name(self, index):
-        return f"{self._prefix}{index}"
-
-    def stamps(self):
-        return iter(())
-
-    def read(self, index):
-        return BatchInput(index=index, name=self.name(index), kind="json", data=b"%d" % index)
+def numbers(num, prefix=""):
+    """Return a source of numbers."""
+    return Listed("json", [b"%d" % index for index in range(num)], prefix=prefix)
 
 
 class Acting:
@@ -71,7 +58,7 @@ def run(path, num, act, **options):
         str(path), "jsonl", about={}, resumes=options.pop("resumes", False), overwrites=False
     ) as output:
         report = BatchReport(io.StringIO(), num, is_quiet=True)
-        one = BatchRun(Numbers(num), output, report, **options)
+        one = BatchRun(numbers(num), output, report, **options)
         missing = one.missing()
         one.check_errors()
         target = Acting(act)
@@ -124,9 +111,9 @@ def test_failures_of_earlier_runs_count_too(tmp_path):
 def test_answers_for_other_inputs_are_not_mixed_in(tmp_path):
     run(tmp_path / "a", 5, echo)
     for source, why in (
-        (Numbers(5, "other"), "0 as input 0, which is other0 now"),
-        (Numbers(4), "an answer too many, for input 4"),
-        (Numbers(6), "5 answers, and the run that wrote it is over"),
+        (numbers(5, "other"), "0 as input 0, which is other0 now"),
+        (numbers(4), "an answer too many, for input 4"),
+        (numbers(6), "5 answers, and the run that wrote it is over"),
     ):
         report = BatchReport(io.StringIO(), len(source), is_quiet=True)
         with (

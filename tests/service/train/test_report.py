@@ -4,7 +4,6 @@ import csv
 import math
 import random
 import re
-import time
 from html.parser import HTMLParser
 
 import msgspec
@@ -239,8 +238,7 @@ def test_report_of_a_run_without_an_epoch_has_no_curves(run):
     assert "Plotly.newPlot(" not in page_of(run, card)
 
 
-@pytest.mark.measures
-def test_many_classes_and_predictions_take_seconds_and_little_room(run, tmp_path):
+def test_many_classes_and_predictions_take_little_room(run, tmp_path):
     photo = np.random.default_rng(0).integers(0, 256, (300, 400, 3), np.uint8)
     Image.fromarray(photo).save(tmp_path / "a.jpg")
     chance = random.Random(1)
@@ -251,9 +249,7 @@ def test_many_classes_and_predictions_take_seconds_and_little_room(run, tmp_path
         for n in range(50_000)
     ]  # fmt: skip
     card = write_run(run.path, answers, events=course(num_epochs=300, steps_per_epoch=200))
-    began = time.monotonic()
     write_report(run, card, settings=SETTINGS)
-    assert time.monotonic() - began < 10
     assert run.report.stat().st_size < 8e6
 
 
