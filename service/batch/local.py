@@ -12,7 +12,6 @@ from inferpool.models.spec import Kind, TensorHeader
 from inferpool.service.app import assemble, log_quick_checks
 from inferpool.service.batch.inputs import BatchAnswer, RunLostError
 from inferpool.service.batch.reading import DecodedInput
-from inferpool.service.batch.target import answered, refused
 from inferpool.service.errors import (
     GivenUpError,
     OverloadedError,
@@ -55,7 +54,7 @@ class LocalTarget:
         chunk = given.data
         until = time.monotonic() + _PATIENCE_S
         if not self._pool.dispatcher.arena.can_hold(len(chunk)):
-            return refused(given, "too_large", "it is larger than the arena (arena_bytes)")
+            return given.refused("too_large", "it is larger than the arena (arena_bytes)")
         while True:
             now = time.monotonic()
             ref = ItemRef(
@@ -70,10 +69,10 @@ class LocalTarget:
                     raise RunLostError(error.message) from error
                 await asyncio.sleep(_PAUSE_S)
             except ServiceError as error:
-                return refused(given, error.code, error.message)
+                return given.refused(error.code, error.message)
             else:
                 assert isinstance(result.value, bytes)
-                return answered(given, msgspec.json.decode(result.value))
+                return given.answered(msgspec.json.decode(result.value))
 
     def _form(self, given: DecodedInput) -> tuple[Kind, tuple[TensorHeader, ...]]:
         if given.header is None:

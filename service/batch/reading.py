@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from inferpool.models.errors import InputError
 from inferpool.models.spec import DTYPE_BYTES, TensorHeader
 from inferpool.models.vision.images import decode_image
-from inferpool.service.batch.inputs import BatchInput
+from inferpool.service.batch.inputs import BatchAnswer, BatchInput
 from inferpool.service.batch.sources import BatchSource
 from inferpool.workers.inside.allocator import keep_large_buffers
 from inferpool.workers.shared.guard import die_with_front_end, give_way_for_memory
@@ -60,6 +60,18 @@ class DecodedInput:
         if self.payload is None:
             return self.input.data
         return self.payload.numpy().data if self.payload.numel() else b""
+
+    def answered(self, prediction: object) -> BatchAnswer:
+        """Return the answer with its prediction."""
+        own = self.input
+        return BatchAnswer(index=own.index, name=own.name, label=own.label, prediction=prediction)
+
+    def refused(self, code: str, message: str) -> BatchAnswer:
+        """Return the answer for an input that has no prediction."""
+        own = self.input
+        return BatchAnswer(
+            index=own.index, name=own.name, label=own.label, code=code, message=message
+        )
 
 
 def read_ahead(

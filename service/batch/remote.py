@@ -8,7 +8,6 @@ import numpy as np
 
 from inferpool.service.batch.inputs import BatchAnswer, RunLostError
 from inferpool.service.batch.reading import DecodedInput
-from inferpool.service.batch.target import answered, refused
 from inferpool.service.client import (
     AsyncClient,
     ConnectError,
@@ -58,15 +57,15 @@ class RemoteTarget:
             except _LOST as error:
                 raise RunLostError(str(error)) from error
             except InferpoolError as error:
-                return refused(given, error.code, error.detail)
+                return given.refused(error.code, error.detail)
             else:
                 break
         for failure in result.errors:
-            return refused(given, failure.code, failure.detail)
+            return given.refused(failure.code, failure.detail)
         if len(result.predictions) != 1:
             num = len(result.predictions)
-            return refused(given, "invalid_input", f"holds {num} instances; each file must be one")
-        return answered(given, result.value)
+            return given.refused("invalid_input", f"holds {num} instances; each file must be one")
+        return given.answered(result.value)
 
 
 def _value(given: DecodedInput) -> object:

@@ -3,13 +3,13 @@
 import asyncio
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
 
 from inferpool.service.batch.inputs import BatchAnswer, SourceUnusableError
 from inferpool.service.batch.outputs import AnswerFile, Journal, in_utf8
 from inferpool.service.batch.reading import DecodedInput, end_readers, read_ahead
 from inferpool.service.batch.report import BatchReport
 from inferpool.service.batch.sources import BatchSource
-from inferpool.service.batch.target import BatchTarget, refused
 
 _WINDOW = 4
 """Multiple of the target's room that may wait for a late answer if the order is kept."""
@@ -20,6 +20,22 @@ _END_S = 1.0
 
 class TooManyErrorsError(Exception):
     """More inputs failed than allowed."""
+
+
+class BatchTarget(Protocol):
+    """Computes inputs: a pool in this process, or a service elsewhere. Event loop only."""
+
+    room: int
+    """Number of inputs under way that keeps all replicas busy."""
+    max_pixels: int | None
+    """Readers are to decode pictures up to this number of pixels; None: to decode none."""
+
+    async def predict(self, given: DecodedInput) -> BatchAnswer:
+        """Compute an input. The answer has errors that concern the input alone.
+
+        Raises:
+            RunLostError: Nothing more can be computed.
+        """
 
 
 class BatchRun:
@@ -131,7 +147,7 @@ class BatchRun:
     async def _compute(self, target: BatchTarget, given: DecodedInput) -> None:
         try:
             if given.input.error:
-                answer = refused(given, given.input.code, given.input.error)
+                answer = given.refused(given.input.code, given.input.error)
             else:
                 answer = await target.predict(given)
             self._take(answer)

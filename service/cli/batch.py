@@ -28,7 +28,7 @@ from inferpool.service.settings.names import FlagError
 
 if TYPE_CHECKING:
     from inferpool.service.batch.report import BatchReport
-    from inferpool.service.batch.target import BatchTarget
+    from inferpool.service.batch.run import BatchTarget
     from inferpool.service.settings.loader import LoadedSettings
 
 _LOST = 1

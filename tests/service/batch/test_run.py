@@ -9,7 +9,6 @@ from inferpool.service.batch.inputs import RunLostError, SourceUnusableError
 from inferpool.service.batch.outputs import Journal
 from inferpool.service.batch.report import BatchReport
 from inferpool.service.batch.run import BatchRun, TooManyErrorsError
-from inferpool.service.batch.target import answered, refused
 from tests.service.batch.listed import Listed
 
 
@@ -42,14 +41,14 @@ async def echo(given):
     """Answer with the number, the even ones later."""
     for _ in range(given.input.index % 2 * 5):
         await asyncio.sleep(0)
-    return answered(given, given.input.index)
+    return given.answered(given.input.index)
 
 
 async def fail(given):
     """Refuse every third number."""
     if given.input.index % 3 == 0:
-        return refused(given, "no", "no")
-    return answered(given, given.input.index)
+        return given.refused("no", "no")
+    return given.answered(given.input.index)
 
 
 def run(path, num, act, **options):
@@ -88,7 +87,7 @@ def test_a_lost_target_ends_the_run_and_a_later_one_goes_on(tmp_path):
     async def lose(given):
         if given.input.index == 20:
             raise RunLostError("gone")
-        return answered(given, given.input.index)
+        return given.answered(given.input.index)
 
     with pytest.raises(RunLostError, match="gone"):
         run(tmp_path / "a", 50, lose)
