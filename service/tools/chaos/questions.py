@@ -17,20 +17,28 @@ _ATOL_SHARE = 0.01
 """Share of the tolerance by which numbers close to zero may differ."""
 
 
-class Expected:
-    """The right answer to one input."""
+class KnownQuestion:
+    """An input with a known answer: the model was asked before any fault."""
 
-    def __init__(self, body: bytes, tolerance: float) -> None:
-        """Store the JSON that the service answered without other load.
+    def __init__(self, path: str, given: TrialInput, body: bytes, tolerance: float) -> None:
+        """Store the input, and the JSON that the service answered without other load.
 
         A float may differ by `tolerance`, a part of itself: batches of different sizes are rounded
         differently.
         """
+        self.given = given
         self.value = msgspec.json.decode(body)
+        self.num_instances = len(self.value.get("predictions", []))
+        self._path = path
         self._tolerance = tolerance
         self._known_right = {body}
 
-    def complaint(self, body: bytes) -> str:
+    def request(self, number: int, query: str = "", key: str = "") -> bytes:
+        """Return the whole HTTP request, maybe with an API key; its X-Request-ID is the number."""
+        given = self.given
+        return _numbered(self._path + query, given.body, given.content_type, str(number), key)
+
+    def complaint(self, number: int, body: bytes) -> str:
         """Return what is wrong with an answer; empty if nothing is."""
         if body in self._known_right:
             return ""
@@ -42,27 +50,6 @@ class Expected:
         if not complaint and len(self._known_right) < _MAX_ROUNDINGS:
             self._known_right.add(body)
         return complaint
-
-
-class KnownQuestion:
-    """An input with a known answer: the model was asked before any fault."""
-
-    def __init__(
-        self, path: str, given: TrialInput, expected: Expected, num_instances: int
-    ) -> None:
-        self.given = given
-        self.expected = expected
-        self.num_instances = num_instances
-        self._path = path
-
-    def request(self, number: int, query: str = "", key: str = "") -> bytes:
-        """Return the whole HTTP request, maybe with an API key; its X-Request-ID is the number."""
-        given = self.given
-        return _numbered(self._path + query, given.body, given.content_type, str(number), key)
-
-    def complaint(self, number: int, body: bytes) -> str:
-        """Return what is wrong with an answer; empty if nothing is."""
-        return self.expected.complaint(body)
 
 
 class EchoQuestion:
@@ -120,14 +107,13 @@ async def learn(
                 "give inputs that it takes (--inputs PATH)"
             )
         bodies.append(answer.body)
-    expected = Expected(bodies[0], tolerance)
-    if complaint := expected.complaint(bodies[1]):
+    question = KnownQuestion(path, given, bodies[0], tolerance)
+    if complaint := question.complaint(0, bodies[1]):
         raise TrialError(
             f"{path} answers {given.name} in two ways, so no answer can be called right "
             f"({complaint}); if that is rounding, raise --tolerance"
         )
-    predictions = expected.value.get("predictions", [])
-    return KnownQuestion(path, given, expected, len(predictions))
+    return question
 
 
 def indistinct(questions: Sequence[KnownQuestion], tolerance: float) -> list[tuple[str, str]]:
@@ -136,7 +122,7 @@ def indistinct(questions: Sequence[KnownQuestion], tolerance: float) -> list[tup
         (left.given.name, right.given.name)
         for i, left in enumerate(questions)
         for right in questions[i + 1 :]
-        if not difference(left.expected.value, right.expected.value, tolerance)
+        if not difference(left.value, right.value, tolerance)
     ]
 
 

@@ -5,7 +5,6 @@ import pytest
 
 from inferpool.service.tools.chaos.questions import (
     EchoQuestion,
-    Expected,
     KnownQuestion,
     indistinct,
     is_refusal,
@@ -26,6 +25,12 @@ def taught(*bodies: object, status: int = 200) -> KnownQuestion:
             return await learn(connection, "/predict/m", _GIVEN, 1e-3)
 
     return asyncio.run(go())
+
+
+def complaint_of(right: list[object], body: bytes) -> str:
+    """Return what is wrong with an answer where the right predictions are known."""
+    known = json.dumps({"predictions": right}).encode()
+    return KnownQuestion("/predict/m", _GIVEN, known, 1e-3).complaint(1, body)
 
 
 def test_answer_of_a_healthy_service_is_the_right_one():
@@ -93,11 +98,10 @@ def test_refusals_are_told_from_failures():
 def test_floats_may_differ_by_rounding_and_nothing_else(
     right: object, found: object, is_same: bool
 ):
-    expected = Expected(json.dumps({"predictions": right}).encode(), 1e-3)
-    complaint = expected.complaint(json.dumps({"predictions": found}).encode())
+    complaint = complaint_of([right], json.dumps({"predictions": [found]}).encode())
     assert (complaint == "") == is_same
-    assert is_same or complaint.startswith("answer.predictions")
+    assert is_same or complaint.startswith("answer.predictions[0]")
 
 
 def test_answer_that_is_no_json_is_wrong():
-    assert "no JSON" in Expected(b"{}", 1e-3).complaint(b"{")
+    assert "no JSON" in complaint_of([], b"{")
