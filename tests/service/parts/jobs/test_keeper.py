@@ -16,7 +16,7 @@ from inferpool.service.parts.jobs.keeper import StoreKeeper
 from inferpool.service.parts.jobs.webhooks import Webhooks
 from inferpool.workers.shared.arena import Arena
 from tests.service.api.server import until
-from tests.service.parts.jobs.conftest import LIMITS
+from tests.service.parts.jobs.conftest import LIMITS, drop_tables
 from tests.service.parts.jobs.test_jobs import answering, instances, new_job
 
 CHECK_S = 0.02
@@ -235,7 +235,4 @@ async def test_a_server_that_was_lost_is_used_again(
             await finish(jobs, "b")
     finally:
         await cable.cut()
-        import psycopg
-
-        with psycopg.connect(postgres_url, autocommit=True) as connection:
-            connection.execute("DROP TABLE IF EXISTS parts, jobs, inferpool_schema")
+        drop_tables(postgres_url)

@@ -112,30 +112,6 @@ def test_results_wait_for_room_that_the_deletion_of_a_job_makes(
     check(store, accepted)
 
 
-@pytest.mark.parametrize("num_bytes", [pytest.param(SMALL, marks=pytest.mark.slow), LARGE])
-def test_a_disk_that_others_fill_costs_nothing(store: JobStore, disk: Path, num_bytes: int) -> None:
-    for id in ("a", "b"):
-        add(store, 200, num_bytes=num_bytes, id=id)
-    parts = take(store, 4)
-    for part in parts[:2]:
-        assert store.leases.commit_part(part, compute(part, num_bytes=num_bytes), NOW)
-    before = {job.id: job for job in store.jobs(limit=9)}
-    ballast = fill_up(disk)
-    with pytest.raises(StoreFullError):
-        add(store, 200, num_bytes=num_bytes, id="c")
-    for part in parts[2:]:
-        with pytest.raises(StoreFullError):
-            store.leases.commit_part(part, compute(part, num_bytes=num_bytes), NOW)
-    assert {job.id: job for job in store.jobs(limit=9)} == before
-    ballast.unlink()
-    for part in parts[2:]:
-        assert store.leases.commit_part(part, compute(part, num_bytes=num_bytes), NOW)
-    finish(store)
-    for id in ("a", "b"):
-        assert values(store, id) == [2 * number for number in range(200)]
-    assert add(store, 200, num_bytes=num_bytes, id="c")[1]
-
-
 def test_a_store_opens_when_its_disk_has_room(disk: Path) -> None:
     ballast = fill_up(disk)
     with pytest.raises(StartError, match="has no room"):
