@@ -18,7 +18,8 @@ _PORT = re.compile(r"(^|@)[^:@]*(:\d*)?$")
 
 def without_password(text: str) -> str:
     """Return a URL, even an invalid one, without its user and password."""
-    return _USER_INFO.sub("", text)
+    before, at, rest = text.rpartition("@")  # without one, the pattern would search again and again
+    return _USER_INFO.sub("", before + at) + rest
 
 
 def problem_of_url(text: str) -> str:

@@ -236,8 +236,7 @@ class ModelSettings(SettingsTable):
             return None
         if self.split and self.devices_per_replica == "auto":
             return None
-        ranks = 1 if self.devices_per_replica == "auto" else self.devices_per_replica
-        return self.replicas * self.threads_per_replica * ranks
+        return self.replicas * self.threads_per_replica * self.least_ranks
 
     @property
     def least_ranks(self) -> int:

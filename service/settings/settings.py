@@ -288,18 +288,13 @@ class Settings(SettingsTable):
             raise ValueError("is a key without a certificate; set tls_certificate too")
         return tls_key
 
-    @field_validator("cluster_certificate")
+    @field_validator("cluster_certificate", "cluster_key")
     @classmethod
-    def _check_cluster_certificate(cls, path: str | None, info: ValidationInfo) -> str | None:
-        if path is not None and info.data.get("cluster_authority") is None:
-            raise ValueError("is of no use alone; set cluster_authority too")
-        return path
-
-    @field_validator("cluster_key")
-    @classmethod
-    def _check_cluster_key(cls, path: str | None, info: ValidationInfo) -> str | None:
-        if path is not None and info.data.get("cluster_certificate") is None:
-            raise ValueError("is of no use alone; set cluster_certificate too")
+    def _check_cluster_files(cls, path: str | None, info: ValidationInfo) -> str | None:
+        is_key = info.field_name == "cluster_key"
+        other = "cluster_certificate" if is_key else "cluster_authority"
+        if path is not None and info.data.get(other) is None:
+            raise ValueError(f"is of no use alone; set {other} too")
         return path
 
     @field_validator("cluster_port")

@@ -21,7 +21,13 @@ from inferpool.models.attached import (
 )
 from inferpool.models.errors import SourceError
 from inferpool.models.files.kinds import what_it_is
-from inferpool.models.files.modules import file_of, is_installed, is_standard, with_parents
+from inferpool.models.files.modules import (
+    file_of,
+    is_installed,
+    is_standard,
+    places_from,
+    with_parents,
+)
 from inferpool.models.files.run_folder import has_begun, is_run, read_card, why_no_run
 
 DEFAULT_SOURCE = "efficientnet_lite0"
@@ -32,13 +38,11 @@ _SOURCE_FORMS = (
     f"the folder of a training run, or a {', '.join(MODEL_FILE_SUFFIXES[:-1])} or "
     f"{MODEL_FILE_SUFFIXES[-1]} file"
 )
-_TORCHVISION_NAME = re.compile(
-    r"alexnet|googlenet|inception_v3|(wide_)?resnet\d+(_2)?|resnext\d+_\d+x\d+d|vgg\d+(_bn)?"
-    r"|densenet\d+|squeezenet1_\d|mnasnet\d_\d+|mobilenet_v\w+|shufflenet_v2_\w+"
-    r"|efficientnet_(b\d|v2_[sml])|convnext_\w+|regnet_[xy]_\w+|vit_[blh]_\d+|swin_\w+|maxvit_t"
+_REGISTERED = re.compile(
+    r'^@register_model\((?:name=)?"?(\w*)"?\)$.*?^def (\w+)', re.MULTILINE | re.DOTALL
 )
-"""The names of torchvision's classifiers. To import torchvision for them would take seconds."""
-
+"""A builder that a file of `torchvision.models` registers, by a name of its own or by that of the
+function."""
 _KNOWN = frozenset(
     ("torchvision", "torchaudio", "timm", "transformers", "diffusers", "sentence_transformers")
 )
@@ -94,10 +98,19 @@ def source_hint(text: str, candidates: Sequence[str]) -> str:
         )
     if os.path.isfile(text):
         return f"{text} is a file of an unknown kind: a source is {_SOURCE_FORMS}"
-    if _TORCHVISION_NAME.fullmatch(text.lower()):
+    if text.lower() in torchvision_classifiers():
         near = did_you_mean(text, candidates).removeprefix("did you mean ")
         return f"did you mean torchvision:{text.lower()}{' or ' + near.rstrip() if near else '?'}"
     return f"{did_you_mean(text, candidates)}a source is {_SOURCE_FORMS}"
+
+
+def torchvision_classifiers() -> list[str]:
+    """Return the classifiers of torchvision by its files, since its import would take seconds."""
+    file = file_of("torchvision.models", places_from(os.getcwd()))
+    if file is None or not is_installed(file):
+        return []
+    texts = [each.read_text("utf-8", errors="replace") for each in file.parent.glob("*.py")]
+    return [found[1] or found[2] for text in texts for found in _REGISTERED.finditer(text)]
 
 
 def did_you_mean(text: str, candidates: Sequence[str]) -> str:

@@ -9,10 +9,9 @@ import ast
 import difflib
 import importlib.util
 import os
-import re
 import stat
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -32,9 +31,7 @@ from inferpool.models.files.run_folder import RunFolder, is_run, read_card
 from inferpool.service.settings.model import ModelSettings
 from inferpool.service.settings.names import SettingsError, dotted, place_of
 from inferpool.service.settings.settings import Settings
-from inferpool.service.settings.sources import (
-    is_run_source,
-)
+from inferpool.service.settings.sources import is_run_source, torchvision_classifiers
 
 Problem = tuple[Literal["source", "weights"], str]
 """The setting that is wrong, and why."""
@@ -42,9 +39,6 @@ _WEIGHT_SUFFIXES = (".pth", ".pt", ".safetensors", ".safetensors.index.json")
 _BEYOND = (OSError, ValueError, MemoryError, RecursionError)
 """Errors of what cannot be looked into, such as a file of too deep brackets: it is for the worker
 to say whether it can."""
-_REGISTERED = re.compile(
-    r'^@register_model\((?:name=)?"?(\w*)"?\)$.*?^def (\w+)', re.MULTILINE | re.DOTALL
-)
 
 
 def check_loadable(settings: Settings, origins: Mapping[str, str]) -> None:
@@ -144,24 +138,14 @@ def _unread(path: Path, missing: str, *, is_folder: bool = False) -> str:
 
 def _problem_of_torchvision(name: str) -> str:
     importlib.invalidate_caches()
-    spec = importlib.util.find_spec("torchvision")
-    file = file_of("torchvision.models", places_from(os.getcwd()))
-    if spec is None:
+    if importlib.util.find_spec("torchvision") is None:
         return "torchvision is not installed: `pip install torchvision`, of torch's version"
-    names = [] if file is None or not is_installed(file) else list(_classifiers(file.parent))
+    names = torchvision_classifiers()
     if not names or name in names:
         return ""
     near = difflib.get_close_matches(name, names)
     hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(sorted(names))}"
     return f"torchvision has no classifier {name!r}: {hint}"
-
-
-def _classifiers(folder: Path) -> Iterator[str]:
-    """Yield the names of the builders that the files of `torchvision.models` register."""
-    for file in folder.glob("*.py"):
-        text = file.read_text("utf-8", errors="replace")
-        for found in _REGISTERED.finditer(text):
-            yield found[1] or found[2]
 
 
 def _problem_of_module(module: str) -> str:

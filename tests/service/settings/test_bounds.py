@@ -119,19 +119,24 @@ def test_more_settings_than_there_are_take_no_time_to_refuse():
                 read(request)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in Settings.model_fields if name not in {*SECRETS, "models"}]
-)
-def test_an_extreme_value_of_a_setting_is_refused_with_its_place(name, tmp_path):
+SETTINGS = [name for name in Settings.model_fields if name not in {*SECRETS, "models"}]
+
+
+@pytest.mark.parametrize("names", [SETTINGS, ["job_store"], ["state_file"]], ids=len)
+def test_extreme_values_of_settings_are_refused_with_their_places(names, tmp_path):
+    """They are given all at once, and those alone that become files if all else is right."""
     for value in EXTREMES:
+        arguments = dict.fromkeys(names, value)
         with StepCounter(10 * MOST_STEPS):
-            error = error_of(partial(load_arguments, {name: value}, {}, tmp_path, model="echo"))
-        assert not error or name in error
-        assert len(error) < 1000
-    variable = f"INFERPOOL_{name.upper()}"
+            error = error_of(partial(load_arguments, arguments, {}, tmp_path, model="echo"))
+        for problem in error.splitlines():
+            assert problem.startswith(tuple(names)), problem
+            assert len(problem) < 1000
     for text in ("1" * 400, "-1", "nan", "1e308", "inf"):
-        error = error_of(partial(load, {"model": "echo"}, {variable: text}, tmp_path))
-        assert not error or variable in error or name == "state_file"
+        variables = {f"INFERPOOL_{name.upper()}": text for name in names}
+        error = error_of(partial(load, {"model": "echo"}, variables, tmp_path))
+        for problem in error.splitlines():
+            assert problem.startswith((*variables, str(tmp_path))), problem
 
 
 def error_of(call: Callable[[], object]) -> str:
@@ -141,6 +146,12 @@ def error_of(call: Callable[[], object]) -> str:
     except (SettingsError, StateFileError) as error:
         return str(error)
     return ""
+
+
+def test_a_table_of_very_many_values_is_refused_without_a_long_search_of_its_text():
+    many = {str(number): number for number in range(300_000)}
+    with pytest.raises(InvalidInputError, match=r"options: .* is not a table of up to 256"):
+        read_add({"name": "m", "source": "echo", "options": many})
 
 
 def test_the_number_of_models_has_a_bound():

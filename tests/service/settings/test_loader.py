@@ -18,9 +18,7 @@ from inferpool.service.settings.loader import (
     write_table,
     write_toml,
 )
-from inferpool.service.settings.model import ModelSettings
-from inferpool.service.settings.names import FLAGS, SettingsError
-from inferpool.service.settings.settings import Settings
+from inferpool.service.settings.names import SettingsError
 from inferpool.service.settings.tls import TlsError, server_context
 
 
@@ -394,10 +392,6 @@ def test_printed_toml_can_be_loaded_again(tmp_path):
     assert "port = 9  # flag --port" in saved.read_text()
     assert load({"config": str(saved)}, {}, tmp_path).settings == first.settings
     assert tomllib.loads(saved.read_text())["models"]["v1.2"]["options"]["a"] == [1, 2.5, True]
-
-
-def test_every_flag_is_a_setting():
-    assert set(FLAGS) <= set(Settings.model_fields) | set(ModelSettings.model_fields)
 
 
 KEY, OTHER_KEY = "k" * 20, "o" * 20

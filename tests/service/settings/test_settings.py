@@ -1,12 +1,8 @@
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from inferpool.service.settings.loader import load
-from inferpool.service.settings.model import ModelSettings
-from inferpool.service.settings.settings import Settings
 
 
 def test_settings_cannot_be_changed(tmp_path):
@@ -62,25 +58,3 @@ def test_texts_of_errors_are_shown_where_only_their_author_is(
     settings = load({}, variables, tmp_path).settings
     assert settings.shows_errors_at(terminal=True) is at_terminal
     assert settings.shows_errors_at(terminal=False) is elsewhere
-
-
-def test_every_field_is_documented():
-    for table in (Settings, ModelSettings):
-        for name, field in table.model_fields.items():
-            assert field.description, name
-
-
-def test_the_front_end_does_without_torch():
-    code = (
-        "import sys; from inferpool.service.settings import loader;"
-        "from inferpool.service.telemetry import logs, metrics, console;"
-        "print([m for m in sys.modules if m in ('torch', 'inferpool.models.base')])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=Path(__file__).parents[3],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout == "[]\n"

@@ -44,13 +44,6 @@ def test_the_name_of_a_source_is_fit_for_a_url(source, name):
     assert slug(source) == name
 
 
-def test_every_classifier_of_torchvision_is_known_by_its_name():
-    torchvision = pytest.importorskip("torchvision")
-    for name in torchvision.models.list_models(module=torchvision.models):
-        assert source_hint(name, []) == f"did you mean torchvision:{name}?"
-    assert "did you mean" not in source_hint("my_net", [])
-
-
 def test_a_folder_is_a_source_if_it_has_a_slash_or_is_a_finished_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert not is_source("run")

@@ -16,7 +16,7 @@ import pytest
 from inferpool.models.files.kinds import KINDS, kind_of
 from inferpool.service.checks.weights import weights_file
 from inferpool.service.settings.model import ModelSettings
-from inferpool.service.settings.sources import modules_to_preload
+from inferpool.service.settings.sources import modules_to_preload, torchvision_classifiers
 from inferpool.service.settings.unloadable import problem_of
 from tests.run_folders import TINY, write_run
 
@@ -272,8 +272,9 @@ def test_a_class_that_is_a_network_has_files_of_weights(tmp_path, monkeypatch, t
 
 def test_every_installed_classifier_is_known_by_its_file():
     torchvision = pytest.importorskip("torchvision")
-    for name in torchvision.models.list_models(module=torchvision.models):
-        assert problem_of(model(f"torchvision:{name}")) is None, name
+    every = torchvision.models.list_models(module=torchvision.models)
+    assert sorted(torchvision_classifiers()) == every
+    assert problem_of(model(f"torchvision:{every[0]}")) is None
     assert problem_of(model("torchvision:fasterrcnn_resnet50_fpn")) is not None
 
 
