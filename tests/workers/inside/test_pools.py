@@ -9,7 +9,7 @@ import torch
 from inferpool.workers.host.local import LocalEngine
 from inferpool.workers.inside.pools import started_pool
 from tests.workers.contract import config_of
-from tests.workers.inside.test_overlap import serving
+from tests.workers.ranks.test_lead import serving
 
 
 def test_every_thread_is_there_before_the_first_is_needed():
