@@ -8,7 +8,7 @@ from asyncio import Future, Task
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from inferpool.workers.host.engine import WorkerId
 from inferpool.workers.remote.lease import BEAT_S, LEASE_S, Lease
@@ -40,6 +40,9 @@ from inferpool.workers.shared.config import WorkerConfig
 from inferpool.workers.shared.errors import WorkerStartError
 from inferpool.workers.shared.messages import ItemRef
 
+if TYPE_CHECKING:
+    from inferpool.workers.remote.hosts import RemoteHosts
+
 logger = logging.getLogger(__name__)
 
 _SILENT_S = 3 * BEAT_S
@@ -49,17 +52,6 @@ _AVERAGED = 0.2
 _MEASURE_S = 60.0
 _GIVE_UP_S = 5.0
 """Seconds that an agent may take to end what it was starting."""
-
-
-class HostOwner(Protocol):
-    """The front end, as a connection sees it."""
-
-    term: int
-    standby_reason: str
-    """Why no agent may join now; empty if they may."""
-
-    def on_lost(self, host: "RemoteHost", reason: str) -> None:
-        """Handle the loss of a host; all its workers have failed by then."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -81,7 +73,7 @@ class RemoteHost(LinkListener[ToFrontEnd]):
         address: str,
         epoch: int,
         arena: memoryview,
-        owner: HostOwner,
+        owner: "RemoteHosts",
     ) -> None:
         """Serve a connection from now on.
 
@@ -91,7 +83,7 @@ class RemoteHost(LinkListener[ToFrontEnd]):
             address: Address and port of the agent.
             epoch: Number of the connection.
             arena: Memory of the front end's arena, with the payloads.
-            owner: Told once the host is lost.
+            owner: The hosts of the front end. Told once this one is lost.
         """
         self.facts = facts
         self.address = address

@@ -144,7 +144,8 @@ class HostLink(Generic[M]):
         self._loop = asyncio.get_running_loop()
         self._unsent: deque[memoryview] = deque()
         self._is_waiting_for_room = False
-        self._is_closed = False
+        self.is_closed = False
+        """Nothing is sent or received any more."""
         self._staging = memoryview(bytearray(_STAGING_BYTES))
         self._num_read_bytes = 0
         self._start = self._end = 0
@@ -161,11 +162,6 @@ class HostLink(Generic[M]):
         if self._is_tls:
             self._loop.call_soon(self._on_readable)  # what came with the handshake is not announced
 
-    @property
-    def is_closed(self) -> bool:
-        """True once nothing is sent or received any more."""
-        return self._is_closed
-
     def send(self, message: Message, body: Sequence[memoryview] = ()) -> None:
         """Send a message. Its body is read until it is sent, or the link is closed.
 
@@ -177,7 +173,7 @@ class HostLink(Generic[M]):
         """
         num_bytes = sum(piece.nbytes for piece in body)
         start = frame_start(message, num_bytes)
-        if self._is_closed:
+        if self.is_closed:
             return
         self._unsent.append(memoryview(start))
         self._unsent.extend(piece.cast("B") for piece in body if piece.nbytes)
@@ -187,9 +183,9 @@ class HostLink(Generic[M]):
 
     def close(self, reason: str = "closed") -> None:
         """Close the link, and drop what is not sent yet; the listener learns it soon."""
-        if self._is_closed:
+        if self.is_closed:
             return
-        self._is_closed = True
+        self.is_closed = True
         self._loop.remove_reader(self._fd)
         if self._is_waiting_for_room:
             self._loop.remove_writer(self._fd)
@@ -281,10 +277,10 @@ class HostLink(Generic[M]):
     def _on_readable(self) -> None:
         with self.closing_at_errors():
             until = self._num_read_bytes + _MOST_AT_ONCE
-            while not self._is_closed and self._num_read_bytes < until:
+            while not self.is_closed and self._num_read_bytes < until:
                 if not self._read_once():
                     return
-        if self._is_tls and not self._is_closed:
+        if self._is_tls and not self.is_closed:
             self._loop.call_soon(self._on_readable)  # OpenSSL may hold data that nobody announces
 
     def _read_once(self) -> bool:
@@ -337,7 +333,7 @@ class HostLink(Generic[M]):
 
     def _parse(self) -> None:
         """Handle all that is complete in the staging buffer."""
-        while not self._is_closed and self._end - self._start >= LENGTHS.size:
+        while not self.is_closed and self._end - self._start >= LENGTHS.size:
             head_bytes, body_bytes = LENGTHS.unpack_from(self._staging, self._start)
             if head_bytes > self.max_head_bytes or body_bytes > self._max_body_bytes:
                 if head_bytes >> 16 == _TLS_RECORD:

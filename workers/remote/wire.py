@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from inferpool.workers.host.devices import Host
 from inferpool.workers.host.engine import Ending, ForkserverHealth, GpuHealth, Vitals, WorkerId
@@ -272,14 +273,14 @@ def placed(done: BatchDone, id: int, ahead_s: float) -> tuple[BatchDone, list[me
                 data = memoryview(blob.buffer)
                 if data.nbytes >= _MIN_PLACED_BYTES:
                     pieces.append(data)
-                    blobs.append(_with_data(blob, Stored(position, data.nbytes)))
+                    blobs.append(replace(blob, data=Stored(position, data.nbytes)))
                     position += data.nbytes
                 else:
-                    blobs.append(_with_data(blob, bytes(data)))
+                    blobs.append(replace(blob, data=bytes(data)))
             outcomes.append(blobs)
         else:
             outcomes.append(outcome)
-    answer = msgspec.structs.replace(
+    answer = replace(
         done,
         id=id,
         outcomes=outcomes,
@@ -300,7 +301,7 @@ def found(done: BatchDone, body: memoryview) -> BatchDone:
         [_found(blob, body) for blob in outcome] if isinstance(outcome, list) else outcome
         for outcome in done.outcomes
     ]
-    return msgspec.structs.replace(done, outcomes=outcomes)
+    return replace(done, outcomes=outcomes)
 
 
 def _found(blob: TensorBlob, body: memoryview) -> TensorBlob:
@@ -309,8 +310,4 @@ def _found(blob: TensorBlob, body: memoryview) -> TensorBlob:
     start, num_bytes = blob.data.first_block, blob.data.num_bytes
     if start < 0 or num_bytes < 0 or start + num_bytes > body.nbytes:
         raise ValueError(f"an output of {num_bytes} bytes at {start} of {body.nbytes}")
-    return _with_data(blob, body[start : start + num_bytes])  # type: ignore[arg-type]  # readers of outputs take views like bytes
-
-
-def _with_data(blob: TensorBlob, data: bytes | Stored) -> TensorBlob:
-    return TensorBlob(blob.name, blob.dtype, blob.shape, data)
+    return replace(blob, data=body[start : start + num_bytes])

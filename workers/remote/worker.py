@@ -6,7 +6,7 @@ from asyncio import Future
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from inferpool.workers.host.engine import Ending, Vitals, WorkerId
 from inferpool.workers.remote.wire import (
@@ -19,35 +19,25 @@ from inferpool.workers.remote.wire import (
 from inferpool.workers.shared.errors import WorkerLostError
 from inferpool.workers.shared.messages import BatchDone, ItemRef, Ready
 
+if TYPE_CHECKING:
+    from inferpool.workers.remote.host import RemoteHost
+
 _END_S = 10.0
 """Seconds beyond the grace that an agent may take to end a worker, by force if need be."""
 _AVERAGED = 0.2
 """Weight of the latest batch in the average of the time that one takes."""
 
 
-class WorkerLink(Protocol):
-    """The connection to the worker's host, as the worker sees it."""
-
-    round_trip_s: float
-
-    @property
-    def is_silent(self) -> bool:
-        """True if no sign of life has come for longer than usual."""
-
-    def order(self, message: RunBatch | StopWorker, items: Sequence[ItemRef] = ()) -> None:
-        """Send a message, with the payloads of some instances."""
-
-
 class RemoteWorker:
     """One incarnation of a worker: what it holds, and what its agent has reported of it."""
 
-    def __init__(self, id: WorkerId, started: WorkerStarted, link: WorkerLink) -> None:
+    def __init__(self, id: WorkerId, started: WorkerStarted, host: "RemoteHost") -> None:
         self.id = id
         self.ready: Ready = started.ready
         self.has_worked = False
         self._number = started.number
         self._own_credit = started.credit
-        self._link = link
+        self._host = host
         self._loop = asyncio.get_running_loop()
         self._ids = count(1)
         self._held: dict[int, tuple[Future[BatchDone], int]] = {}
@@ -67,14 +57,14 @@ class RemoteWorker:
 
         The others would be done before the next one arrives.
         """
-        return self._own_credit + (self._link.round_trip_s > self._batch_s > 0.0)
+        return self._own_credit + (self._host.round_trip_s > self._batch_s > 0.0)
 
     @property
     def is_stalled(self) -> bool:
         """True if it computes nothing, and it or its host gives no sign of life."""
         if self._gone.done():
             return False
-        return self._link.is_silent or (self._pulse is not None and self._pulse.is_stalled)
+        return self._host.is_silent or (self._pulse is not None and self._pulse.is_stalled)
 
     def run(self, items: Sequence[ItemRef]) -> "Future[BatchDone]":
         """Send a batch; its future fails with `WorkerLostError` once the worker has ended."""
@@ -84,7 +74,7 @@ class RemoteWorker:
             future.set_exception(self._lost(started=False))
             return future
         id = next(self._ids)
-        self._link.order(RunBatch(self._number, id, time.monotonic(), items), items)
+        self._host.order(RunBatch(self._number, id, time.monotonic(), items), items)
         self._held[id] = future, len(items)
         return future
 
@@ -100,7 +90,7 @@ class RemoteWorker:
     async def stop(self, grace_s: float) -> None:
         """Have the agent stop it, and wait for its end."""
         if not self._gone.done():
-            self._link.order(StopWorker(self._number, grace_s))
+            self._host.order(StopWorker(self._number, grace_s))
             await asyncio.wait([self._gone], timeout=grace_s + _END_S)
 
     def vitals(self) -> Vitals:

@@ -5,24 +5,16 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
 
 import msgspec
 
 from inferpool.models.errors import ModelError
-from inferpool.models.speed_names import SpeedReport
 from inferpool.workers.shared.guard import give_children_defaults
 from inferpool.workers.speed.host_side import SearchNews, SearchOrder
-
-
-class _SendNews(Protocol):
-    def __call__(
-        self, *, stage: str = "", found: SpeedReport | None = None, refused: str = ""
-    ) -> None: ...
-
 
 _COMPILE_S = 11 * 3600.0
 """Less than the time that the front end allows for a stage."""
@@ -45,12 +37,11 @@ def main(message: dict[str, object]) -> None:
     give_way(to_everything=chosen is None or not chosen.is_provisional)
     threading.Thread(target=_watch_front_end, name="front-end-watch", daemon=True).start()
 
-    def say(*, stage: str = "", found: SpeedReport | None = None, refused: str = "") -> None:
-        line = msgspec.json.encode(SearchNews(stage=stage, found=found, refused=refused))
-        news.write(line + b"\n")
+    def say(told: SearchNews) -> None:
+        news.write(msgspec.json.encode(told) + b"\n")
         news.flush()
 
-    say(stage=f"loading {order.config.model.source}")
+    say(SearchNews(stage=f"loading {order.config.model.source}"))
     _search(order, say)
 
 
@@ -73,7 +64,7 @@ def give_way(*, to_everything: bool) -> None:
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
-def _search(order: SearchOrder, say: _SendNews) -> None:
+def _search(order: SearchOrder, say: Callable[[SearchNews], None]) -> None:
     import torch
 
     from inferpool.models.sources.registry import build
@@ -98,9 +89,10 @@ def _search(order: SearchOrder, say: _SendNews) -> None:
             prepare_threads=config.prepare_threads,
             times=BESIDE,
         )
-        say(found=search(model, options, order.key, lambda stage: say(stage=stage)))
+        found = search(model, options, order.key, lambda stage: say(SearchNews(stage=stage)))
+        say(SearchNews(found=found))
     except (ModelError, SearchError) as error:
-        say(refused=str(error))
+        say(SearchNews(refused=str(error)))
 
 
 def _go_on(signum: int, _: FrameType | None) -> None:

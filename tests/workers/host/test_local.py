@@ -165,16 +165,6 @@ async def test_worker_whose_model_has_gone_bad_is_replaced(watchful: LocalEngine
     assert not lost.value.started
 
 
-async def test_worker_that_has_gone_bad_is_found_under_load_too(watchful: LocalEngine, put):
-    worker = await started(watchful)
-    await worker.run([put({"n": 1, "do": "ill"})])
-    with contextlib.suppress(WorkerLostError):
-        while True:
-            done = await worker.run([put({"n": 1, "do": "sleep"})])
-            assert answers(done) == ["non_finite_output"]
-    assert (await worker.wait()).cause == "canary"
-
-
 async def test_good_answers_to_requests_keep_a_worker_whose_sample_fails_now_and_then(
     watchful: LocalEngine, put
 ):

@@ -253,8 +253,8 @@ class RootModel(Model):
         return {"y": batch["x"].sqrt()}
 
 
-def ask_root(model: Model, item: Item) -> Outcome:
-    computer = computer_of(model)
+def ask(model: Model, item: Item, **options: Any) -> Outcome:
+    computer = computer_of(model, **options)
     ref = ItemRef(item.kind, 0, len(item.payload), math.inf, headers=tuple(item.headers))
     (outcome,) = computer.compute(computer.prepare(1, [ref], [item.payload]))
     return outcome
@@ -265,12 +265,12 @@ def test_nan_that_a_client_sent_is_the_clients_error(caplog: pytest.LogCaptureFi
     as_json = json_item({"x": {"b64": base64.b64encode(sent.numpy()).decode()}})
     for raises in (False, True):
         for item in (tensor_item({"x": sent}), tensor_item({"": sent}), as_json):
-            outcome = ask_root(RootModel(raises=raises), item)
+            outcome = ask(RootModel(raises=raises), item)
             assert isinstance(outcome, ItemError)
             assert outcome.code == "invalid_input"
             assert re.match(r"(tensor 'x'|the tensor): nan at \[1\]: ", outcome.message)
     assert "ERROR" not in caplog.text
-    outcome = ask_root(RootModel(), tensor_item({"x": torch.tensor([1.0, -1.0])}))
+    outcome = ask(RootModel(), tensor_item({"x": torch.tensor([1.0, -1.0])}))
     assert isinstance(outcome, ItemError)
     assert outcome.code == "non_finite_output"
 
@@ -280,7 +280,7 @@ def test_model_that_answers_nan_with_a_number_gets_it():
         def forward(self, batch: Features) -> Features:
             return {"y": batch["x"].isnan().sum(1)}
 
-    assert ask_root(Counting(), tensor_item({"x": torch.tensor([1.0, math.nan])})) == b"1"
+    assert ask(Counting(), tensor_item({"x": torch.tensor([1.0, math.nan])})) == b"1"
 
 
 def test_output_that_is_missing_fails_the_input_that_causes_it():
@@ -449,10 +449,7 @@ def test_sizes_are_shared_by_inputs_of_about_the_same_length(length: int, sizes:
 
 
 def test_input_that_does_not_fit_alone_fails_with_the_reason(caplog: pytest.LogCaptureFixture):
-    computer = computer_of(Hungry())
-    body = b"[1, 2]"
-    prepared = computer.prepare(1, [ItemRef("json", 0, 6, math.inf)], [memoryview(body)])
-    (outcome,) = computer.compute(prepared)
+    outcome = ask(Hungry(), json_item([1, 2]))
     assert isinstance(outcome, ItemError)
     assert outcome.message.startswith("out of memory on this input alone: OutOfMemoryError")
 
@@ -567,10 +564,7 @@ def test_the_method_that_failed_is_named(method: str):
         raise ValueError
 
     failing = type("Failing", (DoublingModel,), {method: fail})()
-    computer = computer_of(failing)
-    (outcome,) = computer.compute(
-        computer.prepare(1, [ItemRef("json", 0, 1, math.inf)], [memoryview(b"1")])
-    )
+    outcome = ask(failing, json_item(1))
     assert isinstance(outcome, ItemError)
     assert outcome.message.removeprefix("instance: ").startswith(f"{method} raised ValueError")
 
@@ -619,11 +613,8 @@ def test_json_that_preprocess_raises_on_is_the_clients_error_logged_once_for_eac
 
 @pytest.mark.parametrize("detail", ["name", "text"])
 def test_setting_decides_whether_clients_see_what_preprocess_raised(detail: ErrorDetail):
-    computer = computer_of(ReadingModel(), error_detail=detail)
     for value, name in UNFIT:
-        body = json.dumps(value).encode()
-        ref = ItemRef("json", 0, len(body), math.inf)
-        (outcome,) = computer.compute(computer.prepare(1, [ref], [memoryview(body)]))
+        outcome = ask(ReadingModel(), json_item(value), error_detail=detail)
         assert isinstance(outcome, ItemError)
         text = rf"{name}: .*" if detail == "text" else name
         assert re.fullmatch(rf"instance: preprocess raised {text}", outcome.message)
@@ -646,11 +637,11 @@ def test_only_json_of_a_client_is_to_blame_for_what_preprocess_raises():
         def preprocess(self, item: Item) -> Features:
             raise ValueError("no")
 
-    assert read(ask_root(Picky(), tensor_item({"x": torch.ones(2)}))) == "model_error"
-    outcome = ask_root(Picky(), tensor_item({"x": torch.tensor([1, math.inf])}))
+    assert read(ask(Picky(), tensor_item({"x": torch.ones(2)}))) == "model_error"
+    outcome = ask(Picky(), tensor_item({"x": torch.tensor([1, math.inf])}))
     assert isinstance(outcome, ItemError)
     assert outcome.message.startswith("tensor 'x': inf at [1]")
-    outcome = ask_root(Picky(), tensor_item({"": torch.tensor([1, math.inf])}))
+    outcome = ask(Picky(), tensor_item({"": torch.tensor([1, math.inf])}))
     assert isinstance(outcome, ItemError)
     assert outcome.message.startswith("the tensor: inf at [1]"), "a raw body names none"
 
@@ -660,7 +651,7 @@ def test_long_whole_number_that_is_not_what_preprocess_raised_about_is_not_blame
     value: dict[str, object],
 ):
     body = json.dumps({"id": 10**20, **value}).encode()
-    outcome = ask_root(ReadingModel(), json_item(body))
+    outcome = ask(ReadingModel(), json_item(body))
     assert isinstance(outcome, ItemError)
     assert outcome.message.startswith("instance: preprocess raised ")
 
@@ -671,7 +662,7 @@ def test_whole_number_that_no_tensor_can_hold_is_named_with_its_place(digits: in
         def preprocess(self, item: Item) -> Features:
             return {"x": torch.tensor(item.json()["x"])}  # type: ignore[index]  # of any form
 
-    outcome = ask_root(Counting(), json_item(b'{"x": [1, %s]}' % (b"9" * digits)))
+    outcome = ask(Counting(), json_item(b'{"x": [1, %s]}' % (b"9" * digits)))
     assert isinstance(outcome, ItemError)
     assert outcome.code == "invalid_input"
     assert re.fullmatch(r"instance: 9{20,30}.* at x\[1\] is out of range", outcome.message)
@@ -689,8 +680,6 @@ def test_setting_decides_how_much_of_an_exception_clients_see(detail: ErrorDetai
     def y(x: torch.Tensor) -> torch.Tensor:
         raise ValueError("secret")
 
-    computer = computer_of(DoublingModel(y), error_detail=detail)
-    prepared = computer.prepare(1, [ItemRef("json", 0, 1, math.inf)], [memoryview(b"1")])
-    (outcome,) = computer.compute(prepared)
+    outcome = ask(DoublingModel(y), json_item(1), error_detail=detail)
     assert isinstance(outcome, ItemError)
     assert re.fullmatch(told, outcome.message)

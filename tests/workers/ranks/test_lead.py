@@ -112,15 +112,6 @@ async def test_waits_for_other_batches_are_not_a_batch_s_own_time(engine: LocalE
     assert await is_quick(longest_own_s, limit_s)
 
 
-async def test_time_in_later_stages_counts_for_a_batch_though_others_compute(
-    engine: LocalEngine, put
-):
-    worker = await serving(config_of("tests.acting_stages:ActingStages"), 3, engine)
-    batches = [worker.run([put({"n": n, "do": "sleep", "stage": -1})]) for n in range(5)]
-    assert all([(await batch).compute_s >= 3 * STAGE_S for batch in batches])
-    await worker.stop(5)
-
-
 async def test_batch_that_lets_others_pass_for_ever_hangs(engine: LocalEngine, put):
     worker = await started(engine, batch_timeout_s=5 * STAGE_S)
     endless = worker.run([put({"n": 1, "do": "sleep", "stage": 1, "calls": 10_000})])
@@ -135,18 +126,6 @@ async def test_batch_that_lets_others_pass_for_ever_hangs(engine: LocalEngine, p
     with pytest.raises(WorkerLostError, match="hung: a batch"):
         await endless
     assert num_answered
-
-
-async def test_several_batches_under_way_leave_a_pipeline_of_three_in_order(
-    engine: LocalEngine, put
-):
-    config = config_of("tests.models.split.networks:Chain")
-    worker = await serving(config, 3, engine)
-    rows = [[float(n), float(-n)] for n in range(20)]
-    alone = [(await worker.run([put(row)])).outcomes for row in rows]
-    together = [worker.run([put(row)]) for row in rows]
-    assert [(await batch).outcomes for batch in together] == alone
-    await worker.stop(5)
 
 
 async def test_canary_that_is_due_while_idle_is_answered(engine: LocalEngine, put):

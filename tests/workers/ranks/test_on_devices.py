@@ -3,7 +3,6 @@
 Devices order transfers as NCCL does: what waits for a circle there hangs here.
 """
 
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,24 +51,6 @@ async def test_device_at_work_holds_up_no_other_stage_nor_the_model_s_code(
             second = worker.run([put({"n": 2, "do": "free", "stage": freeing})])
             assert [answers(await batch) for batch in (first, second)] == [[2], [4]]
             (tmp_path / "freed").unlink()
-    await worker.stop(5)
-
-
-@pytest.mark.slow
-@pytest.mark.measures
-@pytest.mark.parametrize("devices", [APART, SHARED])
-async def test_stages_work_on_several_batches_at_once(
-    engine: LocalEngine, put, devices: tuple[str, ...]
-):
-    worker = await started(engine, devices)
-
-    async def ten_batches() -> float:
-        began = time.monotonic()
-        batches = [worker.run([put({"n": n, "do": "busy"})]) for n in range(10)]
-        assert [answers(await batch) for batch in batches] == [[2 * n] for n in range(10)]
-        return time.monotonic() - began
-
-    assert await is_quick(ten_batches, 16 * BUSY_S)  # 11 overlapping, 20 in turn
     await worker.stop(5)
 
 

@@ -37,7 +37,8 @@ class FakeLink:
 def make_worker(credit: int = 2) -> tuple[RemoteWorker, FakeLink]:
     link = FakeLink()
     id = WorkerId(model="m", slot=0)
-    return RemoteWorker(id, WorkerStarted(7, credit, ready_of(pid=123)), link), link
+    started = WorkerStarted(7, credit, ready_of(pid=123))
+    return RemoteWorker(id, started, link), link  # type: ignore[arg-type]  # all that it uses
 
 
 def answer(id: int, compute_s: float = 0.1, size: int = 1) -> BatchDone:

@@ -1,7 +1,6 @@
 import asyncio
 import contextlib
 import os
-from multiprocessing.connection import Connection
 
 import pytest
 
@@ -67,8 +66,3 @@ async def test_writer_keeps_data_that_does_not_fit_and_sends_it_later(queue: Pri
 async def test_writing_to_a_dead_reader_is_no_error(queue: PrivateQueue):
     queue.reader.close()
     assert FrameWriter(queue.writer).write(b"anyone?")
-
-
-def test_ends_are_connections_that_a_process_can_be_given(queue: PrivateQueue):
-    assert isinstance(queue.reader, Connection)
-    assert isinstance(queue.writer, Connection)
