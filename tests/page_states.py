@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -49,14 +49,14 @@ window.fetch = (url, options) => {
     return Promise.resolve(Response.json({ jobs: scenario.jobs, next: null }));
   }
   if (url !== "events") return askFor(url, options);
-  if (scenario.status !== 200) {
-    return Promise.resolve(new Response(scenario.events[0], { status: scenario.status }));
+  if (scenario.status) {
+    return Promise.resolve(new Response("", { status: scenario.status }));
   }
   const events = scenario.events.map((data) => `event: state\\ndata: ${data}\\n\\n`);
   const body = new ReadableStream({
     start(controller) {
       controller.enqueue(new TextEncoder().encode(events.join("")));
-      scenario.status = scenario.next ?? 200;
+      scenario.status = scenario.next;
       if (scenario.next) controller.close();
     },
   });
@@ -70,19 +70,15 @@ class Scenario:
     """Events that a page gets in place of the real ones."""
 
     events: Sequence[State]
-    status: int = 200
-    """Status of the first answer."""
     next: int | None = None
     """Status of later answers, once the first stream has ended; None: it stays open."""
-    problem: dict[str, Any] = field(default_factory=dict)
     jobs: Sequence[JobInfo] = ()
     """The latest jobs."""
 
     def script(self) -> str:
         """Return the script that a browser runs before the page's own."""
         events = [msgspec.json.encode(event).decode() for event in self.events]
-        bodies = events or [msgspec.json.encode(self.problem).decode()]
-        told = {"events": bodies, "status": self.status, "next": self.next, "jobs": self.jobs}
+        told = {"events": events, "next": self.next, "jobs": self.jobs}
         return STUB % msgspec.json.encode(told).decode()
 
 
@@ -453,7 +449,4 @@ def scenarios() -> dict[str, Scenario]:
         "hosts": Scenario(events=[with_hosts(state(samples=load))]),
         "no hosts": Scenario(events=[with_hosts(state(status="unavailable"), is_alone=True)]),
         "nothing": Scenario(events=[without_models(state())]),
-        "locked": Scenario(
-            events=[], status=401, problem={"code": "unauthorized", "detail": "this needs a key"}
-        ),
     }

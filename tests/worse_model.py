@@ -6,17 +6,8 @@ from pathlib import Path
 import torch
 
 from inferpool.models.item import Features
-from inferpool.models.vision.efficientnet import EfficientNetLite0
 from tests.marked_model import MarkedModel
 from tests.small_classifier import SmallClassifier
-
-
-class ShuffledLabels(EfficientNetLite0):
-    """The packaged network with its labels in another order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.labels = self.labels[1:] + self.labels[:1]
 
 
 class SmallShuffled(SmallClassifier):
@@ -25,13 +16,6 @@ class SmallShuffled(SmallClassifier):
     def __init__(self) -> None:
         super().__init__()
         self.labels = self.labels[1:] + self.labels[:1]
-
-
-class NotFinite(EfficientNetLite0):
-    """The packaged network, whose outputs are NaN."""
-
-    def forward(self, batch: Features) -> Features:
-        return {"logits": super().forward(batch)["logits"] * torch.nan}
 
 
 class Worse(MarkedModel):

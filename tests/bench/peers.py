@@ -89,7 +89,6 @@ PEERS: Mapping[str, Peer] = {
     "asgi+queue": Peer(arguments=[*_SKETCH, "--queue"]),
     "fastapi+queue": Peer(arguments=[*_SKETCH, "--queue", "--fastapi"]),
 }  # fmt: skip
-_SETTABLE = {"num_workers": int, "num_model_workers": int, "wait_ms": float, "max_batch_size": int}
 OPTIONS: Mapping[str, object] = {
     "rounds": 5,
     "warm": 2,
@@ -100,7 +99,6 @@ OPTIONS: Mapping[str, object] = {
         f"{', '.join(_AS_RELEASED)} that are installed",
     ),
     "workloads": (",".join(WORKLOADS), "comma-separated"),
-    "set": ([], f"PEER.FIELD=N: another setting of a peer: {', '.join(_SETTABLE)}"),
     "speeds": ("exact,auto", "of inferpool, where there is a model"),
     "ours": ([], 'NAME=ARGUMENTS: a setting of inferpool, as "p99=--objective-p99-ms 50"'),
 }
@@ -205,13 +203,12 @@ def load_open(
 def contenders(bench: Benchmark) -> Sequence[tuple[str, Bodies, ServerCommand]]:
     """Return what the options ask for: workload, requests and server of each."""
     args = bench.args
-    settings = _settings(args.set)
     usable = _usable_peers(args.peers)
-    bench.content["peers"] = {name: asdict(settings[name]) for name in usable}
+    bench.content["peers"] = {name: asdict(PEERS[name]) for name in usable}
     found = []
     for name, workload in chosen(args.workloads, WORKLOADS, "workload").items():
         commands = [*_ours(workload, args)]
-        commands += [_command(peer, settings[peer], workload) for peer in usable]
+        commands += [_command(peer, PEERS[peer], workload) for peer in usable]
         found += [(name, workload.bodies(), command) for command in commands]
     return found
 
@@ -280,18 +277,6 @@ def _command(name: str, peer: Peer, workload: Workload) -> ServerCommand:
         env={**peer.env, **setting.environment(), "OMP_NUM_THREADS": "1"},
         stop_signal=peer.stop_signal,
     )
-
-
-def _settings(changes: Sequence[str]) -> Mapping[str, Peer]:
-    settings = dict(PEERS)
-    for change in changes:
-        key, value = _pair(change)
-        name, _, setting = key.partition(".")
-        if name not in settings or setting not in _SETTABLE:
-            raise BenchError(f"--set {change}: say PEER.FIELD=N, FIELD of {', '.join(_SETTABLE)}")
-        number: dict[str, object] = {setting: _SETTABLE[setting](value)}
-        settings[name] = replace(settings[name], **number)  # type: ignore[arg-type]  # is a number
-    return settings
 
 
 def _pair(text: str) -> tuple[str, str]:

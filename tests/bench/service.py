@@ -5,13 +5,9 @@ beside a full queue of jobs.
 """
 
 import io
-import re
-import subprocess
-import sys
 import tarfile
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import cycle, islice
@@ -21,11 +17,10 @@ from pathlib import Path
 import httpx
 
 from inferpool.service.tools.trial.tally import LoadTally
-from tests.bench.frame import Benchmark, Cell, benchmark, chosen
+from tests.bench.frame import Benchmark, Cell, benchmark
 from tests.bench.models import SLEEPER
 from tests.bench.server import (
     OUT,
-    ROOT,
     BenchError,
     BenchServer,
     CpuMeter,
@@ -36,16 +31,6 @@ from tests.bench.server import (
 from tests.bench.together import load_together
 from tests.bench.workloads import asked_of
 
-_PARTS = {
-    "an empty interpreter": "pass",
-    "the front end's imports": "import inferpool.service.app",
-    "the forkserver's imports": "import inferpool.workers.inside.preload",
-    "import torch alone": "import torch",
-    "import torchvision alone": "import torchvision",
-}
-"""Code that is run in an interpreter of its own, which is timed as a whole."""
-_SPLIT_PARTS = ("the front end's imports", "the forkserver's imports")
-_IMPORT_LINE = re.compile(r"import time:\s+(\d+) \|\s+\d+ \|\s+(\S+)")
 _START_S = 180.0
 _SETTLE_S = 1.0
 """Begin of each phase, which is not counted."""
@@ -58,29 +43,16 @@ _SLACK_S = 30.0
 
 
 @benchmark(
-    "from the command to ready, and the parts of that time",
+    "from the command to ready",
     rounds=5,
     serve_args="",
     model=("", "default: the service's own default model"),
-    parts=(",".join(_PARTS), "comma-separated, of these"),
 )
 def start(bench: Benchmark) -> None:
-    """Start the service and each part in each round; then split the imports by package."""
+    """Start the service in each round."""
     command = inferpool(bench.args, *filter(None, [bench.args.model]), name="start")
-    parts = chosen(bench.args.parts, _PARTS, "part")
-    turns = {name: partial(_time_part, name, code) for name, code in parts.items()}
-    bench.take_turns({"inferpool serve": partial(_start, command, bench.args.port), **turns})
-    caption = "The parts are interpreters of their own; some run side by side in the service."
-    bench.report(caption=caption)
-    for name in parts if bench.is_complete else ():
-        if name not in _SPLIT_PARTS:
-            continue
-        packages = _by_package(parts[name])
-        rows = [(package, f"{ms:,.0f}") for package, ms in packages[:10]]
-        rows.append(("all others", f"{sum(ms for _, ms in packages[10:]):,.0f}"))
-        title = f"{name.capitalize()}: {sum(ms for _, ms in packages):,.0f} ms under -X importtime"
-        caption = "The modules of each package, without what they import."
-        bench.add_table(title, ("package", "ms"), rows, caption)
+    bench.take_turns({"inferpool serve": partial(_start, command, bench.args.port)})
+    bench.report()
 
 
 def _start(command: ServerCommand, port: int, _: int) -> Iterator[Cell]:
@@ -103,29 +75,6 @@ def _start(command: ServerCommand, port: int, _: int) -> Iterator[Cell]:
     times = {"listening": listening_s, "ready": passed_s, "CPU until ready": cpu_s}
     for name, seconds in times.items():
         yield Cell("start", name, 0, {"seconds": seconds})
-
-
-def _time_part(name: str, code: str, _: int) -> Iterator[Cell]:
-    began = time.perf_counter()
-    _python("-c", code)
-    yield Cell("part", name, 0, {"seconds": time.perf_counter() - began})
-
-
-def _by_package(code: str) -> list[tuple[str, float]]:
-    """Return the milliseconds of each top-level package's own modules, the slowest first."""
-    total: defaultdict[str, float] = defaultdict(float)
-    for line in _python("-X", "importtime", "-c", code).splitlines():
-        if match := _IMPORT_LINE.fullmatch(line.rstrip()):
-            total[match[2].partition(".")[0]] += int(match[1]) / 1000
-    return sorted(total.items(), key=lambda item: -item[1])
-
-
-def _python(*arguments: str) -> str:
-    """Run the interpreter in the repository; return its stderr."""
-    result = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True)
-    if result.returncode:
-        raise BenchError(f"python {' '.join(arguments)}: {result.stderr[-500:]}")
-    return result.stderr
 
 
 @benchmark(

@@ -39,7 +39,7 @@ _TOLERANCE = 1e-4
 _LIMITS = {"memory": "memory.limit_in_bytes", "": "memory.max"}
 """File that limits a control group, by its controller in /proc/PID/cgroup: version 1, and 2."""
 _PEAKS = ("memory.max_usage_in_bytes", "memory.peak")
-_PARTS = ("memory", "placements", "stage", "restart")
+_PARTS = ("memory", "placements", "restart")
 
 
 @benchmark(
@@ -59,7 +59,7 @@ _PARTS = ("memory", "placements", "stage", "restart")
 def split(bench: Benchmark) -> None:
     """Measure each part that was asked for."""
     chosen(bench.args.workloads, WORKLOADS, "workload")
-    parts = (_measure_memory, _measure_placements, _measure_stage, _measure_restarts)
+    parts = (_measure_memory, _measure_placements, _measure_restarts)
     for measure in chosen(bench.args.parts, dict(zip(_PARTS, parts, strict=True)), "part").values():
         if bench.is_complete:
             measure(bench)
@@ -68,7 +68,7 @@ def split(bench: Benchmark) -> None:
         "Restarts: from SIGKILL of one process, as seen over /health every 5 ms."
     )
     bench.report("connections or rank", caption)
-    bench.report_ratios("connections", RATIOS, lambda name: name in ("replicate 1", "one stage"))
+    bench.report_ratios("connections", RATIOS, lambda name: name == "replicate 1")
 
 
 def _measure_placements(bench: Benchmark) -> None:
@@ -76,23 +76,6 @@ def _measure_placements(bench: Benchmark) -> None:
     bench.take_turns({
         f"{name}, {command.name}": bench.closed_turn(name, WORKLOADS[name][1](), command)
         for name, command in _commands(bench)
-    })  # fmt: skip
-
-
-def _measure_stage(bench: Benchmark) -> None:
-    """Load a pipeline of two equal stages, and a process that computes only one of them.
-
-    The stack's halves are alike, so either is the heavier one: a pipeline would reach its figures
-    if it cost nothing and its stages were always busy.
-    """
-    half, stage = bench.args.blocks // 2, {"replicas": 1, "threads_per_replica": 1}
-    commands = (
-        _serve(bench, "pipeline 2", STACK, PLACEMENTS["pipeline 2"], num_blocks=2 * half),
-        _serve(bench, "one stage", STACK, stage, num_blocks=half),
-    )
-    bench.take_turns({
-        command.name: bench.closed_turn("mlp, stages", tensors(WIDTH), command)
-        for command in commands
     })  # fmt: skip
 
 

@@ -33,9 +33,7 @@ _COMMANDS = {
     "front --rounds 1 --turns 60": "least_us",
     "outputs --rounds 1 --kib 64": "wall_us",
     "trace --secs 1 --workers 1 --model tests.bench.models:StandIn": "hidden",
-    'start --rounds 1 --model echo --parts "an empty interpreter,the front end\'s imports"': (
-        "seconds"
-    ),
+    "start --rounds 1 --model echo": "seconds",
     "overload --rounds 1 --secs 1 --times 3": "goodput_share",
     "decoders --rounds 1 --secs 0.5 --warm 0.2 --numbers 1": "worker_us",
     "shares --source sleep --rounds 1 --secs 1": "ratio",

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import signal
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -12,7 +11,7 @@ from typing import Any
 import httpx
 
 from tests.e2e import forked
-from tests.e2e.running import ROOT, Running, running, until
+from tests.e2e.running import ROOT, Running, ended_after, running, status_of, until
 from tests.ports import free_port
 
 KEY = "a-key-of-this-cluster-alone"
@@ -62,10 +61,7 @@ class RunningCluster:
 
     def _is_listening(self) -> bool:
         assert self.service.process.poll() is None, self.service.log
-        try:
-            return self.service.get("/health/live").status_code == 200
-        except httpx.TransportError:
-            return False
+        return status_of(f"{self.service.url}/health/live") == 200
 
     def start_agent(self, name: str, *arguments: str) -> Running:
         """Start the agent of a host, or the next one with the same name."""
@@ -172,11 +168,5 @@ def agent_at(
         text=True,
         start_new_session=True,
     )
-    agent = Running(process)
-    try:
+    with ended_after(process) as agent:
         yield agent
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait(60)
-        agent.close()

@@ -4,13 +4,12 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
 import pytest
 
-from tests.e2e.running import until
+from tests.e2e.running import status_of, until
 
 _FOLDERS = ("client_body", "proxy", "fastcgi", "scgi", "uwsgi")
 needs_nginx = pytest.mark.skipif(
@@ -37,9 +36,7 @@ def nginx(folder: Path, text: str, url: str) -> Iterator[str]:
 
     def is_up() -> bool:
         assert process.poll() is None, (folder / "log").read_text()
-        with suppress(httpx.TransportError):
-            return httpx.get(f"{url}/admin").status_code == 404
-        return False
+        return status_of(f"{url}/admin") == 404
 
     try:
         until(is_up)

@@ -232,14 +232,21 @@ def running(
             start_new_session=True,
             preexec_fn=preexec_fn,
         )
-        service = Running(process)
-        try:
+        with ended_after(process) as service:
             yield service.wait_until_ready() if ready else service
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait(60)
-            service.close()
+
+
+@contextlib.contextmanager
+def ended_after(process: "subprocess.Popen[str]") -> Iterator[Running]:
+    """Read what a service or an agent logs, and kill all of its session after the block."""
+    service = Running(process)
+    try:
+        yield service
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(60)
+        service.close()
 
 
 @contextlib.contextmanager
@@ -276,6 +283,14 @@ def num_descriptors(process: psutil.Process) -> int:
     """
     files = (Path(each.path).name for each in process.open_files())
     return process.num_fds() - sum(name.startswith("jobs.sqlite3") for name in files)
+
+
+def status_of(url: str, timeout_s: float = 60.0) -> int:
+    """Return the status of the answer to a GET request, or 0 while nobody answers."""
+    try:
+        return httpx.get(url, timeout=timeout_s, verify=False).status_code
+    except httpx.TransportError:
+        return 0
 
 
 def until(claim: Callable[[], object], timeout_s: float = 60.0) -> None:

@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import subprocess
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr, redirect_stdout
@@ -353,26 +352,4 @@ def test_no_line_is_missing_or_twice_and_no_process_left_after_a_kill(batch, num
     assert done.returncode == 4, done.stderr
     assert "by an earlier run" in done.stderr
     check_answers(output)
-    assert not output.with_name(f"{output.name}.resume").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_no_line_is_missing_or_twice_after_ten_kills(batch, photos, tmp_path):
-    """The kills come at random moments: while it starts, reads, writes or ends."""
-    output = tmp_path / "out.jsonl"
-    words = [photos, "--output", output, "--resume", "--order", "free"]
-    target = 0
-    for _ in range(10):
-        target = min(80, target + random.randint(1, 8))
-        process = begin(*words)
-        wait_for_lines(process, output, target)
-        time.sleep(random.random() / 100)
-        processes = family(process)
-        process.kill()
-        process.communicate(timeout=_TIMEOUT_S)
-        assert not left_over(processes, 60)
-    done = batch(*words)
-    assert done.returncode == 4, done.stderr
-    assert sorted(each["index"] for each in lines(output)) == list(range(93))
     assert not output.with_name(f"{output.name}.resume").exists()

@@ -20,7 +20,7 @@ import pytest
 
 from inferpool.service.settings.loader import load
 from tests.e2e.containers import Composed, docker, image, needs_compose
-from tests.e2e.running import ROOT, asking, until
+from tests.e2e.running import ROOT, asking, status_of, until
 from tests.fake_driver.driver import FakeDriver, h100, t4
 from tests.ports import free_port
 
@@ -53,10 +53,7 @@ class ComposedService(Composed):
 
     def is_ready(self) -> bool:
         """Return whether the service says that it is ready."""
-        try:
-            return httpx.get(f"{self.url}/health/ready", timeout=60).status_code == 200
-        except httpx.HTTPError:
-            return False
+        return status_of(f"{self.url}/health/ready") == 200
 
 
 @pytest.fixture(scope="module")

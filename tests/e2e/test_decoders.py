@@ -87,6 +87,12 @@ def decoded():
         yield service
 
 
+@pytest.fixture(scope="module")
+def apart():
+    with running(settings=one_worker(APART, decoders=1, max_batch_size=4)) as service:
+        yield service
+
+
 @pytest.mark.slow
 def test_answers_are_the_same_as_without(plain: Running, decoded: Running):
     assert ask_all(decoded) == ask_all(plain)
@@ -105,20 +111,20 @@ def test_killed_and_stopped_decoders_cost_nobody_an_answer(plain: Running, decod
     assert ask_all(decoded) == expected
 
 
-def test_poison_costs_only_its_own_request_an_answer_and_is_quarantined():
-    with running(settings=one_worker(APART, decoders=1)) as service:
-        until(lambda: service.predict({"n": 2})[0]["by"] in pids(service))
-        poison = {"do": "kill early"}
-        for n in (1, 3, 4):
-            answer = service.ask({**poison, "n": n})
-            assert (answer.status_code, answer.json()["code"]) == (500, "worker_crashed")
-            answer = service.ask({**poison, "n": n})
-            assert (answer.status_code, answer.json()["code"]) == (422, "quarantined")
-            assert service.predict({"n": 2})[0]["twice"] == 4
-        until(lambda: service.predict({"n": 2})[0]["by"] in pids(service))
-        (worker,) = service.workers()
-        assert worker["incarnation"] == 0
-        assert decoders(service)[0]["restarts"] == 6
+def test_poison_costs_only_its_own_request_an_answer_and_is_quarantined(apart: Running):
+    until(lambda: apart.predict({"n": 2})[0]["by"] in pids(apart))
+    before = decoders(apart)[0]["restarts"]
+    poison = {"do": "kill early"}
+    for n in (1, 3, 4):
+        answer = apart.ask({**poison, "n": n})
+        assert (answer.status_code, answer.json()["code"]) == (500, "worker_crashed")
+        answer = apart.ask({**poison, "n": n})
+        assert (answer.status_code, answer.json()["code"]) == (422, "quarantined")
+        assert apart.predict({"n": 2})[0]["twice"] == 4
+    until(lambda: apart.predict({"n": 2})[0]["by"] in pids(apart))
+    (worker,) = apart.workers()
+    assert worker["incarnation"] == 0
+    assert decoders(apart)[0]["restarts"] == before + 6
 
 
 @pytest.mark.slow
@@ -191,21 +197,20 @@ def test_a_pause_of_the_whole_host_costs_no_decoder_its_life():
         assert worker["incarnation"] == 0
 
 
-def test_deadlines_that_pass_in_decoders_cost_only_their_own_requests_an_answer():
-    with running(settings=one_worker(APART, decoders=1, max_batch_size=4)) as service:
-        until(lambda: service.predict({"n": 1})[0]["by"] in pids(service))
-        before = pids(service)
-        short = {"headers": {"X-Timeout-Ms": "300"}}
-        with ThreadPoolExecutor(8) as pool:
-            slow = {"n": 1, "do": "hold early"}
-            hasty = [pool.submit(service.ask, slow, **short) for _ in range(4)]
-            patient = [pool.submit(service.ask, {"n": n}) for n in (5, 6, 7, 8)]
-            codes = {future.result().status_code for future in hasty}
-            answers = [future.result() for future in patient]
-        assert 504 in codes
-        assert codes <= {504, 503, 429}  # late, or refused because it would be late
-        assert [a.json()["predictions"][0]["twice"] for a in answers] == [10, 12, 14, 16]
-        assert pids(service) == before
+def test_deadlines_that_pass_in_decoders_cost_only_their_own_requests_an_answer(apart: Running):
+    until(lambda: apart.predict({"n": 1})[0]["by"] in pids(apart))
+    before = pids(apart)
+    short = {"headers": {"X-Timeout-Ms": "300"}}
+    with ThreadPoolExecutor(8) as pool:
+        slow = {"n": 1, "do": "hold early"}
+        hasty = [pool.submit(apart.ask, slow, **short) for _ in range(4)]
+        patient = [pool.submit(apart.ask, {"n": n}) for n in (5, 6, 7, 8)]
+        codes = {future.result().status_code for future in hasty}
+        answers = [future.result() for future in patient]
+    assert 504 in codes
+    assert codes <= {504, 503, 429}  # late, or refused because it would be late
+    assert [a.json()["predictions"][0]["twice"] for a in answers] == [10, 12, 14, 16]
+    assert pids(apart) == before
 
 
 @pytest.mark.slow
@@ -248,13 +253,12 @@ def test_a_split_replica_has_decoders_that_end_with_it(plain: Running):
         assert not {*before} & {*pids(service)}
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_decoders_end_with_the_service(number: int):
+def test_decoders_end_with_a_service_that_is_killed():
     settings = {"models": {"m": {"source": APART, "replicas": 2, "decoders": 2}}}
     with running(settings=settings) as service:
         until(lambda: len(pids(service)) == 4)
         family = service.family()
-        service.signal(number)
+        service.signal(signal.SIGKILL)
         service.wait()
         until(lambda: not any(map(is_alive, family)))
 

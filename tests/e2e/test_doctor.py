@@ -88,12 +88,6 @@ def test_every_problem_is_named_with_advice(tmp_path: Path):
     assert "-> give the path of a whole, readable file" in text
 
 
-def test_wrong_settings_have_an_exit_status_of_their_own(tmp_path: Path):
-    done = doctor("--port", "http", cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "--port: 'http' is not a whole number" in done.stderr
-
-
 def test_start_logs_warnings_of_the_quick_checks():
     with running(FAULTY, "--replicas", "6") as service:
         said = [line for line in service.log if str(line["message"]).startswith("cores: ")]

@@ -4,7 +4,6 @@ import asyncio
 import os
 import re
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -231,7 +230,6 @@ def test_sigterm_under_load_answers_all_that_was_accepted_and_leaves_nothing(
 @pytest.mark.parametrize(
     ("act", "has_forkserver", "fronts"),
     [
-        ("ok", True, "1"),
         ("spin", True, "1"),
         ("spin", False, "1"),
         pytest.param("ok", True, "2", marks=pytest.mark.slow),
@@ -287,15 +285,6 @@ def test_model_that_can_never_load_ends_the_service_and_its_reason_is_logged_onc
         text = " ".join(str(line["message"]) for line in service.log)
         assert text.count("has no 'FaultModelX'") == 1
         assert {line["level"] for line in service.log} <= {"info", "error", "critical"}
-
-
-def test_port_that_is_taken_ends_the_start():
-    with (
-        socket.create_server(("127.0.0.1", 0)) as taken,
-        running("echo", port=taken.getsockname()[1], ready=False) as service,
-    ):
-        assert service.wait() == 1
-        assert "cannot listen on 127.0.0.1:" in str(service.log[-1]["message"])
 
 
 @pytest.mark.slow

@@ -133,20 +133,6 @@ def test_service_of_a_forked_script_is_forked_and_ends_with_it(tmp_path: Path):
     assert left_over(family) == []
 
 
-def test_services_that_a_command_starts_are_forked_and_end_with_it(tmp_path: Path):
-    command = [*forked.COMMAND, "tune", "echo", "--connections", "1", "--secs", "0.2"]
-    with forked.popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stderr is not None
-            assert any("replicas" in line or "batch" in line for line in process.stderr)
-            (forker,) = psutil.Process(process.pid).children()
-            until(lambda: len(forker.children(recursive=True)) >= 3)
-            family = [forker, *forker.children(recursive=True)]
-        finally:
-            process.kill()
-    assert left_over(family) == []
-
-
 def test_command_whose_interpreter_reads_other_variables_is_not_forked():
     env = {"PYTHONWARNINGS": "error"}
     with running(FAULTY, "--replicas", "1", env=env, ready=False) as service:

@@ -1,10 +1,8 @@
 """Jobs from the clients to real services, through broken connections and restarts."""
 
 import asyncio
-import contextlib
 import json
 import signal
-import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,10 +13,7 @@ import pytest
 from inferpool.service.client import AsyncClient, Client, InferpoolError, InvalidInputError, Retry
 from inferpool.service.client.errors import (
     IdempotencyError,
-    JobCancelledError,
-    OverQuotaError,
     SlowBodyError,
-    UnknownJobError,
 )
 from tests.e2e.running import FAULTY, Running, running, until
 from tests.ports import free_port
@@ -46,90 +41,6 @@ def service(gate: Path) -> Iterator[Running]:
         yield service
 
 
-@contextlib.contextmanager
-def breaking(service: Running, num_broken: int, after: str) -> Iterator[tuple[str, list[str]]]:
-    """Pass connections on, and break the first ones: after part of a body, or before an answer.
-
-    Yields the URL to ask, and a list that gets a word for each connection.
-    """
-    told: list[str] = []
-    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(8) as threads:
-
-        def serve() -> None:
-            while True:
-                try:
-                    client, _ = listener.accept()
-                except OSError:
-                    return
-                is_broken = len(told) < num_broken
-                told.append("broken" if is_broken else "whole")
-                server = socket.create_connection(service.address)
-                threads.submit(_pass, client, server, 200_000 if is_broken and not answers else 0)
-                threads.submit(_pass, server, client, 1 if is_broken and answers else 0)
-
-        answers = after == "answer"
-        thread = threading.Thread(target=serve)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}", told
-        finally:
-            listener.shutdown(socket.SHUT_RDWR)
-            thread.join()
-
-
-def _pass(source: socket.socket, target: socket.socket, most: int) -> None:
-    """Pass bytes on until the end; close both connections when `most` have come, if that is not 0.
-
-    What has come then is not passed on.
-    """
-    num_bytes = 0
-    with contextlib.suppress(OSError):
-        while piece := source.recv(1 << 16):
-            num_bytes += len(piece)
-            if most and num_bytes >= most:
-                break
-            target.sendall(piece)
-    for each in (source, target):
-        with contextlib.suppress(OSError):
-            each.shutdown(socket.SHUT_RDWR)
-        each.close()
-
-
-def numbers(num: int, drawn: list[int]) -> Iterator[object]:
-    """Yield instances of 1 KB each, and tell which were drawn."""
-    for each in range(num):
-        drawn.append(each)
-        yield {"n": each, "text": "x" * 1000}
-
-
-@pytest.mark.slow
-def test_a_generator_of_a_thousand_is_read_while_it_is_computed_and_cancelled(service, gate):
-    gate.touch()
-    drawn: list[int] = []
-
-    def inputs():
-        yield from numbers(1000, drawn)
-        yield from [HELD] * 10
-
-    with Client(service.url) as client:
-        job = client.submit(inputs())
-        assert job.info.num_instances == 1010
-        iterator = iter(job)
-        seen = [next(iterator) for _ in range(960)]  # whole parts of 64
-        assert job.state == "running"
-        assert [each.index for each in seen] == list(range(960))
-        assert [each.value["twice"] for each in seen] == [2 * each for each in range(960)]
-        assert {each.version for each in seen} == {1}
-        assert job.cancel().state == "cancelled"
-        gate.unlink()
-        results = job.result(return_errors=True)
-        assert len(results) == 1010
-        assert isinstance(results[-1], JobCancelledError)
-        job.delete()
-        with pytest.raises(UnknownJobError):
-            client.job(job.id)
-
-
 async def test_an_async_client_submits_waits_and_iterates(service):
     async def inputs():
         for each in range(100):
@@ -145,26 +56,6 @@ async def test_an_async_client_submits_waits_and_iterates(service):
         assert again.state == "succeeded"  # the same job
         with pytest.raises(IdempotencyError):
             await client.submit([{"n": 1}], id="from-async")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("after", ["answer", "part of the body"])
-@pytest.mark.parametrize("kind", ["list", "generator"])
-def test_a_broken_connection_makes_no_second_job(service, kind, after):
-    drawn: list[int] = []
-    inputs = numbers(1000, drawn)
-    with (
-        breaking(service, 2, after) as (url, told),
-        Client(url, retries=FAST) as client,
-        Client(service.url) as direct,
-    ):
-        before = {job.id for job in direct.jobs()}
-        job = client.submit(inputs if kind == "generator" else list(inputs))
-        assert told == ["broken", "broken", "whole"]
-        assert {job.id for job in direct.jobs()} - before == {job.id}
-        results = job.result(60)
-    assert [each.value["twice"] for each in results] == [2 * each for each in range(1000)]
-    assert drawn == list(range(1000))
 
 
 def test_inputs_that_come_too_slowly_for_the_service_are_drawn_and_sent_again(service):
@@ -221,15 +112,3 @@ def test_waiting_and_reading_survive_a_service_that_is_killed_and_started_again(
             assert reading.result(60) == [2 * each for each in range(256)] + [0]
             lines = [json.loads(line)["index"] for line in job.lines()]
             assert lines == list(range(257))
-
-
-def test_a_quota_is_told_at_once_and_deleting_makes_room(tmp_path: Path):
-    settings = {"models": {"echo": {"source": "echo", "replicas": 1}}, "max_jobs": 2}
-    with running(settings=settings) as service, Client(service.url) as client:
-        jobs = [client.submit([each]) for each in range(2)]
-        with pytest.raises(OverQuotaError) as raised:
-            client.submit([3])
-        assert raised.value.num_attempts == 1
-        jobs[0].wait(60)
-        jobs[0].delete()
-        assert client.submit([3]).result(60)[0].value == 3

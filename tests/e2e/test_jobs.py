@@ -217,29 +217,6 @@ def test_the_job_store_lies_in_the_users_state_folder(tmp_path: Path) -> None:
         assert not list(settings.parent.glob("*jobs*"))
 
 
-def test_a_store_is_one_service_s_and_is_taken_up_again_when_it_was_away(tmp_path: Path) -> None:
-    settings = {"models": {"m": {"source": FAULTY, "replicas": 1}}}
-    place = ("--job-store", str(tmp_path / "jobs"))
-    with running(*place, settings=settings) as service:
-        with running(*place, settings=settings, ready=False) as second:
-            assert second.wait() == 1
-            second.wait_for_log(f"another service keeps its jobs in {tmp_path / 'jobs'}; name ")
-        made = service.post("/jobs", content='{"n": 1}\n' * 3, headers=JSONL)
-        service.get(made.headers["location"], params={"wait": 60})
-        (tmp_path / "jobs").rename(tmp_path / "away")
-        until(lambda: service.get("/health").json()["job_store"]["state"] == "gone")
-        refused = service.get(made.headers["location"])
-        assert (refused.status_code, refused.json()["code"]) == (503, "unavailable")
-        assert "the store of jobs (job_store) is gone" in refused.json()["detail"]
-        assert service.predict({"n": 1})[0]["twice"] == 2  # calls need no store
-        (tmp_path / "away").rename(tmp_path / "jobs")
-        until(lambda: service.get("/health").json()["job_store"]["state"] == "open")
-        assert service.get(made.headers["location"]).json()["num_done"] == 3
-        made = service.post("/jobs", content='{"n": 1}\n', headers=JSONL)
-        job = service.get(made.headers["location"], params={"wait": 60}).json()
-        assert job["state"] == "succeeded"
-
-
 def test_a_service_without_a_place_for_jobs_says_so(tmp_path: Path) -> None:
     settings = {"models": {"m": {"source": FAULTY, "replicas": 1}}}
     with running("--job-store", "none", settings=settings) as service:

@@ -1,30 +1,17 @@
-"""The manifests of docker/kubernetes: their form, and how their probes judge a real service."""
+"""The manifests of docker/kubernetes: their form, and that they fit the service."""
 
-import os
-import signal
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import httpx
 import kubernetes_validate
 import pytest
 import yaml
 
 from inferpool.service.settings.loader import load
-from tests.e2e.running import ROOT, faulty, running, until
-from tests.ports import free_port
+from tests.e2e.running import ROOT
 
 FOLDER = ROOT / "docker" / "kubernetes"
-FASTER = 20
-"""Probes are sent so many times as often as the manifest says; all else is as it says."""
 OBJECTS: list[dict[str, Any]] = [
     each
     for path in sorted(FOLDER.glob("*.yaml"))
@@ -98,110 +85,3 @@ def test_yaml_is_tidy():
     command = [sys.executable, "-m", "yamllint", "--strict", "compose.yaml", "docker"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
-
-
-@dataclass
-class Pod:
-    """A pod as its node judges it, for a test to read at any time."""
-
-    is_started: bool = False
-    is_ready: bool = False
-    is_terminating: bool = False
-    num_refused: int = 0
-    """Answers that said that it is not ready."""
-    reasons_to_kill: list[str] = field(default_factory=list)
-
-
-@contextmanager
-def kubelet(url: str) -> Iterator[Pod]:
-    """Probe one service from a thread, as the kubelet of its node would."""
-    (container,) = PODS[0]["spec"]["containers"]  # of cpu.yaml
-    pod, is_over = Pod(), threading.Event()
-    next_at = dict.fromkeys(("startup", "liveness", "readiness"), 0.0)
-    failures = dict.fromkeys(next_at, 0)
-
-    def send(kind: str, client: httpx.Client) -> None:
-        probe = container[f"{kind}Probe"]
-        next_at[kind] = time.monotonic() + probe["periodSeconds"] / FASTER
-        answer = None
-        with suppress(httpx.HTTPError):
-            answer = client.get(probe["httpGet"]["path"], timeout=probe.get("timeoutSeconds", 1))
-        is_good = answer is not None and answer.is_success
-        failures[kind] = 0 if is_good else failures[kind] + 1
-        patience = FASTER if kind == "startup" else 1  # the process starts no faster
-        has_failed = failures[kind] >= patience * probe["failureThreshold"]
-        if kind == "readiness":
-            pod.is_ready = not has_failed and (pod.is_ready or is_good)
-            pod.num_refused += answer is not None and not is_good
-        elif has_failed and not pod.is_terminating:
-            pod.reasons_to_kill.append(f"its {kind} probe failed")
-        pod.is_started = pod.is_started or is_good
-
-    def run() -> None:
-        with httpx.Client(base_url=url) as client:
-            while not is_over.wait(0.01):
-                for kind in ("liveness", "readiness") if pod.is_started else ("startup",):
-                    is_moot = kind == "liveness" and pod.is_terminating
-                    if time.monotonic() >= next_at[kind] and not is_moot:
-                        send(kind, client)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield pod
-    finally:
-        is_over.set()
-        thread.join()
-
-
-@pytest.mark.slow
-def test_a_pod_is_never_killed_and_gets_requests_only_while_it_can_answer(tmp_path: Path):
-    gate = tmp_path / "gate"
-    gate.touch()
-    options = {"forward_s": 0.05, "once": tmp_path / "once", "gate": gate}
-    settings = faulty(max_batch_size=1, batch_timeout_s=1, options=options)
-    settings |= {"max_queue_length": 8, "shutdown_delay_s": 2}
-
-    def ask(do: str = "ok") -> int:
-        return service.ask({"n": 21, "do": do}).status_code
-
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    with (
-        kubelet(url) as pod,
-        running(settings=settings, port=port, ready=False) as service,
-        ThreadPoolExecutor(60) as pool,
-    ):
-        service.url = url
-        until(lambda: pod.is_started)
-        assert not pod.is_ready  # it loads
-        assert ask() == 503
-        gate.unlink()
-        until(lambda: pod.is_ready)
-        assert ask() == 200
-
-        gate.touch()
-        os.kill(service.worker_pids()[0], signal.SIGKILL)  # its only worker
-        until(lambda: not pod.is_ready)
-        gate.unlink()
-        until(lambda: pod.is_ready)
-
-        gate.touch()
-        asked = pool.submit(ask, "hang")
-        until(lambda: not pod.is_ready)
-        gate.unlink()
-        asked.result()
-        until(lambda: pod.is_ready)
-
-        before = pod.num_refused
-        statuses = set(pool.map(lambda _: ask(), range(60)))  # seven times what may wait
-        assert statuses == {200, 429}
-        assert pod.num_refused == before  # others are as busy, and none would be left
-        until(lambda: pod.is_ready)
-
-        pod.is_terminating = True
-        service.signal(signal.SIGTERM)
-        until(lambda: not pod.is_ready)
-        assert ask() == 200  # balancers that have not heard of it yet still send requests
-        assert service.wait() == 0
-    assert pod.reasons_to_kill == []

@@ -20,7 +20,7 @@ from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from inferpool.service.telemetry.metrics import COUNTERS, GAUGES
-from tests.e2e.running import ROOT, Running, running, until
+from tests.e2e.running import ROOT, Running, running, status_of, until
 from tests.ports import free_port
 from tests.pty_screen import on_terminal
 
@@ -93,9 +93,7 @@ def prometheus(folder: Path, *, target: str, key: Path) -> Iterator[Prometheus]:
 
     def is_ready() -> bool:
         assert process.poll() is None, (folder / "log").read_text()
-        with contextlib.suppress(httpx.TransportError):
-            return server.client.get("/-/ready").status_code == 200
-        return False
+        return status_of(f"http://127.0.0.1:{port}/-/ready") == 200
 
     try:
         until(is_ready)

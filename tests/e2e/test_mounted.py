@@ -16,7 +16,7 @@ import pytest
 from inferpool.service.embedded.mounted import asgi_app
 from inferpool.service.errors import StartError
 from tests.e2e import forked
-from tests.e2e.running import left_over, until
+from tests.e2e.running import left_over, status_of, until
 from tests.ports import free_port
 
 _APP = """
@@ -104,13 +104,6 @@ def serving(
         process.communicate()
 
 
-def is_up(url: str) -> bool:
-    with contextlib.suppress(httpx.TransportError):
-        httpx.get(url)
-        return True
-    return False
-
-
 def family_of(process: "subprocess.Popen[str]") -> list[psutil.Process]:
     return psutil.Process(process.pid).children(recursive=True)
 
@@ -128,7 +121,7 @@ def assert_ends_in_order(process: "subprocess.Popen[str]") -> None:
 @pytest.mark.slow
 def test_models_are_served_behind_routes_and_middleware_of_the_user(folder: Path):
     with serving(folder, "app") as (process, url):
-        until(lambda: is_up(url))
+        until(lambda: status_of(url))
         assert httpx.get(f"{url}/own").json() == "own"
         predict = f"{url}/models/predict"
         answer = httpx.post(predict, json=_BODY)  # ready: its lifespan waits for that
@@ -145,7 +138,7 @@ def test_models_are_served_behind_routes_and_middleware_of_the_user(folder: Path
 @pytest.mark.slow
 def test_first_call_starts_the_models_if_nothing_else_has(folder: Path):
     with serving(folder, "lazy") as (process, url):
-        until(lambda: is_up(url))
+        until(lambda: status_of(url))
         assert httpx.post(f"{url}/models/predict", json=_BODY, timeout=100).json() == _ANSWER
         assert_ends_in_order(process)
 
@@ -174,7 +167,7 @@ def test_call_after_a_start_that_failed_starts_the_models_again(monkeypatch: pyt
 def test_models_end_with_a_server_that_is_killed(folder: Path):
     # As the whole application. Its forkserver is an interpreter that the server has started.
     with serving(folder, "models", num_forkservers=0) as (process, url):
-        until(lambda: is_up(url))
+        until(lambda: status_of(url))
         assert httpx.post(f"{url}/predict", json=_BODY).json() == _ANSWER
         family = family_of(process)
         process.kill()

@@ -13,7 +13,7 @@ import pytest
 import safetensors.numpy
 
 from tests.e2e import forked
-from tests.e2e.running import Running, running, until
+from tests.e2e.running import Running, running, status_of, until
 from tests.models.items import encoded, photo
 from tests.models.vision.test_gray import CERTAIN, UNCERTAIN
 from tests.ports import free_port
@@ -165,14 +165,8 @@ def test_texts_of_errors_are_shown_at_a_terminal_without_keys(env: dict[str, str
     url = f"http://127.0.0.1:{port}"
     key = {"x-api-key": "k" * 40}
 
-    def is_ready() -> bool:
-        try:
-            return httpx.get(f"{url}/health/ready").status_code == 200
-        except httpx.TransportError:
-            return False
-
     try:
-        until(is_ready)
+        until(lambda: status_of(f"{url}/health/ready") == 200)
         body = {"instances": [{"y": 1}]}
         detail = httpx.post(f"{url}/predict", json=body, headers=key).json()["detail"]
     finally:

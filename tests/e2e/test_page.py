@@ -16,8 +16,7 @@ import pytest
 
 from inferpool.service.api.routes.health import ModelHealth
 from tests.browser import chromium
-from tests.e2e.running import FAULTY, Running, running
-from tests.page_shots import PHOTO
+from tests.e2e.running import FAULTY, ROOT, Running, running
 from tests.page_states import (
     MODEL,
     Scenario,
@@ -32,6 +31,7 @@ from tests.page_states import (
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
+PHOTO = ROOT / "models/vision/photos/chelsea.jpg"
 KEY, ADMIN = "a-key-for-this-page", "a-key-for-operators"
 SETTINGS = {
     "default_model": "efficientnet_lite0",

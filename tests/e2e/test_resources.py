@@ -14,7 +14,16 @@ import httpx
 import psutil
 import pytest
 
-from tests.e2e.running import FAULTY, ROOT, Running, faulty, num_descriptors, running, until
+from tests.e2e.running import (
+    FAULTY,
+    ROOT,
+    Running,
+    faulty,
+    num_descriptors,
+    running,
+    status_of,
+    until,
+)
 from tests.groups import control_group, with_mounts
 from tests.models.items import jpeg
 from tests.ports import free_port
@@ -140,9 +149,7 @@ def test_full_disk_under_the_log_costs_lines_and_no_answers():
     with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
 
         def is_ready() -> bool:
-            with contextlib.suppress(httpx.TransportError):
-                return client.get("/health/ready").status_code == 200
-            return False
+            return status_of(f"http://127.0.0.1:{port}/health/ready") == 200
 
         def ask(**instance: object) -> httpx.Response:
             return client.post("/predict", json={"instances": [{"n": 21, **instance}]})

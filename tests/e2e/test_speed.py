@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import shutil
 import signal
 import time
@@ -12,7 +11,7 @@ import pytest
 
 from tests.e2e.running import Running, running
 from tests.models.items import jpeg
-from tests.models.speed.test_verdicts import DAMAGES, flip_a_bit
+from tests.models.speed.test_verdicts import flip_a_bit
 
 SMALL = "tests.small_classifier:SmallClassifier"
 PHOTO = {"content": jpeg("chelsea"), "headers": {"Content-Type": "image/jpeg"}}
@@ -61,29 +60,6 @@ def test_a_preset_by_name_serves_in_every_incarnation(tmp_path):
         assert (worker["speed"], worker["incarnation"]) == ("folded", 1)
         assert service.post(**PHOTO).json() == before.json()
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.slow
-def test_service_starts_and_answers_as_before_whatever_became_of_its_cache(tmp_path):
-    cache, temp = tmp_path / "cache", tmp_path / "temp"
-    temp.mkdir()
-    env = {"INFERPOOL_CACHE_DIR": str(cache), "TMPDIR": str(temp)}
-    env["INFERPOOL_SPEED_SEARCH"] = "false"
-    labels, done = set(), []
-    chance = random.Random(1)
-    for _ in range(3):
-        with running(SMALL, "--replicas", "1", "--speed", "auto", env=env) as service:
-            labels.add(label(service, service.http))
-            service.signal(signal.SIGTERM)
-            assert service.wait() == 0
-        files = sorted(path for path in cache.iterdir() if path.is_file())
-        assert files or done
-        for path in files:
-            damage = chance.choice(list(DAMAGES) if path.stat().st_size else ["folder", "pipe"])
-            done.append((path.name, damage))
-            DAMAGES[damage](path)
-    assert len(labels) == 1, done
-    assert not list(temp.glob("aotinductor*"))
 
 
 @pytest.mark.compile  # it compiles nothing, but measures at idle priority

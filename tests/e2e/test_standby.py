@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tests.e2e.hosts import KEYS, agent_at
-from tests.e2e.running import Running, faulty, running, until
+from tests.e2e.running import Running, faulty, running, status_of, until
 from tests.ports import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -28,10 +28,7 @@ def front_end(port: int, other: int) -> Iterator[Running]:
 
 
 def is_ready(service: Running) -> bool:
-    try:
-        return service.get("/health/ready").status_code == 200
-    except httpx.TransportError:
-        return False
+    return status_of(f"{service.url}/health/ready") == 200
 
 
 def is_standing_by(service: Running) -> bool:

@@ -2,14 +2,12 @@
 
 import json
 import re
-import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.certificates import make_certificate
 from tests.e2e.running import running, until
 
 MODELS = """
@@ -154,15 +152,3 @@ def test_every_try_line_works_when_pasted(tmp_path: Path):
         )
         assert pasted(f"try: {without_type}") == [6.0]
         assert any("refuses its example" in str(each["message"]) for each in service.log)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
-def test_the_try_line_works_with_a_certificate_of_ones_own(tmp_path: Path):
-    certificate, key = make_certificate(tmp_path)
-    flags = ("--tls-certificate", str(certificate), "--tls-key", str(key), "--replicas", "1")
-    with running("efficientnet_lite0", *flags, ready=False) as service:
-        service.wait_for_log("try: ")
-        (line,) = try_lines([str(each["message"]) for each in service.log]).values()
-        ((best, *_),) = pasted(line)
-        assert "cat" in best["label"]

@@ -30,7 +30,7 @@ ENV = {
     "INFERPOOL_ADMIN_KEYS": f"{KEY}a",
 }
 KEYS = {"INFERPOOL_PREDICT_KEYS": KEY, "INFERPOOL_METRICS_KEYS": f"{KEY}m"}
-SERVICES = [(fronts, keys) for fronts in ("1", "2") for keys in ("open", "keys")]
+SERVICES = [("1", "open"), ("2", "keys")]
 
 
 @dataclass(frozen=True)

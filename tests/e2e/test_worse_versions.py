@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from inferpool.models.vision.photos import sample_jpegs
 from tests.e2e.running import Running, asking, running
 from tests.e2e.swapping import KEYS, SwapOperator, SwapTally, serving, under_load
 
-Figures = Mapping[str, Any]
 WORSE = "tests.worse_model:Worse"
 
 
@@ -40,42 +39,13 @@ def noisy(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def version_of(name: str) -> dict[str, str]:
-    return {"source": f"tests.worse_model:{name}"}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("change", "policy", "says", "shows"),
-    [
-        ({}, "verified", "max_deviation", lambda figures: figures["deviation"] > 0.05),
-        (
-            version_of("ShuffledLabels"),
-            "canary",
-            "min_agreement",
-            lambda figures: (figures["agreement"], figures["deviation"]) == (0, 0),
-        ),
-        (
-            {**version_of("NotFinite"), "check": "warn"},
-            "force",
-            "non_finite_output",
-            lambda figures: figures["num_faults"] == 1,
-        ),
-    ],
-    ids=["noise", "labels", "not finite"],
-)
-def test_a_worse_version_of_a_real_network_is_refused_with_the_figure_that_shows_why(
-    photographs: Running,
-    noisy: str,
-    change: dict[str, str],
-    policy: str,
-    says: str,
-    shows: Callable[[Figures], bool],
+def test_noise_in_a_real_network_is_refused_with_the_figure_that_shows_why(
+    photographs: Running, noisy: str
 ):
     operator = SwapOperator(photographs.address)
     jpegs = itertools.cycle(sample_jpegs()[:12])
-    body: dict[str, object] = {"policy": policy, "num_inputs": 6}
-    body |= change or {"weights": noisy}
+    body = {"policy": "verified", "num_inputs": 6, "weights": noisy}
 
     def ask() -> httpx.Response:
         return photographs.post(
@@ -86,8 +56,8 @@ def test_a_worse_version_of_a_real_network_is_refused_with_the_figure_that_shows
         status, answer = asyncio.run(operator.post("versions", body))
         asyncio.run(operator.until_quiet())
     assert (status, answer["code"]) == (422, "version_refused"), answer
-    assert says in answer["detail"]
-    assert shows(answer["figures"]), answer["figures"]
+    assert "max_deviation" in answer["detail"]
+    assert answer["figures"]["deviation"] > 0.05, answer["figures"]
     assert {each.status_code for each in answers} == {200}
     assert {each.headers["x-model-version"] for each in answers} == {"1"}
     model = asyncio.run(operator.look())
@@ -224,25 +194,5 @@ def test_a_version_that_turns_worse_after_the_switch_is_rolled_back_by_itself(
             assert "max_latency_ratio" in newest["reason"]
         tally.check()
         assert (await operator.look())["version"] == former
-
-    asyncio.run(run())
-
-
-def test_a_version_that_is_forced_is_not_rolled_back_by_itself(numbers: Running):
-    async def run() -> None:
-        operator = SwapOperator(numbers.address)
-        async with under_load(numbers.address) as tally:
-            status, answer = await operator.swap({"nan_in": NAN_IN, "slower": 3}, rollback_s=600)
-            assert status == 200, answer
-            await tally.until(tally.right + 100)
-            model = await operator.look()
-            assert model["versions"][0]["state"] == "serving"
-            status, answer = await operator.post("rollback")
-            assert status == 200, answer
-            await tally.until(tally.right + 20)
-        assert forgive_nan(tally) >= 5  # enough to roll back another one
-        tally.check()
-        assert (await operator.look())["versions"][0]["reason"] == "it was asked for"
-        await operator.until_quiet()
 
     asyncio.run(run())
