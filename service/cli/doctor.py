@@ -8,7 +8,7 @@ from pathlib import Path
 from inferpool.service.checks.findings import Finding, grouped
 from inferpool.service.cli.flags import settings_in
 from inferpool.service.client.cli.access import key_of, tls_context, url_of
-from inferpool.service.client.cli.flags import ADMIN_KEY_VARIABLE
+from inferpool.service.client.cli.flags import ADMIN_KEY_VARIABLE, METRICS_KEY_VARIABLE
 from inferpool.service.settings.loader import load, secret_variables
 from inferpool.service.tools.doctor import report
 from inferpool.service.tools.doctor.diagnosis import diagnose
@@ -54,7 +54,7 @@ def _of_cluster(args: Namespace) -> list[Finding]:
     connection = cluster.ClusterConnection(
         url_of(args.cluster),
         tls_context(False if args.insecure else str(args.ca_file) if args.ca_file else True),
-        key=key_of(None, os.environ, cluster.HEALTH_KEY_VARIABLE),
+        key=key_of(None, os.environ, METRICS_KEY_VARIABLE),
         admin_key=key_of(args.key_file, os.environ, ADMIN_KEY_VARIABLE),
     )
     try:

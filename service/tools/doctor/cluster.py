@@ -1,10 +1,4 @@
-"""Checks of a running cluster, which ask its front end over HTTP.
-
-Errors::
-
-    ClusterError the front end gives no proper answer; the message says why
-    └── UnmeasuredError         it measures no connection for us
-"""
+"""Checks of a running cluster, which ask its front end over HTTP."""
 
 import socket
 import ssl
@@ -17,12 +11,12 @@ import httpx
 import msgspec
 
 from inferpool.service.checks.findings import Finding, error, note, ok, warning
+from inferpool.service.client.cli.flags import METRICS_KEY_VARIABLE
 from inferpool.service.client.connecting import STRAIGHT, open_client
 from inferpool.service.client.health import KnownHost, LostHost, ServiceHealth
 from inferpool.service.client.reaching import problem_in, why_unreached
 from inferpool.service.client.urls import without_password
 
-HEALTH_KEY_VARIABLE = "INFERPOOL_METRICS_KEYS"
 _TIMEOUT_S = 150.0
 """Longest time of a measurement, which the front end limits itself."""
 _CONNECT_S = 5.0
@@ -39,11 +33,7 @@ _HEAD = ("host", "version", "torch", "Python", "clock", "round trip", "to it", "
 
 
 class ClusterError(Exception):
-    """The front end gives no proper answer."""
-
-
-class UnmeasuredError(ClusterError):
-    """The front end measures no connection for us."""
+    """The front end gives no proper answer; the message says why."""
 
 
 class MeasuredHost(msgspec.Struct, frozen=True):
@@ -101,7 +91,7 @@ class ClusterConnection:
         answer = self._ask("GET", "/health", self._key)
         if answer.status_code in (401, 403):
             raise ClusterError(
-                f"{self.place} wants a key for metrics: the first of {HEALTH_KEY_VARIABLE} is sent"
+                f"{self.place} wants a key for metrics: the first of {METRICS_KEY_VARIABLE} is sent"
             )
         try:
             return msgspec.json.decode(answer.content, type=ServiceHealth)
@@ -112,14 +102,13 @@ class ClusterConnection:
         """Return the front end's measurement of its connection to a host.
 
         Raises:
-            UnmeasuredError: It does not measure.
-            ClusterError: It does not answer.
+            ClusterError: It does not measure, or does not answer.
         """
         answer = self._ask("POST", f"/admin/hosts/{quote(host, safe='')}/measure", self._admin_key)
         if answer.status_code == 200:
             return msgspec.json.decode(answer.content, type=MeasuredHost)
         problem = problem_in(answer.content)
-        raise UnmeasuredError(problem.get("detail", f"it answers {answer.status_code}"))
+        raise ClusterError(problem.get("detail", f"it answers {answer.status_code}"))
 
     def close(self) -> None:
         """Close the connection."""

@@ -9,11 +9,11 @@ import httpx
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
+from inferpool.service.client.cli.flags import METRICS_KEY_VARIABLE
 from inferpool.service.client.connecting import STRAIGHT, open_client
 from inferpool.service.client.health import ServiceHealth
 from inferpool.service.client.reaching import why_unreached
 from inferpool.service.client.urls import without_password
-from inferpool.service.tools.place.plan import METRICS_KEY_VARIABLE
 from inferpool.service.tools.place.scaling import Demand
 
 _TIMEOUT_S = 3.0

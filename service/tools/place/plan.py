@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Annotated
 
 from inferpool.service.client.cli.access import key_of, url_of
+from inferpool.service.client.cli.flags import METRICS_KEY_VARIABLE
 from inferpool.service.settings.address import address_of
 from inferpool.service.settings.fields import FieldText, add_flags_of, fields_of
 from inferpool.service.settings.names import FlagError
 
-METRICS_KEY_VARIABLE = "INFERPOOL_METRICS_KEYS"
 CLUSTER_KEYS_VARIABLE = "INFERPOOL_CLUSTER_KEYS"
 
 
