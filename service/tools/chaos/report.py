@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TextIO
 
+from inferpool.service.client.texts import table
 from inferpool.service.telemetry.versions import version_of
 from inferpool.service.tools.chaos.faults import Poisonings
 from inferpool.service.tools.chaos.load import ChaosTally
@@ -143,9 +144,7 @@ class ChaosReport:
 
     def write(self, stream: TextIO) -> None:
         """Write the report as text."""
-        rows = list(self._rows())
-        width = max(len(name) for name, _ in rows)
-        stream.writelines(f"{name:{width}}  {text}".rstrip() + "\n" for name, text in rows)
+        stream.write(table(list(self._rows())))
         for text in itertools.chain(*(each.examples for each in self._tallies)):
             stream.write(f"  {text}\n")
         problems = self.problems()
