@@ -10,7 +10,6 @@ import msgspec
 import numpy as np
 import pytest
 from PIL import Image
-from sklearn.datasets import load_digits
 
 from inferpool.models.files.run_folder import Card, DataCard, RunFolder, ScoreCard, TransformCard
 from inferpool.models.training.events import AnyEvent, RunEnded, Started, Stepped, Validated
@@ -82,16 +81,15 @@ def course(num_epochs=28, steps_per_epoch=23) -> list[AnyEvent]:
 
 
 def digits(folder, num=360) -> list[tuple[str, str, str, float]]:
-    """Write digits as images; return answers, some of which are wrong."""
+    """Write small images with the labels of digits; return answers, some of which are wrong."""
     folder.mkdir(exist_ok=True)
-    found = load_digits()
+    chance = np.random.default_rng(0)
     answers = []
     for number in range(num):
         path = folder / f"{number:04}.png"
-        Image.fromarray((found.images[number] * 15.9).astype(np.uint8)).save(path)
-        label = int(found.target[number])
-        is_wrong = number % 11 == 0
-        predicted = (label * 7 + number) % 10 if is_wrong else label
+        Image.fromarray(chance.integers(0, 256, (8, 8), np.uint8)).save(path)
+        label, is_wrong = number % 10, number % 13 == 0
+        predicted = (label + is_wrong) % 10
         answers.append((str(path), str(label), str(predicted), 0.5 + number % 48 / 100))
     return answers
 
