@@ -1,4 +1,4 @@
-"""The front end's view of one connection to the agent of a host."""
+"""The front end's view of one connection to the agent of a host, and of the workers there."""
 
 import asyncio
 import contextlib
@@ -6,11 +6,10 @@ import logging
 import time
 from asyncio import Future, Task
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
-from typing import TYPE_CHECKING
 
-from inferpool.workers.host.engine import WorkerId
+from inferpool.workers.host.engine import Ending, Vitals, WorkerId
 from inferpool.workers.remote.lease import BEAT_S, LEASE_S, Lease
 from inferpool.workers.remote.link import HostLink, LinkListener
 from inferpool.workers.remote.wire import (
@@ -32,23 +31,22 @@ from inferpool.workers.remote.wire import (
     Views,
     WorkerEnded,
     WorkerNotStarted,
+    WorkerPulse,
     WorkerStarted,
     found,
 )
-from inferpool.workers.remote.worker import RemoteWorker
 from inferpool.workers.shared.config import WorkerConfig
-from inferpool.workers.shared.errors import WorkerStartError
-from inferpool.workers.shared.messages import ItemRef
-
-if TYPE_CHECKING:
-    from inferpool.workers.remote.hosts import RemoteHosts
+from inferpool.workers.shared.errors import WorkerLostError, WorkerStartError
+from inferpool.workers.shared.messages import BatchDone, ItemRef, Ready
 
 logger = logging.getLogger(__name__)
 
 _SILENT_S = 3 * BEAT_S
 """Seconds without a sign of life after which nobody counts on a host, while its lease runs on."""
 _AVERAGED = 0.2
-"""Weight of the latest round trip in the average."""
+"""Weight of the latest round trip, or of the latest batch, in the average."""
+_END_S = 10.0
+"""Seconds beyond the grace that an agent may take to end a worker, by force if need be."""
 _MEASURE_S = 60.0
 _GIVE_UP_S = 5.0
 """Seconds that an agent may take to end what it was starting."""
@@ -59,7 +57,7 @@ class _Start:
     """A worker that is being started."""
 
     id: WorkerId
-    future: Future[RemoteWorker]
+    future: "Future[RemoteWorker]"
     on_progress: Callable[[str], None]
 
 
@@ -73,7 +71,8 @@ class RemoteHost(LinkListener[ToFrontEnd]):
         address: str,
         epoch: int,
         arena: memoryview,
-        owner: "RemoteHosts",
+        make_beat: Callable[[], Beat],
+        on_lost: Callable[["RemoteHost", str], None],
     ) -> None:
         """Serve a connection from now on.
 
@@ -83,7 +82,9 @@ class RemoteHost(LinkListener[ToFrontEnd]):
             address: Address and port of the agent.
             epoch: Number of the connection.
             arena: Memory of the front end's arena, with the payloads.
-            owner: The hosts of the front end. Told once this one is lost.
+            make_beat: Returns a sign of life of the front end.
+            on_lost: Called with the reason once the host is lost; all its workers have failed by
+                then.
         """
         self.facts = facts
         self.address = address
@@ -99,7 +100,8 @@ class RemoteHost(LinkListener[ToFrontEnd]):
         """True if one side has sent a reason to end the connection: nothing is wrong then."""
         self._link = link
         self._arena = arena
-        self._owner = owner
+        self._make_beat = make_beat
+        self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
         self._lease = Lease(time.monotonic())
         self._numbers = count(1)
@@ -128,7 +130,7 @@ class RemoteHost(LinkListener[ToFrontEnd]):
 
     async def start(
         self, id: WorkerId, config: WorkerConfig, on_progress: Callable[[str], None]
-    ) -> RemoteWorker:
+    ) -> "RemoteWorker":
         """Start a worker there; see `Engine.start`.
 
         Raises:
@@ -254,9 +256,9 @@ class RemoteHost(LinkListener[ToFrontEnd]):
         for measuring in self._measuring.values():
             if not measuring.done():
                 measuring.set_exception(ConnectionError(text))
-        self._owner.on_lost(self, reason)
+        self._on_lost(self, reason)
 
-    def _worker(self, number: int) -> RemoteWorker:
+    def _worker(self, number: int) -> "RemoteWorker":
         worker = self._workers.get(number)
         if worker is None:
             raise ValueError(f"worker {number}, which was not started")
@@ -303,9 +305,8 @@ class RemoteHost(LinkListener[ToFrontEnd]):
 
     async def _watch(self) -> None:
         """Send beats, and end the connection when the lease has run out."""
-        while look_in_s := self._lease.look(now := time.monotonic(), self._link.heard_at):
-            is_standing_by = bool(self._owner.standby_reason)
-            self._link.send(Beat(now, self._owner.term, is_standing_by))
+        while look_in_s := self._lease.look(time.monotonic(), self._link.heard_at):
+            self._link.send(self._make_beat())
             await asyncio.sleep(look_in_s)
         self._link.close(f"no sign of life for {LEASE_S:g} s")
 
@@ -322,3 +323,140 @@ class RemoteHost(LinkListener[ToFrontEnd]):
         finally:
             del self._measuring[id]
         return max(time.monotonic() - began - self.round_trip_s, 1e-6)
+
+
+class RemoteWorker:
+    """One incarnation of a worker: what it holds, and what its agent has reported of it."""
+
+    def __init__(self, id: WorkerId, started: WorkerStarted, host: RemoteHost) -> None:
+        self.id = id
+        self.ready: Ready = started.ready
+        self.has_worked = False
+        self._number = started.number
+        self._own_credit = started.credit
+        self._host = host
+        self._loop = asyncio.get_running_loop()
+        self._ids = count(1)
+        self._held: dict[int, tuple[Future[BatchDone], int]] = {}
+        """Batches by number, each with its number of instances."""
+        self._gone: Future[Ending] = self._loop.create_future()
+        self._ending_reason = ""
+        self._is_lost_with_host = False
+        self._pulse: WorkerPulse | None = None
+        self._pulse_at = self._answered_at = time.monotonic()
+        self._num_batches = 0
+        self._batch_s = 0.0
+        """Average time of computing a batch."""
+
+    @property
+    def credit(self) -> int:
+        """Number of batches that it may hold: one more if a round trip takes longer than a batch.
+
+        The others would be done before the next one arrives.
+        """
+        return self._own_credit + (self._host.round_trip_s > self._batch_s > 0.0)
+
+    @property
+    def is_stalled(self) -> bool:
+        """True if it computes nothing, and it or its host gives no sign of life."""
+        if self._gone.done():
+            return False
+        return self._host.is_silent or (self._pulse is not None and self._pulse.is_stalled)
+
+    def run(self, items: Sequence[ItemRef]) -> "Future[BatchDone]":
+        """Send a batch; its future fails with `WorkerLostError` once the worker has ended."""
+        assert items, "only the agent sends canaries"
+        future: Future[BatchDone] = self._loop.create_future()
+        if self._ending_reason:
+            future.set_exception(self._lost(started=False))
+            return future
+        id = next(self._ids)
+        self._host.order(RunBatch(self._number, id, time.monotonic(), items), items)
+        self._held[id] = future, len(items)
+        return future
+
+    @property
+    def is_settled(self) -> bool:
+        """True once it has ended and holds nothing, so that nothing more can come from it."""
+        return self._gone.done() and not self._held
+
+    async def wait(self) -> Ending:
+        """Wait for its end, and return how it ended."""
+        return await asyncio.shield(self._gone)
+
+    async def stop(self, grace_s: float) -> None:
+        """Have the agent stop it, and wait for its end."""
+        if not self._gone.done():
+            self._host.order(StopWorker(self._number, grace_s))
+            await asyncio.wait([self._gone], timeout=grace_s + _END_S)
+
+    def vitals(self) -> Vitals:
+        """Return the state, as the agent reported it up to half a second ago."""
+        now = time.monotonic()
+        answer_age_s = now - self._answered_at
+        if self._gone.done() or self._pulse is None:
+            return Vitals(
+                pid=self.ready.pid,
+                rss_bytes=0,
+                last_beat_age_s=0.0,
+                num_batches=0 if self._gone.done() else self._num_batches,
+                last_answer_age_s=answer_age_s,
+            )
+        vitals, told_s = self._pulse.vitals, now - self._pulse_at
+        return replace(
+            vitals,
+            last_beat_age_s=vitals.last_beat_age_s + told_s,
+            num_batches=self._num_batches,
+            last_answer_age_s=min(vitals.last_answer_age_s + told_s, answer_age_s),
+            batch_age_s=vitals.batch_age_s + told_s if self._held and vitals.batch_age_s else 0.0,
+        )
+
+    def on_pulse(self, pulse: WorkerPulse, now: float) -> None:
+        """Store the state that the agent reports."""
+        self._pulse, self._pulse_at = pulse, now
+
+    def on_answer(self, done: BatchDone) -> None:
+        """Settle a batch.
+
+        Raises:
+            ValueError: It holds no such batch, or the batch has another size.
+        """
+        future, num_items = self._held.get(done.id, (None, 0))
+        if future is None:
+            raise ValueError(f"an answer to batch {done.id}, which {self.id} does not hold")
+        if len(done.outcomes) != num_items:
+            raise ValueError(f"{len(done.outcomes)} outcomes for {num_items} instances")
+        del self._held[done.id]
+        self._answered_at = time.monotonic()
+        self._num_batches += 1
+        self.has_worked = True
+        self._batch_s += (done.compute_s - self._batch_s) * (_AVERAGED if self._batch_s else 1.0)
+        if not future.done():  # else nobody waits for it any more
+            future.set_result(done)
+
+    def on_lost(self, lost: BatchLost) -> None:
+        """Fail a batch that the worker has not answered, and never will."""
+        self._ending_reason = self._ending_reason or lost.reason
+        future, _ = self._held.pop(lost.id, (None, 0))
+        if future is not None and not future.done():
+            future.set_exception(WorkerLostError(lost.reason, started=lost.started))
+
+    def on_ended(self, ending: Ending) -> None:
+        """Store how it ended. Batches that are on their way to it come back one by one."""
+        self._ending_reason = self._ending_reason or ending.reason or "ended"
+        if not self._gone.done():
+            self._gone.set_result(ending)
+
+    def on_host_lost(self, reason: str) -> None:
+        """Fail all batches: its connection has ended, so no answer can come."""
+        self._ending_reason, self._is_lost_with_host = reason, True
+        held, self._held = self._held, {}
+        for future, _ in held.values():
+            if not future.done():
+                future.set_exception(self._lost(started=False))
+        if not self._gone.done():
+            self._gone.set_result(Ending(cause="host", reason=reason))
+
+    def _lost(self, *, started: bool) -> WorkerLostError:
+        with_host = self._is_lost_with_host
+        return WorkerLostError(self._ending_reason, started=started, with_host=with_host)

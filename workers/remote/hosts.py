@@ -26,7 +26,7 @@ from inferpool.workers.remote.joining import (
     secured,
 )
 from inferpool.workers.remote.link import HostLink, Mailbox
-from inferpool.workers.remote.wire import MAX_BODY_BYTES, Hello, Refusal, ToFrontEnd, Welcome
+from inferpool.workers.remote.wire import MAX_BODY_BYTES, Beat, Hello, Refusal, ToFrontEnd, Welcome
 from inferpool.workers.shared.arena import Arena
 from inferpool.workers.shared.config import WorkerConfig
 from inferpool.workers.shared.errors import WorkerStartError
@@ -151,7 +151,10 @@ class RemoteHosts:
             host.close("the front end has stopped")
         await asyncio.sleep(0)  # the links report their ends
 
-    def on_lost(self, host: RemoteHost, reason: str) -> None:
+    def _beat(self) -> Beat:
+        return Beat(time.monotonic(), self.term, bool(self.standby_reason))
+
+    def _on_lost(self, host: RemoteHost, reason: str) -> None:
         """Remove a host after the end of its connection."""
         if host in self._observers:
             self._observers.remove(host)
@@ -264,7 +267,8 @@ class RemoteHosts:
     ) -> None:
         epoch = next(self._epochs)
         link.send(Welcome(proof, self.term, epoch, bool(self.standby_reason)))
-        host = RemoteHost(link, hello.facts, address, epoch, self._arena, self)
+        facts, arena = hello.facts, self._arena
+        host = RemoteHost(link, facts, address, epoch, arena, self._beat, self._on_lost)
         if hello.role == "standby":
             self._observers.add(host)
             logger.info("standby %s has connected from %s", host.name, address)

@@ -11,8 +11,8 @@ import pytest
 import inferpool.workers.remote.agent
 from inferpool.workers.host.engine import WorkerId
 from inferpool.workers.remote.agent import Agent, Dialing
+from inferpool.workers.remote.host import RemoteWorker
 from inferpool.workers.remote.hosts import RemoteHosts
-from inferpool.workers.remote.worker import RemoteWorker
 from inferpool.workers.shared.arena import Arena
 from inferpool.workers.shared.config import WorkerConfig
 from inferpool.workers.shared.errors import WorkerLostError, WorkerStartError

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from inferpool.workers.host.engine import Ending, Vitals, WorkerId
-from inferpool.workers.remote.host import RemoteHost
+from inferpool.workers.remote.host import RemoteHost, RemoteWorker
 from inferpool.workers.remote.wire import (
     BatchLost,
     BatchOutcomes,
@@ -26,7 +26,6 @@ from inferpool.workers.remote.wire import (
     WorkerStarted,
     frame_start,
 )
-from inferpool.workers.remote.worker import RemoteWorker
 from inferpool.workers.shared.arena import Arena
 from inferpool.workers.shared.errors import WorkerLostError, WorkerStartError
 from inferpool.workers.shared.messages import BatchDone, Stored, TensorBlob

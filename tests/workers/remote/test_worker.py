@@ -4,6 +4,7 @@ from collections.abc import Sequence
 import pytest
 
 from inferpool.workers.host.engine import Ending, Vitals, WorkerId
+from inferpool.workers.remote.host import RemoteWorker
 from inferpool.workers.remote.wire import (
     BatchLost,
     RunBatch,
@@ -11,7 +12,6 @@ from inferpool.workers.remote.wire import (
     WorkerPulse,
     WorkerStarted,
 )
-from inferpool.workers.remote.worker import RemoteWorker
 from inferpool.workers.shared.messages import BatchDone, ItemRef
 from tests.fakes import ref_to
 from tests.workers.remote.cluster import ready_of
