@@ -215,15 +215,6 @@ def test_a_reader_that_stops_costs_lines_and_no_time(pipe):
     assert len(messages) - len(losses) + logs.num_dropped == MAX_QUEUED + 5000
 
 
-def test_closing_does_not_wait_for_a_reader_that_never_comes_back(pipe):
-    _, stream = pipe
-    logs = configured("json", "info", stream, close_timeout_s=0.1)
-    for number in range(MAX_QUEUED + 2000):
-        logging.getLogger("flood").info("line %d", number)
-    logs.close()
-    assert logs._writer._thread.is_alive()
-
-
 def test_a_reader_that_has_gone_does_no_harm():
     reader, writer = os.pipe()
     stream = os.fdopen(writer, "w")

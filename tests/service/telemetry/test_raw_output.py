@@ -19,47 +19,42 @@ def outputs(code: str, exit_code: int = 0) -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
+def logged(before: str, after: str = "") -> list[dict[str, str]]:
+    """Return the log of a process that writes before there is one, and afterwards."""
+    stdout, stderr = outputs(
+        f"""
+raw = raw_output.RawOutput.take()
+{before}
+logs = inferpool.service.telemetry.logs.configure("json", stream=raw.stderr)
+raw.start()
+{after}
+raw.close()
+logs.close()
+"""
+    )
+    assert stdout == ""
+    return [json.loads(line) for line in stderr.splitlines()]
+
+
 def test_output_from_before_the_log_is_passed_on():
     code = "raw = raw_output.RawOutput.take(); print('a'); os.write(2, b'b'); raw.close()"
     assert outputs(f"{code}; raw.close(); print('c')") == ("a\nc\n", "b")
 
 
 def test_a_line_of_any_length_and_the_last_without_an_end_are_logged():
-    stdout, stderr = outputs(
-        """
-raw = raw_output.RawOutput.take()
-logs = inferpool.service.telemetry.logs.configure("json", stream=raw.stderr)
-os.write(1, b"x" * 20_000)
-raw.start()
-os.system("echo from another process; printf the-end >&2")
-raw.close()
-logs.close()
-"""
-    )
-    assert stdout == ""
-    lines = stderr.splitlines()
-    assert [line.count("x" * 100) > 0 for line in lines] == [True, True, True, False]
-    assert '"logger": "stderr", "message": "the-end"' in lines[3]
-    assert lines[2].endswith('from another process"}')
+    both = 'os.system("echo from another process; printf the-end >&2")'
+    *pieces, rest, last = logged('os.write(1, b"x" * 20_000)', both)
+    assert [each["message"] for each in pieces] == ["x" * 8192] * 2
+    assert rest["message"] == "x" * (20_000 - 2 * 8192) + "from another process"
+    assert (last["logger"], last["message"]) == ("stderr", "the-end")
 
 
 def test_a_long_line_that_comes_at_once_is_divided_as_well():
-    _, stderr = outputs(
-        """
-raw = raw_output.RawOutput.take()
-logs = inferpool.service.telemetry.logs.configure("json", stream=raw.stderr)
-os.write(1, b"x" * 20_000 + b"\\n")
-raw.start()
-raw.close()
-logs.close()
-"""
-    )
-    messages = [json.loads(line)["message"] for line in stderr.splitlines()]
-    assert [len(each) for each in messages] == [8192, 8192, 20_000 - 2 * 8192]
+    pieces = logged('os.write(1, b"x" * 20_000 + b"\\n")')
+    assert [len(each["message"]) for each in pieces] == [8192, 8192, 20_000 - 2 * 8192]
 
 
 FLOOD = """
-raw = raw_output.RawOutput.take()
 for _ in range(3000):
     os.write(2, b"x" * 999 + b"\\n")
 """
@@ -67,16 +62,8 @@ for _ in range(3000):
 
 
 def test_output_from_before_the_log_blocks_nobody_and_what_does_not_fit_is_counted():
-    _, stderr = outputs(
-        f"""{FLOOD}
-logs = inferpool.service.telemetry.logs.configure("json", stream=raw.stderr)
-raw.start()
-os.write(2, b"later\\n")
-raw.close()
-logs.close()
-"""
-    )
-    *held, loss, later = [json.loads(line)["message"] for line in stderr.splitlines()]
+    messages = [each["message"] for each in logged(FLOOD, 'os.write(2, b"later\\n")')]
+    *held, loss, later = messages
     assert set(held[:-1]) == {"x" * 999}
     assert len("\n".join(held)) == 1 << 20
     assert (
@@ -86,13 +73,14 @@ logs.close()
 
 
 def test_output_without_a_log_is_passed_on_as_far_as_it_fits_and_is_read():
-    _, stderr = outputs(f"{FLOOD}\nraw.close(pass_on_s=60)")
+    flood = f"raw = raw_output.RawOutput.take()\n{FLOOD}"
+    _, stderr = outputs(f"{flood}\nraw.close(pass_on_s=60)")
     *held, loss = stderr.splitlines()
     assert len("\n".join(held)) == 1 << 20
     assert "bytes more were dropped" in loss
     code = (
         "import os\nfrom inferpool.service.telemetry import raw_output\n"
-        f"{FLOOD}\nraw.close()\nos._exit(7)"
+        f"{flood}\nraw.close()\nos._exit(7)"
     )
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE) as unread:
         assert unread.wait(300) == 7
