@@ -54,9 +54,9 @@ from inferpool.service.parts.fronts.number import number_of_fronts
 from inferpool.service.parts.fronts.only_front import OnlyFront
 from inferpool.service.parts.jobs.http.routes import jobs_router
 from inferpool.service.parts.jobs.jobs import Jobs, make_jobs
-from inferpool.service.parts.live.events import HostState, events_router
+from inferpool.service.parts.live.events import HostState
 from inferpool.service.parts.live.page import Page
-from inferpool.service.parts.live.sampler import LiveFeed
+from inferpool.service.parts.live.sampler import LiveFeed, events_router
 from inferpool.service.parts.objective import add_objective
 from inferpool.service.parts.speed import SpeedCache, SpeedSearch
 from inferpool.service.parts.swap.changes import Changes

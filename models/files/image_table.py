@@ -8,6 +8,8 @@ from inferpool.models.errors import DataError
 
 COLUMNS = ("path", "label")
 """Columns of a table of labelled images."""
+IMAGE_SUFFIXES = frozenset((".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"))
+"""Ends of the names of images in folders that are labels."""
 
 
 def rows_of(table: Path, columns: Sequence[str] = COLUMNS) -> Iterator[tuple[int, Sequence[str]]]:

@@ -11,12 +11,9 @@ from pathlib import Path
 from statistics import median
 
 from inferpool.models.errors import DataError
-from inferpool.models.files.image_table import COLUMNS, rows_of
+from inferpool.models.files.image_table import COLUMNS, IMAGE_SUFFIXES, rows_of
 from inferpool.models.files.writing import replacing
 
-IMAGE_SUFFIXES = frozenset(
-    (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"),
-)
 _PARTS = frozenset(
     ("train", "training", "val", "valid", "validation", "test", "testing"),
 )

@@ -247,7 +247,7 @@ SHARED: Mapping[str, Shared] = {
     ),
     "calls to webhooks": Shared("parts/jobs/webhooks.py", "key and host", calls_to_webhooks),
     "streams of events": Shared(
-        "parts/live/events.py", "key or address", "parts/live/test_events.py"
+        "parts/live/sampler.py", "key or address", "parts/live/test_events.py"
     ),
     "places in a queue, time to a deadline": Shared(
         "queue/admission.py", "key", "queue/test_admission.py"

@@ -1,27 +1,10 @@
-"""GET /events: what the service does, second by second, as server-sent events.
+"""The events of `/events`: what the service does, second by second."""
 
-The format is that of the HTML standard (9.2). Runs in the event loop.
-"""
-
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from fastapi import APIRouter, Request, Response
-
-from inferpool.service.api.auth import Guard
-from inferpool.service.api.codecs.body import joined
-from inferpool.service.api.errors import WAS_HEAD
-from inferpool.service.api.event_stream import EventStream, client_of
 from inferpool.service.api.routes.health import HealthReport, VersionState
-from inferpool.service.queue.shares import Shares
 from inferpool.workers.host.engine import Cause
-
-if TYPE_CHECKING:
-    from inferpool.service.parts.live.sampler import LiveFeed
-
-MAX_STREAMS = 64
-"""Streams at once. Each costs a connection, and some 50 us of every second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,46 +153,3 @@ class State:
     """The latest steps of changes of models, the newest first."""
     history: Sequence[Moment] = ()
     """The last minutes, the oldest first: in the first event of a stream only."""
-
-
-async def _events_of(feed: "LiveFeed", *, is_head: bool) -> AsyncIterator[bytes]:
-    if is_head:
-        return
-    number, state = 0, feed.first()
-    while True:
-        yield b"event: state\nid: %d\ndata: %b\n\n" % (number, state)
-        if feed.is_ending:
-            return
-        number, state = number + 1, await feed.next()
-
-
-def events_router(feed: "LiveFeed", guard: Guard | None = None) -> APIRouter:
-    """Return the route, answering from a feed; the guard finds the owner of each stream."""
-    router = APIRouter(tags=["health"])
-    guard = guard or Guard()
-    streams = Shares(MAX_STREAMS, guard.share, "streams of events")
-
-    @router.get(
-        "/events",
-        summary="What the service does, second by second (server-sent events)",
-        status_code=200,  # FastAPI does not take it from the class
-        response_class=EventStream,
-        responses={
-            200: {"model": State},
-            429: {"description": "The key or the address has its share of streams."},
-        },
-    )
-    async def events(request: Request) -> Response:
-        """Send one event `state` per second, without an end; its data is one JSON object.
-
-        `id` counts up, and `Last-Event-ID` makes no difference: the first event of each stream
-        brings the last minutes along. The stream ends when the service shuts down, after an event
-        that says so.
-
-        `curl -N http://127.0.0.1:8000/events`
-        """
-        owner = guard.owner_of("metrics", joined(request.headers.raw), client_of(request))
-        is_head = WAS_HEAD in request.scope
-        return EventStream(_events_of(feed, is_head=is_head), streams, owner, is_head=is_head)
-
-    return router

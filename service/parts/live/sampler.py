@@ -1,16 +1,22 @@
-"""Samples what each model did in each of the last seconds, for the feed at `/events`.
+"""Samples what each model did in each of the last seconds, and sends it to those who ask `/events`.
 
-One sampler serves all listeners, in the main process's event loop. It reads the counters of
-`/metrics` once a second. The rest is built only for listeners.
+The format of a stream is that of the HTML standard (9.2). One sampler serves all listeners, in the
+main process's event loop. It reads the counters of `/metrics` once a second. The rest is built only
+for listeners.
 """
 
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 
 import msgspec
+from fastapi import APIRouter, Request, Response
 
+from inferpool.service.api.auth import Guard
+from inferpool.service.api.codecs.body import joined
+from inferpool.service.api.errors import WAS_HEAD
+from inferpool.service.api.event_stream import EventStream, client_of
 from inferpool.service.api.routes.health import HealthReport
 from inferpool.service.parts.jobs.jobs import Jobs
 from inferpool.service.parts.live.events import (
@@ -26,12 +32,15 @@ from inferpool.service.parts.live.events import (
     StoredJobs,
 )
 from inferpool.service.queue.pool import Pool
+from inferpool.service.queue.shares import Shares
 from inferpool.service.settings.settings import Settings
 from inferpool.service.telemetry.distribution import Recent
 from inferpool.service.telemetry.metrics import Metrics, ModelMetrics
 from inferpool.service.telemetry.versions import version_of
 from inferpool.workers.host.error_guard import ErrorGuard
 
+MAX_STREAMS = 64
+"""Streams at once. Each costs a connection, and some 50 us of every second."""
 _EVERY_S = 1.0
 _NUM_KEPT = 300
 """Samples kept: five minutes."""
@@ -223,3 +232,45 @@ def _percentiles(recent: Recent) -> Percentiles | None:
         return None
     p50, p95, p99 = (round(seconds * 1000, 3) for seconds in found)
     return Percentiles(p50=p50, p95=p95, p99=p99)
+
+
+async def _events_of(feed: LiveFeed, *, is_head: bool) -> AsyncIterator[bytes]:
+    if is_head:
+        return
+    number, state = 0, feed.first()
+    while True:
+        yield b"event: state\nid: %d\ndata: %b\n\n" % (number, state)
+        if feed.is_ending:
+            return
+        number, state = number + 1, await feed.next()
+
+
+def events_router(feed: LiveFeed, guard: Guard) -> APIRouter:
+    """Return the route, answering from a feed; the guard finds the owner of each stream."""
+    router = APIRouter(tags=["health"])
+    streams = Shares(MAX_STREAMS, guard.share, "streams of events")
+
+    @router.get(
+        "/events",
+        summary="What the service does, second by second (server-sent events)",
+        status_code=200,  # FastAPI does not take it from the class
+        response_class=EventStream,
+        responses={
+            200: {"model": State},
+            429: {"description": "The key or the address has its share of streams."},
+        },
+    )
+    async def events(request: Request) -> Response:
+        """Send one event `state` per second, without an end; its data is one JSON object.
+
+        `id` counts up, and `Last-Event-ID` makes no difference: the first event of each stream
+        brings the last minutes along. The stream ends when the service shuts down, after an event
+        that says so.
+
+        `curl -N http://127.0.0.1:8000/events`
+        """
+        owner = guard.owner_of("metrics", joined(request.headers.raw), client_of(request))
+        is_head = WAS_HEAD in request.scope
+        return EventStream(_events_of(feed, is_head=is_head), streams, owner, is_head=is_head)
+
+    return router

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from inferpool.models.errors import DataError
-from inferpool.models.files.image_table import rows_of
+from inferpool.models.files.image_table import IMAGE_SUFFIXES, rows_of
 from inferpool.models.files.reading import read_file
 from inferpool.models.files.run_folder import RunFolder, has_begun, is_run, why_no_run
 from inferpool.service.api.codecs.body import BodyContext, Limits
@@ -37,16 +37,6 @@ _KINDS = ("label", "index")
 """Keys of an answer that say what it is, by name and by number.
 
 The name of one class may be the number of another one."""
-_TYPES: Mapping[str, bytes] = {
-    **dict.fromkeys((".jpg", ".jpeg"), b"image/jpeg"),
-    ".png": b"image/png",
-    ".webp": b"image/webp",
-    ".gif": b"image/gif",
-    ".bmp": b"image/bmp",
-    ".tif": b"image/tiff",
-    ".tiff": b"image/tiff",
-}
-_UNKNOWN_TYPE = b"application/octet-stream"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +161,7 @@ def _of_table(table: Path) -> Iterator[LabelledInput]:
 def _of_folder(folder: Path) -> Iterator[LabelledInput]:
     for label in sorted(each for each in folder.iterdir() if each.is_dir()):
         for path in sorted(label.iterdir()):
-            if path.suffix.lower() not in _TYPES or path.name.startswith("."):
+            if path.suffix.lower() not in IMAGE_SUFFIXES or path.name.startswith("."):
                 continue
             yield LabelledInput(where=str(path), label=label.name, path=path)
 
@@ -195,7 +185,8 @@ def sample_of(case: LabelledInput, pool: "Pool") -> SwapInput:
     head = BodyContext({}, b"", pool.inputs, Limits())
     try:
         if case.path is not None:
-            content_type = _TYPES.get(case.path.suffix.lower(), _UNKNOWN_TYPE)
+            is_image = case.path.suffix.lower() in IMAGE_SUFFIXES
+            content_type = b"image/*" if is_image else b"application/octet-stream"
             body = read_file(case.path)
         else:
             assert case.instance is not None, "an input has a path or an instance"

@@ -24,7 +24,7 @@ from inferpool.service.errors import CancelledByClientError
 from inferpool.service.parts.admin.routes import admin_router
 from inferpool.service.parts.jobs.http.reading import JOB_TYPES
 from inferpool.service.parts.jobs.http.routes import jobs_router
-from inferpool.service.parts.live.events import events_router
+from inferpool.service.parts.live.sampler import events_router
 from inferpool.service.parts.swap.requests import SwapOptions, request_schemas
 from inferpool.service.parts.swap.routes import models_router
 from inferpool.service.settings.draft import read_keys
@@ -39,9 +39,10 @@ PREDICT_STATUSES = {kind.status for kind in TABLE.values()} - {409, 499, 507}
 def make_app(*, with_keys: bool = True, with_admin: bool = True) -> App:
     keys = read_keys(KEY)
     guard = Guard(predict=keys, metrics=keys, admin=keys) if with_keys else Guard()
-    makers = [health_router, metrics_router, events_router]
+    makers = [health_router, metrics_router]
     makers += [admin_router, models_router] * with_admin
     routers = [make(None) for make in makers]  # type: ignore[operator]  # nobody asks them
+    routers.append(events_router(None, guard))  # type: ignore[arg-type]  # as above
     routers.append(jobs_router(None, guard, Limits()))  # type: ignore[arg-type]  # as above
     app = App(version="1.2.3", routers=routers, guard=guard)
     app.predict = endpoint(FakeModel())

@@ -9,7 +9,7 @@ from fastapi import FastAPI
 
 from inferpool.service.api.auth import Guard
 from inferpool.service.api.web import App
-from inferpool.service.parts.live.events import MAX_STREAMS, events_router
+from inferpool.service.parts.live.sampler import MAX_STREAMS, events_router
 from inferpool.service.settings.draft import read_keys
 from tests.service.api.fakes import call
 from tests.service.api.server import until
@@ -36,7 +36,7 @@ class FakeFeed:
 
 
 def app_over(feed: FakeFeed) -> FastAPI:
-    return App(version="0", routers=[events_router(feed)])
+    return App(version="0", routers=[events_router(feed, Guard())])
 
 
 async def listen(

@@ -223,22 +223,6 @@ async def test_a_change_that_takes_too_long_for_one_answer_goes_on(make):
     assert answer.json()["changes"][0]["state"] == "going_on"
 
 
-@pytest.mark.parametrize(
-    ("prefer", "status"),
-    [
-        ([("prefer", "wait=9, Respond-Async; x=1")], 202),
-        ([("prefer", "wait=9"), ("prefer", "respond-async")], 202),
-        ([("prefer", "not-respond-async")], 200),
-    ],
-)
-async def test_a_preference_is_read_as_headers_have_it(make, prefer, status):
-    asked = await make().ready()
-    asked.http.headers.pop("prefer")
-    body = {"policy": "force", "rollback_s": 0}
-    answer = await asked.http.post("/admin/models/m/versions", json=body, headers=prefer)
-    assert answer.status_code == status
-
-
 async def test_models_that_failed_to_come_are_forgotten_in_the_end(make, monkeypatch):
     monkeypatch.setattr("inferpool.service.parts.swap.records._NUM_ABSENT", 2)
     asked = make()
