@@ -4,33 +4,20 @@ import os
 import re
 import zipfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+CHECKPOINT_SUFFIXES = (".pth", ".pt", ".safetensors", ".safetensors.index.json")
 _HEAD_BYTES = 512
 _OLD_EXPORT = "serialized_exported_program.json"
 """A file in the archives that `torch.export.save` wrote before torch 2.8, which it still reads."""
 _RECIPES = "docs/recipes.md has an example"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileKind:
-    """A kind of files that people give to a server of models."""
-
-    called: str
-    """The name of the kind, with its article."""
-    advice: str
-
-    def of(self, path: Path | str) -> str:
-        """Return a sentence about a file of this kind."""
-        return f"{path} is {self.called}: {self.advice}"
-
-
 _CLASS = f"write a class that loads it, and give package.module:Class as the source; {_RECIPES}"
 _AGAIN = "copy or download the file itself"
 _NAMED = "give the network as the source (torchvision:NAME, package.module:Class), and this file as"
-_KINDS = {
+KINDS = {
     "checkpoint": (
         "a file that holds weights or pickled objects, not a whole model",
         f"{_NAMED} --weights",
@@ -65,7 +52,7 @@ _KINDS = {
     "notebook": ("a notebook", "put the class into a .py file, and give module:Class"),
     "empty": ("an empty file", _AGAIN),
 }
-KINDS = {name: FileKind(called=called, advice=advice) for name, (called, advice) in _KINDS.items()}
+"""The name of each kind, with its article, and what to do with such a file."""
 _MAGICS = (
     (0, rb"version https://git-lfs", "lfs"),
     (0, rb"\s*(<!--.*?-->\s*)*(?i:<!doctype html|<html)", "html"),
@@ -91,6 +78,11 @@ _SUFFIXES = {
     ".pth": "checkpoint", ".ckpt": "checkpoint", ".safetensors": "safetensors",
 }  # fmt: skip
 """Kinds by the names of files, for content that does not say more."""
+
+
+def _sentence(path: Path, kind: str) -> str:
+    called, advice = KINDS[kind]
+    return f"{path} is {called}: {advice}"
 
 
 def _archive_kind_of(members: Sequence[str]) -> str:
@@ -128,13 +120,18 @@ def what_it_is(path: Path) -> str:
     A folder gets one too if others than us write such folders.
     """
     if kind := kind_of(path):
-        return KINDS[kind].of(path)
+        return _sentence(path, kind)
     if os.path.isfile(path / "saved_model.pb"):  # never raises, for any text
-        return FileKind(called="a SavedModel of TensorFlow", advice=_CLASS).of(path)
+        return f"{path} is a SavedModel of TensorFlow: {_CLASS}"
     if os.path.isfile(path / "config.json"):
         advice = f"encoder:{path} serves it if it is an encoder of texts; else {_CLASS}"
-        return FileKind(called="a folder in Hugging Face's form", advice=advice).of(path)
+        return f"{path} is a folder in Hugging Face's form: {advice}"
     return ""
+
+
+def is_checkpoint_path(weights: str) -> bool:
+    """Return whether weights are named by a path, not by a word that their source knows."""
+    return weights.endswith(CHECKPOINT_SUFFIXES) or "/" in weights
 
 
 def problem_of_archive(path: Path, wanted: Literal["torchscript", "export"]) -> str:
@@ -144,7 +141,7 @@ def problem_of_archive(path: Path, wanted: Literal["torchscript", "export"]) -> 
         return ""
     if kind is None or kind == "cut":
         return f"{path} is not an archive of torch's, or is cut short"
-    return KINDS[kind].of(path)
+    return _sentence(path, kind)
 
 
 def problem_of_weights(path: Path) -> str:
@@ -156,10 +153,10 @@ def problem_of_weights(path: Path) -> str:
         called = "TorchScript" if kind == "torchscript" else "torch.export"
         return f"{path} is a {called} archive, a whole model: name it as the source, not as weights"
     if path.suffix == ".safetensors":
-        return "" if kind in (None, "safetensors") else KINDS[kind].of(path)
+        return "" if kind in (None, "safetensors") else _sentence(path, kind)
     if kind == "safetensors":
         return f"{path} holds safetensors: give it a name that ends in .safetensors"
-    return "" if kind in (None, "cut", "checkpoint", "pickle", "tar") else KINDS[kind].of(path)
+    return "" if kind in (None, "cut", "checkpoint", "pickle", "tar") else _sentence(path, kind)
 
 
 def _kind_of_zip(path: Path) -> str:

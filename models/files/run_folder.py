@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -84,105 +83,50 @@ class _Versioned(msgspec.Struct):
     version: int
 
 
-@dataclass(frozen=True, slots=True)
 class RunFolder:
     """The files of a run."""
 
-    path: Path
-
-    @property
-    def card(self) -> Path:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.card = path / CARD_FILE
         """The card; it is written last, so a folder that has it can be served."""
-        return self.path / CARD_FILE
-
-    @property
-    def weights(self) -> Path:
+        self.weights = path / "model.safetensors"
         """Weights of the best epoch, as safetensors."""
-        return self.path / "model.safetensors"
-
-    @property
-    def labels(self) -> Path:
+        self.labels = path / "labels.txt"
         """Names of the classes, one a line, by index."""
-        return self.path / "labels.txt"
-
-    @property
-    def settings(self) -> Path:
+        self.settings = path / "train.toml"
         """All settings of the run, as a file for `inferpool train --config`."""
-        return self.path / "train.toml"
-
-    @property
-    def recipe(self) -> Path:
+        self.recipe = path / "recipe.json"
         """The `Recipe` that the ranks read, as JSON."""
-        return self.path / "recipe.json"
-
-    @property
-    def training(self) -> Path:
+        self.training = path / "training.csv"
         """Paths and labels of the images that are trained on, as CSV."""
-        return self.path / "training.csv"
-
-    @property
-    def validation(self) -> Path:
+        self.validation = path / "validation.csv"
         """Paths and labels of the images that are held out, as CSV; absolute paths."""
-        return self.path / "validation.csv"
-
-    @property
-    def predictions(self) -> Path:
+        self.predictions = path / "predictions.csv"
         """Answers for the held-out images, as CSV: path, label, predicted, score."""
-        return self.path / "predictions.csv"
-
-    @property
-    def skipped(self) -> Path:
+        self.skipped = path / "skipped.csv"
         """Images that could not be read, with the reasons, as CSV: path, reason."""
-        return self.path / "skipped.csv"
-
-    @property
-    def metrics(self) -> Path:
+        self.metrics = path / "metrics.jsonl"
         """The events of the run, as lines of JSON; see `models.training.events`."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def tensorboard(self) -> Path:
+        self.tensorboard = path / "tensorboard"
         """The folder of TensorBoard's event files."""
-        return self.path / "tensorboard"
-
-    @property
-    def report(self) -> Path:
+        self.report = path / "report.html"
         """The report, as a page."""
-        return self.path / "report.html"
-
-    @property
-    def checkpoints(self) -> Path:
+        self.checkpoints = path / "checkpoints"
         """The folder of checkpoints."""
-        return self.path / "checkpoints"
-
-    @property
-    def nan(self) -> Path:
+        self.nan = path / "nan"
         """The folder of the batches at which the loss became NaN."""
-        return self.path / "nan"
-
-    @property
-    def failed(self) -> Path:
+        self.failed = path / "failed"
         """The reason why the ranks gave up, in one sentence, while the command goes on."""
-        return self.path / "failed"
-
-    @property
-    def stopped(self) -> Path:
+        self.stopped = path / "stopped"
         """A mark that the ranks were told to stop, while the command goes on."""
-        return self.path / "stopped"
+        self.lock = path / "lock"
+        """The file that a process which writes to the folder has locked."""
 
     @property
     def files(self) -> list[Path]:
         """All that a run may leave, besides the lock."""
-        return [
-            *(self.card, self.weights, self.labels, self.settings, self.recipe, self.training),
-            *(self.validation, self.predictions, self.skipped, self.metrics, self.tensorboard),
-            *(self.report, self.checkpoints, self.nan, self.failed, self.stopped),
-        ]
-
-    @property
-    def lock(self) -> Path:
-        """The file that a process which writes to the folder has locked."""
-        return self.path / "lock"
+        return [each for each in vars(self).values() if each not in (self.path, self.lock)]
 
 
 def is_run(path: Path) -> bool:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from inferpool.models.errors import CheckpointError, SourceError
 from inferpool.models.files.checkpoint import check_fit, read_weights
-from inferpool.models.files.run_folder import RunFolder, TransformCard, is_run
+from inferpool.models.files.kinds import is_checkpoint_path
+from inferpool.models.files.run_folder import RunFolder, TransformCard, is_run, read_card
 from inferpool.models.sources.classes import find_class
 from inferpool.models.sources.registry import check_options, construct
 
@@ -63,7 +64,7 @@ def build_classifier(
         raise SourceError(f"there is no network {model!r} to train: {hint}")
     if weights is not None and model == _LITE and file is None:
         raise CheckpointError(f"{weights}: there is no such file of weights")
-    return build(num_classes) if file is None else _loaded(build, file, num_classes, model)
+    return build(num_classes) if file is None else _loaded(build, file, num_classes)
 
 
 def native_transform(model: str, weights: str | None) -> TransformCard | None:
@@ -73,8 +74,6 @@ def native_transform(model: str, weights: str | None) -> TransformCard | None:
         SourceError: The source names nothing that can be built.
     """
     if weights is not None and is_run(Path(weights)):
-        from inferpool.models.files.run_folder import read_card
-
         return read_card(Path(weights)).transform
     transform: Any = None
     if model == _LITE:
@@ -128,8 +127,7 @@ def _file_of(weights: str | None) -> Path | None:
     path = Path(weights)
     if is_run(path):
         return RunFolder(path).weights
-    is_path = path.suffix in (".pth", ".pt", ".safetensors", ".json") or "/" in weights
-    return path if is_path or path.is_file() else None
+    return path if is_checkpoint_path(weights) or path.is_file() else None
 
 
 def _packaged() -> Path:
@@ -188,9 +186,7 @@ def _users(
     return lambda num_classes: construct(found, {**options, _CLASSES: num_classes}, source)
 
 
-def _loaded(
-    build: Callable[[int], nn.Module], file: Path, num_classes: int, model: str
-) -> nn.Module:
+def _loaded(build: Callable[[int], nn.Module], file: Path, num_classes: int) -> nn.Module:
     """Load a checkpoint; its last layer may be for another number of classes."""
     network = build(num_classes)
     weights = read_weights(file, network)

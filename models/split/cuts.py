@@ -26,7 +26,7 @@ from inferpool.models.runtime import Example, NetworkToSplit
 from inferpool.models.spec import SplitReport
 from inferpool.models.split.ranks import Ranks
 from inferpool.models.split.stages import ForwardSteps, asks_for_types
-from inferpool.models.split.verification import EXACT, Verification, copied
+from inferpool.models.split.verification import EXACT, Verification, copied, has_all_shapes
 
 logger = logging.getLogger(__name__)
 
@@ -190,8 +190,7 @@ def _tensors_of(network: nn.Module, step: fx.Node) -> list[Tensor]:
 
 
 def _times(ranks: Ranks, steps: ForwardSteps, example: Example) -> tuple[list[float], str]:
-    values = example.values() if isinstance(example, Mapping) else example
-    if not example or any(value is None for value in values):
+    if not has_all_shapes(example):
         return [], "balanced by bytes, since the shapes of its inputs are not known"
     try:
         return times_of(steps, example, ranks.device), "balanced by bytes and time"

@@ -3,12 +3,13 @@
 Axes: B batch, C = 3 colours, H height, W width.
 """
 
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -28,16 +29,23 @@ _TURN = 1_000_003
 _SEEDS = 2**63
 
 
-class ImageSource(Protocol):
+class ImageSource(ABC):
     """Images with their classes: files, or a dataset of the user's."""
+
+    def __init__(self, targets: Sequence[int]) -> None:
+        # Arrays, since each reader process gets a copy, and lists of a million texts are slow.
+        self._targets = np.array(targets, dtype=np.int64)
 
     @property
     def targets(self) -> Sequence[int]:
         """Class of each image."""
+        return [int(target) for target in self._targets]
 
+    @abstractmethod
     def name_of(self, index: int) -> str:
         """Return what people call an image: its path."""
 
+    @abstractmethod
     def read(self, index: int) -> Image.Image:
         """Return an image as RGB.
 
@@ -46,18 +54,12 @@ class ImageSource(Protocol):
         """
 
 
-class ImageFiles:
+class ImageFiles(ImageSource):
     """Images in files."""
 
     def __init__(self, paths: Sequence[str], targets: Sequence[int]) -> None:
-        # Arrays, since each reader process gets a copy, and lists of a million texts are slow.
+        super().__init__(targets)
         self._paths = np.array(paths, dtype=np.str_)
-        self._targets = np.array(targets, dtype=np.int64)
-
-    @property
-    def targets(self) -> Sequence[int]:
-        """Class of each image."""
-        return [int(target) for target in self._targets]
 
     def name_of(self, index: int) -> str:
         """Return the path of an image."""
@@ -83,21 +85,16 @@ class ImageFiles:
             raise InputError(f"it cannot be read: {error.strerror or error}") from error
 
 
-class UserImages:
+class UserImages(ImageSource):
     """A part of a dataset of the user's; its items are an image and the index of its class.
 
     An image is one of Pillow's, or a tensor uint8 [3, H, W].
     """
 
     def __init__(self, dataset: Dataset[object], indices: Sequence[int], targets: Sequence[int]):
+        super().__init__(targets)
         self._dataset = dataset
         self._indices = np.array(indices, dtype=np.int64)
-        self._targets = np.array(targets, dtype=np.int64)
-
-    @property
-    def targets(self) -> Sequence[int]:
-        """Class of each image."""
-        return [int(target) for target in self._targets]
 
     def name_of(self, index: int) -> str:
         """Return the number of an item in the whole dataset."""

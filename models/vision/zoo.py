@@ -20,10 +20,10 @@ from torchvision.transforms._presets import (  # type: ignore[import-untyped]  #
 )
 
 from inferpool.models.errors import CheckpointError, SourceError
+from inferpool.models.files.kinds import CHECKPOINT_SUFFIXES, is_checkpoint_path
 from inferpool.models.vision.classifier import Classifier
 from inferpool.models.vision.transforms import ImageTransform
 
-_CHECKPOINT_SUFFIXES = (".pth", ".pt", ".safetensors", ".safetensors.index.json")
 # Their builders set these when they load published weights: the checkpoint has the second head,
 # its inputs are scaled otherwise, and the slow random initialisation is not needed.
 _INCEPTIONS = ("googlenet", "inception_v3")
@@ -140,9 +140,7 @@ def _check_name(name: str) -> None:
 
 
 def _is_path(weights: str | None) -> bool:
-    return weights is not None and (
-        weights.endswith(_CHECKPOINT_SUFFIXES) or "/" in weights or Path(weights).is_file()
-    )
+    return weights is not None and (is_checkpoint_path(weights) or Path(weights).is_file())
 
 
 def _member(published: Any, name: str, weights: str) -> Any:
@@ -151,7 +149,7 @@ def _member(published: Any, name: str, weights: str) -> Any:
         names = ", ".join(published.__members__)
         raise SourceError(
             f"torchvision publishes no weights {weights!r} for {name}: it has {names}; "
-            f"a checkpoint's name ends in {', '.join(_CHECKPOINT_SUFFIXES)}"
+            f"a checkpoint's name ends in {', '.join(CHECKPOINT_SUFFIXES)}"
         )
     return published[member]
 

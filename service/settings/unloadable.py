@@ -17,7 +17,11 @@ from typing import Literal
 
 from inferpool.models.attached import BUILT_IN_SOURCES, MODEL_FILE_SUFFIXES
 from inferpool.models.errors import SourceError
-from inferpool.models.files.kinds import problem_of_archive, problem_of_weights
+from inferpool.models.files.kinds import (
+    is_checkpoint_path,
+    problem_of_archive,
+    problem_of_weights,
+)
 from inferpool.models.files.modules import (
     file_of,
     is_installed,
@@ -35,7 +39,6 @@ from inferpool.service.settings.sources import is_run_source, torchvision_classi
 
 Problem = tuple[Literal["source", "weights"], str]
 """The setting that is wrong, and why."""
-_WEIGHT_SUFFIXES = (".pth", ".pt", ".safetensors", ".safetensors.index.json")
 _BEYOND = (OSError, ValueError, MemoryError, RecursionError)
 """Errors of what cannot be looked into, such as a file of too deep brackets: it is for the worker
 to say whether it can."""
@@ -84,7 +87,7 @@ def _problem_of(model: ModelSettings) -> Problem | None:
         text = _problem_of_run(Path(source), has_weights=weights != "DEFAULT")
     elif prefix == "torchvision" and colon:
         text = _problem_of_torchvision(name)
-        is_path = is_path and (weights.endswith(_WEIGHT_SUFFIXES) or "/" in weights)
+        is_path = is_path and is_checkpoint_path(weights)
     elif prefix == "encoder" and colon:
         text = _unread(Path(name), f"there is no folder {name}", is_folder=True)
     elif colon:
