@@ -1,6 +1,5 @@
 """Preparation and computation at the same time, from many clients, against exact answers."""
 
-import itertools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,7 +9,7 @@ import torch
 from inferpool import Client
 from tests.e2e.running import Running, asking, running, until
 from tests.gpu.conftest import Devices
-from tests.gpu.device_models import ExactModel, Steps, numbers
+from tests.gpu.device_models import Steps, numbers
 
 MODEL = "tests.gpu.device_models:DeviceFaultModel"
 EXACT = "tests.gpu.device_models:ExactModel"
@@ -73,16 +72,3 @@ def test_every_answer_to_many_clients_is_exact(
     assert batches < num_asked, "each was computed alone"
     record_property("answers compared", num_asked)
     record_property("batches", batches)
-
-
-def test_outputs_of_one_batch_survive_the_next(devices: Devices):
-    """A graph writes each batch's outputs to the same memory."""
-    inputs = torch.stack([numbers(number) for number in range(4)])
-    expected = Steps()(inputs)
-    model = ExactModel()
-    model.load(devices.placement(0))
-    with torch.inference_mode():
-        outputs = [model.forward({"x": row[None].pin_memory()})["y"] for row in inputs]
-        found = [output.cpu()[0] for output in outputs]
-    for one, other in itertools.zip_longest(found, expected):
-        assert torch.equal(one, other)

@@ -1,6 +1,5 @@
 """The folder of a training run as a model."""
 
-import io
 import json
 from pathlib import Path
 
@@ -12,11 +11,10 @@ from safetensors.torch import load_file, save_file
 from inferpool.models.errors import ModelError
 from inferpool.models.example import own_example, shown_example
 from inferpool.models.files.run_folder import RunFolder
-from inferpool.models.item import Item
 from inferpool.models.sources.registry import build
 from inferpool.models.sources.trained import TrainedClassifier
-from inferpool.models.spec import Placement
 from inferpool.models.vision.transforms import ImageTransform
+from tests.models.items import CPU, answers, encoded, image_item
 from tests.run_folders import (
     COLOURS,
     SMALL,
@@ -25,8 +23,6 @@ from tests.run_folders import (
     write_colours,
     write_run,
 )
-
-CPU = Placement(devices=("cpu",))
 
 
 def loaded(source: Path | str, weights: str | None = "DEFAULT") -> TrainedClassifier:
@@ -44,11 +40,7 @@ def colours(tmp_path: Path) -> Path:
 
 
 def label_of(model: TrainedClassifier, data: bytes) -> object:
-    with torch.inference_mode():
-        item = Item(kind="image", payload=memoryview(data))
-        outputs = model.postprocess(model.forward(model.collate([model.preprocess(item)])))
-        (answer,) = model.render_batch(outputs, [{}])
-    assert isinstance(answer, list)
+    (answer,) = answers(model, [image_item(data)])
     return answer[0]["label"]
 
 
@@ -70,9 +62,8 @@ def test_a_run_of_torchvision_answers_as_its_network_does(tmp_path):
 def test_a_class_of_the_users_is_served_with_the_labels_of_its_run(colours):
     model = loaded(colours)
     for label, colour in COLOURS.items():
-        encoded = io.BytesIO()
-        Image.new("RGB", (50, 60), colour).save(encoded, "PNG")
-        assert label_of(model, encoded.getvalue()) == label
+        picture = encoded(Image.new("RGB", (50, 60), colour), "PNG")
+        assert label_of(model, picture) == label
 
 
 def test_other_weights_may_be_given_or_none(colours, tmp_path):
@@ -87,8 +78,7 @@ def test_held_out_images_are_what_presets_are_tried_on_and_people_are_shown(colo
     assert len(model.samples()) == len(model.encoded_samples()) == 24
     labels = [label_of(model, bytes(item.payload)) for item in model.samples()]
     assert labels == [label for label in COLOURS for _ in range(8)]
-    encoded = json.loads(shown_example(model, own_example(model), []))["b64"]
-    assert encoded
+    assert json.loads(shown_example(model, own_example(model), []))["b64"]
 
 
 def test_a_large_example_is_made_small(tmp_path):

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from inferpool.models.item import Features
@@ -11,7 +12,7 @@ from inferpool.models.speed.graphs import Graphed
 from inferpool.models.speed.options import SpeedOptions, TrialTimes
 from inferpool.models.speed.presets import Recast
 from inferpool.models.speed.trial import Trial
-from tests.models.items import AnyModel, loaded
+from tests.models.items import AnyModel, encoded, image_item, loaded, photo
 from tests.small_classifier import SmallClassifier
 
 _LOW_BITS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -117,6 +118,23 @@ class FewSamples(SmallClassifier):
 
     def samples(self):
         return super().samples()[:13]
+
+
+PHOTOS = [image_item(encoded(photo(name))) for name in ("astronaut", "coffee", "chelsea")]
+
+
+class Encoded(FewSamples):
+    """A classifier whose ways to decode are tried on photographs."""
+
+    def encoded_samples(self):
+        return PHOTOS if self.can_be_quick else []
+
+
+class Untried(Encoded):
+    """A classifier whose ways to decode are not to be tried."""
+
+    def encoded_samples(self):
+        pytest.fail("it tries ways to decode")
 
 
 def small() -> SmallClassifier:

@@ -12,7 +12,6 @@ from torch import nn
 from inferpool.models.agreement import LabelTolerance
 from inferpool.models.base import Model
 from inferpool.models.errors import ModelError
-from inferpool.models.item import Item
 from inferpool.models.sources.echo import Echo
 from inferpool.models.sources.modules import ModuleModel
 from inferpool.models.spec import TensorSpec
@@ -205,19 +204,12 @@ def test_a_kept_verdict_that_no_longer_agrees_is_replaced(tmp_path, pace, caplog
     assert VerdictStore(tmp_path).read(found.key) == replace_report(found, measured_s=0.0)
 
 
-@pytest.mark.usefixtures("favoured")
-def test_other_weights_and_another_tolerance_get_verdicts_of_their_own(tmp_path, pace):
-    stages = Stages()
-    choose(pace.small(), pace.options(cache_dir=tmp_path), stages.append)
-    other = pace.small()
+def test_other_weights_and_another_tolerance_get_verdicts_of_their_own(pace):
+    plain, other, stricter = small(), small(), small()
     with torch.no_grad():
         other.network[0].weight[0, 0, 0, 0] += 0.1
-    choose(other, pace.options(cache_dir=tmp_path), stages.append)
-    assert stages.num_measurements == 2
-    stricter = pace.small()
     stricter.tolerance = LabelTolerance(min_lead=0.01)
-    choose(stricter, pace.options(cache_dir=tmp_path), stages.append)
-    assert stages.num_measurements == 3
+    assert len({pace.trial(each).key for each in (plain, other, stricter)}) == 3
 
 
 @pytest.mark.usefixtures("favoured")
@@ -291,9 +283,3 @@ def test_only_one_measures_and_the_others_wait_for_it_to_end_or_for_the_timeout(
 
         with VerdictStore(tmp_path).turn("key", 60, on_wait):
             assert waited == [1]
-
-
-def test_samples_of_a_classifier_are_photographs():
-    items = SmallClassifier().samples()
-    assert len(items) == 60
-    assert all(isinstance(item, Item) and item.kind == "tensors" for item in items)

@@ -8,15 +8,8 @@ from inferpool.models.sources.echo import Echo
 from inferpool.models.speed.choose import choose
 from inferpool.models.speed_names import SpeedReport
 from inferpool.models.vision.transforms import ImageTransform
-from tests.models.items import encoded, image_item, loaded, photo, run
-from tests.models.speed.pace import FewSamples, options, quietly
-
-ITEMS = [encoded(photo(name)) for name in ("astronaut", "coffee", "chelsea")]
-
-
-class Encoded(FewSamples):
-    def encoded_samples(self):
-        return [image_item(data) for data in ITEMS] if self.can_be_quick else []
+from tests.models.items import loaded, run
+from tests.models.speed.pace import PHOTOS, Encoded, Untried, options, quietly
 
 
 class Harsh(Encoded):
@@ -30,13 +23,6 @@ class Turned(Encoded):
 
     def transform_image(self, image):
         return super().transform_image(image.rotate(90))
-
-
-class Untried(Encoded):
-    """A model whose ways to decode are not to be tried."""
-
-    def encoded_samples(self):
-        pytest.fail("it tries ways to decode")
 
 
 @pytest.fixture
@@ -126,7 +112,6 @@ def test_the_next_life_of_a_worker_applies_what_was_chosen():
 def test_fast_decoding_reaches_encoded_images_alone(pace):
     model, exact = pace.of(loaded(Encoded())), loaded(Encoded())
     choose(model, pace.options("exact", decode="fast"), quietly)
-    item = image_item(ITEMS[0])
-    assert not torch.equal(*(run(each, [item])["probabilities"] for each in (model, exact)))
+    assert not torch.equal(*(run(each, PHOTOS[:1])["probabilities"] for each in (model, exact)))
     pixels = model.samples()[:2]
     assert torch.equal(*(run(each, pixels)["probabilities"] for each in (model, exact)))

@@ -13,8 +13,7 @@ from inferpool.models.speed_names import SpeedReport
 from inferpool.models.tolerance import ValueTolerance
 from inferpool.workers.speed.worker_side import CompileError
 from tests.models.items import loaded, run
-from tests.models.speed.pace import FewSamples, LoadedPackage, quietly
-from tests.models.speed.test_decoding import Encoded
+from tests.models.speed.pace import Encoded, FewSamples, LoadedPackage, quietly
 
 
 @pytest.fixture(autouse=True)

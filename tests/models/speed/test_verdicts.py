@@ -15,7 +15,6 @@ import torch
 from inferpool.models.speed.choose import choose
 from inferpool.models.speed.verdicts import VerdictStore
 from inferpool.models.speed_names import SpeedReport
-from tests.models.items import run
 from tests.models.speed.pace import Pace, quietly, small
 
 REPORT = SpeedReport(preset="folded", gain=2.0, key="key", note="as good as exact")
@@ -98,20 +97,6 @@ def test_a_damaged_package_is_made_again(tmp_path: Path, damage: str):
         DAMAGES[damage](path)
         assert store.package("key", "compiled") is None
         assert VerdictStore(tmp_path).package("key", "compiled") is None
-
-
-@pytest.mark.usefixtures("favoured")
-def test_a_choice_with_a_damaged_cache_answers_as_with_none(tmp_path: Path, pace: Pace):
-    want = run(small(), small().samples())["probabilities"]
-    first = choose(pace.small(), pace.options(cache_dir=tmp_path), quietly)
-    for damage in (flip_a_bit, DAMAGES["nested"], put_folder):
-        for path in tmp_path.glob("*.json"):
-            damage(path)
-        model = pace.small()
-        again = choose(model, pace.options(cache_dir=tmp_path), quietly)
-        assert (again.preset, again.deviation) == (first.preset, first.deviation)
-        found = run(model, model.samples())["probabilities"]
-        assert (found - want).abs().max() <= 0.02
 
 
 _LOAD = """

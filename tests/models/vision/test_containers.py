@@ -1,4 +1,3 @@
-import contextlib
 import io
 
 import pytest
@@ -62,12 +61,3 @@ def test_tiles_of_the_usual_size_are_taken_for_small_pictures():
         decode_image(data)
     with pytest.raises(InputError, match="16 x 16 pixels is in tiles of 2000 x 2000"):
         decode_image(bombs.wide_tile(2000))
-
-
-@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP"])
-@pytest.mark.filterwarnings("ignore::UserWarning:PIL")
-def test_every_prefix_of_a_picture_is_a_picture_or_refused(form):
-    data = encoded(CHELSEA.resize((12, 8)), form)
-    for end in range(len(data)):
-        with contextlib.suppress(InputError):
-            assert decode_image(data[:end]).size == (12, 8)

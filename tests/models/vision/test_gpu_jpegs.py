@@ -277,15 +277,6 @@ def test_where_the_gpu_refuses_the_cpu_says_which_is_at_fault(model, decoder):
     assert (pixels.int() - SMALL.pixels(decode_image(good)).int()).abs().max() <= 2
 
 
-def test_a_lack_of_memory_is_for_the_worker_to_handle(model):
-    def decode(jpegs):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    jpeg = torch.frombuffer(bytearray(encoded(COFFEE)), dtype=torch.uint8)
-    with pytest.raises(torch.OutOfMemoryError):
-        GpuJpegs(decode, SMALL).pixels([jpeg], model._quick_pixels)
-
-
 def test_without_a_gpu_nothing_of_this_is_used():
     assert decoder_on(torch.device("cpu")) is None
     model = loaded(SmallClassifier())

@@ -16,33 +16,11 @@ from tests.models.reference import ImageClassification, InterpolationMode
 SMALL = ImageTransform(resize=36, crop=32)
 
 
-@pytest.mark.parametrize("size", [(451, 300), (300, 451), (256, 256), (224, 500), (97, 31), (1, 3)])
-@pytest.mark.parametrize(
-    ("resize", "crop", "interpolation"),
-    [
-        (256, 224, "BILINEAR"),
-        (232, 224, "BICUBIC"),
-        (224, 224, "LANCZOS"),
-        (257, 224, "BILINEAR"),
-        (64, 96, "BILINEAR"),
-        (65, 96, "NEAREST"),
-    ],
-)
-def test_the_transform_equals_torchvisions_preset_exactly(size, resize, crop, interpolation):
-    image = photo("chelsea").resize(size)
-    ours = ImageTransform(resize=resize, crop=crop, interpolation=Image.Resampling[interpolation])
-    preset = ImageClassification(
-        crop_size=crop, resize_size=resize, interpolation=InterpolationMode[interpolation]
-    )
-    normalized = Normalize(ours)(ours.pixels(image)[None])[0]
-    assert torch.equal(normalized, preset(image))
-
-
 @settings(max_examples=80)
 @given(
     width=st.integers(1, 300),
     height=st.integers(1, 300),
-    edges=st.sampled_from([(64, 56), (64, 64), (58, 56), (48, 32)]),
+    edges=st.sampled_from([(64, 56), (64, 64), (58, 56), (48, 32), (64, 96), (65, 96)]),
     interpolation=st.sampled_from(["NEAREST", "BILINEAR", "BICUBIC", "LANCZOS"]),
 )
 @example(width=384, height=256, edges=(64, 56), interpolation="BICUBIC")
@@ -58,11 +36,9 @@ def test_the_transform_equals_torchvisions_for_every_size(width, height, edges, 
         crop_size=crop,
         resize_size=resize,
         interpolation=InterpolationMode[interpolation],
-        mean=(0, 0, 0),
-        std=(1, 1, 1),
     )
-    pixels = ours.pixels(image).permute(2, 0, 1)
-    assert torch.equal(pixels / 255, preset(image))
+    normalized = Normalize(ours)(ours.pixels(image)[None])[0]
+    assert torch.equal(normalized, preset(image))
 
 
 @settings(max_examples=40)
