@@ -118,34 +118,6 @@ def test_answers_are_exact_however_far_the_device_lags(num_threads: int):
         before = batch, values
 
 
-def test_outputs_that_nobody_waits_for_are_wrong_here(monkeypatch: pytest.MonkeyPatch):
-    computer = computer_of(AheadModel())
-    monkeypatch.setattr(HandOver, "wait", lambda _: None)
-    monkeypatch.setattr(HandOver, "seconds_since", lambda *_: 0.0)
-    with torch.sim.held():
-        batch = prepared(computer, numbers(1, 2))
-        computer.launch(batch)
-        assert answers(computer, batch) != [2, 4]
-
-
-def test_batch_that_is_not_handed_over_is_wrong_here(monkeypatch: pytest.MonkeyPatch):
-    streams: list[torch.Stream] = []
-
-    class Noting(AheadModel):
-        def collate(self, instances: Sequence[Features]) -> Features:
-            streams.append(torch.sim.current_stream())
-            return super().collate(instances)
-
-    computer = computer_of(Noting())
-    assert answers(computer, prepared(computer, numbers(1))) == [2]
-    monkeypatch.setattr(HandOver, "take", lambda *_: None)
-    with torch.sim.held(streams[0]):
-        batch = prepared(computer, numbers(1, 2))
-        computer.launch(batch)
-        torch.sim.current_stream().synchronize()
-        assert answers(computer, batch) != [2, 4]
-
-
 def test_model_that_does_not_say_that_it_can_gets_its_batch_on_the_host():
     class Keeping(AheadModel):
         def forward(self, batch: Features) -> Features:

@@ -6,14 +6,13 @@ import socket
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from inferpool.models.speed_names import SpeedReport
 from inferpool.workers.host.devices import Host
-from inferpool.workers.host.engine import WorkerHandle, WorkerId
+from inferpool.workers.host.engine import WorkerId
 from inferpool.workers.host.local import LocalEngine
 from inferpool.workers.remote.agent import Agent, Dialing
 from inferpool.workers.remote.host import RemoteHost
@@ -103,26 +102,6 @@ async def running(*agents: Agent) -> AsyncIterator[None]:
         for agent in agents:
             agent.stop()
         await asyncio.gather(*tasks)
-
-
-@contextlib.asynccontextmanager
-async def connected(
-    arena: Arena, *names: str, tls: tuple[ssl.SSLContext, ssl.SSLContext] | None = None
-) -> AsyncIterator[tuple[RemoteHosts, HostNotes]]:
-    """Run a front end with agents that have joined, "h" if none is named."""
-    server, client = tls or (None, None)
-    hosts, watcher = open_front(arena, tls=server)
-    names = names or ("h",)
-    agents = [make_agent(hosts.address, name, tls=client) for name in names]
-    async with running(*agents):
-        await until(lambda: set(hosts.hosts) == set(names))
-        try:
-            yield hosts, watcher
-        finally:
-            for agent in agents:
-                agent.stop()
-            await until(lambda: not hosts.hosts)
-            await hosts.close()
 
 
 def ready_of(**changes: object) -> Ready:
@@ -239,37 +218,3 @@ async def front(
         yield hosts, watcher
     finally:
         await hosts.close()
-
-
-class JoinedHosts:
-    """Hosts that join once an event loop runs, and leave when it ends: for fixtures."""
-
-    def __init__(self, arena: Arena, *names: str) -> None:
-        self._arena = arena
-        self._names = names
-        self._task: asyncio.Task[None] | None = None
-        self._joined: asyncio.Future[RemoteHosts]
-
-    async def get(self) -> RemoteHosts:
-        if self._task is None:
-            self._joined = asyncio.get_running_loop().create_future()
-            self._task = asyncio.create_task(self._run())
-        return await self._joined
-
-    async def _run(self) -> None:
-        async with connected(self._arena, *self._names) as (hosts, _):
-            self._joined.set_result(hosts)
-            await asyncio.Event().wait()  # until this task is cancelled
-
-
-class OnHost:
-    """An engine that starts all workers on one host."""
-
-    def __init__(self, hosts: RemoteHosts, name: str = "h") -> None:
-        self.hosts = hosts
-        self.name = name
-
-    async def start(
-        self, id: WorkerId, config: WorkerConfig, on_progress: Callable[[str], None]
-    ) -> WorkerHandle:
-        return await self.hosts.start(id, replace(config, host=self.name), on_progress)

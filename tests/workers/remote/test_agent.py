@@ -22,7 +22,6 @@ from tests.workers.remote.cluster import (
     PATIENCE_S,
     LoadedWorker,
     LoadingEngine,
-    OnHost,
     front,
     make_agent,
     running,
@@ -69,8 +68,8 @@ def nobody() -> tuple[str, int]:
         return server.getsockname()
 
 
-async def started(hosts: RemoteHosts, config: WorkerConfig | None = None) -> RemoteWorker:
-    return await OnHost(hosts).start(ID, config or config_of(), lambda _: None)  # type: ignore[return-value]
+async def started(hosts: RemoteHosts) -> RemoteWorker:
+    return await hosts.hosts["h"].start(ID, config_of(), lambda _: None)
 
 
 async def test_addresses_are_tried_in_turn_and_the_last_one_first(
