@@ -1,9 +1,7 @@
 """A front end and agents of hosts as processes, while each of them is killed, stopped and ended."""
 
 import contextlib
-import os
 import signal
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,11 +12,10 @@ import pytest
 
 from tests.certificates import make_authority, make_signed
 from tests.e2e.hosts import KEYS, RunningCluster, agent_at, cluster
-from tests.e2e.running import ROOT, Running, asking, faulty, left_over, until
+from tests.e2e.running import Running, asking, faulty, left_over, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-LEASE_S = 3.0
 PATIENCE_S = 150.0
 """How long a call may take whose hosts all start anew meanwhile."""
 
@@ -79,9 +76,9 @@ def ask(made: RunningCluster) -> httpx.Response:
     return made.service.ask({"n": 21})
 
 
-def is_refusal(line: dict[str, object], word: str) -> bool:
+def is_refusal(line: dict[str, object]) -> bool:
     message = str(line["message"])
-    return "refused" in message and word in message
+    return "refused" in message and "key" in message
 
 
 def test_each_host_computes_and_health_tells_where(pair: RunningCluster):
@@ -124,17 +121,6 @@ def test_work_of_a_stopped_host_goes_to_others_and_it_comes_back_with_what_it_ha
     assert all(map(ok, answers)), [each.text for each in answers if not ok(each)]
     assert pid_on(pair, "a") == before
     pair.agents["a"].wait_for_log("is used again")
-
-
-@pytest.mark.measures
-def test_a_pause_that_is_shorter_than_the_lease_loses_nothing(pair: RunningCluster):
-    epoch = pair.hosts()["a"]["epoch"]
-    send_all(pair.agents["a"], signal.SIGSTOP)
-    time.sleep(LEASE_S / 3)
-    send_all(pair.agents["a"], signal.SIGCONT)
-    with ThreadPoolExecutor(4) as pool:
-        assert all(pool.map(lambda _: ok(ask(pair)), range(20)))
-    assert pair.hosts()["a"]["epoch"] == epoch
 
 
 def test_a_front_end_that_is_killed_and_started_again_loads_nothing(
@@ -208,21 +194,12 @@ def test_an_agent_that_is_told_to_end_leaves_without_a_lost_request(pair: Runnin
     pair.start_agent("b")
 
 
-@pytest.mark.parametrize("what", ["key", "version"])
-def test_an_agent_that_does_not_belong_is_refused_and_both_sides_say_why(
-    pair: RunningCluster, what: str, tmp_path: Path
-):
+def test_an_agent_with_another_key_is_refused_and_both_sides_say_why(pair: RunningCluster):
     env = {"INFERPOOL_CLUSTER_KEYS": "the-key-of-another-cluster"}
-    if what == "version":
-        about = tmp_path / "inferpool-0.0.1.dist-info" / "METADATA"
-        about.parent.mkdir()
-        about.write_text("Metadata-Version: 2.1\nName: inferpool\nVersion: 0.0.1\n")
-        env = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     with agent_at(f"127.0.0.1:{pair.port}", "stranger", "--once", env=env) as stranger:
         assert stranger.wait() == 1
-        word = "key" if what == "key" else "0.0.1"
         for each in (stranger, pair.service):
-            until(lambda log=each.log: any(is_refusal(line, word) for line in log))
+            until(lambda log=each.log: any(is_refusal(line) for line in log))
     assert "stranger" not in pair.hosts()
 
 
