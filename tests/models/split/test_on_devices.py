@@ -18,6 +18,7 @@ from inferpool.models.split.pipeline import Pipeline
 from tests.busy_stages import BUSY_S, BusyStage, busy_pair, rows_for
 from tests.models.split import networks
 from tests.models.split.rank_processes import RaisedError, RankProcesses
+from tests.models.split.test_pipeline import assert_equal
 from tests.models.split.test_tensor import whole
 from tests.simulated_accelerator.fake_nvml import nvmlDeviceGetComputeRunningProcesses, nvmlInit
 
@@ -36,11 +37,6 @@ def ranks(request):
 def tensor_pair(request):
     with RankProcesses(2, request.param, split="tensor") as pair:
         yield pair
-
-
-def assert_equal(got, expected):
-    assert got.shape == expected.shape
-    assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 def bound_devices(state):
