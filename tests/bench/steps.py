@@ -28,10 +28,11 @@ from inferpool.service.api.exchange import Predict
 from inferpool.service.api.wire.protocol import PredictProtocol
 from inferpool.service.telemetry.metrics import Metrics, recorder
 from inferpool.workers.host.engine import WorkerId
+from inferpool.workers.host.local_worker import PrivateQueue
 from inferpool.workers.shared.arena import Arena
 from inferpool.workers.shared.messages import BatchDone, FromWorker, Stored, TensorBlob
 from inferpool.workers.shared.outputs import OutputRegion, OutputStore
-from inferpool.workers.shared.queues import FrameReader, PrivateQueue
+from inferpool.workers.shared.queues import FrameReader
 from inferpool.workers.shared.worker_queue import WorkerQueue
 from tests.bench.frame import Benchmark, Cell, benchmark
 from tests.fakes import FakeWorker

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from inferpool.service.queue.batcher import Batcher, Bucket
 from inferpool.service.queue.instance import NO_TICK
 from inferpool.service.queue.ledger import TICK_S, Deadlines
+from inferpool.workers.host.local_worker import PrivateQueue
 from inferpool.workers.shared.messages import UNREADABLE, BatchDone, FromWorker, ItemRef
-from inferpool.workers.shared.queues import FrameError, FrameReader, PrivateQueue
+from inferpool.workers.shared.queues import FrameError, FrameReader
 from tests.virtual_time import run_in_virtual_time
 
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, Pipe
 from multiprocessing.process import BaseProcess
 from typing import Protocol
 
@@ -37,6 +37,7 @@ from inferpool.workers.host.engine import (
 )
 from inferpool.workers.host.error_guard import ErrorGuard
 from inferpool.workers.host.observed import EXIT_AFTER_EOF_S, ObservedProcess, OomKills
+from inferpool.workers.inside import entry
 from inferpool.workers.shared.config import WorkerConfig
 from inferpool.workers.shared.errors import WorkerLostError, WorkerStartError
 from inferpool.workers.shared.heartbeat import HeartbeatReader
@@ -55,7 +56,7 @@ from inferpool.workers.shared.messages import (
     StartProgress,
 )
 from inferpool.workers.shared.outputs import OutputRegion, StoredError
-from inferpool.workers.shared.queues import FrameError, FrameReader, FrameWriter, PrivateQueue
+from inferpool.workers.shared.queues import FrameError, FrameReader, FrameWriter
 from inferpool.workers.shared.stacks import Stacks
 
 logger = logging.getLogger(__name__)
@@ -77,12 +78,35 @@ _MAX_SHARE = 0.02
 _CANARY_SLOWER = 20.0
 """Factor by which a canary may take longer than the one before, since hosts get busy."""
 _MAX_FAILURES = 2
+_PIPE_BYTES = 1 << 20
+"""Requested pipe size; the kernel may give less once a user has many pipes open."""
+_F_SETPIPE_SZ = 1031
+"""linux/fcntl.h; the fcntl module has it on Linux from Python 3.10 on."""
 _STALLED_S = 3.0
 """Seconds without a heartbeat; an idle process beats every second."""
 PAUSE_S = 0.5
 """Delay of the watch that only a pause of the whole host explains, not one of this loop."""
 Program = tuple[Callable[..., None], tuple[object, ...]]
 """Entry point of a process, and its arguments."""
+
+
+class PrivateQueue:
+    """A queue with one end here; the other end goes to the process that it is passed to."""
+
+    def __init__(self) -> None:
+        self.reader: Connection
+        self.writer: Connection
+        self.reader, self.writer = Pipe(duplex=False)
+        _widen(self.writer.fileno())
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Become a queue of torch.multiprocessing in the worker."""
+        return entry.queue_of, (self.reader, self.writer)
+
+    def close(self) -> None:
+        """Close the ends that are still open here."""
+        self.reader.close()
+        self.writer.close()
 
 
 class RankListener(Protocol):
@@ -695,8 +719,6 @@ class LocalWorker:
 
     def program_of(self, rank: RankProcess, arena: object) -> Program:
         """Return what one of its processes runs; the arena is the memory with the payloads."""
-        from inferpool.workers.inside import entry
-
         queues = self.inbox, rank.outbox
         memory = arena, rank.heartbeat.memory, self.outputs.memory
         ends = {name: each.worker_end for name, each in self.attachments.items()}
@@ -938,3 +960,12 @@ class LocalWorker:
             rank.close()
         self.inbox.close()
         self.outputs.close()
+
+
+def _widen(fd: int) -> None:
+    try:
+        import fcntl
+
+        fcntl.fcntl(fd, _F_SETPIPE_SZ, _PIPE_BYTES)
+    except (ImportError, OSError):
+        return  # the default of 64 KiB works too, with more reads

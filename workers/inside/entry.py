@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from mmap import mmap
+from multiprocessing.connection import Connection
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,13 @@ from inferpool.workers.shared.threads import spin_briefly
 
 if TYPE_CHECKING:
     from inferpool.workers.shared.worker_queue import WorkerQueue
+
+
+def queue_of(reader: Connection, writer: Connection) -> "WorkerQueue":
+    """Return the end of a `PrivateQueue` in the process that it was passed to."""
+    from inferpool.workers.shared.worker_queue import WorkerQueue
+
+    return WorkerQueue(reader, writer)
 
 
 def begin(stacks: int) -> None:

@@ -13,39 +13,10 @@ import os
 import struct
 from collections import deque
 from collections.abc import Iterable, Iterator
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Connection
 
 MAX_FRAME_BYTES = 1 << 30
 _READ_BYTES = 1 << 18
-_PIPE_BYTES = 1 << 20
-"""Requested pipe size; the kernel may give less once a user has many pipes open."""
-_F_SETPIPE_SZ = 1031
-"""linux/fcntl.h; the fcntl module has it on Linux from Python 3.10 on."""
-
-
-class PrivateQueue:
-    """A queue with one end here; the other end goes to the process that it is passed to."""
-
-    def __init__(self) -> None:
-        self.reader: Connection
-        self.writer: Connection
-        self.reader, self.writer = Pipe(duplex=False)
-        _widen(self.writer.fileno())
-
-    def __reduce__(self) -> tuple[object, ...]:
-        """Become a queue of torch.multiprocessing in the worker."""
-        return _in_worker, (self.reader, self.writer)
-
-    def close(self) -> None:
-        """Close the ends that are still open here."""
-        self.reader.close()
-        self.writer.close()
-
-
-def _in_worker(reader: Connection, writer: Connection) -> object:
-    from inferpool.workers.shared.worker_queue import WorkerQueue
-
-    return WorkerQueue(reader, writer)
 
 
 class FrameReader:
@@ -181,12 +152,3 @@ def _parse_head(buffer: bytearray, max_frame_bytes: int) -> tuple[int, int | Non
     if not 0 <= length <= max_frame_bytes:
         raise FrameError(f"a frame of {length} bytes")
     return start, length
-
-
-def _widen(fd: int) -> None:
-    try:
-        import fcntl
-
-        fcntl.fcntl(fd, _F_SETPIPE_SZ, _PIPE_BYTES)
-    except (ImportError, OSError):
-        return  # the default of 64 KiB works too, with more reads

@@ -65,7 +65,7 @@ def test_process_that_a_model_forks_writes_to_the_stream_and_sends_nothing():
     code = (
         "import logging, os, signal, sys\n"
         "from inferpool.workers.inside import own_process\n"
-        "from inferpool.workers.shared.queues import PrivateQueue\n"
+        "from inferpool.workers.host.local_worker import PrivateQueue\n"
         "from inferpool.workers.shared.worker_queue import WorkerQueue\n"
         "own_process._guard = lambda heartbeat: None\n"
         "queue = PrivateQueue()\n"

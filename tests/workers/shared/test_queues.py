@@ -4,7 +4,8 @@ import os
 
 import pytest
 
-from inferpool.workers.shared.queues import FrameError, FrameReader, FrameWriter, PrivateQueue
+from inferpool.workers.host.local_worker import PrivateQueue
+from inferpool.workers.shared.queues import FrameError, FrameReader, FrameWriter
 
 
 def frames_of(reader: FrameReader) -> list[bytes]:

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
+from inferpool.workers.host.local_worker import PrivateQueue
 from inferpool.workers.shared.messages import Batch, FromWorker, ItemRef, LogLine
-from inferpool.workers.shared.queues import FrameReader, FrameWriter, PrivateQueue
+from inferpool.workers.shared.queues import FrameReader, FrameWriter
 from inferpool.workers.shared.worker_queue import WorkerQueue
 
 encode = msgspec.msgpack.encode
