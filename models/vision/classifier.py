@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
-from inferpool.models.agreement import LabelTolerance
 from inferpool.models.base import Model
 from inferpool.models.errors import InputError, ModelError
 from inferpool.models.inputs import (
@@ -29,6 +28,7 @@ from inferpool.models.inputs import (
     place_of_non_finite,
 )
 from inferpool.models.item import Features, Item
+from inferpool.models.label_tolerance import LabelTolerance
 from inferpool.models.spec import Decoding, Placement, TensorHeader, TensorSpec
 from inferpool.models.tolerance import Tolerance
 from inferpool.models.vision.gpu_jpegs import GpuJpegs, decoder_on

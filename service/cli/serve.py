@@ -8,9 +8,9 @@ from pathlib import Path
 from inferpool.service.cli.flags import settings_in
 from inferpool.service.cli.starting import CANNOT_START, NoRoomError, prepared
 from inferpool.service.settings.loader import LoadedSettings, load, secret_variables
+from inferpool.service.settings.model_sources import modules_to_preload
 from inferpool.service.settings.names import FlagError, SettingsError
 from inferpool.service.settings.settings import Settings
-from inferpool.service.settings.sources import modules_to_preload
 from inferpool.service.settings.tls import CLUSTER, TlsError, mutual_context, server_context
 from inferpool.service.settings.unloadable import check_loadable
 

@@ -22,8 +22,8 @@ from inferpool.service.embedded.arguments import ServedModels, read_arguments
 from inferpool.service.errors import StartError
 from inferpool.service.service import ClosableEngine, Service
 from inferpool.service.settings.loader import LoadedSettings
+from inferpool.service.settings.model_sources import modules_to_preload
 from inferpool.service.settings.names import StateFileError
-from inferpool.service.settings.sources import modules_to_preload
 from inferpool.service.telemetry.console import Console
 from inferpool.workers.host.devices import DeviceError, find_host
 from inferpool.workers.host.local import LocalEngine, guest_forkserver

@@ -14,6 +14,13 @@ from inferpool.models.files.reading import read_file
 from inferpool.service.client.keys import keys_in
 from inferpool.service.settings.keys import Keys, digest_of
 from inferpool.service.settings.model import MODEL_NAME, ModelSettings
+from inferpool.service.settings.model_sources import (
+    DEFAULT_SOURCE,
+    did_you_mean,
+    is_source,
+    slug,
+    source_hint,
+)
 from inferpool.service.settings.names import (
     FLAGS,
     KEY_SETTINGS,
@@ -35,13 +42,6 @@ from inferpool.service.settings.problems import (
     with_ways,
 )
 from inferpool.service.settings.settings import Settings
-from inferpool.service.settings.sources import (
-    DEFAULT_SOURCE,
-    did_you_mean,
-    is_source,
-    slug,
-    source_hint,
-)
 from inferpool.service.settings.tracing import (
     HEADER_VARIABLES,
     TraceHeaders,

@@ -19,7 +19,7 @@ from inferpool.service.settings.bounds import (
     Text,
     Tries,
 )
-from inferpool.service.settings.sources import (
+from inferpool.service.settings.model_sources import (
     is_source,
     source_hint,
 )

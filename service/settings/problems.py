@@ -13,9 +13,9 @@ from pydantic.fields import FieldInfo
 from inferpool.service.client.urls import without_password
 from inferpool.service.settings.keys import Keys
 from inferpool.service.settings.model import ModelSettings
+from inferpool.service.settings.model_sources import did_you_mean
 from inferpool.service.settings.names import FLAGS, GONE, PREFIX, Key, dotted, way_to_set
 from inferpool.service.settings.settings import Settings
-from inferpool.service.settings.sources import did_you_mean
 from inferpool.service.settings.tracing import TraceHeaders
 
 PIPE_WAIT_S = 10.0

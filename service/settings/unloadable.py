@@ -33,9 +33,9 @@ from inferpool.models.files.modules import (
 )
 from inferpool.models.files.run_folder import RunFolder, is_run, read_card
 from inferpool.service.settings.model import ModelSettings
+from inferpool.service.settings.model_sources import is_run_source, torchvision_classifiers
 from inferpool.service.settings.names import SettingsError, dotted, place_of
 from inferpool.service.settings.settings import Settings
-from inferpool.service.settings.sources import is_run_source, torchvision_classifiers
 
 Problem = tuple[Literal["source", "weights"], str]
 """The setting that is wrong, and why."""

@@ -25,9 +25,9 @@ from inferpool.service.settings.bounds import (
 from inferpool.service.settings.draft import from_text, toml_value
 from inferpool.service.settings.loader import read_table, write_toml
 from inferpool.service.settings.model import SettingsTable
+from inferpool.service.settings.model_sources import did_you_mean
 from inferpool.service.settings.names import Key, SettingsError
 from inferpool.service.settings.problems import expected, shown
-from inferpool.service.settings.sources import did_you_mean
 from inferpool.workers.host.devices import parse_devices
 
 YAML_SUFFIXES = (".yaml", ".yml")

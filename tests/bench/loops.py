@@ -19,8 +19,8 @@ import torch
 from PIL import Image, ImageOps
 from skimage import data
 
-from inferpool.models.agreement import LabelTolerance, expected_agreement
 from inferpool.models.item import Item
+from inferpool.models.label_tolerance import LabelTolerance, expected_agreement
 from inferpool.models.sources.registry import build
 from inferpool.models.spec import Placement
 from inferpool.models.speed.presets import prepare, presets_for

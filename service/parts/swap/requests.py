@@ -8,9 +8,9 @@ from pydantic import Field, ValidationError
 from inferpool.service.errors import ConflictError, InvalidInputError
 from inferpool.service.settings.bounds import MAX_MODELS, Ratio, SecondsOrZero, Text
 from inferpool.service.settings.model import MODEL_NAME, ModelSettings, SettingsTable
+from inferpool.service.settings.model_sources import did_you_mean
 from inferpool.service.settings.names import GONE
 from inferpool.service.settings.problems import expected, shown
-from inferpool.service.settings.sources import did_you_mean
 
 Policy = Literal["verified", "shadow", "canary", "force"]
 _MOST_SETTINGS = 100

@@ -9,9 +9,9 @@ import torch
 from msgspec.structs import replace as replace_report
 from torch import nn
 
-from inferpool.models.agreement import LabelTolerance
 from inferpool.models.base import Model
 from inferpool.models.errors import ModelError
+from inferpool.models.label_tolerance import LabelTolerance
 from inferpool.models.sources.echo import Echo
 from inferpool.models.sources.modules import ModuleModel
 from inferpool.models.spec import TensorSpec

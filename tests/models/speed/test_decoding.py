@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from inferpool.models.agreement import LabelTolerance
 from inferpool.models.base import Model
 from inferpool.models.errors import ModelError
+from inferpool.models.label_tolerance import LabelTolerance
 from inferpool.models.sources.echo import Echo
 from inferpool.models.speed.choose import choose
 from inferpool.models.speed_names import SpeedReport

@@ -16,7 +16,7 @@ import pytest
 from inferpool.models.files.kinds import KINDS, kind_of
 from inferpool.service.checks.weights import weights_file
 from inferpool.service.settings.model import ModelSettings
-from inferpool.service.settings.sources import modules_to_preload, torchvision_classifiers
+from inferpool.service.settings.model_sources import modules_to_preload, torchvision_classifiers
 from inferpool.service.settings.unloadable import problem_of
 from tests.run_folders import TINY, write_run
 

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 
 from inferpool.models.tolerance import Agreement
-from inferpool.models.tolerance import Tolerance as Tolerance
-from inferpool.models.tolerance import ValueTolerance as ValueTolerance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

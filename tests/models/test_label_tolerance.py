@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from inferpool.models.agreement import LabelTolerance, ValueTolerance, expected_agreement
+from inferpool.models.label_tolerance import LabelTolerance, expected_agreement
+from inferpool.models.tolerance import ValueTolerance
 
 
 def probabilities(num_samples=200, seed=0):

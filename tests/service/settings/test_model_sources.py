@@ -5,7 +5,7 @@ import pytest
 from inferpool.models.attached import MODEL_FILE_SUFFIXES, WEIGHT_FILE_SUFFIXES
 from inferpool.models.errors import ModelError
 from inferpool.models.sources import registry
-from inferpool.service.settings.sources import (
+from inferpool.service.settings.model_sources import (
     is_run_source,
     is_source,
     modules_to_preload,
