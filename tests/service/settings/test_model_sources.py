@@ -72,12 +72,18 @@ def registry_error(source: str) -> ModelError:
     return error.value
 
 
-def test_what_the_network_of_a_run_imports_is_imported_early(tmp_path, installed):
+@pytest.fixture
+def runs(tmp_path: Path) -> None:
+    """Write the folders of runs, with the real torchvision."""
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken/card.json").write_text("{")
     write_run(tmp_path / "run")
     write(tmp_path, net="import timm")
     write_run(tmp_path / "own", model="net:Net", weights={})
+
+
+@pytest.mark.usefixtures("runs", "installed")
+def test_what_the_network_of_a_run_imports_is_imported_early(tmp_path):
     for sources, found in (
         (["./run/"], ["torchvision"]),
         ([str(tmp_path / "run")], ["torchvision"]),
