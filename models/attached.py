@@ -3,6 +3,7 @@
 The code of each call imports none of it, and finds it here by name.
 """
 
+from collections.abc import Iterable
 from pkgutil import resolve_name
 from typing import Any
 
@@ -39,6 +40,20 @@ CARD_FILE = "card.json"
 """The file that marks the folder of a training run."""
 MODEL_FILE_SUFFIXES = (".pt2", ".pt", ".ts", ".torchscript")
 WEIGHT_FILE_SUFFIXES = (".pth", ".safetensors")
+_OF_NETWORKS = ("weights", "speed preset")
+
+
+def modules_of(sources: Iterable[str]) -> list[str]:
+    """Return the modules of ours that workers should find imported, for models of some sources."""
+    names: dict[str, None] = {}
+    for source in sources:
+        if source == "echo":
+            names |= dict.fromkeys(("echo",))
+            continue
+        is_class = ":" in source and f"{source.partition(':')[0]}:" not in SOURCES
+        pictures = () if is_class else ("efficientnet_lite0",)
+        names |= dict.fromkeys((*pictures, "package.module:Class", *_OF_NETWORKS))
+    return [(SOURCES | OTHERS)[name].partition(":")[0] for name in names]
 
 
 def attached(name: str) -> Any:

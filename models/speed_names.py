@@ -52,6 +52,10 @@ agrees, and beside `speed = "exact"`.
 """
 
 
+NO_NETWORK = "no float32 network to change"
+"""The note of a report on a model without a network that presets could change."""
+
+
 class SpeedReport(msgspec.Struct, frozen=True, kw_only=True):
     """The preset that a worker serves with, and how it compares with `exact`."""
 

@@ -1,4 +1,7 @@
-"""Builds the service, its front ends and the HTTP application, and connects them."""
+"""Builds the service, its front ends and the HTTP application, and connects them.
+
+A part is imported only where the settings ask for it.
+"""
 
 import asyncio
 import gc
@@ -31,6 +34,7 @@ from inferpool.service.api.wire.listening import (
 )
 from inferpool.service.api.wire.protocol import PredictProtocol
 from inferpool.service.api.wire.server import Server
+from inferpool.service.catalog.catalog import ModelVersion
 from inferpool.service.checks.memory import needs_of_worker
 from inferpool.service.checks.quick import check_quickly
 from inferpool.service.endpoint import (
@@ -44,27 +48,12 @@ from inferpool.service.endpoint import (
 from inferpool.service.errors import StartError
 from inferpool.service.example import try_or_ask
 from inferpool.service.parts.admin.operations import Operations
-from inferpool.service.parts.admin.routes import admin_router
-from inferpool.service.parts.cluster.door import ClusterDoor, open_door
-from inferpool.service.parts.cluster.hosts import Cluster
-from inferpool.service.parts.cluster.shown import ShownHosts
-from inferpool.service.parts.fronts.forwarded import forwarded_config
-from inferpool.service.parts.fronts.fronts import Fronts
 from inferpool.service.parts.fronts.number import number_of_fronts
 from inferpool.service.parts.fronts.only_front import OnlyFront
-from inferpool.service.parts.jobs.http.routes import jobs_router
-from inferpool.service.parts.jobs.jobs import Jobs, make_jobs
 from inferpool.service.parts.live.events import HostState
-from inferpool.service.parts.live.page import Page
 from inferpool.service.parts.live.sampler import LiveFeed, events_router
-from inferpool.service.parts.objective import add_objective
 from inferpool.service.parts.speed import SpeedCache, SpeedSearch
-from inferpool.service.parts.swap.changes import Changes
-from inferpool.service.parts.swap.requests import request_schemas
-from inferpool.service.parts.swap.room import Room
-from inferpool.service.parts.swap.routes import models_router
-from inferpool.service.parts.turns.gate import DeviceGate
-from inferpool.service.parts.watched.model_folder import ModelFolder
+from inferpool.service.parts.swap.shown import ShownModels
 from inferpool.service.service import ClosableEngine, Part, Service
 from inferpool.service.settings.loader import LoadedSettings, json_of
 from inferpool.service.settings.problems import with_ways
@@ -77,7 +66,6 @@ from inferpool.service.telemetry.console import Console
 from inferpool.service.telemetry.metrics import Metrics, Reading
 from inferpool.service.telemetry.raw_output import RawOutput
 from inferpool.service.telemetry.versions import version_of
-from inferpool.workers.host.device_memory import DeviceMemory
 from inferpool.workers.host.devices import DeviceError, Host, find_host
 from inferpool.workers.host.local import LocalEngine
 from inferpool.workers.shared.arena import Arena
@@ -85,6 +73,12 @@ from inferpool.workers.shared.cgroups import processes_left
 from inferpool.workers.speed.host_side import search as find_speed
 
 if TYPE_CHECKING:
+    from inferpool.service.parts.admin.operations import HostSpeed
+    from inferpool.service.parts.cluster.door import ClusterDoor
+    from inferpool.service.parts.cluster.shown import ShownHosts
+    from inferpool.service.parts.jobs.jobs import Jobs
+    from inferpool.service.parts.swap.changes import Changes
+    from inferpool.service.parts.swap.room import Room
     from inferpool.service.parts.tracing.tracer import Tracer
 
 logger = logging.getLogger(__name__)
@@ -122,7 +116,7 @@ def run(
             logger.warning("%s", warning)
         try:
             listener = listen(settings.host, settings.port)
-            door = open_door(settings)
+            door = _open_door(settings)
             host = find_host(settings.cuda_visible_devices, settings.cuda_device_order)
             log_quick_checks(settings, host)
             console = Console(logs, is_colored=settings.color == "auto")
@@ -148,6 +142,14 @@ def run(
             for process in multiprocessing.active_children():
                 process.kill()  # only a hurried shutdown leaves any
             listener.close()
+
+
+def _open_door(settings: Settings) -> "ClusterDoor | None":
+    if settings.cluster_port is None:
+        return None
+    from inferpool.service.parts.cluster.door import open_door
+
+    return open_door(settings)
 
 
 @contextmanager
@@ -189,9 +191,11 @@ class Assembly:
     service: Service
     guard: Guard
     operations: Operations
-    changes: Changes
+    shown: ShownModels
+    changes: "Changes | None"
+    """Changes of models; None if nothing can ask for one."""
     live: LiveFeed
-    jobs: Jobs | None
+    jobs: "Jobs | None"
     """Jobs that outlive their connections; None if there is no place to keep them."""
     tracer: "Tracer | None"
 
@@ -203,7 +207,7 @@ def assemble(
     origins: Mapping[str, str] | None = None,
     make_engine: Callable[[Arena], ClosableEngine] = LocalEngine,
     state: StateFile | None = None,
-    door: ClusterDoor | None = None,
+    door: "ClusterDoor | None" = None,
 ) -> Assembly:
     """Build a service and all its parts; the program around it calls it.
 
@@ -218,36 +222,32 @@ def assemble(
     service = Service(
         settings, own_host, metrics, console, OnlyFront(), state=state, cache_dir=cache.folder
     )
-    service.catalog.on_load.append(add_objective)
-    if own_host:  # the gate knows only the devices of its own host
-        service.catalog.on_load.append(DeviceGate(own_host.num_cores).add)
     search = None
     if settings.speed_search and own_host:
         search = SpeedSearch(find_speed, grace_s=settings.drain_timeout_s)
-    hosts = ShownHosts()
-    changes = Changes(
-        service.catalog,
-        metrics,
-        search,
-        _room_on(own_host) if own_host else Room.of_other_hosts(),
-        grace_s=settings.drain_timeout_s,
-    )
-    jobs = make_jobs(settings, service.pools) if settings.has_jobs else None
-    if jobs is not None:
-        metrics.job_durations = jobs.durations
-        jobs.keeper.hold()
+    changes = None
+    if settings.admin_keys or settings.watch is not None:
+        changes = _make_changes(service, search, own_host)
+    shown = ShownModels(service.catalog) if changes is None else changes.shown
+    service.catalog.on_load.append(_add_objective)
+    # The gate knows only the devices of its own host. A single model has them to itself.
+    if own_host and (changes is not None or len(settings.models) > 1):
+        service.catalog.on_load.append(_gate_of(own_host))
+    hosts = None if door is None else _no_hosts()
+    jobs = _make_jobs(service) if settings.has_jobs else None
     assembly = Assembly(
         service=service,
         guard=make_guard(settings),
         operations=_make_operations(service, origins or {}, hosts),
+        shown=shown,
         changes=changes,
-        live=_make_feed(service, changes, jobs),
+        live=_make_feed(service, shown, jobs),
         jobs=jobs,
         tracer=tracer,
     )
     workers = (
         _workers_here(service, make_engine)
-        if door is None
+        if door is None or hosts is None
         else _workers_of_hosts(service, door, hosts)
     )
     service.attach(_in_order(assembly, cache, workers, search))
@@ -260,6 +260,7 @@ def _in_order(
     """Return all parts: they start in this order, and stop in the other."""
     service, settings, tracer = assembly.service, assembly.service.settings, assembly.tracer
     watch, operations, jobs = service.gpu_watch, assembly.operations, assembly.jobs
+    changes = assembly.changes
     return [
         # It stops last, once all calls are over that are traced.
         *([] if tracer is None else [_tracing(tracer, service)]),
@@ -281,13 +282,14 @@ def _in_order(
             name="operations",
             begin_stop=operations.end,
             stop=operations.stop,
-            routers=lambda: [admin_router(operations)] if settings.admin_keys else [],
+            routers=lambda: _admin_routers(operations) if settings.admin_keys else [],
         ),
         # A change begins and ends searches until it has stopped.
         *([] if search is None else [_speed_search(search, service)]),
-        _changes(assembly.changes, settings),
+        Part(name="versions of models", health=assembly.shown.add_to_health),
+        *([] if changes is None else [_changes(changes, settings)]),
         # It asks for changes, so it stops before them.
-        *([] if settings.watch is None else [_watched(settings.watch, assembly)]),
+        *([] if changes is None or settings.watch is None else [_watched(changes, settings)]),
         # Last, since the routes of the documentation come in this order.
         *([] if jobs is None else [_jobs(jobs, assembly)]),
     ]
@@ -302,7 +304,9 @@ def _workers_here(service: Service, make_engine: Callable[[Arena], ClosableEngin
     ]
 
 
-def _workers_of_hosts(service: Service, door: ClusterDoor, shown: ShownHosts) -> list[Part]:
+def _workers_of_hosts(service: Service, door: "ClusterDoor", shown: "ShownHosts") -> list[Part]:
+    from inferpool.service.parts.cluster.hosts import Cluster
+
     cluster = Cluster(service.settings, door, service.arena, service.catalog, shown)
     start = service.start_workers
     return [
@@ -332,8 +336,12 @@ def _live_feed(assembly: Assembly) -> Part:
     live, settings = assembly.live, assembly.service.settings
 
     def routers() -> list[APIRouter]:
-        page = [Page(docs=settings.docs).router()] if settings.page else []
-        return [events_router(live, assembly.guard), *page]
+        routers = [events_router(live, assembly.guard)]
+        if settings.page:
+            from inferpool.service.parts.live.page import Page
+
+            routers.append(Page(docs=settings.docs).router())
+        return routers
 
     return Part(
         name="live feed",
@@ -354,22 +362,37 @@ def _speed_search(search: SpeedSearch, service: Service) -> Part:
     )
 
 
-def _changes(changes: Changes, settings: Settings) -> Part:
+def _admin_routers(operations: Operations) -> list[APIRouter]:
+    from inferpool.service.parts.admin.routes import admin_router
+
+    return [admin_router(operations)]
+
+
+def _changes(changes: "Changes", settings: Settings) -> Part:
+    def routers() -> list[APIRouter]:
+        from inferpool.service.parts.swap.routes import models_router
+
+        return [models_router(changes)]
+
     return Part(
         name="changes of models",
         begin_stop=changes.end,
         stop=changes.stop,
-        routers=lambda: [models_router(changes)] if settings.admin_keys else [],
-        health=changes.add_to_health,
+        routers=routers if settings.admin_keys else tuple,
     )
 
 
-def _watched(path: str, assembly: Assembly) -> Part:
-    folder = ModelFolder(Path(path), assembly.changes, assembly.service.settings.watch_policy)
+def _watched(changes: "Changes", settings: Settings) -> Part:
+    from inferpool.service.parts.watched.model_folder import ModelFolder
+
+    assert settings.watch is not None
+    folder = ModelFolder(Path(settings.watch), changes, settings.watch_policy)
     return Part(name="watched folder", start=folder.start, stop=folder.stop)
 
 
-def _jobs(jobs: Jobs, assembly: Assembly) -> Part:
+def _jobs(jobs: "Jobs", assembly: Assembly) -> Part:
+    from inferpool.service.parts.jobs.http.routes import jobs_router
+
     limits = make_limits(assembly.service.settings)
     return Part(
         name="jobs",
@@ -392,19 +415,31 @@ def _set_up_tracing(
     return set_up_tracing(settings, origins.get("trace_endpoint", "default"), metrics.model)
 
 
-def _make_operations(service: Service, origins: Mapping[str, str], hosts: ShownHosts) -> Operations:
+def _make_operations(
+    service: Service, origins: Mapping[str, str], hosts: "ShownHosts | None"
+) -> Operations:
     loaded = LoadedSettings(settings=service.settings, origins=origins)
+
+    async def measure_host(name: str) -> "HostSpeed":
+        return await (hosts or _no_hosts()).measure(name)
+
     return Operations(
         service.pools,
         service.catalog.busy,
         grace_s=service.settings.drain_timeout_s,
         drain=service.set_draining,
         settings_json=lambda: json_of(loaded.rows()),
-        measure_host=hosts.measure,
+        measure_host=measure_host,
     )
 
 
-def _make_feed(service: Service, changes: Changes, jobs: Jobs | None) -> LiveFeed:
+def _no_hosts() -> "ShownHosts":
+    from inferpool.service.parts.cluster.shown import ShownHosts
+
+    return ShownHosts()
+
+
+def _make_feed(service: Service, shown: ShownModels, jobs: "Jobs | None") -> LiveFeed:
     def host_state() -> HostState:
         gauges = {each.name: each.value for each in service.fronts.read_gauges()}
         return HostState(
@@ -419,12 +454,46 @@ def _make_feed(service: Service, changes: Changes, jobs: Jobs | None) -> LiveFee
         service.metrics,
         report=service.report,
         host=host_state,
-        changes=changes.steps,
+        changes=shown.history.steps,
         jobs=jobs,
     )
 
 
-def _room_on(host: Host) -> Room:
+def _add_objective(version: ModelVersion) -> None:
+    if version.settings.objective_p99_ms:
+        from inferpool.service.parts.objective import add_objective
+
+        add_objective(version)
+
+
+def _gate_of(host: Host) -> Callable[[ModelVersion], None]:
+    from inferpool.service.parts.turns.gate import DeviceGate
+
+    return DeviceGate(host.num_cores).add
+
+
+def _make_jobs(service: Service) -> "Jobs":
+    from inferpool.service.parts.jobs.jobs import make_jobs
+
+    jobs = make_jobs(service.settings, service.pools)
+    service.metrics.job_durations = jobs.durations
+    jobs.keeper.hold()
+    return jobs
+
+
+def _make_changes(service: Service, search: SpeedSearch | None, host: Host | None) -> "Changes":
+    from inferpool.service.parts.swap.changes import Changes
+    from inferpool.service.parts.swap.room import Room
+
+    room = _room_on(host) if host else Room.of_other_hosts()
+    grace_s = service.settings.drain_timeout_s
+    return Changes(service.catalog, service.metrics, search, room, grace_s=grace_s)
+
+
+def _room_on(host: Host) -> "Room":
+    from inferpool.service.parts.swap.room import Room
+    from inferpool.workers.host.device_memory import DeviceMemory
+
     memory = DeviceMemory(host.gpus, host.accelerator.library)
     estimate = partial(needs_of_worker, gpus=host.gpus)
     return Room(estimate, memory.free, memory.used_by, processes_left)
@@ -467,7 +536,10 @@ def make_app(assembly: Assembly) -> tuple[App, Predict, EdgeLimits]:
     app.predict, app.tracing = predict, recorder
     app.has_jobs = assembly.jobs is not None
     app.examples = service.examples
-    app.bodies = request_schemas
+    if assembly.changes is not None:
+        from inferpool.service.parts.swap.requests import request_schemas
+
+        app.bodies = request_schemas
     return app, predict, limits
 
 
@@ -533,6 +605,9 @@ class _Serving:
         self, app: App, num: int, limits: EdgeLimits, listener: socket.socket
     ) -> Server:
         """Build the server that answers what several fronts forward."""
+        from inferpool.service.parts.fronts.forwarded import forwarded_config
+        from inferpool.service.parts.fronts.fronts import Fronts
+
         service = self._service
         fronts = Fronts(
             num=num,

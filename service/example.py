@@ -10,7 +10,6 @@ from urllib.parse import urlsplit
 
 from inferpool.models.spec import DTYPE_BYTES, TensorSpec
 from inferpool.service.api.exchange import PREFIX
-from inferpool.service.api.openapi.predict import PIXEL
 from inferpool.service.queue.pool import Pool
 from inferpool.service.settings.settings import Settings
 from inferpool.service.settings.tls import is_trusted
@@ -62,6 +61,8 @@ def _command(url: str, pool: Pool, photo: Path) -> tuple[str, str]:
         )
     if _takes_images(pool.inputs):
         if not photo.is_file() or _is_container():  # commands are pasted outside of it
+            from inferpool.service.api.openapi.predict import PIXEL
+
             return _json_command(url, {"b64": PIXEL}) or ("", "")
         sent = f"--data-binary @{shlex.quote(str(photo))}"
         return "try", f"curl {url} -H 'Content-Type: image/jpeg' {sent}"

@@ -30,7 +30,7 @@ from inferpool.models.speed.graphs import Graphed
 from inferpool.models.speed.options import SpeedOptions
 from inferpool.models.speed.presets import Recast, can_be_changed, prepare
 from inferpool.models.speed.verdicts import VerdictStore, fingerprint
-from inferpool.models.speed_names import COMPILED, GRAPHED, LONG_S, SpeedReport
+from inferpool.models.speed_names import COMPILED, GRAPHED, LONG_S, NO_NETWORK, SpeedReport
 from inferpool.models.tolerance import Agreement
 from inferpool.models.warm_sizes import steps_to
 
@@ -73,7 +73,7 @@ class Trial:
         self.obstacle = ""
         network = model.network
         if not isinstance(network, nn.Module) or not can_be_changed(network):
-            self.obstacle = "no float32 network to change"
+            self.obstacle = NO_NETWORK
             return
         self.exact = network
         tensor = next(iter(network.state_dict().values()))

@@ -48,7 +48,6 @@ from inferpool.service.api.exchange import (
     preflight_reply,
     send_reply,
 )
-from inferpool.service.api.openapi.document import INFO, complete
 from inferpool.service.api.page_headers import (
     POLICY_HEADER,
     file_in_package,
@@ -65,6 +64,17 @@ _REFUSALS_PER_S = 5
 """Refused admin calls that are logged one by one."""
 _PACKAGE = "inferpool."
 _DOCUMENT_PATH = "/openapi.json"
+_INFO: Mapping[str, Any] = {
+    "title": "inferpool",
+    "summary": "PyTorch models behind HTTP.",
+    "description": (
+        "`POST /predict` asks the default model, `POST /predict/{model}` another one. Errors are "
+        "problem documents (RFC 9457) with a stable `code`; every answer has an `X-Request-ID` "
+        "that stands in the log, a `traceparent`, and `Server-Timing`."
+    ),
+    "license_info": {"name": "Apache License 2.0", "identifier": "Apache-2.0"},
+}
+"""FastAPI's arguments for the head of the document."""
 _ASSETS_PATH = "/docs/assets"
 _REPEATABLE = b"vary"
 """A header that may stand several times (RFC 9110, 12.5.5)."""
@@ -105,7 +115,7 @@ class App(FastAPI):
             StartError: Nothing says which key a route needs.
         """
         super().__init__(
-            **INFO,
+            **_INFO,
             version=version,
             generate_unique_id_function=lambda route: route.name,
             openapi_url=None,  # `_show_document` answers there
@@ -186,6 +196,8 @@ class App(FastAPI):
 
     def openapi(self) -> dict[str, object]:
         """Build the OpenAPI document, `/predict` first."""
+        from inferpool.service.api.openapi.document import complete
+
         self.openapi_schema = None
         models, default = self._served()
         return complete(

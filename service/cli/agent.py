@@ -17,6 +17,7 @@ from pathlib import Path
 
 import uvloop
 
+from inferpool.models.attached import modules_of
 from inferpool.models.files.reading import read_file
 from inferpool.service.api.wire.descriptors import raise_limit
 from inferpool.service.cli.flags import CLUSTER_KEY_VARIABLE
@@ -25,6 +26,7 @@ from inferpool.service.client.cli.access import key_of
 from inferpool.service.settings.address import address_of
 from inferpool.service.settings.keys import digest_of
 from inferpool.service.settings.loader import secret_variables
+from inferpool.service.settings.model_sources import DEFAULT_SOURCE
 from inferpool.service.settings.names import FlagError
 from inferpool.service.settings.settings import auto_arena_bytes
 from inferpool.service.settings.tls import TlsError, TlsNames, mutual_context
@@ -78,7 +80,7 @@ def run(args: Namespace) -> int:
     # CUDA reads this variable in the workers.
     os.environ.setdefault("CUDA_MPS_PIPE_DIRECTORY", DEFAULT_FOLDER)
     try:
-        with prepared(args.log_format, ()) as raw:
+        with prepared(args.log_format, modules_of([DEFAULT_SOURCE])) as raw:
             return _run(plan, args, raw)
     except NoRoomError as error:
         sys.stderr.write(f"inferpool: {error}\n")

@@ -8,7 +8,7 @@ from pathlib import Path
 from inferpool.service.cli.flags import settings_in
 from inferpool.service.cli.starting import CANNOT_START, NoRoomError, prepared
 from inferpool.service.settings.loader import LoadedSettings, load, secret_variables
-from inferpool.service.settings.model_sources import modules_to_preload
+from inferpool.service.settings.model_sources import modules_to_preload, packages_to_preload
 from inferpool.service.settings.names import FlagError, SettingsError
 from inferpool.service.settings.settings import Settings
 from inferpool.service.settings.tls import CLUSTER, TlsError, mutual_context, server_context
@@ -68,7 +68,7 @@ def _debug(args: Namespace, loaded: LoadedSettings) -> int:
 
     if not args.reload:
         os._exit(debugging.run(loaded))
-    packages = modules_to_preload(loaded.settings.sources(), Path.cwd())
+    packages = packages_to_preload(loaded.settings.sources(), Path.cwd())
     os._exit(serve_anew(serve, debugging.INSTALLED, packages))
 
 

@@ -18,6 +18,7 @@ from inferpool.models.attached import (
     BUILT_IN_SOURCES,
     MODEL_FILE_SUFFIXES,
     WEIGHT_FILE_SUFFIXES,
+    modules_of,
 )
 from inferpool.models.errors import SourceError
 from inferpool.models.files.kinds import what_it_is
@@ -120,6 +121,11 @@ def did_you_mean(text: str, candidates: Sequence[str]) -> str:
 
 
 def modules_to_preload(sources: Sequence[str], folder: Path) -> list[str]:
+    """Return our modules and the packages that workers will import for some sources."""
+    return [*modules_of(sources), *packages_to_preload(sources, folder)]
+
+
+def packages_to_preload(sources: Sequence[str], folder: Path) -> list[str]:
     """Return what the models of some sources will import, as "module" or "module:attribute".
 
     All workers come from one forkserver, so one source that rules out early imports does so for

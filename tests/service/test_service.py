@@ -4,6 +4,7 @@ import pytest
 
 from inferpool.service.app import assemble
 from inferpool.service.service import Part
+from inferpool.service.settings.draft import read_keys
 from inferpool.service.settings.model import ModelSettings
 from inferpool.service.settings.settings import Settings
 from inferpool.service.telemetry.console import Console
@@ -34,10 +35,12 @@ async def test_a_service_whose_last_good_model_is_removed_stays_up(tmp_path):
         speed_search=False,
         cache_dir=str(tmp_path),
         state_file=str(tmp_path / "state.json"),
+        admin_keys=read_keys("a-key-of-an-admin"),
     )
     engine = PartlyBrokenEngine()
     assembly = assemble(settings, find_host(""), Console(None), make_engine=lambda _: engine)
     service, changes = assembly.service, assembly.changes
+    assert changes is not None
     service.start()
     await until(lambda: service.pools["m"].is_ready and service.pools["broken"].is_lost)
     assert service.report().ready

@@ -15,10 +15,10 @@ from multiprocessing import (
 )
 from multiprocessing.context import set_spawning_popen
 from multiprocessing.process import BaseProcess
-from typing import ClassVar
 
 from inferpool.workers.host.forkserver import running_forkserver
 from inferpool.workers.host.orphans import end_group
+from inferpool.workers.inside.entry import StartedProcess
 from inferpool.workers.shared.guard import HANDLED_SIGNALS
 
 _UNKNOWN = 255
@@ -28,8 +28,9 @@ _UNKNOWN = 255
 class ForkedProcess(BaseProcess):
     """A process that the forkserver forks; then it is a child of this process."""
 
-    _start_method: ClassVar[None] = None
-    """Leave the default to Python: model code starts processes as it would in any script."""
+    def __reduce__(self) -> tuple[object, ...]:
+        """Become a process in which nothing of the front end's side is imported."""
+        return object.__new__, (StartedProcess,), self.__dict__
 
     @staticmethod
     def _Popen(process: BaseProcess) -> "_Popen":  # noqa: N802  # as `BaseProcess.start` has it

@@ -65,7 +65,7 @@ def start_forkserver(extra: Sequence[str] = ()) -> None:
         OSError: There are too few processes or descriptors.
     """
     if can_fork():
-        forkserver.start_forkserver(_PRELOAD, extra)
+        forkserver.start_forkserver(*_ours_and_others(extra))
 
 
 @contextlib.contextmanager
@@ -78,8 +78,14 @@ def guest_forkserver(extra: Sequence[str] = ()) -> Iterator[None]:
     atexit.register(_kill_forked)  # registered after multiprocessing's own, so it runs before that
     with contextlib.ExitStack() as stack:
         if can_fork():
-            stack.enter_context(forkserver.guest_forkserver(_PRELOAD, extra))
+            stack.enter_context(forkserver.guest_forkserver(*_ours_and_others(extra)))
         yield
+
+
+def _ours_and_others(extra: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """Return the modules of ours to import, and the others, which might not be safe."""
+    ours = [name for name in extra if name.startswith("inferpool.")]
+    return [*_PRELOAD, *ours], [name for name in extra if name not in ours]
 
 
 def _kill_forked() -> None:

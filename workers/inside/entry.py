@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from mmap import mmap
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from inferpool.workers.shared.config import WorkerConfig
 from inferpool.workers.shared.guard import die_with_front_end
@@ -20,6 +21,13 @@ def queue_of(reader: Connection, writer: Connection) -> "WorkerQueue":
     from inferpool.workers.shared.worker_queue import WorkerQueue
 
     return WorkerQueue(reader, writer)
+
+
+class StartedProcess(BaseProcess):
+    """A process of a worker, as it is in that process: it knows no way to start one."""
+
+    _start_method: ClassVar[None] = None
+    """Leave the default to Python: model code starts processes as it would in any script."""
 
 
 def begin(stacks: int) -> None:

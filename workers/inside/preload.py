@@ -8,7 +8,5 @@ import torch
 import inferpool.workers.inside.process
 from inferpool.models.attached import attached
 
-_SOURCES = ("efficientnet_lite0", "echo", "package.module:Class", "weights")
-for _name in (*_SOURCES, "speed preset", "start check"):
-    attached(_name)  # most workers need it
+attached("start check")  # the first worker of each model needs it
 torch.set_num_threads(1)  # no thread pool may exist at the fork

@@ -18,12 +18,14 @@ from mmap import mmap
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from inferpool.models.accelerator.device import is_accelerator, name_of
 from inferpool.models.attached import attached
 from inferpool.models.base import Model, load_model
 from inferpool.models.example import own_example, reads_own_form, shown_example
 from inferpool.models.files.opened import OpenedFiles
+from inferpool.models.speed_names import NO_NETWORK, SpeedReport
 from inferpool.models.warm_sizes import largest_batch, sizes_to_warm
 from inferpool.workers.inside.allocator import give_back, held_bytes
 from inferpool.workers.inside.compute import Computer
@@ -378,6 +380,21 @@ class WorkerLoop:
         )
 
 
+def _choose_speed(
+    config: WorkerConfig, model: Model, max_batch_size: int, tell: Callable[[str], None]
+) -> SpeedReport:
+    """Choose the network and the decoder that a loaded model's settings ask for.
+
+    Raises:
+        ModelError: The preset or decoder that the settings name cannot be used with this model.
+    """
+    has_choice = isinstance(model.network, nn.Module) or model.encoded_samples()
+    if has_choice or config.speed not in ("auto", "exact") or config.decode == "fast":
+        report: SpeedReport = attached("speed preset")(config, model, max_batch_size, tell)
+        return report
+    return SpeedReport(note=NO_NETWORK if config.speed == "auto" else "")
+
+
 def load(
     config: WorkerConfig,
     tell: Callable[[str], None],
@@ -407,7 +424,7 @@ def load(
     split_network = model._runtime.split_network
     device = config.placement.devices[0]
     most = largest_batch(device, config.max_batch_size, may_grow=config.may_batches_grow)
-    speed = attached("speed preset")(config, model, most, tell)
+    speed = _choose_speed(config, model, most, tell)
     samples = list(model.warmup())
     example = own_example(model)
     own = example.item if example else None

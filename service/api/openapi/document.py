@@ -22,18 +22,6 @@ from inferpool.service.api.openapi.headers import (
 )
 from inferpool.service.api.openapi.problems import COMMON_STATUSES, refer_to
 
-INFO: Mapping[str, Any] = {
-    "title": "inferpool",
-    "summary": "PyTorch models behind HTTP.",
-    "description": (
-        "`POST /predict` asks the default model, `POST /predict/{model}` another one. Errors are "
-        "problem documents (RFC 9457) with a stable `code`; every answer has an `X-Request-ID` "
-        "that stands in the log, a `traceparent`, and `Server-Timing`."
-    ),
-    "license_info": {"name": "Apache License 2.0", "identifier": "Apache-2.0"},
-}
-"""FastAPI's arguments for the head of the document."""
-
 TAGS: Sequence[Mapping[str, str]] = (
     {"name": "predict", "description": "Predictions, one instance or many at a time."},
     {"name": "health", "description": "For orchestrators, balancers, Prometheus and people."},

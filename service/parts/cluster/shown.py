@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from inferpool.service.api.errors import NotFoundError
 from inferpool.service.api.routes.health import HealthReport, HostHealth, LostHostHealth
@@ -14,7 +15,9 @@ from inferpool.service.errors import ConflictError, UnavailableError
 from inferpool.service.parts.admin.operations import HostSpeed
 from inferpool.service.telemetry.metrics import Reading, gpu_gauges
 from inferpool.workers.host.slots import WorkerSlot
-from inferpool.workers.remote.host import RemoteHost
+
+if TYPE_CHECKING:
+    from inferpool.workers.remote.host import RemoteHost
 
 _SHOWN_S = 600.0
 """Seconds for which a host that was lost is shown."""
@@ -27,7 +30,7 @@ _MEASURED_S = 0.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Loss:
-    host: RemoteHost
+    host: "RemoteHost"
     state: str
     """`lost`, or `left` if that was intended."""
     reason: str
@@ -57,12 +60,12 @@ class ShownHosts:
         self._measured: set[str] = set()
         """Hosts to which the connection is being measured."""
 
-    def on_joined(self, host: RemoteHost) -> None:
+    def on_joined(self, host: "RemoteHost") -> None:
         """Show a host as connected."""
         self._connected[host.facts.name] = host
         self._losses.pop(host.facts.name, None)
 
-    def on_lost(self, host: RemoteHost, reason: str) -> None:
+    def on_lost(self, host: "RemoteHost", reason: str) -> None:
         """Show a host as lost, for a while."""
         name = host.facts.name
         if self._connected.get(name) is not host:
@@ -148,7 +151,7 @@ class ShownHosts:
         return list(self._losses.values())
 
 
-def _health(host: RemoteHost, slots: Sequence[WorkerSlot]) -> HostHealth:
+def _health(host: "RemoteHost", slots: Sequence[WorkerSlot]) -> HostHealth:
     facts, vitals = host.facts, host.vitals
     has_told = bool(vitals.wall_time)
     return HostHealth(
@@ -185,7 +188,7 @@ def _lost_health(loss: _Loss, now: float) -> LostHostHealth:
     )
 
 
-def _host_gauges(host: RemoteHost, num_ready: int) -> Iterator[Reading]:
+def _host_gauges(host: "RemoteHost", num_ready: int) -> Iterator[Reading]:
     name, vitals = host.facts.name, host.vitals
     values: dict[str, float] = {
         "up": 1,

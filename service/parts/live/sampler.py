@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from typing import TYPE_CHECKING
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -18,7 +19,6 @@ from inferpool.service.api.codecs.body import joined
 from inferpool.service.api.errors import WAS_HEAD
 from inferpool.service.api.event_stream import EventStream, client_of
 from inferpool.service.api.routes.health import HealthReport
-from inferpool.service.parts.jobs.jobs import Jobs
 from inferpool.service.parts.live.events import (
     ChangeEvent,
     EndingEvent,
@@ -38,6 +38,9 @@ from inferpool.service.telemetry.distribution import Recent
 from inferpool.service.telemetry.metrics import Metrics, ModelMetrics
 from inferpool.service.telemetry.versions import version_of
 from inferpool.workers.host.error_guard import ErrorGuard
+
+if TYPE_CHECKING:
+    from inferpool.service.parts.jobs.jobs import Jobs
 
 MAX_STREAMS = 64
 """Streams at once. Each costs a connection, and some 50 us of every second."""
@@ -59,7 +62,7 @@ class LiveFeed:
         report: Callable[[], HealthReport],
         host: Callable[[], HostState],
         changes: Collection[ChangeEvent] = (),
-        jobs: Jobs | None = None,
+        jobs: "Jobs | None" = None,
     ) -> None:
         self._settings = settings
         self._pools = pools

@@ -6,11 +6,9 @@ step in the event loop. The former version stays loaded for a while, to go back 
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from functools import partial
 
-from inferpool.service.api.routes.health import HealthReport, ModelHealth
 from inferpool.service.catalog.catalog import Catalog
 from inferpool.service.errors import (
     ConflictError,
@@ -24,12 +22,11 @@ from inferpool.service.parts.swap.records import (
     Change,
     ChangeKind,
     ModelInfo,
-    VersionHistory,
 )
 from inferpool.service.parts.swap.requests import read_add, read_swap
 from inferpool.service.parts.swap.room import Room
+from inferpool.service.parts.swap.shown import ShownModels
 from inferpool.service.parts.swap.steps import Steps, VersionSteps
-from inferpool.service.report import worker_health
 from inferpool.service.telemetry.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -60,52 +57,22 @@ class Changes:
             room: Reserves memory while versions load.
             grace_s: How long calls may take to end when their version leaves.
         """
-        self._history = VersionHistory()
-        self.steps = self._history.steps
-        """The latest steps of changes, the newest first."""
+        self.shown = ShownModels(catalog)
+        """The versions and changes, for people."""
+        self._history = self.shown.history
         self._speed_search = speed_search
         self._busy = catalog.busy
         self._catalog = catalog
-        self._changes: dict[str, Change] = {}
+        self._changes = self.shown.ongoing
         self._versions = VersionSteps(
             catalog, metrics, room, self._history, self._begin, grace_s=grace_s
         )
-
-    def list_models(self) -> Sequence[ModelInfo]:
-        """Return all models."""
-        names = dict.fromkeys((*self._catalog.serving, *self._changes))
-        return [self._info(name) for name in names]
 
     def model_info(self, name: str) -> ModelInfo:
         """Return one model: also one that is on its way in or out, or that failed to come."""
         if name not in self._changes and not self._history.changes(name):
             self._check_known(name)
-        return self._info(name)
-
-    def add_to_health(self, report: HealthReport) -> HealthReport:
-        """Return a report of /health with versions and changes, and models that come or go."""
-        served = {model.name: model for model in report.models}
-        return replace(
-            report,
-            models=[
-                replace(
-                    served.get(info.name) or self._absent(info),
-                    change=info.change,
-                    versions=info.versions,
-                )
-                for info in self.list_models()
-            ],
-        )
-
-    def _absent(self, info: ModelInfo) -> ModelHealth:
-        """Return what /health shows of a model without a version that serves."""
-        pools = [version.pool for version in self._catalog.versions(info.name)]
-        return ModelHealth(
-            name=info.name,
-            ready=False,
-            reason=info.change or "no version of it serves",
-            other_workers=[worker_health(slot) for pool in pools for slot in pool.slots],
-        )
+        return self.shown.info(name)
 
     @property
     def served(self) -> frozenset[str]:
@@ -142,7 +109,7 @@ class Changes:
     def begin_rollback(self, name: str) -> None:
         """Begin to switch back to the version that served before."""
         self._check_known(name)
-        self._remember_all(name)
+        self.shown.remember_all(name)
         former = self._history.former(name, self._catalog.serving[name].version)
         if former is None:
             raise ConflictError(f"{name} has no earlier version to go back to")
@@ -189,29 +156,6 @@ class Changes:
         if change is not None:
             what = change.what
             raise ConflictError(f"{name} is being changed already ({what})", retry_after_s=1)
-
-    def _info(self, name: str) -> ModelInfo:
-        change, pool = self._changes.get(name), self._catalog.serving.get(name)
-        self._remember_all(name)
-        reasons = {each.number: each.pool.reason for each in self._catalog.versions(name)}
-        return ModelInfo(
-            name=name,
-            version=pool.version if pool else None,
-            ready=pool.is_ready if pool else False,
-            change=change.what if change else "",
-            saved=self._catalog.is_saved(name),
-            versions=[
-                record.info(reasons.get(record.number, ""))
-                for record in self._history.versions(name)
-            ],
-            changes=[*([change.info()] if change else ()), *self._history.changes(name)],
-        )
-
-    def _remember_all(self, name: str) -> None:
-        """Record the versions that were there at the start."""
-        serving = self._catalog.serving.get(name)
-        for version in self._catalog.versions(name):
-            self._history.record(version, "serving" if version.pool is serving else "loading")
 
     def _begin(self, name: str, kind: ChangeKind, steps: Steps) -> None:
         self._check_idle(name)

@@ -62,7 +62,7 @@ def _add_views(router: APIRouter, target: Changes) -> None:
     @router.get("", summary="All models and their versions")
     async def models() -> ModelList:
         """The version that serves, what is being changed, and what became of earlier versions."""
-        return ModelList(models=target.list_models())
+        return ModelList(models=target.shown.list_models())
 
     @router.get("/{model}", summary="One model and its versions", responses=_NO_MODEL)
     async def show_model(model: str) -> ModelInfo:

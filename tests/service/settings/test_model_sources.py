@@ -8,7 +8,7 @@ from inferpool.models.sources import registry
 from inferpool.service.settings.model_sources import (
     is_run_source,
     is_source,
-    modules_to_preload,
+    packages_to_preload,
     slug,
     source_hint,
 )
@@ -90,7 +90,7 @@ def test_what_the_network_of_a_run_imports_is_imported_early(tmp_path):
         (["./own"], ["timm"]),
         (["./broken", "not/there"], []),
     ):
-        assert modules_to_preload(sources, tmp_path) == found
+        assert packages_to_preload(sources, tmp_path) == found
 
 
 def write(folder: Path, **files: str) -> None:
@@ -134,7 +134,7 @@ def test_known_packages_are_found_in_imports(tmp_path: Path, source: str, found:
         pack__in__deep__in____init__="",
         pack__in__deep__in__more="from torchvision import transforms\n",
     )
-    assert modules_to_preload([source, source], tmp_path) == found
+    assert packages_to_preload([source, source], tmp_path) == found
 
 
 MANY = [f"part{number}" for number in range(60)]
@@ -152,7 +152,7 @@ MANY = [f"part{number}" for number in range(60)]
 )
 def test_other_packages_are_left_to_the_worker(tmp_path: Path, files, found):
     write(tmp_path, **files)
-    assert modules_to_preload(["net:Net"], tmp_path) == found
+    assert packages_to_preload(["net:Net"], tmp_path) == found
 
 
 @pytest.mark.parametrize(
@@ -176,5 +176,5 @@ def test_files_that_may_change_imports_prevent_preloading(tmp_path: Path, text: 
     write(tmp_path, pack__in____init__="", pack__in__layers="import timm\n")
     write(tmp_path, **{place: f"{text}import timm\n"})
     write(tmp_path, net=(tmp_path / "net.py").read_text() + "import calendar, pack.layers\n")
-    assert modules_to_preload(["other:Net"], tmp_path) == ["timm"]
-    assert modules_to_preload(["other:Net", "net:Net"], tmp_path) == []
+    assert packages_to_preload(["other:Net"], tmp_path) == ["timm"]
+    assert packages_to_preload(["other:Net", "net:Net"], tmp_path) == []

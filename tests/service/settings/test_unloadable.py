@@ -16,7 +16,7 @@ import pytest
 from inferpool.models.files.kinds import KINDS, kind_of
 from inferpool.service.checks.weights import weights_file
 from inferpool.service.settings.model import ModelSettings
-from inferpool.service.settings.model_sources import modules_to_preload, torchvision_classifiers
+from inferpool.service.settings.model_sources import packages_to_preload, torchvision_classifiers
 from inferpool.service.settings.unloadable import problem_of
 from tests.run_folders import TINY, write_run
 
@@ -232,7 +232,7 @@ def test_modules_in_odd_places_are_left_to_the_load(tmp_path, monkeypatch):
         *("in_my_zip", "pack_in_my_zip.net", "only_bytecode", "json.decoder", "sys"),
     ):
         assert problem_of(model(f"{module}:Net")) is None, module
-        modules_to_preload([f"{module}:Net"], here)
+        packages_to_preload([f"{module}:Net"], here)
     assert "broken.py:1)" in str(problem_of(model("space_of_mine.a.broken:Net")))
 
 

@@ -58,7 +58,7 @@ class Changing:
     @property
     def steps(self) -> list[tuple[int | None, str]]:
         """The version and the state of each step, the oldest first."""
-        return [(step.version, step.state) for step in reversed(self.changes.steps)]
+        return [(step.version, step.state) for step in reversed(self.changes.shown.history.steps)]
 
 
 @pytest.fixture

@@ -42,7 +42,7 @@ class Life:
         await until(lambda: name not in {each.name for each in self.changing()})
 
     def changing(self):
-        return [model for model in self.changes.list_models() if model.change]
+        return [model for model in self.changes.shown.list_models() if model.change]
 
 
 @pytest.fixture

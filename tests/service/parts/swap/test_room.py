@@ -94,7 +94,7 @@ async def test_a_version_that_does_not_fit_is_refused_with_figures_before_it_sta
     changes.begin_add({"name": "n", "source": "echo", "replicas": 2})
     with pytest.raises(VersionRefusedError, match="lower replicas"):
         await changes.until_decided("n")
-    await until(lambda: not any(model.change for model in changes.list_models()))
+    await until(lambda: not any(model.change for model in changes.shown.list_models()))
     assert len(kept.engine.started) == num_started
     assert list(kept.catalog.serving) == ["m"]
     memory.free_bytes = 200 * MIB
