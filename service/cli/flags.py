@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
-from inferpool.service.client.cli.flags import ADMIN_KEY_VARIABLE, add_access_flags
 
 CLUSTER_KEY_VARIABLE = "INFERPOOL_CLUSTER_KEYS"
 ALL_SETTINGS = ("all",)
@@ -52,6 +51,8 @@ def add_config_flags(parser: ArgumentParser) -> None:
 
 def add_doctor_flags(parser: ArgumentParser) -> None:
     """Add the flags of `doctor` that are not settings."""
+    from inferpool.service.client.cli.flags import ADMIN_KEY_VARIABLE, add_access_flags
+
     parser.add_argument(
         "--measure",
         action="store_true",

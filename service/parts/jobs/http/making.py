@@ -27,7 +27,6 @@ from inferpool.service.api.exchange import VERSION_HEADER, Call
 from inferpool.service.api.preferences import Preferences, read_preferences
 from inferpool.service.errors import BadRequestError, NotAcceptableError
 from inferpool.service.parts.jobs.http.documents import info_of
-from inferpool.service.parts.jobs.http.reading import read_body
 from inferpool.service.parts.jobs.http.results import stream_json
 from inferpool.service.parts.jobs.http.uploads import Uploads
 from inferpool.service.parts.jobs.jobs import Jobs
@@ -122,6 +121,8 @@ class JobMaker:
         check_encoding(headers)  # before the whole body has come
         if VERSION_HEADER in headers:
             raise BadRequestError(ONE_VERSION)
+        from inferpool.service.parts.jobs.http.reading import read_body  # only once a job comes
+
         fields = dict(read_query(call.query))
         webhook = {name: fields.pop(name, None) for name in ours}["webhook"]
         if webhook is not None:

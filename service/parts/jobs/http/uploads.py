@@ -16,7 +16,6 @@ from inferpool.service.errors import (
     StoreFullError,
     UnavailableError,
 )
-from inferpool.service.parts.jobs.http.reading import most_bytes
 from inferpool.service.parts.jobs.http.spool import Spool
 from inferpool.service.queue.shares import Shares
 
@@ -62,6 +61,8 @@ class Uploads:
             StoreFullError: The disk has no room for it.
             TooLargeError: It is larger than bodies of its type may be.
         """
+        from inferpool.service.parts.jobs.http.reading import most_bytes  # only once a job comes
+
         content_type = request.headers.get("content-type", "").encode("latin-1")
         with self._places.place(caller):
             spool = Spool(folder, most_bytes(content_type, self._limits))
