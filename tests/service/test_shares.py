@@ -16,7 +16,7 @@ import pytest
 import inferpool.service
 from inferpool.service.api.codecs.body import BodyContext
 from inferpool.service.errors import OverloadedError, OverShareError
-from inferpool.service.parts.jobs.http import making
+from inferpool.service.parts.jobs.http import reading
 from inferpool.service.parts.jobs.http.reading import JobBody, read_body
 from inferpool.service.parts.jobs.http.routes import MAX_STREAMS as MAX_JOB_STREAMS
 from inferpool.service.parts.jobs.http.uploads import MAX_UPLOADS
@@ -145,7 +145,7 @@ async def readers_of_bodies(bench: Bench) -> None:
             go_on.wait(MOST_S)
         return read_body(content_type, path, head)
 
-    bench.patch.setattr(making, "read_body", read_slowly)
+    bench.patch.setattr(reading, "read_body", read_slowly)
     hers = [asyncio.create_task(bench.make(ANN, f"{number}")) for number in range(8)]
     his = [asyncio.create_task(bench.make(BEN, f"{number}")) for number in range(8)]
     async with asyncio.timeout(MOST_S):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from inferpool.service.api.codecs.body import BodyContext
-from inferpool.service.parts.jobs.http import making
+from inferpool.service.parts.jobs.http import reading
 from inferpool.service.parts.jobs.http.reading import JobBody, read_body
 from inferpool.service.parts.jobs.http.results import choose_result_format
 from inferpool.workers.shared.arena import Arena
@@ -79,7 +79,7 @@ async def test_bodies_that_take_long_to_read_hold_up_nobody(
         assert goes_on.wait(120)
         return read_body(content_type, path, head)
 
-    monkeypatch.setattr(making, "read_body", slowly)
+    monkeypatch.setattr(reading, "read_body", slowly)
     async with served(arena, tmp_path) as client:
         sending = [asyncio.create_task(client.post("/jobs", json=body(1))) for _ in range(40)]
         await until(lambda: len(spooled(tmp_path)) == len(sending))
