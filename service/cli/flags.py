@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
-
 CLUSTER_KEY_VARIABLE = "INFERPOOL_CLUSTER_KEYS"
 ALL_SETTINGS = ("all",)
 """Value of `--describe` without a name; it cannot be typed."""
