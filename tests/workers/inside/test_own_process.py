@@ -7,7 +7,9 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
+from multiprocessing.synchronize import Semaphore
 from typing import Any
 
 import numpy as np
@@ -65,10 +67,12 @@ def loader() -> object:
 
 def terminated() -> object:
     """Return the exit codes of forked processes that were told to end in several ways."""
-    processes = [_FORK.Process(target=signal.pause) for _ in _SIGNALS]
+    runs = _FORK.Semaphore(0)
+    processes = [_FORK.Process(target=_run_on, args=(runs,)) for _ in _SIGNALS]
     for process, number in zip(processes, _SIGNALS, strict=True):
         process.start()
         assert process.pid is not None
+        assert runs.acquire(timeout=50)  # no signal meets what is done after a fork
         os.kill(process.pid, number)
         process.join()
     return [each.exitcode for each in processes]
@@ -85,6 +89,12 @@ def program() -> object:
 
 
 ACTS = [each.__name__ for each in (pool, matrices, loader, terminated, program)]
+
+
+def _run_on(runs: Semaphore) -> None:
+    runs.release()
+    while True:
+        time.sleep(0.01)  # a signal just before `signal.pause` would not end it
 
 
 def _square(n: int) -> int:
