@@ -252,18 +252,19 @@ def test_batch_is_stacked_into_pinned_memory_that_is_used_again():
 
         def forward(self, batch: Features) -> Features:
             assert batch["x"].is_pinned()
-            addresses.add(batch["x"].data_ptr())
+            addresses.append(batch["x"].data_ptr())
             return super().forward(batch)
 
-    addresses: set[int] = set()
+    addresses: list[int] = []
     model = Watching()
     computer = computer_of(model)
     stacked = model.collate([{"x": torch.ones(64), "do": "ok"}])["x"]  # type: ignore[dict-item]
     assert stacked.is_pinned()
-    for n in range(50):
+    for n in range(100):
         assert answers(computer, prepared(computer, numbers(n, n + 1))) == [2 * n, 2 * n + 2]
         torch.accelerator.synchronize()  # else the device may still have the memory
-    assert len(addresses) <= 3
+    # Earlier tests leave memory behind, and torch takes all of it before any is used again.
+    assert {*addresses[60:]} <= {*addresses[:60]}
 
 
 def test_numbers_of_several_dtypes_are_stacked_as_on_the_host():
