@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from inferpool.models.accelerator.device import is_accelerator, name_of
+from inferpool.models.accelerator.device import is_accelerator, name_of, release_memory
 from inferpool.models.attached import attached
 from inferpool.models.base import Model, load_model
 from inferpool.models.example import own_example, reads_own_form, shown_example
@@ -388,10 +388,13 @@ def _choose_speed(
     Raises:
         ModelError: The preset or decoder that the settings name cannot be used with this model.
     """
-    has_choice = isinstance(model.network, nn.Module) or model.encoded_samples()
-    if has_choice or config.speed not in ("auto", "exact") or config.decode == "fast":
+    has_choice = config.speed not in ("auto", "exact") or config.decode == "fast"
+    has_choice = has_choice or isinstance(model.network, nn.Module)
+    if has_choice or (config.speed == config.decode == "auto" and model.encoded_samples()):
         report: SpeedReport = attached("speed preset")(config, model, max_batch_size, tell)
         return report
+    gc.collect()  # what loading has left: a worker freezes the rest
+    release_memory()  # of that, for other replicas on this device
     return SpeedReport(note=NO_NETWORK if config.speed == "auto" else "")
 
 

@@ -1,7 +1,10 @@
 """The engine of `inferpool serve --debug`: its model behaves as in a worker."""
 
 import asyncio
+import gc
 import math
+import weakref
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +12,7 @@ import pytest
 import torch
 
 from inferpool.models.base import Model
-from inferpool.models.item import Features
+from inferpool.models.item import Features, Item
 from inferpool.models.spec import Placement, TensorSpec
 from inferpool.workers.host.engine import WorkerId
 from inferpool.workers.host.in_process import InProcessEngine, InProcessWorker
@@ -45,6 +48,23 @@ class OutOfItems(Model):
         next(iter([]))
 
 
+class LeavesCycle(Model):
+    """Leaves an object as it is loaded that only a collection frees."""
+
+    left: weakref.ref[Model]
+
+    def load(self, placement: Placement) -> None:
+        one = OutOfItems()
+        vars(one)["itself"] = one
+        LeavesCycle.left = weakref.ref(one)
+
+    def forward(self, batch: Features) -> Features:
+        return {"y": batch["x"]}
+
+    def encoded_samples(self) -> Sequence[Item]:
+        raise RuntimeError("nobody has asked for other decoders")
+
+
 class Cancels(Model):
     def load(self, placement: Placement) -> None:
         raise asyncio.CancelledError
@@ -55,6 +75,15 @@ async def started(kind: type[Model]) -> InProcessWorker:
     arena: Any = SimpleNamespace(memory=SimpleNamespace(map=bytearray(_PAYLOAD)))
     async with asyncio.timeout(60):
         return await InProcessEngine(arena).start(WorkerId(model="m", slot=0), config, print)
+
+
+def test_what_a_load_has_left_is_freed_before_service():
+    gc.disable()
+    try:
+        asyncio.run(started(LeavesCycle))
+        assert LeavesCycle.left() is None
+    finally:
+        gc.enable()
 
 
 def test_model_loads_outside_of_inference_mode_and_computes_in_it():
