@@ -12,13 +12,11 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import uvloop
 
 from inferpool.models.attached import modules_of
-from inferpool.models.files.reading import read_file
 from inferpool.service.api.wire.descriptors import raise_limit
 from inferpool.service.cli.flags import CLUSTER_KEY_VARIABLE
 from inferpool.service.cli.starting import CANNOT_START, NoRoomError, prepared
@@ -50,8 +48,6 @@ logger = logging.getLogger(__name__)
 _MAX_BODY_BYTES = 16 << 20
 """The largest body that front ends accept by default."""
 _LEAST_ARENA_BYTES = 1 << 20
-_PIPE_WAIT_S = 10.0
-"""The longest wait for a key that another process writes into a pipe."""
 _NAMES = TlsNames(certificate="--certificate", key="--key", authority="--authority")
 
 
@@ -92,8 +88,7 @@ def _plan_of(args: Namespace) -> AgentPlan:
         addresses = [address_of(each.strip()) for each in args.join.split(",")]
     except ValueError as error:
         raise FlagError(f"--join: {error}") from error
-    read = partial(read_file, wait_s=_PIPE_WAIT_S)
-    key = key_of(args.key_file, os.environ, CLUSTER_KEY_VARIABLE, read)
+    key = key_of(args.key_file, os.environ, CLUSTER_KEY_VARIABLE)
     if not key:
         raise FlagError(
             f"the front end asks for a key: name a file of it in --key-file, or put it into "

@@ -1,9 +1,12 @@
 """Reads the flags for the address of a service, the key to send, TLS and parameters."""
 
+import errno
 import json
 import os
+import select
 import ssl
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +18,8 @@ from ..usage import COMMAND, FlagError
 from .flags import PREDICT_KEY_VARIABLE
 
 _MAX_KEY_FILE_BYTES = 1 << 20
+_PIPE_WAIT_S = 10.0
+"""The longest wait for a key that another process writes into a pipe."""
 
 
 def url_of(text: str) -> str:
@@ -33,16 +38,35 @@ def url_of(text: str) -> str:
 
 
 def _read_key_file(path: Path) -> bytes:
+    if path.is_symlink() and not path.exists():
+        reason = f"it is a link to {os.readlink(path)}, which is not there"
+        raise FileNotFoundError(errno.ENOENT, reason)
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "it is a folder, not a file")
+    if path.exists() and not path.is_file():
+        return _read_pipe(path)
     with path.open("rb") as file:
         return file.read(_MAX_KEY_FILE_BYTES)
 
 
-def key_of(
-    path: Path | None,
-    environ: Mapping[str, str],
-    key_variable: str,
-    read: Callable[[Path], bytes] = _read_key_file,
-) -> str:
+def _read_pipe(path: Path) -> bytes:
+    until = time.monotonic() + _PIPE_WAIT_S
+    content = b""
+    # Without O_NONBLOCK, to open a pipe waits until somebody writes into it.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    with open(descriptor, "rb", buffering=0) as pipe:
+        while len(content) < _MAX_KEY_FILE_BYTES:
+            if not select.select([pipe], [], [], max(0.0, until - time.monotonic()))[0]:
+                reason = f"it is a pipe, and nobody wrote all of it within {_PIPE_WAIT_S:g} s"
+                raise TimeoutError(errno.ETIMEDOUT, reason)
+            piece = pipe.read(1 << 16)
+            if not piece:
+                break
+            content += piece
+    return content
+
+
+def key_of(path: Path | None, environ: Mapping[str, str], key_variable: str) -> str:
     """Return the key to send, from a file or else from a variable; empty for none.
 
     Raises:
@@ -53,7 +77,7 @@ def key_of(
     else:
         where = str(path)
         try:
-            text = read(path).decode()
+            text = _read_key_file(path).decode()
         except OSError as error:
             raise FlagError(f"--key-file: {path}: {error.strerror}") from error
         except UnicodeDecodeError as error:
