@@ -74,6 +74,13 @@ def test_decoders_count_among_the_processes_that_need_descriptors(tmp_path):
     assert service.num_processes == 2 * (1 + 3)
 
 
+def test_a_second_service_with_the_same_store_of_jobs_does_not_start(settings):
+    first = assemble(settings, find_host(""), Console(None))
+    with pytest.raises(StartError, match="another service keeps its jobs in"):
+        assemble(settings, find_host(""), Console(None))
+    assert first.jobs is not None
+
+
 def paths_of(routes: Iterable[BaseRoute]) -> Iterator[str]:
     for route in routes:
         included = getattr(route, "original_router", None)
