@@ -11,7 +11,7 @@ from rich.console import Console
 
 from ..cli.access import context_of, key_of, url_of
 from ..cli.flags import METRICS_KEY_VARIABLE
-from ..usage import COMMAND
+from ..usage import COMMAND, FlagError
 from .feed import EventFeed, FeedError, LostError
 from .screen import page_lines
 from .state import StateSeen, View, as_json, read_state
@@ -28,7 +28,7 @@ def run(args: Namespace) -> int:
     url, key = url_of(args.url), key_of(args.key_file, os.environ, METRICS_KEY_VARIABLE)
     try:
         return asyncio.run(_run(EventFeed(url, key, context_of(args)), args))
-    except FeedError as error:
+    except (FeedError, FlagError) as error:
         sys.stderr.write(f"{COMMAND} top: {error}\n")
         return NO_FEED
 

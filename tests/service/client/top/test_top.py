@@ -53,6 +53,8 @@ def test_missing_service_and_https_to_an_http_service_are_errors_with_advice(cap
     with feed(answers(404)) as url:
         assert run(["top", "--url", url.replace("http://", "https://")]) == 1
     assert "is it http?" in capsys.readouterr().err
+    assert run(["top", "--url", url, "--ca-file", "nowhere"]) == 1
+    assert "top: --ca-file: nowhere" in capsys.readouterr().err
     assert run(["top", "--url", url.replace("//", "//me:secret@")]) == 1  # it no longer listens
     said = capsys.readouterr().err
     assert "inferpool serve" in said
