@@ -37,27 +37,27 @@ def url_of(text: str) -> str:
     return url.rstrip("/")
 
 
-def _read_key_file(path: Path) -> bytes:
+def _read_key_file(path: Path, wait_s: float) -> bytes:
     if path.is_symlink() and not path.exists():
         reason = f"it is a link to {os.readlink(path)}, which is not there"
         raise FileNotFoundError(errno.ENOENT, reason)
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, "it is a folder, not a file")
     if path.exists() and not path.is_file():
-        return _read_pipe(path)
+        return _read_pipe(path, wait_s)
     with path.open("rb") as file:
         return file.read(_MAX_KEY_FILE_BYTES)
 
 
-def _read_pipe(path: Path) -> bytes:
-    until = time.monotonic() + _PIPE_WAIT_S
+def _read_pipe(path: Path, wait_s: float) -> bytes:
+    until = time.monotonic() + wait_s
     content = b""
     # Without O_NONBLOCK, to open a pipe waits until somebody writes into it.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
     with open(descriptor, "rb", buffering=0) as pipe:
         while len(content) < _MAX_KEY_FILE_BYTES:
             if not select.select([pipe], [], [], max(0.0, until - time.monotonic()))[0]:
-                reason = f"it is a pipe, and nobody wrote all of it within {_PIPE_WAIT_S:g} s"
+                reason = f"it is a pipe, and nobody wrote all of it within {wait_s:g} s"
                 raise TimeoutError(errno.ETIMEDOUT, reason)
             piece = pipe.read(1 << 16)
             if not piece:
@@ -66,7 +66,12 @@ def _read_pipe(path: Path) -> bytes:
     return content
 
 
-def key_of(path: Path | None, environ: Mapping[str, str], key_variable: str) -> str:
+def key_of(
+    path: Path | None,
+    environ: Mapping[str, str],
+    key_variable: str,
+    wait_s: float = _PIPE_WAIT_S,
+) -> str:
     """Return the key to send, from a file or else from a variable; empty for none.
 
     Raises:
@@ -77,7 +82,7 @@ def key_of(path: Path | None, environ: Mapping[str, str], key_variable: str) -> 
     else:
         where = str(path)
         try:
-            text = _read_key_file(path).decode()
+            text = _read_key_file(path, wait_s).decode()
         except OSError as error:
             raise FlagError(f"--key-file: {path}: {error.strerror}") from error
         except UnicodeDecodeError as error:

@@ -13,6 +13,7 @@ import pytest
 
 from inferpool.service.cli.main import run
 from inferpool.service.client.cli.access import key_of
+from inferpool.service.client.usage import FlagError
 from tests.models.items import jpeg
 
 
@@ -130,19 +131,17 @@ def test_names_of_any_alphabet_are_printed_whatever_the_locale(service, tmp_path
     assert done.stdout.endswith('\\xe9.txt: "hi"\n')
 
 
-def test_a_key_may_come_from_a_pipe_but_is_not_awaited_forever(tmp_path: Path, monkeypatch, capsys):
-    monkeypatch.setattr("inferpool.service.client.cli.access._PIPE_WAIT_S", 0.2)
+def test_a_key_may_come_from_a_pipe_but_is_not_awaited_forever(tmp_path: Path):
     pipe = tmp_path / "key"
     os.mkfifo(pipe)
-    arguments = ["predict", "--text", "x", "--url", "127.0.0.1:9", "--key-file", str(pipe)]
-    assert run(arguments) == 2
-    assert "nobody wrote all of it within 0.2 s" in capsys.readouterr().err
+    with pytest.raises(FlagError, match=r"nobody wrote all of it within 0\.2 s"):
+        key_of(pipe, {}, "", wait_s=0.2)
     descriptor = os.open(pipe, os.O_RDWR)  # a writer that never ends
     os.write(descriptor, b"0123456789abcdef")
-    assert run(arguments) == 2
+    with pytest.raises(FlagError, match="nobody wrote all of it"):
+        key_of(pipe, {}, "", wait_s=0.2)
     os.close(descriptor)
-    assert "nobody wrote all of it" in capsys.readouterr().err
     with subprocess.Popen(["sh", "-c", f"echo 0123456789abcdef > {pipe}"]):
         assert key_of(pipe, {}, "") == "0123456789abcdef"
-    assert run([*arguments[:-1], str(tmp_path)]) == 2
-    assert "it is a folder, not a file" in capsys.readouterr().err
+    with pytest.raises(FlagError, match="it is a folder, not a file"):
+        key_of(tmp_path, {}, "")
