@@ -52,7 +52,7 @@ class Changing:
         ]
         is_ready = is_host_ready(self.catalog.serving.values())
         report = report_of(models, [], [], None, is_ready=is_ready, is_draining=False)
-        report = self.changes.add_to_health(self.speed_search.add_to_health(report))
+        report = self.changes.shown.add_to_health(self.speed_search.add_to_health(report))
         return replace(report, status=status_of(report))
 
     @property
