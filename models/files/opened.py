@@ -11,6 +11,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -69,17 +70,16 @@ class OpenedFiles:
         self._written: set[str] = set()
         self._made_folders: list[str] = []
         self._no_part = (*_NO_PART, *_temporary_folders())
-        self._is_noting = False
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
-        """Record the files opened meanwhile. Call it once in the life of a process."""
-        self._is_noting = True
-        sys.addaudithook(self._on_event)  # this cannot be undone
+        """Record the files opened meanwhile, in all threads."""
+        _hear_events()
+        _recording.append(self)
         try:
             yield
         finally:
-            self._is_noting = False
+            _recording.remove(self)
 
     def marks(self) -> list[FileMark]:
         """Return the files that still exist, each as it was before it was first opened."""
@@ -93,9 +93,8 @@ class OpenedFiles:
             and mark_of(path) is not None
         ]
 
-    def _on_event(self, event: str, args: tuple[object, ...]) -> None:
-        if not self._is_noting:
-            return
+    def on_event(self, event: str, args: tuple[object, ...]) -> None:
+        """Record an audit event."""
         if event == "open":
             file, _, flags = args
             if isinstance(flags, int) and (name := _name_of(file)):
@@ -123,6 +122,21 @@ class OpenedFiles:
         if path.startswith((*self._no_part, *_OURS)):
             return False
         return not path.startswith(_LIBRARIES) or path.startswith(self._own_parts)
+
+
+_recording: list[OpenedFiles] = []
+"""All that record now."""
+
+
+@cache
+def _hear_events() -> None:
+    """Hear of audit events from now on. This cannot be undone, so it is done once in a process."""
+    sys.addaudithook(_on_event)
+
+
+def _on_event(event: str, args: tuple[object, ...]) -> None:
+    for recorder in _recording:
+        recorder.on_event(event, args)
 
 
 def _temporary_folders() -> Iterator[str]:

@@ -55,6 +55,16 @@ def test_opened_files_are_recorded(tmp_path: Path, body: str):
     assert noted(tmp_path, body) == '["weights"]'
 
 
+def test_a_process_hears_of_events_by_one_hook_however_often_it_records(tmp_path: Path):
+    body = (
+        "names = []\nsys.addaudithook(lambda name, _: names.append(name))\n"
+        "for _ in range(2):\n    with OpenedFiles('net:Net').noting():\n"
+        "        open('weights').read()\n"
+        "assert 'open' in names and 'sys.addaudithook' not in names"
+    )
+    assert noted(tmp_path, body) == '["weights"]'
+
+
 def test_modules_are_noted_by_their_source_even_if_they_are_cached(tmp_path: Path):
     (tmp_path / "net.py").write_text("import part")
     (tmp_path / "part.py").write_text("")
