@@ -48,7 +48,7 @@ def modules_of(sources: Iterable[str]) -> list[str]:
     names: dict[str, None] = {}
     for source in sources:
         if source == "echo":
-            names |= dict.fromkeys(("echo",))
+            names["echo"] = None
             continue
         is_class = ":" in source and f"{source.partition(':')[0]}:" not in SOURCES
         pictures = () if is_class else ("efficientnet_lite0",)

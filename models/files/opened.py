@@ -135,7 +135,7 @@ def _hear_events() -> None:
 
 
 def _on_event(event: str, args: tuple[object, ...]) -> None:
-    for recorder in _recording:
+    for recorder in [*_recording]:  # another thread may begin or end one meanwhile
         recorder.on_event(event, args)
 
 

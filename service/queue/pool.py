@@ -72,7 +72,7 @@ class Pool:
         Args:
             source: The source of the model, as the settings name it.
             configs: The configuration of each worker. In a cluster, more may come and go.
-            check: Starts workers, of which one checks the version.
+            check: Starts the workers; one of them checks the version.
             dispatcher: Sends them batches; has the name of the model and its counters.
             policy: Bounds how often they are restarted.
             announcer: Shows people what comes and goes.
