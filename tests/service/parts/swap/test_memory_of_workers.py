@@ -29,30 +29,30 @@ pytestmark = pytest.mark.measures  # the memory of several processes cannot be r
 _SLACK_BYTES = BALLAST_BYTES // 2
 
 
-def family_bytes() -> int:
-    """Return the memory of all our children; what they share counts once."""
-    total = 0
-    for each in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):
-            total += each.memory_full_info().pss
-    return total
+class Processes:
+    """The processes that were started since this object was made, and their memory."""
 
+    def __init__(self) -> None:
+        self._before = {each.pid for each in psutil.Process().children(recursive=True)}
 
-def alive() -> set[int]:
-    """Return the processes of our children that have not ended."""
-    found = set()
-    for each in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):
-            if each.status() != psutil.STATUS_ZOMBIE:
-                found.add(each.pid)
-    return found
+    def used_bytes(self) -> int:
+        """Return the memory that each of them shares with no other process, added up.
+
+        What they share is left out: it would count more as processes of other tests end.
+        """
+        total = 0
+        for each in psutil.Process().children(recursive=True):
+            with suppress(psutil.Error):
+                total += 0 if each.pid in self._before else each.memory_full_info().uss
+        return total
 
 
 class PeakWatch:
-    """Notes the most memory that our children have taken at once. Runs a thread."""
+    """Notes the most memory that processes have taken at once. Runs a thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, processes: Processes) -> None:
         self.most_bytes = 0
+        self._processes = processes
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run)
 
@@ -66,9 +66,7 @@ class PeakWatch:
 
     def _run(self) -> None:
         while not self._over.wait(0.03):
-            before, num_bytes = alive(), family_bytes()
-            if before == alive():  # else what one that ended had shared counts as the others' own
-                self.most_bytes = max(self.most_bytes, num_bytes)
+            self.most_bytes = max(self.most_bytes, self._processes.used_bytes())
 
 
 class RealStage:
@@ -79,10 +77,11 @@ class RealStage:
         model = ModelSettings(source=source, replicas=replicas, options={"mark": 1}, speed="exact")
         self.kept = Kept(arena, StateFile(None, {"m": model}), LocalEngine(arena))
         self.catalog = self.kept.catalog
+        self.processes = Processes()  # before the loop runs, which starts workers
         self.bound_bytes = 1 << 50
         room = Room(
             lambda model, placement: {HOST: 1},
-            lambda: {HOST: self.bound_bytes - family_bytes()},
+            lambda: {HOST: self.bound_bytes - self.processes.used_bytes()},
             DeviceMemory((), None).used_by,
         )
         self.changes = Changes(self.catalog, self.kept.metrics, None, room, grace_s=10)
@@ -102,7 +101,9 @@ class RealStage:
         (each, *_) = (slot.handle for slot in self.catalog.serving["m"].slots if slot.handle)
         used = await asyncio.to_thread(DeviceMemory((), None).used_by, each)
         assert used[HOST] > BALLAST_BYTES
-        self.bound_bytes = await asyncio.to_thread(family_bytes) + int(num * used[HOST])
+        self.bound_bytes = await asyncio.to_thread(self.processes.used_bytes) + int(
+            num * used[HOST]
+        )
 
     @asynccontextmanager
     async def asked(self) -> AsyncIterator[None]:
@@ -177,7 +178,7 @@ async def bounded(arena: Arena, replicas: int, room: float) -> AsyncIterator[Rea
     try:
         await it.full()
         await it.leave_room_for(room)
-        with PeakWatch() as peak:
+        with PeakWatch(it.processes) as peak:
             async with it.asked():
                 yield it
         assert peak.most_bytes <= it.bound_bytes + _SLACK_BYTES
