@@ -5,6 +5,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -29,7 +30,27 @@ MAX_JSON_NUMBERS = 1 << 24
 """Most numbers in lists: these take 640 MB, and more than may be sent as JSON."""
 
 
-class Model:
+class ModelInterface:
+    """Attributes of `Model` that say how clients speak to it. Settings of these names win."""
+
+    media_types: Sequence[str] = ()
+    """Types of the `Content` that `render` returns, such as "image/png": calls that accept none of
+    them, and no JSON, are refused before anything is computed."""
+    accepts: Literal["", "image", "bytes"] = ""
+    """A JSON string in the place of an instance is base64 of a picture or of bytes; if empty, it is
+    the text itself."""
+    form: Literal["instances", "instance"] = "instances"
+    """Each file of a form is an instance; or the whole form is one, as an object of its fields."""
+    envelope: bool = True
+    """JSON bodies have `instances`, and answers `predictions`. If False, a JSON body is one
+    instance as it stands, and the answer is what `render` returned."""
+    path: str = ""
+    """A path for calls besides `/predict/NAME`, such as "/classify"."""
+    joins: bool = False
+    """Streams may begin while others are under way: see `stream`."""
+
+
+class Model(ModelInterface):
     """A model to serve. Subclass it, set `inputs` and `outputs`, and write `load` and `forward`.
 
     Each worker makes one object. The settings' `options` are keywords of `__init__`, which must not

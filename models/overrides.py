@@ -6,6 +6,7 @@ from types import MethodType
 
 from inferpool.models.base import Model
 from inferpool.models.errors import BadReturnError
+from inferpool.models.spec import Interface
 
 
 def is_overridden(model: Model, method: str) -> bool:
@@ -24,6 +25,19 @@ def rendering_of(model: Model) -> tuple[str, Callable[..., Sequence[object]]]:
         return "render", MethodType(Model.render_batch, model)
     is_own = is_overridden(model, "render_batch")
     return "render_batch" if is_own else "render", model.render_batch
+
+
+def interface_of(model: Model) -> Interface:
+    """Return how clients speak to a model."""
+    return Interface(
+        media_types=tuple(model.media_types),
+        accepts=model.accepts,
+        form=model.form,
+        envelope=model.envelope,
+        path=model.path,
+        streams=hasattr(model, "stream") or inspect.isgeneratorfunction(model.forward),
+        joins=model.joins,
+    )
 
 
 def forward_can_run_ahead(model: Model) -> bool:

@@ -66,6 +66,28 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.shape[1:]
 
 
+class Interface(msgspec.Struct, frozen=True, kw_only=True):
+    """How clients speak to a model, where that is not as usual."""
+
+    media_types: tuple[str, ...] = ()
+    """Types of the content that its answers may be, such as "image/png"."""
+    accepts: Literal["", "image", "bytes"] = ""
+    """Kind of a JSON string in the place of an instance, as base64; empty: it is a text."""
+    form: Literal["instances", "instance"] = "instances"
+    """Each file of a form is an instance, or the whole form is one."""
+    envelope: bool = True
+    """JSON bodies have `instances`, and answers `predictions`; if not, both stand as they are."""
+    path: str = ""
+    """A path of its own, besides `/predict/NAME`."""
+    streams: bool = False
+    """Its answers come in parts."""
+    joins: bool = False
+    """Streams may begin while others are under way."""
+
+
+USUAL_INTERFACE = Interface()
+
+
 class TensorHeader(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The place of one tensor in a payload: row-major, little-endian, no padding.
 

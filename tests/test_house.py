@@ -113,8 +113,8 @@ def num_lines_reached(starts: set[str]) -> int:
 
 
 def test_the_core_is_small_enough_to_read():
-    assert num_lines_reached(CORE) <= 19_950
-    assert num_lines_reached({"inferpool.models.base"}) <= 1_700
+    assert num_lines_reached(CORE) <= 20_000
+    assert num_lines_reached({"inferpool.models.base"}) <= 1_800
 
 
 LARGE = {

@@ -23,7 +23,7 @@ from typing import ClassVar, NamedTuple, Protocol
 import msgspec
 from starlette.types import Send
 
-from inferpool.models.spec import Kind, TensorSpec
+from inferpool.models.spec import Interface, Kind, TensorSpec
 from inferpool.service.api.auth import Guard
 from inferpool.service.api.codecs.answers import AnswerFormat, Outcome, choose_format, encode
 from inferpool.service.api.codecs.body import (
@@ -137,6 +137,10 @@ class ModelEntry(Protocol):
     @property
     def inputs(self) -> Sequence[TensorSpec]:
         """The tensors it takes; empty if unknown."""
+
+    @property
+    def interface(self) -> Interface:
+        """How clients speak to it; the usual one until a worker is ready."""
 
     def submit(
         self, ref: ItemRef, chunks: Sequence[Buffer], steps: InstanceSteps | None = None

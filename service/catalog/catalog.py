@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, get_args
 
+from inferpool.models.spec import USUAL_INTERFACE
 from inferpool.service.api.exchange import path_of
 from inferpool.service.catalog.plans import HostPlans, place_text, planned, with_model
 from inferpool.service.errors import ConflictError, NotSavedError, UnavailableError
@@ -62,6 +63,7 @@ class ModelVersion:
         """The version that gets a share of its calls; calls must look anew meanwhile."""
         self.inputs: Sequence[TensorSpec] = ()
         """The inputs of the model; empty until a worker is ready."""
+        self.interface = USUAL_INTERFACE
         self.submit = pool.submit  # without a step between, which each call would pay for
 
 
@@ -393,7 +395,7 @@ class Catalog:
 
     def _on_change(self) -> None:
         for version in self.loaded.values():
-            version.inputs = version.pool.inputs
+            version.inputs, version.interface = version.pool.inputs, version.pool.interface
         waiting, self._waiting = self._waiting, []
         for future in waiting:
             if not future.done():

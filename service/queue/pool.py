@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from inferpool.models.spec import USUAL_INTERFACE
 from inferpool.models.speed_names import SpeedReport
 from inferpool.service.errors import GivenUpError, ServiceError, UnavailableError
 from inferpool.service.queue.dispatcher import Dispatcher
@@ -54,6 +55,9 @@ class EndedIncarnation:
 
 class Pool:
     """The supervisor and the dispatcher of one version of a model, connected to each other."""
+
+    interface = USUAL_INTERFACE
+    """How clients speak to the model; the usual one until a worker is ready."""
 
     def __init__(
         self,
@@ -269,7 +273,7 @@ class Pool:
         assert slot.handle is not None
         self.works_for.attach(slot.handle)
         ready = slot.handle.ready
-        self.inputs = ready.inputs
+        self.inputs, self.interface = ready.inputs, ready.interface
         self._load_s = ready.load_s
         self._expect()
         now = asyncio.get_running_loop().time()

@@ -25,6 +25,7 @@ from inferpool.models.attached import attached
 from inferpool.models.base import Model, load_model
 from inferpool.models.example import own_example, reads_own_form, shown_example
 from inferpool.models.files.opened import OpenedFiles
+from inferpool.models.overrides import interface_of
 from inferpool.models.speed_names import NO_NETWORK, SpeedReport
 from inferpool.models.warm_sizes import largest_batch, sizes_to_warm
 from inferpool.workers.inside.allocator import give_back, held_bytes
@@ -41,7 +42,7 @@ from inferpool.workers.inside.pools import started_pool
 from inferpool.workers.inside.preparing import Prepared, unprepared
 from inferpool.workers.shared.config import WorkerConfig
 from inferpool.workers.shared.heartbeat import Heartbeat
-from inferpool.workers.shared.messages import BatchDone, Ready, StartProgress, Stored
+from inferpool.workers.shared.messages import Batch, BatchDone, Ready, StartProgress, Stored
 from inferpool.workers.shared.outputs import OutputStore
 from inferpool.workers.shared.worker_queue import WorkerQueue
 
@@ -162,6 +163,7 @@ class BatchReceiver:
         batch, arena = self.inbox.get(), self._arena
         if batch is None:
             return None
+        assert isinstance(batch, Batch), "only a model that streams is told to drop some"
         self.heartbeat.received(batch.id)
         if not batch.items:
             return self.computer.prepare_sample(batch.id)
@@ -463,4 +465,5 @@ def load(
         checked=checked,
         files=opened.marks(),
         is_accelerated=is_accelerator(device),
+        interface=interface_of(model),
     )

@@ -10,7 +10,15 @@ from typing import Literal
 import msgspec
 
 from inferpool.models.files.opened import FileMark
-from inferpool.models.spec import Kind, RankPart, SplitReport, TensorHeader, TensorSpec
+from inferpool.models.spec import (
+    USUAL_INTERFACE,
+    Interface,
+    Kind,
+    RankPart,
+    SplitReport,
+    TensorHeader,
+    TensorSpec,
+)
 from inferpool.models.speed_names import SpeedReport
 from inferpool.workers.shared.config import CheckReport
 
@@ -56,7 +64,7 @@ class ItemRef(msgspec.Struct, array_like=True, gc=False):
         return {name: value for name, value in zip(ID_FIELDS, found, strict=True) if value}
 
 
-class Batch(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class Batch(msgspec.Struct, frozen=True, array_like=True, tag="batch", gc=False):
     """Front end to worker: compute these instances together.
 
     A batch without items is a canary: compute a sample of the model.
@@ -64,6 +72,14 @@ class Batch(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     id: int
     items: list[ItemRef]
+
+
+class Drop(msgspec.Struct, frozen=True, array_like=True, tag="drop", gc=False):
+    """Front end to worker: nobody waits for some streams of a batch any more."""
+
+    id: int
+    indices: list[int]
+    """Their places in the batch."""
 
 
 class Stored(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -129,6 +145,26 @@ class BatchDone(msgspec.Struct, frozen=True, array_like=True, tag="done", gc=Fal
     """Its end minus `compute_s`, in CLOCK_MONOTONIC seconds; waits would make it earlier."""
 
 
+class StreamPart(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A part of one stream, or its end."""
+
+    id: int
+    """The batch that the stream came with."""
+    index: int
+    """Its place in the batch."""
+    value: bytes | ItemError | None
+    """JSON; or the error that the stream ended with; None if it is over."""
+
+
+class StreamParts(msgspec.Struct, frozen=True, array_like=True, tag="parts", gc=False):
+    """Worker to front end: the parts of one step, of all streams that are under way.
+
+    After the last of its streams, a batch is answered by `BatchDone`, whose outcomes are empty.
+    """
+
+    parts: list[StreamPart]
+
+
 class StartProgress(msgspec.Struct, frozen=True, array_like=True, tag="progress"):
     """Worker to front end, while it loads: the present step, for people."""
 
@@ -167,6 +203,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     """True if it computes on an accelerator rather than on a CPU."""
     plans: dict[str, bytes] = {}
     """Needs of its parts on the host, by their names; a part that is left out has none."""
+    interface: Interface = USUAL_INTERFACE
 
 
 class RankReady(msgspec.Struct, frozen=True, array_like=True, tag="rank ready"):
@@ -210,4 +247,7 @@ class LogLine(msgspec.Struct, frozen=True, array_like=True, tag="log"):
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError)
 """Errors that msgspec raises for bytes that are no message."""
 
-FromWorker = BatchDone | Leaving | LogLine | StartProgress | RankReady | Ready | StartFailed
+ToWorker = Batch | Drop | None
+FromWorker = (
+    BatchDone | StreamParts | Leaving | LogLine | StartProgress | RankReady | Ready | StartFailed
+)

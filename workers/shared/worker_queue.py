@@ -9,14 +9,14 @@ from multiprocessing.connection import Connection
 import msgspec
 from torch.multiprocessing.queue import ConnectionWrapper, SimpleQueue
 
-from inferpool.workers.shared.messages import Batch, FromWorker
+from inferpool.workers.shared.messages import FromWorker, ToWorker
 from inferpool.workers.shared.queues import Frames
 
 _READ_BYTES = 1 << 16
 _KEPT_BYTES = 1 << 20
 """Largest buffer that is kept for the next message."""
 _HEAD_BYTES = 4
-_decode = msgspec.msgpack.Decoder(Batch | None).decode
+_decode = msgspec.msgpack.Decoder(ToWorker).decode
 _encode_into = msgspec.msgpack.Encoder().encode_into
 
 
@@ -63,8 +63,8 @@ class WorkerQueue(SimpleQueue):
         """Wait for a message or the end of file; return True if there is one."""
         return bool(self._arrived or self._poller.poll(timeout_s * 1000))
 
-    def get(self) -> Batch | None:
-        """Wait for the next batch and return it, or None for the sentinel.
+    def get(self) -> ToWorker:
+        """Wait for the next message and return it, or None for the sentinel.
 
         Raises:
             EOFError: The front end is gone.
@@ -74,8 +74,8 @@ class WorkerQueue(SimpleQueue):
             if not data:
                 raise EOFError
             self._arrived.extend(self._frames.feed(data))
-        batch: Batch | None = _decode(self._arrived.popleft())
-        return batch
+        message: ToWorker = _decode(self._arrived.popleft())
+        return message
 
     def put(self, message: FromWorker) -> None:
         """Send a message. Any thread may call it.

@@ -62,6 +62,7 @@ class RemoteModel:
         self.is_serving = row.is_serving
         self.canary = row.canary
         self.inputs: Sequence[TensorSpec] = row.inputs
+        self.interface = row.interface
         self._rejected = front_side.rejected[row.name]
         self._key_share = KeyShare(key_share, self._rejected)
         self._front_side = front_side
@@ -70,6 +71,7 @@ class RemoteModel:
     def update(self, row: ModelRow) -> None:
         """Copy what has changed."""
         self.is_serving, self.canary = row.is_serving, row.canary
+        self.interface = row.interface
         if list(self.inputs) != row.inputs:  # calls remember them by their identity
             self.inputs = row.inputs
 

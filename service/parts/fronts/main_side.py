@@ -232,9 +232,17 @@ def rows_of(models: "Catalog") -> list[ModelRow]:
     for number, model in models.loaded.items():
         paths = [path for path, entry in models.entries.items() if entry is model]
         if paths:
-            inputs, serves = list(model.inputs), model.is_serving
             rows.append(
-                ModelRow(number, model.name, model.version, serves, inputs, paths, model.canary)
+                ModelRow(
+                    number,
+                    model.name,
+                    model.version,
+                    model.is_serving,
+                    list(model.inputs),
+                    paths,
+                    model.canary,
+                    model.interface,
+                )
             )
     return rows
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from inferpool.models.spec import TensorSpec
+from inferpool.models.spec import USUAL_INTERFACE, Interface, TensorSpec
 from inferpool.service import errors
 from inferpool.service.api.wire.budgets import EdgeLimits, EdgeUse
 from inferpool.service.errors import ServiceError
@@ -142,6 +142,7 @@ class ModelRow(msgspec.Struct, frozen=True, array_like=True):
     paths: list[str]
     """The paths of the calls that it is for; see `Predict.models`."""
     canary: CanaryShare | None = None
+    interface: Interface = USUAL_INTERFACE
 
 
 class ModelTable(msgspec.Struct, frozen=True, array_like=True, tag="models"):
