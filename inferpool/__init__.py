@@ -1,7 +1,7 @@
 """A queue-based parallel inference server for PyTorch models: the names to import.
 
 Write a model with these:
-    Model, Features, Item, TensorSpec, Placement, InputError
+    Model, Features, Item, TensorSpec, Placement, InputError, END
 Serve it from Python, mount it in your application, and test it:
     serve, RunningService; asgi_app, MountedApp; testing.predict, testing.client
     These raise: SettingsError, SourceError, StartError
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from inferpool.models.errors import InputError, SourceError
     from inferpool.models.item import Features, Item
     from inferpool.models.spec import Placement, TensorSpec
+    from inferpool.models.streams import END
     from inferpool.service.client import (
         AsyncClient,
         AsyncJob,
@@ -85,6 +86,7 @@ _PLACES = {
     "models.errors": "InputError SourceError",
     "models.item": "Features Item",
     "models.spec": "Placement TensorSpec",
+    "models.streams": "END",
     "service.client": (
         "AsyncClient AsyncJob Client Health Job JobInfo Label ModelInfo Prediction Progress "
         "Retry Timing"
@@ -106,6 +108,7 @@ _PLACES = {
 _PLACE_OF = {name: place for place, names in _PLACES.items() for name in names.split()}
 
 __all__ = [
+    "END",
     "AnswerError",
     "AsyncClient",
     "AsyncJob",

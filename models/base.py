@@ -47,7 +47,9 @@ class ModelInterface:
     path: str = ""
     """A path for calls besides `/predict/NAME`, such as "/classify"."""
     joins: bool = False
-    """Streams may begin while others are under way: see `stream`."""
+    """Streams may begin while others are under way: see `models.streams`."""
+    _streams_alone: bool = False
+    """It yields the parts of one instance: a worker has seen it."""
 
 
 class Model(ModelInterface):

@@ -35,9 +35,18 @@ def interface_of(model: Model) -> Interface:
         form=model.form,
         envelope=model.envelope,
         path=model.path,
-        streams=hasattr(model, "stream") or inspect.isgeneratorfunction(model.forward),
+        streams=is_streaming(model),
         joins=model.joins,
+        alone=model._streams_alone,
     )
+
+
+def is_streaming(model: Model) -> bool:
+    """Return whether a model answers in parts: by its class's `stream`, or a generator."""
+    if callable(getattr(type(model), "stream", None)):
+        return True
+    own = inspect.unwrap(model.forward)
+    return inspect.isgeneratorfunction(own) or inspect.isasyncgenfunction(own)
 
 
 def forward_can_run_ahead(model: Model) -> bool:

@@ -83,6 +83,8 @@ class Interface(msgspec.Struct, frozen=True, kw_only=True):
     """Its answers come in parts."""
     joins: bool = False
     """Streams may begin while others are under way."""
+    alone: bool = False
+    """Its parts are those of one instance, so that batches of one suit it."""
 
 
 USUAL_INTERFACE = Interface()
