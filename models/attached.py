@@ -31,6 +31,9 @@ OTHERS = {
     "start check": "inferpool.workers.start_check.check:ReadyCheck",
     "speed preset": "inferpool.workers.speed.worker_side:chosen_preset",
     "forms": "inferpool.service.api.codecs.forms:decode_form",
+    "forms of streams": "inferpool.service.parts.streams.forms:choose_form",
+    "stream of a call": "inferpool.service.parts.streams.call_stream:stream_call",
+    "stream by ASGI": "inferpool.service.parts.streams.asgi:AsgiStream",
     "forget a load": "inferpool.models.speed.attempts:forget_load",
 }
 

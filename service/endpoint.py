@@ -13,7 +13,11 @@ from inferpool.service.api.auth import Guard
 from inferpool.service.api.codecs.body import Limits
 from inferpool.service.api.cors import Cors
 from inferpool.service.api.exchange import Call, ModelEntry, Predict, Tracing
-from inferpool.service.api.wire.budgets import EdgeLimits, UnfinishedRequests
+from inferpool.service.api.wire.budgets import (
+    EdgeLimits,
+    UnfinishedRequests,
+    UnreadAnswers,
+)
 from inferpool.service.api.wire.handshakes import TlsHandshake
 from inferpool.service.api.wire.held import HeldBytes
 from inferpool.service.api.wire.listening import BACKLOG
@@ -59,6 +63,8 @@ def make_limits(settings: Settings) -> Limits:
         max_json_bytes=settings.max_json_bytes,
         max_job_bytes=settings.max_job_bytes if settings.has_jobs else 0,
         body_gap_s=settings.body_gap_s,
+        stream_buffer_parts=settings.stream_buffer_parts,
+        stream_buffer_bytes=settings.stream_buffer_bytes,
         max_instances=settings.max_instances_per_request,
         default_timeout_s=settings.default_timeout_s,
         max_timeout_s=settings.max_timeout_s,
@@ -75,7 +81,8 @@ def make_predict(
     unfinished: HeldBytes | None = None,
 ) -> Predict:
     """Build the endpoint; `unfinished` counts requests if several processes do so together."""
-    max_unfinished_bytes = (edge or EdgeLimits()).max_unfinished_bytes
+    edge = edge or EdgeLimits()
+    max_unfinished_bytes = edge.max_unfinished_bytes
     return Predict(
         models,
         default=settings.default_model,
@@ -84,6 +91,7 @@ def make_predict(
         unfinished=UnfinishedRequests(
             max(max_unfinished_bytes, settings.max_body_bytes), share=guard.share, held=unfinished
         ),
+        unread=UnreadAnswers(edge.max_unread_bytes, share=guard.share),
         guard=guard,
         cors=make_cors(settings),
         tracing=tracer,

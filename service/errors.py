@@ -16,6 +16,7 @@ ServiceError
 +-- OverloadedError            the queue or the arena is full, or the deadline cannot be met: 429
 |   +-- OverShareError         its key or address has its share of what clients share: 429
 |   +-- OverQuotaError         its API key has as many jobs, or bytes of them, as it may: 429
++-- ReaderTooSlowError         the client does not read a stream as fast as it comes: 408
 +-- ModelFailedError           the model raised on this input: 500
 |   +-- NonFiniteOutputError   its output has NaN or an infinity in it: 500
 +-- WorkerCrashedError         the workers that computed this input died: 500
@@ -33,7 +34,7 @@ StartError                     the service cannot start, or did not come up
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 
 class StartError(Exception):
@@ -48,10 +49,12 @@ class ServiceError(Exception):
         message: One or two sentences for a person: what was wrong, where, and what to do.
         retry_after_s: Whole seconds after which another try makes sense, or None.
         figures: Figures that show what was wrong, if there are any.
+        parts: The parts of a stream that came before, where nobody has read them, as JSON.
     """
 
     code = "error"
     figures: "Mapping[str, object] | None" = None
+    parts: "Sequence[bytes]" = ()
 
     def __init__(self, message: str, *, retry_after_s: int | None = None) -> None:
         super().__init__(message)
@@ -149,6 +152,12 @@ class OverQuotaError(OverloadedError):
     """The key of this request has all the jobs, or bytes of jobs, that a key may have."""
 
     code = "over_quota"
+
+
+class ReaderTooSlowError(ServiceError):
+    """The client reads a stream more slowly than the model makes it."""
+
+    code = "reader_too_slow"
 
 
 class ModelFailedError(ServiceError):

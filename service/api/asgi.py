@@ -1,9 +1,12 @@
 """`/predict` under any ASGI server."""
 
 import asyncio
+from collections.abc import Callable
+from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
+from inferpool.models.attached import attached
 from inferpool.service.api.codecs.body import BodyTimer
 from inferpool.service.api.exchange import CLOSE_LINE, Call, Exchange, Predict, Reply, send_reply
 
@@ -15,6 +18,8 @@ class _AsgiWire(asyncio.Future[Reply]):
     """The wire of an exchange under ASGI: a future of its answer, or of one to nobody."""
 
     is_by_exchange = False
+    stream: Any = None
+    """Sends the answer, if it is a streamed one."""
 
     def __init__(self, predict: Predict, client: str | None) -> None:
         """Expect the answer of a call from a client's address."""
@@ -37,6 +42,29 @@ class _AsgiWire(asyncio.Future[Reply]):
         self.set_result(reply)
         return None
 
+    @property
+    def is_writable(self) -> bool:
+        """The server has taken all that was sent."""
+        return self.stream is not None and self.stream.is_writable
+
+    def begin_stream(
+        self, exchange: Exchange, lines: bytes, on_writable: Callable[[], None]
+    ) -> None:
+        """Have a streamed answer sent."""
+        if not self.done():
+            self.stream = attached("stream by ASGI")(lines, on_writable)
+            self.set_result(_TO_NOBODY)
+
+    def send_piece(self, exchange: Exchange, piece: bytes) -> None:
+        """Have more of a streamed answer sent."""
+        if self.stream is not None:
+            self.stream.add(piece)
+
+    def end_stream(self, exchange: Exchange) -> None:
+        """Have a streamed answer ended."""
+        if self.stream is not None:
+            self.stream.end()
+
 
 async def answer(predict: Predict, path: str, scope: Scope, receive: Receive, send: Send) -> None:
     """Answer one ASGI call to `/predict`; its path is relative to the server's mount."""
@@ -50,7 +78,11 @@ async def answer(predict: Predict, path: str, scope: Scope, receive: Receive, se
         async with asyncio.TaskGroup() as group:
             listener = group.create_task(_listen(exchange, wire, receive), name="listen")
             reply = await wire
+            if wire.stream is not None:
+                await wire.stream.run(send)
             listener.cancel()
+        if wire.stream is not None:
+            return
         if exchange.leaves_body:
             reply = reply[0], reply[1] + CLOSE_LINE, reply[2]
         await send_reply(send, reply)
@@ -85,5 +117,8 @@ async def _listen(exchange: Exchange, wire: _AsgiWire, receive: Receive) -> None
         return  # middleware has no more to give; the call still gets its answer
     finally:
         timer.stop()
+    if wire.stream is not None:
+        exchange.abandon()
+        wire.stream.leave()
     if not wire.done():
         wire.set_result(_TO_NOBODY)  # no server sends it, but Starlette's middleware needs one

@@ -18,14 +18,21 @@ from copy import copy
 from dataclasses import KW_ONLY, dataclass, field
 from functools import lru_cache
 from types import SimpleNamespace
-from typing import ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import msgspec
 from starlette.types import Send
 
+from inferpool.models.attached import attached
 from inferpool.models.spec import Interface, Kind, TensorSpec
 from inferpool.service.api.auth import Guard
-from inferpool.service.api.codecs.answers import AnswerFormat, Outcome, choose_format, encode
+from inferpool.service.api.codecs.answers import (
+    STREAMED,
+    AnswerFormat,
+    Outcome,
+    choose_format,
+    encode,
+)
 from inferpool.service.api.codecs.body import (
     BodyContext,
     Decoded,
@@ -44,7 +51,12 @@ from inferpool.service.api.errors import (
 )
 from inferpool.service.api.preferences import is_async
 from inferpool.service.api.trace import new_ids, request_id_of, trace_of, trace_state_of
-from inferpool.service.api.wire.budgets import EdgeLimits, Refusals, UnfinishedRequests
+from inferpool.service.api.wire.budgets import (
+    EdgeLimits,
+    Refusals,
+    UnfinishedRequests,
+    UnreadAnswers,
+)
 from inferpool.service.errors import (
     BadRequestError,
     InternalError,
@@ -61,6 +73,7 @@ from inferpool.service.queue.instance import (
     InstanceSteps,
     InstanceTiming,
     Result,
+    StreamReader,
 )
 from inferpool.service.queue.shares import owner_of_address
 from inferpool.workers.shared.messages import ItemRef
@@ -201,6 +214,8 @@ class Call(msgspec.Struct):
     """The id of the job that it has become."""
     chosen: AnswerFormat = "json"
     is_batch: bool = False
+    is_old: bool = False
+    """The client speaks HTTP/1.0, which knows no chunks."""
     num_instances: int = 0
     outcomes: list[asyncio.Future[Result] | ServiceError] = []
     """For each instance a future, or why it was refused."""
@@ -306,6 +321,10 @@ class Predict:
     unfinished: UnfinishedRequests = field(
         default_factory=lambda: UnfinishedRequests(EdgeLimits().max_unfinished_bytes)
     )
+    unread: UnreadAnswers = field(
+        default_factory=lambda: UnreadAnswers(EdgeLimits().max_unread_bytes)
+    )
+    """Counts the parts of streams that clients have not read."""
     refusals: Refusals = field(default_factory=Refusals)
     guard: Guard | None = None
     """Checks keys; None if calls need none."""
@@ -424,6 +443,21 @@ class Wire(Protocol):
 
         Returns None if the status is not known yet; then the wire closes the exchange.
         """
+
+    @property
+    def is_writable(self) -> bool:
+        """The client reads what is sent."""
+
+    def begin_stream(
+        self, exchange: "Exchange", lines: bytes, on_writable: Callable[[], None]
+    ) -> None:
+        """Send the head of a streamed answer; `on_writable` is called when the client reads on."""
+
+    def send_piece(self, exchange: "Exchange", piece: bytes) -> None:
+        """Send more of a streamed answer."""
+
+    def end_stream(self, exchange: "Exchange") -> None:
+        """End a streamed answer, and go on as after any other."""
 
 
 class Exchange(msgspec.Struct, eq=False):
@@ -563,7 +597,7 @@ class Exchange(msgspec.Struct, eq=False):
         """Refuse the call once those before it are answered: its body cannot be read."""
         self.keep_alive = False
         self._refusal = error
-        self._let_go()
+        self.let_go()
         if self.is_started and not self.response_complete:
             self._refuse(error)
 
@@ -578,7 +612,7 @@ class Exchange(msgspec.Struct, eq=False):
 
     def abandon(self) -> None:
         """Cancel the call: the client is gone."""
-        self._let_go()
+        self.let_go()
         if not self.response_complete:
             self.response_complete = True
             self._give_up()
@@ -638,7 +672,7 @@ class Exchange(msgspec.Struct, eq=False):
             call.ref.priority = _PRIORITIES[priority]
         accept = headers.get(b"accept")
         if accept is not None:
-            call.chosen = choose_format(accept)
+            call.chosen = choose_format(accept, call.entry.interface)
             call.ref.wants_tensors = call.chosen != "json"
 
     def _check_size(self) -> None:
@@ -658,11 +692,14 @@ class Exchange(msgspec.Struct, eq=False):
             else:
                 decoded = self._decode(entry, chunks)
                 ref.parameters = decoded.parameters
+                if call.chosen in STREAMED:
+                    attached("stream of a call")(self, entry, decoded.payloads)
+                    return
                 if len(decoded.payloads) > 1:
                     self._submit_several(entry, decoded.payloads)
                     return
                 chunks = _put_into(ref, decoded.payloads[0])
-            future = entry.submit(ref, chunks, self._steps())
+            future = entry.submit(ref, chunks, self.new_steps())
         except OverloadedError as error:
             self._refuse_soon(error)
             return
@@ -672,8 +709,8 @@ class Exchange(msgspec.Struct, eq=False):
         call.num_instances = 1
         call.outcomes.append(future)
         if self._chunks:
-            self._let_go()
-        future.add_done_callback(self._on_done)
+            self.let_go()
+        future.add_done_callback(self.on_done)
 
     def _entry_now(self) -> ModelEntry:
         """Return the version that the call is for now, since versions come and go."""
@@ -691,12 +728,12 @@ class Exchange(msgspec.Struct, eq=False):
         head = BodyContext(call.headers, call.query, entry.inputs, self.predict.limits)
         decoded = decode(call.headers.get(b"content-type", b""), list(map(bytes, chunks)), head)
         call.is_batch = decoded.is_batch
-        if decoded.is_whole and call.earlier is not None:
+        if decoded.is_whole and call.earlier is not None and call.chosen not in STREAMED:
             kind = decoded.payloads[0].kind
             call.earlier.form = WholeBody(kind, decoded.parameters, entry.inputs)
         return decoded
 
-    def _steps(self) -> InstanceSteps | None:
+    def new_steps(self) -> InstanceSteps | None:
         """Return where to record one more instance; None if the call is not traced."""
         traced = self.call.steps
         if traced is None or len(traced) >= _MAX_TRACED_INSTANCES:
@@ -706,23 +743,15 @@ class Exchange(msgspec.Struct, eq=False):
         return steps
 
     def _submit_several(self, entry: ModelEntry, payloads: Sequence[Payload]) -> None:
-        """Submit several instances; one that is refused becomes an error in its place."""
-        call = self.call
-        outcomes = call.outcomes
-        call.num_instances = len(payloads)
-        for payload in payloads:
-            ref, steps = copy(call.ref), self._steps()
-            try:
-                outcomes.append(entry.submit(ref, _put_into(ref, payload), steps))
-            except ServiceError as error:
-                outcomes.append(error)
-                if steps is not None:
-                    steps.code, steps.message = error.code, error.message
-        self._let_go()
+        """Submit several instances, and answer when each has its outcome."""
+        submit_each(self, entry, payloads)
+        self.let_go()
+        outcomes = self.call.outcomes
         done = _all_done([each for each in outcomes if not isinstance(each, ServiceError)])
-        done.add_done_callback(self._on_done)
+        done.add_done_callback(self.on_done)
 
-    def _on_done(self, _: object) -> None:
+    def on_done(self, _: object) -> None:
+        """Answer: each instance has its outcome."""
         if self.response_complete:
             return
         try:
@@ -737,7 +766,7 @@ class Exchange(msgspec.Struct, eq=False):
 
     def _refuse_soon(self, error: OverloadedError) -> None:
         """Refuse the call in this iteration of the event loop, or in a later one."""
-        self._let_go()
+        self.let_go()
         error.__traceback__ = None  # its frames hold the body
 
         def refuse() -> None:
@@ -748,7 +777,7 @@ class Exchange(msgspec.Struct, eq=False):
 
     def _refuse(self, error: Exception) -> None:
         self._give_up()
-        self._let_go()
+        self.let_go()
         self._answer(refusal_of(self.call, error))
 
     def _answer(self, reply: Reply) -> None:
@@ -767,12 +796,33 @@ class Exchange(msgspec.Struct, eq=False):
             elif not outcome.cancelled():
                 outcome.exception()  # else asyncio logs that nobody retrieved it
 
-    def _let_go(self) -> None:
+    def let_go(self) -> None:
         """Drop the body."""
         self._chunks = []
         if self._is_counted:
             self._is_counted = False
             self.predict.unfinished.give_back(self)
+
+
+def submit_each(
+    exchange: Exchange,
+    entry: ModelEntry,
+    payloads: Sequence[Payload],
+    readers: Sequence[StreamReader] = (),
+) -> None:
+    """Submit instances; one that is refused becomes an error in its place."""
+    call = exchange.call
+    outcomes = call.outcomes
+    call.num_instances = len(payloads)
+    for index, payload in enumerate(payloads):
+        ref, steps = copy(call.ref), exchange.new_steps()
+        try:
+            reader: Any = {"reader": readers[index]} if readers else {}
+            outcomes.append(entry.submit(ref, _put_into(ref, payload), steps, **reader))
+        except ServiceError as error:
+            outcomes.append(error)
+            if steps is not None:
+                steps.code, steps.message = error.code, error.message
 
 
 def _put_into(ref: ItemRef, payload: Payload) -> Sequence[Buffer]:
@@ -822,7 +872,7 @@ def reply_to(call: Call) -> Reply:
             common = common_lines(call, result.timing)
             head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\n{common}"
             return 200, head.encode(), body
-    return _reply_with_any([_outcome_of(call, *each) for each in enumerate(outcomes)], call)
+    return _reply_with_any([outcome_of(call, *each) for each in enumerate(outcomes)], call)
 
 
 def preflight_reply(call: Call, lines: str) -> Reply:
@@ -889,7 +939,8 @@ def _reply_with_any(outcomes: Sequence[Outcome], call: Call) -> Reply:
     return status, lines_of(headers) + common_lines(call, _longest(outcomes)).encode(), body
 
 
-def _outcome_of(call: Call, index: int, outcome: asyncio.Future[Result] | ServiceError) -> Outcome:
+def outcome_of(call: Call, index: int, outcome: asyncio.Future[Result] | ServiceError) -> Outcome:
+    """Return the result or the error of an instance of a call that is over."""
     if isinstance(outcome, ServiceError):
         return outcome
     if outcome.cancelled():

@@ -39,7 +39,8 @@ _GROUPS: Mapping[str, str] = {
     ),
     "Limits": (
         "max_connections head_timeout_s body_gap_s write_timeout_s max_body_bytes "
-        "max_unfinished_bytes max_unread_bytes max_json_bytes arena_bytes max_queue_length "
+        "max_unfinished_bytes max_unread_bytes stream_buffer_parts stream_buffer_bytes "
+        "max_json_bytes arena_bytes max_queue_length "
         "per_key_share quarantine_s max_instances_per_request max_image_pixels show_errors"
     ),
     "Time": "default_timeout_s max_timeout_s drain_timeout_s shutdown_delay_s keep_alive_s",

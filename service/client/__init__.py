@@ -99,6 +99,7 @@ __all__ = [
     "Progress",
     "ProtocolError",
     "QuarantinedError",
+    "ReaderTooSlowError",
     "Retry",
     "SlowBodyError",
     "StoreFullError",

@@ -14,6 +14,7 @@ InferpoolError
     |   +-- UnknownJobError     it has no job of this id, or not for this key
     +-- NotAcceptableError      406: the outputs have no such format
     +-- SlowBodyError           408: the body did not arrive in time
+    +-- ReaderTooSlowError      408: the parts of a stream were not read in time
     +-- ConflictError           409: something else must end first, such as the job itself
     +-- TooLargeError           413: the body, or a part of it, is over a limit
     +-- UnsupportedTypeError    415: the service does not read this content type
@@ -166,6 +167,13 @@ class SlowBodyError(AnswerError):
     """The body did not arrive before the deadline."""
 
     code = "slow_body"
+    is_retryable = True
+
+
+class ReaderTooSlowError(AnswerError):
+    """The parts of a stream were not read as fast as they came."""
+
+    code = "reader_too_slow"
     is_retryable = True
 
 

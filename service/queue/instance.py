@@ -6,6 +6,7 @@ of CLOCK_MONOTONIC, which all processes of a host share.
 """
 
 import asyncio
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 from zlib import crc32
 
@@ -54,6 +55,13 @@ class Result(msgspec.Struct, frozen=True, gc=False):
     value: bytes | list[TensorBlob]
     """Rendered JSON, or the output tensors where the call asked for them."""
     timing: InstanceTiming
+
+
+class StreamReader(Protocol):
+    """The reader of an answer that comes in parts."""
+
+    def on_parts(self, parts: Sequence[bytes]) -> None:
+        """Receive the next parts, each as JSON, in the event loop."""
 
 
 class CancelListener(Protocol):

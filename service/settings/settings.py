@@ -153,6 +153,11 @@ class Settings(SettingsTable):
     max_unread_bytes: Bytes = 256 * _MIB
     """Memory for answers that clients have not read, over all front ends. If it is full, the
     slowest readers of the key or address that has the most are cut off."""
+    stream_buffer_parts: int = Field(64, ge=1, le=2**20)
+    """Parts of a stream that are kept for a client that does not read them. With more of them, its
+    stream ends with the error `reader_too_slow`."""
+    stream_buffer_bytes: Bytes = _MIB
+    """Bytes of such parts of a stream; a single part may be larger."""
     arena_bytes: Bytes = Field(
         default_factory=lambda data: auto_arena_bytes(data["max_body_bytes"])
     )

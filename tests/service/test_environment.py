@@ -49,6 +49,8 @@ HOST = {
     "max_json_bytes": 1 << 20,
     "max_unfinished_bytes": 1 << 26,
     "max_unread_bytes": 1 << 27,
+    "stream_buffer_parts": 17,
+    "stream_buffer_bytes": 1 << 17,
     "show_errors": True,
     "arena_bytes": 1 << 25,
     "max_queue_length": 12,

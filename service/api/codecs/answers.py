@@ -7,7 +7,8 @@ from urllib.parse import quote
 
 import msgspec
 
-from inferpool.models.spec import DTYPE_BYTES
+from inferpool.models.attached import attached
+from inferpool.models.spec import DTYPE_BYTES, USUAL_INTERFACE, Interface
 from inferpool.service.api.codecs.tensors import NPY_DTYPES, NPY_MAGIC, SAFETENSORS_DTYPES
 from inferpool.service.api.errors import Answer, Headers, instance_error, problem
 from inferpool.service.errors import BadRequestError, NotAcceptableError, ServiceError
@@ -15,7 +16,9 @@ from inferpool.service.queue.instance import Result
 from inferpool.workers.shared.messages import TensorBlob
 
 T = TypeVar("T")
-AnswerFormat = Literal["json", "npy", "safetensors", "raw"]
+AnswerFormat = Literal["json", "npy", "safetensors", "raw", "events", "lines"]
+STREAMED = ("events", "lines")
+"""Forms that send each part of a stream as it comes; see `service.parts.streams`."""
 Outcome = Result | ServiceError
 """The result or error of one instance."""
 
@@ -37,19 +40,22 @@ _UNQUOTED = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) != "%")
 """Characters that `X-Tensor-Name` has as they are; all others are percent-encoded."""
 
 
-def choose_format(accept: bytes | None) -> AnswerFormat:
-    """Return the form that an `Accept` header asks for (RFC 9110, 12.5.1).
+def choose_format(accept: bytes | None, interface: Interface = USUAL_INTERFACE) -> AnswerFormat:
+    """Return the form that an `Accept` header asks for (RFC 9110, 12.5.1), as a model has it.
 
     Raises:
         NotAcceptableError: It allows none of the forms that there are.
     """
     if accept is None or accept == b"*/*":
         return "json"
+    if interface.streams:
+        form: AnswerFormat = attached("forms of streams")(accept)
+        return form
     return _negotiate(accept)
 
 
 def negotiate(accept: bytes, types: Mapping[bytes, T]) -> T:
-    """Choose one of several types below `application/`, given in our order, by quality first.
+    """Choose one of several types, given in our order, by quality first.
 
     The most exact range for a type counts (RFC 9110, 12.5.1).
 
@@ -63,7 +69,7 @@ def negotiate(accept: bytes, types: Mapping[bytes, T]) -> T:
     best: T | None = None
     best_quality = 0.0
     for media_type, chosen in types.items():
-        candidates = (media_type, b"application/*", b"*/*")
+        candidates = (media_type, media_type.partition(b"/")[0] + b"/*", b"*/*")
         quality = next((qualities[each] for each in candidates if each in qualities), 0.0)
         if quality > best_quality:
             best, best_quality = chosen, quality
@@ -91,7 +97,7 @@ def encode(
     dimension with `is_batch`; `output` names the only output wanted. The id and the path are for
     problems.
     """
-    errors = [outcome for outcome in outcomes if isinstance(outcome, ServiceError)]
+    errors = [each for each in outcomes if isinstance(each, ServiceError) and not each.parts]
     if errors and (chosen != "json" or len(errors) == len(outcomes)):
         return _all_failed(outcomes, errors[0], request_id, path)
     if chosen == "json":
@@ -141,7 +147,8 @@ def _all_failed(
 
 def _json_of(outcome: Outcome) -> bytes:
     if isinstance(outcome, ServiceError):
-        return b'{"error":' + msgspec.json.encode(instance_error(outcome)) + b"}"
+        parts = b',"parts":[' + b",".join(outcome.parts) + b"]" if outcome.parts else b""
+        return b'{"error":' + msgspec.json.encode(instance_error(outcome)) + parts + b"}"
     assert isinstance(outcome.value, bytes), "tensors came where JSON was asked for"
     return outcome.value
 

@@ -30,6 +30,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_instances: int = 256
     default_timeout_s: float = 30.0
     max_timeout_s: float = 300.0
+    stream_buffer_parts: int = 64
+    stream_buffer_bytes: int = 2**20
     body_gap_s: float = 10.0
     """In each such period `MIN_PROGRESS_BYTES` of a body must come, or the rest of it."""
 

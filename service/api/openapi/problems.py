@@ -28,6 +28,7 @@ _DETAILS: Mapping[str, str] = {
     "not_acceptable": "Accept: text/html allows none of "
     + ", ".join(media_type.decode() for media_type in MEDIA_TYPES),
     "slow_body": "the body was not complete before the deadline",
+    "reader_too_slow": "the client has not read the parts beyond stream_buffer_parts = 64",
     "conflict": "workers of resnet are being restarted",
     "too_large": "the body is larger than the limit of 16777216 bytes",
     "url_too_long": "the URL has more than 8192 bytes",

@@ -74,6 +74,9 @@ class AnswerWriter:
         if self._flow.write_paused:
             return False
         self._unread.give_back(self)
+        if self._timer is not None:  # a stream may go on for long, and what comes is timed anew
+            self._timer.cancel()
+            self._timer = None
         return True
 
     def watch(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from inferpool.models.spec import TensorSpec
+from inferpool.models.spec import USUAL_INTERFACE, Interface, TensorSpec
 from inferpool.service.api.asgi import answer
 from inferpool.service.api.codecs.body import BodyContext, Decoded, Limits, Payload
 from inferpool.service.api.exchange import Call, Exchange, ModelEntry, Predict
@@ -23,6 +23,7 @@ from inferpool.service.queue.instance import (
     InstanceTiming,
     Result,
     SlotOwner,
+    StreamReader,
 )
 from inferpool.workers.shared.arena import Arena, Slots
 from inferpool.workers.shared.messages import ItemRef
@@ -43,6 +44,10 @@ class FakeInstance(asyncio.Future[Result]):
     def cancel(self, msg: object = None) -> bool:
         return not self.done() and super().cancel(msg)
 
+    def end(self, error: ServiceError) -> None:
+        if not self.done():
+            self.set_exception(error)
+
 
 class FakeModel:
     """Notes what it is asked and replies as told: a result, an error, or (None) nothing yet."""
@@ -54,15 +59,18 @@ class FakeModel:
         name: str = "fake",
         inputs: Sequence[TensorSpec] = (),
         refusals: Sequence[ServiceError | None] = (),
+        interface: Interface = USUAL_INTERFACE,
     ) -> None:
         self.name = name
         self.version = 1
         self.is_serving = True
         self.canary = None
         self.inputs = inputs
+        self.interface = interface
         self.payloads: list[Payload] = []
         self.refs: list[ItemRef] = []
-        self.futures: list[asyncio.Future[Result]] = []
+        self.futures: list[FakeInstance] = []
+        self.readers: list[StreamReader | None] = []
         self._reply = reply
         self._refusals = list(refusals)
 
@@ -76,6 +84,7 @@ class FakeModel:
         chunks: Sequence[Buffer],
         steps: InstanceSteps | None = None,
         owner: SlotOwner | None = None,
+        reader: StreamReader | None = None,
     ) -> "asyncio.Future[Result]":
         assert ref.request_id
         assert ref.num_bytes == sum(map(len, chunks))
@@ -85,6 +94,7 @@ class FakeModel:
         index = len(self.payloads)
         self.payloads.append(Payload(ref.kind, chunks, ref.headers))
         self.refs.append(ref)
+        self.readers.append(reader)
         future = FakeInstance()
         self.futures.append(future)
         asyncio.get_running_loop().call_soon(self._settle, future, self._reply(index))
@@ -105,8 +115,21 @@ class NoWire:
     def __init__(self, on_answer: Callable[[Answered], object] = lambda reply: None) -> None:
         self._on_answer = on_answer
 
+    is_writable = True
+
     def owner_of(self, call: Call) -> str:
         return ""
+
+    def begin_stream(
+        self, exchange: Exchange, lines: bytes, on_writable: Callable[[], None]
+    ) -> None:
+        pass
+
+    def send_piece(self, exchange: Exchange, piece: bytes) -> None:
+        pass
+
+    def end_stream(self, exchange: Exchange) -> None:
+        pass
 
     def send_continue(self) -> None:
         pass

@@ -1,0 +1,1 @@
+"""Answers that come in parts: how clients get each as it comes."""

@@ -1,0 +1,70 @@
+"""Sends a streamed answer under any ASGI server, as fast as the server takes it. Event loop."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+
+from starlette.types import Send
+
+from inferpool.service.api.exchange import pairs_of
+
+
+class AsgiStream:
+    """The pieces of one answer that the server has not taken."""
+
+    def __init__(self, lines: bytes, on_writable: Callable[[], None]) -> None:
+        """Send nothing yet; `on_writable` is called when the server has taken everything."""
+        self._lines = lines
+        self._on_writable = on_writable
+        self._pieces: list[bytes] = []
+        self._has_more = asyncio.Event()
+        self._is_ended = self._is_sending = False
+        self._sender: asyncio.Task[object] | None = None
+
+    @property
+    def is_writable(self) -> bool:
+        """The server has taken everything."""
+        return not self._pieces and not self._is_sending
+
+    def add(self, piece: bytes) -> None:
+        """Send one more piece."""
+        self._pieces.append(piece)
+        self._has_more.set()
+
+    def end(self) -> None:
+        """End the answer behind what was added."""
+        self._is_ended = True
+        self._has_more.set()
+
+    def leave(self) -> None:
+        """Send nothing more: the client is gone."""
+        self._pieces.clear()
+        self.end()
+        if self._sender is not None:
+            self._sender.cancel()  # no more is taken, however long the server waits
+
+    async def run(self, send: Send) -> None:
+        """Send the head, and then each piece as it comes, until the end or the client's."""
+        self._sender = sender = asyncio.ensure_future(self._send_all(send))
+        try:
+            await asyncio.wait([sender])
+        finally:
+            sender.cancel()
+        with contextlib.suppress(asyncio.CancelledError, OSError):  # both: the client has gone
+            sender.result()
+
+    async def _send_all(self, send: Send) -> None:
+        headers = pairs_of(self._lines)
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        while self._pieces or not self._is_ended:
+            if not self._pieces:
+                self._has_more.clear()
+                await self._has_more.wait()
+                continue
+            body, self._pieces = b"".join(self._pieces), []
+            self._is_sending = True
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+            self._is_sending = False
+            if not self._pieces and not self._is_ended:
+                self._on_writable()
+        await send({"type": "http.response.body", "body": b""})

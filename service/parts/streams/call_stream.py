@@ -1,0 +1,228 @@
+"""One call whose answer is sent part by part: what has come, what is sent, what waits to be read.
+
+The model never waits for a client. What the client has not read is kept up to a bound; past that
+its stream ends, and nobody else notices. Runs in the event loop.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from inferpool.service.api.codecs.body import Payload
+from inferpool.service.api.errors import kind_of, problem
+from inferpool.service.api.exchange import (
+    Exchange,
+    ModelEntry,
+    common_lines,
+    outcome_of,
+    submit_each,
+)
+from inferpool.service.errors import NotAcceptableError, ReaderTooSlowError, ServiceError
+from inferpool.service.parts.streams.forms import end_of, error_of, head_lines, part_of
+from inferpool.service.queue.instance import InstanceTiming
+
+_PART_BYTES = 128
+"""The memory that a part takes besides its text."""
+_OK = 200
+
+
+class _Reader:
+    """Gets the parts of one instance of a call."""
+
+    __slots__ = ("_stream", "index", "num_parts")
+
+    def __init__(self, stream: "CallStream", index: int) -> None:
+        self._stream = stream
+        self.index = index
+        self.num_parts = 0
+
+    def on_parts(self, parts: Sequence[bytes]) -> None:
+        form, index = self._stream.form, self.index
+        self.num_parts += len(parts)
+        self._stream.send([part_of(form, index, bytes(part)) for part in parts])
+
+
+class CallStream:
+    """Sends what the instances of one call give, in the order in which it comes."""
+
+    def __init__(self, exchange: Exchange, num_instances: int) -> None:
+        """Send nothing yet: the head waits for the first part."""
+        self.form = exchange.call.chosen
+        self.readers = [_Reader(self, index) for index in range(num_instances)]
+        self._exchange = exchange
+        self._wire = exchange.wire
+        self._limits = exchange.predict.limits
+        self._unread = exchange.predict.unread
+        self._num_left = num_instances
+        self._has_head = False
+        self._kept: list[bytes] = []
+        """Text that the client has not read, and that the wire takes no more of."""
+        self._num_kept_bytes = 0
+        self._status = _OK
+        self._too_slow: ReaderTooSlowError | None = None
+        self._early: list[tuple[int, ServiceError]] = []
+        """Errors of instances before there was any part."""
+
+    @property
+    def num_unread_bytes(self) -> int:
+        """Bytes that wait to be written."""
+        return self._num_kept_bytes
+
+    def owner(self) -> str:
+        """Return the owner of the memory that unread parts take."""
+        return self._wire.owner_of(self._exchange.call)
+
+    def begin(self) -> None:
+        """Wait for the ends of the instances, which have been submitted.
+
+        Raises:
+            ServiceError: The only instance was refused.
+        """
+        outcomes = self._exchange.call.outcomes
+        if len(outcomes) == 1 and isinstance(outcomes[0], ServiceError):
+            raise outcomes[0]
+        for index, outcome in enumerate(list(outcomes)):
+            if isinstance(outcome, ServiceError):
+                self._fail(index, outcome)
+            else:
+                outcome.add_done_callback(partial(self._on_end, index))
+
+    def send(self, pieces: Sequence[bytes]) -> None:
+        """Send text, or keep it until the client reads on; too much of it ends the stream."""
+        if self._exchange.response_complete or self._too_slow is not None:
+            return
+        if not self._has_head:
+            self._send_head()
+        if not self._kept and self._wire.is_writable:
+            self._write(pieces)
+            return
+        self._kept += pieces
+        self._num_kept_bytes += sum(map(len, pieces)) + _PART_BYTES * len(pieces)
+        num_kept, num = len(self._kept), len(self.readers)
+        if num_kept > num * self._limits.stream_buffer_parts:
+            self._give_up(f"stream_buffer_parts = {self._limits.stream_buffer_parts}")
+        elif self._num_kept_bytes > num * self._limits.stream_buffer_bytes and num_kept > 1:
+            self._give_up(f"stream_buffer_bytes = {self._limits.stream_buffer_bytes}")
+        else:
+            self._unread.take(self, self._num_kept_bytes)
+
+    def cut_off(self) -> None:
+        """End: others need the room that unread parts take."""
+        self._give_up("max_unread_bytes, of which a key or an address has its share")
+
+    def _send_head(self) -> None:
+        self._has_head = True
+        call = self._exchange.call
+        lines = head_lines(self.form) + common_lines(call, None).encode()
+        self._wire.begin_stream(self._exchange, lines, self._on_writable)
+        for index, error in self._early:
+            self._tell(index, error)
+        self._early.clear()
+
+    def _on_writable(self) -> None:
+        """Send what was kept: the client has read everything before it."""
+        kept, self._kept = self._kept, []
+        self._release()
+        if not self._exchange.response_complete:
+            self._write(kept)
+
+    def _write(self, pieces: Sequence[bytes]) -> None:
+        if data := b"".join(pieces):  # an empty chunk would end the answer
+            self._wire.send_piece(self._exchange, data)
+
+    def _release(self) -> None:
+        self._num_kept_bytes = 0
+        self._unread.give_back(self)
+
+    def _give_up(self, bound: str) -> None:
+        """End the stream: its client does not read what comes."""
+        if self._too_slow is not None:
+            return
+        self._too_slow = error = ReaderTooSlowError(
+            f"the client has not read the parts that came, beyond {bound}"
+        )
+        self._kept.clear()
+        self._release()
+        # Not now: whoever hands out parts may be on its way through all streams.
+        asyncio.get_running_loop().call_soon(self._end_instances, error)
+
+    def _end_instances(self, error: ReaderTooSlowError) -> None:
+        for outcome in list(self._exchange.call.outcomes):
+            if isinstance(outcome, asyncio.Future) and not outcome.done():
+                instance: Any = outcome  # each of the kinds of instances that have readers
+                instance.end(error)
+
+    def _on_end(self, index: int, future: "asyncio.Future[Any]") -> None:
+        exchange = self._exchange
+        if exchange.response_complete:  # the client has gone
+            self._kept.clear()
+            self._release()
+            return
+        outcome = outcome_of(exchange.call, index, future)
+        if isinstance(outcome, ServiceError):
+            self._fail(index, outcome)
+            return
+        timing = msgspec.json.encode(_shown(outcome.timing))
+        self.send([end_of(self.form, index, self.readers[index].num_parts, timing)])
+        self._count_down()
+
+    def _fail(self, index: int, error: ServiceError) -> None:
+        if self._has_head:
+            self._tell(index, error)
+        else:
+            self._early.append((index, error))
+        self._count_down()
+
+    def _tell(self, index: int, error: ServiceError) -> None:
+        """Send the error of an instance, even to a client that reads nothing."""
+        call = self._exchange.call
+        call.error = error.code, error.message
+        self._status = kind_of(error).status
+        _, _, document = problem(error, call.request_id, call.path)
+        piece = error_of(self.form, index, self.readers[index].num_parts, document)
+        if self._kept:
+            self._kept.append(piece)
+        else:
+            self._wire.send_piece(self._exchange, piece)
+
+    def _count_down(self) -> None:
+        self._num_left -= 1
+        if self._num_left:
+            return
+        exchange = self._exchange
+        if not self._has_head:
+            exchange.on_done(None)  # all failed, and so the answer has a status of its own
+            return
+        self._write(self._kept)
+        self._kept.clear()
+        self._release()
+        exchange.response_complete = True
+        self._wire.end_stream(exchange)
+        exchange.close(self._status)
+
+
+def stream_call(exchange: Exchange, entry: ModelEntry, payloads: Sequence[Payload]) -> None:
+    """Submit the instances of a call, and send each part of their answers as it comes.
+
+    Raises:
+        ServiceError: The only instance is refused, or the model does not stream.
+    """
+    if not entry.interface.streams:  # an earlier version did
+        raise NotAcceptableError("this version of the model does not answer in parts")
+    exchange.call.ref.wants_tensors = False
+    stream = CallStream(exchange, len(payloads))
+    submit_each(exchange, entry, payloads, stream.readers)
+    exchange.let_go()
+    stream.begin()
+
+
+def _shown(timing: InstanceTiming) -> dict[str, float]:
+    """Return the time of each stage in milliseconds, by the names of `Server-Timing`."""
+    return {
+        "queue_ms": round(timing.queue_s * 1e3, 2),
+        "preprocess_ms": round(timing.prepare_s * 1e3, 2),
+        "inference_ms": round(timing.compute_s * 1e3, 2),
+    }
