@@ -11,7 +11,7 @@ SOURCES = {
     "efficientnet_lite0": "inferpool.models.vision.efficientnet:EfficientNetLite0",
     "minilm_l6": "inferpool.models.text.encoder:SentenceEncoder",
     "echo": "inferpool.models.sources.echo:Echo",
-    "torchvision:": "inferpool.models.vision.zoo:TorchvisionClassifier",
+    "torchvision:": "inferpool.models.vision.zoo:torchvision_model",
     "encoder:": "inferpool.models.text.encoder:SentenceEncoder",
     "package.module:Class": "inferpool.models.sources.classes:users_model",
     "card.json": "inferpool.models.sources.trained:TrainedClassifier",

@@ -44,6 +44,7 @@ _REGISTERED = re.compile(
 )
 """A builder that a file of `torchvision.models` registers, by a name of its own or by that of the
 function."""
+_TORCHVISION_FOLDERS = ("", "detection/", "segmentation/")
 _KNOWN = frozenset(
     ("torchvision", "torchaudio", "timm", "transformers", "diffusers", "sentence_transformers")
 )
@@ -99,18 +100,19 @@ def source_hint(text: str, candidates: Sequence[str]) -> str:
         )
     if os.path.isfile(text):
         return f"{text} is a file of an unknown kind: a source is {_SOURCE_FORMS}"
-    if text.lower() in torchvision_classifiers():
+    if text.lower() in torchvision_models():
         near = did_you_mean(text, candidates).removeprefix("did you mean ")
         return f"did you mean torchvision:{text.lower()}{' or ' + near.rstrip() if near else '?'}"
     return f"{did_you_mean(text, candidates)}a source is {_SOURCE_FORMS}"
 
 
-def torchvision_classifiers() -> list[str]:
-    """Return the classifiers of torchvision by its files, since its import would take seconds."""
+def torchvision_models() -> list[str]:
+    """Return the models of torchvision for pictures by its files: its import would take seconds."""
     file = file_of("torchvision.models", places_from(os.getcwd()))
     if file is None or not is_installed(file):
         return []
-    texts = [each.read_text("utf-8", errors="replace") for each in file.parent.glob("*.py")]
+    files = [each for folder in _TORCHVISION_FOLDERS for each in file.parent.glob(f"{folder}*.py")]
+    texts = [each.read_text("utf-8", errors="replace") for each in files]
     return [found[1] or found[2] for text in texts for found in _REGISTERED.finditer(text)]
 
 

@@ -33,7 +33,7 @@ from inferpool.models.files.modules import (
 )
 from inferpool.models.files.run_folder import RunFolder, is_run, read_card
 from inferpool.service.settings.model import ModelSettings
-from inferpool.service.settings.model_sources import is_run_source, torchvision_classifiers
+from inferpool.service.settings.model_sources import is_run_source, torchvision_models
 from inferpool.service.settings.names import SettingsError, dotted, place_of
 from inferpool.service.settings.settings import Settings
 
@@ -143,12 +143,12 @@ def _problem_of_torchvision(name: str) -> str:
     importlib.invalidate_caches()
     if importlib.util.find_spec("torchvision") is None:
         return "torchvision is not installed: `pip install torchvision`, of torch's version"
-    names = torchvision_classifiers()
+    names = torchvision_models()
     if not names or name in names:
         return ""
     near = difflib.get_close_matches(name, names)
     hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(sorted(names))}"
-    return f"torchvision has no classifier {name!r}: {hint}"
+    return f"torchvision has no classifier, detector or segmenter {name!r}: {hint}"
 
 
 def _problem_of_module(module: str) -> str:

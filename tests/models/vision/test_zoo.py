@@ -108,9 +108,9 @@ def test_networks_with_a_second_head_load_their_own_checkpoints(name, tmp_path):
 @pytest.mark.parametrize(
     ("name", "weights", "options", "message"),
     [
-        ("resnet5", None, {}, "no classifier 'resnet5': did you mean resnet50"),
-        ("zzz", None, {}, "no classifier 'zzz': it has alexnet"),
-        ("fcn_resnet50", None, {}, "no classifier 'fcn_resnet50'"),
+        ("resnet5", None, {}, "detector or segmenter 'resnet5': did you mean resnet50"),
+        ("zzz", None, {}, "detector or segmenter 'zzz': it has alexnet"),
+        ("r3d_18", None, {}, "no classifier, detector or segmenter 'r3d_18'"),
         (NAME, "IMAGENET1K_V9", {}, "no weights 'IMAGENET1K_V9' .* it has IMAGENET1K_V1"),
         (NAME, None, {"labels": "/no/such/file"}, "the labels in /no/such/file cannot be read"),
         (NAME, None, {"wdth": 2}, "builder of squeezenet1_1 does not take wdth=2: .*'wdth'"),

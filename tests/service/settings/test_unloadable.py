@@ -16,7 +16,7 @@ import pytest
 from inferpool.models.files.kinds import KINDS, kind_of
 from inferpool.service.checks.weights import weights_file
 from inferpool.service.settings.model import ModelSettings
-from inferpool.service.settings.model_sources import packages_to_preload, torchvision_classifiers
+from inferpool.service.settings.model_sources import packages_to_preload, torchvision_models
 from inferpool.service.settings.unloadable import problem_of
 from tests.run_folders import TINY, write_run
 
@@ -78,7 +78,7 @@ CASES = [
         "--weights: gone: there is no such file",
     ),
     (["serve", "echo", "--weights", "a.pth"], "echo takes no weights, but was given 'a.pth'"),
-    (["serve", "torchvision:resnet81"], "torchvision has no classifier 'resnet81': did you mean"),
+    (["serve", "torchvision:resnet81"], "detector or segmenter 'resnet81': did you mean resnet18"),
     (["serve", "torchvision:resnet18", "--weights", "gone.pth"], "--weights: gone.pth: there is"),
     (["serve", "fine:Net", "--weights", "gone.pth"], "--weights: gone.pth: there is no such file"),
     (["serve", "encoder:gone"], "MODEL: there is no folder gone"),
@@ -270,12 +270,14 @@ def test_a_class_that_is_a_network_has_files_of_weights(tmp_path, monkeypatch, t
     assert "v2: there is no such file" in str(problem_of(model("nets_of_mine:Net", "v2")))
 
 
-def test_every_installed_classifier_is_known_by_its_file():
-    torchvision = pytest.importorskip("torchvision")
-    every = torchvision.models.list_models(module=torchvision.models)
-    assert sorted(torchvision_classifiers()) == every
+def test_every_installed_model_for_pictures_is_known_by_its_file():
+    models = pytest.importorskip("torchvision").models
+    kinds = (models, models.detection, models.segmentation)
+    every = [name for kind in kinds for name in models.list_models(module=kind)]
+    assert sorted(torchvision_models()) == sorted(every)
     assert problem_of(model(f"torchvision:{every[0]}")) is None
-    assert problem_of(model("torchvision:fasterrcnn_resnet50_fpn")) is not None
+    assert problem_of(model("torchvision:fasterrcnn_resnet50_fpn")) is None
+    assert problem_of(model("torchvision:r3d_18")) is not None
 
 
 def zipped(*names: str) -> bytes:
