@@ -29,6 +29,8 @@ OTHERS = {
     "folder of minilm_l6": "inferpool.models.text.encoder:packaged_folder",
     "fault of a folder": "inferpool.models.files.run_folder:why_no_run",
     "start check": "inferpool.workers.start_check.check:ReadyCheck",
+    "stream loop": "inferpool.workers.streams.worker_side:StreamLoop",
+    "check of streams": "inferpool.workers.streams.check:StreamCheck",
     "speed preset": "inferpool.workers.speed.worker_side:chosen_preset",
     "forms": "inferpool.service.api.codecs.forms:decode_form",
     "forms of streams": "inferpool.service.parts.streams.forms:choose_form",

@@ -18,7 +18,7 @@ from inferpool.models.base import Model
 from inferpool.models.errors import BadReturnError, InputError
 from inferpool.models.inputs import shape_text
 from inferpool.models.item import Item
-from inferpool.models.overrides import bad_return, is_overridden
+from inferpool.models.overrides import bad_return, is_overridden, is_streaming
 from inferpool.models.spec import DTYPE_BYTES, TensorSpec, matches
 
 _TENSORS = "a dict of tensors by name"
@@ -31,12 +31,12 @@ def checked(model: Model) -> Model:
     They replace the methods on the model's class, and check the returns of this one object. Methods
     of `Model` and attributes that are no plain functions stay as they are.
     """
-    own = type(model)
+    own, streams = type(model), is_streaming(model)
     checks: dict[str, Callable[..., None]] = {
         "preprocess": _Preprocessed(has_own_collate=is_overridden(model, "collate")),
         "bucket": _check_hashable,
-        "collate": _check_there if is_overridden(model, "forward") else _check_tensors,
-        "forward": _check_computed,
+        "collate": _check_there if streams or is_overridden(model, "forward") else _check_tensors,
+        "forward": _check_streamed if streams else _check_computed,
         "postprocess": _check_outputs,
         "render_batch": _check_rendered,
         "warmup": _check_items,
@@ -123,6 +123,10 @@ def _check_tensors(model: Model, method: str, result: object, *_: object) -> Non
 def _check_computed(model: Model, method: str, result: object, *_: object) -> None:
     """Check that the values can be copied to the CPU."""
     _check_each(model, method, result, lambda value: hasattr(value, "cpu"))
+
+
+def _check_streamed(model: Model, method: str, result: object, *_: object) -> None:
+    """Check nothing: each part is, when it comes."""
 
 
 def _check_outputs(model: Model, method: str, result: object, *_: object) -> None:

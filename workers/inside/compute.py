@@ -70,7 +70,7 @@ class Computer:
         self.on_progress = on_progress
         """See above. A loop that computes several batches at once replaces it."""
         self._keep = keep
-        self._error_detail = error_detail
+        self.error_detail = error_detail
         self._is_sample_finite: bool | None = None
         self.checks = OutputChecks(model)
         self._preprocesses_itself = is_overridden(model, "preprocess")
@@ -249,9 +249,7 @@ class Computer:
                 error, prepared.step, prepared.refs[first]
             )
             if is_shortage:
-                text = (
-                    f"out of memory on this input alone: {client_text(error, self._error_detail)}"
-                )
+                text = f"out of memory on this input alone: {client_text(error, self.error_detail)}"
                 failure = ItemError("model_error", text)
             prepared.outcomes[first] = failure
         else:
@@ -371,7 +369,7 @@ class Computer:
                 outcomes[i] = self._error_of(error, "render", prepared.refs[i])
 
     def _error_of(self, error: BaseException, step: str, ref: ItemRef) -> ItemError:
-        return error_of(error, step, ref, self._error_detail)
+        return error_of(error, step, ref, self.error_detail)
 
 
 def _in_time(prepared: Prepared, indices: Sequence[int]) -> list[int]:

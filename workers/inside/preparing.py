@@ -129,7 +129,7 @@ class Preparer:
                 if num_threads > 1
                 else None
             )
-        self._num_threads = num_threads
+        self.num_threads = num_threads
         self._pool_pays_s, self._parts_pay_s = pool_pays_s, parts_pay_s
         self._item_s = 0.0
 
@@ -154,6 +154,10 @@ class Preparer:
                 prepared.handed_over = self._staging.hand_over()
         prepared.prepare_s = time.monotonic() - prepared.began
         return prepared
+
+    def group(self, prepared: Prepared) -> None:
+        """Collate what is preprocessed already."""
+        self.prepare(prepared, lambda _: None)
 
     def prepare_sample(self, id: int, sample: Item | None) -> Prepared:
         """Prepare a canary: a sample of the model, or nothing if it has none."""
@@ -187,7 +191,7 @@ class Preparer:
         elif num_items > 1 and self._item_s > self._pool_pays_s:
             self._preprocess_apart(prepared, [(i,) for i in indices])
         elif self._staging is not None and num_items * self._item_s > self._parts_pay_s:
-            num_parts = self._num_threads
+            num_parts = self.num_threads
             self._preprocess_apart(prepared, [indices[k::num_parts] for k in range(num_parts)])
         elif num_items:
             began = time.monotonic()

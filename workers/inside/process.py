@@ -25,7 +25,7 @@ from inferpool.models.attached import attached
 from inferpool.models.base import Model, load_model
 from inferpool.models.example import own_example, reads_own_form, shown_example
 from inferpool.models.files.opened import OpenedFiles
-from inferpool.models.overrides import interface_of
+from inferpool.models.overrides import interface_of, is_streaming
 from inferpool.models.speed_names import NO_NETWORK, SpeedReport
 from inferpool.models.warm_sizes import largest_batch, sizes_to_warm
 from inferpool.workers.inside.allocator import give_back, held_bytes
@@ -84,8 +84,7 @@ def main(
         build: Builds the model. It is called once this process is bound to its device.
         make_loop: Makes another main loop than `WorkerLoop`.
     """
-    heartbeat = Heartbeat(row)
-    outputs = OutputStore(region)
+    heartbeat, outputs = Heartbeat(row), OutputStore(region)
     inbox.receive_only()
     set_up(heartbeat, outbox)
     with reporting_failures(outbox):
@@ -99,6 +98,8 @@ def main(
         )
         batches: PreparedBatches
         batches = receiver = BatchReceiver(computer, inbox, memoryview(arena), heartbeat)
+        if ready.interface.streams:
+            make_loop, attachments = attached("stream loop"), {}
         for name, end in attachments.items():
             attach: AttachBatches = attached(f"{name} in a worker")
             batches, ready.plans[name] = attach(config, receiver, end)
@@ -107,8 +108,7 @@ def main(
     heartbeat.beat()  # from now on silence means a hang; the last beat was before the load
     outbox.put(ready)
     try:
-        loop = (make_loop or WorkerLoop)(computer, batches, outbox, heartbeat, outputs)
-        loop.serve()
+        (make_loop or WorkerLoop)(computer, batches, outbox, heartbeat, outputs).serve()
     except (EOFError, BrokenPipeError):
         os._exit(0)  # the front end is gone
     except torch.AcceleratorError as error:
@@ -160,13 +160,18 @@ class BatchReceiver:
         Raises:
             EOFError: The front end is gone.
         """
-        batch, arena = self.inbox.get(), self._arena
+        batch = self.inbox.get()
         if batch is None:
             return None
         assert isinstance(batch, Batch), "only a model that streams is told to drop some"
         self.heartbeat.received(batch.id)
+        return self.begin(batch)
+
+    def begin(self, batch: Batch) -> Prepared:
+        """Read a batch; prepare it only if it is a canary."""
         if not batch.items:
             return self.computer.prepare_sample(batch.id)
+        arena = self._arena
         payloads = [arena[each.offset : each.offset + each.num_bytes] for each in batch.items]
         return unprepared(batch.id, batch.items, payloads)
 
@@ -390,6 +395,8 @@ def _choose_speed(
     Raises:
         ModelError: The preset or decoder that the settings name cannot be used with this model.
     """
+    if is_streaming(model):
+        return SpeedReport(note="it answers in parts")
     has_choice = config.speed not in ("auto", "exact") or config.decode == "fast"
     has_choice = has_choice or isinstance(model.network, nn.Module)
     if has_choice or (config.speed == config.decode == "auto" and model.encoded_samples()):
@@ -433,7 +440,8 @@ def load(
     samples = list(model.warmup())
     example = own_example(model)
     own = example.item if example else None
-    check = attached("start check")(model, config, own, samples, preset=speed.preset)
+    kind = "check of streams" if is_streaming(model) else "start check"
+    check = attached(kind)(model, config, own, samples, preset=speed.preset)
     computer = Computer(
         model,
         num_threads=config.prepare_threads,

@@ -255,7 +255,7 @@ class ReadyCheck:
         if difference := self._difference(computer, alone, again, answer, other):
             self._refuse(
                 f"{self._name} answers otherwise when it is asked the same again ({difference})"
-                f"{_hint(self._model, 'repeatable')}"
+                f"{hint(self._model, 'repeatable')}"
             )
         return not difference
 
@@ -270,7 +270,7 @@ class ReadyCheck:
         if difference := self._difference(computer, alone, beside, answer, other):
             self._refuse(
                 f"{self._name} answers otherwise beside another instance than alone "
-                f"({difference}){_hint(self._model, 'alone_as_in_batch')}"
+                f"({difference}){hint(self._model, 'alone_as_in_batch')}"
             )
 
     def _beside(self, computer: Computer, item: Item, features: Features) -> Pass | None:
@@ -439,7 +439,7 @@ def _sent(model: Model, encode: Callable[[object], bytes], value: object) -> obj
     return msgspec.json.decode(text)
 
 
-def _hint(model: Model, promise: str) -> str:
+def hint(model: Model, promise: str) -> str:
     """Return what to do about answers that differ."""
     place = place_of(model, "forward")
     where = f" ({place})" if place and not is_ours(place) else ""
