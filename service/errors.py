@@ -20,12 +20,15 @@ ServiceError
 +-- ModelFailedError           the model raised on this input: 500
 |   +-- NonFiniteOutputError   its output has NaN or an infinity in it: 500
 +-- WorkerCrashedError         the workers that computed this input died: 500
++-- StreamBrokenError          the worker died after the first part of a stream: 500
 +-- RestartFailedError         a worker could not be replaced: 500
 +-- NotSavedError              a change could not be kept for the next start: 507
 +-- StoreFullError             the store of jobs has no room: 507
 +-- UnavailableError           starting, draining, or no healthy replica: 503
 +-- GivenUpError               the model can never be served here: 503, and no use in another try
 +-- DeadlineExceededError      the deadline passed first: 504
++-- StreamGapError             the next part of a stream did not come in time: 504
++-- StreamTooLongError         a stream went on for too long, or had too many parts: 500
 +-- InternalError              a mistake of this service: 500
 CancelledByClientError         the client hung up; nobody is left to be told
 StartError                     the service cannot start, or did not come up
@@ -49,12 +52,14 @@ class ServiceError(Exception):
         message: One or two sentences for a person: what was wrong, where, and what to do.
         retry_after_s: Whole seconds after which another try makes sense, or None.
         figures: Figures that show what was wrong, if there are any.
-        parts: The parts of a stream that came before, where nobody has read them, as JSON.
+        parts: The parts of a stream that came before it, as JSON, if nobody has read them.
+        num_parts: The number of parts that came before it.
     """
 
     code = "error"
     figures: "Mapping[str, object] | None" = None
     parts: "Sequence[bytes]" = ()
+    num_parts = 0
 
     def __init__(self, message: str, *, retry_after_s: int | None = None) -> None:
         super().__init__(message)
@@ -176,6 +181,24 @@ class WorkerCrashedError(ServiceError):
     """Each worker that computed this input alone died of it."""
 
     code = "worker_crashed"
+
+
+class StreamBrokenError(ServiceError):
+    """The worker of a stream died after the first part: those before are all there is."""
+
+    code = "stream_broken"
+
+
+class StreamGapError(ServiceError):
+    """The next part of a stream did not come in time."""
+
+    code = "stream_gap"
+
+
+class StreamTooLongError(ServiceError):
+    """A stream went on for longer, or had more parts, than it may."""
+
+    code = "stream_too_long"
 
 
 class RestartFailedError(ServiceError):

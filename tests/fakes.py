@@ -4,11 +4,21 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
+import msgspec
+
+from inferpool.models.spec import Interface
 from inferpool.models.speed_names import SpeedReport
-from inferpool.workers.host.engine import Ending, Vitals, WorkerId
+from inferpool.workers.host.engine import Ending, OnParts, Vitals, WorkerId
 from inferpool.workers.shared.config import WorkerConfig
 from inferpool.workers.shared.errors import WorkerLostError, WorkerStartError
-from inferpool.workers.shared.messages import BatchDone, ItemRef, Outcome, Ready
+from inferpool.workers.shared.messages import (
+    BatchDone,
+    ItemError,
+    ItemRef,
+    Outcome,
+    Ready,
+    StreamPart,
+)
 
 
 def ref_to(
@@ -36,13 +46,17 @@ class FakeWorker:
         self.may_stop.set()
         self._gone: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
 
-    def run(self, items: Sequence[ItemRef]) -> asyncio.Future[BatchDone]:
+    def run(
+        self, items: Sequence[ItemRef], on_parts: OnParts | None = None
+    ) -> asyncio.Future[BatchDone]:
         future = asyncio.get_running_loop().create_future()
         if self.is_gone:
             future.set_exception(WorkerLostError("SIGKILL", started=False))
             return future
         self.batches.append((list(items), future))
         return future
+
+    def drop(self, batch: asyncio.Future[BatchDone], indices: Sequence[int]) -> None: ...
 
     @property
     def is_gone(self) -> bool:
@@ -86,6 +100,43 @@ class FakeWorker:
 
     def vitals(self) -> Vitals:
         return Vitals(pid=1, rss_bytes=0, last_beat_age_s=0.0, num_batches=0, last_answer_age_s=0.0)
+
+
+class StreamingWorker(FakeWorker):
+    """A worker whose model answers in parts, which it gives when the test says so."""
+
+    def __init__(self, *, joins: bool = False, credit: int = 1, slot: int = 0) -> None:
+        super().__init__(WorkerId(model="m", slot=slot), credit)
+        interface = Interface(streams=True, joins=joins)
+        self.ready = msgspec.structs.replace(self.ready, interface=interface)
+        self.sinks: list[OnParts] = []
+        """Readers of the parts of each batch that it was sent."""
+        self.dropped: list[tuple[int, int]] = []
+        """Streams that it was asked to end: the numbers of their batches, and their places."""
+        self._futures: list[asyncio.Future[BatchDone]] = []
+
+    def run(
+        self, items: Sequence[ItemRef], on_parts: OnParts | None = None
+    ) -> asyncio.Future[BatchDone]:
+        assert on_parts is not None
+        future = super().run(items)
+        self.sinks.append(on_parts)
+        self._futures.append(future)
+        return future
+
+    def drop(self, batch: asyncio.Future[BatchDone], indices: Sequence[int]) -> None:
+        self.dropped += [(self._futures.index(batch), index) for index in indices]
+
+    def give(self, *values: bytes | ItemError | None, index: int = 0, batch: int = 0) -> None:
+        """Send parts of one stream; None is its end."""
+        self.sinks[batch]([StreamPart(batch, index, value) for value in values])
+
+    def give_back(self, batch: int = 0) -> None:
+        """Answer a batch whose streams are over."""
+        future = self._futures[batch]
+        items = next(items for items, other in self.batches if other is future)
+        self.batches.remove((items, future))
+        future.set_result(BatchDone(0, [b""] * len(items), 0.001, 0.002))
 
 
 class FakeEngine:

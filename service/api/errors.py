@@ -48,6 +48,9 @@ from inferpool.service.errors import (
     ServiceError,
     SlowBodyError,
     StoreFullError,
+    StreamBrokenError,
+    StreamGapError,
+    StreamTooLongError,
     TooLargeError,
     UnavailableError,
     UnknownJobError,
@@ -147,6 +150,8 @@ TABLE: dict[type[ServiceError], ErrorKind] = {
     ModelFailedError: ErrorKind(500, "The model failed on this input", False),
     NonFiniteOutputError: ErrorKind(500, "The model's output is not finite", False),
     WorkerCrashedError: ErrorKind(500, "Workers died of this input", False),
+    StreamBrokenError: ErrorKind(500, "The stream broke off", True),
+    StreamTooLongError: ErrorKind(500, "The stream is too long", False),
     RestartFailedError: ErrorKind(500, "The restart failed", False),
     NotSavedError: ErrorKind(507, "The change could not be kept", False),
     StoreFullError: ErrorKind(507, "The store of jobs is full", True),
@@ -154,6 +159,7 @@ TABLE: dict[type[ServiceError], ErrorKind] = {
     UnavailableError: ErrorKind(503, "Unavailable", True),
     GivenUpError: ErrorKind(503, "Given up", False),
     DeadlineExceededError: ErrorKind(504, "Deadline exceeded", True),
+    StreamGapError: ErrorKind(504, "The stream stood still", True),
 }
 """A subclass is shown as its nearest base here. 499 is seen in metrics and logs only."""
 

@@ -18,7 +18,7 @@ from copy import copy
 from dataclasses import KW_ONLY, dataclass, field
 from functools import lru_cache
 from types import SimpleNamespace
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import msgspec
 from starlette.types import Send
@@ -77,6 +77,9 @@ from inferpool.service.queue.instance import (
 )
 from inferpool.service.queue.shares import owner_of_address
 from inferpool.workers.shared.messages import ItemRef
+
+if TYPE_CHECKING:
+    from inferpool.service.queue.streams import StreamReader
 
 logger = logging.getLogger(__name__)
 
@@ -156,9 +159,14 @@ class ModelEntry(Protocol):
         """How clients speak to it; the usual one until a worker is ready."""
 
     def submit(
-        self, ref: ItemRef, chunks: Sequence[Buffer], steps: InstanceSteps | None = None
+        self,
+        ref: ItemRef,
+        chunks: Sequence[Buffer],
+        steps: InstanceSteps | None = None,
+        *,
+        reader: "StreamReader | None" = None,
     ) -> asyncio.Future[Result]:
-        """Admit an instance. Cancelling the future gives the instance up.
+        """Admit an instance; `reader` gets its parts. Cancelling the future gives it up.
 
         The ref is complete but for its offset, and belongs to the instance from now on. `steps`
         records what happens to the instance, if its call is traced.

@@ -29,6 +29,9 @@ InferpoolError
     +-- ModelFailedError        500: the model raised an error on this input
     |   +-- NonFiniteOutputError  its output has NaN or an infinity
     +-- WorkerCrashedError      500: workers died of this input alone
+    +-- StreamBrokenError       500: the worker died after the first part of a stream
+    +-- StreamGapError          504: the next part of a stream did not come in time
+    +-- StreamTooLongError      500: a stream was longer than it may be
     +-- StoreFullError          507: the service has no room for another job
     +-- JobCancelledError       the job was cancelled before it came to this input
     +-- InternalError           any other 5xx: a mistake of the service
@@ -263,6 +266,26 @@ class WorkerCrashedError(AnswerError):
     """Workers died while they computed this input alone."""
 
     code = "worker_crashed"
+
+
+class StreamBrokenError(AnswerError):
+    """The worker of a stream died after the first part."""
+
+    code = "stream_broken"
+    is_retryable = True
+
+
+class StreamGapError(AnswerError):
+    """The next part of a stream did not come in time."""
+
+    code = "stream_gap"
+    is_retryable = True
+
+
+class StreamTooLongError(AnswerError):
+    """A stream went on for longer, or had more parts, than the service allows."""
+
+    code = "stream_too_long"
 
 
 class StoreFullError(AnswerError):

@@ -158,6 +158,9 @@ class KeyShare:
 class Admission:
     """Admits instances to the queue of one model, or refuses them at once."""
 
+    stream_limits = (60.0, 300.0, 100_000)
+    """Bounds of a stream: see `StreamLimits`."""
+
     def __init__(
         self,
         *,

@@ -17,12 +17,15 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
+from inferpool.models.attached import attached
 from inferpool.models.speed_names import ANY_SIZE
 from inferpool.service.errors import (
     InternalError,
     OverloadedError,
     ServiceError,
+    StreamBrokenError,
     TooLargeError,
     UnavailableError,
     WorkerCrashedError,
@@ -52,6 +55,9 @@ from inferpool.workers.shared.arena import Arena
 from inferpool.workers.shared.errors import WorkerLostError
 from inferpool.workers.shared.messages import BatchDone, ItemError, ItemRef
 
+if TYPE_CHECKING:
+    from inferpool.service.queue.streams import StreamReader, Streams
+
 logger = logging.getLogger(__name__)
 
 MAX_HOSTS_LOST = 5
@@ -65,6 +71,9 @@ class Dispatcher:
 
     Used by the event loop's thread alone.
     """
+
+    streams: "Streams | None" = None
+    """The streams, if the model answers in parts."""
 
     def __init__(
         self,
@@ -82,7 +91,7 @@ class Dispatcher:
         self.loop = asyncio.get_running_loop()
         self.arena = arena
         self.metrics = metrics
-        self._observers: tuple[Callable[[int, BatchDone], None], ...] = ()
+        self._observers: list[Callable[[int, BatchDone], None]] = []
         self._admission = admission
         self._quarantine = quarantine
         self._suspects = Suspects(quarantine, arena, metrics)
@@ -163,6 +172,7 @@ class Dispatcher:
         steps: InstanceSteps | None = None,
         owner: SlotOwner | None = None,
         *,
+        reader: "StreamReader | None" = None,
         is_compared: bool = False,
     ) -> Instance:
         """Admit one instance: copy its payload into the arena, if it is not there, and queue it.
@@ -175,6 +185,7 @@ class Dispatcher:
             chunks: The payload in the pieces in which it came; the arena gets the only copy.
             steps: Notes what happens to the instance, if its call is traced.
             owner: The owner of the payload's slot, if it is in the arena already.
+            reader: Gets the parts, where the model answers in parts; None collects them.
             is_compared: A comparison sends it: alone in its batch, in a full queue too, uncounted.
 
         Returns:
@@ -195,7 +206,10 @@ class Dispatcher:
         ) and self._suspects.check(ref, chunks, now, is_traffic=not is_compared)
         owner = self._entrance.enter(ref, chunks, owner, now, is_compared=is_compared)
         ledger = self._compared if is_compared else self._ledger
-        instance = (ComparedInstance if is_compared else Instance)(self, ref, owner, now)
+        if self.streams is not None:
+            instance = self.streams.instance(ref, owner, now, reader, is_compared=is_compared)
+        else:
+            instance = (ComparedInstance if is_compared else Instance)(self, ref, owner, now)
         if is_compared or is_suspect:
             instance.is_solo = True
             instance.num_crashes = int(is_suspect)
@@ -206,17 +220,9 @@ class Dispatcher:
         return instance
 
     def observe(self, callback: Callable[[int, BatchDone], None]) -> Callable[[], None]:
-        """Call back with the size and the answers of each batch that was computed.
-
-        Returns:
-            A function that ends it.
-        """
-        self._observers += (callback,)
-
-        def remove() -> None:
-            self._observers = tuple(each for each in self._observers if each is not callback)
-
-        return remove
+        """Call back with the size and answers of each computed batch; return what ends that."""
+        self._observers.append(callback)
+        return partial(self._observers.remove, callback)
 
     def attach(self, worker: WorkerHandle) -> None:
         """Send a ready worker its share of the work, until it is detached."""
@@ -224,22 +230,29 @@ class Dispatcher:
             self._limit.hold()
         if worker.ready.is_accelerated:
             self._limit.accelerate()
+        self.expect_streams(worker)
         self._lanes.attach(worker)
         self.scheduler.soon()
+
+    def expect_streams(self, worker: WorkerHandle) -> None:
+        """Treat all instances from now on as streams, if the model of a worker answers in parts."""
+        if worker.ready.interface.streams and self.streams is None:
+            interface = worker.ready.interface
+            self.streams = attached("streams")(self, self._admission, self._limit, interface)
 
     def detach(self, worker: WorkerHandle) -> None:
         """Send nothing more to a worker, which is gone or about to go."""
         self._lanes.detach(worker)
 
     def abandon(self, error: Callable[[], ServiceError]) -> None:
-        """Answer everything in flight, since no worker or no time is left for it.
-
-        Args:
-            error: Makes the error that each is answered with.
-        """
+        """Answer everything in flight with errors: no worker or no time is left for it."""
         for instance in tuple(self._unsettled()):
-            self._unqueue(instance)
-            self._ledger_of(instance).fail(instance, error())
+            self.end(instance, error())
+
+    def end(self, instance: Instance, error: ServiceError) -> None:
+        """Answer an unsettled instance with an error, wherever it is."""
+        self._unqueue(instance)
+        self.ledger_of(instance).fail(instance, error)
 
     def cut_off(self, reason: str) -> None:
         """Admit nothing more, and answer everything in flight."""
@@ -263,7 +276,7 @@ class Dispatcher:
     def on_cancelled(self, instance: Instance) -> None:
         """Settle an instance after its caller has gone."""
         self._unqueue(instance)
-        self._ledger_of(instance).cancel(instance)
+        self.ledger_of(instance).cancel(instance)
 
     async def _drained(self, grace_s: float) -> None:
         await asyncio.gather(self._ledger.drained(grace_s), self._compared.drained(grace_s))
@@ -271,7 +284,8 @@ class Dispatcher:
     def _traffic(self) -> Iterator[Instance]:
         return (instance for instance in self._queue if not instance.is_compared)
 
-    def _ledger_of(self, instance: Instance) -> Ledger:
+    def ledger_of(self, instance: Instance) -> Ledger:
+        """Return the ledger that has the account of an instance."""
         return self._compared if instance.is_compared else self._ledger
 
     def _unsettled(self) -> Iterator[Instance]:
@@ -285,7 +299,7 @@ class Dispatcher:
             return
         where = "in the queue" if instance.state == QUEUED else "in a worker"
         self._unqueue(instance)
-        self._ledger_of(instance).expire(instance, f"the deadline passed {where}")
+        self.ledger_of(instance).expire(instance, f"the deadline passed {where}")
 
     def _queue_of(self, ref: ItemRef) -> Batcher[Instance] | TurnsQueue:
         return self._background if ref.priority >= BACKGROUND else self._queue
@@ -297,7 +311,10 @@ class Dispatcher:
 
     def _give(self, lane: Lane, batch: list[Instance], now: float) -> None:
         try:
-            future = lane.worker.run([instance.ref for instance in batch])
+            if self.streams is None:
+                future = lane.worker.run([instance.ref for instance in batch])
+            else:
+                future = self.streams.run(lane.worker, batch, now)
         except Exception as error:
             self._keep_back(batch, error)
             return
@@ -319,16 +336,11 @@ class Dispatcher:
                 self._queue_of(instance.ref).push_front(instance)
             return
         (instance,) = batch
-        logger.error(
-            "%s: an instance cannot be sent to a worker",
-            self.name,
-            exc_info=error,
-            extra=instance.ref.log_ids(),
-        )
+        text, ids = "%s: an instance cannot be sent to a worker", instance.ref.log_ids()
+        logger.error(text, self.name, exc_info=error, extra=ids)
         instance.owner.free(instance.ref.offset)
-        self._ledger_of(instance).fail(
-            instance, InternalError("this input cannot be sent to a worker; see the log")
-        )
+        text = "this input cannot be sent to a worker; see the log"
+        self.ledger_of(instance).fail(instance, InternalError(text))
 
     def _on_batch_done(
         self, lane: Lane, batch: list[Instance], future: "asyncio.Future[BatchDone]"
@@ -345,7 +357,7 @@ class Dispatcher:
         else:
             raise error
         if self._queue.can_be_rearranged:
-            self._arrange(now)
+            self._entrance.arrange(now)
         if self._queue.num_waiting or self._background.num_waiting:
             self.scheduler.soon()
 
@@ -355,35 +367,25 @@ class Dispatcher:
         """Learn how fast a worker is from a batch that has come back, and answer its instances."""
         num, took_s = len(batch), now - lane.busy_since + waited_s
         was_computed = not isinstance(done.outcomes[0], ItemError)  # or it may not have been
-        self._lanes.answered(lane, batch, now, was_computed=was_computed)
-        self._admission.rate.learn(num, took_s, now, lane.worker.id.slot)
+        if self.streams is None:
+            self.scheduler.learn(lane, batch, done, now, was_computed=was_computed)
+            self._admission.rate.learn(num, took_s, now, lane.worker.id.slot)
+        else:
+            self.streams.answered(self._lanes, lane, batch, done, now)
         if was_computed:
-            for observer in self._observers:
+            for observer in tuple(self._observers):
                 observer(num, done)
-            if not lane.is_lagging:
-                if num >= self._limit.own:
-                    self._limit.learn(num, done.prepare_s, done.compute_s)
-                self.scheduler.prepare_s = done.prepare_s
         for policy in self.scheduler.policies:
             policy.plan(now)
         if batch[0].is_solo or self._quarantine.recent or ItemError in map(type, done.outcomes):
             self._suspects.record_answers(batch, done.outcomes)
-        self._ledger_of(batch[0]).settle_batch(batch, done, now)
-
-    def _arrange(self, now: float) -> None:
-        """Order waiting instances by priority, unless some would then miss their deadlines."""
-        free_s, num_workers = self._lanes.free_in(now), len(self._lanes.open) or 1
-        are_in_time = self._admission.are_in_time
-        self._queue.arrange(
-            lambda deadline, num: are_in_time(num, free_s, num_workers, deadline - now, now)
-        )
+        self.ledger_of(batch[0]).settle_batch(batch, done, now)
 
     def _refuse_quarantined(self) -> None:
         """Refuse queued instances with an input that has just been quarantined."""
         for instance in (*self._queue, *self._background):
             if refusal := self._suspects.refusal(instance):
-                self._unqueue(instance)
-                self._ledger_of(instance).fail(instance, refusal)
+                self.end(instance, refusal)
 
     def _take_back(
         self, lane: Lane, batch: list[Instance], error: WorkerLostError, now: float
@@ -399,21 +401,27 @@ class Dispatcher:
         self._lanes.detach(lane.worker)
         if self._traced:
             self._traced.lose(batch, str(error), now)
+        if self.streams is not None:
+            self.streams.lost(batch)
         for instance in reversed(batch):
             if instance.state == SETTLED:
                 instance.owner.free(instance.ref.offset)
             elif end := _given_up(instance, error) or self._suspects.refusal(instance):
-                self._ledger_of(instance).metrics.faults += instance.num_crashes >= MAX_CRASHES
+                self.ledger_of(instance).metrics.faults += instance.num_crashes >= MAX_CRASHES
                 instance.owner.free(instance.ref.offset)
-                self._ledger_of(instance).fail(instance, end)
+                self.ledger_of(instance).fail(instance, end)
             else:
-                self._ledger_of(instance).metrics.retried += 1
+                self.ledger_of(instance).metrics.retried += 1
                 instance.state = QUEUED
                 self._queue_of(instance.ref).push_front(instance)
 
 
-def _given_up(instance: Instance, error: WorkerLostError) -> WorkerCrashedError | None:
+def _given_up(instance: Instance, error: WorkerLostError) -> ServiceError | None:
     """Return the error of an instance if too many workers or hosts were lost with it."""
+    if instance.num_parts:  # they have been sent, and other ones might not continue them
+        return StreamBrokenError(
+            f"the worker died after part {instance.num_parts} of this stream ({error})"
+        )
     if instance.num_crashes >= MAX_CRASHES:
         return WorkerCrashedError(
             f"{instance.num_crashes} workers died while they computed this input "
@@ -476,6 +484,14 @@ class Entrance:
             raise OverloadedError("the arena for payloads is full", retry_after_s=1)
         ref.offset = offset
         return arena
+
+    def arrange(self, now: float) -> None:
+        """Order waiting instances by priority, unless some would then miss their deadlines."""
+        free_s, num_workers = self._lanes.free_in(now), len(self._lanes.open) or 1
+        are_in_time = self._admission.are_in_time
+        self._queue.arrange(
+            lambda deadline, num: are_in_time(num, free_s, num_workers, deadline - now, now)
+        )
 
     def _check(self, ref: ItemRef, now: float) -> None:
         admission, queue, lanes = self._admission, self._queue, self._lanes

@@ -100,6 +100,8 @@ class Instance(asyncio.Future[Result]):
         self.bucket: Bucket
         self.tick = NO_TICK
 
+    num_parts = 0
+    """Parts that its caller has been sent; see `StreamInstance`."""
     is_compared = False
     """True in `ComparedInstance`. An attribute of the class costs each instance nothing."""
 
@@ -149,6 +151,8 @@ class Attempt(msgspec.Struct, array_like=True):
     prepare_s: float = 0.0
     compute_began: float = 0.0
     compute_s: float = 0.0
+    first_part: float = 0.0
+    """When its first part came, if it is answered in parts."""
     lost: float = 0.0
     """When the worker was found to be lost; 0.0 if it was not."""
     reason: str = ""

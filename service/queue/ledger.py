@@ -63,7 +63,7 @@ class Ledger:
             unsettled: Returns all instances that are queued or sent; it may return more.
         """
         self.metrics = metrics
-        self._deadlines = Deadlines(on_due, unsettled)
+        self.deadlines = Deadlines(on_due, unsettled)
         self.traced = TracedInstances()
         self._drained = asyncio.Event()
 
@@ -81,7 +81,7 @@ class Ledger:
         metrics = self.metrics
         metrics.accepted += 1
         metrics.in_flight += 1
-        self._deadlines.add(instance, now)
+        self.deadlines.add(instance, now)
 
     async def drained(self, grace_s: float) -> None:
         """Wait until every instance is settled.
@@ -109,10 +109,10 @@ class Ledger:
             queue_s = max(0.0, began - instance.arrived)
             waits_s.append(queue_s)
             if isinstance(outcome, ItemError):
-                self._fail_item(instance, outcome)
+                self.fail_item(instance, outcome)
             else:
                 metrics.succeeded += 1
-                self._settle(instance)
+                self.settle(instance)
                 instance.set_result(Result(outcome, InstanceTiming(queue_s, prepare_s, compute_s)))
         metrics.observe_batch(len(batch), prepare_s, compute_s, waits_s)
 
@@ -121,7 +121,7 @@ class Ledger:
         self.metrics.cancelled += 1
         if self.traced:
             self.traced.fail(instance, "cancelled", "nobody waits for it any more")
-        self._settle(instance)
+        self.settle(instance)
 
     def expire(self, instance: Instance, message: str) -> None:
         """Answer an instance after its deadline has passed."""
@@ -134,7 +134,8 @@ class Ledger:
         self.metrics.failed += 1
         self._end(instance, error)
 
-    def _fail_item(self, instance: Instance, error: ItemError) -> None:
+    def fail_item(self, instance: Instance, error: ItemError) -> None:
+        """Answer an instance with the error that its worker gave it."""
         if error.code in _FAULTS:
             self.metrics.faults += 1
         if error.code == "deadline_exceeded":
@@ -154,15 +155,16 @@ class Ledger:
     def _end(self, instance: Instance, error: ServiceError) -> None:
         if self.traced:
             self.traced.fail(instance, error.code, error.message)
-        self._settle(instance)
+        self.settle(instance)
         instance.set_exception(error)
 
-    def _settle(self, instance: Instance) -> None:
+    def settle(self, instance: Instance) -> None:
+        """Close the account of an instance whose end has been counted."""
         instance.state = SETTLED
         if self.traced:
             self.traced.settle(instance)
         if instance.tick != NO_TICK:
-            self._deadlines.discard(instance)
+            self.deadlines.discard(instance)
         metrics = self.metrics
         metrics.in_flight -= 1
         if not metrics.in_flight:
@@ -239,19 +241,19 @@ class TracedInstances(dict[Instance, InstanceSteps]):
     def send(self, batch: Sequence[Instance], worker: WorkerHandle, now: float) -> None:
         """Record that a batch is sent to a worker."""
         id, device = worker.id, worker.ready.device
-        for steps in self._of(batch):
+        for steps in self.of(batch):
             attempt = Attempt(id.worker, id.incarnation, device, len(batch), now, host=id.host)
             steps.tries.append(attempt)
 
     def lose(self, batch: Sequence[Instance], reason: str, now: float) -> None:
         """Record that the worker of a batch is lost."""
-        for steps in self._of(batch):
+        for steps in self.of(batch):
             steps.tries[-1].lost = now
             steps.tries[-1].reason = reason
 
     def compute(self, batch: Sequence[Instance], done: BatchDone) -> None:
         """Record when a batch that has come back was prepared and computed."""
-        for steps in self._of(batch):
+        for steps in self.of(batch):
             newest = steps.tries[-1]
             newest.prepare_began, newest.prepare_s = done.prepare_began, done.prepare_s
             newest.compute_began, newest.compute_s = done.compute_began, done.compute_s
@@ -268,7 +270,8 @@ class TracedInstances(dict[Instance, InstanceSteps]):
         if steps is not None:
             steps.settled = time.monotonic()
 
-    def _of(self, batch: Sequence[Instance]) -> Iterator[InstanceSteps]:
+    def of(self, batch: Sequence[Instance]) -> Iterator[InstanceSteps]:
+        """Yield the steps of those instances that are traced."""
         for instance in batch:
             steps = self.get(instance)
             if steps is not None:

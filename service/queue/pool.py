@@ -29,6 +29,7 @@ from inferpool.workers.shared.messages import UNREADABLE, ItemRef
 
 if TYPE_CHECKING:
     from inferpool.models.spec import SplitReport, TensorSpec
+    from inferpool.service.queue.streams import StreamReader
     from inferpool.service.telemetry.console import Console
     from inferpool.workers.host.shared_check import SharedCheck
 
@@ -240,6 +241,7 @@ class Pool:
         chunks: Sequence[Buffer],
         steps: InstanceSteps | None = None,
         owner: SlotOwner | None = None,
+        reader: "StreamReader | None" = None,
     ) -> Instance:
         """Admit one instance; see `Dispatcher.submit`.
 
@@ -253,7 +255,7 @@ class Pool:
             raise self._nobody()
         for gatekeeper in self._gatekeepers:
             gatekeeper(ref, chunks)
-        return dispatcher.submit(ref, chunks, steps, owner)
+        return dispatcher.submit(ref, chunks, steps, owner, reader=reader)
 
     async def stop(self, grace_s: float) -> None:
         """Stop every worker; each may take `grace_s` to finish."""
@@ -272,6 +274,7 @@ class Pool:
         """Attach a ready worker, and learn what it says of the model."""
         assert slot.handle is not None
         self.works_for.attach(slot.handle)
+        self.dispatcher.expect_streams(slot.handle)
         ready = slot.handle.ready
         self.inputs, self.interface = ready.inputs, ready.interface
         self._load_s = ready.load_s

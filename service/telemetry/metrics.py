@@ -78,6 +78,12 @@ class ModelMetrics:
         """Seconds of the forward pass and rendering, per batch."""
         self.batch_size = Distribution(BATCH_SIZE_EDGES)
         """Instances per batch."""
+        self.first_part = Distribution(DURATION_EDGES_S, DURATION_PARTS)
+        """Seconds from the arrival of a stream's instance to its first part."""
+        self.part_gap = Distribution(DURATION_EDGES_S, DURATION_PARTS)
+        """Seconds between two parts of a stream."""
+        self.stream_parts = 0
+        """Parts of streams."""
         self.accepted = 0
         self.succeeded = 0
         self.failed = 0

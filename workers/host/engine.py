@@ -6,7 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from inferpool.workers.shared.config import WorkerConfig
-from inferpool.workers.shared.messages import BatchDone, ItemRef, Ready
+from inferpool.workers.shared.messages import BatchDone, ItemRef, Ready, StreamPart
+
+OnParts = Callable[[Sequence[StreamPart]], None]
+"""Called with parts of the streams of one batch, as they come; never after the batch's answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,11 +216,16 @@ class WorkerHandle(Incarnation, Protocol):
     def is_stalled(self) -> bool:
         """True if it computes nothing and gives no sign of life: it would not begin a batch now."""
 
-    def run(self, items: Sequence[ItemRef]) -> Future[BatchDone]:
+    def run(self, items: Sequence[ItemRef], on_parts: OnParts | None = None) -> Future[BatchDone]:
         """Send a batch. Its slots in the arena may be reused once the future is done.
+
+        Where the model answers in parts, `on_parts` gets them.
 
         The future raises `WorkerLostError` once the exit of the worker is confirmed.
         """
+
+    def drop(self, batch: Future[BatchDone], indices: Sequence[int]) -> None:
+        """End some streams of a batch that it holds: nobody waits for them any more."""
 
     def vitals(self) -> Vitals:
         """Return the present state."""

@@ -21,7 +21,7 @@ import torch
 
 from inferpool.models.errors import ModelError
 from inferpool.models.texts import described
-from inferpool.workers.host.engine import Ending, Vitals, WorkerId
+from inferpool.workers.host.engine import Ending, OnParts, Vitals, WorkerId
 from inferpool.workers.inside.compute import Computer
 from inferpool.workers.inside.own_process import pin
 from inferpool.workers.inside.process import load
@@ -104,12 +104,15 @@ class InProcessWorker:
 
         self._computer, self.ready = await self._order(load_here)
 
-    def run(self, items: Sequence[ItemRef]) -> Future[BatchDone]:
+    def run(self, items: Sequence[ItemRef], on_parts: OnParts | None = None) -> Future[BatchDone]:
         """Send a batch to the thread."""
         self._num_batches += 1
         future = self._order(partial(self._compute, self._num_batches, items))
         future.add_done_callback(self._on_answer)
         return future
+
+    def drop(self, batch: Future[BatchDone], indices: Sequence[int]) -> None:
+        """End some streams of a batch."""
 
     async def wait(self) -> Ending:
         """Wait for the end of the thread, and return how it ended."""

@@ -22,15 +22,17 @@ from functools import partial
 from itertools import count
 from multiprocessing.connection import Connection, Pipe
 from multiprocessing.process import BaseProcess
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from inferpool.models.attached import attached
 from inferpool.workers.host.attachment import Attachment  # noqa: TC001  # as everywhere else
 from inferpool.workers.host.engine import (
     USUAL_PERIODS,
     Cause,
     Ending,
+    OnParts,
     Vitals,
     WorkerId,
     WorkerPeriods,
@@ -54,10 +56,14 @@ from inferpool.workers.shared.messages import (
     Ready,
     StartFailed,
     StartProgress,
+    StreamParts,
 )
 from inferpool.workers.shared.outputs import OutputRegion, StoredError
 from inferpool.workers.shared.queues import FrameError, FrameReader, FrameWriter
 from inferpool.workers.shared.stacks import Stacks
+
+if TYPE_CHECKING:
+    from inferpool.workers.host.held_streams import HeldStreams
 
 logger = logging.getLogger(__name__)
 
@@ -304,12 +310,12 @@ class Carrier:
         self._outputs = outputs
         self._wanted_timeout_s = wanted_timeout_s
         self._loop = asyncio.get_running_loop()
-        self._writer: FrameWriter | None = None
+        self.writer: FrameWriter | None = None
         self._ids = count(1)
 
     def attach(self, inbox: Connection) -> None:
         """Use the inbox of the started process."""
-        self._writer = FrameWriter(inbox)
+        self.writer = FrameWriter(inbox)
 
     def prove(self, warmup_s: float | None) -> None:
         """Send the first canary; `warmup_s` is the time of the longest batch of the warm-up."""
@@ -318,20 +324,23 @@ class Carrier:
         self.canary = self._new_canary(timeout_s)
         self.give_canary(timeout_s)
 
-    def give(self, items: Sequence[ItemRef]) -> "Future[BatchDone]":
-        """Send a batch.
+    def give(
+        self, items: Sequence[ItemRef], on_parts: OnParts | None = None
+    ) -> "Future[BatchDone]":
+        """Send a batch; `on_parts` gets its parts if the model answers in parts.
 
         Raises:
             Exception: It cannot be encoded. Nothing was sent.
         """
         assert items, "a batch without items is a canary"
         future: Future[BatchDone] = self._loop.create_future()
-        self._give(items, future, self.held.batch_timeout_s)
+        streams = on_parts and attached("held streams")(len(items), on_parts)
+        self._give(HeldBatch(items, future, self.held.batch_timeout_s, streams))
         return future
 
     def give_canary(self, limit_s: float) -> None:
         """Send a canary, and expect an answer within `limit_s` seconds."""
-        self._give((), None, limit_s)
+        self._give(HeldBatch((), None, limit_s))
 
     def is_canary_due(self, now: float) -> bool:
         """Return True if the last good answer is too long ago; False before the first."""
@@ -360,6 +369,9 @@ class Carrier:
         outcomes, future = done.outcomes, batch.future
         if future is not None and len(batch.items) != len(outcomes):
             raise FrameError(f"{len(outcomes)} outcomes for {len(batch.items)} items")
+        if batch.streams is not None:
+            done = batch.streams.ended(done)
+            outcomes = done.outcomes
         if done.num_stored:
             done = self._outputs.find(done)
         now = time.monotonic()
@@ -381,8 +393,8 @@ class Carrier:
 
     def send_sentinel(self) -> None:
         """Ask the worker to finish its batches and to leave."""
-        assert self._writer is not None
-        self._writer.write(_SENTINEL)
+        assert self.writer is not None
+        self.writer.write(_SENTINEL)
 
     def at_work_on(self) -> str:
         """Return a text that names the requests which it computes, for a log line."""
@@ -415,17 +427,15 @@ class Carrier:
 
     def close(self) -> None:
         """Stop writing."""
-        if self._writer is not None:
-            self._writer.close()
+        if self.writer is not None:
+            self.writer.close()
 
-    def _give(
-        self, items: Sequence[ItemRef], future: "Future[BatchDone] | None", limit_s: float
-    ) -> None:
+    def _give(self, batch: "HeldBatch") -> None:
         id = next(self._ids)
-        body = _encode(Batch(id, list(items)))  # before it is added: encoding may fail
-        self.held.add(id, HeldBatch(items, future, limit_s), time.monotonic())
-        assert self._writer is not None
-        self._writer.write(body)
+        body = _encode(Batch(id, list(batch.items)))  # before it is added: encoding may fail
+        self.held.add(id, batch, time.monotonic())
+        assert self.writer is not None
+        self.writer.write(body)
 
 
 class Canary:
@@ -494,6 +504,7 @@ class HeldBatch:
     items: Sequence[ItemRef]
     future: "Future[BatchDone] | None"
     limit_s: float
+    streams: "HeldStreams | None" = None
 
 
 class HeldBatches:
@@ -521,17 +532,17 @@ class HeldBatches:
         self._heartbeat = heartbeat
         self.patience_s = patience_s
         self._num_at_once = num_at_once
-        self._batches: dict[int, HeldBatch] = {}
-        self._oldest_since = self._paused_at = self._answered_at = 0.0
+        self.batches: dict[int, HeldBatch] = {}
+        self._oldest_since = self._paused_at = self.answered_at = 0.0
 
     def __len__(self) -> int:
         """Return the number of batches."""
-        return len(self._batches)
+        return len(self.batches)
 
     @property
     def has_canary(self) -> bool:
         """True if one of them is a canary."""
-        return any(batch.future is None for batch in self._batches.values())
+        return any(batch.future is None for batch in self.batches.values())
 
     @property
     def is_oldest_canary(self) -> bool:
@@ -545,13 +556,13 @@ class HeldBatches:
 
     def add(self, id: int, batch: HeldBatch, now: float) -> None:
         """Add a batch that has been sent."""
-        if not self._batches:
-            self._oldest_since = self._answered_at = now
-        self._batches[id] = batch
+        if not self.batches:
+            self._oldest_since = self.answered_at = now
+        self.batches[id] = batch
 
     def get(self, id: int) -> HeldBatch | None:
         """Return the batch with that id, if the worker holds it."""
-        return self._batches.get(id)
+        return self.batches.get(id)
 
     def remove(self, id: int, now: float) -> None:
         """Remove a batch that has been answered; if it was the oldest, start the time of the next.
@@ -559,27 +570,27 @@ class HeldBatches:
         In a pipeline the next may have computed for long already: then the worker's own measurement
         counts, unless it includes a pause of the whole host.
         """
-        was_oldest = id == next(iter(self._batches))
-        del self._batches[id]
-        self._answered_at = now
+        was_oldest = id == next(iter(self.batches))
+        del self.batches[id]
+        self.answered_at = now
         has_clock = self._num_at_once > 1 and self._heartbeat.at_work_since > self._paused_at
         if was_oldest and not (has_clock and self.is_any_begun):
             self._oldest_since = now
 
     def take_all(self) -> dict[int, HeldBatch]:
         """Remove and return all batches."""
-        batches, self._batches = self._batches, {}
+        batches, self.batches = self.batches, {}
         return batches
 
     def discount_pause(self, pause_s: float, now: float) -> None:
         """Do not count a pause of the whole host as time of a batch."""
         self._oldest_since = min(now, self._since() + pause_s)
-        self._answered_at = min(now, self._answered_at + pause_s)
+        self.answered_at = min(now, self.answered_at + pause_s)
         self._paused_at = now
 
     def oldest_age_s(self, now: float) -> float:
         """Return the seconds since the oldest made progress; 0 if there is none."""
-        return max(0.0, now - self._since()) if self._batches else 0.0
+        return max(0.0, now - self._since()) if self.batches else 0.0
 
     def next_due_s(self, now: float) -> float:
         """Return the seconds until the next check is due; infinite if no batch is held."""
@@ -588,7 +599,7 @@ class HeldBatches:
             due_s = self._since() + limit_s - now
             if self._heartbeat.at_work_since:  # the next batch may have used up some of its time
                 due_s = min(due_s, limit_s * _LOOK_EVERY)
-            return min(due_s, self._answered_at + self._most_s(batch) - now)
+            return min(due_s, self.answered_at + self._most_s(batch) - now)
         return float("inf")
 
     def hang(self, now: float) -> str:
@@ -596,7 +607,7 @@ class HeldBatches:
         for id, batch in self._oldest():
             limit_s, most_s = self._limit_s(id, batch), self._most_s(batch)
             if now - self._since() <= limit_s:
-                if now - self._answered_at <= most_s:
+                if now - self.answered_at <= most_s:
                     return ""
                 return f"hung: it reports progress, and has answered nothing for {most_s:g} s"
             if not self._is_begun(id):
@@ -609,7 +620,7 @@ class HeldBatches:
         """Return the ids of the requests that the worker has begun, each once."""
         ids = {
             item.request_id: None
-            for id, batch in self._batches.items()
+            for id, batch in self.batches.items()
             if self._is_begun(id)
             for item in batch.items
             if item.request_id
@@ -617,7 +628,7 @@ class HeldBatches:
         return list(ids)
 
     def _oldest(self) -> Iterator[tuple[int, HeldBatch]]:
-        for each in self._batches.items():
+        for each in self.batches.items():
             yield each
             return
 
@@ -735,13 +746,17 @@ class LocalWorker:
         self._watching = self._loop.create_task(self._watch(), name=f"watch {self.id}")
         self._watching.add_done_callback(self._on_unwatched)
 
-    def run(self, items: Sequence[ItemRef]) -> "Future[BatchDone]":
+    def run(self, items: Sequence[ItemRef], on_parts: OnParts | None = None) -> "Future[BatchDone]":
         """Send a batch; its future fails with `WorkerLostError` once the worker has ended."""
         if self._is_ending:
             future: Future[BatchDone] = self._loop.create_future()
             future.set_exception(WorkerLostError(self._reason, started=False))
             return future
-        return self.carrier.give(items)
+        return self.carrier.give(items, on_parts)
+
+    def drop(self, batch: "Future[BatchDone]", indices: Sequence[int]) -> None:
+        """Ask the worker to end some streams of a batch."""
+        attached("drop streams")(self.carrier, batch, indices)
 
     async def wait(self) -> Ending:
         """Wait for its exit, and return how it ended."""
@@ -811,6 +826,8 @@ class LocalWorker:
             case BatchDone():
                 if self.carrier.take(message):
                     self._judge_canary()
+            case StreamParts():
+                attached("pass on parts")(self.carrier, message.parts)
             case StartProgress():
                 self._on_progress(message.stage)
             case LogLine():
@@ -819,6 +836,8 @@ class LocalWorker:
                 if not message.preloaded and self.id.incarnation == 0:
                     logger.info("%s was started without a preloaded torch", self.id)
                 self._ready = message
+                if message.interface.streams:  # one that joins others need not wait for their end
+                    self.credit = self._config.max_batch_size if message.interface.joins else 1
                 self.credit += sum(each.begin(message) for each in self.attachments.values())
                 self._prove()
             case Leaving():

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
-from inferpool.workers.host.engine import Ending, Vitals, WorkerId
+from inferpool.workers.host.engine import Ending, OnParts, Vitals, WorkerId
+from inferpool.workers.host.held_streams import HeldStreams, dropped, share_out
 from inferpool.workers.remote.lease import BEAT_S, LEASE_S, Lease
 from inferpool.workers.remote.link import HostLink, LinkListener
 from inferpool.workers.remote.wire import (
@@ -17,10 +18,12 @@ from inferpool.workers.remote.wire import (
     BatchLost,
     BatchOutcomes,
     Beat,
+    DropStreams,
     HostFacts,
     HostVitals,
     Measure,
     Measured,
+    PartsSent,
     Progress,
     Pulse,
     Refusal,
@@ -37,7 +40,8 @@ from inferpool.workers.remote.wire import (
 )
 from inferpool.workers.shared.config import WorkerConfig
 from inferpool.workers.shared.errors import WorkerLostError, WorkerStartError
-from inferpool.workers.shared.messages import BatchDone, ItemRef, Ready
+from inferpool.workers.shared.messages import BatchDone, ItemRef, Ready, StreamPart
+from inferpool.workers.shared.queues import FrameError
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +63,15 @@ class _Start:
     id: WorkerId
     future: "Future[RemoteWorker]"
     on_progress: Callable[[str], None]
+
+
+@dataclass(slots=True)
+class _RemoteBatch:
+    """A batch that a worker there holds."""
+
+    future: "Future[BatchDone]"
+    num_items: int
+    streams: HeldStreams | None
 
 
 class RemoteHost(LinkListener[ToFrontEnd]):
@@ -157,7 +170,9 @@ class RemoteHost(LinkListener[ToFrontEnd]):
             if start.future.done():
                 start.future.exception()  # mark it as retrieved
 
-    def order(self, message: RunBatch | StopWorker, items: Sequence[ItemRef] = ()) -> None:
+    def order(
+        self, message: RunBatch | StopWorker | DropStreams, items: Sequence[ItemRef] = ()
+    ) -> None:
         """Send a message, with the payloads of some instances."""
         arena = self._arena
         body = [arena[each.offset : each.offset + each.num_bytes] for each in items]
@@ -215,6 +230,8 @@ class RemoteHost(LinkListener[ToFrontEnd]):
                 worker = self._worker(message.number)
                 worker.on_answer(found(message.done, body[0] if body else memoryview(b"")))
                 self._forget_if_settled(message.number)
+            case PartsSent():
+                self._worker(message.number).on_parts(message.parts)
             case Pulse():
                 self._on_pulse(message, time.monotonic())
             case BatchLost():
@@ -337,8 +354,8 @@ class RemoteWorker:
         self._host = host
         self._loop = asyncio.get_running_loop()
         self._ids = count(1)
-        self._held: dict[int, tuple[Future[BatchDone], int]] = {}
-        """Batches by number, each with its number of instances."""
+        self._held: dict[int, _RemoteBatch] = {}
+        """Batches by number."""
         self._gone: Future[Ending] = self._loop.create_future()
         self._ending_reason = ""
         self._is_lost_with_host = False
@@ -363,7 +380,7 @@ class RemoteWorker:
             return False
         return self._host.is_silent or (self._pulse is not None and self._pulse.is_stalled)
 
-    def run(self, items: Sequence[ItemRef]) -> "Future[BatchDone]":
+    def run(self, items: Sequence[ItemRef], on_parts: OnParts | None = None) -> "Future[BatchDone]":
         """Send a batch; its future fails with `WorkerLostError` once the worker has ended."""
         assert items, "only the agent sends canaries"
         future: Future[BatchDone] = self._loop.create_future()
@@ -372,8 +389,26 @@ class RemoteWorker:
             return future
         id = next(self._ids)
         self._host.order(RunBatch(self._number, id, time.monotonic(), items), items)
-        self._held[id] = future, len(items)
+        streams = on_parts and HeldStreams(len(items), on_parts)
+        self._held[id] = _RemoteBatch(future, len(items), streams)
         return future
+
+    def drop(self, batch: "Future[BatchDone]", indices: Sequence[int]) -> None:
+        """Have the agent end some streams of a batch."""
+        if drop := dropped(self._held, batch, indices):
+            self._host.order(DropStreams(self._number, drop))
+
+    def on_parts(self, parts: Sequence[StreamPart]) -> None:
+        """Pass on parts of streams.
+
+        Raises:
+            ValueError: It holds no such stream.
+        """
+        try:
+            share_out(parts, self._held.get)
+        except FrameError as error:
+            raise ValueError(str(error)) from error
+        self._answered_at = time.monotonic()
 
     @property
     def is_settled(self) -> bool:
@@ -421,11 +456,17 @@ class RemoteWorker:
         Raises:
             ValueError: It holds no such batch, or the batch has another size.
         """
-        future, num_items = self._held.get(done.id, (None, 0))
-        if future is None:
+        batch = self._held.get(done.id)
+        if batch is None:
             raise ValueError(f"an answer to batch {done.id}, which {self.id} does not hold")
-        if len(done.outcomes) != num_items:
-            raise ValueError(f"{len(done.outcomes)} outcomes for {num_items} instances")
+        if len(done.outcomes) != batch.num_items:
+            raise ValueError(f"{len(done.outcomes)} outcomes for {batch.num_items} instances")
+        if batch.streams is not None:
+            try:
+                done = batch.streams.ended(done)
+            except FrameError as error:
+                raise ValueError(str(error)) from error
+        future = batch.future
         del self._held[done.id]
         self._answered_at = time.monotonic()
         self._num_batches += 1
@@ -437,9 +478,9 @@ class RemoteWorker:
     def on_lost(self, lost: BatchLost) -> None:
         """Fail a batch that the worker has not answered, and never will."""
         self._ending_reason = self._ending_reason or lost.reason
-        future, _ = self._held.pop(lost.id, (None, 0))
-        if future is not None and not future.done():
-            future.set_exception(WorkerLostError(lost.reason, started=lost.started))
+        batch = self._held.pop(lost.id, None)
+        if batch is not None and not batch.future.done():
+            batch.future.set_exception(WorkerLostError(lost.reason, started=lost.started))
 
     def on_ended(self, ending: Ending) -> None:
         """Store how it ended. Batches that are on their way to it come back one by one."""
@@ -451,9 +492,9 @@ class RemoteWorker:
         """Fail all batches: its connection has ended, so no answer can come."""
         self._ending_reason, self._is_lost_with_host = reason, True
         held, self._held = self._held, {}
-        for future, _ in held.values():
-            if not future.done():
-                future.set_exception(self._lost(started=False))
+        for batch in held.values():
+            if not batch.future.done():
+                batch.future.set_exception(self._lost(started=False))
         if not self._gone.done():
             self._gone.set_result(Ending(cause="host", reason=reason))
 

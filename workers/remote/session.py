@@ -6,7 +6,7 @@ import time
 from asyncio import Future, Task
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -21,10 +21,12 @@ from inferpool.workers.remote.wire import (
     BatchLost,
     BatchOutcomes,
     Beat,
+    DropStreams,
     FrameTooLargeError,
     HostVitals,
     Measure,
     Measured,
+    PartsSent,
     Progress,
     Pulse,
     Refusal,
@@ -41,7 +43,7 @@ from inferpool.workers.remote.wire import (
 )
 from inferpool.workers.shared.arena import Arena
 from inferpool.workers.shared.errors import WorkerLostError, WorkerStartError
-from inferpool.workers.shared.messages import BatchDone, ItemError
+from inferpool.workers.shared.messages import BatchDone, ItemError, StreamPart
 
 if TYPE_CHECKING:
     from inferpool.workers.host.engine import WorkerHandle
@@ -66,6 +68,8 @@ class _Batch:
     """Slots in the arena, one for each instance; empty while it waits for room."""
     payload: memoryview | None = None
     """The payloads, if there was no room in the arena."""
+    dropped: list[int] = field(default_factory=list)
+    """Streams that nobody waits for any more, while it waits for room."""
 
 
 class AgentSession(LinkListener[ToAgent]):
@@ -103,6 +107,8 @@ class AgentSession(LinkListener[ToAgent]):
         self._stopping: set[Task[None]] = set()
         self._held: dict[Future[BatchDone], WorkerHandle] = {}
         """Batches that workers compute."""
+        self._streamed: dict[tuple[int, int], Future[BatchDone]] = {}
+        """Those among them that are answered in parts, by the numbers of worker and batch."""
         self._told_at = time.monotonic()
         """Time of the last pulse."""
         self._arriving: _Batch | None = None
@@ -172,6 +178,8 @@ class AgentSession(LinkListener[ToAgent]):
                 self._start(message)
             case StopWorker():
                 self._stop(message)
+            case DropStreams():
+                self._drop(message)
             case Measure():
                 num_bytes = min(message.num_bytes, MAX_MEASURED_BYTES)
                 self._link.send(Measured(message.id), [memoryview(bytes(num_bytes))])
@@ -328,12 +336,33 @@ class AgentSession(LinkListener[ToAgent]):
             item.offset = offset
             item.deadline += batch.ahead_s
         try:
-            future = worker.run(order.items)
+            if worker.ready.interface.streams:
+                future = worker.run(order.items, partial(self._send_parts, order))
+                self._streamed[order.number, order.id] = future
+            else:
+                future = worker.run(order.items)
         except Exception as error:  # anything that encoding may raise
             self._refuse(batch, f"it cannot be given to a worker: {error}")
             return
         self._held[future] = worker
         future.add_done_callback(partial(self._on_done, batch))
+        if batch.dropped:
+            worker.drop(future, batch.dropped)
+
+    def _send_parts(self, order: RunBatch, parts: Sequence[StreamPart]) -> None:
+        """Send on parts of streams, by the number that the front end has given their batch."""
+        named = [StreamPart(order.id, part.index, part.value) for part in parts]
+        self._link.send(PartsSent(order.number, named))
+
+    def _drop(self, message: DropStreams) -> None:
+        """End streams that nobody waits for any more, unless their batch is over."""
+        indices, key = message.drop.indices, (message.number, message.drop.id)
+        for batch in self._waiting:
+            if (batch.order.number, batch.order.id) == key:
+                batch.dropped += indices
+        future = self._streamed.get(key)
+        if future is not None:
+            self._held[future].drop(future, indices)
 
     def _move_in(self, batch: _Batch) -> None:
         """Copy payloads that had to wait outside into the arena."""
@@ -356,6 +385,7 @@ class AgentSession(LinkListener[ToAgent]):
         """Send the outcomes of a batch, and use its slots again."""
         order = batch.order
         del self._held[future]
+        self._streamed.pop((order.number, order.id), None)
         self._free(batch)
         error = future.exception()
         if error is None:

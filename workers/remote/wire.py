@@ -16,10 +16,19 @@ from msgspec.structs import replace
 from inferpool.workers.host.devices import Host
 from inferpool.workers.host.engine import Ending, ForkserverHealth, GpuHealth, Vitals, WorkerId
 from inferpool.workers.shared.config import WorkerConfig
-from inferpool.workers.shared.messages import BatchDone, ItemRef, Outcome, Ready, Stored, TensorBlob
+from inferpool.workers.shared.messages import (
+    BatchDone,
+    Drop,
+    ItemRef,
+    Outcome,
+    Ready,
+    Stored,
+    StreamPart,
+    TensorBlob,
+)
 from inferpool.workers.shared.queues import MAX_FRAME_BYTES
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Number of this set of messages. Both sides must have the same."""
 LENGTHS = struct.Struct("!IQ")
 MAX_HEAD_BYTES = 64 << 20
@@ -184,6 +193,20 @@ class RunBatch(msgspec.Struct, frozen=True, array_like=True, tag="run"):
     items: Sequence[ItemRef]
 
 
+class DropStreams(msgspec.Struct, frozen=True, array_like=True, tag="drop"):
+    """Front end to agent: nobody waits for some streams of a batch any more."""
+
+    number: int
+    drop: Drop
+
+
+class PartsSent(msgspec.Struct, frozen=True, array_like=True, tag="parts"):
+    """Agent to front end: parts of the streams of a batch."""
+
+    number: int
+    parts: Sequence[StreamPart]
+
+
 class BatchOutcomes(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
     """Agent to front end: the outcomes of a batch, with large outputs in the body."""
 
@@ -223,10 +246,21 @@ ToFrontEnd = (
     | WorkerNotStarted
     | WorkerEnded
     | BatchOutcomes
+    | PartsSent
     | BatchLost
     | Measured
 )
-ToAgent = Challenge | Welcome | Refusal | Beat | StartWorker | StopWorker | RunBatch | Measure
+ToAgent = (
+    Challenge
+    | Welcome
+    | Refusal
+    | Beat
+    | StartWorker
+    | StopWorker
+    | RunBatch
+    | DropStreams
+    | Measure
+)
 Message = ToFrontEnd | ToAgent
 Views = Sequence[memoryview]
 

@@ -62,14 +62,14 @@ class FrameWriter:
         self._fd = connection.fileno()
         os.set_blocking(self._fd, False)
         self._loop = asyncio.get_running_loop()
-        self._waiting: deque[memoryview] = deque()
+        self.waiting: deque[memoryview] = deque()
 
     def write(self, body: bytes) -> bool:
         """Send a frame; return True if all is written already.
 
         A broken pipe is no error here: the reader of that process sees its end.
         """
-        self._waiting.append(memoryview(frame_of(body)))
+        self.waiting.append(memoryview(frame_of(body)))
         is_written = self.flush()
         if not is_written:
             self._loop.add_writer(self._fd, self._on_writable)
@@ -77,7 +77,7 @@ class FrameWriter:
 
     def flush(self) -> bool:
         """Write as much as fits of what is left; return True once that is nothing."""
-        waiting = self._waiting
+        waiting = self.waiting
         while waiting:
             try:
                 written = os.write(self._fd, waiting[0])

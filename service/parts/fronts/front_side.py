@@ -1,6 +1,7 @@
 """A front's side of the link to the main process: the models as calls see them. Runs in a front."""
 
 import asyncio
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from inferpool.service.errors import InternalError, OverloadedError
+from inferpool.service.errors import InternalError, OverloadedError, ServiceError
 from inferpool.service.parts.fronts.link import Link
 from inferpool.service.parts.fronts.messages import (
     Answers,
@@ -17,10 +18,13 @@ from inferpool.service.parts.fronts.messages import (
     FromMain,
     ModelRow,
     ModelTable,
+    StreamEnded,
+    StreamTurn,
     Submission,
     Submissions,
     TableTaken,
     error_of,
+    failure_of,
 )
 from inferpool.service.queue.admission import KeyShare
 from inferpool.service.queue.instance import Buffer, InstanceSteps, InstanceTiming, Result
@@ -29,7 +33,10 @@ from inferpool.workers.shared.messages import ItemRef
 
 if TYPE_CHECKING:
     from inferpool.models.spec import TensorSpec
+    from inferpool.service.queue.streams import StreamReader
     from inferpool.service.telemetry.metrics import RejectReason
+
+logger = logging.getLogger(__name__)
 
 _decode = msgspec.msgpack.Decoder(FromMain).decode
 
@@ -51,6 +58,35 @@ class PendingInstance(asyncio.Future[Result]):
             return False
         self.front_side.give_up(self.id)
         return super().cancel(msg)
+
+
+class PendingStream(PendingInstance):
+    """An instance whose answer comes in parts, which a reader of this front gets."""
+
+    __slots__ = ("num_parts", "reader")
+
+    def __init__(
+        self, front_side: "FrontSide", id: int, steps: InstanceSteps | None, reader: "StreamReader"
+    ) -> None:
+        super().__init__(front_side, id, steps)
+        self.reader = reader
+        self.num_parts = 0
+
+    def take(self, parts: list[bytes]) -> None:
+        """Pass on parts."""
+        self.num_parts += len(parts)
+        try:
+            self.reader.on_parts(parts)
+        except Exception:
+            logger.exception("parts could not be passed on")
+            self.end(InternalError("a part could not be passed on; see the log"))
+
+    def end(self, error: ServiceError) -> None:
+        """End the stream with an error, here and in the main process, unless it is over."""
+        if not self.done():
+            error.num_parts = self.num_parts
+            self.front_side.end(self.id, error)
+            self.set_exception(error)
 
 
 class RemoteModel:
@@ -76,9 +112,16 @@ class RemoteModel:
             self.inputs = row.inputs
 
     def submit(
-        self, ref: ItemRef, chunks: Sequence[Buffer], steps: InstanceSteps | None = None
+        self,
+        ref: ItemRef,
+        chunks: Sequence[Buffer],
+        steps: InstanceSteps | None = None,
+        *,
+        reader: "StreamReader | None" = None,
     ) -> PendingInstance:
         """Copy a payload into the arena, and submit it; the future fails if it is refused.
+
+        A `reader` gets the parts of the answer, where the model answers in parts.
 
         Raises:
             OverShareError: Its key has its share of the arena.
@@ -87,7 +130,7 @@ class RemoteModel:
         front_side = self._front_side
         if ref.caller:
             self._key_share.check_bytes(front_side.slots, ref)
-        pending = front_side.submit(self._number, ref, chunks, steps)
+        pending = front_side.submit(self._number, ref, chunks, steps, reader)
         if pending is None:
             self._rejected["arena_full"] += 1
             raise OverloadedError("the arena for payloads is full", retry_after_s=1)
@@ -129,7 +172,12 @@ class FrontSide:
         self.link = Link(reader, writer, _decode, self._take, on_lost, Submissions, self._fail)
 
     def submit(
-        self, model: int, ref: ItemRef, chunks: Sequence[Buffer], steps: InstanceSteps | None
+        self,
+        model: int,
+        ref: ItemRef,
+        chunks: Sequence[Buffer],
+        steps: InstanceSteps | None,
+        reader: "StreamReader | None" = None,
     ) -> PendingInstance | None:
         """Submit an instance; return None if the arena has no room for it."""
         offset = self.slots.put(chunks, ref.num_bytes, ref.caller)
@@ -137,8 +185,14 @@ class FrontSide:
             return None
         ref.offset = offset
         self._last_id = id = self._last_id + 1
-        self.link.add(Submission(id, model, ref, steps is not None))
-        self._open[id] = pending = PendingInstance(self, id, steps)
+        pending: PendingInstance
+        if reader is None:
+            self.link.add(Submission(id, model, ref, steps is not None))
+            pending = PendingInstance(self, id, steps)
+        else:
+            self.link.add(Submission(id, model, ref, steps is not None, wants_parts=True))
+            pending = PendingStream(self, id, steps, reader)
+        self._open[id] = pending
         return pending
 
     def give_up(self, id: int) -> None:
@@ -148,6 +202,15 @@ class FrontSide:
             if pending.steps is not None:
                 self._given_up[id] = pending.steps
             self.link.add_id(id)
+
+    def end(self, id: int, error: ServiceError) -> None:
+        """End a stream that its reader cannot follow, in the main process too."""
+        pending = self._open.pop(id, None)
+        if pending is not None:
+            if pending.steps is not None:
+                self._given_up[id] = pending.steps
+            self.link.send_turn()  # what was submitted before
+            self.link.send(StreamEnded(id, failure_of(error)))
 
     def take_rejected(self) -> list[tuple[str, "RejectReason", int]]:
         """Return what was refused here since the last time, by model and reason."""
@@ -188,6 +251,11 @@ class FrontSide:
         match message:
             case Answers():
                 self._settle(message)
+            case StreamTurn():
+                for id, parts in message.parts.items():
+                    pending = self._open.get(id)
+                    if isinstance(pending, PendingStream):  # else it was given up
+                        pending.take(parts)
             case ModelTable():
                 self.take_models(message.rows)
                 self.link.send_turn()  # what was submitted by an older table

@@ -104,6 +104,11 @@ class Link(Generic[M, T]):
                     self._on_failure(item)
             self.send(self._turn([], ids))
 
+    @property
+    def num_waiting_bytes(self) -> int:
+        """Bytes that the other end has no room for yet."""
+        return sum(map(len, self._writer.waiting))
+
     def flush(self) -> None:
         """Write what waits and fits, without waiting for the loop."""
         self._writer.flush()

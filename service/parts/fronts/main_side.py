@@ -6,7 +6,7 @@ Runs in the main process's event loop, one for each process that a front has had
 import asyncio
 import logging
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 from multiprocessing.connection import Connection
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from inferpool.service.errors import InternalError, ServiceError, UnavailableError
+from inferpool.service.errors import InternalError, OverloadedError, ServiceError, UnavailableError
 from inferpool.service.parts.fronts.link import Link
 from inferpool.service.parts.fronts.messages import (
     Answers,
@@ -27,9 +27,12 @@ from inferpool.service.parts.fronts.messages import (
     ModelRow,
     ModelTable,
     MovedAway,
+    StreamEnded,
+    StreamTurn,
     Submission,
     Submissions,
     TableTaken,
+    error_of,
     failure_of,
 )
 from inferpool.service.queue.instance import InstanceSteps, Result
@@ -43,6 +46,8 @@ if TYPE_CHECKING:  # each front imports this module, and not the catalog
 
 logger = logging.getLogger(__name__)
 
+_MAX_WAITING_BYTES = 16 << 20
+"""Bytes that wait to be read by a front, above which its streams end."""
 _GIVEN_UP = Failure("cancelled", "nobody waits for it any more")
 _decode = msgspec.msgpack.Decoder(FromFront).decode
 
@@ -75,6 +80,8 @@ class MainSide:
         self._models = models
         self._on_counts = on_counts
         self._instances: dict[int, asyncio.Future[Result]] = {}
+        self._parts: dict[int, list[bytes]] = {}
+        """Parts of streams that came in this turn of the event loop."""
         self._count_ids = count(1)
         self._counting: dict[int, asyncio.Future[None]] = {}
         self._table = ModelTable(0, [])
@@ -141,6 +148,8 @@ class MainSide:
                     instance = self._instances.get(id)
                     if instance is not None:
                         instance.cancel()
+            case StreamEnded():
+                self._end_stream(message)
             case FrontCounts():
                 self._take_counts(message)
             case LogLine():
@@ -173,7 +182,11 @@ class MainSide:
             model = self._models.loaded.get(submission.model)
             if model is None:  # the front was told, and hung for too long
                 raise UnavailableError("this version of the model has gone", retry_after_s=1)
-            instance = model.submit(ref, (data,), steps, part)
+            if submission.wants_parts:
+                reader = FrontReader(self, submission.id)
+                instance = model.submit(ref, (data,), steps, part, reader)
+            else:
+                instance = model.submit(ref, (data,), steps, part)
         except Exception as error:
             if not isinstance(error, ServiceError):
                 logger.exception("an instance of %s could not be taken", self._name)
@@ -191,6 +204,8 @@ class MainSide:
     ) -> None:
         if self._instances.pop(id, None) is None:
             return  # the front is gone
+        if self._parts:
+            self._send_parts()  # those of this stream come before its end
         if instance.cancelled():  # nobody waits for it, but a trace still wants its steps
             if steps is not None:
                 self._answer(InstanceAnswer(id, _GIVEN_UP, steps=steps))
@@ -203,6 +218,35 @@ class MainSide:
         timing = result.timing
         times = timing.queue_s, timing.prepare_s, timing.compute_s
         self._answer(InstanceAnswer(id, result.value, *times, steps))
+
+    def take_parts(self, id: int, parts: Sequence[bytes]) -> None:
+        """Send parts of a stream with all others of this turn.
+
+        Raises:
+            OverloadedError: The front has not read what came before.
+        """
+        if self.link.num_waiting_bytes > _MAX_WAITING_BYTES:
+            raise OverloadedError("the front end is too slow to read this stream", retry_after_s=1)
+        if not self._parts:
+            self._loop.call_soon(self._send_parts)
+        self._parts.setdefault(id, []).extend(parts)
+
+    def end_stream(self, id: int, error: ServiceError) -> None:
+        """End a stream with an error."""
+        end = getattr(self._instances.get(id), "end", None)  # only a `StreamInstance` has it
+        if end is not None:
+            end(error)
+
+    def _send_parts(self) -> None:
+        parts, self._parts = self._parts, {}
+        if parts:
+            self.link.send(StreamTurn(parts))
+
+    def _end_stream(self, message: StreamEnded) -> None:
+        error = error_of(message.failure)
+        if not isinstance(error, ServiceError):
+            raise FrameError(f"a stream that ended with {error!r}")
+        self.end_stream(message.id, error)
 
     def _answer(self, answer: InstanceAnswer) -> None:
         value, num_bytes = answer.value, 0
@@ -224,6 +268,21 @@ class MainSide:
         self._on_counts(counts)
         if future is not None and not future.done():
             future.set_result(None)
+
+
+class FrontReader:
+    """The reader of a stream, in another process."""
+
+    def __init__(self, main_side: MainSide, id: int) -> None:
+        self._main_side = main_side
+        self._id = id
+
+    def on_parts(self, parts: Sequence[bytes]) -> None:
+        """Send parts to the front; a front that does not read them ends the stream."""
+        try:
+            self._main_side.take_parts(self._id, parts)
+        except OverloadedError as error:
+            self._main_side.end_stream(self._id, error)
 
 
 def rows_of(models: "Catalog") -> list[ModelRow]:

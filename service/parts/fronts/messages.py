@@ -54,6 +54,8 @@ class Submission(msgspec.Struct, frozen=True, array_like=True, gc=False):
     ref: ItemRef
     is_traced: bool
     """The answer should bring `steps`."""
+    wants_parts: bool = False
+    """The front reads the parts of the answer as they come."""
 
 
 class Submissions(msgspec.Struct, frozen=True, array_like=True, tag="turn"):
@@ -61,6 +63,13 @@ class Submissions(msgspec.Struct, frozen=True, array_like=True, tag="turn"):
 
     submissions: list[Submission]
     cancelled: list[int]
+
+
+class StreamEnded(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
+    """Front to main: a stream ends here, such as one with a reader that is too slow."""
+
+    id: int
+    failure: "Failure"
 
 
 class FrontCounts(msgspec.Struct, frozen=True, array_like=True, tag="counts"):
@@ -99,15 +108,23 @@ class TableTaken(msgspec.Struct, frozen=True, array_like=True, tag="taken"):
     id: int
 
 
-FromFront = Submissions | FrontCounts | TableTaken | Listening | MovedAway | LogLine
+FromFront = Submissions | StreamEnded | FrontCounts | TableTaken | Listening | MovedAway | LogLine
 
 
-class Failure(msgspec.Struct, frozen=True, gc=False):
+class Failure(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """A `ServiceError` as text and code."""
 
     code: str
     message: str
     retry_after_s: int | None = None
+    parts: list[bytes] = []
+    num_parts: int = 0
+
+
+class StreamTurn(msgspec.Struct, frozen=True, array_like=True, tag="parts"):
+    """Main to front: parts of streams that came in one turn of the event loop, by their ids."""
+
+    parts: dict[int, list[bytes]]
 
 
 class InstanceAnswer(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -172,7 +189,7 @@ class Leave(msgspec.Struct, frozen=True, array_like=True, tag="leave"):
 
 
 Command = CountRequest | MoveAway | Leave
-FromMain = Answers | ModelTable | Command
+FromMain = Answers | StreamTurn | ModelTable | Command
 
 _ERRORS: dict[str, type[ServiceError]] = {
     error.code: error
@@ -184,7 +201,9 @@ _ERRORS: dict[str, type[ServiceError]] = {
 def failure_of(error: BaseException) -> Failure:
     """Return an error in its form for messages to a front."""
     if isinstance(error, ServiceError):
-        return Failure(error.code, error.message, error.retry_after_s)
+        return Failure(
+            error.code, error.message, error.retry_after_s, list(error.parts), error.num_parts
+        )
     return Failure("mistake", f"in the main process: {error!r}")
 
 
@@ -193,4 +212,7 @@ def error_of(failure: Failure) -> Exception:
     error = _ERRORS.get(failure.code)
     if error is None:
         return RuntimeError(failure.message)
-    return error(failure.message, retry_after_s=failure.retry_after_s)
+    made = error(failure.message, retry_after_s=failure.retry_after_s)
+    if failure.num_parts:
+        made.parts, made.num_parts = failure.parts, failure.num_parts
+    return made

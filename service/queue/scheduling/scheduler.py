@@ -141,6 +141,16 @@ class BatchScheduler:
         """Nothing waits but work in the background."""
         return not self._queue.num_waiting
 
+    def learn(
+        self, lane: Lane, batch: list[Instance], done: BatchDone, now: float, *, was_computed: bool
+    ) -> None:
+        """Learn how long batches take from one that has come back."""
+        self.lanes.answered(lane, batch, now, was_computed=was_computed)
+        if was_computed and not lane.is_lagging:
+            if len(batch) >= self.limit.own:
+                self.limit.learn(len(batch), done.prepare_s, done.compute_s)
+            self.prepare_s = done.prepare_s
+
     def send_next(
         self, leading: Sequence[Lane], lagging: Sequence[Lane], most: int | None = None
     ) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 import msgspec
 import pytest
 
-from inferpool.models.spec import TensorSpec
+from inferpool.models.spec import USUAL_INTERFACE, TensorSpec
 from inferpool.service.api.wire.budgets import EdgeUse
 from inferpool.service.errors import (
     DeadlineExceededError,
@@ -30,6 +30,7 @@ from inferpool.service.parts.fronts.messages import (
     TableTaken,
 )
 from inferpool.service.queue.instance import Buffer, CanaryShare, Instance, InstanceSteps, SlotOwner
+from inferpool.service.queue.streams import StreamReader
 from inferpool.service.telemetry.metrics import ModelMetrics
 from inferpool.workers.shared.arena import Arena
 from inferpool.workers.shared.messages import ItemError, ItemRef, TensorBlob
@@ -49,6 +50,7 @@ class DispatchedModel:
     version = 1
     is_serving = True
     canary: CanaryShare | None = None
+    interface = USUAL_INTERFACE
 
     def __init__(self, arena: Arena, key_share: float) -> None:
         self.metrics = ModelMetrics("m")
@@ -63,8 +65,9 @@ class DispatchedModel:
         chunks: Sequence[Buffer],
         steps: InstanceSteps | None = None,
         owner: SlotOwner | None = None,
+        reader: StreamReader | None = None,
     ) -> Instance:
-        return self.dispatcher.submit(ref, chunks, steps, owner)
+        return self.dispatcher.submit(ref, chunks, steps, owner, reader=reader)
 
 
 class Sides:
