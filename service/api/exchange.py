@@ -18,7 +18,7 @@ from copy import copy
 from dataclasses import KW_ONLY, dataclass, field
 from functools import lru_cache
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import msgspec
 from starlette.types import Send
@@ -77,9 +77,6 @@ from inferpool.service.queue.instance import (
 )
 from inferpool.service.queue.shares import owner_of_address
 from inferpool.workers.shared.messages import ItemRef
-
-if TYPE_CHECKING:
-    from inferpool.service.queue.streams import StreamReader
 
 logger = logging.getLogger(__name__)
 
@@ -164,7 +161,7 @@ class ModelEntry(Protocol):
         chunks: Sequence[Buffer],
         steps: InstanceSteps | None = None,
         *,
-        reader: "StreamReader | None" = None,
+        reader: StreamReader | None = None,
     ) -> asyncio.Future[Result]:
         """Admit an instance; `reader` gets its parts. Cancelling the future gives it up.
 

@@ -43,6 +43,7 @@ from inferpool.service.queue.instance import (
     Instance,
     InstanceSteps,
     SlotOwner,
+    StreamReader,
 )
 from inferpool.service.queue.ledger import Ledger
 from inferpool.service.queue.quarantine import MAX_CRASHES, Quarantine, Suspects
@@ -56,7 +57,7 @@ from inferpool.workers.shared.errors import WorkerLostError
 from inferpool.workers.shared.messages import BatchDone, ItemError, ItemRef
 
 if TYPE_CHECKING:
-    from inferpool.service.queue.streams import StreamReader, Streams
+    from inferpool.service.queue.streams import Streams
 
 logger = logging.getLogger(__name__)
 
@@ -172,7 +173,7 @@ class Dispatcher:
         steps: InstanceSteps | None = None,
         owner: SlotOwner | None = None,
         *,
-        reader: "StreamReader | None" = None,
+        reader: StreamReader | None = None,
         is_compared: bool = False,
     ) -> Instance:
         """Admit one instance: copy its payload into the arena, if it is not there, and queue it.

@@ -17,7 +17,13 @@ from inferpool.models.spec import USUAL_INTERFACE
 from inferpool.models.speed_names import SpeedReport
 from inferpool.service.errors import GivenUpError, ServiceError, UnavailableError
 from inferpool.service.queue.dispatcher import Dispatcher
-from inferpool.service.queue.instance import Buffer, Instance, InstanceSteps, SlotOwner
+from inferpool.service.queue.instance import (
+    Buffer,
+    Instance,
+    InstanceSteps,
+    SlotOwner,
+    StreamReader,
+)
 from inferpool.service.queue.replacer import Replacer
 from inferpool.workers.host.engine import Cause, RankHealth, WorkerHandle, WorkerId
 from inferpool.workers.host.replica_files import ReplicaFiles
@@ -29,7 +35,6 @@ from inferpool.workers.shared.messages import UNREADABLE, ItemRef
 
 if TYPE_CHECKING:
     from inferpool.models.spec import SplitReport, TensorSpec
-    from inferpool.service.queue.streams import StreamReader
     from inferpool.service.telemetry.console import Console
     from inferpool.workers.host.shared_check import SharedCheck
 
@@ -241,7 +246,7 @@ class Pool:
         chunks: Sequence[Buffer],
         steps: InstanceSteps | None = None,
         owner: SlotOwner | None = None,
-        reader: "StreamReader | None" = None,
+        reader: StreamReader | None = None,
     ) -> Instance:
         """Admit one instance; see `Dispatcher.submit`.
 

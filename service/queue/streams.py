@@ -30,6 +30,7 @@ from inferpool.service.queue.instance import (
     InstanceTiming,
     Result,
     SlotOwner,
+    StreamReader,
 )
 from inferpool.service.queue.ledger import Ledger
 from inferpool.service.queue.scheduling.lanes import Lane, Lanes
@@ -48,13 +49,6 @@ _PART_BYTES = 64
 """Memory that a part takes besides its own bytes."""
 _WEIGHT = 0.2
 """Weight of the newest stream in the moving averages."""
-
-
-class StreamReader(Protocol):
-    """The reader of an answer that comes in parts."""
-
-    def on_parts(self, parts: Sequence[bytes]) -> None:
-        """Receive the next parts, each as JSON, in the event loop."""
 
 
 class StreamLimits(NamedTuple):

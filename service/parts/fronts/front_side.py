@@ -27,13 +27,18 @@ from inferpool.service.parts.fronts.messages import (
     failure_of,
 )
 from inferpool.service.queue.admission import KeyShare
-from inferpool.service.queue.instance import Buffer, InstanceSteps, InstanceTiming, Result
+from inferpool.service.queue.instance import (
+    Buffer,
+    InstanceSteps,
+    InstanceTiming,
+    Result,
+    StreamReader,
+)
 from inferpool.workers.shared.arena import Slots
 from inferpool.workers.shared.messages import ItemRef
 
 if TYPE_CHECKING:
     from inferpool.models.spec import TensorSpec
-    from inferpool.service.queue.streams import StreamReader
     from inferpool.service.telemetry.metrics import RejectReason
 
 logger = logging.getLogger(__name__)
@@ -66,7 +71,7 @@ class PendingStream(PendingInstance):
     __slots__ = ("num_parts", "reader")
 
     def __init__(
-        self, front_side: "FrontSide", id: int, steps: InstanceSteps | None, reader: "StreamReader"
+        self, front_side: "FrontSide", id: int, steps: InstanceSteps | None, reader: StreamReader
     ) -> None:
         super().__init__(front_side, id, steps)
         self.reader = reader
@@ -117,7 +122,7 @@ class RemoteModel:
         chunks: Sequence[Buffer],
         steps: InstanceSteps | None = None,
         *,
-        reader: "StreamReader | None" = None,
+        reader: StreamReader | None = None,
     ) -> PendingInstance:
         """Copy a payload into the arena, and submit it; the future fails if it is refused.
 
@@ -177,7 +182,7 @@ class FrontSide:
         ref: ItemRef,
         chunks: Sequence[Buffer],
         steps: InstanceSteps | None,
-        reader: "StreamReader | None" = None,
+        reader: StreamReader | None = None,
     ) -> PendingInstance | None:
         """Submit an instance; return None if the arena has no room for it."""
         offset = self.slots.put(chunks, ref.num_bytes, ref.caller)

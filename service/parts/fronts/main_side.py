@@ -14,7 +14,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from inferpool.service.errors import InternalError, OverloadedError, ServiceError, UnavailableError
+from inferpool.service.errors import (
+    InternalError,
+    ReaderTooSlowError,
+    ServiceError,
+    UnavailableError,
+)
 from inferpool.service.parts.fronts.link import Link
 from inferpool.service.parts.fronts.messages import (
     Answers,
@@ -223,10 +228,12 @@ class MainSide:
         """Send parts of a stream with all others of this turn.
 
         Raises:
-            OverloadedError: The front has not read what came before.
+            ReaderTooSlowError: The front has not read what came before.
         """
         if self.link.num_waiting_bytes > _MAX_WAITING_BYTES:
-            raise OverloadedError("the front end is too slow to read this stream", retry_after_s=1)
+            raise ReaderTooSlowError(
+                "the front end is too slow to read this stream", retry_after_s=1
+            )
         if not self._parts:
             self._loop.call_soon(self._send_parts)
         self._parts.setdefault(id, []).extend(parts)
@@ -281,7 +288,7 @@ class FrontReader:
         """Send parts to the front; a front that does not read them ends the stream."""
         try:
             self._main_side.take_parts(self._id, parts)
-        except OverloadedError as error:
+        except ReaderTooSlowError as error:
             self._main_side.end_stream(self._id, error)
 
 

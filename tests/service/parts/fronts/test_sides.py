@@ -29,8 +29,14 @@ from inferpool.service.parts.fronts.messages import (
     Submissions,
     TableTaken,
 )
-from inferpool.service.queue.instance import Buffer, CanaryShare, Instance, InstanceSteps, SlotOwner
-from inferpool.service.queue.streams import StreamReader
+from inferpool.service.queue.instance import (
+    Buffer,
+    CanaryShare,
+    Instance,
+    InstanceSteps,
+    SlotOwner,
+    StreamReader,
+)
 from inferpool.service.telemetry.metrics import ModelMetrics
 from inferpool.workers.shared.arena import Arena
 from inferpool.workers.shared.messages import ItemError, ItemRef, TensorBlob
