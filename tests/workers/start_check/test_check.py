@@ -60,11 +60,6 @@ class OfList(Sound):
         return [batch["x"]]
 
 
-class OfGenerator(Sound):
-    def forward(self, batch: Features) -> Any:
-        yield batch["x"]
-
-
 class Squeezed(Sound):
     def compute(self, x: Tensor) -> Any:
         return x.squeeze(0)
@@ -608,7 +603,6 @@ class KeepsOddThings(ForgotEval):
 REFUSED: dict[type[Model], str] = {
     Raising: rf"fails on its own example: forward raised KeyError: 'weights' \(.*{HERE}:\d+\)",
     OfList: rf"forward must return a dict of tensors by name, got list \(.*{HERE}:\d+\)",
-    OfGenerator: rf"got a generator \(it has a `yield` in it\) \(.*{HERE}:\d+\)",
     Squeezed: r"returned 3 rows of 'y' for a batch of 1",
     AnotherShape: r"returned 'y' of shape \[3\] for each instance, where it declares \[4\]",
     WrongExample: r"preprocess raised InputError: instance: expected 3 numbers, found 2",
