@@ -5,7 +5,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from inferpool.models.attached import attached
 from inferpool.models.errors import InputError, ModelError
 from inferpool.models.inputs import features_of
-from inferpool.models.item import Features, Item
+from inferpool.models.item import Features, Item, Outputs
 from inferpool.models.runtime import (
     Example,
     LoadIsOver,
@@ -219,14 +219,19 @@ class Model(ModelInterface):
         stack = self.stack_instances
         return {name: _stacked([each[name] for each in instances], stack) for name in names}
 
-    def forward(self, batch: Features) -> Features:
+    def forward(self, batch: Features) -> Outputs | Any:
         """Compute a batch under `torch.inference_mode()`; `batch` is on the CPU, maybe pinned.
 
         If the model `can_run_ahead`, the batch may be on the device.
+
+        Returns:
+            Tensors by name, with the batch dimension first. In place of a tensor, a list may have
+            one of any shape for each instance. It may also be a list of dicts, one for each
+            instance; and for one output just the tensor, or the list of tensors.
         """
         raise NotImplementedError(f"{type(self).__name__} must define forward(batch)")
 
-    def postprocess(self, outputs: Features) -> Features:
+    def postprocess(self, outputs: Outputs) -> Outputs | Any:
         """Finish a whole batch on the CPU (scores, thresholds); by default, change nothing."""
         return outputs
 
@@ -248,14 +253,14 @@ class Model(ModelInterface):
         return next(iter(lists.values())) if len(lists) == 1 else lists
 
     def render_batch(
-        self, outputs: Features, parameters: Sequence[Mapping[str, object]]
+        self, outputs: Outputs, parameters: Sequence[Mapping[str, object]]
     ) -> Sequence[object]:
         """Turn the outputs of a whole batch into JSON values; by default, call `render` for each.
 
         A class below that overrides `render` alone has that called for each.
 
         Args:
-            outputs: Tensors with the batch dimension first.
+            outputs: Tensors with the batch dimension first, or lists.
             parameters: Parameters of each instance, in the order of the batch.
 
         Returns:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from inferpool.models.attached import attached
 from inferpool.models.base import Model
 from inferpool.models.errors import BadReturnError, InputError
 from inferpool.models.inputs import shape_text
@@ -22,6 +23,7 @@ from inferpool.models.overrides import bad_return, is_overridden, is_streaming
 from inferpool.models.spec import DTYPE_BYTES, TensorSpec, matches
 
 _TENSORS = "a dict of tensors by name"
+_OUTPUTS = f"{_TENSORS}, or of lists with a tensor for each instance"
 _SPECS = ("inputs", "outputs", "preprocessed")
 
 
@@ -32,12 +34,12 @@ def checked(model: Model) -> Model:
     of `Model` and attributes that are no plain functions stay as they are.
     """
     own, streams = type(model), is_streaming(model)
-    checks: dict[str, Callable[..., None]] = {
+    checks: dict[str, Callable[..., object]] = {
         "preprocess": _Preprocessed(has_own_collate=is_overridden(model, "collate")),
         "bucket": _check_hashable,
         "collate": _check_there if streams or is_overridden(model, "forward") else _check_tensors,
-        "forward": _check_streamed if streams else _check_computed,
-        "postprocess": _check_outputs,
+        "forward": _check_streamed if streams else _named_computed,
+        "postprocess": _named_outputs,
         "render_batch": _check_rendered,
         "warmup": _check_items,
         "samples": _check_items,
@@ -57,7 +59,7 @@ def checked(model: Model) -> Model:
 def _checking(
     checked_one: Model,
     method: Callable[..., Any],
-    check: Callable[..., None],
+    check: Callable[..., object],
     name: str,
     *,
     is_own: bool,
@@ -66,7 +68,8 @@ def _checking(
     def call(model: Model, *args: Any, **kwargs: Any) -> object:
         result = method(model, *args, **kwargs)
         if model is checked_one:
-            check(model, name, result, *args)
+            changed = check(model, name, result, *args)
+            return result if changed is None else changed
         return result
 
     call.checked_method = method  # type: ignore[attr-defined]  # functions may have attributes
@@ -120,30 +123,52 @@ def _check_tensors(model: Model, method: str, result: object, *_: object) -> Non
     _check_each(model, method, result, lambda value: isinstance(value, Tensor))
 
 
-def _check_computed(model: Model, method: str, result: object, *_: object) -> None:
-    """Check that the values can be copied to the CPU."""
-    _check_each(model, method, result, lambda value: hasattr(value, "cpu"))
+def _named_computed(model: Model, method: str, result: object, *_: object) -> object:
+    """Check that the values can be copied to the CPU; return them by name if they are not yet."""
+    return _named(model, method, result, lambda value: hasattr(value, "cpu"))
 
 
 def _check_streamed(model: Model, method: str, result: object, *_: object) -> None:
     """Check nothing: each part is, when it comes."""
 
 
-def _check_outputs(model: Model, method: str, result: object, *_: object) -> None:
+def _named_outputs(model: Model, method: str, result: object, *_: object) -> object:
     if model.finite_outputs or not _renders_itself(model):
-        _check_tensors(model, method, result)
-    else:  # nothing else of ours looks at more than the shapes
-        _check_each(model, method, result, lambda value: hasattr(value, "shape"))
+        return _named(model, method, result, lambda value: isinstance(value, Tensor))
+    # Nothing else of ours looks at more than the shapes.
+    return _named(model, method, result, lambda value: hasattr(value, "shape"))
+
+
+def _named(
+    model: Model, method: str, result: object, is_right: Callable[[object], bool]
+) -> dict[str, Any] | None:
+    """Return outputs in the form that workers use; None if they have it, as nearly all do."""
+    if isinstance(result, Mapping) and all(map(is_right, result.values())):
+        return None
+    if not isinstance(result, Mapping | Tensor | list | tuple):
+        raise bad_return(model, method, _OUTPUTS, _kind_of(result))
+    try:
+        found: dict[str, Any] = attached("named outputs")(result, model.outputs)
+    except BadReturnError as error:
+        raise bad_return(model, method, _OUTPUTS, str(error)) from None
+    _check_each(
+        model, method, found, lambda value: isinstance(value, list) or is_right(value), _OUTPUTS
+    )
+    return found
 
 
 def _check_each(
-    model: Model, method: str, result: object, is_right: Callable[[object], bool]
+    model: Model,
+    method: str,
+    result: object,
+    is_right: Callable[[object], bool],
+    must: str = _TENSORS,
 ) -> None:
     if not isinstance(result, Mapping):
-        raise bad_return(model, method, _TENSORS, _kind_of(result))
+        raise bad_return(model, method, must, _kind_of(result))
     for name, value in result.items():
         if not is_right(value):
-            raise bad_return(model, method, _TENSORS, f"{_kind_of(value)} as {name!r}")
+            raise bad_return(model, method, must, f"{_kind_of(value)} as {name!r}")
 
 
 def _renders_itself(model: Model) -> bool:
@@ -220,6 +245,8 @@ def _check_specs(model: Model, name: str, specs: object) -> None:
             )
         if spec.batch_fault:
             raise BadReturnError(f"{place}: {spec.batch_fault}")
+        if name == "outputs" and "." in spec.name:
+            raise BadReturnError(f"{place}: the name {spec.name!r} must have no '.' in it")
 
 
 def _kind_of(value: object) -> str:

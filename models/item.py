@@ -3,7 +3,7 @@
 import base64
 import re
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 import torch
@@ -17,6 +17,9 @@ _B64_KEY = re.compile(rb'"b64"')
 _URL_SAFE = re.compile(r"(?=.*[_-])[A-Za-z0-9_-]+={0,2}")
 Features: TypeAlias = Mapping[str, Tensor]
 """Named tensors of one instance, or of a batch with the batch dimension first."""
+Outputs: TypeAlias = Mapping[str, Any]
+"""Named outputs of a batch: a tensor with the batch dimension first, or a list with a tensor for
+each instance (`models.ragged.RaggedOutput`)."""
 
 
 class Item(msgspec.Struct, kw_only=True, eq=False, gc=False):

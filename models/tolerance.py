@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from inferpool.models.attached import attached
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,8 +24,11 @@ class Agreement:
 class Tolerance(Protocol):
     """Decides what still counts as the same answer."""
 
-    def judge(self, exact: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Agreement:
-        """Compare the outputs for the same samples, each with the sample dimension first."""
+    def judge(self, exact: Mapping[str, Any], other: Mapping[str, Any]) -> Agreement:
+        """Compare the outputs for the same samples, each with the sample dimension first.
+
+        An output may also be a list, with a tensor for each sample.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,11 +37,13 @@ class ValueTolerance:
 
     relative: float = 1e-3
 
-    def judge(self, exact: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Agreement:
+    def judge(self, exact: Mapping[str, Any], other: Mapping[str, Any]) -> Agreement:
         """Compare number by number; whole numbers must be equal."""
         worst = 0.0
         for name, wanted in exact.items():
             found = other.get(name)
+            if isinstance(wanted, list) or isinstance(found, list):
+                wanted, found = attached("lists to compare")(wanted, found)
             if found is None or found.shape != wanted.shape or found.dtype != wanted.dtype:
                 text = f"output {name!r} has another form"
                 return Agreement(is_within=False, deviation=float("inf"), text=text)

@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from inferpool.models.base import Model
+from inferpool.models.errors import InputError
 from inferpool.models.item import Features, Item
 
 # Names that no client's tensor has by chance.
-_BYTES = "echo.bytes"
-_JSON = "echo.json"
+_BYTES = "echo of bytes"
+_JSON = "echo of json"
 _HEAD = Struct("<8sQ")
 """The first 8 bytes, padded with zeros, and the number of bytes."""
 
@@ -41,6 +42,11 @@ class Echo(Model):
         """Return the tensors that the answer needs."""
         payload = item.payload
         if item.kind == "tensors":
+            for header in item.headers:
+                if "." in header.name:
+                    raise InputError(
+                        f"tensor {header.name!r}: no name of an output has a dot in it"
+                    )
             return item.views()
         if item.kind == "json":
             item.plain_json()  # what is not JSON fails here, on its own

@@ -136,6 +136,8 @@ def specs_of(value: object, option: str) -> list[TensorSpec]:
             raise SourceError(f"option {option!r}: no dtype {spec.dtype!r}; known are {known}")
         if spec.batch_fault:
             raise SourceError(f"option {option!r}: {spec.batch_fault}")
+        if option == "outputs" and "." in spec.name:
+            raise SourceError(f"option {option!r}: the name {spec.name!r} must have no '.' in it")
     return specs
 
 

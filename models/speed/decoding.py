@@ -12,16 +12,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import msgspec
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from inferpool.models.accelerator.device import is_accelerator, name_of, synchronize
 from inferpool.models.accelerator.failures import is_lost_device, lacks_resources
 from inferpool.models.base import Model
 from inferpool.models.errors import ModelError
-from inferpool.models.item import Features, Item
+from inferpool.models.item import Features, Item, Outputs
+from inferpool.models.ragged import joined
 from inferpool.models.spec import Decoding
 from inferpool.models.speed.options import SpeedOptions
 from inferpool.models.speed.trial import using_network
@@ -227,11 +229,11 @@ class DecodeTrial:
     @torch.inference_mode()
     def _outputs(
         self, network: Callable[..., object] | None, batches: Sequence[Features]
-    ) -> dict[str, Tensor]:
+    ) -> dict[str, Any]:
         model = self._model
-        parts: list[Features] = []
+        parts: list[Outputs] = []
         with using_network(model, network):
             for batch in batches:
                 outputs = model.forward(batch)
                 parts.append(model.postprocess({k: out.cpu() for k, out in outputs.items()}))
-        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        return joined(parts)

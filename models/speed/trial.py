@@ -10,10 +10,11 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from inferpool.models.accelerator.device import (
     is_accelerator,
@@ -24,8 +25,9 @@ from inferpool.models.accelerator.device import (
 )
 from inferpool.models.accelerator.failures import is_out_of_memory
 from inferpool.models.base import Model
-from inferpool.models.item import Features, Item
+from inferpool.models.item import Features, Item, Outputs
 from inferpool.models.overrides import forward_can_run_ahead
+from inferpool.models.ragged import joined
 from inferpool.models.speed.graphs import Graphed
 from inferpool.models.speed.options import SpeedOptions
 from inferpool.models.speed.presets import Recast, can_be_changed, prepare
@@ -85,7 +87,7 @@ class Trial:
             return
         self._features: dict[int, Features] = {}
         """Features of the samples, by number."""
-        self._compared: list[tuple[Features, Features]] = []
+        self._compared: list[tuple[Features, Outputs]] = []
         """Batches of samples, with the exact outputs."""
         self._single_s: float | None = None
         self._sizes: Sequence[int] = ()
@@ -274,7 +276,7 @@ class Trial:
             ratios.append(seconds[0] / max(seconds[1], 1e-9))
         return statistics.median(ratios)
 
-    def _exact(self, max_batches: int | None) -> Sequence[tuple[Features, Features]]:
+    def _exact(self, max_batches: int | None) -> Sequence[tuple[Features, Outputs]]:
         size = self._fitting(_COMPARED_BATCH, self.times.batch_s)
         if max_batches is not None:
             batch = self._collate(range(size))
@@ -336,20 +338,20 @@ class Trial:
         return clock() - began
 
     @torch.inference_mode()
-    def _run(self, network: nn.Module, batch: Features) -> dict[str, Tensor]:
+    def _run(self, network: nn.Module, batch: Features) -> dict[str, Any]:
         outputs = self._forward(network, batch)
         return dict(self.model.postprocess({name: out.cpu() for name, out in outputs.items()}))
 
     @torch.inference_mode()
-    def _forward(self, network: nn.Module, batch: Features) -> Features:
+    def _forward(self, network: nn.Module, batch: Features) -> Outputs:
         if self.times.now() > self.until:
             raise NoTimeLeftError
         with using_network(self.model, network):
             return self.model.forward(batch)
 
-    def _judged(self, pairs: Iterable[tuple[Features, Features]]) -> Agreement:
+    def _judged(self, pairs: Iterable[tuple[Features, Outputs]]) -> Agreement:
         wanted, found = zip(*pairs, strict=True)
-        return self.model.tolerance.judge(_joined(wanted), _joined(found))
+        return self.model.tolerance.judge(joined(wanted), joined(found))
 
 
 class PresetSelection:
@@ -405,10 +407,6 @@ class PresetSelection:
             is_final=is_final,
             key=self._trial.key,
         )
-
-
-def _joined(batches: Sequence[Features]) -> dict[str, Tensor]:
-    return {name: torch.cat([each[name] for each in batches]) for name in batches[0]}
 
 
 def first_line(error: Exception) -> str:

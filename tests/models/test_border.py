@@ -81,6 +81,16 @@ VALUES = {
     "a generator (it has a `yield` in it)": _generator,
     "numpy.ndarray as 'x'": lambda: {"x": np.zeros(3)},
 }
+LISTS = {
+    "an empty list": list,
+    "tuple; a list has one element for each instance": lambda: (torch.zeros(3), torch.zeros(3)),
+    "str as element 1 of 'x'": lambda: {"x": [torch.zeros(3), "cat"]},
+    "list as element 0 of 'x'": lambda: [{"x": [torch.zeros(3)]}],
+    "a list with Tensor as element 1": lambda: [{"x": torch.zeros(3)}, torch.zeros(3)],
+    "a list of dicts with other names: element 1 has 'z', element 0 has 'x'": (
+        lambda: [{"x": torch.zeros(3)}, {"z": torch.zeros(3)}]
+    ),
+}
 TENSORS = "a dict of tensors by name"
 ITEMS = "a list of inferpool.models.base.Item"
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
@@ -96,10 +106,11 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "bucket": ({"x": torch.zeros(3)},),
 }
 WRONG = [
+    *(("preprocess", TENSORS, found) for found in VALUES),
     *(
-        (method, TENSORS, found)
-        for method in ("preprocess", "forward", "postprocess")
-        for found in VALUES
+        (method, f"{TENSORS}, or of lists with a tensor for each instance", found)
+        for method in ("forward", "postprocess")
+        for found in sorted((VALUES | LISTS).keys() - {"Tensor", "list"})
     ),
     *(
         ("collate", TENSORS, each)
@@ -117,7 +128,9 @@ WRONG = [
 
 @pytest.mark.parametrize(("method", "must", "found"), WRONG)
 def test_wrong_return_is_told_with_the_method_and_its_place(method: str, must: str, found: str):
-    make = VALUES[{"Tensor in it": "list", "3 of them": "numpy.ndarray"}.get(found, found)]
+    make = (VALUES | LISTS)[
+        {"Tensor in it": "list", "3 of them": "numpy.ndarray"}.get(found, found)
+    ]
 
     class Wrong(Good):
         pass

@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 
 from inferpool.models.accelerator.device import is_accelerator, mark_here, synchronize
 from inferpool.models.accelerator.failures import is_lost_device, is_out_of_memory, raised
+from inferpool.models.attached import attached
 from inferpool.models.base import Model
 from inferpool.models.errors import InputError
-from inferpool.models.item import Features, Item
+from inferpool.models.item import Features, Item, Outputs
 from inferpool.models.overrides import bad_return, is_overridden, rendering_of
 from inferpool.models.texts import described, text_of
 from inferpool.workers.inside.checks import OutputChecks
@@ -297,7 +298,7 @@ class Computer:
         return self.preparer.collate(prepared, indices)
 
     def _leave_out(
-        self, prepared: Prepared, indices: list[int], rows: list[int], outputs: Features
+        self, prepared: Prepared, indices: list[int], rows: list[int], outputs: Outputs
     ) -> list[int]:
         """Answer the finite rows; return the others if there are several: one may spoil all."""
         good = [row for row in range(len(indices)) if row not in rows]
@@ -324,7 +325,7 @@ class Computer:
         features = None if self._preprocesses_itself else prepared.features[i]
         return None if prepared.is_canary else refusal_of(prepared.items[i], features)
 
-    def _settle(self, prepared: Prepared, indices: list[int], outputs: Features) -> None:
+    def _settle(self, prepared: Prepared, indices: list[int], outputs: Outputs) -> None:
         if prepared.is_canary:  # nobody reads its answer, which may not be serialisable
             prepared.outcomes = [b""] * len(prepared.outcomes)
             return
@@ -336,7 +337,9 @@ class Computer:
         if rest := [row for row, i in enumerate(indices) if not refs[i].wants_tensors]:
             chosen = {name: tensor[rest] for name, tensor in outputs.items()}
             self._render(prepared, [indices[row] for row in rest], chosen)
-        outgoing = TensorOutputs(outputs, len(indices))
+        has_lists = any(isinstance(output, list) for output in outputs.values())
+        make = attached("lists to send") if has_lists else TensorOutputs
+        outgoing = make(outputs, len(indices))
         prepared.num_bytes += outgoing.row_bytes * len(as_tensors)
         for row in as_tensors:
             i = indices[row]
@@ -346,7 +349,7 @@ class Computer:
                 # Fail it alone: to compute the others again would store their outputs twice.
                 prepared.outcomes[i] = self._error_of(error, "postprocess", refs[i])
 
-    def _render(self, prepared: Prepared, indices: list[int], outputs: Features) -> None:
+    def _render(self, prepared: Prepared, indices: list[int], outputs: Outputs) -> None:
         items, outcomes, encode = prepared.items, prepared.outcomes, self._encode
         prepared.step = self._renders_in
         values = self._render_batch(outputs, [items[i].parameters for i in indices])

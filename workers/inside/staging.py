@@ -6,7 +6,7 @@ go back. Events keep them in order, so that the host waits for outputs alone.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 
 import torch
@@ -20,7 +20,7 @@ from inferpool.models.accelerator.device import (
     stack_pinned,
 )
 from inferpool.models.base import Model
-from inferpool.models.item import Features
+from inferpool.models.item import Features, Outputs
 from inferpool.models.overrides import forward_can_run_ahead
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class Staging:
         """Lay a batch in pinned memory, and begin to copy it to the device if that may be done."""
         return {name: self._staged(value) for name, value in batch.items()}
 
-    def launch(self, began: HandOver, outputs: Features) -> "Launch":
+    def launch(self, began: HandOver, outputs: Outputs) -> "Launch":
         """Begin to copy outputs back, while this thread's stream goes on.
 
         Args:
@@ -59,11 +59,11 @@ class Staging:
         """
         computed = mark_here()
         with self._back.in_use():
-            computed.take(outputs.values())
+            computed.take(_tensors_in(outputs))
             copied = {name: out.to("cpu", non_blocking=True) for name, out in outputs.items()}
             return Launch(copied, began, self._back.mark())
 
-    def compare(self, first: Features, second: Features) -> None:
+    def compare(self, first: Outputs, second: Outputs) -> None:
         """Do not run ahead if two calls of `forward` have returned the same memory.
 
         The later call would write over outputs that are not yet copied, or not yet rendered.
@@ -87,7 +87,7 @@ class Staging:
 class Launch:
     """Items that were launched on a device, and their outputs on the way to the host."""
 
-    def __init__(self, outputs: Features, began: HandOver, done: HandOver) -> None:
+    def __init__(self, outputs: Outputs, began: HandOver, done: HandOver) -> None:
         self._outputs = outputs
         self._began = began
         self._done = done
@@ -104,7 +104,7 @@ class Launch:
             self._error = error
         self._is_over = True
 
-    def outputs(self) -> Features:
+    def outputs(self) -> Outputs:
         """Wait for the outputs, and return them.
 
         Raises:
@@ -123,10 +123,15 @@ class Launch:
         return self._done.seconds_since(self._began)
 
 
-def _memory_of(outputs: Features) -> set[int]:
+def _memory_of(outputs: Outputs) -> set[int]:
     """Return where outputs begin that have memory of their own."""
-    plain = [out for out in outputs.values() if out.layout is torch.strided and out.numel()]
+    plain = [out for out in _tensors_in(outputs) if out.layout is torch.strided and out.numel()]
     return {out.untyped_storage().data_ptr() for out in plain}
+
+
+def _tensors_in(outputs: Outputs) -> Iterator[Tensor]:
+    for output in outputs.values():
+        yield from output if isinstance(output, list) else (output,)
 
 
 def take(handed_over: HandOver, features: Features | None) -> None:

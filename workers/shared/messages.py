@@ -96,6 +96,8 @@ class TensorBlob(msgspec.Struct, frozen=True, array_like=True, gc=False):
     dtype: str
     shape: tuple[int, ...]
     data: bytes | Stored
+    is_ragged: bool = False
+    """The output is a list: it is never stacked with those of other instances."""
 
     @property
     def buffer(self) -> bytes:

@@ -88,7 +88,7 @@ class OutputRegion:
         if not isinstance(outcome, list):
             return outcome
         return [
-            TensorBlob(blob.name, blob.dtype, blob.shape, self._view(blob.data))
+            TensorBlob(blob.name, blob.dtype, blob.shape, self._view(blob.data), blob.is_ragged)
             if isinstance(blob.data, Stored)
             else blob
             for blob in outcome

@@ -11,7 +11,6 @@ from functools import partial
 
 import msgspec
 import torch
-from torch import Tensor
 
 from inferpool.models.accelerator.failures import (
     is_lost_device,
@@ -23,16 +22,16 @@ from inferpool.models.accelerator.failures import (
 from inferpool.models.base import Model
 from inferpool.models.errors import InputError, ModelError
 from inferpool.models.files.modules import is_ours, line_of
-from inferpool.models.item import Features, Item
+from inferpool.models.item import Features, Item, Outputs
 from inferpool.models.overrides import bad_return, is_overridden, place_of, rendering_of
 from inferpool.models.sources.made_up import made_up, shrunk, varied
 from inferpool.models.texts import described, text_of
 from inferpool.models.tolerance import ValueTolerance
 from inferpool.workers.inside.checks import BrokenPromiseError
 from inferpool.workers.inside.compute import Computer
+from inferpool.workers.inside.lists import OutgoingLists
 from inferpool.workers.inside.outcomes import (
     NotFiniteAnswerError,
-    TensorOutputs,
     check_size,
     encoder,
 )
@@ -314,15 +313,15 @@ class ReadyCheck:
         hash(self._model.bucket(chosen[0]))
         return OwnPasses(computer).try_out(chosen)
 
-    def _answer(self, item: Item, outputs: Features) -> object:
+    def _answer(self, item: Item, outputs: Outputs) -> object:
         """Return the answer as JSON, if the model renders it itself; check that it can be sent."""
         model = self._model
         self._step, render_batch = rendering_of(model)
         if not is_overridden(model, self._step):
-            TensorOutputs(outputs, 1)
+            OutgoingLists(outputs, 1).row(0, bytes)
             return None
         # It may change them in place.
-        copies = {name: x.clone() if isinstance(x, Tensor) else x for name, x in outputs.items()}
+        copies = {name: x.clone() if hasattr(x, "clone") else x for name, x in outputs.items()}
         (value,) = render_batch(copies, [item.parameters])
         if isinstance(value, InputError):  # such as for a missing parameter
             told = f"its answers, since render wants more: {text_of(value)}"

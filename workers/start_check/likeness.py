@@ -5,15 +5,19 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from inferpool.models.item import Outputs
+
 _LEAST = 1e-6
 """Difference that counts as rounding for any value."""
 _HARDLY_SUPPORTED = (torch.uint16, torch.uint32, torch.uint64)
 
 
-def floats_of(outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the outputs that are tensors, in forms that can be compared."""
+def floats_of(outputs: Outputs) -> dict[str, Tensor]:
+    """Return the outputs of one instance that are tensors, in forms that can be compared."""
     found = {}
     for name, output in outputs.items():
+        if isinstance(output, list):
+            (output,) = (each[None] for each in output)
         if isinstance(output, Tensor):
             if output.is_complex():
                 output = torch.view_as_real(output.resolve_conj())

@@ -11,7 +11,8 @@ from torch import Tensor
 from inferpool.models.accelerator.device import mark_here
 from inferpool.models.accelerator.failures import is_out_of_memory
 from inferpool.models.errors import ModelError
-from inferpool.models.item import Features, Item
+from inferpool.models.item import Features, Item, Outputs
+from inferpool.models.ragged import RaggedOutput
 from inferpool.models.speed_names import LONG_S
 from inferpool.workers.inside.checks import BrokenPromiseError
 from inferpool.workers.inside.compute import Computer
@@ -23,7 +24,7 @@ from inferpool.workers.inside.staging import take
 class Pass:
     """The result of one pass of instances that no client sent, as far as the first of them goes."""
 
-    outputs: Features
+    outputs: Outputs
     """Outputs of the first instance, after `postprocess`, with the batch dimension."""
     is_finite: bool
     """They are finite, or need not be."""
@@ -105,7 +106,7 @@ class OwnPasses:
         first = {name: _first_of(output) for name, output in outputs.items()}
         return Pass(outputs=first, is_finite=is_finite, took_s=took_s)
 
-    def _once(self, chosen: Sequence[Features]) -> Features:
+    def _once(self, chosen: Sequence[Features]) -> Outputs:
         """Compute features that are no batch of a client, in the way of batches."""
         model, staging = self._model, self._staging
         if staging is None:
@@ -119,6 +120,8 @@ class OwnPasses:
 
 def _first_of(output: Any) -> Any:
     """Copy the first row, since the model may reuse the memory."""
+    if isinstance(output, RaggedOutput):
+        return output[:1].clone()
     if not isinstance(output, Tensor):  # its own `render` reads anything that has a shape
         return output[:1]
     return (output if output.layout is torch.strided else output.to_dense())[:1].clone()

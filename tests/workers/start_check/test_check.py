@@ -602,7 +602,7 @@ class KeepsOddThings(ForgotEval):
 
 REFUSED: dict[type[Model], str] = {
     Raising: rf"fails on its own example: forward raised KeyError: 'weights' \(.*{HERE}:\d+\)",
-    OfList: rf"forward must return a dict of tensors by name, got list \(.*{HERE}:\d+\)",
+    OfList: r"returned 'y' of shape \[1, 3\] for an instance, where it declares \[3\]",
     Squeezed: r"returned 3 rows of 'y' for a batch of 1",
     AnotherShape: r"returned 'y' of shape \[3\] for each instance, where it declares \[4\]",
     WrongExample: r"preprocess raised InputError: instance: expected 3 numbers, found 2",
