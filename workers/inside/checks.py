@@ -60,9 +60,7 @@ class OutputChecks:
 
     def _check_instance(self, name: str, shape: torch.Size) -> None:
         if "." in str(name):
-            raise BrokenPromiseError(
-                f"the model returned an output named {name!r}: leave out the ."
-            )
+            raise BrokenPromiseError(f"the model returned {name!r}: name it without a dot")
         spec = self._specs.get(name)
         if spec is not None and spec.shape and not matches(shape, spec.instance_shape):
             raise BrokenPromiseError(
