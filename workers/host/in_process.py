@@ -12,23 +12,37 @@ import threading
 import time
 from asyncio import Future
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
+from mmap import PAGESIZE, mmap
 from typing import Any
 
 import psutil
 import torch
 
+from inferpool.models.attached import attached
 from inferpool.models.errors import ModelError
 from inferpool.models.texts import described
 from inferpool.workers.host.engine import Ending, OnParts, Vitals, WorkerId
+from inferpool.workers.host.held_streams import HeldStreams, dropped, share_out
 from inferpool.workers.inside.compute import Computer
 from inferpool.workers.inside.own_process import pin
-from inferpool.workers.inside.process import load
+from inferpool.workers.inside.process import BatchReceiver, load
 from inferpool.workers.shared.arena import Arena
 from inferpool.workers.shared.config import WorkerConfig
 from inferpool.workers.shared.errors import WorkerLostError, WorkerStartError
-from inferpool.workers.shared.messages import BatchDone, ItemError, ItemRef, Ready
+from inferpool.workers.shared.heartbeat import Heartbeat
+from inferpool.workers.shared.messages import (
+    Batch,
+    BatchDone,
+    FromWorker,
+    ItemError,
+    ItemRef,
+    Ready,
+    StreamParts,
+    ToWorker,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +97,7 @@ class InProcessWorker:
         )
         self._under_way: set[Future[Any]] = set()
         self._gone: Future[Ending] = self._loop.create_future()
+        self._streams: StreamsInThread | None = None
         self._num_batches = 0
         self._answered_at = time.monotonic()
         # A daemon: it may wait at a debugger's prompt when the service stops.
@@ -103,16 +118,26 @@ class InProcessWorker:
             return load(config, tell)
 
         self._computer, self.ready = await self._order(load_here)
+        if self.ready.interface.streams:
+            self._streams = StreamsInThread(self._computer, self._arena)
+            self.credit = config.max_batch_size if self.ready.interface.joins else 1
+            self._orders.put((self._loop.create_future(), self._streams.serve))
 
     def run(self, items: Sequence[ItemRef], on_parts: OnParts | None = None) -> Future[BatchDone]:
         """Send a batch to the thread."""
         self._num_batches += 1
-        future = self._order(partial(self._compute, self._num_batches, items))
+        if self._streams is not None:
+            future = self._awaited()
+            self._streams.begin(self._num_batches, items, future, on_parts)
+        else:
+            future = self._order(partial(self._compute, self._num_batches, items))
         future.add_done_callback(self._on_answer)
         return future
 
     def drop(self, batch: Future[BatchDone], indices: Sequence[int]) -> None:
         """End some streams of a batch."""
+        if self._streams is not None:
+            self._streams.drop(batch, indices)
 
     async def wait(self) -> Ending:
         """Wait for the end of the thread, and return how it ended."""
@@ -122,6 +147,8 @@ class InProcessWorker:
         """Wait for batches for `grace_s`, then give them up: a thread cannot be killed."""
         if self._under_way:
             await asyncio.wait(self._under_way, timeout=grace_s)
+        if self._streams is not None:
+            self._streams.leave()
         self._orders.put(None)
         for future in self._under_way:
             if not future.done():
@@ -140,10 +167,15 @@ class InProcessWorker:
         )
 
     def _order(self, work: Callable[[], Any]) -> Future[Any]:
+        future = self._awaited()
+        self._orders.put((future, work))
+        return future
+
+    def _awaited(self) -> Future[Any]:
+        """Return a future that the stop of this worker waits for."""
         future: Future[Any] = self._loop.create_future()
         self._under_way.add(future)
         future.add_done_callback(self._under_way.discard)
-        self._orders.put((future, work))
         return future
 
     def _on_answer(self, _: object) -> None:
@@ -183,6 +215,87 @@ class InProcessWorker:
                 self._loop.call_soon_threadsafe(settle)
             except RuntimeError:  # the loop is closed: the service has stopped
                 return
+
+
+@dataclass(slots=True)
+class _StreamsUnderWay:
+    future: Future[BatchDone]
+    streams: HeldStreams | None
+
+
+class StreamsInThread:
+    """Both ends of the queues of a model that answers in parts.
+
+    The loop of such a worker runs in the model's thread: see `serve`. All else runs in the event
+    loop, but for the two methods that this loop calls, `get` and `put`.
+    """
+
+    def __init__(self, computer: Computer, arena: memoryview) -> None:
+        self._computer = computer
+        self._arena = arena
+        self._loop = asyncio.get_running_loop()
+        self._inbox: queue.SimpleQueue[ToWorker] = queue.SimpleQueue()
+        self.get = self._inbox.get
+        self._held: dict[int, _StreamsUnderWay] = {}
+
+    def serve(self) -> None:
+        """Answer streams until the sentinel comes."""
+        heartbeat = Heartbeat(mmap(-1, PAGESIZE))
+        receiver = BatchReceiver(self._computer, self, self._arena, heartbeat)  # type: ignore[arg-type]  # the loop only calls `get`
+        try:
+            attached("stream loop")(self._computer, receiver, self, heartbeat, None).serve()
+        except Exception as error:  # those that would end a worker
+            logger.exception("this would have ended a worker")
+            reason = f"the worker would have ended: {described(error)}"
+            self._tell(self._lose_all, reason)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Return False: the loop for streams waits for its queue by itself."""
+        return False
+
+    def put(self, message: FromWorker) -> None:
+        """Send a message from the model's thread."""
+        self._tell(self._on_message, message)
+
+    def begin(
+        self,
+        id: int,
+        items: Sequence[ItemRef],
+        future: Future[BatchDone],
+        on_parts: OnParts | None,
+    ) -> None:
+        """Send a batch."""
+        streams = on_parts and HeldStreams(len(items), on_parts)
+        self._held[id] = _StreamsUnderWay(future, streams)
+        self._inbox.put(Batch(id, [*items]))
+
+    def drop(self, batch: Future[BatchDone], indices: Sequence[int]) -> None:
+        """End some streams of a batch."""
+        if (message := dropped(self._held, batch, indices)) is not None:
+            self._inbox.put(message)
+
+    def leave(self) -> None:
+        """Have the model's thread leave the loop once all streams are over."""
+        self._inbox.put(None)
+
+    def _tell(self, do: Callable[..., None], what: object) -> None:
+        with suppress(RuntimeError):  # the loop is closed: the service has stopped
+            self._loop.call_soon_threadsafe(do, what)
+
+    def _on_message(self, message: FromWorker) -> None:
+        match message:
+            case StreamParts():
+                share_out(message.parts, self._held.get)
+            case BatchDone():
+                batch = self._held.pop(message.id)
+                if batch.streams is not None:
+                    message = batch.streams.ended(message)
+                _settle(batch.future, message, None)
+
+    def _lose_all(self, reason: str) -> None:
+        held, self._held = self._held, {}
+        for batch in held.values():
+            _settle(batch.future, None, WorkerLostError(reason, started=True))
 
 
 def _settle(future: Future[Any], result: object, error: BaseException | None) -> None:
