@@ -428,15 +428,20 @@ class Catalog:
         """Return a dispatcher without workers for instances of a model."""
         assert self._arena is not None, "it has been started"
         settings, metrics = self.settings, ModelMetrics(name)
+        admission = Admission(
+            max_queue_length=settings.max_queue_length,
+            max_batch_size=model.batch_size,
+            rejected=metrics.rejected,
+            key_share=settings.key_share,
+        )
+        max_stream_s = (
+            settings.max_timeout_s if model.max_stream_s == "auto" else model.max_stream_s
+        )
+        admission.stream_limits = model.stream_gap_s, max_stream_s, model.max_stream_parts
         return Dispatcher(
             name=name,
             arena=self._arena,
-            admission=Admission(
-                max_queue_length=settings.max_queue_length,
-                max_batch_size=model.batch_size,
-                rejected=metrics.rejected,
-                key_share=settings.key_share,
-            ),
+            admission=admission,
             quarantine=Quarantine(name=name, duration_s=settings.quarantine_s),
             metrics=metrics,
             max_batch_size=None if model.max_batch_size == "auto" else model.max_batch_size,
@@ -455,6 +460,7 @@ def _model_gauges(serving: Pool, pools: Sequence[Pool]) -> Iterator[Reading]:
         ("max_batch_size", dispatcher.max_batch_size),
         ("queue_depth", sum(pool.dispatcher.num_queued for pool in pools)),
         ("background_depth", sum(pool.dispatcher.num_background for pool in pools)),
+        ("open_streams", sum(each.num_open for pool in pools if (each := pool.dispatcher.streams))),
         ("queue_bytes", sum(pool.dispatcher.queued_bytes for pool in pools)),
         ("quarantined_inputs", sum(pool.dispatcher.num_quarantined for pool in pools)),
     ):

@@ -256,9 +256,8 @@ class Streams:
         ledger = self.keeper.ledger_of(stream)
         ledger.deadlines.discard(stream)
         stream.tick = _NO_DEADLINE
-        for steps in ledger.traced.of((stream,)):
-            steps.tries[-1].first_part = now
-        ledger.metrics.first_part.observe(now - stream.arrived)
+        _trace_first(ledger, stream, now)
+        ledger.metrics.stream_first_part.observe(now - stream.arrived)
         ledger.metrics.queue_wait.observe(stream.sent_at - stream.arrived)
         self.rate.learn_first(now - stream.sent_at)
         loop = self.keeper.loop
@@ -275,7 +274,7 @@ class Streams:
         if num == 1:
             self.begin(stream, now)
         else:
-            metrics.part_gap.observe(now - stream.last_at)
+            metrics.stream_part_gap.observe(now - stream.last_at)
         stream.num_parts, stream.last_at = num, now
         metrics.stream_parts += 1
         if stream.reader is None:
@@ -294,6 +293,8 @@ class Streams:
         if error is not None:
             ledger.fail_item(stream, error)
             return
+        if not stream.num_parts:
+            _trace_first(ledger, stream, now)
         value = b"[]" if stream.reader else b"[" + b",".join(stream.collected) + b"]"
         queue_s = max(0.0, stream.sent_at - stream.arrived)
         timing = InstanceTiming(queue_s, 0.0, max(0.0, now - stream.sent_at))
@@ -338,6 +339,12 @@ class Streams:
         else:
             due_s = max(0.001, min(stream.ends_at, gap_ends_at) - now)
             stream.timer = self.keeper.loop.call_later(due_s, self._look, stream)
+
+
+def _trace_first(ledger: Ledger, stream: StreamInstance, now: float) -> None:
+    """Record when the first part of a stream came, or when it ended without any."""
+    for steps in ledger.traced.of((stream,)):
+        steps.tries[-1].first_part = now
 
 
 class SentStreams:

@@ -93,6 +93,13 @@ class ModelSettings(SettingsTable):
     """A batch that runs for longer counts as a hang: its worker is killed and replaced. Waits for
     other batches of a pipeline don't count. `auto`: ten times the longest batch of the warm-up, at
     least 10 s; without a warm-up, 60 s."""
+    stream_gap_s: Seconds = 60.0
+    """A stream ends with an error if no part of it comes for this long."""
+    max_stream_s: Auto | Seconds = "auto"
+    """The most seconds of a stream, from its first part on. `auto`: the service's
+    `max_timeout_s`."""
+    max_stream_parts: int = Field(100_000, ge=1, le=1_000_000_000)
+    """The most parts of a stream; one that has more ends with an error."""
     load_timeout_s: Seconds = 600.0
     """A worker that has not become ready by then is killed and started again."""
     credit: int = Field(2, ge=1, le=64)

@@ -78,9 +78,9 @@ class ModelMetrics:
         """Seconds of the forward pass and rendering, per batch."""
         self.batch_size = Distribution(BATCH_SIZE_EDGES)
         """Instances per batch."""
-        self.first_part = Distribution(DURATION_EDGES_S, DURATION_PARTS)
+        self.stream_first_part = Distribution(DURATION_EDGES_S, DURATION_PARTS)
         """Seconds from the arrival of a stream's instance to its first part."""
-        self.part_gap = Distribution(DURATION_EDGES_S, DURATION_PARTS)
+        self.stream_part_gap = Distribution(DURATION_EDGES_S, DURATION_PARTS)
         """Seconds between two parts of a stream."""
         self.stream_parts = 0
         """Parts of streams."""
@@ -165,6 +165,7 @@ _HOST = ("host",)
 GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "queue_depth": ("Instances that wait for a worker.", ("model",)),
     "background_depth": ("Instances of jobs that wait until a worker is idle.", ("model",)),
+    "open_streams": ("Streams that workers compute.", ("model",)),
     "max_queue_length": ("Instances that may wait; more are refused.", ("model",)),
     "queue_bytes": ("Payload bytes of the instances that wait.", ("model",)),
     "max_batch_size": ("Instances that a batch may have now.", ("model",)),
@@ -432,6 +433,7 @@ def _requests(models: Sequence[ModelMetrics]) -> Metric:
 def _counters(models: Sequence[ModelMetrics]) -> Iterator[Metric]:
     instances = _counter("instances", "Instances accepted, and how they ended.", "outcome")
     unfit = _counter("instances_unfit", "Instances of JSON that preprocess raised on: 422.")
+    parts = _counter("stream_parts", "Parts of streams.")
     retried = _counter("instances_retried", "Instances sent again after a worker was lost.")
     rejected = _counter("rejected", "Instances that were not admitted, and why.", "reason")
     restarts = _counter("worker_restarts", "Workers that ended or did not start: why.", "reason")
@@ -439,11 +441,12 @@ def _counters(models: Sequence[ModelMetrics]) -> Iterator[Metric]:
         for outcome in ("accepted", "succeeded", "failed", "expired", "cancelled"):
             instances.add_metric((model.name, outcome), getattr(model, outcome))
         unfit.add_metric((model.name,), model.unfit)
+        parts.add_metric((model.name,), model.stream_parts)
         retried.add_metric((model.name,), model.retried)
         for family, counts in ((rejected, model.rejected), (restarts, model.restarts)):
             for reason, count in counts.items():
                 family.add_metric((model.name, reason), count)
-    yield from (instances, unfit, retried, rejected, restarts)
+    yield from (instances, unfit, parts, retried, rejected, restarts)
 
 
 def _counter(name: str, text: str, *labels: str) -> CounterMetricFamily:
@@ -456,6 +459,11 @@ def _histograms(models: Sequence[ModelMetrics]) -> Iterator[Metric]:
         ("queue_wait", "Seconds that an instance waited, here and in its worker."),
         ("prepare_duration", "Seconds of decoding and collating a batch."),
         ("inference_duration", "Seconds of computing and rendering a batch."),
+        (
+            "stream_first_part",
+            "Seconds from an arrival to the first part of a stream.",
+        ),
+        ("stream_part_gap", "Seconds between two parts of a stream."),
         ("batch_size", "Instances in a batch."),
     ):
         unit = "" if attribute == "batch_size" else "_seconds"

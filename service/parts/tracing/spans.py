@@ -97,6 +97,9 @@ class _Tree:
                 describe(span, about)
                 _fail_if(span, steps, _FAILED_IN_COMPUTE)
                 continue
+            if each.first_part:
+                self._add_stream(parent, each, about, steps, end)
+                continue
             reason = each.reason or steps.message
             span = self._add("attempt", parent.span_id, each.sent, each.lost or end)
             describe(span, {**about, "error.type": "worker_lost" if each.lost else steps.code})
@@ -104,6 +107,17 @@ class _Tree:
             if each.lost:
                 waiting_since = each.lost
                 self._note(root, "worker lost", each.lost, {**about, "reason": reason})
+
+    def _add_stream(
+        self, parent: Span, each: Attempt, about: Attributes, steps: InstanceSteps, end: float
+    ) -> None:
+        """Add the spans of an answer in parts: up to the first one, and from there to its end."""
+        span = self._add("first part", parent.span_id, each.sent, each.first_part)
+        describe(span, about)
+        span = self._add("further parts", parent.span_id, each.first_part, end)
+        describe(span, about)
+        if steps.code:
+            _fail_if(span, steps, (steps.code,))
 
     def _note_refusal(self, root: Span, ended: Ended, end: float) -> None:
         if ended.status in _REFUSED:

@@ -106,8 +106,8 @@ async def test_a_reader_gets_parts_as_they_come_and_the_ledger_settles_once_at_t
     assert stream.result().value == b"[]"
     assert bench.metrics.succeeded == 1
     assert bench.metrics.stream_parts == 3
-    assert bench.metrics.first_part.count == 1
-    assert bench.metrics.part_gap.count == 2
+    assert bench.metrics.stream_first_part.count == 1
+    assert bench.metrics.stream_part_gap.count == 2
     assert worker.dropped == []
     bench.check_books()
 
