@@ -42,28 +42,12 @@ class _AsgiWire(asyncio.Future[Reply]):
         self.set_result(reply)
         return None
 
-    @property
-    def is_writable(self) -> bool:
-        """The server has taken all that was sent."""
-        return self.stream is not None and self.stream.is_writable
-
-    def begin_stream(
-        self, exchange: Exchange, lines: bytes, on_writable: Callable[[], None]
-    ) -> None:
-        """Have a streamed answer sent."""
+    def open_stream(self, exchange: Exchange, lines: bytes, on_writable: Callable[[], None]) -> Any:
+        """Have an answer sent that comes in pieces."""
+        self.stream = attached("stream by ASGI")(lines, on_writable)
         if not self.done():
-            self.stream = attached("stream by ASGI")(lines, on_writable)
             self.set_result(_TO_NOBODY)
-
-    def send_piece(self, exchange: Exchange, piece: bytes) -> None:
-        """Have more of a streamed answer sent."""
-        if self.stream is not None:
-            self.stream.add(piece)
-
-    def end_stream(self, exchange: Exchange) -> None:
-        """Have a streamed answer ended."""
-        if self.stream is not None:
-            self.stream.end()
+        return self.stream
 
 
 async def answer(predict: Predict, path: str, scope: Scope, receive: Receive, send: Send) -> None:

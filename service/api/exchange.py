@@ -51,12 +51,7 @@ from inferpool.service.api.errors import (
 )
 from inferpool.service.api.preferences import is_async
 from inferpool.service.api.trace import new_ids, request_id_of, trace_of, trace_state_of
-from inferpool.service.api.wire.budgets import (
-    EdgeLimits,
-    Refusals,
-    UnfinishedRequests,
-    UnreadAnswers,
-)
+from inferpool.service.api.wire.budgets import EdgeLimits, Refusals, UnfinishedRequests
 from inferpool.service.errors import (
     BadRequestError,
     InternalError,
@@ -73,7 +68,6 @@ from inferpool.service.queue.instance import (
     InstanceSteps,
     InstanceTiming,
     Result,
-    StreamReader,
 )
 from inferpool.service.queue.shares import owner_of_address
 from inferpool.workers.shared.messages import ItemRef
@@ -326,10 +320,8 @@ class Predict:
     unfinished: UnfinishedRequests = field(
         default_factory=lambda: UnfinishedRequests(EdgeLimits().max_unfinished_bytes)
     )
-    unread: UnreadAnswers = field(
-        default_factory=lambda: UnreadAnswers(EdgeLimits().max_unread_bytes)
-    )
-    """Counts the parts of streams that clients have not read."""
+    unread: Any = None
+    """The `UnreadAnswers` that count the parts of streams too; the first stream makes them."""
     refusals: Refusals = field(default_factory=Refusals)
     guard: Guard | None = None
     """Checks keys; None if calls need none."""
@@ -449,20 +441,10 @@ class Wire(Protocol):
         Returns None if the status is not known yet; then the wire closes the exchange.
         """
 
-    @property
-    def is_writable(self) -> bool:
-        """The client reads what is sent."""
-
-    def begin_stream(
+    def open_stream(
         self, exchange: "Exchange", lines: bytes, on_writable: Callable[[], None]
-    ) -> None:
-        """Send the head of a streamed answer; `on_writable` is called when the client reads on."""
-
-    def send_piece(self, exchange: "Exchange", piece: bytes) -> None:
-        """Send more of a streamed answer."""
-
-    def end_stream(self, exchange: "Exchange") -> None:
-        """End a streamed answer, and go on as after any other."""
+    ) -> Any:
+        """Send the head of an answer in pieces; see `service.parts.streams` for what it returns."""
 
 
 class Exchange(msgspec.Struct, eq=False):
@@ -703,7 +685,7 @@ class Exchange(msgspec.Struct, eq=False):
                 if len(decoded.payloads) > 1:
                     self._submit_several(entry, decoded.payloads)
                     return
-                chunks = _put_into(ref, decoded.payloads[0])
+                chunks = put_into(ref, decoded.payloads[0])
             future = entry.submit(ref, chunks, self.new_steps())
         except OverloadedError as error:
             self._refuse_soon(error)
@@ -748,10 +730,19 @@ class Exchange(msgspec.Struct, eq=False):
         return steps
 
     def _submit_several(self, entry: ModelEntry, payloads: Sequence[Payload]) -> None:
-        """Submit several instances, and answer when each has its outcome."""
-        submit_each(self, entry, payloads)
+        """Submit several instances; one that is refused becomes an error in its place."""
+        call = self.call
+        outcomes = call.outcomes
+        call.num_instances = len(payloads)
+        for payload in payloads:
+            ref, steps = copy(call.ref), self.new_steps()
+            try:
+                outcomes.append(entry.submit(ref, put_into(ref, payload), steps))
+            except ServiceError as error:
+                outcomes.append(error)
+                if steps is not None:
+                    steps.code, steps.message = error.code, error.message
         self.let_go()
-        outcomes = self.call.outcomes
         done = _all_done([each for each in outcomes if not isinstance(each, ServiceError)])
         done.add_done_callback(self.on_done)
 
@@ -809,28 +800,7 @@ class Exchange(msgspec.Struct, eq=False):
             self.predict.unfinished.give_back(self)
 
 
-def submit_each(
-    exchange: Exchange,
-    entry: ModelEntry,
-    payloads: Sequence[Payload],
-    readers: Sequence[StreamReader] = (),
-) -> None:
-    """Submit instances; one that is refused becomes an error in its place."""
-    call = exchange.call
-    outcomes = call.outcomes
-    call.num_instances = len(payloads)
-    for index, payload in enumerate(payloads):
-        ref, steps = copy(call.ref), exchange.new_steps()
-        try:
-            reader: Any = {"reader": readers[index]} if readers else {}
-            outcomes.append(entry.submit(ref, _put_into(ref, payload), steps, **reader))
-        except ServiceError as error:
-            outcomes.append(error)
-            if steps is not None:
-                steps.code, steps.message = error.code, error.message
-
-
-def _put_into(ref: ItemRef, payload: Payload) -> Sequence[Buffer]:
+def put_into(ref: ItemRef, payload: Payload) -> Sequence[Buffer]:
     """Complete a ref for an instance, and return its payload's pieces."""
     ref.kind, ref.headers = payload.kind, payload.headers
     ref.num_bytes = sum(map(len, payload.chunks))

@@ -25,6 +25,7 @@ from uvicorn.protocols.http.httptools_impl import (
 from uvicorn.protocols.utils import get_local_addr, get_remote_addr, is_ssl
 from uvicorn.server import ServerState
 
+from inferpool.models.attached import attached
 from inferpool.service.api.codecs.body import BodyTimer
 from inferpool.service.api.errors import LargeHeadError
 from inferpool.service.api.exchange import (
@@ -76,69 +77,12 @@ Cycle: TypeAlias = Exchange | RequestResponseCycle
 """A call: one of ours, or one that uvicorn hands to the application."""
 
 
-class AnswerHeads(HttpToolsProtocol):
-    """The heads of answers, and answers that come in pieces."""
-
-    flow: QueueAwareFlow
-    _writer: AnswerWriter
-    _active: Exchange | None
-    _on_writable: Callable[[], None] | None = None
-    """Called when the client of a streamed answer reads on."""
-    _default_headers: list[tuple[bytes, bytes]] | None = None
-    _default_head = b""
-    _default_head_closes = False
-
-    @property
-    def is_writable(self) -> bool:
-        """The client reads what is sent."""
-        return not self.flow.write_paused
-
-    def begin_stream(
-        self, exchange: Exchange, lines: bytes, on_writable: Callable[[], None]
-    ) -> None:
-        """Send the head of a streamed answer; HTTP/1.0 ends it by the end of the connection."""
-        self._take_default_headers()
-        if self._default_head_closes or exchange.call.is_old:
-            exchange.keep_alive = False
-        self._on_writable = on_writable
-        framing = b"" if exchange.call.is_old else b"transfer-encoding: chunked\r\n"
-        end = b"\r\n" if exchange.keep_alive else _CLOSE_AND_END
-        head = b"%b%b%b%b%b" % (STATUS_LINE[200], self._default_head, lines, framing, end)
-        if not self.transport.is_closing():
-            self.transport.write(head)
-
-    def send_piece(self, exchange: Exchange, piece: bytes) -> None:
-        """Send more of a streamed answer."""
-        if not self.transport.is_closing():
-            is_old = exchange.call.is_old
-            self.transport.write(piece if is_old else b"%x\r\n%b\r\n" % (len(piece), piece))
-
-    def end_stream(self, exchange: Exchange) -> None:
-        """End a streamed answer, and go on as after any other."""
-        self._on_writable = self._active = None
-        if not self.transport.is_closing():
-            if not exchange.call.is_old:
-                self.transport.write(b"0\r\n\r\n")
-            if self.flow.write_paused:
-                self._writer.pause()  # counts what the client has not read
-            self._end(exchange)
-
-    def _take_default_headers(self) -> None:
-        """Render the lines that every answer begins with; uvicorn renews them each second."""
-        self._default_headers = headers = self.server_state.default_headers
-        self._default_head = b"".join([b"%b: %b\r\n" % header for header in headers])
-        self._default_head_closes = (b"connection", b"close") in headers
-
-    def _end(self, exchange: Exchange) -> None:
-        """Go on after an answer is written."""
-        raise NotImplementedError
-
-
-class HttpConnection(AnswerHeads):
+class HttpConnection(HttpToolsProtocol):
     """uvicorn's protocol as the wire of exchanges; `PredictProtocol` adds what the client sends."""
 
     predict: Predict
     connection_limits: ConnectionLimits
+    flow: QueueAwareFlow
 
     _fields_of_server: Mapping[str, Any] = {"server_state": None}
     """The fields of uvicorn that all connections of a server share."""
@@ -160,13 +104,18 @@ class HttpConnection(AnswerHeads):
         self.idle_since = 0.0
         self.handshake: object = None
         """The TLS handshake that it replaces; see `service.api.wire.handshakes`."""
-        self._active = None
+        self._default_headers: list[tuple[bytes, bytes]] | None = None
+        self._default_head = b""
+        self._default_head_closes = False
+        self._active: Exchange | None = None
         self._unended: Exchange | None = None
         """The call with a large answer that the client has not read."""
         self._incoming: IncomingLimits | None = None
         """Bounds heads that come in pieces and calls in line, once there are any."""
         self._idle_timer: asyncio.TimerHandle | None = None
         self._lingering: Lingering | None = None
+        self.on_writable: Callable[[], None] | None = None
+        """Called when the client of a streamed answer reads on."""
         self._is_held = False
         """The client does not read its answers: the next call waits."""
         self._ignores_input = False
@@ -223,7 +172,7 @@ class HttpConnection(AnswerHeads):
             self._active = None
         self._clear_line()
         self._end_head()
-        self._unended = self._on_writable = None
+        self._unended = self.on_writable = None
         self.cycle = None  # a call refers to its connection: freed at once, not by the collector
         self._writer.close()
 
@@ -284,6 +233,22 @@ class HttpConnection(AnswerHeads):
             self._end(exchange)
         return status
 
+    def open_stream(self, exchange: Exchange, lines: bytes, on_writable: Callable[[], None]) -> Any:
+        """Send the head of an answer that comes in pieces, and return what sends those."""
+        self.on_writable = on_writable
+        self._take_default_headers()
+        if self._default_head_closes or exchange.call.is_old:
+            exchange.keep_alive = False
+        lines = self._default_head + lines + (b"" if exchange.keep_alive else CLOSE_LINE)
+        return attached("stream by sockets")(self, exchange, lines)
+
+    def end_stream(self, exchange: Exchange) -> None:
+        """Go on after an answer that came in pieces."""
+        self.on_writable = self._active = None
+        if self.flow.write_paused:
+            self._writer.pause()  # counts what the client has not read
+        self._end(exchange)
+
     def on_response_complete(self) -> None:
         """Do what uvicorn does after the calls that it answers."""
         if self._lingering is not None:
@@ -305,8 +270,8 @@ class HttpConnection(AnswerHeads):
         super().resume_writing()
         if not self._writer.resume():
             return
-        if self._on_writable is not None:
-            self._on_writable()
+        if self.on_writable is not None:
+            self.on_writable()
             return
         if self._unended is not None:
             exchange, self._unended = self._unended, None
@@ -459,6 +424,12 @@ class HttpConnection(AnswerHeads):
         )
         self._ignores_input = True
         self.close()
+
+    def _take_default_headers(self) -> None:
+        """Render the lines that every answer begins with; uvicorn renews them each second."""
+        self._default_headers = headers = self.server_state.default_headers
+        self._default_head = b"".join([b"%b: %b\r\n" % header for header in headers])
+        self._default_head_closes = (b"connection", b"close") in headers
 
     def _be_idle(self) -> None:
         """Set one timer per connection, which looks when it fires, rather than one per call."""

@@ -26,7 +26,7 @@ class AsgiStream:
         """The server has taken everything."""
         return not self._pieces and not self._is_sending
 
-    def add(self, piece: bytes) -> None:
+    def send(self, piece: bytes) -> None:
         """Send one more piece."""
         self._pieces.append(piece)
         self._has_more.set()

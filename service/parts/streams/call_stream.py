@@ -6,8 +6,9 @@ its stream ends, and nobody else notices. Runs in the event loop.
 
 import asyncio
 from collections.abc import Sequence
+from copy import copy
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -18,11 +19,16 @@ from inferpool.service.api.exchange import (
     ModelEntry,
     common_lines,
     outcome_of,
-    submit_each,
+    put_into,
 )
+from inferpool.service.api.wire.budgets import EdgeLimits, UnreadAnswers
 from inferpool.service.errors import NotAcceptableError, ReaderTooSlowError, ServiceError
 from inferpool.service.parts.streams.forms import end_of, error_of, head_lines, part_of
 from inferpool.service.queue.instance import InstanceTiming
+
+if TYPE_CHECKING:
+    from inferpool.service.parts.streams.asgi import AsgiStream
+    from inferpool.service.parts.streams.sockets import SocketStream
 
 _PART_BYTES = 128
 """The memory that a part takes besides its text."""
@@ -53,11 +59,13 @@ class CallStream:
         self.form = exchange.call.chosen
         self.readers = [_Reader(self, index) for index in range(num_instances)]
         self._exchange = exchange
-        self._wire = exchange.wire
+        self._wire: SocketStream | AsgiStream | None = None
+        """Sends what there is, once there is a head."""
         self._limits = exchange.predict.limits
+        if exchange.predict.unread is None:
+            exchange.predict.unread = UnreadAnswers(EdgeLimits().max_unread_bytes)
         self._unread = exchange.predict.unread
         self._num_left = num_instances
-        self._has_head = False
         self._kept: list[bytes] = []
         """Text that the client has not read, and that the wire takes no more of."""
         self._num_kept_bytes = 0
@@ -73,7 +81,7 @@ class CallStream:
 
     def owner(self) -> str:
         """Return the owner of the memory that unread parts take."""
-        return self._wire.owner_of(self._exchange.call)
+        return self._exchange.wire.owner_of(self._exchange.call)
 
     def begin(self) -> None:
         """Wait for the ends of the instances, which have been submitted.
@@ -94,9 +102,9 @@ class CallStream:
         """Send text, or keep it until the client reads on; too much of it ends the stream."""
         if self._exchange.response_complete or self._too_slow is not None:
             return
-        if not self._has_head:
+        if self._wire is None:
             self._send_head()
-        if not self._kept and self._wire.is_writable:
+        if not self._kept and (self._wire is None or self._wire.is_writable):
             self._write(pieces)
             return
         self._kept += pieces
@@ -114,10 +122,9 @@ class CallStream:
         self._give_up("max_unread_bytes, of which a key or an address has its share")
 
     def _send_head(self) -> None:
-        self._has_head = True
         call = self._exchange.call
         lines = head_lines(self.form) + common_lines(call, None).encode()
-        self._wire.begin_stream(self._exchange, lines, self._on_writable)
+        self._wire = self._exchange.wire.open_stream(self._exchange, lines, self._on_writable)
         for index, error in self._early:
             self._tell(index, error)
         self._early.clear()
@@ -130,8 +137,9 @@ class CallStream:
             self._write(kept)
 
     def _write(self, pieces: Sequence[bytes]) -> None:
-        if data := b"".join(pieces):  # an empty chunk would end the answer
-            self._wire.send_piece(self._exchange, data)
+        data = b"".join(pieces)
+        if data and self._wire is not None:  # an empty chunk would end the answer
+            self._wire.send(data)
 
     def _release(self) -> None:
         self._num_kept_bytes = 0
@@ -170,7 +178,7 @@ class CallStream:
         self._count_down()
 
     def _fail(self, index: int, error: ServiceError) -> None:
-        if self._has_head:
+        if self._wire is not None:
             self._tell(index, error)
         else:
             self._early.append((index, error))
@@ -186,21 +194,21 @@ class CallStream:
         if self._kept:
             self._kept.append(piece)
         else:
-            self._wire.send_piece(self._exchange, piece)
+            self._write([piece])
 
     def _count_down(self) -> None:
         self._num_left -= 1
         if self._num_left:
             return
         exchange = self._exchange
-        if not self._has_head:
+        if self._wire is None:
             exchange.on_done(None)  # all failed, and so the answer has a status of its own
             return
         self._write(self._kept)
         self._kept.clear()
         self._release()
         exchange.response_complete = True
-        self._wire.end_stream(exchange)
+        self._wire.end()
         exchange.close(self._status)
 
 
@@ -214,7 +222,17 @@ def stream_call(exchange: Exchange, entry: ModelEntry, payloads: Sequence[Payloa
         raise NotAcceptableError("this version of the model does not answer in parts")
     exchange.call.ref.wants_tensors = False
     stream = CallStream(exchange, len(payloads))
-    submit_each(exchange, entry, payloads, stream.readers)
+    call = exchange.call
+    call.num_instances = len(payloads)
+    submit: Any = entry.submit  # its readers are for models that stream
+    for payload, reader in zip(payloads, stream.readers, strict=True):
+        ref, steps = copy(call.ref), exchange.new_steps()
+        try:
+            call.outcomes.append(submit(ref, put_into(ref, payload), steps, reader=reader))
+        except ServiceError as error:
+            call.outcomes.append(error)
+            if steps is not None:
+                steps.code, steps.message = error.code, error.message
     exchange.let_go()
     stream.begin()
 

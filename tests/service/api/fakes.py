@@ -115,21 +115,13 @@ class NoWire:
     def __init__(self, on_answer: Callable[[Answered], object] = lambda reply: None) -> None:
         self._on_answer = on_answer
 
-    is_writable = True
-
     def owner_of(self, call: Call) -> str:
         return ""
 
-    def begin_stream(
+    def open_stream(
         self, exchange: Exchange, lines: bytes, on_writable: Callable[[], None]
-    ) -> None:
-        pass
-
-    def send_piece(self, exchange: Exchange, piece: bytes) -> None:
-        pass
-
-    def end_stream(self, exchange: Exchange) -> None:
-        pass
+    ) -> object:
+        return None
 
     def send_continue(self) -> None:
         pass
