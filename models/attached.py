@@ -43,8 +43,8 @@ OTHERS = {
     "forms": "inferpool.service.api.codecs.forms:decode_form",
     "forms of streams": "inferpool.service.parts.streams.forms:choose_form",
     "stream of a call": "inferpool.service.parts.streams.call_stream:stream_call",
-    "stream by sockets": "inferpool.service.parts.streams.sockets:SocketStream",
-    "stream by ASGI": "inferpool.service.parts.streams.asgi:AsgiStream",
+    "stream by sockets": "inferpool.service.parts.streams.wires:SocketStream",
+    "stream by ASGI": "inferpool.service.parts.streams.wires:AsgiStream",
     "forget a load": "inferpool.models.speed.attempts:forget_load",
 }
 

@@ -68,6 +68,7 @@ from inferpool.service.queue.instance import (
     InstanceSteps,
     InstanceTiming,
     Result,
+    StreamReader,
 )
 from inferpool.service.queue.shares import owner_of_address
 from inferpool.workers.shared.messages import ItemRef
@@ -686,7 +687,7 @@ class Exchange(msgspec.Struct, eq=False):
                     self._submit_several(entry, decoded.payloads)
                     return
                 chunks = put_into(ref, decoded.payloads[0])
-            future = entry.submit(ref, chunks, self.new_steps())
+            future = entry.submit(ref, chunks, new_steps(call))
         except OverloadedError as error:
             self._refuse_soon(error)
             return
@@ -720,22 +721,13 @@ class Exchange(msgspec.Struct, eq=False):
             call.earlier.form = WholeBody(kind, decoded.parameters, entry.inputs)
         return decoded
 
-    def new_steps(self) -> InstanceSteps | None:
-        """Return where to record one more instance; None if the call is not traced."""
-        traced = self.call.steps
-        if traced is None or len(traced) >= _MAX_TRACED_INSTANCES:
-            return None
-        steps = InstanceSteps()
-        traced.append(steps)
-        return steps
-
     def _submit_several(self, entry: ModelEntry, payloads: Sequence[Payload]) -> None:
         """Submit several instances; one that is refused becomes an error in its place."""
         call = self.call
         outcomes = call.outcomes
         call.num_instances = len(payloads)
         for payload in payloads:
-            ref, steps = copy(call.ref), self.new_steps()
+            ref, steps = copy(call.ref), new_steps(call)
             try:
                 outcomes.append(entry.submit(ref, put_into(ref, payload), steps))
             except ServiceError as error:
@@ -798,6 +790,16 @@ class Exchange(msgspec.Struct, eq=False):
         if self._is_counted:
             self._is_counted = False
             self.predict.unfinished.give_back(self)
+
+
+def new_steps(call: Call) -> InstanceSteps | None:
+    """Return where to record one more instance; None if the call is not traced."""
+    traced = call.steps
+    if traced is None or len(traced) >= _MAX_TRACED_INSTANCES:
+        return None
+    steps = InstanceSteps()
+    traced.append(steps)
+    return steps
 
 
 def put_into(ref: ItemRef, payload: Payload) -> Sequence[Buffer]:

@@ -77,12 +77,50 @@ Cycle: TypeAlias = Exchange | RequestResponseCycle
 """A call: one of ours, or one that uvicorn hands to the application."""
 
 
-class HttpConnection(HttpToolsProtocol):
+class AnswerHeads(HttpToolsProtocol):
+    """The heads of answers, and of answers that come in pieces."""
+
+    flow: QueueAwareFlow
+    on_writable: Callable[[], None] | None = None
+    """Called when the client of a streamed answer reads on."""
+    _writer: AnswerWriter
+    _active: Exchange | None
+    _default_headers: list[tuple[bytes, bytes]] | None = None
+    _default_head = b""
+    _default_head_closes = False
+
+    def open_stream(self, exchange: Exchange, lines: bytes, on_writable: Callable[[], None]) -> Any:
+        """Send the head of an answer that comes in pieces, and return what sends those."""
+        self.on_writable = on_writable
+        self._take_default_headers()
+        if self._default_head_closes or exchange.call.is_old:
+            exchange.keep_alive = False
+        lines = self._default_head + lines + (b"" if exchange.keep_alive else CLOSE_LINE)
+        return attached("stream by sockets")(self, exchange, lines)
+
+    def end_stream(self, exchange: Exchange) -> None:
+        """Go on after an answer that came in pieces."""
+        self.on_writable = self._active = None
+        if self.flow.write_paused:
+            self._writer.pause()  # counts what the client has not read
+        self._end(exchange)
+
+    def _take_default_headers(self) -> None:
+        """Render the lines that every answer begins with; uvicorn renews them each second."""
+        self._default_headers = headers = self.server_state.default_headers
+        self._default_head = b"".join([b"%b: %b\r\n" % header for header in headers])
+        self._default_head_closes = (b"connection", b"close") in headers
+
+    def _end(self, exchange: Exchange) -> None:
+        """Go on after an answer is written."""
+        raise NotImplementedError
+
+
+class HttpConnection(AnswerHeads):
     """uvicorn's protocol as the wire of exchanges; `PredictProtocol` adds what the client sends."""
 
     predict: Predict
     connection_limits: ConnectionLimits
-    flow: QueueAwareFlow
 
     _fields_of_server: Mapping[str, Any] = {"server_state": None}
     """The fields of uvicorn that all connections of a server share."""
@@ -104,18 +142,13 @@ class HttpConnection(HttpToolsProtocol):
         self.idle_since = 0.0
         self.handshake: object = None
         """The TLS handshake that it replaces; see `service.api.wire.handshakes`."""
-        self._default_headers: list[tuple[bytes, bytes]] | None = None
-        self._default_head = b""
-        self._default_head_closes = False
-        self._active: Exchange | None = None
+        self._active = None
         self._unended: Exchange | None = None
         """The call with a large answer that the client has not read."""
         self._incoming: IncomingLimits | None = None
         """Bounds heads that come in pieces and calls in line, once there are any."""
         self._idle_timer: asyncio.TimerHandle | None = None
         self._lingering: Lingering | None = None
-        self.on_writable: Callable[[], None] | None = None
-        """Called when the client of a streamed answer reads on."""
         self._is_held = False
         """The client does not read its answers: the next call waits."""
         self._ignores_input = False
@@ -232,22 +265,6 @@ class HttpConnection(HttpToolsProtocol):
         else:
             self._end(exchange)
         return status
-
-    def open_stream(self, exchange: Exchange, lines: bytes, on_writable: Callable[[], None]) -> Any:
-        """Send the head of an answer that comes in pieces, and return what sends those."""
-        self.on_writable = on_writable
-        self._take_default_headers()
-        if self._default_head_closes or exchange.call.is_old:
-            exchange.keep_alive = False
-        lines = self._default_head + lines + (b"" if exchange.keep_alive else CLOSE_LINE)
-        return attached("stream by sockets")(self, exchange, lines)
-
-    def end_stream(self, exchange: Exchange) -> None:
-        """Go on after an answer that came in pieces."""
-        self.on_writable = self._active = None
-        if self.flow.write_paused:
-            self._writer.pause()  # counts what the client has not read
-        self._end(exchange)
 
     def on_response_complete(self) -> None:
         """Do what uvicorn does after the calls that it answers."""
@@ -424,12 +441,6 @@ class HttpConnection(HttpToolsProtocol):
         )
         self._ignores_input = True
         self.close()
-
-    def _take_default_headers(self) -> None:
-        """Render the lines that every answer begins with; uvicorn renews them each second."""
-        self._default_headers = headers = self.server_state.default_headers
-        self._default_head = b"".join([b"%b: %b\r\n" % header for header in headers])
-        self._default_head_closes = (b"connection", b"close") in headers
 
     def _be_idle(self) -> None:
         """Set one timer per connection, which looks when it fires, rather than one per call."""

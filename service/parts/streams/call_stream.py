@@ -18,6 +18,7 @@ from inferpool.service.api.exchange import (
     Exchange,
     ModelEntry,
     common_lines,
+    new_steps,
     outcome_of,
     put_into,
 )
@@ -27,8 +28,7 @@ from inferpool.service.parts.streams.forms import end_of, error_of, head_lines, 
 from inferpool.service.queue.instance import InstanceTiming
 
 if TYPE_CHECKING:
-    from inferpool.service.parts.streams.asgi import AsgiStream
-    from inferpool.service.parts.streams.sockets import SocketStream
+    from inferpool.service.parts.streams.wires import AsgiStream, SocketStream
 
 _PART_BYTES = 128
 """The memory that a part takes besides its text."""
@@ -160,8 +160,8 @@ class CallStream:
     def _end_instances(self, error: ReaderTooSlowError) -> None:
         for outcome in list(self._exchange.call.outcomes):
             if isinstance(outcome, asyncio.Future) and not outcome.done():
-                instance: Any = outcome  # each of the kinds of instances that have readers
-                instance.end(error)
+                ending: Any = outcome  # all kinds of instances that have readers can be ended
+                ending.end(error)
 
     def _on_end(self, index: int, future: "asyncio.Future[Any]") -> None:
         exchange = self._exchange
@@ -224,11 +224,10 @@ def stream_call(exchange: Exchange, entry: ModelEntry, payloads: Sequence[Payloa
     stream = CallStream(exchange, len(payloads))
     call = exchange.call
     call.num_instances = len(payloads)
-    submit: Any = entry.submit  # its readers are for models that stream
     for payload, reader in zip(payloads, stream.readers, strict=True):
-        ref, steps = copy(call.ref), exchange.new_steps()
+        ref, steps = copy(call.ref), new_steps(call)
         try:
-            call.outcomes.append(submit(ref, put_into(ref, payload), steps, reader=reader))
+            call.outcomes.append(entry.submit(ref, put_into(ref, payload), steps, reader=reader))
         except ServiceError as error:
             call.outcomes.append(error)
             if steps is not None:
