@@ -1,7 +1,7 @@
 """A queue-based parallel inference server for PyTorch models: the names to import.
 
 Write a model with these:
-    Model, Features, Item, TensorSpec, Placement, InputError, END
+    Model, Features, Item, Upload, TensorSpec, Placement, InputError, END
 Serve it from Python, mount it in your application, and test it:
     serve, RunningService; asgi_app, MountedApp; testing.predict, testing.client
     These raise: SettingsError, SourceError, StartError
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from inferpool.models.item import Features, Item
     from inferpool.models.spec import Placement, TensorSpec
     from inferpool.models.streams import END
+    from inferpool.models.upload import Upload
     from inferpool.service.client import (
         AsyncClient,
         AsyncJob,
@@ -87,6 +88,7 @@ _PLACES = {
     "models.item": "Features Item",
     "models.spec": "Placement TensorSpec",
     "models.streams": "END",
+    "models.upload": "Upload",
     "service.client": (
         "AsyncClient AsyncJob Client Health Job JobInfo Label ModelInfo Prediction Progress "
         "Retry Timing"
@@ -162,6 +164,7 @@ __all__ = [
     "UnknownModelError",
     "UnsendableError",
     "UnsupportedTypeError",
+    "Upload",
     "WorkerCrashedError",
     "asgi_app",
     "serve",

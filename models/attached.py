@@ -40,11 +40,17 @@ OTHERS = {
     "pass on parts": "inferpool.workers.host.held_streams:pass_on",
     "drop streams": "inferpool.workers.host.held_streams:drop",
     "streams": "inferpool.service.queue.streams:Streams",
-    "forms": "inferpool.service.api.codecs.forms:decode_form",
     "forms of streams": "inferpool.service.parts.streams.forms:choose_form",
     "stream of a call": "inferpool.service.parts.streams.call_stream:stream_call",
     "stream by sockets": "inferpool.service.parts.streams.wires:SocketStream",
     "stream by ASGI": "inferpool.service.parts.streams.wires:AsgiStream",
+    "form as instances": "inferpool.service.api.codecs.forms:decode_form",
+    "form as instance": "inferpool.service.api.codecs.whole:decode_form_as_one",
+    "document": "inferpool.service.api.codecs.whole:decode_document",
+    "payload by interface": "inferpool.service.api.codecs.whole:payload_by",
+    "read form": "inferpool.models.upload:read_form",
+    "example of form": "inferpool.models.forms:example_of_form",
+    "features of form": "inferpool.models.forms:features_of_form",
     "forget a load": "inferpool.models.speed.attempts:forget_load",
 }
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import msgspec
 import torch
 
+from inferpool.models.attached import attached
 from inferpool.models.base import Model
 from inferpool.models.errors import BadReturnError
 from inferpool.models.item import Item
@@ -111,11 +112,16 @@ def _read(model: Model) -> Example | None:
             raise BadReturnError(f"the content type of `example` must be {types}, not {bare!r}")
         case bytes():
             raise _bad(model, "bytes without a content type")
+    if isinstance(value, dict) and model.form == "instance":
+        return Example(*attached("example of form")(value))
     try:
         text = msgspec.json.encode(value)
     except (TypeError, ValueError, RecursionError) as error:
         raise _bad(model, f"{type(value).__name__}: {error}") from None
-    return Example(Item(kind="json", payload=memoryview(text)), text)
+    if isinstance(value, str) and model.accepts:
+        return Example(Item(kind=model.accepts, payload=memoryview(base64.b64decode(value))), text)
+    item = Item(kind="json", payload=memoryview(text), is_document=not model.envelope)
+    return Example(item, text)
 
 
 def _bad(model: Model, found: str) -> BadReturnError:

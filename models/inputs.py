@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from inferpool.models.attached import attached
 from inferpool.models.errors import InputError
 from inferpool.models.item import Features, Item
 from inferpool.models.json_errors import JsonErrors, json_message
@@ -41,7 +42,10 @@ def features_of(item: Item, inputs: Sequence[TensorSpec]) -> Features:
     if item.kind == "tensors":
         return _from_tensors(item, inputs)
     if item.kind == "json":
-        return _from_json(item.payload, inputs)
+        return _from_json(item, inputs)
+    if item.kind == "form":
+        of_form: Features = attached("features of form")(item, inputs)
+        return of_form
     found = "an image" if item.kind == "image" else "opaque bytes"
     raise InputError(f"this model takes {describe(inputs)} as tensors or as JSON, not {found}")
 
@@ -190,12 +194,13 @@ def _from_tensors(item: Item, inputs: Sequence[TensorSpec]) -> Features:
     return tensors
 
 
-def _from_json(payload: memoryview, inputs: Sequence[TensorSpec]) -> Features:
+def _from_json(item: Item, inputs: Sequence[TensorSpec]) -> Features:
+    payload = item.payload
     texts = json_texts(payload, [spec.name for spec in inputs])
     features = {}
     for spec in inputs:
         where = json_place(payload, spec.name)
-        data = json_bytes(texts[spec.name], where)
+        data = None if item.is_document else json_bytes(texts[spec.name], where)
         if data is not None:
             features[spec.name] = _from_bytes(data, spec, where)
             continue

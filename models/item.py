@@ -9,6 +9,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from inferpool.models.attached import attached
 from inferpool.models.errors import InputError
 from inferpool.models.json_errors import JsonErrors, json_message
 from inferpool.models.spec import Kind, TensorHeader
@@ -30,15 +31,24 @@ class Item(msgspec.Struct, kw_only=True, eq=False, gc=False):
     """A read-only view of shared memory: copy what must be changed."""
     headers: Sequence[TensorHeader] = ()
     parameters: Mapping[str, object] = {}
+    is_document: bool = False
+    """JSON that stands for itself: an object `{"b64": "..."}` in it is no bytes."""
 
     def json(self) -> object:
         """Decode a payload of kind "json"; each object `{"b64": "..."}` in it becomes bytes.
 
+        A form that is one instance is a dict of its fields, with an `Upload` for each file.
+
         Raises:
             InputError: The payload is of another kind, or is not JSON.
         """
+        if self.kind == "form":
+            form: dict[str, object] = attached("read form")(self.payload, self.headers)
+            return form
         value = self.plain_json()
-        return _with_bytes(value, "instance") if _B64_KEY.search(self.payload) else value
+        if self.is_document or not _B64_KEY.search(self.payload):
+            return value
+        return _with_bytes(value, "instance")
 
     def plain_json(self) -> object:
         """Decode a payload of kind "json", without decoding base64.

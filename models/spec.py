@@ -7,8 +7,10 @@ from typing import Literal
 
 import msgspec
 
-Kind = Literal["image", "bytes", "json", "tensors"]
-"""Form of a payload: an encoded image, opaque bytes, a JSON value, or raw tensors with headers."""
+Kind = Literal["image", "bytes", "json", "tensors", "form", "document"]
+"""Form of a payload: an encoded image, opaque bytes, a JSON value, raw tensors with headers, a form
+that is one instance (see `models.upload`), or a JSON body that stands for itself: models get that
+as "json", and nothing in it is decoded."""
 Split = Literal["pipeline", "tensor"]
 """How a replica is split over several devices: into stages, or each matrix into parts."""
 Decoding = Literal["exact", "fast", "device"]

@@ -8,6 +8,7 @@ from math import prod
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from inferpool.models.bodies import body_of
 from inferpool.models.spec import DTYPE_BYTES, TensorSpec
 from inferpool.service.api.exchange import PREFIX
 from inferpool.service.queue.pool import Pool
@@ -36,7 +37,7 @@ def try_or_ask(
     Returns:
         "try" with a command that works as it is, or "ask" with a sentence.
     """
-    url = f"{_from_here(url)}{PREFIX}/{pool.name}"
+    url = f"{_from_here(url)}{pool.interface.path or f'{PREFIX}/{pool.name}'}"
     kind, text = _command(url, pool, photo)
     if kind == "try":
         text += _key_arguments(settings) + _trust_arguments(settings, urlsplit(url).hostname or "")
@@ -51,7 +52,7 @@ def _is_container() -> bool:
 
 def _command(url: str, pool: Pool, photo: Path) -> tuple[str, str]:
     if pool.example is not None:
-        return _json_command(url, pool.example) or (
+        return _json_command(url, pool, pool.example) or (
             "ask",
             f"POST to {url}; its example is too long for a line, and on the page",
         )
@@ -63,7 +64,7 @@ def _command(url: str, pool: Pool, photo: Path) -> tuple[str, str]:
         if not photo.is_file() or _is_container():  # commands are pasted outside of it
             from inferpool.service.api.openapi.predict import PIXEL
 
-            return _json_command(url, {"b64": PIXEL}) or ("", "")
+            return _json_command(url, pool, {"b64": PIXEL}) or ("", "")
         sent = f"--data-binary @{shlex.quote(str(photo))}"
         return "try", f"curl {url} -H 'Content-Type: image/jpeg' {sent}"
     if all(spec.shape for spec in pool.inputs):
@@ -71,7 +72,7 @@ def _command(url: str, pool: Pool, photo: Path) -> tuple[str, str]:
         if sum(prod(shape) for shape in shapes.values()) <= _MAX_NUMBERS:
             values = {spec.name: _zeros(spec, shapes[spec.name]) for spec in pool.inputs}
             instance = values if len(values) > 1 else next(iter(values.values()))
-            return _json_command(url, instance) or ("", "")
+            return _json_command(url, pool, instance) or ("", "")
         if len(pool.inputs) == 1:
             return "try", _raw_command(url, pool.inputs[0], shapes[pool.inputs[0].name])
     names = " and ".join(f"{spec.name!r} ({spec.dtype})" for spec in pool.inputs)
@@ -101,8 +102,8 @@ def _takes_images(inputs: Sequence[TensorSpec]) -> bool:
     return len(inputs) == 1 and inputs[0].name == "image" and inputs[0].dtype == "uint8"
 
 
-def _json_command(url: str, instance: object) -> tuple[str, str] | None:
-    body = json.dumps({"instances": [instance]}, ensure_ascii=False)
+def _json_command(url: str, pool: Pool, instance: object) -> tuple[str, str] | None:
+    body = json.dumps(body_of(pool.interface, instance), ensure_ascii=False)
     if len(body) > _MAX_SHOWN_BYTES:
         return None
     return "try", f"curl {url} -H 'Content-Type: application/json' -d {shlex.quote(body)}"

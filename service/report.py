@@ -4,12 +4,15 @@ import asyncio
 import platform
 from collections.abc import Iterable, Sequence
 
+import msgspec
+
 from inferpool.service.api.routes.health import (
     CheckHealth,
     FrontHealth,
     HealthReport,
     HostStatus,
     InputDescription,
+    InterfaceHealth,
     LastEnding,
     ModelHealth,
     SplitHealth,
@@ -82,6 +85,7 @@ def model_health(name: str, serving: Pool, pools: Sequence[Pool]) -> ModelHealth
         ],
         example=serving.example,
         reads_own_form=serving.reads_own_form,
+        interface=InterfaceHealth(**msgspec.structs.asdict(serving.interface)),
         check=_check_health(serving),
         restart=serving.replacer.restart,
         workers=[worker_health(slot) for slot in serving.slots],

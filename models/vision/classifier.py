@@ -49,6 +49,7 @@ class Classifier(Model):
     The parameter `top_k` is the number of labels to answer with, best first.
     """
 
+    accepts = "image"
     network: Callable[..., Tensor]
     checkpoint: Path | str | None = None
     """File with the weights of the built network; None leaves it as built."""
@@ -287,7 +288,7 @@ class Classifier(Model):
         where = json_place(payload, "image")
         if (encoded := json_bytes(text, where)) is not None:
             return self._from_encoded(memoryview(encoded))
-        if bytes(text[:1]) == b'"':
+        if bytes(text[:1]) == b'"':  # in an object; else it would be a picture
             raise InputError(f"{where}: {self._takes()}, not a text")
         numbers = json_array(text, "float32", where=where)
         if numbers.shape == (3, self.transform.crop, self.transform.crop):

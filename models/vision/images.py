@@ -22,6 +22,7 @@ from PIL.WebPImagePlugin import WebPImageFile
 from inferpool.models.accelerator.failures import lacks_resources
 from inferpool.models.errors import InputError
 from inferpool.models.spec import MAX_IMAGE_PIXELS
+from inferpool.models.upload import Upload
 from inferpool.models.vision.containers import check_container, check_exif
 from inferpool.models.vision.gray import samples_of, to_8_bits
 
@@ -68,7 +69,7 @@ _QUARTER_TURNS = {_UPRIGHT[orientation] for orientation in (5, 6, 7, 8)}
 
 
 def decode_image(
-    data: bytes | memoryview,
+    data: bytes | memoryview | Upload,
     *,
     max_pixels: int = MAX_IMAGE_PIXELS,
     check: Callable[[tuple[int, int]], None] = lambda _: None,
@@ -80,13 +81,15 @@ def decode_image(
     by what the file says, where `convert` would clip nearly all of it to white.
 
     Args:
-        data: One encoded picture.
+        data: One encoded picture, or the file of a form that has one.
         max_pixels: A picture with more is refused by its header, before it is decoded.
         check: Called with the header's width and height before decoding; may raise `InputError`.
 
     Raises:
         InputError: It is no picture, or a damaged one, or too large; the message says which.
     """
+    if isinstance(data, Upload):
+        data = data.data
     image, _ = decode_scaled(data, least_edge=None, max_pixels=max_pixels, check=check)
     return image
 

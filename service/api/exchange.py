@@ -310,8 +310,8 @@ class Predict:
     """Settings that all calls to `/predict` in one process share."""
 
     models: Mapping[str, ModelEntry]
-    """Versions of models by the rest of the path: the model's name, or what `path_of` returns.
-    They come and go while the service runs."""
+    """Versions of models by the rest of the path: the model's name, or what `path_of` returns; and
+    by the whole of a path of their own. They come and go while the service runs."""
     _: KW_ONLY
     default: str | None = None
     """The model of `/predict` without a name."""
@@ -354,6 +354,14 @@ class Predict:
             return self.guard.owner_of("predict", headers, client)
         return owner_of_address(client)
 
+    def takes(self, path: str) -> bool:
+        """Return whether a path belongs to this endpoint, or is one that a model has of its own."""
+        return is_predict(path) or self.own(path) is not None
+
+    def own(self, path: str) -> ModelEntry | None:
+        """Return the version that serves the model with a path of its own; None if none has it."""
+        return self.models.get(path.removesuffix("/")) if path[:1] == "/" else None
+
     def find(self, call: Call) -> ModelEntry | None:
         """Return the version that a call is for now; None if there is none."""
         name = self._name_in(call)
@@ -376,6 +384,8 @@ class Predict:
         names, path = ", ".join(self.names) or "none", self._name_in(call)
         if path is None:
             return UnknownModelError(f"no model is the default; name one in the path: {names}")
+        if path.startswith("/"):
+            return UnknownModelError(f"no model has the path {path[:80]!r} now; there are: {names}")
         name, asks_for_version, version = path.partition(_VERSIONS)
         if name == self.default and name not in self.models and is_unnamed(call):
             return UnknownModelError(
@@ -398,6 +408,9 @@ class Predict:
         """Return the key in `models` that a call asks for; None if it names nothing."""
         rest = call.path[len(PREFIX) + 1 :]
         name = rest.removesuffix("/") if rest else self.default
+        if not is_predict(call.path):
+            entry = self.own(call.path)
+            name = call.path if entry is None else entry.name
         version = call.headers.get(VERSION_HEADER)
         if name is None or version is None:
             return name
@@ -415,11 +428,14 @@ def is_unnamed(call: Call) -> bool:
     return len(call.path) <= len(PREFIX) + 1
 
 
-def is_job(path: str, headers: Iterable[tuple[bytes, bytes]]) -> bool:
-    """Return whether a call is for the routes of jobs: by its path, or as the client prefers."""
+def is_job(path: str, headers: Iterable[tuple[bytes, bytes]], *, takes: bool) -> bool:
+    """Return whether a call is for the routes of jobs: by its path, or as the client prefers.
+
+    `takes` is what `Predict.takes` returns for the path.
+    """
     if path == JOBS or path.startswith(JOBS + "/"):
         return True
-    return is_predict(path) and is_async(headers)
+    return takes and is_async(headers)
 
 
 def is_predict(path: str) -> bool:
@@ -713,7 +729,8 @@ class Exchange(msgspec.Struct, eq=False):
 
     def _decode(self, entry: ModelEntry, chunks: Sequence[Buffer]) -> Decoded:
         call = self.call
-        head = BodyContext(call.headers, call.query, entry.inputs, self.predict.limits)
+        limits = self.predict.limits
+        head = BodyContext(call.headers, call.query, entry.inputs, limits, entry.interface)
         decoded = decode(call.headers.get(b"content-type", b""), list(map(bytes, chunks)), head)
         call.is_batch = decoded.is_batch
         if decoded.is_whole and call.earlier is not None and call.chosen not in STREAMED:
@@ -835,7 +852,12 @@ def reply_to(call: Call) -> Reply:
     """
     outcomes = call.outcomes
     outcome = outcomes[0] if len(outcomes) == 1 else None
-    if isinstance(outcome, asyncio.Future) and call.chosen == "json":
+    assert call.entry is not None
+    if (
+        isinstance(outcome, asyncio.Future)
+        and call.chosen == "json"
+        and call.entry.interface.envelope
+    ):
         # The most frequent case, and so in one step; `encode` would give the same.
         try:
             result = outcome.result()
@@ -905,10 +927,12 @@ async def send_reply(send: Send, reply: Reply) -> None:
 
 def _reply_with_any(outcomes: Sequence[Outcome], call: Call) -> Reply:
     output = read_query(call.query).get(OUTPUT_KEY) if call.query else None
+    assert call.entry is not None
     status, headers, body = encode(
         call.chosen,
         outcomes,
         is_batch=call.is_batch,
+        envelope=call.entry.interface.envelope,
         output=output,
         request_id=call.request_id,
         path=call.path,

@@ -37,12 +37,12 @@ from inferpool.service.api.errors import (
     problem_response,
 )
 from inferpool.service.api.exchange import (
+    PREFIX,
     Call,
     Predict,
     Tracing,
     begin_call,
     common_lines,
-    is_predict,
     lines_of,
     pairs_of,
     preflight_reply,
@@ -153,10 +153,13 @@ class App(FastAPI):
             await super().__call__(scope, receive, send)
             return
         path = _route_path(scope)
-        is_later = self.has_jobs and is_async(scope["headers"])
-        if self.predict is not None and is_predict(path) and not is_later:
-            await answer(self.predict, path, scope, receive, send)
-            return
+        asked = path
+        if self.predict is not None and self.predict.takes(path):
+            if not (self.has_jobs and is_async(scope["headers"])):
+                await answer(self.predict, path, scope, receive, send)
+                return
+            if (entry := self.predict.own(path)) is not None:
+                path = f"{PREFIX}/{entry.name}"  # which the routes of jobs know
         call = begin_call(scope["method"], path, scope["query_string"], scope["headers"])
         if self._cors is not None:
             call.cors_lines = self._cors.lines_for(call.headers.get(b"origin"))
@@ -164,9 +167,9 @@ class App(FastAPI):
             if lines is not None:
                 await send_reply(send, preflight_reply(call, lines))
                 return
-        root = scope["path"].removesuffix(path)
+        root = scope["path"].removesuffix(asked)
         scope = {**scope, CALL_KEY: call, "path": root + without_last_slash(path)}
-        self.addresses.put_into(scope, path)
+        self.addresses.put_into(scope, asked)
         send = with_call_headers(call, with_page_headers(send))
         if self.tracing is None or not call.parent_id:
             await self._answer(call, scope, receive, send)

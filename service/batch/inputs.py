@@ -9,9 +9,10 @@ import os
 import re
 import stat
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, cast
 
 from inferpool.models.json_errors import BYTE_ORDER_MARK, first_in, placed
+from inferpool.models.spec import Interface, Kind
 from inferpool.service.api.codecs.json import decode_instance, is_image
 from inferpool.service.api.codecs.names import kind_by_name
 from inferpool.service.errors import ServiceError
@@ -34,6 +35,8 @@ class BatchInput:
     """A path, a member of an archive, or a line or row, for people."""
     kind: InputKind
     data: bytes = b""
+    text: bytes = b""
+    """The JSON that the data came in, where it is not the data."""
     label: str | None = None
     """The right answer, if the source knows it."""
     error: str = ""
@@ -132,9 +135,24 @@ def _json_input(index: int, name: str, data: bytes, label: str | None = None) ->
         payload = decode_instance(data.removeprefix(BYTE_ORDER_MARK))
     except ServiceError as error:
         return failed_input(index, name, error.message, label)
-    assert payload.kind != "tensors", "which JSON never is"
-    content = b"".join(payload.chunks)
-    return BatchInput(index=index, name=name, kind=payload.kind, data=content, label=label)
+    assert payload.kind in ("image", "bytes", "json"), "which JSON is"
+    content, text = b"".join(payload.chunks), b"" if payload.kind == "json" else data
+    kind = cast("InputKind", payload.kind)
+    return BatchInput(index=index, name=name, kind=kind, data=content, text=text, label=label)
+
+
+def as_spoken(
+    given: BatchInput, data: bytes | memoryview, interface: Interface
+) -> tuple[Kind, bytes | memoryview]:
+    """Return an input that is no array as a model with such an interface takes it.
+
+    Raises:
+        InvalidInputError: It is to be base64, and is not.
+    """
+    if given.kind == "json" or (given.text and not interface.envelope):
+        payload = decode_instance(given.text or bytes(data), interface)
+        return payload.kind, b"".join(payload.chunks)
+    return "bytes" if given.kind == "npy" else given.kind, data
 
 
 def unreadable_input(

@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 
 import msgspec
 
-from inferpool.models.spec import Kind, TensorHeader
+from inferpool.models.spec import USUAL_INTERFACE, Kind, TensorHeader
 from inferpool.service.app import assemble, log_quick_checks
-from inferpool.service.batch.inputs import BatchAnswer, RunLostError
+from inferpool.service.batch.inputs import BatchAnswer, RunLostError, as_spoken
 from inferpool.service.batch.reading import DecodedInput
 from inferpool.service.errors import (
     GivenUpError,
@@ -52,6 +52,11 @@ class LocalTarget:
         """Compute an input in the pool."""
         kind, headers = self._form(given)
         chunk = given.data
+        if given.header is None and (interface := self._pool.interface) != USUAL_INTERFACE:
+            try:
+                kind, chunk = as_spoken(given.input, chunk, interface)
+            except ServiceError as error:
+                return given.refused(error.code, error.message)
         until = time.monotonic() + _PATIENCE_S
         if not self._pool.dispatcher.arena.can_hold(len(chunk)):
             return given.refused("too_large", "it is larger than the arena (arena_bytes)")

@@ -1,6 +1,7 @@
 """A running service, called over HTTP with the project's own client."""
 
 import asyncio
+import contextlib
 import json
 import time
 
@@ -41,6 +42,18 @@ class RemoteTarget:
         self._client = client
         self._model = model
         self._parameters = parameters or None
+        self._envelope: bool | None = None
+        """The model's bodies have one; None before it is known."""
+
+    async def _has_envelope(self) -> bool:
+        """Return whether the model has one, as /health says; if its key is another one, it has."""
+        if self._envelope is None:
+            self._envelope = True
+            with contextlib.suppress(ForbiddenError, UnauthorizedError):
+                models = await self._client.models()
+                named = [each for each in models if each.name == self._model] or models[:1]
+                self._envelope = all(each.envelope for each in named)
+        return self._envelope
 
     async def predict(self, given: DecodedInput) -> BatchAnswer:
         """Compute an input in the service."""
@@ -48,7 +61,10 @@ class RemoteTarget:
         while True:
             try:
                 result = await self._client.predict(
-                    _value(given), model=self._model, parameters=self._parameters
+                    _value(given, envelope=await self._has_envelope()),
+                    model=self._model,
+                    parameters=self._parameters,
+                    envelope=await self._has_envelope(),
                 )
             except (OverloadedError, UnavailableError) as error:
                 if not error.is_retryable or time.monotonic() > until:
@@ -68,7 +84,9 @@ class RemoteTarget:
         return given.answered(result.value)
 
 
-def _value(given: DecodedInput) -> object:
+def _value(given: DecodedInput, *, envelope: bool) -> object:
+    if given.input.text and not envelope:
+        return json.loads(given.input.text)
     if given.header is not None:
         return np.frombuffer(given.data, given.header.dtype).reshape(given.header.shape)
     return json.loads(bytes(given.data)) if given.input.kind == "json" else given.data

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, get_args
 
 from inferpool.models.spec import USUAL_INTERFACE
 from inferpool.service.api.exchange import path_of
+from inferpool.service.catalog.own_paths import open_own_paths, starting_if_free
 from inferpool.service.catalog.plans import HostPlans, place_text, planned, with_model
 from inferpool.service.errors import ConflictError, NotSavedError, UnavailableError
 from inferpool.service.queue.admission import Admission
@@ -63,7 +64,8 @@ class ModelVersion:
         """The version that gets a share of its calls; calls must look anew meanwhile."""
         self.inputs: Sequence[TensorSpec] = ()
         """The inputs of the model; empty until a worker is ready."""
-        self.interface = USUAL_INTERFACE
+        pool.interface_over = settings.interface_over
+        self.interface = pool.interface = settings.interface_over(USUAL_INTERFACE)
         self.submit = pool.submit  # without a step between, which each call would pay for
 
 
@@ -164,10 +166,8 @@ class Catalog:
     @property
     def planned(self) -> list[tuple[str, str]]:
         """Each worker at the start and its placement, for people."""
-        plans = [
-            planned(name, self._state.number_of(name), configs)
-            for name, configs in self.plans.items()
-        ]
+        number_of = self._state.number_of
+        plans = [planned(name, number_of(name), each) for name, each in self.plans.items()]
         return [worker for plan in plans for worker in plan]
 
     def check_hosts(self) -> None:
@@ -305,8 +305,7 @@ class Catalog:
             for path in [path for path, entry in self.entries.items() if entry is version]:
                 del self.entries[path]
             version.is_serving = False
-            ending = self._end(version, grace_s)
-            task = asyncio.create_task(ending, name=f"unload {version.name}")
+            task = asyncio.create_task(self._end(version, grace_s), name=f"unload {version.name}")
             self._leaving[version] = task
             task.add_done_callback(lambda task: self._record_left(version, task))
             self._on_change()
@@ -396,6 +395,7 @@ class Catalog:
     def _on_change(self) -> None:
         for version in self.loaded.values():
             version.inputs, version.interface = version.pool.inputs, version.pool.interface
+        open_own_paths(self.entries)
         waiting, self._waiting = self._waiting, []
         for future in waiting:
             if not future.done():
@@ -411,7 +411,9 @@ class Catalog:
             source=model.source,
             version=number,
             configs=configs,
-            check=SharedCheck(self._engine.start),
+            check=SharedCheck(
+                starting_if_free(self._engine.start, name, model, self.loaded, self.settings)
+            ),
             dispatcher=self.make_dispatcher(name, model),
             policy=RestartPolicy(max_restarts=model.max_restarts),
             announcer=self._announcer,
@@ -428,26 +430,28 @@ class Catalog:
         """Return a dispatcher without workers for instances of a model."""
         assert self._arena is not None, "it has been started"
         settings, metrics = self.settings, ModelMetrics(name)
-        admission = Admission(
-            max_queue_length=settings.max_queue_length,
-            max_batch_size=model.batch_size,
-            rejected=metrics.rejected,
-            key_share=settings.key_share,
-        )
-        max_stream_s = (
-            settings.max_timeout_s if model.max_stream_s == "auto" else model.max_stream_s
-        )
-        admission.stream_limits = model.stream_gap_s, max_stream_s, model.max_stream_parts
         return Dispatcher(
             name=name,
             arena=self._arena,
-            admission=admission,
+            admission=_admission_of(model, settings, metrics),
             quarantine=Quarantine(name=name, duration_s=settings.quarantine_s),
             metrics=metrics,
             max_batch_size=None if model.max_batch_size == "auto" else model.max_batch_size,
             batch_wait_ms=model.batch_wait_ms,
             job_share=settings.job_share,
         )
+
+
+def _admission_of(model: ModelSettings, settings: Settings, metrics: ModelMetrics) -> Admission:
+    admission = Admission(
+        max_queue_length=settings.max_queue_length,
+        max_batch_size=model.batch_size,
+        rejected=metrics.rejected,
+        key_share=settings.key_share,
+    )
+    max_stream_s = settings.max_timeout_s if model.max_stream_s == "auto" else model.max_stream_s
+    admission.stream_limits = model.stream_gap_s, max_stream_s, model.max_stream_parts
+    return admission
 
 
 def _model_gauges(serving: Pool, pools: Sequence[Pool]) -> Iterator[Reading]:

@@ -58,6 +58,7 @@ _GROUPS: Mapping[str, str] = {
 }
 _MODEL_GROUPS: Mapping[str, str] = {
     "What a model is": "source weights options",
+    "How clients ask it": "path envelope form accepts",
     "Where it goes": (
         "replicas devices placement devices_per_replica share gpu_memory_fraction "
         "threads_per_replica prepare_threads decoders"

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import sys
+import uuid
 import warnings
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -96,8 +97,12 @@ class RequestBody(httpx.SyncByteStream, httpx.AsyncByteStream):
                 yield piece
 
 
-def make_body(value: object, parameters: Mapping[str, object] | None) -> RequestBody:
+def make_body(
+    value: object, parameters: Mapping[str, object] | None, *, envelope: bool = True
+) -> RequestBody:
     """Return the body that asks for a prediction on a value; see `Client.predict`.
+
+    Without `envelope`, JSON is the value as it stands, and parameters come in the query.
 
     Raises:
         UnsendableError: The value or the parameters cannot be sent.
@@ -106,7 +111,7 @@ def make_body(value: object, parameters: Mapping[str, object] | None) -> Request
         if isinstance(value, str) and names_file(value):
             warnings.warn(file_question(value), stacklevel=2)
         if isinstance(value, os.PathLike):
-            return _file_body(Path(value), parameters)
+            return _file_body(Path(value), parameters, envelope=envelope)
         if isinstance(value, bytes | bytearray | memoryview):
             return _bytes_body(bytes(value), parameters)
         if is_tensor(value):
@@ -124,6 +129,10 @@ def make_body(value: object, parameters: Mapping[str, object] | None) -> Request
             return RequestBody([_png(value)], "image/png", query=query_of(parameters))
         if hasattr(value, "read"):
             return _bytes_body(_read_open_file(cast("IO[Any]", value)), parameters)
+        if isinstance(value, Mapping) and any(map(_is_file, _flat(value.values()))):
+            return _form_body(value, parameters)
+        if not envelope:
+            return _document(value, parameters)
         return _json_body([value], parameters)
 
 
@@ -190,10 +199,14 @@ def _catch_unreadable() -> Iterator[None]:
         raise UnsendableError(f"this cannot be read: {error}") from error
 
 
-def _file_body(path: Path, parameters: Mapping[str, object] | None) -> RequestBody:
+def _file_body(
+    path: Path, parameters: Mapping[str, object] | None, *, envelope: bool
+) -> RequestBody:
     suffix = path.suffix.lower()
     if suffix == ".json":
         content = _read_json(path)
+        if not envelope:
+            return _document(content, parameters)
         if isinstance(content, dict) and "instances" in content:
             own = content.get("parameters") or {}
             if not isinstance(content["instances"], list) or not isinstance(own, dict):
@@ -249,6 +262,69 @@ def _bytes_body(content: bytes, parameters: Mapping[str, object] | None) -> Requ
 def _check_any(content: bytes) -> None:
     if not content:
         raise UnsendableError("there are no bytes")
+
+
+def _document(value: object, parameters: Mapping[str, object] | None) -> RequestBody:
+    return RequestBody([_json(value)], "application/json", query=query_of(parameters))
+
+
+def _form_body(
+    fields: Mapping[str, object], parameters: Mapping[str, object] | None
+) -> RequestBody:
+    """Return a form (RFC 7578): files and bytes as files, all else as fields; a list is repeated.
+
+    A field says that it is JSON where a text would be understood.
+    """
+    boundary = uuid.uuid4().hex
+    parts: list[bytes | memoryview] = []
+    for name, value in fields.items():
+        for each in value if _has_files(value) else [value]:
+            head, content = _part(name, each)
+            parts += [f"--{boundary}\r\n{head}\r\n\r\n".encode(), content, b"\r\n"]
+    parts.append(f"--{boundary}--\r\n".encode())
+    content_type = f"multipart/form-data; boundary={boundary}"
+    return RequestBody(parts, content_type, query=query_of(parameters))
+
+
+def _part(name: str, value: object) -> tuple[str, bytes]:
+    """Return the head and the content of a part of a form."""
+    head = f'Content-Disposition: form-data; name="{_quoted(name)}"'
+    if isinstance(value, str):
+        is_like_json = value.lstrip()[:1] in ("[", "{")
+        return head + ("\r\nContent-Type: text/plain" if is_like_json else ""), value.encode()
+    if not (_is_file(value) or isinstance(value, bytes | bytearray | memoryview)):
+        return f"{head}\r\nContent-Type: application/json", _json(value)
+    filename = name
+    if isinstance(value, os.PathLike):
+        filename, content = Path(value).name, Path(value).read_bytes()
+    elif hasattr(value, "read"):
+        content = _read_open_file(cast("IO[Any]", value))
+        filename = os.path.basename(str(getattr(value, "name", name)))
+    else:
+        content = _png(value) if _is_pil_image(value) else bytes(cast("bytes", value))
+    known = _TYPE_BY_SUFFIX.get(os.path.splitext(filename)[1].lower())
+    content_type = known or _content_type(content[:_MAGIC_BYTES])
+    head = f'{head}; filename="{_quoted(filename)}"\r\nContent-Type: {content_type}'
+    return head, content
+
+
+def _quoted(name: str) -> str:
+    """Return a name for a header, with the characters escaped that browsers escape (HTML 4.10)."""
+    return name.replace('"', "%22").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _is_file(value: object) -> bool:
+    return isinstance(value, os.PathLike) or _is_pil_image(value) or hasattr(value, "read")
+
+
+def _has_files(value: object) -> TypeGuard[Sequence[object]]:
+    return isinstance(value, list | tuple) and any(map(_is_file, value))
+
+
+def _flat(values: Iterable[object]) -> Iterator[object]:
+    """Yield values, and those of lists."""
+    for value in values:
+        yield from value if isinstance(value, list | tuple) else (value,)
 
 
 def _json_body(instances: Sequence[object], parameters: Mapping[str, object] | None) -> RequestBody:

@@ -165,7 +165,8 @@ class Calls:
         deadline = self.deadline(options.get("timeout_s", self.timeout_s))
         request_id = options.get("request_id") or uuid.uuid4().hex
         model = options.get("model")
-        body = make_body(value, options.get("parameters"))
+        envelope = options.get("envelope", True)
+        body = make_body(value, options.get("parameters"), envelope=envelope)
         headers = _predict_headers(options)
         path = "/predict" if model is None else f"/predict/{quote(model, safe='')}"
 
@@ -182,6 +183,7 @@ class Calls:
             return read_prediction(
                 reply,
                 model=model,
+                envelope=envelope,
                 request_id=request_id,
                 num_attempts=len(sent_at),
                 timing=_timing(reply, sent_at[-1], started),

@@ -84,6 +84,8 @@ class ModelState(msgspec.Struct):
     inputs: list[dict[str, Any]] = []
     """Name, dtype and shape of each input."""
     example: object = None
+    interface: dict[str, Any] = {}
+    """How clients speak to it, where that is not as usual: `models.spec.Interface`."""
     reads_own_form: bool = False
     """True if it reads another form than that of `inputs`."""
     ready: bool = False

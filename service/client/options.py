@@ -72,6 +72,9 @@ class _SharedOptions(TypedDict, total=False):
     """Timeout that replaces the client's."""
     as_arrays: bool
     """Ask for `Prediction.arrays` and `tensors` instead of JSON."""
+    envelope: bool
+    """False for a model that says `envelope = False`: what is sent as JSON is the whole body, and
+    `Prediction.value` the whole answer."""
 
 
 class PredictOptions(_SharedOptions, total=False):
@@ -91,6 +94,8 @@ class SubmitOptions(TypedDict, total=False):
     the job."""
     parameters: Mapping[str, object] | None
     """Parameters for the model, the same for all inputs."""
+    envelope: bool
+    """False for a model that says `envelope = False`, if the input is a single one."""
     priority: int | None
     """Priority among jobs, from 1 (first) to 9 (last); 5 by default."""
     webhook: str | None
@@ -109,7 +114,7 @@ class SubmitOptions(TypedDict, total=False):
 
 
 class ManyOptions(_SharedOptions, total=False):
-    """Options of `predict_many`; the first six apply to each input."""
+    """Options of `predict_many`; the first seven apply to each input."""
 
     max_concurrency: int
     """Limit that replaces the client's, if it is lower."""

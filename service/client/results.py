@@ -203,6 +203,10 @@ class ModelInfo:
     example: Json
     """An instance that the model takes, or None."""
     workers: Sequence[WorkerInfo]
+    envelope: bool = True
+    """False if its JSON bodies and answers stand as they are: ask with `envelope=False`."""
+    path: str = ""
+    """Its own path, besides `/predict/NAME`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,9 +223,15 @@ class Health:
 
 
 def read_prediction(
-    reply: Reply, *, model: str | None, request_id: str, num_attempts: int, timing: Timing
+    reply: Reply,
+    *,
+    model: str | None,
+    envelope: bool = True,
+    request_id: str,
+    num_attempts: int,
+    timing: Timing,
 ) -> Prediction:
-    """Read an answer of status 200.
+    """Read an answer of status 200; without `envelope` it is the only prediction.
 
     Raises:
         ProtocolError: The answer is not one of inferpool's.
@@ -231,7 +241,7 @@ def read_prediction(
     if reply.headers.get("content-type", "").startswith("application/safetensors"):
         tensors = read_safetensors(reply.content)
     else:
-        predictions = _read_predictions(reply.content, request_id)
+        predictions = _read_predictions(reply.content, request_id, envelope=envelope)
     return Prediction(
         predictions=predictions,
         request_id=reply.headers.get("x-request-id", request_id),
@@ -302,12 +312,16 @@ def _read_model(model: Json) -> ModelInfo:
         queue_depth=model["queue_depth"],
         inputs=inputs,
         example=model["example"],
+        envelope=model.get("interface", {}).get("envelope", True),
+        path=model.get("interface", {}).get("path", ""),
         workers=[WorkerInfo(**{key: each[key] for key in keys}) for each in model["workers"]],
     )
 
 
-def _read_predictions(content: bytes, request_id: str) -> list[Json]:
+def _read_predictions(content: bytes, request_id: str, *, envelope: bool) -> list[Json]:
     try:
+        if not envelope:
+            return [json.loads(content)]
         values = json.loads(content)["predictions"]
         if not isinstance(values, list):
             raise TypeError("predictions is not a list")

@@ -62,12 +62,15 @@ class Client:
     def predict(self, input: object, **options: Unpack[PredictOptions]) -> Prediction:
         """Ask for a prediction on one input.
 
+        >>> client.predict({"text": "a cat?", "image": Path("cat.jpg")})  # a form
+
         Args:
             input: One of these. A `pathlib.Path`: a file of any kind (an image, .npy,
                 .safetensors, .json, .txt). Bytes, or a file open for reading bytes: the same. A
                 PIL image. A numpy array or a torch tensor; a batch dimension makes it several
-                instances. A dict of these: named inputs. Anything else: one instance as JSON; a
-                str is a text for the model.
+                instances. A dict of tensors: named inputs. A dict with files in it: a form, with
+                all else as its fields. Anything else: one instance as JSON; a str is a text for
+                the model.
             **options: See `PredictOptions`.
 
         Raises:

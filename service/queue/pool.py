@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from inferpool.models.spec import USUAL_INTERFACE
+from inferpool.models.spec import USUAL_INTERFACE, Interface
 from inferpool.models.speed_names import SpeedReport
 from inferpool.service.errors import GivenUpError, ServiceError, UnavailableError
 from inferpool.service.queue.dispatcher import Dispatcher
@@ -63,7 +63,9 @@ class Pool:
     """The supervisor and the dispatcher of one version of a model, connected to each other."""
 
     interface = USUAL_INTERFACE
-    """How clients speak to the model; the usual one until a worker is ready."""
+    """How clients speak to the model; as far as settings say until a worker is ready."""
+    interface_over: Callable[[Interface], Interface] = staticmethod(lambda interface: interface)
+    """Returns the interface, given what the model's class says of it: settings win."""
 
     def __init__(
         self,
@@ -281,7 +283,7 @@ class Pool:
         self.works_for.attach(slot.handle)
         self.dispatcher.expect_streams(slot.handle)
         ready = slot.handle.ready
-        self.inputs, self.interface = ready.inputs, ready.interface
+        self.inputs, self.interface = ready.inputs, self.interface_over(ready.interface)
         self._load_s = ready.load_s
         self._expect()
         now = asyncio.get_running_loop().time()

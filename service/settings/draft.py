@@ -31,6 +31,7 @@ from inferpool.service.settings.names import (
     is_foreign,
     place_of,
 )
+from inferpool.service.settings.paths import path_faults
 from inferpool.service.settings.problems import (
     PIPE_WAIT_S,
     expected,
@@ -291,6 +292,8 @@ class Draft:
                 self._problems.append(f"{place}: the model {shown(name)} has no source; {hint}")
         self._values.setdefault(("default_model",), next(iter(self._models), ""))
         self._part_endpoint()
+        for key, fault in path_faults(self._values):
+            self._problems.append(f"{self._place(key)}: {shown(self._values[key])} {fault}")
         chosen = self._values["default_model",]
         is_watching = self._values.get(("watch",)) is not None  # for models that are to come
         if isinstance(chosen, str) and chosen not in self._models and not is_watching:

@@ -3,10 +3,11 @@
 import re
 from typing import Annotated, Literal
 
+import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from inferpool.models.attached import BUILT_IN_SOURCES, MODEL_FILE_SUFFIXES
-from inferpool.models.spec import Placement, Split
+from inferpool.models.spec import Interface, Placement, Split
 from inferpool.models.speed_names import CHOICES
 from inferpool.service.queue.batch_sizing import AUTO_SIZE
 from inferpool.service.settings.bounds import (
@@ -23,6 +24,7 @@ from inferpool.service.settings.model_sources import (
     is_source,
     source_hint,
 )
+from inferpool.service.settings.paths import check_path
 from inferpool.workers.host.devices import Host, parse_devices
 from inferpool.workers.host.placing import PlacementRequest, place
 from inferpool.workers.shared.config import CheckMode, ErrorDetail, ModelConfig, WorkerConfig
@@ -55,6 +57,19 @@ class ModelSettings(SettingsTable):
     or of a .pt, .ts or .torchscript file (TorchScript).
 
     A model whose name is that of a built-in source needs none."""
+    path: Text | None = None
+    """A path for calls besides `/predict/NAME`, such as `/classify`; an empty one for none. By
+    default it is the one that the model's class has, if any."""
+    envelope: bool | None = None
+    """With `false` a JSON body is one instance as it stands, and the answer is the model's value,
+    without `instances` and `predictions`. By default the model's class says it."""
+    form: Literal["instances", "instance"] | None = None
+    """The meaning of a form (`multipart/form-data`): `instances`, each of its files is one; or
+    `instance`, all of it is one, as an object of its fields. By default the model's class says
+    it."""
+    accepts: Literal["", "image", "bytes"] | None = None
+    """The meaning of a JSON string in the place of an instance: a picture (`image`) or `bytes` in
+    base64; or a text, if this is empty. By default the model's class says it."""
     weights: Text = Field("DEFAULT", min_length=1)
     """`DEFAULT`, a weight that torchvision names, a .pth or .safetensors file, or `none`."""
     options: Table = Field(default_factory=dict)
@@ -139,6 +154,11 @@ class ModelSettings(SettingsTable):
             raise ValueError(f"is not a source; {source_hint(source, BUILT_IN_SOURCES)}")
         return source
 
+    @field_validator("path")
+    @classmethod
+    def _check_path(cls, path: str | None) -> str | None:
+        return None if path is None else check_path(path)
+
     @field_validator("devices")
     @classmethod
     def _check_devices(cls, devices: str) -> str:
@@ -198,6 +218,12 @@ class ModelSettings(SettingsTable):
                 "leave it at auto, which then means exact"
             )
         return speed
+
+    def interface_over(self, interface: Interface) -> Interface:
+        """Return how clients speak to the model, given what its class says: settings win."""
+        given = {name: getattr(self, name) for name in ("path", "envelope", "form", "accepts")}
+        changed = {name: value for name, value in given.items() if value is not None}
+        return msgspec.structs.replace(interface, **changed) if changed else interface
 
     @property
     def weight(self) -> float:

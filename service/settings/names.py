@@ -54,6 +54,10 @@ FLAG_GROUPS: Mapping[str, Mapping[str, str]] = {
         "standby_of": "HOST:PORT",
     },
     "models": {
+        "path": "PATH",
+        "envelope": "true|false",
+        "form": "HOW",
+        "accepts": "WHICH",
         "replicas": "N",
         "devices": "WHERE",
         "placement": "HOW",

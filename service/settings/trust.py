@@ -9,16 +9,10 @@ from urllib.parse import unquote
 from pydantic import AfterValidator
 
 from inferpool.service.settings.bounds import Text, Texts
+from inferpool.service.settings.paths import OWN_PATHS
 
 ANYONE = "*"
 SCHEMES = frozenset({"http", "https"})
-OWN_PATHS = frozenset(
-    {
-        *("predict", "jobs", "admin", "health", "metrics", "events", "page", "docs"),
-        "openapi.json",
-    }
-)
-"""The beginnings of the service's own paths."""
 _MAX_PREFIX_LENGTH = 1024
 _MAX_HOST_LENGTH = 255
 _PREFIX = re.compile(r"(/([A-Za-z0-9._~!$&'()*+,;=:@-]|%[0-9A-Fa-f]{2})+)+")

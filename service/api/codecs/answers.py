@@ -86,6 +86,7 @@ def encode(
     outcomes: Sequence[Outcome],
     *,
     is_batch: bool,
+    envelope: bool = True,
     output: str | None,
     request_id: str,
     path: str,
@@ -94,14 +95,16 @@ def encode(
 
     In JSON, an instance that failed is an error in its place while any succeeded; tensors have no
     place for one. If all failed, the answer is the problem of the first. Tensors get a batch
-    dimension with `is_batch`; `output` names the only output wanted. The id and the path are for
+    dimension with `is_batch`. Without `envelope`, JSON is the values themselves, and in a list only
+    if they are a batch. `output` names the only output wanted. The id and the path are for
     problems.
     """
     errors = [each for each in outcomes if isinstance(each, ServiceError) and not each.parts]
     if errors and (chosen != "json" or len(errors) == len(outcomes)):
         return _all_failed(outcomes, errors[0], request_id, path)
     if chosen == "json":
-        return encode_json([_json_of(outcome) for outcome in outcomes])
+        values = [_json_of(outcome) for outcome in outcomes]
+        return encode_json(values, envelope=envelope, is_batch=is_batch)
     try:
         columns = _columns([_blobs_of(outcome) for outcome in outcomes], is_batch, output)
         headers, body = _ENCODERS[chosen](columns)
@@ -110,9 +113,13 @@ def encode(
     return 200, [*headers, (b"content-length", b"%d" % len(body))], body
 
 
-def encode_json(values: Sequence[bytes]) -> Answer:
+def encode_json(values: Sequence[bytes], *, envelope: bool = True, is_batch: bool = True) -> Answer:
     """Answer with JSON values that are already rendered."""
-    body = b'{"predictions":[' + b",".join(values) + b"]}"
+    body = b",".join(values)
+    if envelope:
+        body = b'{"predictions":[' + body + b"]}"
+    elif is_batch:
+        body = b"[" + body + b"]"
     return 200, [_JSON_HEADER, (b"content-length", b"%d" % len(body))], body
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from inferpool.models.spec import Kind, TensorHeader, TensorSpec
+from inferpool.models.spec import USUAL_INTERFACE, Interface, Kind, TensorHeader, TensorSpec
 from inferpool.service.errors import (
     BadRequestError,
     ServiceError,
@@ -165,6 +165,7 @@ class BodyContext(msgspec.Struct, frozen=True, gc=False):
     inputs: Sequence[TensorSpec]
     """The model's inputs; empty if unknown."""
     limits: Limits
+    interface: Interface = USUAL_INTERFACE
 
 
 class Payload(msgspec.Struct, frozen=True, gc=False):

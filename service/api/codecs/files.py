@@ -8,7 +8,13 @@ from inferpool.models.json_errors import BYTE_ORDER_MARK
 from inferpool.service.api.codecs.body import BodyContext, Payload
 from inferpool.service.api.codecs.json import decode_instance, image_or_bytes, is_image
 from inferpool.service.api.codecs.names import FileKind, kind_by_name
-from inferpool.service.api.codecs.tensors import NPY_MAGIC, decode_raw, instances_of, read_npy
+from inferpool.service.api.codecs.tensors import (
+    NPY_MAGIC,
+    NPY_TYPES,
+    decode_raw,
+    instances_of,
+    read_npy,
+)
 from inferpool.service.errors import (
     BadRequestError,
     InvalidInputError,
@@ -16,7 +22,6 @@ from inferpool.service.errors import (
     UnsupportedTypeError,
 )
 
-NPY_TYPES = ("application/x-npy", "application/npy")
 OCTET_TYPES = ("", "application/octet-stream", "binary/octet-stream")
 """Types that say nothing of the content."""
 
@@ -49,7 +54,7 @@ def read_typed_file(
         if content_type in OCTET_TYPES:
             if is_image(content):  # forms say octet-stream for unknown types
                 return [image_or_bytes(content)]
-            bare = BodyContext({}, b"", head.inputs, head.limits)
+            bare = BodyContext({}, b"", head.inputs, head.limits, head.interface)
             return decode_raw([content], bare).payloads
     except ServiceError as error:
         if not error.message.startswith(place):
@@ -83,7 +88,7 @@ def read_named_file(name: str, content: bytes, place: str, head: BodyContext) ->
         return Payload("json", (msgspec.json.encode(text),))
     if kind == "json" and content:
         try:
-            return decode_instance(content.removeprefix(BYTE_ORDER_MARK))
+            return decode_instance(content.removeprefix(BYTE_ORDER_MARK), head.interface)
         except ServiceError as error:
             raise type(error)(f"{place}: {error.message}") from None
     payloads = read_typed_file(_TYPES.get(kind, ""), content, place, head)

@@ -15,8 +15,8 @@ from multipart import (  # type: ignore[import-untyped]  # ships without annotat
 from inferpool.models.json_errors import BYTE_ORDER_MARK, JsonErrors, json_message
 from inferpool.service.api.codecs import parameters
 from inferpool.service.api.codecs.body import BodyContext, Decoded, Payload
-from inferpool.service.api.codecs.files import NPY_TYPES, place_of_file, read_typed_file
-from inferpool.service.api.codecs.tensors import NPY_MAGIC, instances_of, read_npy
+from inferpool.service.api.codecs.files import place_of_file, read_typed_file
+from inferpool.service.api.codecs.tensors import NPY_MAGIC, NPY_TYPES, instances_of, read_npy
 from inferpool.service.errors import BadRequestError, InvalidInputError, TooLargeError
 
 MAX_FIELDS = 64
@@ -38,7 +38,9 @@ def decode_form(content_type: bytes, chunks: Sequence[bytes], head: BodyContext)
     for segment, content in read_parts(content_type, [b"".join(chunks)], most):
         assert content is not None  # nothing is too long
         form.add(segment, content)
-    return Decoded(form.take_payloads(), True, form.merged_parameters(head.query))
+    payloads = form.take_payloads()
+    is_batch = head.interface.envelope or len(payloads) > 1
+    return Decoded(payloads, is_batch, form.merged_parameters(head.query))
 
 
 def read_parts(
@@ -151,7 +153,10 @@ class Form:
         """Return the instances of all parts."""
         if not self._parts:
             if not self._payloads:
-                raise InvalidInputError("the form holds no file; one at least is needed")
+                raise InvalidInputError(
+                    "the form holds no file; one at least is needed: each file (-F file=@FILE) is "
+                    "an instance, and each other field a parameter"
+                )
             return self._payloads
         if missing := [name for name in self._inputs if name not in self._parts]:
             raise InvalidInputError(

@@ -5,14 +5,16 @@ Any other goes to the model as JSON text: here it is only checked to be JSON; a 
 numbers, and base64 inside of it. If a key is given twice, the last counts.
 """
 
-from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import msgspec
 from msgspec import Raw
 
+from inferpool.models.attached import attached
 from inferpool.models.json_errors import BYTE_ORDER_MARK, JsonErrors, json_message
+from inferpool.models.spec import USUAL_INTERFACE, Interface
 from inferpool.service.api.codecs import parameters
 from inferpool.service.api.codecs.body import BodyContext, Decoded, Payload
 from inferpool.service.errors import (
@@ -44,7 +46,8 @@ class _Base64Instance(msgspec.Struct, forbid_unknown_fields=True, gc=False):
 _body = msgspec.json.Decoder(_Body)
 _encoded = msgspec.json.Decoder(_Base64Instance)
 _any = msgspec.json.Decoder(Raw)
-_SPACE = b" \t\r\n"
+SPACE = b" \t\r\n"
+"""Characters that JSON may have between its values."""
 
 
 def decode_json(chunks: Sequence[bytes], head: BodyContext) -> Decoded:
@@ -66,6 +69,8 @@ def decode_json(chunks: Sequence[bytes], head: BodyContext) -> Decoded:
         raise BadRequestError("the body is empty, and JSON is expected")
     if parameters.is_too_deep(text):
         raise InvalidInputError(f"the body is nested more than {parameters.MAX_DEPTH} deep")
+    if not head.interface.envelope:
+        return attached("document")(text, head)  # type: ignore[no-any-return]  # it has no type
     max_instances = head.limits.max_instances
     try:
         if not text.isascii():
@@ -82,20 +87,20 @@ def decode_json(chunks: Sequence[bytes], head: BodyContext) -> Decoded:
         raise _too_many(max_instances)
     given = parameters.from_query(head.query)
     return Decoded(
-        payloads=_payloads(body.instances),
+        payloads=_payloads(body.instances, head.interface),
         is_batch=True,
         parameters=parameters.merge(given, bytes(body.parameters)),
     )
 
 
-def decode_instance(text: bytes) -> Payload:
+def decode_instance(text: bytes, interface: Interface = USUAL_INTERFACE) -> Payload:
     """Read a text that is one instance, as it would be in the list of a body.
 
     Raises:
         BadRequestError: It is not JSON.
-        InvalidInputError: It is nested too deep, or has the form {"b64": ...} and is not base64.
+        InvalidInputError: It is nested too deep, or is not base64 where it must be.
     """
-    text = text.strip(_SPACE)
+    text = text.strip(SPACE)
     if parameters.is_too_deep(text):
         raise InvalidInputError(f"nested more than {parameters.MAX_DEPTH} deep")
     try:
@@ -104,7 +109,14 @@ def decode_instance(text: bytes) -> Payload:
         _any.decode(text)
     except JsonErrors as error:
         raise BadRequestError(json_message(error, text)) from None
-    return _payload(memoryview(text))
+    return reader_of(interface)(memoryview(text))
+
+
+def reader_of(interface: Interface) -> Callable[[memoryview], Payload]:
+    """Return the function that reads an instance that is known to be JSON, without space around."""
+    if interface.envelope and not interface.accepts:
+        return payload_of
+    return partial(attached("payload by interface"), interface=interface)
 
 
 def image_or_bytes(content: bytes) -> Payload:
@@ -123,17 +135,19 @@ def is_image(content: bytes) -> bool:
     )
 
 
-def _payloads(instances: Iterable[Raw]) -> list[Payload]:
-    payloads = []
+def _payloads(instances: Iterable[Raw], interface: Interface) -> list[Payload]:
+    payloads, read = [], reader_of(interface)
     for index, raw in enumerate(instances):
         try:
-            payloads.append(_payload(memoryview(raw)))
+            payloads.append(read(memoryview(raw)))
         except ServiceError as error:
-            raise type(error)(f"instances[{index}].{error.message}") from None
+            place = error.message.removeprefix("instance")
+            dot = "" if place[:1] == ":" else "."
+            raise type(error)(f"instances[{index}]{dot}{place}") from None
     return payloads
 
 
-def _payload(text: memoryview) -> Payload:
+def payload_of(text: memoryview) -> Payload:
     """Return the payload of an instance that is known to be JSON, without space around it."""
     payload = _decode_b64(text) if text[0] == 0x7B and text[-1] == 0x7D else None
     return payload or Payload("json", (text,))

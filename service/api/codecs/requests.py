@@ -9,10 +9,10 @@ from inferpool.models.attached import attached
 from inferpool.models.json_errors import BYTE_ORDER_MARK
 from inferpool.service.api.codecs import parameters
 from inferpool.service.api.codecs.body import BodyContext, Decoded, Payload
-from inferpool.service.api.codecs.files import NPY_TYPES
 from inferpool.service.api.codecs.json import decode_json, is_image
 from inferpool.service.api.codecs.tensors import (
     NPY_MAGIC,
+    NPY_TYPES,
     decode_npy,
     decode_raw,
     decode_safetensors,
@@ -39,6 +39,8 @@ TYPES = (
 
 _START_BYTES = 64
 """Bytes that tell what a body is; each chunk has one at least."""
+
+_JSON_STARTS = frozenset(bytes((code,)) for code in b'{["-0123456789tfn')
 
 _DECODERS: dict[bytes, Decoder] = {
     b"application/json": decode_json,
@@ -116,15 +118,17 @@ def _guess(chunks: Sequence[bytes], head: BodyContext) -> Decoder | None:
         return decode_npy
     if start[8:9] == b"{" and int.from_bytes(start[:8], "little") < sum(map(len, chunks)):
         return decode_safetensors
-    return decode_json if _is_json_object(start) else None
+    return decode_json if _is_json_body(start, head) else None
 
 
 def _start_of(chunks: Sequence[bytes]) -> bytes:
     return b"".join(chunk[:_START_BYTES] for chunk in chunks[:_START_BYTES])[:_START_BYTES]
 
 
-def _is_json_object(start: bytes) -> bool:
-    return start.removeprefix(BYTE_ORDER_MARK).lstrip()[:1] == b"{"
+def _is_json_body(start: bytes, head: BodyContext) -> bool:
+    """Return whether a body may be JSON: an object, or any value where it stands for itself."""
+    first = start.removeprefix(BYTE_ORDER_MARK).lstrip()[:1]
+    return first == b"{" or (not head.interface.envelope and first in _JSON_STARTS)
 
 
 def _find(content_type: bytes, types: Sequence[str]) -> Decoder:
@@ -137,7 +141,9 @@ def _find(content_type: bytes, types: Sequence[str]) -> Decoder:
     if bare == b"text/plain":
         return lambda chunks, head: _decode_text(content_type, chunks, head)
     if bare == b"multipart/form-data":
-        return lambda chunks, head: attached("forms")(content_type, chunks, head)
+        return lambda chunks, head: attached(f"form as {head.interface.form}")(
+            content_type, chunks, head
+        )
     if bare == b"application/x-www-form-urlencoded":
         return _decode_untyped
     known = ", ".join(types)
@@ -150,11 +156,12 @@ def _find(content_type: bytes, types: Sequence[str]) -> Decoder:
 
 def _decode_untyped(chunks: Sequence[bytes], head: BodyContext) -> Decoded:
     """Read what curl sends with -d alone: JSON under a type that no user has chosen."""
-    if _is_json_object(_start_of(chunks)):
+    if _is_json_body(_start_of(chunks), head):
         return decode_json(chunks, head)
     raise UnsupportedTypeError(
-        "application/x-www-form-urlencoded is what curl sends by default; only a JSON object may "
-        f"have it. Add -H 'Content-Type: image/jpeg', or another of {', '.join(TYPES)}"
+        "application/x-www-form-urlencoded is what curl sends with -d; only JSON may have it. "
+        "Send a form with -F NAME=VALUE, or add -H 'Content-Type: image/jpeg', or another of "
+        + ", ".join(TYPES)
     )
 
 

@@ -18,6 +18,7 @@ from inferpool.service.api.codecs.body import BodyContext, Decoded, Payload
 from inferpool.service.errors import BadRequestError, InvalidInputError, TooLargeError
 from inferpool.service.queue.instance import Buffer
 
+NPY_TYPES = ("application/x-npy", "application/npy")
 NPY_MAGIC = b"\x93NUMPY"
 DTYPES = {
     "bool": ("|b1", "BOOL"),

@@ -182,6 +182,26 @@ class VersionInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class InterfaceHealth:
+    """How clients speak to a model: as its class says, or as its settings do."""
+
+    media_types: Sequence[str] = ()
+    """Types of the content that its answers may be."""
+    accepts: str = ""
+    """`image` or `bytes`: a JSON string in the place of an instance is base64 of that."""
+    form: str = "instances"
+    """`instance`: a form is one, as an object of its fields."""
+    envelope: bool = True
+    """If false, a JSON body is one instance as it stands, and so is the answer."""
+    path: str = ""
+    """Its own path, besides `/predict/NAME`."""
+    streams: bool = False
+    """Its answers come in parts."""
+    joins: bool = False
+    """Streams may begin while others are under way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelHealth:
     """One model, its versions and its workers."""
 
@@ -203,6 +223,7 @@ class ModelHealth:
     """An instance that it takes, as JSON; null if it shows none."""
     reads_own_form: bool = False
     """Its own `preprocess` reads something else than `inputs` say."""
+    interface: InterfaceHealth = InterfaceHealth()  # it is frozen
     check: CheckHealth = CheckHealth(state="none")
     speed_search: SpeedSearchHealth = SpeedSearchHealth(state="off")
     restart: RestartHealth = RestartHealth(state="none")  # noqa: RUF009  # it is frozen

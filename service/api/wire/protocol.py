@@ -42,7 +42,6 @@ from inferpool.service.api.exchange import (
     begin_call,
     is_job,
     is_long,
-    is_predict,
     refusal_of,
 )
 from inferpool.service.api.wire.budgets import EdgeLimits
@@ -627,8 +626,9 @@ class PredictProtocol(HttpConnection):
         if self.predict.root_path:
             self.url = url = below(self.predict.root_path, url)
         path, query = target_of(url)
-        self._is_job = (path != PREFIX or b"prefer" in names) and is_job(path, self.headers)
-        if self._is_job or (path != PREFIX and not is_predict(path)):
+        takes = path == PREFIX or self.predict.takes(path)
+        self._is_job = (not takes or b"prefer" in names) and is_job(path, self.headers, takes=takes)
+        if self._is_job or not takes:
             length = dict(self.headers).get(b"content-length", b"0")
             try:
                 self.predict.limits.check_length(length, of_job=self._is_job)

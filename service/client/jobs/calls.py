@@ -4,7 +4,7 @@ import math
 import os
 import time
 import uuid
-from collections.abc import AsyncIterable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterable, Callable, Iterable, Sequence
 from dataclasses import replace
 from urllib.parse import quote
 
@@ -59,7 +59,7 @@ def submit(
         headers["traceparent"] = traceparent
     id = options.get("id")
     path = "/jobs" if id is None else f"/jobs/{quote(id, safe='')}"
-    body = _body_of(calls, inputs, options.get("parameters"))
+    body = _body_of(calls, inputs, options)
     if taken := sorted(body.query.keys() & named.keys()):
         raise UnsendableError(f"a parameter of a job cannot have the name {taken[0]!r}")
 
@@ -287,10 +287,9 @@ def _pause_s(num_failures: int, most_s: float) -> float:
 
 
 def _body_of(
-    calls: Calls,
-    inputs: object | AsyncIterable[object],
-    parameters: Mapping[str, object] | None,
+    calls: Calls, inputs: object | AsyncIterable[object], options: SubmitOptions
 ) -> RequestBody | JobBody:
+    parameters = options.get("parameters")
     if are_many(inputs):
         is_repeatable = calls.retry.max_attempts > 1
         query, piece_s = query_of(parameters), calls.job_periods.piece_s
@@ -299,7 +298,7 @@ def _body_of(
         raise UnsendableError(
             f"{inputs} is a folder: submit its files, such as sorted(folder.iterdir())"
         )
-    return make_body(inputs, parameters)
+    return make_body(inputs, parameters, envelope=options.get("envelope", True))
 
 
 def _path_of(place: str) -> str:

@@ -8,13 +8,20 @@ them. Other bodies are not forwarded: a client that sends half of one holds up n
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
 from inferpool.service.api.auth import Guard
-from inferpool.service.api.exchange import Call, begin_call, is_job, refusal_of, send_reply
+from inferpool.service.api.exchange import (
+    PREFIX,
+    Call,
+    begin_call,
+    is_job,
+    refusal_of,
+    send_reply,
+)
 from inferpool.service.errors import BadRequestError, ServiceError, UnavailableError
 from inferpool.service.parts.fronts.forwarded import CLIENT, IDLE_S, SCHEME
 from inferpool.service.parts.fronts.relay import Header, Relay, RelayBrokenError
@@ -35,9 +42,13 @@ _MOST_UNUSED = 8
 class Forwarder:
     """Has the main process answer every call that is not a prediction."""
 
-    def __init__(self, path: str, guard: Guard) -> None:
-        """Forward to the main process's Unix socket; the guard checks calls with a body."""
+    def __init__(self, path: str, guard: Guard, takes: Callable[[str], bool]) -> None:
+        """Forward to the main process's Unix socket; the guard checks calls with a body.
+
+        `takes` returns whether a path is one of `/predict`, or a model's own.
+        """
         self._guard = guard
+        self._takes = takes
         self._relay = Relay(path, most_unused=_MOST_UNUSED, unused_s=IDLE_S)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -61,10 +72,12 @@ class Forwarder:
     def _may_send_body(self, call: Call) -> bool:
         if call.method not in ("POST", "PUT"):
             return False
-        if not call.path.startswith(_WITH_BODY) and not is_job(call.path, call.headers.items()):
+        takes = self._takes(call.path)
+        is_later = is_job(call.path, call.headers.items(), takes=takes)
+        if not call.path.startswith(_WITH_BODY) and not is_later:
             return False
         try:
-            self._guard.check_path(call.path, call.headers)
+            self._guard.check_path(PREFIX if takes else call.path, call.headers)
         except ServiceError:
             return False  # the main process refuses the call, and logs it
         return True

@@ -21,7 +21,7 @@ from itertools import islice, product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from inferpool.models.spec import TensorSpec
+from inferpool.models.spec import USUAL_INTERFACE, Interface, TensorSpec
 from inferpool.service.errors import (
     ServiceError,
     StartError,
@@ -162,6 +162,11 @@ class Jobs:
         """Return the input tensors of a model; empty if unknown."""
         pool = self._pools.get(model)
         return () if pool is None else pool.inputs
+
+    def interface_of(self, model: str) -> Interface:
+        """Return how clients speak to a model."""
+        pool = self._pools.get(model)
+        return USUAL_INTERFACE if pool is None else pool.interface
 
     def model_named(self, name: str | None) -> str:
         """Return the name of a model that is served; the default one for None.

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from inferpool.service.catalog.catalog import Catalog
+from inferpool.service.catalog.own_paths import path_fault
 from inferpool.service.errors import (
     ConflictError,
     ServiceError,
@@ -83,6 +84,7 @@ class Changes:
         """Begin to load a model with the settings of one `[models.NAME]`; return its name."""
         self._catalog.check_hosts()
         name, model, is_ephemeral = read_add(settings, self._catalog.serving)
+        self._check_path(name, model.path)
         self._begin(name, "add", partial(self._versions.add, name, model, is_ephemeral))
         return name
 
@@ -96,6 +98,7 @@ class Changes:
         self._check_known(name)
         self._catalog.check_hosts()
         model, options = read_swap(request, self._catalog.version(name).settings)
+        self._check_path(name, model.path)
         self._begin(name, "swap", partial(self._versions.swap, name, model, options, ""))
 
     def number_next(self, name: str, number: int) -> int:
@@ -144,6 +147,13 @@ class Changes:
     def _tasks(self) -> list[asyncio.Task[None]]:
         tasks = [change.task for change in self._changes.values() if change.task is not None]
         return tasks + self._versions.watches
+
+    def _check_path(self, name: str, path: str | None) -> None:
+        """Refuse a path that the model may not have, before anything is loaded."""
+        catalog = self._catalog
+        fault = path_fault(name, path or "", catalog.loaded, catalog.settings.root_path)
+        if fault:
+            raise ConflictError(f"path: {path!r} {fault}")
 
     def _check_known(self, name: str) -> None:
         if name not in self._catalog.serving:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
+from inferpool.models.bodies import body_of
 from inferpool.models.spec import DTYPE_BYTES, Kind, TensorHeader
 from inferpool.service.api.codecs.body import BodyContext, Limits, Payload
 from inferpool.service.api.codecs.requests import decode
@@ -102,8 +103,8 @@ async def inputs_of(pool: Pool) -> list[SwapInput]:
 
 def _inputs_of(pool: Pool) -> Iterator[SwapInput]:
     if pool.example is not None:
-        body = msgspec.json.encode({"instances": [pool.example]})
-        head = BodyContext({}, b"", pool.inputs, Limits())
+        body = msgspec.json.encode(body_of(pool.interface, pool.example))
+        head = BodyContext({}, b"", pool.inputs, Limits(), pool.interface)
         try:
             decoded = decode(b"application/json", [body], head)
         except ServiceError:

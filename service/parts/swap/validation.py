@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from inferpool.models.bodies import body_of
 from inferpool.models.errors import DataError
 from inferpool.models.files.image_table import IMAGE_SUFFIXES, rows_of
 from inferpool.models.files.reading import read_file
@@ -182,7 +183,7 @@ def _of_file(path: Path) -> Iterator[LabelledInput]:
 
 def sample_of(case: LabelledInput, pool: "Pool") -> SwapInput:
     """Read an input as a call would bring it. Blocks."""
-    head = BodyContext({}, b"", pool.inputs, Limits())
+    head = BodyContext({}, b"", pool.inputs, Limits(), pool.interface)
     try:
         if case.path is not None:
             is_image = case.path.suffix.lower() in IMAGE_SUFFIXES
@@ -191,7 +192,7 @@ def sample_of(case: LabelledInput, pool: "Pool") -> SwapInput:
         else:
             assert case.instance is not None, "an input has a path or an instance"
             content_type = b"application/json"
-            body = b'{"instances": [' + bytes(case.instance) + b"]}"
+            body = msgspec.json.encode(body_of(pool.interface, case.instance))
         decoded = decode(content_type, [body], head)
     except OSError as error:
         reason = error.strerror or str(error)

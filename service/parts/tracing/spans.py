@@ -248,7 +248,8 @@ def _name_of(call: Call) -> str:
 
 def _route_of(call: Call) -> str:
     if call.route or not is_predict(call.path):
-        return call.route
+        is_own = not call.route and call.entry is not None  # a path that a model has of its own
+        return call.path if is_own else call.route
     return "/predict" if call.path.rstrip("/") == "/predict" else "/predict/{model}"
 
 

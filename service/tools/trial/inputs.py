@@ -12,7 +12,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from inferpool.models.spec import TensorSpec
+from inferpool.models.bodies import body_of
+from inferpool.models.spec import Interface, TensorSpec
 from inferpool.models.text.prose import PROSE
 from inferpool.service.client.health import ModelState
 from inferpool.service.client.safetensors import RawTensor, safetensors_parts
@@ -64,9 +65,11 @@ def made_up(model: ModelState, seed: int, count: int) -> list[TrialInput]:
     """
     specs, example = specs_of(model), model.example
     if not specs and isinstance(example, str):
-        return [_text(f"input {i}", random.Random(f"{seed} {i}")) for i in range(count)]
+        interface = interface_of(model)
+        rng = [random.Random(f"{seed} {i}") for i in range(count)]
+        return [_text(f"input {i}", each, interface) for i, each in enumerate(rng)]
     if example is not None and (model.reads_own_form or not specs):
-        body = json.dumps({"instances": [example]}).encode()
+        body = json.dumps(body_of(interface_of(model), example)).encode()
         return [TrialInput(name="its example", body=body, content_type="application/json")]
     if model.reads_own_form or not specs:
         raise TrialError(
@@ -121,6 +124,11 @@ def specs_of(model: ModelState) -> list[TensorSpec]:
     return msgspec.convert(model.inputs, list[TensorSpec])
 
 
+def interface_of(model: ModelState) -> Interface:
+    """Return how clients speak to a model."""
+    return msgspec.convert(model.interface, Interface)
+
+
 def is_image(specs: Sequence[TensorSpec]) -> bool:
     """Return whether a model's input is an encoded image."""
     return len(specs) == 1 and specs[0].name == "image" and specs[0].dtype == "uint8"
@@ -138,11 +146,12 @@ def _made_up(specs: Sequence[TensorSpec], name: str, rng: np.random.Generator) -
     return TrialInput(name=name, body=body, content_type="application/safetensors")
 
 
-def _text(name: str, rng: random.Random) -> TrialInput:
+def _text(name: str, rng: random.Random, interface: Interface) -> TrialInput:
     words = PROSE.split()
     num_words = min(int(rng.lognormvariate(_LOG_WORDS, 1)) + 2, _MAX_WORDS)
     start = rng.randrange(len(words) - num_words)
-    body = json.dumps({"instances": [" ".join(words[start : start + num_words])]}).encode()
+    text = " ".join(words[start : start + num_words])
+    body = json.dumps(body_of(interface, text)).encode()
     return TrialInput(name=name, body=body, content_type="application/json")
 
 

@@ -27,7 +27,7 @@ from inferpool.service.api.exchange import VERSION_HEADER, Call
 from inferpool.service.api.preferences import Preferences, read_preferences
 from inferpool.service.errors import BadRequestError, NotAcceptableError
 from inferpool.service.parts.jobs.http.documents import info_of
-from inferpool.service.parts.jobs.http.results import stream_json
+from inferpool.service.parts.jobs.http.results import prediction_of, stream_json
 from inferpool.service.parts.jobs.http.uploads import Uploads
 from inferpool.service.parts.jobs.jobs import Jobs
 from inferpool.service.parts.jobs.records import Job, NewJob
@@ -107,7 +107,7 @@ class JobMaker:
             return Response(status_code=_CLIENT_GONE)  # nobody sees it
         job = await self._until(job, preferences)
         if preferences.wait_s and job.is_over and job.num_done > job.num_failed:
-            return self._predictions(job, preferences)
+            return await self._predictions(job, preferences)
         return _shown(request, job, preferences)
 
     async def _make(
@@ -136,7 +136,8 @@ class JobMaker:
         priority = _DEFAULT_PRIORITY if given is None else _PRIORITIES[given]
         owner, caller = self.owner_of(request), self.caller_of(request)
         query = urlencode(sorted(fields.items()))
-        head = BodyContext(headers, query.encode(), target.inputs_of(model), self._limits)
+        inputs, interface = target.inputs_of(model), target.interface_of(model)
+        head = BodyContext(headers, query.encode(), inputs, self._limits, interface)
         content_type = headers.get(b"content-type", b"")
         async with (
             self._uploads.take(request, caller, owner, target.spool_folder) as spool,
@@ -166,10 +167,13 @@ class JobMaker:
             return job
         return await self._target.watches.until(job.id, job.owner, preferences.wait_s)
 
-    def _predictions(self, job: Job, preferences: Preferences) -> Response:
+    async def _predictions(self, job: Job, preferences: Preferences) -> Response:
         answers = self._target.answers(job.id, job.owner, 0, None)
-        stream = stream_json(answers, 0, job.num_instances, is_range=False)
         headers = version_header(job) | {"preference-applied": preferences.applied}
+        if job.num_instances == 1 and not self._target.interface_of(job.model).envelope:
+            values = [prediction_of(answer) async for chunk in answers for _, answer, _ in chunk]
+            return Response(b"".join(values), headers=headers, media_type="application/json")
+        stream = stream_json(answers, 0, job.num_instances, is_range=False)
         return StreamingResponse(stream, headers=headers, media_type="application/json")
 
 

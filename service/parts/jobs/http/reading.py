@@ -150,7 +150,7 @@ def _read_lines(path: Path, head: BodyContext) -> Iterator[StoredInstance]:
                 yield _problem(_too_long(most), f"line {number}")
             elif line.strip(_SPACE):
                 try:
-                    yield _stored(decode_instance(line))
+                    yield _stored(decode_instance(line, head.interface))
                 except ServiceError as error:
                     yield _problem(error, f"line {number}")
             else:
@@ -185,6 +185,8 @@ _READERS: Mapping[str, Callable[[Path, BodyContext], Iterator[StoredInstance]]] 
 
 def _read_form(content_type: bytes, path: Path, head: BodyContext) -> JobBody:
     """Read a form twice: first its fields, since they may come last, and then its files."""
+    if head.interface.form == "instance":
+        return _read_whole(content_type, path, head)
     form = Form(head)
     num_files = 0
 
