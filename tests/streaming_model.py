@@ -56,7 +56,7 @@ class CountingStream(Model):
         delay_s = float(value.get("delay_s", 0.0))
         return {"plan": torch.tensor(plan), "delay_s": torch.tensor(delay_s, dtype=torch.float64)}
 
-    def forward(self, batch: Features) -> Iterator[object]:  # type: ignore[override]  # it streams
+    def forward(self, batch: Features) -> Iterator[object]:
         (row,) = rows_of(batch)
         try:
             for number in range(row.num_parts):
@@ -138,7 +138,7 @@ class TensorStream(CountingStream):
 
     outputs: Sequence[TensorSpec] = (TensorSpec(name="y", dtype="float32", shape=(-1, 2)),)
 
-    def forward(self, batch: Features) -> Iterator[object]:  # type: ignore[override]  # it streams
+    def forward(self, batch: Features) -> Iterator[object]:
         for number in super().forward(batch):
             yield {"y": torch.tensor([[float(number), 1.0]])}  # type: ignore[arg-type]  # a number
 

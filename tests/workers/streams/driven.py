@@ -105,8 +105,11 @@ class DrivenLoop:
 
     def until(self, claim: Callable[[], object]) -> None:
         """Wait until something is true."""
+        deadline = time.monotonic() + _WAIT_S
         with self._told:
-            assert self._told.wait_for(claim, _WAIT_S), (self.parts, self.ends, self.done)
+            while not claim():
+                assert time.monotonic() < deadline, (self.parts, self.ends, self.done)
+                self._told.wait(0.01)  # not all that is awaited is told
 
     def answer(self, id: int) -> list[tuple[list[Any], str]]:
         """Wait for the end of a batch; return the parts and the error's code of each stream."""
