@@ -20,10 +20,12 @@ from .options import (
     PredictOptions,
     SubmitOptions,
 )
-from .results import Health, ModelInfo, Prediction, Reply
+from .results import Health, Json, ModelInfo, Prediction, Reply
 from .urls import DEFAULT_URL
 
 _T = TypeVar("_T")
+
+_OK = 200
 
 
 class AsyncClient:
@@ -125,6 +127,28 @@ class AsyncClient:
                 each.cancel()
             await asyncio.gather(*left, return_exceptions=True)
 
+    async def stream(self, input: object, **options: Unpack[PredictOptions]) -> AsyncIterator[Json]:
+        """Ask for a prediction that comes in parts, and yield each; see `Client.stream`.
+
+        Closing the iterator ends the stream; `contextlib.aclosing` closes it as soon as you leave
+        the loop.
+        """
+        reply = await self._run(self._calls.open_stream(input, options))
+        response = reply.response
+        assert response is not None, "a stream that was opened is open"
+        try:
+            reader = self._calls.reader_of(reply)
+            try:
+                async for piece in response.aiter_bytes():
+                    for part in reader.read(piece):
+                        yield part
+            except httpx.RequestError as error:
+                raise reader.broken(str(error) or type(error).__name__) from error
+            reader.check_end()
+        finally:
+            self._free.release()
+            await response.aclose()
+
     async def submit(self, inputs: object, **options: Unpack[SubmitOptions]) -> AsyncJob:
         """Hand inputs to the service as a job; see `Client.submit`.
 
@@ -208,8 +232,12 @@ class AsyncClient:
                 await self._free.acquire()
         except TimeoutError:
             return httpx.PoolTimeout("", request=step.request)
+        is_kept = False
         try:
             response = await self._http.send(step.request, stream=True)
+            if step.is_stream and response.status_code == _OK:
+                is_kept = True  # until the stream is over
+                return Reply(status=_OK, headers=response.headers, content=b"", response=response)
             async with contextlib.aclosing(response):
                 pieces = []
                 async for piece in response.aiter_bytes():
@@ -222,7 +250,8 @@ class AsyncClient:
                 raise
             raise UnsendableError("this client is closed: make another one") from error
         finally:
-            self._free.release()
+            if not is_kept:
+                self._free.release()
         return Reply(
             status=response.status_code, headers=response.headers, content=b"".join(pieces)
         )

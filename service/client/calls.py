@@ -51,6 +51,7 @@ from .retries import (
     raise_unanswered,
     refusal_of,
 )
+from .streams import EVENTS_TYPE, PartReader
 from .urls import DEFAULT_URL, problem_of_address, without_password
 
 _T = TypeVar("_T")
@@ -74,6 +75,8 @@ class Send:
 
     request: httpx.Request
     deadline: float
+    is_stream: bool = False
+    """Leave an answer of status 200 open, with its body unread."""
 
     @property
     def left_s(self) -> float | None:
@@ -195,6 +198,38 @@ class Calls:
             _add_file_question(error, value)
             raise
 
+    def open_stream(self, value: object, options: PredictOptions) -> Steps[Reply]:
+        """Yield the steps until the first part of a stream; the answer is open."""
+        check_names(options, PredictOptions)
+        timeout_s = options.get("timeout_s", self.timeout_s)
+        deadline = self.deadline(timeout_s)
+        request_id = options.get("request_id") or uuid.uuid4().hex
+        model = options.get("model")
+        body = make_body(value, options.get("parameters"))
+        headers = {**_predict_headers(options), "Accept": EVENTS_TYPE}
+        path = "/predict" if model is None else f"/predict/{quote(model, safe='')}"
+
+        def request() -> httpx.Request:
+            timeout = _timeout_header(deadline - time.monotonic())
+            return self.request(
+                "POST", path, math.inf, request_id, headers={**headers, **timeout}, body=body,
+                stall_s=math.inf if timeout_s is None else timeout_s,
+            )  # fmt: skip
+
+        try:
+            return (
+                yield from self.retried(
+                    request, lambda reply: reply, deadline, request_id, is_stream=True
+                )
+            )
+        except InferpoolError as error:
+            _add_file_question(error, value)
+            raise
+
+    def reader_of(self, reply: Reply) -> PartReader:
+        """Return the reader of an answer that `open_stream` has opened."""
+        return PartReader(reply, "", self.url + self.way.through)
+
     def predict_one_of_many(
         self, value: object, options: ManyOptions, index: int
     ) -> Steps[Prediction]:
@@ -269,6 +304,8 @@ class Calls:
         deadline: float,
         request_id: str,
         body: JobBody | None = None,
+        *,
+        is_stream: bool = False,
     ) -> Steps[_T]:
         """Repeat a request until its answer, as far as the retry policy and the deadline allow.
 
@@ -278,12 +315,13 @@ class Calls:
             deadline: Moment of `time.monotonic`.
             request_id: Name of the request in the service's log.
             body: Body of the requests, if it is produced while it is sent.
+            is_stream: Leave a good answer open.
         """
         self._budget.deposit()
         num_attempts = 0
         while True:
             num_attempts += 1
-            outcome = yield Send(request(), deadline)
+            outcome = yield Send(request(), deadline, is_stream)
             try:
                 return read(self.reply(outcome, deadline, request_id))
             except InferpoolError as error:

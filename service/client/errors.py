@@ -56,10 +56,12 @@ class InferpoolError(Exception):
         errors: Errors of all instances, if there were several and all failed.
         index: Index of the input in `predict_many`, or of the instance in `Prediction.errors`.
         num_attempts: Number of times the service was asked.
+        parts: Parts of a stream that came before it, if `predict` asked for a stream.
     """
 
     code = "error"
     is_retryable = False
+    parts: Sequence[object] = ()
 
     def __init__(
         self,

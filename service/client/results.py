@@ -27,6 +27,8 @@ class Reply:
     status: int
     headers: httpx.Headers
     content: bytes
+    response: httpx.Response | None = None
+    """The answer itself, if it is a stream that is still open."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -330,15 +332,23 @@ def _read_predictions(content: bytes, request_id: str, *, envelope: bool) -> lis
         raise ProtocolError(
             f"this is not an answer of inferpool's: {start!r}", request_id=request_id
         ) from None
-    if len(values) == 1:  # a failed only instance has no status 200, so this is no error
-        return values
+    if len(values) == 1 and not _is_broken(values[0]):
+        return values  # any other failed only instance has no status 200, so this is no error
     return [_instance_error(value, i, request_id) or value for i, value in enumerate(values)]
 
 
 def _instance_error(value: Json, index: int, request_id: str) -> InferpoolError | None:
-    if not isinstance(value, dict) or set(value) != {"error"}:
+    if not isinstance(value, dict) or not (set(value) == {"error"} or _is_broken(value)):
         return None
-    return read_instance_error(value["error"], index, request_id)
+    error = read_instance_error(value["error"], index, request_id)
+    if error is not None:
+        error.parts = value.get("parts", ())
+    return error
+
+
+def _is_broken(value: Json) -> bool:
+    """Return whether this is a stream that failed after some parts."""
+    return isinstance(value, dict) and set(value) == {"error", "parts"}
 
 
 def _version_in(headers: httpx.Headers) -> int | None:

@@ -22,10 +22,12 @@ from .options import (
     PredictOptions,
     SubmitOptions,
 )
-from .results import Health, ModelInfo, Prediction, Reply
+from .results import Health, Json, ModelInfo, Prediction, Reply
 from .urls import DEFAULT_URL
 
 _T = TypeVar("_T")
+
+_OK = 200
 
 
 class Client:
@@ -142,6 +144,31 @@ class Client:
             finally:
                 stop.set()
                 pool.shutdown(wait=False, cancel_futures=True)
+
+    def stream(self, input: object, **options: Unpack[PredictOptions]) -> Iterator[Json]:
+        """Ask for a prediction that comes in parts, and yield each as it comes.
+
+        Leaving the loop closes the connection, and the service ends the stream.
+
+        Args:
+            input: One instance, as `predict` takes it.
+            **options: See `PredictOptions`. The timeout bounds the wait for each part.
+
+        Raises:
+            InferpoolError: The stream did not begin, or ended with an error; the parts before
+                it were yielded.
+        """
+        reply = self._run(self._calls.open_stream(input, options))
+        response = reply.response
+        assert response is not None, "a stream that was opened is open"
+        with contextlib.closing(response):
+            reader = self._calls.reader_of(reply)
+            try:
+                for piece in response.iter_bytes():
+                    yield from reader.read(piece)
+            except httpx.RequestError as error:
+                raise reader.broken(str(error) or type(error).__name__) from error
+            reader.check_end()
 
     def submit(self, inputs: object, **options: Unpack[SubmitOptions]) -> Job:
         """Hand inputs to the service as a job, which it computes when interactive calls leave room.
@@ -275,7 +302,10 @@ class Client:
         if os.getpid() != self._process:
             self._open()  # a forked process shares the connections, and would read others' answers
         try:
-            with contextlib.closing(self._http.send(step.request, stream=True)) as response:
+            response = self._http.send(step.request, stream=True)
+            if step.is_stream and response.status_code == _OK:
+                return Reply(status=_OK, headers=response.headers, content=b"", response=response)
+            with contextlib.closing(response):
                 pieces = []
                 for piece in response.iter_bytes():
                     step.check_time()

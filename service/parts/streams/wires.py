@@ -1,4 +1,4 @@
-"""Sends the pieces of streamed answers: on connections of our own server, or by ASGI. Event loop."""
+"""Sends the pieces of streamed answers: on our own connections, or by ASGI. Event loop."""
 
 import asyncio
 import contextlib

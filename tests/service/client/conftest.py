@@ -26,6 +26,9 @@ replicas = 1
 source = "tests.fault_model:FaultModel"
 replicas = 1
 max_batch_size = 1
+[models.counts]
+source = "tests.streaming_model:JoiningStream"
+replicas = 1
 [models.pair]
 source = "tests.service.client.pair_model:PairModel"
 replicas = 1
