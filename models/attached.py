@@ -13,9 +13,13 @@ SOURCES = {
     "echo": "inferpool.models.sources.echo:Echo",
     "torchvision:": "inferpool.models.vision.zoo:torchvision_model",
     "encoder:": "inferpool.models.text.encoder:SentenceEncoder",
+    "transformers:": "inferpool.models.hugging_face.folder:model_of_folder",
     "package.module:Class": "inferpool.models.sources.classes:users_model",
     "card.json": "inferpool.models.sources.trained:TrainedClassifier",
     ".pt2": "inferpool.models.sources.archives:ExportedModel",
+    "AOTInductor": "inferpool.models.sources.inductor:InductorModel",
+    ".onnx": "inferpool.models.onnx_files.model:OnnxModel",
+    ".skops": "inferpool.models.tables.model:TableModel",
     ".pt": "inferpool.models.sources.archives:ScriptedModel",
     ".ts": "inferpool.models.sources.archives:ScriptedModel",
     ".torchscript": "inferpool.models.sources.archives:ScriptedModel",
@@ -27,6 +31,8 @@ OTHERS = {
     "decoders in a worker": "inferpool.workers.decoders.worker_side:decoded_batches",
     "weights": "inferpool.models.files.checkpoint:load_weights",
     "folder of minilm_l6": "inferpool.models.text.encoder:packaged_folder",
+    "folder of transformers": "inferpool.models.files.hugging_face:is_picture_folder",
+    "package of AOTInductor": "inferpool.models.files.kinds:is_package",
     "fault of a folder": "inferpool.models.files.run_folder:why_no_run",
     "check of a list": "inferpool.workers.inside.lists:check_list",
     "lists to send": "inferpool.workers.inside.lists:OutgoingLists",
@@ -58,7 +64,7 @@ BUILT_IN_SOURCES = ("efficientnet_lite0", "minilm_l6", "echo")
 """Sources that need neither a file nor a package of the user's."""
 CARD_FILE = "card.json"
 """The file that marks the folder of a training run."""
-MODEL_FILE_SUFFIXES = (".pt2", ".pt", ".ts", ".torchscript")
+MODEL_FILE_SUFFIXES = (".pt2", ".onnx", ".skops", ".pt", ".ts", ".torchscript")
 WEIGHT_FILE_SUFFIXES = (".pth", ".safetensors")
 _OF_NETWORKS = ("weights", "speed preset")
 

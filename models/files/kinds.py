@@ -12,6 +12,10 @@ _HEAD_BYTES = 512
 _OLD_EXPORT = "serialized_exported_program.json"
 """A file in the archives that `torch.export.save` wrote before torch 2.8, which it still reads."""
 _RECIPES = "docs/recipes.md has an example"
+WholeKind = Literal["torchscript", "export", "onnx", "skops"]
+"""Kinds of files that are whole models."""
+_WHOLE: dict[str, WholeKind] = {".pt2": "export", ".onnx": "onnx", ".skops": "skops"}
+"""Kinds by the names of files; all others are TorchScript."""
 
 
 _CLASS = f"write a class that loads it, and give package.module:Class as the source; {_RECIPES}"
@@ -25,7 +29,9 @@ KINDS = {
     "safetensors": ("a file of weights (safetensors)", f"{_NAMED} --weights"),
     "torchscript": ("a TorchScript archive", "give it a name that ends in .pt or .torchscript"),
     "export": ("a torch.export archive", "give it a name that ends in .pt2"),
-    "onnx": ("an ONNX file", _CLASS.replace("loads it", "runs it with onnxruntime")),
+    "inductor": ("a package of AOTInductor", "give it a name that ends in .pt2"),
+    "onnx": ("an ONNX file", "give it a name that ends in .onnx"),
+    "skops": ("a file of skops, with an estimator of scikit-learn", "name it so: .skops"),
     "pickle": (
         "a pickle of Python objects, such as pickle and joblib write",
         f"{_CLASS}. To load it runs code in it",
@@ -88,6 +94,8 @@ def _sentence(path: Path, kind: str) -> str:
 def _archive_kind_of(members: Sequence[str]) -> str:
     """Distinguish the archives that torch writes by the names of the files inside."""
     names = {name.partition("/")[2] for name in members}
+    if any(name.startswith("data/aotinductor/") for name in names):
+        return "inductor"
     if "archive_format" in names or _OLD_EXPORT in members:
         return "export"
     if "constants.pkl" in names:
@@ -134,14 +142,27 @@ def is_checkpoint_path(weights: str) -> bool:
     return weights.endswith(CHECKPOINT_SUFFIXES) or "/" in weights
 
 
-def problem_of_archive(path: Path, wanted: Literal["torchscript", "export"]) -> str:
-    """Return why a file is not an archive of a whole model; empty if it is one."""
+def problem_of_file(path: Path, wanted: WholeKind) -> str:
+    """Return why a file is not a whole model of a kind; empty if it may be one."""
     kind = kind_of(path)
     if kind == wanted:
         return ""
     if kind is None or kind == "cut":
-        return f"{path} is not an archive of torch's, or is cut short"
+        called = KINDS[wanted][0] if wanted in ("onnx", "skops") else "an archive of torch's"
+        return f"{path} is not {called}, or is cut short"
     return _sentence(path, kind)
+
+
+def is_package(path: Path) -> bool:
+    """Return whether a file is a package of AOTInductor."""
+    return kind_of(path) == "inductor"
+
+
+def problem_of_source(path: Path) -> str:
+    """Return why a file is not what its name says; empty if it may be that."""
+    wanted = _WHOLE.get(path.suffix, "torchscript")
+    fits = wanted == "export" and is_package(path)
+    return "" if fits else problem_of_file(path, wanted)
 
 
 def problem_of_weights(path: Path) -> str:
@@ -149,8 +170,8 @@ def problem_of_weights(path: Path) -> str:
     kind = kind_of(path)
     if kind == "empty":
         return f"{path} is not a checkpoint: the file is empty"
-    if kind in ("torchscript", "export"):
-        called = "TorchScript" if kind == "torchscript" else "torch.export"
+    if kind in ("torchscript", "export", "inductor"):
+        called = {"torchscript": "TorchScript", "export": "torch.export"}.get(kind, "AOTInductor")
         return f"{path} is a {called} archive, a whole model: name it as the source, not as weights"
     if path.suffix == ".safetensors":
         return "" if kind in (None, "safetensors") else _sentence(path, kind)
@@ -165,6 +186,8 @@ def _kind_of_zip(path: Path) -> str:
     names = _members(path)
     if (kind := _archive_kind_of(names)) != "other":
         return kind
+    if "schema.json" in names:
+        return "skops"
     if "MAR-INF/MANIFEST.json" in names:
         return "mar"
     if "model.weights.h5" in names:

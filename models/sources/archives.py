@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import SymInt, Tensor
@@ -18,9 +18,8 @@ from torch.utils import _pytree as pytree
 
 from inferpool.models.errors import ModelError, SourceError
 from inferpool.models.files.checkpoint import first_line
-from inferpool.models.files.kinds import problem_of_archive
-from inferpool.models.item import Features
-from inferpool.models.sources.modules import TensorModel, dtype_name, named_outputs
+from inferpool.models.files.kinds import WholeKind, problem_of_file
+from inferpool.models.sources.modules import SizedModel, TensorModel, dtype_name, named_outputs
 from inferpool.models.spec import Placement, TensorSpec
 
 _MOST_NAMED = 8
@@ -29,7 +28,7 @@ _RATES = ("p", "dropout", "dropout_p", "upper")
 """Arguments of operators that say how much chance there is in training."""
 
 
-class ExportedModel(TensorModel):
+class ExportedModel(SizedModel):
     """Serves a file of `torch.export.save`, with the inputs and outputs it was exported with.
 
     Dimension 0 of each is the batch. If the program accepts only one batch size or a limited range,
@@ -70,7 +69,7 @@ class ExportedModel(TensorModel):
         inputs = _placeholders(program)
         self.smallest, self.largest = _batch_range(program, inputs)
         self.inputs = [_spec(name, value) for name, value in inputs.items()]
-        self.outputs = [_spec(name, value) for name, value in _results(program, self._fixed_size)]
+        self.outputs = [_spec(name, value) for name, value in _results(program, self.fixed_size)]
         self._load_flaws = self._flaws_of(program)
         program = move_to_device_pass(program, self.device)
         module = self._module = program.module()
@@ -82,16 +81,6 @@ class ExportedModel(TensorModel):
             return module(*arguments, **keywords)
 
         return call
-
-    def forward(self, batch: Features) -> Features:
-        """Run the program on the batch, in pieces of the sizes that it accepts."""
-        inputs = [batch[spec.name].to(self.device, non_blocking=True) for spec in self.inputs]
-        num_rows = len(inputs[0])
-        if self.smallest <= num_rows <= self.largest:
-            return self._named(self.network(*inputs))
-        pieces = zip(*(tensor.split(min(self.largest, num_rows)) for tensor in inputs), strict=True)
-        parts = [self._run_filled(piece) for piece in pieces]
-        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     def _flaws_of(self, program: ExportedProgram) -> list[str]:
         """Return what makes the program train rather than infer, unless the options say so."""
@@ -108,19 +97,6 @@ class ExportedModel(TensorModel):
                     "meant"
                 )
         return flaws
-
-    @property
-    def _fixed_size(self) -> int | None:
-        return self.smallest if self.smallest == self.largest else None
-
-    def _run_filled(self, piece: Sequence[Tensor]) -> Features:
-        """Repeat the last row up to the smallest size, and cut the outputs to the real rows."""
-        num_rows = len(piece[0])
-        surplus = self.smallest - num_rows
-        if surplus > 0:
-            piece = [torch.cat([x, x[-1:].expand(surplus, *x.shape[1:])]) for x in piece]
-        outputs = self._named(self.network(*piece))
-        return {name: tensor[:num_rows] for name, tensor in outputs.items()}
 
 
 class ScriptedModel(TensorModel):
@@ -207,8 +183,8 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_MOST_NAMED]) + more
 
 
-def _check_kind(path: Path, wanted: Literal["torchscript", "export"]) -> None:
-    if problem := problem_of_archive(path, wanted):
+def _check_kind(path: Path, wanted: WholeKind) -> None:
+    if problem := problem_of_file(path, wanted):
         raise SourceError(problem)
 
 

@@ -1,5 +1,6 @@
 """Networks of tensors as models: inputs and outputs are named by specs. Worker processes only."""
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 
@@ -118,6 +119,39 @@ class TensorModel(Model, ABC):
         ]
 
 
+class SizedModel(TensorModel):
+    """Base of models that compute only some sizes of batches, from `smallest` to `largest`.
+
+    Larger batches are computed in pieces, the last one filled up with copies of its last row.
+    """
+
+    smallest: int = 1
+    largest: int = sys.maxsize
+
+    @property
+    def fixed_size(self) -> int | None:
+        """The only size of batches, if there is only one."""
+        return self.smallest if self.smallest == self.largest else None
+
+    def forward(self, batch: Features) -> Features:
+        """Compute the batch, in pieces of the sizes that the network accepts."""
+        inputs = [batch[spec.name].to(self.device, non_blocking=True) for spec in self.inputs]
+        num_rows = len(inputs[0])
+        if self.smallest <= num_rows <= self.largest:
+            return self._named(self.network(*inputs))
+        pieces = zip(*(tensor.split(min(self.largest, num_rows)) for tensor in inputs), strict=True)
+        return joined([self._run_filled(piece) for piece in pieces])
+
+    def _run_filled(self, piece: Sequence[Tensor]) -> Features:
+        """Repeat the last row up to the smallest size, and cut the outputs to the real rows."""
+        num_rows = len(piece[0])
+        surplus = self.smallest - num_rows
+        if surplus > 0:
+            piece = [torch.cat([x, x[-1:].expand(surplus, *x.shape[1:])]) for x in piece]
+        outputs = self._named(self.network(*piece))
+        return {name: tensor[:num_rows] for name, tensor in outputs.items()}
+
+
 class ModuleModel(TensorModel):
     """Serves a user's `nn.Module` class with a forward that takes and returns tensors.
 
@@ -156,6 +190,11 @@ class ModuleModel(TensorModel):
         """Build the network, load its weights and move it."""
         example = [_zero_rows(s, _PROBE_ROWS) if _is_known(s) else None for s in self.inputs]
         return self.load_network(self._build, self._weights, placement, example=example)
+
+
+def joined(parts: Sequence[Features]) -> Features:
+    """Join the outputs of several pieces of a batch."""
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def named_outputs(result: object) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from inferpool.models.attached import MODEL_FILE_SUFFIXES
+from inferpool.models.files.hugging_face import is_picture_folder
 from inferpool.models.files.kinds import is_checkpoint_path
 from inferpool.models.files.run_folder import RunFolder
 from inferpool.service.checks.facts import Facts
@@ -23,6 +24,15 @@ _PACKAGES = {
 }
 """Packages that contain weights, with the file pattern, by source."""
 _ENCODER = "encoder:"
+_FOLDER = "transformers:"
+_EXTRAS = {".onnx": "onnx", ".skops": "sklearn", _FOLDER: "transformers"}
+"""Extras that bring what a form of sources needs."""
+_NEEDED = {
+    ".onnx": ("onnxruntime",),
+    ".skops": ("sklearn", "skops"),
+    _FOLDER: ("transformers",),
+}
+"""Modules that a form of sources imports."""
 
 
 def weights_file(model: ModelSettings) -> Path | None:
@@ -40,8 +50,8 @@ def weights_file(model: ModelSettings) -> Path | None:
         return found[0] if found else None
     if is_run_source(model.source):
         return RunFolder(Path(model.source)).weights
-    if model.source.startswith(_ENCODER):
-        folder = Path(model.source.removeprefix(_ENCODER))
+    if model.source.startswith((_ENCODER, _FOLDER)) or is_picture_folder(Path(model.source)):
+        folder = Path(model.source.removeprefix(_ENCODER).removeprefix(_FOLDER))
         files = (folder / name for name in ("model.safetensors", "pytorch_model.bin"))
         return next((file for file in files if os.path.isfile(file)), None)  # it never raises
     return None
@@ -58,7 +68,8 @@ def check_weights(facts: Facts, settings: Settings) -> Iterator[Finding]:
         check = f"weights of {name}"
         if missing := _missing_packages(model):
             what = " and ".join(missing)
-            yield error(check, f"{what}: not installed", "pip install 'inferpool[text]'")
+            extra = _EXTRAS.get(_form_of(model.source), "text")
+            yield error(check, f"{what}: not installed", f"pip install 'inferpool[{extra}]'")
             continue
         if found := unloadable.problem_of(model):
             setting, text = found
@@ -75,9 +86,18 @@ def check_weights(facts: Facts, settings: Settings) -> Iterator[Finding]:
             yield ok(check, f"{path.name}: {in_words(path.stat().st_size)}, whole and readable")
 
 
+def _form_of(source: str) -> str:
+    """Return the ending or the beginning of a source, as in `_EXTRAS`; or an empty text."""
+    if is_picture_folder(Path(source)):
+        return _FOLDER
+    return next((each for each in _EXTRAS if source.endswith(each) or source.startswith(each)), "")
+
+
 def _missing_packages(model: ModelSettings) -> list[str]:
     is_packaged = model.source == "minilm_l6"
-    needed = ["tokenizers"] if is_packaged or model.source.startswith(_ENCODER) else []
+    needed = [*_NEEDED.get(_form_of(model.source), ())]
+    if is_packaged or model.source.startswith(_ENCODER):
+        needed.append("tokenizers")
     if is_packaged:
         needed.append(_PACKAGES[model.source][0])
     return [name.replace("_", "-") for name in needed if find_spec(name) is None]

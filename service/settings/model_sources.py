@@ -21,6 +21,7 @@ from inferpool.models.attached import (
     modules_of,
 )
 from inferpool.models.errors import SourceError
+from inferpool.models.files.hugging_face import is_picture_folder
 from inferpool.models.files.kinds import what_it_is
 from inferpool.models.files.modules import (
     file_of,
@@ -36,8 +37,8 @@ _FILE_SUFFIXES = (*MODEL_FILE_SUFFIXES, *WEIGHT_FILE_SUFFIXES, ".toml", ".py")
 """Names that end so are files, and no folders of runs."""
 _SOURCE_FORMS = (
     f"{', '.join(BUILT_IN_SOURCES)}, torchvision:NAME, encoder:FOLDER, package.module:Class, "
-    f"the folder of a training run, or a {', '.join(MODEL_FILE_SUFFIXES[:-1])} or "
-    f"{MODEL_FILE_SUFFIXES[-1]} file"
+    "the folder of a training run or of transformers, or a "
+    f"{', '.join(MODEL_FILE_SUFFIXES[:-1])} or {MODEL_FILE_SUFFIXES[-1]} file"
 )
 _REGISTERED = re.compile(
     r'^@register_model\((?:name=)?"?(\w*)"?\)$.*?^def (\w+)', re.MULTILINE | re.DOTALL
@@ -66,7 +67,7 @@ def is_source(text: str) -> bool:
     if text in BUILT_IN_SOURCES or text.endswith(MODEL_FILE_SUFFIXES):
         return True
     kind, colon, name = text.partition(":")
-    return bool(kind and colon and name) or is_run_source(text)
+    return bool(kind and colon and name) or is_run_source(text) or is_picture_folder(Path(text))
 
 
 def is_run_source(text: str) -> bool:
@@ -75,7 +76,7 @@ def is_run_source(text: str) -> bool:
         return text not in BUILT_IN_SOURCES
     if "/" not in text or ":" in text or text.endswith(_FILE_SUFFIXES):
         return False
-    return not os.path.isfile(text)
+    return not os.path.isfile(text) and not is_picture_folder(Path(text))
 
 
 def slug(source: str) -> str:

@@ -17,9 +17,10 @@ from typing import Literal
 
 from inferpool.models.attached import BUILT_IN_SOURCES, MODEL_FILE_SUFFIXES
 from inferpool.models.errors import SourceError
+from inferpool.models.files.hugging_face import is_picture_folder, no_picture_folder
 from inferpool.models.files.kinds import (
     is_checkpoint_path,
-    problem_of_archive,
+    problem_of_source,
     problem_of_weights,
 )
 from inferpool.models.files.modules import (
@@ -90,6 +91,11 @@ def _problem_of(model: ModelSettings) -> Problem | None:
         is_path = is_path and is_checkpoint_path(weights)
     elif prefix == "encoder" and colon:
         text = _unread(Path(name), f"there is no folder {name}", is_folder=True)
+    elif prefix == "transformers" and colon:
+        is_path = is_path and is_checkpoint_path(weights)
+        text = "" if model.options.get("download") is True else _problem_of_folder(name)
+    elif is_picture_folder(Path(source)):
+        is_path = is_path and is_checkpoint_path(weights)
     elif colon:
         text = _problem_of_module(prefix)
         is_path = is_path and not text and _is_plain_network(prefix, name)
@@ -112,8 +118,15 @@ def _problem_of_run(path: Path, *, has_weights: bool) -> str:
 
 def _problem_of_archive(source: str) -> str:
     path = Path(source)
-    wanted: Literal["export", "torchscript"] = "export" if path.suffix == ".pt2" else "torchscript"
-    return _unread(path, f"there is no file {source}") or problem_of_archive(path, wanted)
+    return _unread(path, f"there is no file {source}") or problem_of_source(path)
+
+
+def _problem_of_folder(name: str) -> str:
+    if lost := _unread(Path(name), f"there is no folder {name}", is_folder=True):
+        return f"{lost}; to fetch it from the Hub of Hugging Face, set options.download = true"
+    if is_picture_folder(Path(name)):
+        return ""
+    return no_picture_folder(Path(name))
 
 
 def _problem_of_weights(weights: str) -> str:

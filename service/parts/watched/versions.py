@@ -9,6 +9,7 @@ from typing import Any
 
 from inferpool.models.attached import MODEL_FILE_SUFFIXES
 from inferpool.models.errors import DataError
+from inferpool.models.files.hugging_face import is_picture_folder
 from inferpool.models.files.image_table import rows_of
 from inferpool.models.files.reading import read_file
 from inferpool.models.files.run_folder import RunFolder, has_begun, is_run, why_no_run
@@ -55,13 +56,14 @@ def read_version(folder: Path) -> dict[str, Any]:
         except ValueError as error:
             raise ValueError(f"{file}: {error}") from error
     if "source" not in settings and (folder / "config.json").is_file():
-        settings["source"] = f"encoder:{folder}"
+        kind = "transformers" if is_picture_folder(folder) else "encoder"
+        settings["source"] = f"{kind}:{folder}"
     if "source" not in settings and (is_run(folder) or has_begun(folder)):
         if not is_run(folder):
             raise ValueError(why_no_run(folder))
         return settings | {"source": _text_of(folder)}
     key = "weights" if "source" in settings else "source"
-    if key in settings or str(settings.get("source")).startswith("encoder:"):
+    if key in settings or str(settings.get("source")).startswith(("encoder:", "transformers:")):
         return settings
     suffixes = _WEIGHT_SUFFIXES if key == "weights" else MODEL_FILE_SUFFIXES
     files = [each for each in sorted(folder.iterdir()) if each.suffix in suffixes]

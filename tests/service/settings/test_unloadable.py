@@ -48,7 +48,11 @@ def run_each(commands: Sequence[Sequence[str]], folder: Path) -> list[tuple[int,
 
 def write(folder: Path) -> None:
     """Write files that are no models, and modules."""
-    (folder / "net.onnx").write_bytes(b"\x08\x07\x12\x07pytorch\x1a\x052.2.1")
+    (folder / "poet").mkdir()
+    (folder / "poet" / "config.json").write_text('{"architectures": ["GptForCausalLM"]}')
+    for name in ("lfs.onnx", "lfs.skops"):
+        (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0")
+    (folder / "net.bin").write_bytes(b"\x08\x07\x12\x07pytorch\x1a\x052.2.1")
     (folder / "lfs.pt2").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0")
     (folder / "page.pth").write_text("<!DOCTYPE html><html></html>")
     (folder / "folder").mkdir()
@@ -83,8 +87,12 @@ CASES = [
     (["serve", "fine:Net", "--weights", "gone.pth"], "--weights: gone.pth: there is no such file"),
     (["serve", "encoder:gone"], "MODEL: there is no folder gone"),
     (["serve", "./gone"], "MODEL: there is no folder gone"),
-    (["serve", "net.onnx"], "net.onnx is an ONNX file: write a class that runs it with onnxrun"),
-    (["serve", "./net.onnx"], "net.onnx is an ONNX file: "),
+    (["serve", "net.bin"], "net.bin is an ONNX file: give it a name that ends in .onnx"),
+    (["serve", "gone.onnx"], "MODEL: there is no file gone.onnx (looked for from "),
+    (["serve", "lfs.onnx"], "lfs.onnx is a pointer of Git LFS"),
+    (["serve", "lfs.skops"], "lfs.skops is a pointer of Git LFS"),
+    (["serve", "transformers:gone"], "set options.download = true"),
+    (["serve", "transformers:poet"], "poet/config.json names GptForCausalLM; served are networks"),
     (["serve", "odd.xyz"], "odd.xyz is a file of an unknown kind: a source is "),
     (["serve", "lfs.pt2"], "lfs.pt2 is a pointer of Git LFS, not the file itself: run `git lfs"),
     (["serve", "lfs.pt2", "--debug"], "MODEL: lfs.pt2 is a pointer of Git LFS"),
@@ -300,7 +308,9 @@ SAMPLES = {
     "safetensors": b'\x10\x00\x00\x00\x00\x00\x00\x00{"a": {}}       ',
     "torchscript": zipped("net/constants.pkl", "net/data.pkl"),
     "export": zipped("net/archive_format"),
+    "inductor": zipped("net/archive_format", "net/data/aotinductor/model/a.wrapper.so"),
     "onnx": b"\x08\x09\x3a\x10",
+    "skops": zipped("schema.json", "1.npy"),
     "pickle": pickle.dumps({"a": 1}),
     "hdf5": b"\x89HDF\r\n\x1a\n",
     "keras": zipped("config.json", "model.weights.h5"),

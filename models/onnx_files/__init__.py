@@ -1,0 +1,1 @@
+"""Models from files of ONNX, computed by onnxruntime."""
