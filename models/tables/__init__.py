@@ -1,0 +1,1 @@
+"""Estimators of scikit-learn for tables and texts, from files of skops."""
