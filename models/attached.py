@@ -42,6 +42,7 @@ OTHERS = {
     "stream loop": "inferpool.workers.streams.worker_side:StreamLoop",
     "check of streams": "inferpool.workers.streams.check:StreamCheck",
     "speed preset": "inferpool.workers.speed.worker_side:chosen_preset",
+    "replacer": "inferpool.service.queue.replacer:Replacer",
     "held streams": "inferpool.workers.host.held_streams:HeldStreams",
     "pass on parts": "inferpool.workers.host.held_streams:pass_on",
     "drop streams": "inferpool.workers.host.held_streams:drop",

@@ -7,12 +7,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import count, groupby
 from math import ceil
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from inferpool.models.attached import attached
 from inferpool.models.spec import USUAL_INTERFACE, Interface
 from inferpool.models.speed_names import SpeedReport
 from inferpool.service.errors import GivenUpError, ServiceError, UnavailableError
@@ -24,7 +26,6 @@ from inferpool.service.queue.instance import (
     SlotOwner,
     StreamReader,
 )
-from inferpool.service.queue.replacer import Replacer
 from inferpool.workers.host.engine import Cause, RankHealth, WorkerHandle, WorkerId
 from inferpool.workers.host.replica_files import ReplicaFiles
 from inferpool.workers.host.restart_policy import RestartPolicy
@@ -35,6 +36,7 @@ from inferpool.workers.shared.messages import UNREADABLE, ItemRef
 
 if TYPE_CHECKING:
     from inferpool.models.spec import SplitReport, TensorSpec
+    from inferpool.service.queue.replacer import Replacer
     from inferpool.service.telemetry.console import Console
     from inferpool.workers.host.shared_check import SharedCheck
 
@@ -91,7 +93,7 @@ class Pool:
             on_change: Called when a worker has come or gone.
             version: The number of the version.
         """
-        self.name = name = dispatcher.name
+        self.name = dispatcher.name
         self.source = source
         self.version = version
         self.configs = configs
@@ -126,7 +128,15 @@ class Pool:
         )
         self.check = check
         self._supervisor = WorkerSupervisor(self.check.start, self, policy, files)
-        self.replacer = Replacer(name, self._supervisor, self._record_successor, self.check.forget)
+
+    @cached_property
+    def replacer(self) -> "Replacer":
+        """Replaces the workers, one after another."""
+        make = attached("replacer")
+        replacer: Replacer = make(
+            self.name, self._supervisor, self._record_successor, self.check.forget
+        )
+        return replacer
 
     @property
     def slots(self) -> Sequence[WorkerSlot]:
