@@ -271,6 +271,19 @@ async def test_a_stream_is_computed_again_only_before_its_first_part():
     bench.check_books()
 
 
+async def test_a_lost_host_breaks_streams_without_blame():
+    bench = StreamBench()
+    for slot in range(4):
+        worker = bench.worker(joins=True, credit=2, slot=slot)
+        stream = await bench.send(PartsKept(), payload=b"same")
+        worker.give(b"1")
+        worker.lose_host()
+        await turn()
+        assert isinstance(stream.exception(), StreamBrokenError)
+    assert bench.dispatcher.num_quarantined == 0
+    bench.check_books()
+
+
 async def test_a_stream_that_kills_workers_is_quarantined_even_after_its_first_part():
     bench = StreamBench()
     for slot in range(3):

@@ -73,3 +73,19 @@ def test_the_work_of_another_host_bears_its_name(host: str) -> None:
     spans = {span.name: span for span in spans_of(recorder.waiting.pop())}
     for name in ("prepare", "compute"):
         assert attributes(iter(spans[name].attributes)).get("inferpool.host", "") == host
+
+
+@pytest.mark.parametrize("code", ["", "stream_broken"])
+def test_a_stream_has_spans_up_to_its_first_part_and_from_there_to_its_end(code: str) -> None:
+    recorder, predict = traced(FakeModel())
+    exchange = Exchange.open(NoWire(), predict, "POST", "/predict", b"", [])
+    attempt = Attempt("m/0", 0, "cpu", 1, 2.0, first_part=2.5)
+    steps = InstanceSteps(arrived=1.0, settled=4.0, code=code, message="it died", tries=[attempt])
+    exchange.call.steps = [steps]
+    exchange.close(200)
+    spans = {span.name: span for span in spans_of(recorder.waiting.pop())}
+    first, further = spans["first part"], spans["further parts"]
+    assert first.end_time_unix_nano - first.start_time_unix_nano == 500_000_000
+    assert further.end_time_unix_nano - further.start_time_unix_nano == 1_500_000_000
+    assert attributes(iter(further.attributes)).get("error.type", "") == code
+    assert "attempt" not in spans
