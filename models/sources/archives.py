@@ -252,6 +252,10 @@ def _results(program: ExportedProgram, fixed_size: int | None) -> list[tuple[str
     assert out_spec is not None
     outputs = named_outputs(pytree.tree_unflatten(flat, out_spec))
     for name, value in outputs.items():
+        if not isinstance(value, Tensor):
+            raise ModelError(
+                f"the exported program's output {name!r} is a list: only tensors can be served"
+            )
         rows: int | SymInt = value.shape[0] if value.dim() else 0
         is_batch = isinstance(rows, SymInt) if fixed_size is None else rows == fixed_size
         if not is_batch:

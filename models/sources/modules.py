@@ -3,13 +3,15 @@
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from inferpool.models.base import Model
 from inferpool.models.errors import ModelError
-from inferpool.models.item import Features, Item
+from inferpool.models.item import Features, Item, Outputs
+from inferpool.models.ragged import RaggedOutput, joined, outputs_of
 from inferpool.models.sources.made_up import made_up
 from inferpool.models.spec import DTYPE_BYTES, Placement, TensorSpec
 
@@ -62,7 +64,7 @@ class TensorModel(Model, ABC):
         if all(_is_known(spec) for spec in self.inputs):
             self._probe()
 
-    def forward(self, batch: Features) -> Features:
+    def forward(self, batch: Features) -> Outputs:
         """Call the network with the inputs in the order of their specs."""
         arguments = [batch[spec.name].to(self.device, non_blocking=True) for spec in self.inputs]
         return self._named(self.network(*arguments))
@@ -82,7 +84,7 @@ class TensorModel(Model, ABC):
         found = (made_up(self.inputs, generator, numbers) for _ in range(num))
         return [item for item in found if item is not None]
 
-    def _named(self, result: object) -> dict[str, Tensor]:
+    def _named(self, result: object) -> dict[str, Any]:
         outputs = named_outputs(result)
         if not self.outputs:
             return outputs
@@ -107,16 +109,19 @@ class TensorModel(Model, ABC):
                 f"the network fails on zeros of its declared inputs: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        for name, tensor in outputs.items():
-            if tensor.dim() == 0 or len(tensor) != _PROBE_ROWS:
+        for name, output in outputs.items():
+            if isinstance(output, list):
+                if len(output) != _PROBE_ROWS:
+                    raise ModelError(
+                        f"for a batch of {_PROBE_ROWS} the network's output {name!r} is a list of "
+                        f"{len(output)}: it must have one tensor for each instance"
+                    )
+            elif output.dim() == 0 or len(output) != _PROBE_ROWS:
                 raise ModelError(
                     f"for a batch of {_PROBE_ROWS} the network's output {name!r} has shape "
-                    f"{list(tensor.shape)}: its first dimension must be the batch"
+                    f"{list(output.shape)}: its first dimension must be the batch"
                 )
-        self.outputs = self.outputs or [
-            TensorSpec(name=name, dtype=dtype_name(tensor.dtype), shape=(-1, *tensor.shape[1:]))
-            for name, tensor in outputs.items()
-        ]
+        self.outputs = self.outputs or [_found(name, output) for name, output in outputs.items()]
 
 
 class SizedModel(TensorModel):
@@ -133,7 +138,7 @@ class SizedModel(TensorModel):
         """The only size of batches, if there is only one."""
         return self.smallest if self.smallest == self.largest else None
 
-    def forward(self, batch: Features) -> Features:
+    def forward(self, batch: Features) -> Outputs:
         """Compute the batch, in pieces of the sizes that the network accepts."""
         inputs = [batch[spec.name].to(self.device, non_blocking=True) for spec in self.inputs]
         num_rows = len(inputs[0])
@@ -142,7 +147,7 @@ class SizedModel(TensorModel):
         pieces = zip(*(tensor.split(min(self.largest, num_rows)) for tensor in inputs), strict=True)
         return joined([self._run_filled(piece) for piece in pieces])
 
-    def _run_filled(self, piece: Sequence[Tensor]) -> Features:
+    def _run_filled(self, piece: Sequence[Tensor]) -> Outputs:
         """Repeat the last row up to the smallest size, and cut the outputs to the real rows."""
         num_rows = len(piece[0])
         surplus = self.smallest - num_rows
@@ -192,21 +197,19 @@ class ModuleModel(TensorModel):
         return self.load_network(self._build, self._weights, placement, example=example)
 
 
-def joined(parts: Sequence[Features]) -> Features:
-    """Join the outputs of several pieces of a batch."""
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-
-
-def named_outputs(result: object) -> dict[str, Tensor]:
+def named_outputs(result: object) -> dict[str, Any]:
     """Name a network's outputs: "output", or "output_0" and so on, or by their own names.
+
+    A dict may have lists with a tensor for each instance, and a list of dicts has one for each.
 
     Raises:
         ModelError: They are not tensors.
     """
     if isinstance(result, Tensor):
         return {"output": result}
-    if isinstance(result, Mapping):
-        named = {str(name): value for name, value in result.items()}
+    is_of_dicts = isinstance(result, list) and any(isinstance(each, Mapping) for each in result)
+    if isinstance(result, Mapping) or is_of_dicts:
+        named = {str(name): value for name, value in outputs_of(result).items()}
     elif isinstance(result, tuple) and hasattr(result, "_asdict"):
         named = result._asdict()
     elif isinstance(result, tuple | list):
@@ -214,11 +217,20 @@ def named_outputs(result: object) -> dict[str, Tensor]:
     else:
         raise ModelError(f"the network returns a {type(result).__name__}, not tensors")
     for name, value in named.items():
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor | RaggedOutput):
             raise ModelError(
                 f"the network's output {name!r} is a {type(value).__name__}, not a tensor"
             )
     return named
+
+
+def _found(name: str, output: Tensor | RaggedOutput) -> TensorSpec:
+    """Return the spec of an output; instances of a list may be of any size."""
+    if isinstance(output, RaggedOutput):
+        return TensorSpec(
+            name=name, dtype=dtype_name(output[0].dtype), shape=(-1,) * (1 + output[0].dim())
+        )
+    return TensorSpec(name=name, dtype=dtype_name(output.dtype), shape=(-1, *output.shape[1:]))
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -4,20 +4,20 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import httpx
 
 from .errors import InferpoolError, ProtocolError, error_class
 from .safetensors import RawTensor, read_safetensors
-from .tensors import to_numpy, to_torch
-
-if TYPE_CHECKING:
-    import numpy as np
-    import torch
+from .tensors import by_output, to_numpy, to_torch
 
 Json: TypeAlias = Any
 """Value that `json.loads` returns; with an exact type, every reader would have to cast."""
+ArrayOrList: TypeAlias = Any
+"""`np.ndarray`; of a model that returns lists, `list[np.ndarray]`. Readers know which it is."""
+TensorOrList: TypeAlias = Any
+"""`torch.Tensor`, or `list[torch.Tensor]`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,22 +144,25 @@ class Prediction:
         return labels[0]
 
     @cached_property
-    def arrays(self) -> "dict[str, np.ndarray[Any, Any]]":
-        """Outputs by name, if `as_arrays` asked for them; bfloat16 becomes float32."""
-        return {name: to_numpy(each) for name, each in self._tensors().items()}
+    def arrays(self) -> dict[str, ArrayOrList]:
+        """Outputs by name, if `as_arrays` asked for them; bfloat16 becomes float32.
+
+        Of a model that returns lists, an output is a list with an array for each instance.
+        """
+        return by_output(self._tensors(), to_numpy)
 
     @property
-    def array(self) -> "np.ndarray[Any, Any]":
+    def array(self) -> ArrayOrList:
         """The only output, if `as_arrays` asked for it."""
         return self.arrays[_only(self.arrays)]
 
     @cached_property
-    def tensors(self) -> "dict[str, torch.Tensor]":
-        """Outputs by name as CPU tensors, if `as_arrays` asked for them."""
-        return {name: to_torch(each) for name, each in self._tensors().items()}
+    def tensors(self) -> dict[str, TensorOrList]:
+        """Outputs by name as CPU tensors, if `as_arrays` asked for them; lists as in `arrays`."""
+        return by_output(self._tensors(), to_torch)
 
     @property
-    def tensor(self) -> "torch.Tensor":
+    def tensor(self) -> TensorOrList:
         """The only output as a CPU tensor, if `as_arrays` asked for it."""
         return self.tensors[_only(self.tensors)]
 

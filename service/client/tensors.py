@@ -4,7 +4,8 @@ numpy and torch are imported only when the caller uses them.
 """
 
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .errors import UnsendableError
 from .safetensors import SAFETENSORS_DTYPES, RawTensor
@@ -12,6 +13,8 @@ from .safetensors import SAFETENSORS_DTYPES, RawTensor
 if TYPE_CHECKING:
     import numpy as np
     import torch
+
+_Made = TypeVar("_Made")
 
 
 def is_tensor(value: object) -> bool:
@@ -43,6 +46,27 @@ def raw_tensor(value: Any) -> RawTensor:
         array = array.astype(array.dtype.newbyteorder("<"))
     flat: Any = array.reshape(-1).view(np.uint8)
     return RawTensor(array.dtype.name, array.shape, memoryview(flat))
+
+
+def by_output(
+    tensors: Mapping[str, RawTensor], made: Callable[[RawTensor], _Made]
+) -> dict[str, _Made | list[_Made]]:
+    """Return tensors by outputs: those named "boxes.0", "boxes.1", ... are one list, "boxes"."""
+    found: dict[str, _Made | list[_Made]] = {}
+    lists: dict[str, dict[str, RawTensor]] = {}
+    for name, tensor in tensors.items():
+        output, _, number = name.rpartition(".")
+        if output and number.isdecimal():
+            lists.setdefault(output, {})[number] = tensor
+        else:
+            found[name] = made(tensor)
+    for output, rows in lists.items():
+        numbers = [str(number) for number in range(len(rows))]
+        if rows.keys() == set(numbers):
+            found[output] = [made(rows[number]) for number in numbers]
+        else:  # of a service that had dots in its names
+            found |= {f"{output}.{number}": made(row) for number, row in rows.items()}
+    return found
 
 
 def to_numpy(tensor: RawTensor) -> "np.ndarray[Any, Any]":

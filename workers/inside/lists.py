@@ -4,6 +4,7 @@ The code of each call imports this only for a model that returns such lists. In 
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 import msgspec
 import torch
@@ -23,10 +24,10 @@ class OutgoingLists(TensorOutputs):
         """Measure them; each instance is checked when it is sent."""
         self._outputs = outputs
         self._ragged = {name for name, output in outputs.items() if isinstance(output, list)}
-        num_bytes = sum(
-            sum(each.nbytes for each in output) if isinstance(output, list) else output.nbytes
-            for output in outputs.values()
+        tensors = chain.from_iterable(
+            output if isinstance(output, list) else (output,) for output in outputs.values()
         )
+        num_bytes = sum(each.numel() * each.itemsize for each in tensors)  # if it is sparse, too
         self.row_bytes = -(-num_bytes // max(1, num_rows))
 
     def row(self, row: int, keep: Keep) -> list[TensorBlob]:

@@ -287,6 +287,7 @@ def _answer() -> Json:
                 "examples": EXAMPLES["predictions"],
             },
             "application/x-npy": {"schema": _BINARY},
+            "application/x-npz": {"schema": _BINARY},
             "application/safetensors": {"schema": _BINARY},
             "application/octet-stream": {"schema": _BINARY},
         },

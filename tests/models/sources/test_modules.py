@@ -67,6 +67,7 @@ def test_outputs_take_the_names_that_are_declared():
         (lambda x: x @ torch.ones(5), "fails on zeros of its declared inputs: RuntimeError"),
         (lambda x: "text", "returns a str"),
         (lambda x: {"y": 3}, "'y' is a int, not a tensor"),
+        (lambda x: {"y": [x[0]]}, "'y' is a list of 1: it must have one tensor for each instance"),
         (lambda x: x.to(torch.complex64), "complex64 cannot be served"),
     ],
 )
@@ -85,6 +86,21 @@ def test_outputs_are_named_by_what_holds_them():
     assert list(named_outputs([tensor, tensor])) == ["output_0", "output_1"]
     assert list(named_outputs({"a": tensor})) == ["a"]
     assert list(named_outputs(Point(tensor, tensor))) == ["x", "y"]
+
+
+class Detecting(nn.Module):
+    """Returns a dict for each row, with as many scores as its first number says."""
+
+    def forward(self, x):
+        return [{"scores": row[:1].repeat(int(row[0]))} for row in x]
+
+
+def test_a_network_may_return_a_dict_of_tensors_for_each_instance():
+    model = load(Detecting, inputs=FOUR)
+    assert model.outputs == [TensorSpec(name="scores", dtype="float32", shape=(-1, -1))]
+    found = run(model, [json_item([2, 0, 0, 0]), json_item([0, 0, 0, 0])])["scores"]
+    assert [each.tolist() for each in found] == [[2.0, 2.0], []]
+    assert list(named_outputs({"boxes": [torch.zeros(1), torch.zeros(2)]})) == ["boxes"]
 
 
 def test_finite_outputs_are_promised_unless_the_options_say_otherwise():

@@ -4,7 +4,10 @@ import itertools
 
 import pytest
 
-from tests.models.speed.pace import small
+from inferpool.models.ragged import RaggedOutput
+from inferpool.models.tolerance import ValueTolerance
+from tests.models.items import loaded
+from tests.models.speed.pace import FewSamples, small
 
 
 def prepared(pace, max_batch_size=4, **times):
@@ -89,3 +92,24 @@ def test_a_network_is_calibrated_with_samples_of_every_kind_as_far_as_time_allow
         trial.calibrate(trial.exact)
         numbers.append((pace.sizes[-1], wanted))
     assert [size for size, _ in numbers] == [wanted for _, wanted in numbers]
+
+
+class CutByPlace(FewSamples):
+    """Returns the first probabilities of each instance, one more for each place in the batch."""
+
+    num_less = 0
+
+    def postprocess(self, outputs):
+        rows = super().postprocess(outputs)["probabilities"]
+        first = [row[: number + 1 - self.num_less] for number, row in enumerate(rows)]
+        return {"probabilities": RaggedOutput(first)}
+
+
+def test_presets_are_compared_by_lists_and_a_difference_in_number_counts(pace):
+    model = loaded(CutByPlace())
+    model.tolerance = ValueTolerance(relative=0.1)
+    trial = pace.trial(model)
+    network = trial.prepare("folded")
+    assert trial.compare(network).is_within
+    model.num_less = 1
+    assert not trial.compare(network).is_within

@@ -4,14 +4,16 @@ import contextlib
 import json
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
 
 import inferpool.workers.inside.staging
 from inferpool.models.accelerator.device import HandOver, stack_pinned
-from inferpool.models.item import Features, Item
+from inferpool.models.item import Features, Item, Outputs
+from inferpool.models.ragged import RaggedOutput
 from inferpool.models.spec import Placement
 from inferpool.models.speed.graphs import Graphed
 from inferpool.workers.inside.compute import Computer
@@ -78,6 +80,38 @@ def test_next_batch_is_prepared_and_launched_while_the_device_computes():
         assert not torch.sim.current_stream().query()
     assert answers(computer, first) == [2, 4]
     assert answers(computer, second) == [6]
+
+
+def test_lists_of_outputs_are_copied_back_while_the_device_computes_the_next():
+    class Cut(AheadModel):
+        can_run_ahead = True
+        outputs = ()
+
+        def forward(self, batch: Features) -> Outputs:
+            twice = super().forward(batch)["twice"]
+            rows = (row[: number + 1] for number, row in enumerate(twice))
+            return {"twice": RaggedOutput(rows)}
+
+        def postprocess(self, outputs: Outputs) -> Outputs:
+            return outputs
+
+        def render(self, outputs: Features, parameters: Mapping[str, object]) -> object:
+            return {"twice": outputs["twice"].tolist()}
+
+    model = Cut()
+    computer = computer_of(model)
+    with torch.sim.held():
+        first, second = prepared(computer, numbers(1, 2)), prepared(computer, numbers(3))
+        computer.launch(first)
+        computer.launch(second)
+        assert not torch.sim.current_stream().query()
+    assert answers(computer, first) == [[2], [4, 4]]
+    assert answers(computer, second) == [[6]]
+    assert computer.staging is not None
+    batch: Any = {"x": torch.ones(1, 64), "do": ["ok"]}
+    same = model.forward(batch)
+    computer.staging.compare(same, same)
+    assert not computer.runs_ahead
 
 
 def test_batch_lies_in_pinned_memory_and_is_copied_while_the_device_computes(
