@@ -199,6 +199,8 @@ class InterfaceHealth:
     """Its answers come in parts."""
     joins: bool = False
     """Streams may begin while others are under way."""
+    alone: bool = False
+    """Parts are those of one instance, whatever `max_batch_size` is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
