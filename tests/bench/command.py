@@ -17,6 +17,7 @@ from tests.bench import (
     soak,
     split,
     steps,
+    streams,
     trace,
 )
 from tests.bench.frame import FAILURES, Benchmark
@@ -46,6 +47,7 @@ BENCHMARKS = {
     "shares": service.shares,
     "jobs": service.jobs,
     "hosts": hosts.hosts,
+    "streams": streams.streams,
     "soak": soak.soak,
 }
 

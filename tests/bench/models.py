@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -11,8 +12,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
+import inferpool
+from inferpool.models.base import Model
 from inferpool.models.files.checkpoint import StoredWeights
-from inferpool.models.item import Features
+from inferpool.models.item import Features, Item
 from inferpool.models.sources.modules import ModuleModel
 from inferpool.models.spec import Placement, TensorSpec
 from inferpool.models.vision.classifier import Classifier
@@ -22,6 +25,7 @@ from tests.fault_model import FaultModel
 STACK = "tests.bench.models:StackModel"
 SLEEPER = "tests.bench.models:Sleeper"
 STAND_IN = "tests.bench.models:StandIn"
+TOKENS = "tests.bench.models:TokenStreams"
 WIDTH = 2048
 HIDDEN = 4 * WIDTH
 BLOCK_BYTES = 4 * (2 * WIDTH * HIDDEN + HIDDEN + 3 * WIDTH)
@@ -141,3 +145,47 @@ def compute_by_blocks(index: Path, num_blocks: int, x: Tensor) -> Tensor:
             block.load_state_dict(state)
             x = block(x)
     return x
+
+
+class TokenStreams(Model):
+    """Streams that new ones join: {"parts": 100, "bytes": 5} has 100 texts of 5 bytes.
+
+    Its device is a wait in each step, which takes no core.
+    """
+
+    joins = True
+    example: object = {"parts": 2, "bytes": 5}  # of models too
+
+    def __init__(self, *, step_s: float = 0.01) -> None:
+        """Store the seconds of a step."""
+        self._step_s = step_s
+        self._left: dict[int, int] = {}
+        self._texts: dict[int, str] = {}
+
+    def preprocess(self, item: Item) -> Features:
+        value = item.json()
+        return {"plan": torch.tensor([value["parts"], value["bytes"]])}  # type: ignore[call-overload, index]  # the benchmark sends nothing else
+
+    def stream(self, batch: Features) -> Iterator[object]:
+        """Give each stream its next text in each step."""
+        self._left.clear()
+        self.admit(batch, range(len(batch["plan"])))
+        while self._left:
+            time.sleep(self._step_s)
+            step: dict[int, object] = {each: self._texts[each] for each in self._left}
+            for position, left in [*self._left.items()]:
+                if left:
+                    self._left[position] = left - 1
+                else:
+                    step[position] = inferpool.END
+                    self.drop(position)
+            yield step
+
+    def admit(self, batch: Features, positions: Sequence[int]) -> None:
+        """Begin some more."""
+        for position, (parts, num_bytes) in zip(positions, batch["plan"].tolist(), strict=True):
+            self._left[position], self._texts[position] = parts, "x" * num_bytes
+
+    def drop(self, position: int) -> None:
+        """End one."""
+        del self._left[position], self._texts[position]

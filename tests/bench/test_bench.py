@@ -36,6 +36,7 @@ _COMMANDS = {
     "start --rounds 1 --model echo": "seconds",
     "overload --rounds 1 --secs 1 --times 3": "goodput_share",
     "decoders --rounds 1 --secs 0.5 --warm 0.2 --numbers 1": "worker_us",
+    "streams --rounds 1 --secs 1 --hangups 64": "parts_per_s",
     "shares --source sleep --rounds 1 --secs 1": "ratio",
     "jobs --source sleep --rounds 1 --secs 1": "of_idle",
     'soak --requests 400 --serve-args "--job-store none"': "",
