@@ -1,6 +1,7 @@
 // Shows the result of a prediction: labels or JSON, its timing, or why it failed.
 
 import { h } from "./dom.js";
+import { foundElements, isFound } from "./found.js";
 import { durationText, json } from "./format.js";
 
 const MAX_LABELS = 5;
@@ -14,13 +15,13 @@ const PARTS = [
   ["network", "network and browser"],
 ];
 
-/** Shows a body of /predict with what its headers say. */
-export function showAnswer(place, { predictions }, headers, tookMs) {
+/** Shows a body of /predict with what its headers say, and what was found in the picture that was sent. */
+export function showAnswer(place, { predictions }, headers, tookMs, picture = null) {
   const failures = predictions.flatMap((each, index) => (isFailure(each) ? [{ index, ...each.error }] : []));
   const times = timesOf(headers.get("server-timing"), tookMs);
   place.replaceChildren(
     ...(failures.length ? [problem({ title: `${failures.length} of ${predictions.length} instances failed`, errors: failures })] : []),
-    ...prediction(predictions),
+    ...prediction(predictions, picture, place.clientWidth),
     ...(times ? [h("h3", {}, "Where its time went"), ...timeline(times)] : []),
   );
 }
@@ -64,14 +65,22 @@ function keyForm(onKey) {
   return form;
 }
 
-function prediction(predictions) {
+function prediction(predictions, picture, width) {
   const [first] = predictions;
   if (predictions.length === 1 && isLabels(first)) {
     return [h("h3", {}, "Prediction"), h("ol", { class: "labels" }, first.slice(0, MAX_LABELS).map(labelled))];
   }
-  const text = json(predictions.length === 1 ? first : predictions);
+  if (predictions.length === 1 && isFound(first)) {
+    const details = h("details", {}, h("summary", {}, "JSON"), asText(first));
+    return [h("h3", {}, "Prediction"), ...foundElements(first, picture, width), details];
+  }
+  return [h("h3", {}, "Prediction"), asText(predictions.length === 1 ? first : predictions)];
+}
+
+function asText(value) {
+  const text = json(value);
   const shown = text.length > MAX_TEXT ? `${text.slice(0, MAX_TEXT)} … (${text.length.toLocaleString("en")} characters)` : text;
-  return [h("h3", {}, "Prediction"), h("pre", { tabindex: "0" }, shown)];
+  return h("pre", { tabindex: "0" }, shown);
 }
 
 const isLabels = (value) => Array.isArray(value) && value.length > 0

@@ -153,6 +153,7 @@ async function send() {
   const [body, type] = kind() === "file"
     ? [file, file.type || DEFAULT_FILE_TYPE]
     : [$("json").value, "application/json"];
+  const picture = kind() === "file" ? file : null;
   isBusy = true;
   updateButton();
   setText($("try-status"), "Predicting…");
@@ -167,7 +168,7 @@ async function send() {
     const text = await response.text();
     const tookMs = performance.now() - began;
     if (response.ok) {
-      showAnswer($("answer"), JSON.parse(text), response.headers, tookMs);
+      showAnswer($("answer"), JSON.parse(text), response.headers, tookMs, picture);
       setText($("try-status"), `Answered in ${tookMs.toFixed(0)} ms`);
     } else {
       setText($("try-status"), `Failed with ${response.status}`);
