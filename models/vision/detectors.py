@@ -18,6 +18,7 @@ from torchvision.models.detection.transform import (  # type: ignore[import-unty
 from inferpool.models.base import Model
 from inferpool.models.errors import InputError, ModelError
 from inferpool.models.item import Features, Item
+from inferpool.models.ragged import outputs_of
 from inferpool.models.spec import Placement, TensorSpec
 from inferpool.models.vision.masks import runs_in_box
 from inferpool.models.vision.photos import sample_jpegs
@@ -130,8 +131,9 @@ class TorchvisionDetector(Model):
                 for part, size in zip(parts, sizes, strict=True)
             ]
         )
-        outputs: dict[str, Any] = {name: [each[name] for each in found] for name in found[0]}
-        return {**outputs, "size": batch["size"]}
+        for each, size in zip(found, batch["size"], strict=True):
+            each["size"] = size
+        return outputs_of(found)
 
     def render(self, outputs: Features, parameters: Mapping[str, object]) -> object:
         """Render what has at least `min_score`, in pixels of the picture."""

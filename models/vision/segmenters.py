@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from inferpool.models.base import Model
 from inferpool.models.errors import InputError, SourceError
 from inferpool.models.item import Features, Item
+from inferpool.models.ragged import outputs_of
 from inferpool.models.spec import Placement, TensorSpec
 from inferpool.models.vision.detectors import classes_text
 from inferpool.models.vision.images import check_size
@@ -128,8 +129,8 @@ class TorchvisionSegmenter(Model):
         x_BCHW.div_(255).sub_(self._mean.view(3, 1, 1)).div_(self._std.view(3, 1, 1))
         scores_BKHW = self.network(x_BCHW)["out"]
         sizes = [(height, width) for height, width in batch["size"].tolist()]
-        labels: Any = [labels_at(*each) for each in zip(scores_BKHW, sizes, strict=True)]
-        return {"labels": labels}
+        labels = [labels_at(*each) for each in zip(scores_BKHW, sizes, strict=True)]
+        return outputs_of({"labels": labels})
 
     def render(self, outputs: Features, parameters: Mapping[str, object]) -> object:
         """Render the pixels of each class but the background, by its name."""
