@@ -291,6 +291,8 @@ class GateMember(QueuePolicy):
             took_s = min(took_s, turn.longest_s)  # others have used the device since then
         elif lane.worker.ready.is_accelerated:
             took_s = done.compute_s  # it was prepared elsewhere
+            if lane.worker.ready.interface.joins:
+                took_s /= len(lane.batches)  # each step was for all of them
         self._gate.enter(claim, now)  # before its place is free for others
         claim.end(turn, took_s, now)
         self._gate.soon()

@@ -13,7 +13,7 @@ from inferpool.service.parts.turns.gate import DeviceGate
 from inferpool.service.queue.instance import BACKGROUND
 from inferpool.service.settings.model import ModelSettings
 from inferpool.workers.shared.arena import Arena
-from tests.fakes import FakeEngine, FakeWorker
+from tests.fakes import FakeEngine, FakeWorker, StreamingWorker, ref_to
 from tests.service.parts.turns.contenders import (
     BOTH_GPUS,
     CORE,
@@ -23,7 +23,7 @@ from tests.service.parts.turns.contenders import (
     compete,
     end,
 )
-from tests.service.pools import make_pool, until
+from tests.service.pools import make_dispatcher, make_pool, until
 
 pytestmark = pytest.mark.usefixtures("virtual_time")
 
@@ -229,6 +229,32 @@ async def test_a_hung_worker_does_not_keep_the_others_waiting(model):
     await asyncio.sleep(0.001)
     await asyncio.wait_for(asyncio.gather(*(other.submit() for _ in range(20))), 1.0)
     hung.dispatcher.abandon(lambda: UnavailableError("over"))
+
+
+async def test_a_long_stream_keeps_no_other_model_waiting_and_pays_for_its_time(gate, arena, model):
+    streams = make_dispatcher(arena)
+    worker = StreamingWorker(joins=True, credit=4)
+    streams.attach(worker)
+    gate.join(streams.scheduler, model="a", share=1.0, placements=(GPU,))
+    other = model(model="b", placements=(GPU,))
+    long = [streams.submit(ref_to(b"x"), [b"x"]) for _ in range(2)]
+    await asyncio.sleep(0.1)
+    assert len(worker.batches) == 2
+    worker.give(b"1")
+    for _ in range(10):
+        await asyncio.wait_for(asyncio.gather(*(other.submit() for _ in range(5))), 1.0)
+        worker.give(b"2")
+    long.append(streams.submit(ref_to(b"x"), [b"x"]))
+    await asyncio.sleep(1.0)
+    assert len(worker.batches) == 3, "a stream begins while the other model is busy"
+    (device,) = (each for each in gate._devices.values() if each.places == 1)
+    before_s = device.accounts["a"].level_s
+    for batch in range(3):
+        worker.give(None, batch=batch)
+        worker.give_back(batch)
+    await asyncio.sleep(0.1)
+    assert all(stream.result() for stream in long)
+    assert device.accounts["a"].level_s > before_s
 
 
 async def test_a_model_does_not_pay_for_the_time_in_which_a_lost_worker_hung(model):
