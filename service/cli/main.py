@@ -56,6 +56,7 @@ examples:
   inferpool serve my_package.nets:MyModel      your own class
   inferpool serve my_nets:MyModel --debug      the same in one process; breakpoint() works
   inferpool serve exported.pt2 --replicas 2    a torch.export archive, in two processes
+  inferpool serve model.onnx                   a file of ONNX; .skops, folders of transformers too
   inferpool agent --join 10.0.0.1:8470         run its workers on this host too
   inferpool predict photo.jpg                  ask a running service
   inferpool jobs submit inputs.jsonl --wait    hand many inputs to it as a job

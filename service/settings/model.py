@@ -53,8 +53,9 @@ class ModelSettings(SettingsTable):
 
     source: Text
     """`efficientnet_lite0`, `minilm_l6`, `echo`, `torchvision:NAME`, `encoder:FOLDER`,
-    `package.module:Class`, the folder of a training run, or the path of a .pt2 file (torch.export)
-    or of a .pt, .ts or .torchscript file (TorchScript).
+    `package.module:Class`, `transformers:FOLDER`, the folder of a training run or of transformers,
+    or the path of a file: .pt2 (torch.export or AOTInductor), .onnx, .skops (scikit-learn), .pt,
+    .ts or .torchscript (TorchScript).
 
     A model whose name is that of a built-in source needs none."""
     path: Text | None = None

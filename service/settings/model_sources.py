@@ -142,6 +142,8 @@ def packages_to_preload(sources: Sequence[str], folder: Path) -> list[str]:
     found: dict[str, None] = {}
     for source in sources:
         name, colon, _ = _network_of(source, folder).partition(":")
+        if not colon and is_picture_folder(folder / source):
+            name = "transformers"
         if name in _KNOWN:
             found[name] = None
         elif colon:

