@@ -106,12 +106,12 @@ def classes_of(estimator: Any) -> list[object]:
     return found
 
 
-def split_last(estimator: Any) -> tuple[Any, Any]:
-    """Return the steps before the last one, if there are some, and the last one."""
-    steps = getattr(estimator, "steps", None)
-    if not steps or len(steps) == 1:
-        return None, estimator
-    return estimator[:-1], estimator[-1]
+def steps_of(estimator: Any) -> tuple[list[Any], Any]:
+    """Return the steps that change the data, and the last one."""
+    steps = [step for _, step in getattr(estimator, "steps", ())]
+    if not steps:
+        return [], estimator
+    return [each for each in steps[:-1] if each not in (None, "passthrough")], steps[-1]
 
 
 def columns_of(estimator: Any) -> Columns:

@@ -27,7 +27,7 @@ from inferpool.models.tables.estimator import (
     columns_of,
     read_estimator,
     share_threads,
-    split_last,
+    steps_of,
 )
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class TableModel(Model):
         self._method = chosen_method(self._path, estimator, self._wanted)
         self._classes = classes_of(estimator) if self._method != "transform" else []
         self._columns = columns = columns_of(estimator)
-        self._before, self._last = split_last(estimator)
+        self._before, self._last = steps_of(estimator)
         self._has_pandas = bool(columns.names) and find_spec("pandas") is not None
         if not columns.is_text:
             num = columns.num or -1
@@ -163,8 +163,8 @@ class TableModel(Model):
 
     def _computed(self, rows: Any) -> dict[str, Tensor]:
         x = rows if self._columns.is_text else self._table(rows)
-        if self._before is not None:
-            x = self._before.transform(x)
+        for step in self._before:
+            x = step.transform(x)
         found = getattr(self._last, self._method)(x)
         if self._method == "predict" and self._classes:
             return {"label": self._indices(found)}
