@@ -51,17 +51,27 @@ def example_of_form(fields: Mapping[str, object]) -> tuple[Item, bytes]:
     Raises:
         TypeError: JSON has no such value, and it is no `Upload`.
     """
-    parts = ((name, _part_of(value)) for name, value in fields.items())
-    pieces, headers = pack_form(parts)
+    parts = [(name, each) for name, value in fields.items() for each in _each_of(value)]
+    pieces, headers = pack_form(
+        (name, each if isinstance(each, Upload) else msgspec.json.encode(each))
+        for name, each in parts
+    )
     item = Item(kind="form", payload=memoryview(b"".join(pieces)), headers=headers)
-    return item, msgspec.json.encode(fields, enc_hook=_shown)
+    shown = {
+        name: [_shown(each) for each in value] if isinstance(value, list) else _shown(value)
+        for name, value in fields.items()
+    }
+    return item, msgspec.json.encode(shown)
 
 
-def _part_of(value: object) -> bytes | Upload:
-    return value if isinstance(value, Upload) else msgspec.json.encode(value)
+def _each_of(value: object) -> list[object]:
+    """Return the values of a field's parts: those of a list with files stand alone."""
+    has_files = isinstance(value, list) and any(isinstance(each, Upload) for each in value)
+    return value if has_files else [value]  # type: ignore[return-value]  # it is a list
 
 
 def _shown(value: object) -> object:
+    """Return what stands for a file in JSON."""
     if isinstance(value, Upload):
         return {"b64": base64.b64encode(value.data).decode()}
-    raise TypeError(f"JSON has no {type(value).__name__}")
+    return value

@@ -535,7 +535,7 @@ def make_app(assembly: Assembly) -> tuple[App, Predict, EdgeLimits]:
     )
     app.predict, app.tracing = predict, recorder
     app.has_jobs = assembly.jobs is not None
-    app.examples = service.examples
+    app.examples, app.interfaces = service.examples, service.interfaces
     if assembly.changes is not None:
         from inferpool.service.parts.swap.requests import request_schemas
 

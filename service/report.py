@@ -3,8 +3,7 @@
 import asyncio
 import platform
 from collections.abc import Iterable, Sequence
-
-import msgspec
+from dataclasses import fields
 
 from inferpool.service.api.routes.health import (
     CheckHealth,
@@ -85,7 +84,7 @@ def model_health(name: str, serving: Pool, pools: Sequence[Pool]) -> ModelHealth
         ],
         example=serving.example,
         reads_own_form=serving.reads_own_form,
-        interface=InterfaceHealth(**msgspec.structs.asdict(serving.interface)),
+        interface=_interface_health(serving),
         check=_check_health(serving),
         restart=serving.replacer.restart,
         workers=[worker_health(slot) for slot in serving.slots],
@@ -93,6 +92,11 @@ def model_health(name: str, serving: Pool, pools: Sequence[Pool]) -> ModelHealth
             worker_health(slot) for pool in pools if pool is not serving for slot in pool.slots
         ],
     )
+
+
+def _interface_health(pool: Pool) -> InterfaceHealth:
+    shown = {each.name: getattr(pool.interface, each.name) for each in fields(InterfaceHealth)}
+    return InterfaceHealth(**shown)
 
 
 def _check_health(pool: Pool) -> CheckHealth:

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from fastapi import APIRouter
 
+from inferpool.models.spec import USUAL_INTERFACE, Interface
 from inferpool.service.api.routes.health import FrontHealth, HealthReport
 from inferpool.service.catalog.catalog import Catalog
 from inferpool.service.errors import StartError
@@ -253,6 +254,11 @@ class Service:
         """Return an example input of each model that shows one."""
         pools = self.pools.items()
         return {name: pool.example for name, pool in pools if pool.example is not None}
+
+    def interfaces(self) -> dict[str, Interface]:
+        """Return how clients speak to each model where that is not as usual."""
+        pools = self.pools.items()
+        return {name: each.interface for name, each in pools if each.interface != USUAL_INTERFACE}
 
     async def until_changed(self) -> None:
         """Wait until a worker has come or gone. Only one task may wait."""

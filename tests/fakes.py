@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from inferpool.models.spec import Interface
+from inferpool.models.spec import USUAL_INTERFACE, Interface
 from inferpool.models.speed_names import SpeedReport
 from inferpool.workers.host.engine import Ending, OnParts, Vitals, WorkerId
 from inferpool.workers.shared.config import WorkerConfig
@@ -144,6 +144,8 @@ class FakeEngine:
 
     def __init__(self, failures: Sequence[WorkerStartError] = ()) -> None:
         self.failures = list(failures)
+        self.interfaces: dict[str, Interface] = {}
+        """What the classes of models say, by their names."""
         self.started: list[FakeWorker] = []
 
     async def start(
@@ -152,5 +154,7 @@ class FakeEngine:
         if self.failures:
             raise self.failures.pop(0)
         on_progress("loading")
-        self.started.append(FakeWorker(id))
-        return self.started[-1]
+        self.started.append(worker := FakeWorker(id))
+        spoken = self.interfaces.get(id.model, USUAL_INTERFACE)
+        worker.ready = msgspec.structs.replace(worker.ready, interface=spoken)
+        return worker

@@ -1,6 +1,7 @@
 """Unit tests of a model, as its author writes them."""
 
 import asyncio
+import io
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import torch
 from inferpool.models.base import Features, Item, Model
 from inferpool.models.errors import InputError
 from inferpool.models.spec import Placement, TensorSpec
+from inferpool.models.upload import Upload
 from inferpool.service.client.errors import (
     InvalidInputError,
     ModelFailedError,
@@ -49,6 +51,49 @@ class SquareRoot(Model):
 def test_model_predicts_on_its_whole_path():
     assert predict(SquareRoot, [4, 2]).value == [2.0, 1.414]
     assert predict(SquareRoot, torch.tensor([4.0, 2.0]), digits=1).value == [2.0, 1.4]
+
+
+class Described(Model):
+    form = "instance"
+    path = "/describe"
+
+    def preprocess(self, item: Item) -> Features:
+        form = item.json()
+        assert isinstance(form, dict)
+        self.found = {
+            name: [each.filename, len(each.data)] if isinstance(each, Upload) else each
+            for name, each in form.items()
+        }
+        return {"x": torch.zeros(1)}
+
+    def forward(self, batch: Features) -> Features:
+        return batch
+
+    def render(self, outputs: Features, parameters: Mapping[str, object]) -> object:
+        return [self.found, parameters]
+
+
+class Bare(Described):
+    envelope = False
+
+    def preprocess(self, item: Item) -> Features:
+        self.found = {"document": item.json()}
+        return {"x": torch.zeros(1)}
+
+
+def test_a_whole_form_and_a_whole_document_reach_their_models():
+    form = {"text": "hello", "image": io.BytesIO(b"abc"), "numbers": [1, 2]}
+    found = {"text": "hello", "image": ["image", 3], "numbers": [1, 2]}
+    assert predict(Described, form, top=3).value == [found, {"top": 3}]
+    with client(Bare) as asking:
+        for document in ({"instances": [{"b64": "AAAA"}]}, "text", 3, None):
+            answer = asking.predict(document, envelope=False, parameters={"k": 1})
+            assert answer.value == [{"document": document}, {"k": 1}]
+        (model,) = asking.models()
+        assert (model.envelope, model.path) == (False, "/describe")
+    with client(Described, form="instances", path="", envelope=False) as asking:
+        (model,) = asking.models()
+        assert (model.envelope, model.path) == (False, "")
 
 
 def test_input_is_checked_as_a_service_checks_it():

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import is_dataclass
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 from fastapi import APIRouter, FastAPI
@@ -57,6 +57,9 @@ from inferpool.service.api.page_headers import (
 from inferpool.service.api.preferences import is_async
 from inferpool.service.errors import ServiceError, StartError
 from inferpool.service.telemetry.logs import LogThrottle
+
+if TYPE_CHECKING:
+    from inferpool.models.spec import Interface
 
 logger = logging.getLogger(__name__)
 
@@ -128,6 +131,8 @@ class App(FastAPI):
         self.predict: Predict | None = None
         self.examples: Callable[[], Mapping[str, object]] = dict
         """Returns an instance for each model that shows one."""
+        self.interfaces: Callable[[], Mapping[str, Interface]] = dict
+        """Returns how clients speak to each model where that is not as usual."""
         self.bodies: Callable[[], Mapping[str, object]] = dict
         """Returns the schemas of the bodies that routes read by themselves, by operation."""
         self.has_jobs = False
@@ -210,6 +215,7 @@ class App(FastAPI):
             default=default,
             modules=self._modules,
             examples=self.examples(),
+            interfaces=self.interfaces(),
             bodies=self.bodies(),
         )
 
@@ -233,7 +239,7 @@ class App(FastAPI):
         To build it costs the event loop 30 ms, and no key is needed to ask for it. Only the address
         of the service may differ from call to call, behind a proxy that is trusted.
         """
-        origin = (self._served(), dict(self.examples()))
+        origin = (self._served(), dict(self.examples()), dict(self.interfaces()))
         known = self._document
         if known is None or known.origin != origin:
             known = _Document(origin, self.openapi(), "", b"", "")

@@ -1,12 +1,14 @@
 import re
+import shlex
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from inferpool.models.spec import TensorSpec
+from inferpool.models.spec import USUAL_INTERFACE, Interface, TensorSpec
 from inferpool.service.api.openapi.predict import PIXEL
 from inferpool.service.example import try_or_ask
 from inferpool.service.settings.settings import Settings
@@ -16,12 +18,30 @@ from tests.service.api.fakes import spec
 URL = "http://127.0.0.1:1"
 
 
-def told(
-    *inputs: TensorSpec, example: object = None, reads_own_form: bool = False, url: str = URL
-) -> tuple[str, str]:
-    pool: Any = SimpleNamespace(
-        name="m", example=example, inputs=inputs, reads_own_form=reads_own_form
+def pool_of(
+    inputs: Sequence[TensorSpec] = (),
+    example: object = None,
+    *,
+    reads_own_form: bool = True,
+    interface: Interface = USUAL_INTERFACE,
+) -> Any:
+    return SimpleNamespace(
+        name="m",
+        example=example,
+        inputs=inputs,
+        reads_own_form=reads_own_form,
+        interface=interface,
     )
+
+
+def told(
+    *inputs: TensorSpec,
+    example: object = None,
+    reads_own_form: bool = False,
+    url: str = URL,
+    interface: Interface = USUAL_INTERFACE,
+) -> tuple[str, str]:
+    pool = pool_of(inputs, example, reads_own_form=reads_own_form, interface=interface)
     return try_or_ask(url, pool, Settings.model_construct(predict_keys=()))
 
 
@@ -50,14 +70,14 @@ def test_a_model_of_pictures_gets_the_packaged_one_or_a_pixel_where_that_is_gone
     assert kind == "try"
     (photo,) = re.findall(r" -H 'Content-Type: image/jpeg' --data-binary @(\S+)$", command)
     assert Path(photo).read_bytes().startswith(b"\xff\xd8")
-    pool: Any = SimpleNamespace(name="m", example=None, inputs=(image,), reads_own_form=False)
+    pool = pool_of((image,), reads_own_form=False)
     settings = Settings.model_construct(predict_keys=())
     assert PIXEL in try_or_ask(URL, pool, settings, photo=tmp_path / "gone.jpg")[1]
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
 def test_a_certificate_of_ones_own_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    pool: Any = SimpleNamespace(name="m", example=1, inputs=(), reads_own_form=True)
+    pool = pool_of(example=1)
     authority = make_authority(tmp_path)
     pairs = make_certificate(tmp_path), make_signed(tmp_path, "signed", authority)
     for certificate, key in pairs:
@@ -110,8 +130,16 @@ def test_the_command_to_try_works_on_this_host(url: str, asked: str):
 
 
 def test_a_key_is_not_shown():
-    pool: Any = SimpleNamespace(name="m", example=1, inputs=(), reads_own_form=True)
+    pool = pool_of(example=1)
     settings = Settings.model_construct(predict_keys=("digest",), predict_keys_file="a b")
     assert try_or_ask(URL, pool, settings)[1].endswith(""" -H "X-API-Key: $(head -n 1 'a b')\"""")
     settings = Settings.model_construct(predict_keys=("digest",), predict_keys_file=None)
     assert try_or_ask(URL, pool, settings)[1].endswith('{INFERPOOL_PREDICT_KEYS%%,*}"')
+
+
+def test_a_model_is_asked_at_its_own_path_and_without_an_envelope_as_it_says():
+    interface = Interface(envelope=False, path="/classify", accepts="bytes")
+    asked = f"curl {URL}/classify -H 'Content-Type: application/json' -d"
+    for example, data in (({"x": 1}, '{"x": 1}'), ({"b64": "AAAA"}, '"AAAA"'), (3, "3")):
+        command = f"{asked} {shlex.quote(data)}"
+        assert told(example=example, interface=interface) == ("try", command)

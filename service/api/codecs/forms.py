@@ -111,7 +111,10 @@ class Form:
     def is_field(self, segment: MultipartSegment) -> bool:
         """Return whether a part, which is no input, is a parameter; else it is a file."""
         content_type = segment.content_type or ""
-        if segment.filename is None and not content_type.startswith(("image/", "application/")):
+        if segment.filename is None and (
+            content_type == "application/json"
+            or not content_type.startswith(("image/", "application/"))
+        ):
             return True
         return segment.name == "parameters" and content_type in ("", "application/json")
 

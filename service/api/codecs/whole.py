@@ -82,8 +82,7 @@ def decode_form_as_one(content_type: bytes, chunks: Sequence[bytes], head: BodyC
         try:
             value = _value_of(segment, content)
         except ServiceError as error:
-            error.message = f"field {segment.name[:80]!r}: {error.message}"
-            raise
+            raise type(error)(f"field {segment.name[:80]!r}: {error.message}") from None
         if isinstance(value, bytes) and (left := left - len(value)) < 0:
             raise TooLargeError(
                 f"the fields are larger than {head.limits.max_json_bytes} bytes, the limit for "
@@ -113,8 +112,8 @@ def _value_of(segment: MultipartSegment, content: bytes) -> bytes | Upload:
         try:
             _check_json(content, "it is read as JSON")
         except BadRequestError as error:
-            error.message += "; for a text that begins so, add ;type=text/plain to it"
-            raise
+            hint = "for a text that begins so, add ;type=text/plain to it"
+            raise BadRequestError(f"{error.message}; {hint}") from None
         return content
     try:
         return msgspec.json.encode(content.decode())

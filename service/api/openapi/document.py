@@ -9,6 +9,7 @@ from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
+from inferpool.models.spec import Interface
 from inferpool.service.api.auth import KEY_MEANINGS, Access, policy_of
 from inferpool.service.api.openapi import predict, problems
 from inferpool.service.api.openapi.headers import (
@@ -20,6 +21,7 @@ from inferpool.service.api.openapi.headers import (
     Json,
     answer_headers,
 )
+from inferpool.service.api.openapi.own_paths import allow_documents, own_path_items
 from inferpool.service.api.openapi.problems import COMMON_STATUSES, refer_to
 
 TAGS: Sequence[Mapping[str, str]] = (
@@ -52,13 +54,15 @@ def complete(
     default: str | None,
     modules: frozenset[ModuleType] = frozenset(),
     examples: Mapping[str, object] | None = None,
+    interfaces: Mapping[str, Interface] | None = None,
     bodies: Mapping[str, object] | None = None,
 ) -> dict[str, Any]:
     """Complete FastAPI's document of its routes, in place, and return it.
 
     `restricted` are the kinds of calls that need a key; `models` is None if there is no `/predict`;
     `modules` have the dataclasses of the routes' answers.
-    `examples` has an instance of each model that shows one, `bodies` the schema of the body of each
+    `examples` has an instance of each model that shows one, `interfaces` how clients speak to those
+    that are not as usual, `bodies` the schema of the body of each
     operation that reads it by itself.
     """
     paths: dict[str, Any] = schema["paths"]
@@ -84,7 +88,12 @@ def complete(
                 schemas[name]["properties"][field]["description"] = text
     if models is not None:
         has_jobs = "JobInfo" in schemas
-        predicting = predict.predict_paths(models, default, examples, has_jobs=has_jobs)
+        spoken = interfaces or {}
+        predicting = predict.predict_paths(
+            models, default, examples, interfaces=spoken, has_jobs=has_jobs
+        )
+        allow_documents(predicting, spoken)
+        predicting |= own_path_items(spoken, examples, has_jobs=has_jobs)
         schema["paths"] = {**predicting, **paths}
         schemas |= predict.SCHEMAS
     schemas |= problems.SCHEMAS
@@ -191,7 +200,7 @@ def _add_security(schema: dict[str, Any], restricted: frozenset[Access]) -> None
     if schemes:
         schema["components"]["securitySchemes"] = schemes
     for path, operations in schema["paths"].items():
-        policy = policy_of(path)
+        policy = policy_of(path) or "predict"  # none has one but models' own paths
         is_open = policy == "open" or policy not in restricted
         needed: list[Json] = [{f"{policy}_bearer": []}, {f"{policy}_header": []}]
         for operation in operations.values():

@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from urllib.parse import quote
 
+from inferpool.models.bodies import body_of
+from inferpool.models.spec import USUAL_INTERFACE, Interface
 from inferpool.service.api.codecs.parameters import OUTPUT_KEY
 from inferpool.service.api.openapi.headers import (
     COMMON,
@@ -120,20 +122,23 @@ def predict_paths(
     default: str | None,
     examples: Mapping[str, object] | None = None,
     *,
+    interfaces: Mapping[str, Interface] | None = None,
     has_jobs: bool = False,
 ) -> dict[str, Json]:
     """Return the path items of `/predict/{model}`, and of `/predict` with a default model.
 
-    `has_jobs` says that calls to these may become jobs.
+    Args:
+        models: The names of the models.
+        default: The default model, if there is one.
+        examples: An instance of each model that shows one.
+        interfaces: How clients speak to each model where that is not as usual.
+        has_jobs: Calls to these may become jobs.
     """
-    answers: Json = {"200": _answer()}
-    of_jobs: Json = {"202": _job_answer(), **refer_to([507])} if has_jobs else {}
-    answers_of_jobs = answers | of_jobs
+    answers = answers_of(has_jobs=False)
+    answers_of_jobs = answers_of(has_jobs=has_jobs)
+    interfaces = interfaces or {}
     shown: Json = {
-        name: {
-            "summary": f"An instance that {name} takes",
-            "value": {"instances": [instance]},
-        }
+        name: shown_body(name, instance, interfaces.get(name, USUAL_INTERFACE))
         for name, instance in (examples or {}).items()
     }
     paths: dict[str, Json] = {}
@@ -141,12 +146,12 @@ def predict_paths(
         about = f"Predict with {default}, the default model"
         own: Json = {name: value for name, value in shown.items() if name == default}
         paths["/predict"] = {
-            "post": _operation("predict", about, [], "/predict", own, answers_of_jobs)
+            "post": operation_of("predict", about, [], "/predict", own, answers_of_jobs)
         }
     name = _model_parameter(models)
     example = f"/predict/{quote(models[0])}" if models else "/predict/NAME"
     paths["/predict/{model}"] = {
-        "post": _operation(
+        "post": operation_of(
             "predict_model",
             "Predict with the model of that name",
             [name],
@@ -165,11 +170,25 @@ def predict_paths(
     }
     about = "Predict with one version of a model, whichever serves"
     paths["/predict/{model}/versions/{version}"] = {
-        "post": _operation(
+        "post": operation_of(
             "predict_version", about, [name, version], f"{example}/versions/1", shown, answers
         )
     }
     return paths
+
+
+def answers_of(*, has_jobs: bool) -> Json:
+    """Return the answers of a call that has worked; it may become a job."""
+    of_jobs: Json = {"202": _job_answer(), **refer_to([507])} if has_jobs else {}
+    return {"200": _answer()} | of_jobs
+
+
+def shown_body(name: str, instance: object, interface: Interface) -> Json:
+    """Return an example of a JSON body for a model."""
+    return {
+        "summary": f"An instance that {name} takes",
+        "value": body_of(interface, instance),
+    }
 
 
 def _model_parameter(models: Sequence[str]) -> Json:
@@ -200,7 +219,7 @@ def _job_answer() -> Json:
     }
 
 
-def _operation(
+def operation_of(
     operation_id: str,
     summary: str,
     parameters: Sequence[Json],
@@ -208,6 +227,7 @@ def _operation(
     shown: Json,
     answers: Json,
 ) -> Json:
+    """Return an operation that predicts, at a path and with examples of its JSON body."""
     calls = "".join(
         f"# {content_type}: {about}\n{_curl(arguments, path)}\n\n"
         for content_type, about, arguments in _BODY_EXAMPLES

@@ -178,9 +178,10 @@ def head(
     *,
     headers: dict[bytes, bytes] | None = None,
     inputs: Sequence[TensorSpec] = (),
+    interface: Interface = USUAL_INTERFACE,
     **limits: int,
 ) -> BodyContext:
-    return BodyContext(headers or {}, query, inputs, Limits(**limits))
+    return BodyContext(headers or {}, query, inputs, Limits(**limits), interface)
 
 
 def spec(*shape: int, name: str = "x", dtype: str = "float32") -> TensorSpec:
