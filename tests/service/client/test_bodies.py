@@ -41,7 +41,7 @@ def test_a_dict_with_a_file_in_it_is_a_form(tmp_path: Path):
     }
     body = make_body(fields, {"top_k": 2})
     assert body.query == {"top_k": "2"}
-    cat = Upload(data=photo.read_bytes(), media_type="image/jpeg", filename="my %22cat%22.jpg")
+    cat = Upload(data=photo.read_bytes(), media_type="image/jpeg", filename='my "cat".jpg')
     assert read(body, form="instance") == {
         **fields,
         "image": cat,
