@@ -218,8 +218,9 @@ class StreamCheck(ReadyCheck):
                     answer.is_over = True
                     break
                 if joins and call.has_stepped and position not in call.streams:
+                    batch = self._collated(computer, [self._prepared(item)])
                     self._step = "admit"
-                    call.admit(opened([item]), self._collated(computer, [self._prepared(item)]))
+                    call.admit(opened([item]), batch)
                     continue
                 part = parts.get(position)
                 if part is END:

@@ -350,7 +350,7 @@ def test_many_streams_join_and_each_step_has_a_part_of_all():
         assert max(map(len, loop.steps)) == 20
 
 
-class Joined(Scripted):
+class JoinedByTest(Scripted):
     """Counts for each position, as far as its instance says; steps wait for a test."""
 
     def __init__(self) -> None:
@@ -378,7 +378,7 @@ class Joined(Scripted):
 
 
 def test_positions_count_on_and_one_that_cannot_join_fails_alone():
-    with driven(model := Joined()) as loop:
+    with driven(model := JoinedByTest()) as loop:
         first = loop.give(9)
         loop.until(lambda: model.called)
         others = [loop.give(each) for each in (2, "bad", 1)]
@@ -393,7 +393,7 @@ def test_positions_count_on_and_one_that_cannot_join_fails_alone():
 
 
 def test_one_that_joins_a_call_at_its_end_gets_another_call():
-    class Short(Joined):
+    class Short(JoinedByTest):
         """Ends with its first streams, whoever has joined."""
 
         def script(self, batch: Any) -> Iterator[object]:
