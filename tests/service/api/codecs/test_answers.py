@@ -12,6 +12,8 @@ from safetensors.numpy import load
 
 from inferpool.service.api.codecs.answers import AnswerFormat, Outcome, choose_format, encode
 from inferpool.service.api.exchange import lines_of, pairs_of
+from inferpool.service.client.safetensors import read_safetensors
+from inferpool.service.client.tensors import by_output, to_numpy
 from inferpool.service.errors import (
     InvalidInputError,
     NotAcceptableError,
@@ -56,6 +58,7 @@ def answer(
         (b"text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8", "json"),
         (b"application/x-npy", "npy"),
         (b"Application/X-NPY", "npy"),
+        (b"application/x-npz, application/x-npy;q=0.5", "npz"),
         (b"application/safetensors, */*;q=0.1", "safetensors"),
         (b"application/json;q=0.5, application/octet-stream;q=0.9", "raw"),
         (b"application/json;q=0.5, application/x-npy;q=0.5", "json"),
@@ -75,7 +78,7 @@ def test_other_forms_are_not_acceptable(accept: bytes) -> None:
         choose_format(accept)
 
 
-@pytest.mark.parametrize("chosen", ["npy", "safetensors", "raw"])
+@pytest.mark.parametrize("chosen", ["npy", "npz", "safetensors", "raw"])
 def test_tensors_have_no_place_for_an_error(chosen: AnswerFormat) -> None:
     status, _, body = answer(chosen, tensors(y=A), InvalidInputError("no"))
     problem = json.loads(body)
@@ -132,6 +135,70 @@ def test_safetensors_hold_all_outputs_or_the_one_chosen() -> None:
     assert np.array_equal(found["y"], A)
 
 
+def of_list(array: np.ndarray[Any, Any], name: str = "boxes") -> TensorBlob:
+    return TensorBlob(name, array.dtype.name, array.shape, array.tobytes(), is_ragged=True)
+
+
+def ragged(*arrays: np.ndarray[Any, Any]) -> list[Result]:
+    """Return results of instances that have one output, a list of these arrays."""
+    return [result([of_list(each)]) for each in arrays]
+
+
+def loaded_npz(body: bytes) -> dict[str, np.ndarray[Any, Any]]:
+    with np.load(io.BytesIO(body), allow_pickle=False) as file:
+        return dict(file)
+
+
+def test_npz_holds_all_outputs_or_the_one_chosen() -> None:
+    _, headers, body = answer("npz", tensors(z=FLAGS, y=A), tensors(z=~FLAGS, y=A + 1))
+    assert headers["content-type"] == "application/x-npz"
+    found = loaded_npz(body)
+    assert list(found) == ["z", "y"]
+    assert np.array_equal(found["y"], np.stack([A, A + 1]))
+    found = loaded_npz(answer("npz", tensors(z=FLAGS, y=A), is_batch=False, output="y")[2])
+    assert list(found) == ["y"]
+    assert np.array_equal(found["y"], A)
+
+
+@pytest.mark.parametrize("is_batch", [False, True])
+def test_list_has_an_entry_for_each_instance_even_for_one(is_batch: bool) -> None:
+    for chosen, read in (("npz", loaded_npz), ("safetensors", load)):
+        found = read(answer(chosen, *ragged(A), is_batch=is_batch)[2])  # type: ignore[operator]
+        assert {name: each.shape for name, each in found.items()} == {"boxes.0": (2, 3)}
+
+
+def test_list_of_several_instances_fits_into_no_form_of_one_tensor() -> None:
+    for chosen in ("npy", "raw"):
+        status, _, body = answer(chosen, *ragged(A, A))
+        assert status == 406
+        assert "'boxes' is a list with a tensor for each instance" in json.loads(body)["detail"]
+        status, headers, body = answer(chosen, *ragged(A))
+        assert (status, headers.get("x-tensor-name", "boxes")) == (200, "boxes")
+        assert body.endswith(A.tobytes())
+
+
+ARRAYS = st.builds(
+    lambda dtype, shape, seed: np.random.default_rng(seed).integers(0, 2, shape).astype(dtype),
+    st.sampled_from(["bool", "uint8", "int64", "float16", "float32", "float64"]),
+    st.lists(st.integers(0, 4), max_size=3).map(tuple),
+    st.integers(0, 99),
+)
+
+
+@given(st.lists(st.tuples(ARRAYS, ARRAYS), min_size=1, max_size=12))
+def test_lists_of_any_shapes_are_read_as_they_were(rows: list[tuple[Any, Any]]) -> None:
+    results = [result([of_list(one), of_list(two, "z")]) for one, two in rows]
+    npz = loaded_npz(answer("npz", *results)[2])
+    body = answer("safetensors", *results)[2]
+    lists = by_output(read_safetensors(body), to_numpy)
+    assert lists.keys() == {"boxes", "z"}
+    for number, row in enumerate(rows):
+        for name, wanted in zip(("boxes", "z"), row, strict=True):
+            for found in (npz[f"{name}.{number}"], lists[name][number]):
+                assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
+                assert np.array_equal(found, wanted)
+
+
 def test_raw_bytes_have_their_shape_in_headers() -> None:
     _, headers, body = answer("raw", tensors(y=A))
     assert body == A.tobytes()
@@ -143,7 +210,7 @@ def test_raw_bytes_have_their_shape_in_headers() -> None:
 @given(st.lists(st.text(max_size=8), min_size=1, max_size=3, unique=True), st.text(max_size=8))
 def test_no_name_adds_a_header_or_ends_one(names: list[str], output: str) -> None:
     blobs = [TensorBlob(name, "bool", (3,), FLAGS.tobytes()) for name in names]
-    for chosen in ("npy", "safetensors", "raw"):
+    for chosen in ("npy", "safetensors", "raw", *(["npz"] if "\0" not in "".join(names) else [])):
         status, headers, _ = encode(
             chosen, [result(blobs)], is_batch=False, output=output if output in names else names[0],
             request_id="id", path="/predict",
@@ -173,7 +240,10 @@ def test_a_dtype_that_a_form_cannot_hold_is_not_acceptable() -> None:
     blob = TensorBlob("y", "bfloat16", (1,), b"12")
     status, _, body = answer("npy", result([blob]))
     assert status == 406
-    assert "bfloat16; accept application/safetensors" in json.loads(body)["detail"]
+    assert (
+        "bfloat16, which output 'y' is; accept"
+        in json.loads(body)["detail"]
+    )
     z = np.array([1j], np.complex64)
     status, _, body = answer("safetensors", tensors(y=A, z=z))
     assert (status, json.loads(body)["detail"][:43]) == (
