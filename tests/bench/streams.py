@@ -78,8 +78,7 @@ class _StreamClient(asyncio.Protocol):
         self.begun = asyncio.get_running_loop().create_future()
         self.transport: asyncio.Transport
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self.transport = transport
         self._sent = time.perf_counter()
         transport.write(self._call)

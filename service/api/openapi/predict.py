@@ -113,6 +113,12 @@ _VALUES: Mapping[str, object] = {
     },
     "text/plain": "hello world",
 }
+_EVENTS = (
+    'event: part\ndata: {"instance":0,"part":"there"}\n\n'
+    'event: part\ndata: {"instance":0,"part":"was"}\n\n'
+    'event: done\ndata: {"instance":0,"num_parts":2,"timing":{"queue_ms":0.31}}\n\n'
+)
+_LINES = '{"instance":0,"part":"there"}\n{"instance":0,"part":"was"}\n'
 PIXEL: str = EXAMPLES["requests"]["image"]["value"]["instances"][0]["b64"]
 """A PNG of one pixel, in base64."""
 
@@ -310,5 +316,20 @@ def _answer() -> Json:
             "application/x-npz": {"schema": _BINARY},
             "application/safetensors": {"schema": _BINARY},
             "application/octet-stream": {"schema": _BINARY},
+            "text/event-stream": {
+                "schema": {
+                    "type": "string",
+                    "description": "Of a model that answers in parts: an event `part` for each, "
+                    "as it comes; `done` or `error` (a Problem) at the end of each instance.",
+                },
+                "examples": {"stream": {"summary": "Two parts", "value": _EVENTS}},
+            },
+            "application/jsonl": {
+                "schema": {
+                    "type": "string",
+                    "description": "The same as lines: one for each part, or an error.",
+                },
+                "examples": {"stream": {"summary": "Two parts", "value": _LINES}},
+            },
         },
     }
