@@ -149,7 +149,10 @@ def _hang_ups(bench: Benchmark, server: BenchServer, _: int) -> Iterator[Cell]:
     uvloop.run(_leave_many(server.port, args.hangups, args.streams))
     took_s = time.perf_counter() - began
     deadline = time.monotonic() + _BEGIN_S
-    while (left := _left(server))["in_flight"] and time.monotonic() < deadline:
+    while (
+        any((left := _left(server))[each] for each in ("in_flight", "arena_bytes"))
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.05)
     grown = {name: left[name] - before[name] for name in left}
     yield Cell("hang-ups", f"{args.hangups}", 0, {"per_s": args.hangups / took_s, **grown})

@@ -47,6 +47,9 @@ _DETAILS: Mapping[str, str] = {
     "model_error": "forward raised ValueError: index out of range",
     "non_finite_output": "the model's output for this input has NaN or an infinity in it",
     "worker_crashed": "2 workers died while they computed this input (the last: killed by SIGSEGV)",
+    "stream_broken": "the worker died after part 12 of this stream (killed by SIGSEGV)",
+    "stream_too_long": "the stream has more than 10000 parts (max_stream_parts)",
+    "stream_gap": "the next part did not come within 60 s (stream_gap_s)",
     "restart_failed": "resnet/0 was not replaced, and serves on as it was: module 'nets' fails "
     "on import: SyntaxError: '(' was never closed (nets.py:12)",
     "not_saved": '/srv/inferpool.state.json: No space left on device; with "ephemeral": true, the '
