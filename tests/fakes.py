@@ -145,7 +145,7 @@ class FakeEngine:
     def __init__(self, failures: Sequence[WorkerStartError] = ()) -> None:
         self.failures = list(failures)
         self.interfaces: dict[str, Interface] = {}
-        """What the classes of models say, by their names."""
+        """The interfaces that the classes of models have, by the names of these."""
         self.started: list[FakeWorker] = []
 
     async def start(

@@ -21,7 +21,7 @@ from inferpool.service.api.openapi.headers import (
     Json,
     answer_headers,
 )
-from inferpool.service.api.openapi.own_paths import allow_documents, own_path_items
+from inferpool.service.api.openapi.own_paths import add_interfaces
 from inferpool.service.api.openapi.problems import COMMON_STATUSES, refer_to
 
 TAGS: Sequence[Mapping[str, str]] = (
@@ -87,13 +87,10 @@ def complete(
             if field in schemas.get(name, {}).get("properties", {}):
                 schemas[name]["properties"][field]["description"] = text
     if models is not None:
-        has_jobs = "JobInfo" in schemas
-        spoken = interfaces or {}
         predicting = predict.predict_paths(
-            models, default, examples, interfaces=spoken, has_jobs=has_jobs
+            models, default, examples, interfaces=interfaces, has_jobs="JobInfo" in schemas
         )
-        allow_documents(predicting, spoken)
-        predicting |= own_path_items(spoken, examples, has_jobs=has_jobs)
+        add_interfaces(predicting, interfaces or {}, examples, has_jobs="JobInfo" in schemas)
         schema["paths"] = {**predicting, **paths}
         schemas |= predict.SCHEMAS
     schemas |= problems.SCHEMAS

@@ -19,6 +19,18 @@ _ONE_FORM: Json = {
 }
 
 
+def add_interfaces(
+    paths: dict[str, Json],
+    interfaces: Mapping[str, Interface],
+    examples: Mapping[str, object] | None = None,
+    *,
+    has_jobs: bool = False,
+) -> None:
+    """Add what models say of themselves to the path items of `/predict`; see `own_path_items`."""
+    allow_documents(paths, interfaces)
+    paths |= own_path_items(interfaces, examples, has_jobs=has_jobs)
+
+
 def own_path_items(
     interfaces: Mapping[str, Interface],
     examples: Mapping[str, object] | None = None,

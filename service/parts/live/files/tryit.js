@@ -12,7 +12,7 @@ const UNKNOWN_FORM =
   "This model reads its instances in a form of its own, and shows no example. What you send goes to its preprocess. " +
   "Give its class an `example` to see one here.";
 
-let model = null; // {name, inputs, example, readsOwnForm} of the one that is chosen
+let model = null; // {name, inputs, example, readsOwnForm, envelope, form, accepts} of the one that is chosen
 let file = null;
 let isBusy = false;
 
@@ -47,13 +47,14 @@ export function startTryIt() {
 /** Tries this model from now on; `health` is its part of what /health says. */
 export function chooseModel(health) {
   const { name, inputs, example, reads_own_form: readsOwnForm } = health;
-  const shape = JSON.stringify([name, inputs, example, readsOwnForm]);
+  const { envelope = true, form, accepts } = health.interface ?? {};
+  const shape = JSON.stringify([name, inputs, example, readsOwnForm, envelope, form, accepts]);
   if (model?.shape === shape) return;
   const isOther = model?.name !== name;
-  model = { name, inputs, example, readsOwnForm, shape };
+  model = { name, inputs, example, readsOwnForm, envelope, form, accepts, shape };
   const kinds = kindsOf(model);
   $("try-kind").hidden = kinds.length < 2;
-  $("json").value = json({ instances: isKnown(model) ? [instanceFor(model)] : [] });
+  $("json").value = json(bodyFor(model));
   setText($("try-hint"), isKnown(model) ? "" : UNKNOWN_FORM);
   $("try-hint").hidden = isKnown(model);
   $("file").accept = takesImages(model) ? "image/*" : "";
@@ -73,9 +74,17 @@ const isKnown = ({ inputs, example, readsOwnForm }) => example !== null || (inpu
 
 /** How an instance can be given: the likelier way first. */
 function kindsOf(chosen) {
+  if (chosen.form === "instance") return ["json"];
   if (takesImages(chosen)) return chosen.readsOwnForm ? ["file", "json"] : ["file"];
   if (chosen.example?.b64 !== undefined) return ["json", "file"];
   return isKnown(chosen) ? ["json"] : ["file", "json"];
+}
+
+/** A whole body of JSON: some models say that one instance is all of it. */
+function bodyFor(chosen) {
+  if (chosen.envelope) return { instances: isKnown(chosen) ? [instanceFor(chosen)] : [] };
+  const instance = isKnown(chosen) ? instanceFor(chosen) : {};
+  return chosen.accepts && instance?.b64 !== undefined ? instance.b64 : instance;
 }
 
 function instanceFor({ inputs, example }) {
@@ -154,6 +163,7 @@ async function send() {
     ? [file, file.type || DEFAULT_FILE_TYPE]
     : [$("json").value, "application/json"];
   const picture = kind() === "file" ? file : null;
+  const { envelope } = model;
   isBusy = true;
   updateButton();
   setText($("try-status"), "Predicting…");
@@ -168,7 +178,8 @@ async function send() {
     const text = await response.text();
     const tookMs = performance.now() - began;
     if (response.ok) {
-      showAnswer($("answer"), JSON.parse(text), response.headers, tookMs, picture);
+      const answer = JSON.parse(text);
+      showAnswer($("answer"), envelope ? answer : { predictions: [answer] }, response.headers, tookMs, picture);
       setText($("try-status"), `Answered in ${tookMs.toFixed(0)} ms`);
     } else {
       setText($("try-status"), `Failed with ${response.status}`);
