@@ -73,6 +73,7 @@ class Comparison:
         What is kept is bounded: inputs that come later then count as inputs without an answer.
         """
         self._memory_before = self._memory_before or _memory_bytes(self._old)
+        with_tensors = with_tensors and not self._are_streams
         for wants_tensors in (False, True)[: 1 + with_tensors]:
             if self._recorded_bytes > _MOST_RECORDED_BYTES:
                 return
@@ -118,9 +119,11 @@ class Comparison:
         if isinstance(after, ServiceError):
             self.note_fault(_text_of(after))
             return
-        is_same = label_of(before.value) == label_of(after.value)
+        said = parts_said if self._are_streams else label_of
+        is_same = said(before.value) == said(after.value)
         times_s = _work_s(before), _work_s(after)
-        if self._are_alike and (fault := await self._compare_outputs(sample)):
+        is_measured = self._are_alike and not self._are_streams
+        if is_measured and (fault := await self._compare_outputs(sample)):
             self.note_fault(fault)
             return
         self._num_agreeing += is_same
@@ -140,6 +143,11 @@ class Comparison:
         if deviation is not None and not fault:
             self._deviation = max(self._deviation or 0.0, deviation)
         return fault
+
+    @property
+    def _are_streams(self) -> bool:
+        """Answers come in parts, and never as tensors."""
+        return self._old.interface.streams or self._new.interface.streams
 
     def note_fault(self, text: str) -> None:
         """Count an input that the version fails on."""
@@ -287,6 +295,12 @@ def label_of(value: object) -> object:
             return int(np.argmax(answer))
         return [label_of(each) for each in answer]
     return None if isinstance(answer, float) else answer
+
+
+def parts_said(value: object) -> object:
+    """Return what each part of a stream says; another number of parts is another answer."""
+    parts = msgspec.json.decode(value) if isinstance(value, bytes) else value
+    return [label_of(part) for part in parts] if isinstance(parts, list) else label_of(parts)
 
 
 async def _compared(exact: object, other: object) -> tuple[float | None, str]:

@@ -13,6 +13,7 @@ from inferpool.service.parts.swap.comparison import (
     deviation_of,
     label_of,
     median_bounds,
+    parts_said,
     why_not,
 )
 from inferpool.service.parts.swap.requests import SwapOptions
@@ -47,6 +48,20 @@ def wholes(*numbers: int) -> list[TensorBlob]:
 )
 def test_a_label_is_the_best_of_scores_and_all_of_whole_numbers(answer, label):
     assert label_of(answer) == label
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_same"),
+    [
+        (b"[0.25, 0.5]", b"[0.75, 0.5]", True),
+        (b"[0.25, 0.5]", b"[0.25]", False),
+        (b'["a", "text"]', b'["a", "test"]', False),
+        (b'[{"label": "cat"}, {"label": "dog"}]', b'[{"label": "cat"}, {"label": "owl"}]', False),
+        (b"[[0.1, 0.9], [0.8, 0.2]]", b"[[0.2, 0.7], [0.6, 0.1]]", True),
+    ],
+)
+def test_streams_say_the_same_if_all_their_parts_do(one, other, is_same):
+    assert (parts_said(one) == parts_said(other)) == is_same
 
 
 @pytest.mark.parametrize(
