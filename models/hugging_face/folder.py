@@ -19,6 +19,7 @@ from inferpool.models.errors import InputError, ModelError, SourceError
 from inferpool.models.hugging_face.loading import FolderOptions, PictureFolder, fetched
 from inferpool.models.item import Features, Item
 from inferpool.models.label_tolerance import LabelTolerance
+from inferpool.models.ragged import outputs_of
 from inferpool.models.spec import Placement, TensorSpec
 from inferpool.models.tolerance import Tolerance
 from inferpool.models.vision.classifier import Classifier
@@ -268,8 +269,8 @@ class FolderSegmenter(_PictureModel):
         """Find the class of each pixel: a list with uint8 [H, W] for each picture."""
         scores_BKhw = self.computed(batch)
         sizes = [(height, width) for height, width in batch["size"].tolist()]
-        labels: Any = [labels_at(*each) for each in zip(scores_BKhw, sizes, strict=True)]
-        return {"labels": labels}
+        labels = [labels_at(*each) for each in zip(scores_BKhw, sizes, strict=True)]
+        return outputs_of({"labels": labels})
 
     def render(self, outputs: Features, parameters: Mapping[str, object]) -> object:
         """Render the pixels of each class as runs, by its name."""

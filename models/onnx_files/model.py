@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -24,6 +25,7 @@ from inferpool.models.onnx_files.session import (
     decoded_text,
     encoded_texts,
 )
+from inferpool.models.ragged import RaggedOutput
 from inferpool.models.sources.modules import SizedModel
 from inferpool.models.spec import Placement, TensorSpec
 
@@ -31,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 _FREE_SIZE = 32
 """Size of each free dimension in the trial, apart from the batch."""
+_TRIES = 2
 _ROWS = 2
 """Rows of the trial: one could come out with its batch squeezed away."""
 
@@ -72,6 +75,8 @@ class OnnxModel(SizedModel):
         self._path = path
         self._reference = reference, reference_weights
         self._texts: dict[str, Port] = {}
+        self._ragged: frozenset[str] = frozenset()
+        """Outputs of a file for one instance that have no batch, such as boxes: any number."""
         self._columns: frozenset[str] = frozenset()
         """Inputs of one number for each instance, which may stand without a list."""
 
@@ -87,11 +92,12 @@ class OnnxModel(SizedModel):
         announce(self._path)
         self._session = session = OnnxSession(self._path, placement)
         self.smallest, self.largest = batch_range(self._path, session.inputs)
+        self._ragged = frozenset()
         self.inputs = [port.spec for port in session.inputs]
         self._texts = {port.served: port for port in session.inputs if port.kind == "text"}
         self._columns = frozenset(each.name for each in self.inputs if each.instance_shape == (1,))
         self.preprocessed = None if self._texts else self.inputs
-        return session
+        return self._batch_of
 
     def load(self, placement: Placement) -> None:
         """Open the file, try it, and compare it with the reference if there is one.
@@ -103,7 +109,10 @@ class OnnxModel(SizedModel):
         self.network = self.build_network(placement)
         found = self._tried()
         self.outputs = [
-            _output_spec(port, found.get(port.served)) for port in self._session.outputs
+            _ragged_spec(port, found[port.served])
+            if port.served in self._ragged
+            else _output_spec(port, found.get(port.served))
+            for port in self._session.outputs
         ]
         self._log_found(placement)
         source, weights = self._reference
@@ -146,6 +155,18 @@ class OnnxModel(SizedModel):
         }
         return {**super().collate(others), **texts}
 
+    def forward(self, batch: Features) -> Features:
+        """Compute the batch; outputs of any number for each instance are lists of tensors."""
+        if not self._ragged:
+            return super().forward(batch)
+        inputs = [batch[spec.name] for spec in self.inputs]
+        rows: Any = [self._session(*row) for row in zip(*(x.split(1) for x in inputs), strict=True)]
+        outputs: dict[str, Any] = {}
+        for name in rows[0]:
+            found = [row[name] for row in rows]
+            outputs[name] = RaggedOutput(found) if name in self._ragged else torch.cat(found)
+        return outputs
+
     def render(self, outputs: Features, parameters: Mapping[str, object]) -> object:
         """Render numbers as lists, texts as strings, and maps of scores as objects."""
         ports = {port.served: port for port in self._session.outputs}
@@ -177,8 +198,11 @@ class OnnxModel(SizedModel):
         has_free_sizes = any(-1 in (spec.instance_shape or (-1,)) for spec in self.inputs)
         try:
             found = self._computed(self.fixed_size or _ROWS)
+            if self.fixed_size == 1:
+                self._ragged = self._outputs_without_batch(found)
+                return found
             if self.fixed_size or all(len(each) == _ROWS for each in found.values() if each.dim()):
-                return self._checked(found)
+                return self._checked(found, self.fixed_size or _ROWS)
         except ModelError:
             raise
         except Exception as error:  # onnxruntime's have no common base
@@ -213,13 +237,46 @@ class OnnxModel(SizedModel):
         with torch.inference_mode():
             return self._session(*(_zeros(port, num_rows) for port in self._session.inputs))
 
-    def _checked(self, outputs: Features) -> Features:
+    def _outputs_without_batch(self, outputs: Features) -> frozenset[str]:
+        """Return the outputs of a file for one instance that are not batches of one.
+
+        A file may find one of something by chance, so numbers are tried as well.
+        """
+        tries = [outputs]
+        generator = torch.Generator().manual_seed(0)
+        with torch.inference_mode():
+            for _ in range(_TRIES):
+                zeros = [_zeros(port, 1) for port in self._session.inputs]
+                given = [
+                    torch.rand(each.shape, generator=generator).to(each.dtype)
+                    if each.is_floating_point()
+                    else each
+                    for each in zeros
+                ]
+                tries.append(self._session(*given))
+        ports = {port.served: port for port in self._session.outputs}
+        return frozenset(
+            name
+            for name in outputs
+            if ports[name].kind == "tensor"
+            and ports[name].shape[:1] != [1]
+            and any(not each[name].dim() or len(each[name]) != 1 for each in tries)
+        )
+
+    def _batch_of(self, *tensors: Tensor) -> Features:
+        """Compute a batch of a size that the file accepts.
+
+        Raises:
+            ModelError: An output is no batch of that size.
+        """
+        return self._checked(self._session(*tensors), len(tensors[0]))
+
+    def _checked(self, outputs: Features, rows: int) -> Features:
         """Check that the first dimension of outputs is the batch.
 
         Raises:
             ModelError: It is not.
         """
-        rows = self.fixed_size or _ROWS
         for name, tensor in outputs.items():
             if not tensor.dim() or len(tensor) != rows:
                 raise ModelError(
@@ -257,6 +314,12 @@ def _output_spec(port: Port, found: Tensor | None) -> TensorSpec:
         want in (-1, size) for want, size in zip(said, found.shape[1:], strict=True)
     )
     rest = said if is_said else found.shape[1:]
+    return TensorSpec(name=port.served, dtype=port.dtype, shape=(-1, *rest))
+
+
+def _ragged_spec(port: Port, found: Tensor) -> TensorSpec:
+    """Return the spec of an output without a batch, the first dimension of which is any number."""
+    rest = (-1, *found.shape[1:]) if found.dim() else ()
     return TensorSpec(name=port.served, dtype=port.dtype, shape=(-1, *rest))
 
 

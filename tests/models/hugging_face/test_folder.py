@@ -75,7 +75,7 @@ def test_a_segmenter_answers_with_the_pixels_of_each_class(tmp_path):
     processor = transformers.AutoImageProcessor.from_pretrained(folder)
     batch = model.collate([model.preprocess(each) for each in items()])
     with torch.inference_mode():
-        labels = model.forward(batch)["labels"]
+        labels = model.forward(batch)["labels"].cpu()
         for found, picture in zip(labels, PHOTOS, strict=True):
             outputs = network(**processor(images=picture, return_tensors="pt"))
             (wanted,) = processor.post_process_semantic_segmentation(

@@ -166,6 +166,26 @@ def test_a_file_without_batches_of_tensors_is_refused(tmp_path, changed, message
         loaded(OnnxModel(_write_odd(tmp_path, **changed)))
 
 
+def test_a_file_for_one_picture_may_find_any_number_of_things(tmp_path):
+    path = write(
+        tmp_path / "boxes.onnx",
+        [
+            helper.make_node("NonZero", ["x"], ["places"]),
+            helper.make_node("Transpose", ["places"], ["found"]),
+            helper.make_node("ReduceSum", ["x"], ["sum"], keepdims=0),
+            helper.make_node("Identity", ["x"], ["same"]),
+        ],
+        [info("x", FLOAT, [1, 3])],
+        [info("found", INT64, ["num", 2]), info("sum", FLOAT, []), info("same", FLOAT, [1, 3])],
+    )
+    model = loaded(OnnxModel(path))
+    assert [spec.shape for spec in model.outputs] == [(-1, -1, 2), (-1,), (-1, 3)]
+    outputs = run(model, [json_item([0, 1, 2]), json_item([0, 0, 0])])
+    assert [each.tolist() for each in outputs["found"].cpu()] == [[[0, 1], [0, 2]], []]
+    assert [each.item() for each in outputs["sum"]] == [3, 0]
+    assert outputs["same"].tolist() == [[0, 1, 2], [0, 0, 0]]
+
+
 def test_an_output_that_no_protocol_carries_is_named(tmp_path):
     tensors = helper.make_sequence_type_proto(helper.make_tensor_type_proto(FLOAT, None))
     path = _write_odd(
