@@ -18,7 +18,7 @@ from inferpool.models.spec import TensorSpec
 
 DEEDS = (
     *("ok", "raise", "input", "nan", "object", "big", "position", "kill", "hang", "exit"),
-    *("early", "unready", "admit"),
+    *("early", "unready", "admit", "device"),
 )
 _BIG_BYTES = 1 << 19
 
@@ -77,6 +77,8 @@ class CountingStream(Model):
                     return float("nan")
                 case "object":
                     return object()
+                case "device":
+                    raise torch.AcceleratorError("CUDA error: device-side assert triggered")
                 case "big":
                     return "x" * _BIG_BYTES
                 case "kill" | "hang" | "exit" if self._is_first():

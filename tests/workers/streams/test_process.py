@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from inferpool.models.spec import Placement
 from inferpool.workers.host.engine import WorkerHandle
 from inferpool.workers.host.local import LocalEngine
 from inferpool.workers.shared.errors import WorkerLostError
@@ -87,6 +88,28 @@ async def test_stream_whose_worker_dies_is_lost_with_its_parts_so_far(
     assert lost.value.started
     assert parts.of == {0: [5, 6, 7, 8]}
     assert (await worker.wait()).was_at_work
+
+
+async def test_lost_device_ends_the_worker(engine: LocalEngine, put):
+    worker = await start(engine, "CountingBatches")
+    parts, done = run(worker, put(counted(5, 9)), put(counted(6, 9, do="device", at=2)))
+    with pytest.raises(WorkerLostError):
+        await done
+    assert parts.of == {0: [5, 6], 1: [6, 7]}
+    assert (await worker.wait()).cause == "device"
+
+
+@pytest.mark.simulated
+@pytest.mark.parametrize("kind", ["CountingStream", "JoiningStream", "CountingBatches"])
+async def test_streams_of_an_accelerator_are_the_same(engine: LocalEngine, put, kind: str):
+    worker = await start(engine, kind, placement=Placement(devices=("sim:0",)))
+    assert worker.ready.is_accelerated
+    runs = [run(worker, put(counted(100 * n, 10))) for n in range(5)]
+    await asyncio.gather(*(done for _, done in runs))
+    assert [parts.of for parts, _ in runs] == [
+        {0: list(range(100 * n, 100 * n + 10))} for n in range(5)
+    ]
+    await worker.stop(60)
 
 
 async def test_long_stream_is_no_hang_but_a_step_that_never_ends_is(engine: LocalEngine, put):

@@ -240,10 +240,7 @@ def test_a_dtype_that_a_form_cannot_hold_is_not_acceptable() -> None:
     blob = TensorBlob("y", "bfloat16", (1,), b"12")
     status, _, body = answer("npy", result([blob]))
     assert status == 406
-    assert (
-        "bfloat16, which output 'y' is; accept"
-        in json.loads(body)["detail"]
-    )
+    assert "bfloat16, which output 'y' is; accept" in json.loads(body)["detail"]
     z = np.array([1j], np.complex64)
     status, _, body = answer("safetensors", tensors(y=A, z=z))
     assert (status, json.loads(body)["detail"][:43]) == (
