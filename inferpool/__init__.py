@@ -1,7 +1,7 @@
 """A queue-based parallel inference server for PyTorch models: the names to import.
 
 Write a model with these:
-    Model, Features, Item, Upload, TensorSpec, Placement, InputError, END
+    Model, Features, Item, Upload, TensorSpec, Placement, Content, InputError, END
 Serve it from Python, mount it in your application, and test it:
     serve, RunningService; asgi_app, MountedApp; testing.predict, testing.client
     These raise: SettingsError, SourceError, StartError
@@ -23,6 +23,7 @@ TYPE_CHECKING = False  # `typing` has it too, but its import takes longer than t
 if TYPE_CHECKING:
     from inferpool import testing
     from inferpool.models.base import Model
+    from inferpool.models.content import Content
     from inferpool.models.errors import InputError, SourceError
     from inferpool.models.item import Features, Item
     from inferpool.models.spec import Placement, TensorSpec
@@ -84,6 +85,7 @@ if TYPE_CHECKING:
 
 _PLACES = {
     "models.base": "Model",
+    "models.content": "Content",
     "models.errors": "InputError SourceError",
     "models.item": "Features Item",
     "models.spec": "Placement TensorSpec",
@@ -118,6 +120,7 @@ __all__ = [
     "Client",
     "ConflictError",
     "ConnectError",
+    "Content",
     "DeadlineExceededError",
     "Features",
     "ForbiddenError",

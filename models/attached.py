@@ -59,6 +59,16 @@ OTHERS = {
     "read form": "inferpool.models.upload:read_form",
     "example of form": "inferpool.models.forms:example_of_form",
     "features of form": "inferpool.models.forms:features_of_form",
+    "content": "inferpool.workers.inside.contents:outcome_of",
+    "rendering of content": "inferpool.workers.inside.contents:rendering_with",
+    "form of content": "inferpool.workers.inside.contents:shown_form",
+    "types of content": "inferpool.workers.inside.contents:declared_types",
+    "choice of content": "inferpool.service.api.codecs.contents:choose_with_content",
+    "content of several": "inferpool.service.api.codecs.contents:check_several",
+    "content in JSON": "inferpool.service.api.codecs.contents:json_of",
+    "likeness of contents": "inferpool.service.parts.swap.contents:are_alike",
+    "answers of tensors": "inferpool.service.api.codecs.tensor_answers:encode_tensors",
+    "answers with content": "inferpool.service.api.codecs.contents:encode_with_content",
     "forget a load": "inferpool.models.speed.attempts:forget_load",
 }
 

@@ -34,8 +34,8 @@ class ModelInterface:
     """Attributes of `Model` that say how clients speak to it. Settings of these names win."""
 
     media_types: Sequence[str] = ()
-    """Types of the `Content` that `render` returns, such as "image/png": calls that accept none of
-    them, and no JSON, are refused before anything is computed."""
+    """Types of the `Content` that `render` or `render_content` returns, such as "image/png": calls
+    that accept none of them, and no JSON, are refused before anything is computed."""
     accepts: Literal["", "image", "bytes"] = ""
     """A JSON string in the place of an instance is base64 of a picture or of bytes; if empty, it is
     the text itself."""
@@ -238,7 +238,8 @@ class Model(ModelInterface):
     def render(self, outputs: Features, parameters: Mapping[str, object]) -> object:
         """Turn the outputs of one instance, without the batch dimension, into a JSON value.
 
-        By default that is nested lists: of the only output, or of each output by name.
+        By default that is nested lists: of the only output, or of each output by name. A `Content`
+        is sent as it is.
 
         Raises:
             InputError: A parameter is unknown or out of range.
@@ -251,6 +252,13 @@ class Model(ModelInterface):
             )
         lists = {name: tensor.tolist() for name, tensor in outputs.items()}
         return next(iter(lists.values())) if len(lists) == 1 else lists
+
+    def render_content(self, outputs: Features, parameters: Mapping[str, object]) -> object:
+        """Like `render`, for calls that prefer one of `media_types` over JSON.
+
+        It is for a model that has both forms; by default it is not used.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no content besides JSON")
 
     def render_batch(
         self, outputs: Outputs, parameters: Sequence[Mapping[str, object]]

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from types import MethodType
 
+from inferpool.models.attached import attached
 from inferpool.models.base import Model
 from inferpool.models.errors import BadReturnError
 from inferpool.models.spec import Interface
@@ -27,10 +28,10 @@ def rendering_of(model: Model) -> tuple[str, Callable[..., Sequence[object]]]:
     return "render_batch" if is_own else "render", model.render_batch
 
 
-def interface_of(model: Model) -> Interface:
-    """Return how clients speak to a model."""
+def interface_of(model: Model, learned: Sequence[str] = ()) -> Interface:
+    """Return how clients speak to a model; `learned` are media types that it has not declared."""
     return Interface(
-        media_types=tuple(model.media_types),
+        media_types=attached("types of content")(model) if model.media_types else tuple(learned),
         accepts=model.accepts,
         form=model.form,
         envelope=model.envelope,

@@ -71,8 +71,8 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
 class Interface(msgspec.Struct, frozen=True, kw_only=True):
     """How clients speak to a model, where that is not as usual."""
 
-    media_types: tuple[str, ...] = ()
-    """Types of the content that its answers may be, such as "image/png"."""
+    media_types: tuple[str, ...] | None = ()
+    """Types of the content that its answers may be, such as "image/png"; None until known."""
     accepts: Literal["", "image", "bytes"] = ""
     """Kind of a JSON string in the place of an instance, as base64; empty: it is a text."""
     form: Literal["instances", "instance"] = "instances"
@@ -90,6 +90,8 @@ class Interface(msgspec.Struct, frozen=True, kw_only=True):
 
 
 USUAL_INTERFACE = Interface()
+UNKNOWN_INTERFACE = Interface(media_types=None)
+"""That of a model whose workers are not ready yet."""
 
 
 class TensorHeader(msgspec.Struct, frozen=True, array_like=True, gc=False):

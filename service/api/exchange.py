@@ -71,7 +71,7 @@ from inferpool.service.queue.instance import (
     StreamReader,
 )
 from inferpool.service.queue.shares import owner_of_address
-from inferpool.workers.shared.messages import ItemRef
+from inferpool.workers.shared.messages import ContentBlob, ItemRef
 
 logger = logging.getLogger(__name__)
 
@@ -677,7 +677,8 @@ class Exchange(msgspec.Struct, eq=False):
         accept = headers.get(b"accept")
         if accept is not None:
             call.chosen = choose_format(accept, call.entry.interface)
-            call.ref.wants_tensors = call.chosen != "json"
+            call.ref.wants_content = call.chosen == "content"
+            call.ref.wants_tensors = call.chosen != "json" and not call.ref.wants_content
 
     def _check_size(self) -> None:
         if self.num_bytes > self.predict.limits.max_body_bytes:
@@ -741,6 +742,8 @@ class Exchange(msgspec.Struct, eq=False):
     def _submit_several(self, entry: ModelEntry, payloads: Sequence[Payload]) -> None:
         """Submit several instances; one that is refused becomes an error in its place."""
         call = self.call
+        if call.chosen == "content":
+            attached("content of several")(call.headers[b"accept"])
         outcomes = call.outcomes
         call.num_instances = len(payloads)
         for payload in payloads:
@@ -866,11 +869,11 @@ def reply_to(call: Call) -> Reply:
         except (Exception, asyncio.CancelledError):
             pass  # answered below
         else:
-            assert isinstance(result.value, bytes), "tensors came where JSON was asked for"
-            body = b'{"predictions":[%b]}' % result.value
-            common = common_lines(call, result.timing)
-            head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\n{common}"
-            return 200, head.encode(), body
+            if isinstance(result.value, bytes):
+                body = b'{"predictions":[%b]}' % result.value
+                common = common_lines(call, result.timing)
+                head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\n{common}"
+                return 200, head.encode(), body
     return _reply_with_any([outcome_of(call, *each) for each in enumerate(outcomes)], call)
 
 
@@ -926,17 +929,30 @@ async def send_reply(send: Send, reply: Reply) -> None:
 
 
 def _reply_with_any(outcomes: Sequence[Outcome], call: Call) -> Reply:
-    output = read_query(call.query).get(OUTPUT_KEY) if call.query else None
     assert call.entry is not None
-    status, headers, body = encode(
-        call.chosen,
-        outcomes,
-        is_batch=call.is_batch,
-        envelope=call.entry.interface.envelope,
-        output=output,
-        request_id=call.request_id,
-        path=call.path,
-    )
+    envelope = call.entry.interface.envelope
+    has_content = any(isinstance(getattr(each, "value", None), ContentBlob) for each in outcomes)
+    if has_content or call.chosen == "content":
+        status, headers, body = attached("answers with content")(
+            outcomes,
+            accept=call.headers.get(b"accept"),
+            is_batch=call.is_batch,
+            envelope=envelope,
+            is_exposed="expose-headers" in call.cors_lines,
+            request_id=call.request_id,
+            path=call.path,
+        )
+    else:
+        output = read_query(call.query).get(OUTPUT_KEY) if call.query else None
+        status, headers, body = encode(
+            call.chosen,
+            outcomes,
+            is_batch=call.is_batch,
+            envelope=envelope,
+            output=output,
+            request_id=call.request_id,
+            path=call.path,
+        )
     return status, lines_of(headers) + common_lines(call, _longest(outcomes)).encode(), body
 
 

@@ -12,6 +12,7 @@ from inferpool.models.spec import USUAL_INTERFACE, Kind, TensorHeader
 from inferpool.service.app import assemble, log_quick_checks
 from inferpool.service.batch.inputs import BatchAnswer, RunLostError, as_spoken
 from inferpool.service.batch.reading import DecodedInput
+from inferpool.service.client.contents import ReceivedContent
 from inferpool.service.errors import (
     GivenUpError,
     OverloadedError,
@@ -25,7 +26,7 @@ from inferpool.service.settings.loader import LoadedSettings
 from inferpool.service.settings.settings import Settings
 from inferpool.service.telemetry.console import Console
 from inferpool.workers.host.devices import DeviceError, find_host
-from inferpool.workers.shared.messages import ItemRef
+from inferpool.workers.shared.messages import ContentBlob, ItemRef
 
 _TIMEOUT_S = 3600.0
 """Time for each instance; workers that hang are replaced much sooner."""
@@ -76,8 +77,11 @@ class LocalTarget:
             except ServiceError as error:
                 return given.refused(error.code, error.message)
             else:
-                assert isinstance(result.value, bytes)
-                return given.answered(msgspec.json.decode(result.value))
+                value = result.value
+                if isinstance(value, ContentBlob):
+                    return given.answered(ReceivedContent(value.buffer, value.media_type))
+                assert isinstance(value, bytes)
+                return given.answered(msgspec.json.decode(value))
 
     def _form(self, given: DecodedInput) -> tuple[Kind, tuple[TensorHeader, ...]]:
         if given.header is None:

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, get_args
 
-from inferpool.models.spec import USUAL_INTERFACE
+from inferpool.models.spec import UNKNOWN_INTERFACE
 from inferpool.service.api.exchange import path_of
 from inferpool.service.catalog.own_paths import open_own_paths, starting_if_free
 from inferpool.service.catalog.plans import HostPlans, place_text, planned, with_model
@@ -65,7 +65,7 @@ class ModelVersion:
         self.inputs: Sequence[TensorSpec] = ()
         """The inputs of the model; empty until a worker is ready."""
         pool.interface_over = settings.interface_over
-        self.interface = pool.interface = settings.interface_over(USUAL_INTERFACE)
+        self.interface = pool.interface = settings.interface_over(UNKNOWN_INTERFACE)
         self.submit = pool.submit  # without a step between, which each call would pay for
 
 

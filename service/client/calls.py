@@ -421,8 +421,13 @@ class _Timeouts(dict[str, float | None]):
 
 def _predict_headers(options: PredictOptions) -> dict[str, str]:
     headers = {}
+    accept = options.get("accept")
     if options.get("as_arrays"):
-        headers["Accept"] = "application/safetensors"
+        if accept is not None:
+            raise UnsendableError("as_arrays asks for safetensors: it goes with no `accept`")
+        accept = "application/safetensors"
+    if accept is not None:
+        headers["Accept"] = accept
     if (priority := options.get("priority")) is not None:
         headers["X-Priority"] = str(priority)
     if (version := options.get("version")) is not None:

@@ -75,6 +75,9 @@ class _SharedOptions(TypedDict, total=False):
     envelope: bool
     """False for a model that says `envelope = False`: what is sent as JSON is the whole body, and
     `Prediction.value` the whole answer."""
+    accept: str | None
+    """Media types of an answer to accept, such as "image/png", as in the header `Accept`; None: as
+    the model answers. What is not JSON is `Prediction.content`."""
 
 
 class PredictOptions(_SharedOptions, total=False):

@@ -4,10 +4,13 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from os import PathLike
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import httpx
 
+from .contents import ReceivedContent, content_in
 from .errors import InferpoolError, ProtocolError, error_class
 from .safetensors import RawTensor, read_safetensors
 from .tensors import by_output, to_numpy, to_torch
@@ -68,7 +71,8 @@ class Prediction:
     """
 
     predictions: Sequence[Json | InferpoolError]
-    """One prediction per instance; empty if arrays were asked for."""
+    """One prediction per instance; empty if arrays were asked for. An answer that is no JSON, such
+    as a picture, is its bytes: see `content`."""
     request_id: str
     timing: Timing
     model: str | None = None
@@ -94,6 +98,43 @@ class Prediction:
             found = "arrays" if self.raw_tensors else f"{len(self.predictions)} predictions"
             raise ValueError(f"there are {found}, and not one value")
         return self.predictions[0]
+
+    @property
+    def content(self) -> ReceivedContent:
+        """The only instance's answer as bytes with a `media_type`, such as a picture.
+
+        Raises:
+            ValueError: There are several instances, or the model answered with JSON.
+        """
+        content = content_in(self.value)
+        if content is None:
+            raise ValueError("the model answered with JSON: see `value`")
+        return content
+
+    @property
+    def contents(self) -> Sequence[ReceivedContent | InferpoolError]:
+        """The `content` of each instance; an error in the place of one that failed.
+
+        Raises:
+            ValueError: The model answered with JSON.
+        """
+        found = [
+            each if isinstance(each, InferpoolError) else content_in(each)
+            for each in self.predictions
+        ]
+        contents = [each for each in found if each is not None]
+        if len(contents) < len(found):
+            raise ValueError("the model answered with JSON: see `predictions`")
+        return contents
+
+    def save(self, path: str | PathLike[str]) -> Path:
+        """Write the `content` to a file, and return its path.
+
+        Raises:
+            ValueError: There is no such content.
+            OSError: The file cannot be written.
+        """
+        return self.content.save(path)
 
     @property
     def errors(self) -> Sequence[InferpoolError]:
@@ -243,8 +284,11 @@ def read_prediction(
     """
     predictions: list[Json] = []
     tensors: Mapping[str, RawTensor] = {}
-    if reply.headers.get("content-type", "").startswith("application/safetensors"):
+    media_type = reply.headers.get("content-type", "")
+    if media_type.startswith("application/safetensors"):
         tensors = read_safetensors(reply.content)
+    elif _version_in(reply.headers) and not media_type.startswith("application/json"):
+        predictions = [ReceivedContent(reply.content, media_type)]
     else:
         predictions = _read_predictions(reply.content, request_id, envelope=envelope)
     return Prediction(

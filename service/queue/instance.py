@@ -12,7 +12,7 @@ from zlib import crc32
 
 import msgspec
 
-from inferpool.workers.shared.messages import ItemRef, TensorBlob
+from inferpool.workers.shared.messages import ContentBlob, ItemRef, TensorBlob
 
 if TYPE_CHECKING:
     from inferpool.service.queue.batcher import Bucket
@@ -52,8 +52,8 @@ BACKGROUND = 10
 class Result(msgspec.Struct, frozen=True, gc=False):
     """The prediction for one instance."""
 
-    value: bytes | list[TensorBlob]
-    """Rendered JSON, or the output tensors where the call asked for them."""
+    value: bytes | list[TensorBlob] | ContentBlob
+    """Rendered JSON, content, or the output tensors where the call asked for them."""
     timing: InstanceTiming
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from inferpool.models.attached import attached
-from inferpool.models.spec import USUAL_INTERFACE, Interface
+from inferpool.models.spec import UNKNOWN_INTERFACE, Interface
 from inferpool.models.speed_names import SpeedReport
 from inferpool.service.errors import GivenUpError, ServiceError, UnavailableError
 from inferpool.service.queue.dispatcher import Dispatcher
@@ -64,7 +64,7 @@ class EndedIncarnation:
 class Pool:
     """The supervisor and the dispatcher of one version of a model, connected to each other."""
 
-    interface = USUAL_INTERFACE
+    interface = UNKNOWN_INTERFACE
     """How clients speak to the model; as far as settings say until a worker is ready."""
     interface_over: Callable[[Interface], Interface] = staticmethod(lambda interface: interface)
     """Returns the interface, given what the model's class says of it: settings win."""

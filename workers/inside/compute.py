@@ -76,6 +76,7 @@ class Computer:
         self.checks = OutputChecks(model)
         self._preprocesses_itself = is_overridden(model, "preprocess")
         self._renders_in, self._render_batch = rendering_of(model)
+        self._has_content = is_overridden(model, "render_content")
         self._safe_sizes = SafeSizes()
         self.staging = Staging(model, device) if is_accelerator(device) else None
         self.preparer = Preparer(
@@ -352,7 +353,11 @@ class Computer:
     def _render(self, prepared: Prepared, indices: list[int], outputs: Outputs) -> None:
         items, outcomes, encode = prepared.items, prepared.outcomes, self._encode
         prepared.step = self._renders_in
-        values = self._render_batch(outputs, [items[i].parameters for i in indices])
+        render = self._render_batch
+        if self._has_content and any(prepared.refs[i].wants_content for i in indices):
+            refs = [prepared.refs[i] for i in indices]
+            render = attached("rendering of content")(self.model, render, refs)
+        values = render(outputs, [items[i].parameters for i in indices])
         for i, value in zip(indices, values, strict=True):
             if isinstance(value, InputError):
                 outcomes[i] = self._error_of(value, "render", prepared.refs[i])
@@ -365,11 +370,21 @@ class Computer:
             except NotFiniteAnswerError as error:
                 outcomes[i] = self._non_finite(prepared, i, str(error))
             except (TypeError, ValueError, RecursionError) as error:
-                must, found = "a value that JSON can say", text_of(error)
-                wrong = bad_return(self.model, "render", must, found)
-                outcomes[i] = self._error_of(wrong, "render", prepared.refs[i])
+                outcomes[i] = self._other_than_json(prepared, i, value, error)
             except raised() as error:  # it is too large, or an object in it raises
                 outcomes[i] = self._error_of(error, "render", prepared.refs[i])
+
+    def _other_than_json(
+        self, prepared: Prepared, i: int, value: object, error: Exception
+    ) -> Outcome:
+        """Return the outcome for a rendered value that is no JSON: content, or an error."""
+        ref = prepared.refs[i]
+        if hasattr(value, "json_hint"):
+            outcome: Outcome = attached("content")(value, self._keep, ref)
+            prepared.num_bytes = MAX_BATCH_BYTES + 1  # then `bounded` counts it
+            return outcome
+        wrong = bad_return(self.model, "render", "a value that JSON can say", text_of(error))
+        return self._error_of(wrong, "render", ref)
 
     def _error_of(self, error: BaseException, step: str, ref: ItemRef) -> ItemError:
         return error_of(error, step, ref, self.error_detail)

@@ -24,7 +24,14 @@ from inferpool.models.overrides import place_of
 from inferpool.models.texts import described, name_of, text_of, traceback_of
 from inferpool.workers.inside.checks import BrokenPromiseError
 from inferpool.workers.shared.config import ErrorDetail
-from inferpool.workers.shared.messages import ItemError, ItemRef, Outcome, Stored, TensorBlob
+from inferpool.workers.shared.messages import (
+    ContentBlob,
+    ItemError,
+    ItemRef,
+    Outcome,
+    Stored,
+    TensorBlob,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -215,7 +222,8 @@ def text_for(error: BaseException, detail: ErrorDetail) -> str:
 def plain_value(value: object) -> object:
     """Convert tensors, NumPy scalars and NumPy arrays to plain values for msgspec."""
     if not hasattr(value, "tolist"):
-        raise TypeError(f"a {type(value).__name__}, which JSON has no form for")
+        hint = getattr(value, "json_hint", "which JSON has no form for")
+        raise TypeError(f"a {type(value).__name__}, {hint}")
     num = value.numel() if isinstance(value, Tensor) else getattr(value, "size", 1)
     if num > MAX_JSON_NUMBERS:
         raise ValueError(f"a {type(value).__name__} of {num:,} numbers, too many for JSON")
@@ -261,7 +269,8 @@ def _num_inline(outcome: Outcome) -> int:
         return len(outcome)
     if isinstance(outcome, ItemError):
         return 0
-    return sum(len(blob.data) for blob in outcome if not isinstance(blob.data, Stored))
+    blobs = [outcome] if isinstance(outcome, ContentBlob) else outcome
+    return sum(len(blob.data) for blob in blobs if not isinstance(blob.data, Stored))
 
 
 def _plain_of(name: str, tensor: Tensor) -> Tensor:

@@ -473,5 +473,5 @@ def load(
         checked=checked,
         files=opened.marks(),
         is_accelerated=is_accelerator(device),
-        interface=interface_of(model),
+        interface=interface_of(model, checked.media_types),
     )

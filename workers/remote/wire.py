@@ -8,7 +8,7 @@ the other.
 
 import struct
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -18,6 +18,7 @@ from inferpool.workers.host.engine import Ending, ForkserverHealth, GpuHealth, V
 from inferpool.workers.shared.config import WorkerConfig
 from inferpool.workers.shared.messages import (
     BatchDone,
+    ContentBlob,
     Drop,
     ItemRef,
     Outcome,
@@ -263,6 +264,7 @@ ToAgent = (
 )
 Message = ToFrontEnd | ToAgent
 Views = Sequence[memoryview]
+_Blob = TypeVar("_Blob", TensorBlob, ContentBlob)
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -299,19 +301,22 @@ def placed(done: BatchDone, id: int, ahead_s: float) -> tuple[BatchDone, list[me
     """
     pieces: list[memoryview] = []
     position = 0
+
+    def placed_one(blob: _Blob) -> _Blob:
+        nonlocal position
+        data = memoryview(blob.buffer)
+        if data.nbytes < _MIN_PLACED_BYTES:
+            return replace(blob, data=bytes(data))
+        pieces.append(data)
+        position += data.nbytes
+        return replace(blob, data=Stored(position - data.nbytes, data.nbytes))
+
     outcomes: list[Outcome] = []
     for outcome in done.outcomes:
         if isinstance(outcome, list):
-            blobs = []
-            for blob in outcome:
-                data = memoryview(blob.buffer)
-                if data.nbytes >= _MIN_PLACED_BYTES:
-                    pieces.append(data)
-                    blobs.append(replace(blob, data=Stored(position, data.nbytes)))
-                    position += data.nbytes
-                else:
-                    blobs.append(replace(blob, data=bytes(data)))
-            outcomes.append(blobs)
+            outcomes.append([placed_one(blob) for blob in outcome])
+        elif isinstance(outcome, ContentBlob):
+            outcomes.append(placed_one(outcome))
         else:
             outcomes.append(outcome)
     answer = replace(
@@ -331,14 +336,18 @@ def found(done: BatchDone, body: memoryview) -> BatchDone:
     Raises:
         ValueError: A place is outside of the body.
     """
-    outcomes: list[Outcome] = [
-        [_found(blob, body) for blob in outcome] if isinstance(outcome, list) else outcome
-        for outcome in done.outcomes
-    ]
+    outcomes: list[Outcome] = []
+    for outcome in done.outcomes:
+        if isinstance(outcome, list):
+            outcomes.append([_found(blob, body) for blob in outcome])
+        elif isinstance(outcome, ContentBlob):
+            outcomes.append(_found(outcome, body))
+        else:
+            outcomes.append(outcome)
     return replace(done, outcomes=outcomes)
 
 
-def _found(blob: TensorBlob, body: memoryview) -> TensorBlob:
+def _found(blob: _Blob, body: memoryview) -> _Blob:
     if not isinstance(blob.data, Stored):
         return blob
     start, num_bytes = blob.data.first_block, blob.data.num_bytes

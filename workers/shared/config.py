@@ -25,6 +25,8 @@ class CheckReport:
     """Parts that were left out, and why."""
     declared: tuple[str, ...] = ()
     """Parts that the model's class has turned off, as it writes them: `repeatable = False`."""
+    media_types: tuple[str, ...] = ()
+    """Media type of the `Content` that the sample is answered with, if it is one."""
     is_sample_finite: bool | None = None
     """The outputs for the canaries' sample were finite; None if that is unknown."""
 

@@ -56,6 +56,8 @@ class ItemRef(msgspec.Struct, array_like=True, gc=False):
     caller: int = 0
     """Number of the API key that it was asked with, from 1; 0 if keys are not told apart. The
     worker ignores it."""
+    wants_content: bool = False
+    """Prefer `render_content` over `render`, where the model has both."""
 
     def log_ids(self) -> dict[str, str]:
         """Return the fields that log lines about it are found by."""
@@ -106,7 +108,21 @@ class TensorBlob(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return self.data
 
 
-class ItemError(msgspec.Struct, frozen=True, gc=False):
+class ContentBlob(msgspec.Struct, frozen=True, tag="content"):
+    """A model's `Content`, in the place of JSON."""
+
+    media_type: str
+    data: bytes | Stored
+    headers: dict[str, str] = {}
+
+    @property
+    def buffer(self) -> bytes:
+        """Its bytes, or a view of them in the region."""
+        assert not isinstance(self.data, Stored), "content was not looked up in its region"
+        return self.data
+
+
+class ItemError(msgspec.Struct, frozen=True, tag="error", gc=False):
     """Why one instance of a batch has no prediction.
 
     An "unfit_input" made the model's `preprocess` raise; clients see it as "invalid_input".
@@ -124,8 +140,8 @@ class ItemError(msgspec.Struct, frozen=True, gc=False):
     message: str
 
 
-Outcome = bytes | list[TensorBlob] | ItemError
-"""Result of one instance: rendered JSON, tensors, or an error."""
+Outcome = bytes | list[TensorBlob] | ContentBlob | ItemError
+"""Result of one instance: rendered JSON, tensors, content of its own kind, or an error."""
 
 
 class BatchDone(msgspec.Struct, frozen=True, array_like=True, tag="done", gc=False):

@@ -14,7 +14,7 @@ import weakref
 import msgspec
 
 from inferpool.workers.shared.memory import SharedMemory
-from inferpool.workers.shared.messages import BatchDone, Outcome, Stored, TensorBlob
+from inferpool.workers.shared.messages import BatchDone, ContentBlob, Outcome, Stored, TensorBlob
 
 MIN_STORED_BYTES = 1 << 16
 """Least size for this to be cheaper than the queue (`python -m tests.bench outputs`)."""
@@ -85,6 +85,8 @@ class OutputRegion:
         self.memory.close()
 
     def _found(self, outcome: Outcome) -> Outcome:
+        if isinstance(outcome, ContentBlob) and isinstance(outcome.data, Stored):
+            return msgspec.structs.replace(outcome, data=self._view(outcome.data))
         if not isinstance(outcome, list):
             return outcome
         return [

@@ -19,6 +19,7 @@ from inferpool.models.accelerator.failures import (
     lacks_resources,
     raised,
 )
+from inferpool.models.attached import attached
 from inferpool.models.base import Model
 from inferpool.models.errors import InputError, ModelError
 from inferpool.models.files.modules import is_ours, line_of
@@ -110,6 +111,7 @@ class ReadyCheck:
         self._encode = encoder(are_finite=model.finite_outputs)
         self._warnings: list[str] = []
         self._not_checked: list[str] = []
+        self._media_types: tuple[str, ...] = ()
 
     @property
     def is_off(self) -> bool:
@@ -197,6 +199,7 @@ class ReadyCheck:
             warnings=tuple(self._warnings),
             not_checked=tuple(self._not_checked),
             declared=tuple(f"{name} = False" for name in declared),
+            media_types=self._media_types,
             is_sample_finite=is_finite,
         )
 
@@ -327,6 +330,10 @@ class ReadyCheck:
             told = f"its answers, since render wants more: {text_of(value)}"
             self._not_checked += [] if told in self._not_checked else [told]
             return None
+        if hasattr(value, "json_hint"):
+            media_type, shown = attached("form of content")(model, value)
+            self._media_types = (media_type,)
+            return shown
         return _sent(model, self._encode, value)
 
     def _difference(

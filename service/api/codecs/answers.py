@@ -13,7 +13,7 @@ from inferpool.service.errors import NotAcceptableError, ServiceError
 from inferpool.service.queue.instance import Result
 
 T = TypeVar("T")
-AnswerFormat = Literal["json", "npy", "npz", "safetensors", "raw", "events", "lines"]
+AnswerFormat = Literal["json", "npy", "npz", "safetensors", "raw", "content", "events", "lines"]
 STREAMED = ("events", "lines")
 """Forms that send each part of a stream as it comes; see `service.parts.streams`."""
 Outcome = Result | ServiceError
@@ -44,9 +44,12 @@ def choose_format(accept: bytes | None, interface: Interface = USUAL_INTERFACE) 
     if accept is None or accept == b"*/*":
         return "json"
     if interface.streams:
-        form: AnswerFormat = attached("forms of streams")(accept)
-        return form
-    return _negotiate(accept)
+        chosen: AnswerFormat = attached("forms of streams")(accept)
+    elif interface.media_types != ():
+        chosen = attached("choice of content")(accept, interface.media_types)
+    else:
+        chosen = _negotiate(accept)
+    return chosen
 
 
 def negotiate(accept: bytes, types: Mapping[bytes, T]) -> T:
@@ -57,10 +60,7 @@ def negotiate(accept: bytes, types: Mapping[bytes, T]) -> T:
     Raises:
         NotAcceptableError: The header allows none of them.
     """
-    qualities: dict[bytes, float] = {}
-    for item in accept.lower().split(b","):
-        media_range, *options = (part.strip() for part in item.split(b";"))
-        qualities[media_range] = _quality(options)
+    qualities = qualities_in(accept)
     best: T | None = None
     best_quality = 0.0
     for media_type, chosen in types.items():
@@ -74,6 +74,15 @@ def negotiate(accept: bytes, types: Mapping[bytes, T]) -> T:
             + ", ".join(media_type.decode() for media_type in types)
         )
     return best
+
+
+def qualities_in(accept: bytes) -> dict[bytes, float]:
+    """Return the quality of each range in an `Accept` header."""
+    qualities: dict[bytes, float] = {}
+    for item in accept.lower().split(b","):
+        media_range, *options = (part.strip() for part in item.split(b";"))
+        qualities[media_range] = _quality(options)
+    return qualities
 
 
 def encode(

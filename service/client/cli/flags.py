@@ -77,6 +77,16 @@ def add_predict_flags(parser: ArgumentParser) -> None:
         action="store_true",
         help="print a line of JSON for each input, with its timing and the version of the model",
     )
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="PATH",
+        help="save what is no JSON, such as a picture, to this file; for several inputs, to this "
+        "folder, as 0.png, 1.png, ...",
+    )
+    parser.add_argument(
+        "--accept", metavar="TYPE", help="ask for an answer of this media type, such as image/png"
+    )
     add_access_flags(parser, "predictions", PREDICT_KEY_VARIABLE)
 
 

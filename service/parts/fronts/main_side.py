@@ -43,7 +43,7 @@ from inferpool.service.parts.fronts.messages import (
 from inferpool.service.queue.instance import InstanceSteps, Result
 from inferpool.workers.shared.arena import slot_bytes
 from inferpool.workers.shared.log_lines import log_line
-from inferpool.workers.shared.messages import LogLine
+from inferpool.workers.shared.messages import ContentBlob, LogLine
 from inferpool.workers.shared.queues import FrameError
 
 if TYPE_CHECKING:  # each front imports this module, and not the catalog
@@ -260,7 +260,7 @@ class MainSide:
         if isinstance(value, list):
             num_bytes = sum(len(each.buffer) for each in value)
         elif not isinstance(value, Failure):
-            num_bytes = len(value)
+            num_bytes = len(value.buffer if isinstance(value, ContentBlob) else value)
         self.link.add(answer, num_bytes)
 
     def _send_failure(self, answer: InstanceAnswer) -> None:

@@ -17,7 +17,7 @@ from inferpool.service.queue.instance import CanaryShare, InstanceSteps
 from inferpool.service.settings.settings import Settings
 from inferpool.service.telemetry.distribution import Exemplar
 from inferpool.service.telemetry.metrics import RejectReason
-from inferpool.workers.shared.messages import ItemRef, LogLine, TensorBlob
+from inferpool.workers.shared.messages import ContentBlob, ItemRef, LogLine, TensorBlob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +111,7 @@ class TableTaken(msgspec.Struct, frozen=True, array_like=True, tag="taken"):
 FromFront = Submissions | StreamEnded | FrontCounts | TableTaken | Listening | MovedAway | LogLine
 
 
-class Failure(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+class Failure(msgspec.Struct, frozen=True, tag="failure", gc=False, omit_defaults=True):
     """A `ServiceError` as text and code."""
 
     code: str
@@ -131,7 +131,7 @@ class InstanceAnswer(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """How one instance ended, and where its time went."""
 
     id: int
-    value: bytes | list[TensorBlob] | Failure
+    value: bytes | list[TensorBlob] | ContentBlob | Failure
     queue_s: float = 0.0
     prepare_s: float = 0.0
     compute_s: float = 0.0

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING
 
+from inferpool.models.attached import attached
 from inferpool.service.errors import (
     DeadlineExceededError,
     InternalError,
@@ -285,9 +286,10 @@ class Runner:
                 logger.exception("an instance of job %s cannot be computed", job.id)
                 return _failed(InternalError("it cannot be computed; see the log of the service"))
             else:
-                assert isinstance(result.value, bytes)  # since `wants_tensors` is False
                 self._answered.set()
-                return JobAnswer(value=result.value)
+                if isinstance(result.value, bytes):
+                    return JobAnswer(value=result.value)
+                return JobAnswer(value=attached("content in JSON")(result.value))
 
     async def _until_answered(self) -> None:
         """Wait until an answer to this runner leaves room, or until a moment."""

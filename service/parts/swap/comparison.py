@@ -15,6 +15,7 @@ from statistics import median
 import msgspec
 import numpy as np
 
+from inferpool.models.attached import attached
 from inferpool.service.api.routes.health import SwapFigures
 from inferpool.service.errors import (
     DeadlineExceededError,
@@ -28,7 +29,7 @@ from inferpool.service.parts.swap.inputs import SwapInput, inputs_of
 from inferpool.service.parts.swap.requests import SwapOptions
 from inferpool.service.queue.instance import Result
 from inferpool.service.queue.pool import Pool
-from inferpool.workers.shared.messages import ItemRef, TensorBlob
+from inferpool.workers.shared.messages import ContentBlob, ItemRef, TensorBlob
 
 _FIRST = 1
 """The priority of an input, which is the only one in both queues that no client waits for."""
@@ -119,8 +120,10 @@ class Comparison:
         if isinstance(after, ServiceError):
             self.note_fault(_text_of(after))
             return
-        said = parts_said if self._are_streams else label_of
-        is_same = said(before.value) == said(after.value)
+        if self._are_streams:
+            is_same = parts_said(before.value) == parts_said(after.value)
+        else:
+            is_same = await _say_the_same(before.value, after.value)
         times_s = _work_s(before), _work_s(after)
         is_measured = self._are_alike and not self._are_streams
         if is_measured and (fault := await self._compare_outputs(sample)):
@@ -303,6 +306,13 @@ def parts_said(value: object) -> object:
     return [label_of(part) for part in parts] if isinstance(parts, list) else label_of(parts)
 
 
+async def _say_the_same(before: object, after: object) -> bool:
+    """Return whether two answers say the same; of pictures, whether they look alike."""
+    if isinstance(before, ContentBlob) and isinstance(after, ContentBlob):
+        return await asyncio.to_thread(attached("likeness of contents"), before, after)
+    return label_of(before) == label_of(after)
+
+
 async def _compared(exact: object, other: object) -> tuple[float | None, str]:
     """Call `deviation_of`, in a thread if that takes long."""
     if isinstance(exact, list) and sum(len(blob.buffer) for blob in exact) > _CHEAP_BYTES:
@@ -373,7 +383,9 @@ def _num_bytes(answer: Result | ServiceError) -> int:
     if isinstance(answer, ServiceError):
         return 0
     value = answer.value
-    return len(value) if isinstance(value, bytes) else sum(len(each.buffer) for each in value)
+    if isinstance(value, list):
+        return sum(len(each.buffer) for each in value)
+    return len(value.buffer if isinstance(value, ContentBlob) else value)
 
 
 def _work_s(result: Result) -> float:
