@@ -4,6 +4,7 @@ The code of each call imports none of it, and finds it here by name.
 """
 
 from collections.abc import Iterable
+from functools import cache
 from pkgutil import resolve_name
 from typing import Any
 
@@ -52,6 +53,9 @@ OTHERS = {
     "stream of a call": "inferpool.service.parts.streams.call_stream:stream_call",
     "stream by sockets": "inferpool.service.parts.streams.wires:SocketStream",
     "stream by ASGI": "inferpool.service.parts.streams.wires:AsgiStream",
+    "body of raw bytes": "inferpool.service.api.codecs.tensors:decode_raw",
+    "body of npy": "inferpool.service.api.codecs.tensors:decode_npy",
+    "body of safetensors": "inferpool.service.api.codecs.tensors:decode_safetensors",
     "form as instances": "inferpool.service.api.codecs.forms:decode_form",
     "form as instance": "inferpool.service.api.codecs.whole:decode_form_as_one",
     "document": "inferpool.service.api.codecs.whole:decode_document",
@@ -94,6 +98,7 @@ def modules_of(sources: Iterable[str]) -> list[str]:
     return [(SOURCES | OTHERS)[name].partition(":")[0] for name in names]
 
 
+@cache
 def attached(name: str) -> Any:
     """Import and return the object with a name of this table."""
     return resolve_name((SOURCES | OTHERS)[name])

@@ -10,13 +10,6 @@ from inferpool.models.json_errors import BYTE_ORDER_MARK
 from inferpool.service.api.codecs import parameters
 from inferpool.service.api.codecs.body import BodyContext, Decoded, Payload
 from inferpool.service.api.codecs.json import decode_json, is_image
-from inferpool.service.api.codecs.tensors import (
-    NPY_MAGIC,
-    NPY_TYPES,
-    decode_npy,
-    decode_raw,
-    decode_safetensors,
-)
 from inferpool.service.errors import (
     BadRequestError,
     InvalidInputError,
@@ -31,26 +24,35 @@ TYPES = (
     "multipart/form-data",
     "application/json",
     "application/octet-stream",
-    NPY_TYPES[0],
+    "application/x-npy",
     "application/safetensors",
     "text/plain",
 )
 """The content types that are read, for messages and for the documentation."""
 
+_NPY_MAGIC = b"\x93NUMPY"
 _START_BYTES = 64
 """Bytes that tell what a body is; each chunk has one at least."""
 
 _JSON_STARTS = frozenset(bytes((code,)) for code in b'{["-0123456789tfn')
 
+
+def _decoder(name: str) -> Decoder:
+    """Return a decoder that is imported with the first body that it reads."""
+    return lambda chunks, head: attached(name)(chunks, head)
+
+
+_decode_raw, _decode_npy = _decoder("body of raw bytes"), _decoder("body of npy")
+_decode_safetensors = _decoder("body of safetensors")
 _DECODERS: dict[bytes, Decoder] = {
     b"application/json": decode_json,
-    b"application/octet-stream": decode_raw,
-    b"binary/octet-stream": decode_raw,  # what S3 says of files without a type
-    b"application/x-npy": decode_npy,
-    b"application/npy": decode_npy,
-    b"application/safetensors": decode_safetensors,
-    b"application/x-safetensors": decode_safetensors,
-    b"application/vnd.safetensors": decode_safetensors,
+    b"application/octet-stream": _decode_raw,
+    b"binary/octet-stream": _decode_raw,  # what S3 says of files without a type
+    b"application/x-npy": _decode_npy,
+    b"application/npy": _decode_npy,
+    b"application/safetensors": _decode_safetensors,
+    b"application/x-safetensors": _decode_safetensors,
+    b"application/vnd.safetensors": _decode_safetensors,
 }
 
 
@@ -108,16 +110,16 @@ def _guess(chunks: Sequence[bytes], head: BodyContext) -> Decoder | None:
     """Return the decoder of a body without a content type; None if its start does not tell."""
     start = _start_of(chunks)
     if b"x-tensor-dtype" in head.headers or b"x-tensor-shape" in head.headers:
-        return decode_raw
+        return _decode_raw
     if is_image(start):
         # The next body under this head may be something else, so this one has been looked at.
         return lambda chunks, head: msgspec.structs.replace(
             _decode_image(chunks, head), is_whole=False
         )
-    if start.startswith(NPY_MAGIC):
-        return decode_npy
+    if start.startswith(_NPY_MAGIC):
+        return _decode_npy
     if start[8:9] == b"{" and int.from_bytes(start[:8], "little") < sum(map(len, chunks)):
-        return decode_safetensors
+        return _decode_safetensors
     return decode_json if _is_json_body(start, head) else None
 
 
