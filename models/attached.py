@@ -39,7 +39,6 @@ OTHERS = {
     "lists to send": "inferpool.workers.inside.lists:OutgoingLists",
     "named outputs": "inferpool.models.ragged:outputs_of",
     "lists to compare": "inferpool.models.ragged:flat_pair",
-    "answers of tensors": "inferpool.service.api.codecs.tensor_answers:encode_tensors",
     "start check": "inferpool.workers.start_check.check:ReadyCheck",
     "stream loop": "inferpool.workers.streams.worker_side:StreamLoop",
     "check of streams": "inferpool.workers.streams.check:StreamCheck",
