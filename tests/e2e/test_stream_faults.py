@@ -2,6 +2,7 @@
 
 import json
 import signal
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -34,6 +35,7 @@ def service(
         "one": model("CountingStream", max_batch_size=1, options={"closed": str(closed)}),
         "joins": model("JoiningStream"),
         "dies": model("JoiningStream", options={"once": str(once)}),
+        "texts": {**model("-"), "source": "tests.bench.models:TokenStreams"},
         "limited": model("JoiningStream", stream_gap_s=0.5, max_stream_s=2.0, max_stream_parts=50),
     }
     with running(settings={"front_ends": request.param, "models": models}) as service:
@@ -154,3 +156,24 @@ def test_a_service_that_ends_lets_streams_end_and_cuts_off_those_that_go_on(fron
         assert len(parts) > 40
         assert error["error"]["code"] == "unavailable"
         assert service.wait() == 0
+
+
+def test_a_reader_that_reads_nothing_loses_its_stream_and_nobody_else(service: Running):
+    body = json.dumps({"instances": [{"parts": 100_000, "bytes": 1 << 15}]})
+    address = httpx.URL(service.url)
+    with socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.connect((address.host, address.port))
+        slow.sendall(
+            f"POST /predict/texts HTTP/1.1\r\nhost: h\r\naccept: application/jsonl\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
+            f"connection: close\r\n\r\n{body}".encode()
+        )
+        failed = 'instances_total{model="texts",outcome="failed"}'
+        while not service.metric(failed):
+            assert stream(service, "texts", {"parts": 20, "bytes": 3}) == ["xxx"] * 20
+        *_, last = b"".join(iter(lambda: slow.recv(1 << 20), b"")).split(b'{"instance":')
+        assert b'"code":"reader_too_slow"' in last
+    until(lambda: is_empty(service, "texts"))
+    assert service.metric(failed) == 1
+    assert service.metric("unread_bytes") == 0

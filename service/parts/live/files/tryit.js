@@ -1,5 +1,6 @@
 // "Try it": sends a picture, a file or JSON to the chosen model, and shows what comes back.
 
+import { LINES_TYPE, showParts } from "./stream.js";
 import { $, h, setText } from "./dom.js";
 import { bytes, json } from "./format.js";
 import { keyHeaders, setKey } from "./keys.js";
@@ -172,9 +173,15 @@ async function send() {
   try {
     const response = await fetch(`predict/${encodeURIComponent(model.name)}`, {
       method: "POST",
-      headers: { "Content-Type": type, Accept: "application/json", ...keyHeaders("predict") },
+      headers: { "Content-Type": type, Accept: model.interface?.streams ? LINES_TYPE : "application/json", ...keyHeaders("predict") },
       body,
     });
+    if (response.ok && response.headers.get("content-type") === LINES_TYPE) {
+      setText($("try-status"), "Parts come…");
+      const num = await showParts($("answer"), response);
+      setText($("try-status"), `${num} parts in ${(performance.now() - began).toFixed(0)} ms`);
+      return;
+    }
     const text = await response.text();
     const tookMs = performance.now() - began;
     if (response.ok) {
