@@ -3,6 +3,8 @@
 import json
 
 import pytest
+from starlette.applications import Starlette
+from starlette.routing import Mount
 
 from inferpool.models.spec import Interface
 from inferpool.service.api.auth import Guard
@@ -101,3 +103,23 @@ async def test_a_head_at_a_path_is_known_when_it_comes_again():
         assert len(server.protocol.known_heads) == 1
     assert [json.loads(each.body) for each in answers] == [0, 1, 2]
     assert server.model.bodies == [b"1", b"2", b"3"]
+
+
+def test_a_path_is_found_below_the_path_of_a_mount():
+    predict, _ = at_own_path()
+    app = App(version="1")
+    app.predict = predict
+    mounted = Starlette(routes=[Mount("/models", app)])
+    assert post(mounted, "/models/classify", content=b"1", headers=JSON).json() == {"n": 0}
+    assert post(mounted, "/classify", content=b"1", headers=JSON).status_code == 404
+
+
+async def test_a_path_is_found_below_the_root_path_that_a_proxy_has_left():
+    call = ONE.replace(b"/predict", b"/root/classify").replace(b"image/png", b"application/json")
+    async with serve() as server:
+        server.model.interface = BARE
+        predict = server.protocol.predict
+        predict.models["/classify"] = server.model  # type: ignore[index]  # it is a dict
+        predict.root_path = b"/root"
+        assert (await server.answer_to(call.replace(b"x", b"1"))).status == 200
+        assert (await server.answer_to(call.replace(b"/root", b""))).status == 400
