@@ -347,6 +347,45 @@ def test_a_sample_picture_is_sent_by_one_click(browser, service):
         assert page.is_hidden("#sample")
 
 
+def test_what_was_found_is_drawn_over_the_picture(browser, service):
+    """The sample has 451 x 300 pixels; one of its colours hardly looks like any of these."""
+    show = """async (prediction) => {
+        const { showAnswer } = await import("/page/result.js");
+        const picture = await (await fetch("/page/sample.jpg")).blob();
+        const place = document.getElementById("answer");
+        showAnswer(place, { predictions: [prediction] }, new Headers(), 1, picture);
+    }"""
+    look = """([x, y]) => {
+        const canvas = document.querySelector("canvas.found");
+        const [column, row] = [canvas.width * x, canvas.height * y].map(Math.floor);
+        return [...canvas.getContext("2d").getImageData(column, row, 1, 1).data];
+    }"""
+    right = {"size": [300, 451], "counts": [300 * 300, 300 * 151]}
+    person = {"nose": [100.0, 200.0, 9.0], "left_eye": [120.0, 200.0, 9.0]}
+    boxes = {"boxes": [[20, 30, 400, 290]], "labels": ["cat"], "scores": [0.9]}
+    with live(browser, service) as page:
+        page.wait_for_selector("body[data-link=live]")
+
+        def looks(prediction: object, *place: float) -> list[int]:
+            page.evaluate(show, prediction)
+            page.wait_for_selector("canvas.found:not([hidden])")
+            found: list[int] = page.evaluate(look, place)
+            return found
+
+        plain = looks(boxes, 0.5, 0.5)
+        assert looks(boxes, 20 / 451, 0.5) == [15, 88, 189, 255]
+        assert "cat90.0 %" in page.inner_text(".labels li").replace("\n", "")
+        assert "with cat 90.0 %" in str(page.get_attribute("canvas.found", "aria-label"))
+        assert looks({**boxes, "keypoints": [person]}, 110 / 451, 200 / 300) == [15, 88, 189, 255]
+        masked = {**boxes, "masks": [right]}
+        assert looks(masked, 0.5, 0.5) == plain
+        assert looks(masked, 0.8, 0.5) != looks(boxes, 0.8, 0.5)
+        assert looks(masked, 0.8, 0.5) == looks({"sofa": right}, 0.8, 0.5)
+        assert page.inner_text(".labels li").replace("\n", "") == "sofa33.5 %"
+        page.evaluate(show, {"boxes": [], "labels": [], "scores": []})
+        page.wait_for_selector("#answer:has-text('Nothing was found')")
+
+
 @pytest.mark.slow
 def test_a_banner_names_its_model_if_there_are_others(browser, service):
     titles = """async (events) => {

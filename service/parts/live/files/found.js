@@ -59,6 +59,7 @@ function regionsOf(masks) {
 }
 
 const hueOf = (place) => (place * 137.5 + 215) % 360; // neighbours are far apart
+const shade = (hue) => `hsl(${hue} 85% 40%)`;
 const areaOf = ({ counts }) => counts.reduce((sum, count, place) => sum + (place % 2 ? count : 0), 0);
 const percent = (share) => `${(share * 100).toFixed(1)} %`;
 const spoken = (things) => `The picture with ${things.slice(0, MAX_NAMED).map(({ label, share }) => `${label} ${percent(share)}`).join(", ")}`;
@@ -85,7 +86,9 @@ async function draw(canvas, picture, things, width) {
   const context = canvas.getContext("2d");
   context.drawImage(bitmap, 0, 0, canvas.width, canvas.height);
   drawMasks(context, things.filter(({ mask }) => mask));
-  for (const thing of [...things].reverse()) drawThing(context, thing, scale, density); // the surest on top
+  const fromLast = [...things].reverse(); // the surest on top, and no line through a name
+  for (const thing of fromLast) drawThing(context, thing, scale, density);
+  for (const thing of fromLast) drawName(context, thing, scale, density);
   canvas.hidden = false;
 }
 
@@ -127,8 +130,8 @@ function colorOf(hue) {
   return new Uint32Array(data.buffer)[0];
 }
 
-function drawThing(context, { box, label, share, hue, keypoints }, scale, density) {
-  context.strokeStyle = context.fillStyle = `hsl(${hue} 85% 40%)`;
+function drawThing(context, { box, hue, keypoints }, scale, density) {
+  context.strokeStyle = context.fillStyle = shade(hue);
   context.lineWidth = 2 * density;
   const at = (name) => (keypoints[name] ?? []).slice(0, 2).map((place) => place * scale);
   for (const [from, to] of LIMBS) {
@@ -146,11 +149,17 @@ function drawThing(context, { box, label, share, hue, keypoints }, scale, densit
   if (!box) return;
   const [left, top, right, bottom] = box.map((edge) => edge * scale);
   context.strokeRect(left, top, right - left, bottom - top);
+}
+
+function drawName(context, { box, label, share, hue }, scale, density) {
+  if (!box) return;
+  const [left, top] = box.map((edge) => edge * scale);
   const text = `${label} ${percent(share)}`;
   context.font = `600 ${12 * density}px system-ui, sans-serif`;
   const [width, height] = [context.measureText(text).width + 8 * density, 17 * density];
   const x = Math.max(0, Math.min(left, context.canvas.width - width));
   const y = top >= height ? top - height : Math.max(0, top);
+  context.fillStyle = shade(hue);
   context.fillRect(x, y, width, height);
   context.fillStyle = "#fff";
   context.textBaseline = "middle";
