@@ -64,6 +64,16 @@ def test_links_lead_somewhere(page: Path):
     assert broken_links_of(page) == []
 
 
+@pytest.mark.parametrize(("file", "most"), [("own_detector.py", 20), ("shades.py", 20)])
+def test_a_recipe_takes_few_lines(file, most):
+    """Imports and blank lines do not count."""
+    blocks = blocks_of(ROOT / "docs/models.md")
+    (text,) = (each.text for each in blocks if each.marks.get("file") == file)
+    code = [line for line in text.splitlines() if line.strip()]
+    own = [line for line in code if not line.startswith(("import ", "from "))]
+    assert len(own) <= most, own
+
+
 def test_links_that_lead_nowhere_are_found(tmp_path):
     (tmp_path / "a.md").write_text("# The `one` & only: it\n# Two\n# Two\n[c](#three)\n[d](e.md)\n")
     page = tmp_path / "b.md"
