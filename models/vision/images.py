@@ -90,7 +90,6 @@ def decode_image(
     """
     if isinstance(data, Upload):
         data = data.data
-    data = data.data if isinstance(data, Upload) else data
     image, _ = decode_scaled(data, least_edge=None, max_pixels=max_pixels, check=check)
     return image
 

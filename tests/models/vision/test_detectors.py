@@ -122,7 +122,7 @@ def test_boxes_lie_in_the_picture_as_it_is_seen_upright(ssd):
     upright = decode_image(turned)
     assert upright.size == (150, 90)
     outputs = run(ssd, [image_item(turned)])
-    assert outputs["size"].tolist() == [[90, 150]]
+    assert outputs["size"][0].tolist() == [90, 150]
     plain = run(ssd, [tensor_item({"image": torch.from_numpy(np.array(upright))})])
     assert torch.equal(outputs["boxes"][0], plain["boxes"][0])
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
 from inferpool.models.errors import InputError
+from inferpool.models.upload import Upload
 from inferpool.models.vision.images import decode_image, decode_scaled
 from tests.fuzz import bombs
 from tests.models.items import encoded, orientation_exif, photo, pixels_of
@@ -213,3 +214,8 @@ def test_damaged_bytes_raise_nothing_but_input_errors(sample, keep, edits):
     except InputError:
         return
     assert image.mode == "RGB"
+
+
+def test_a_file_of_a_form_is_decoded_as_its_bytes_are():
+    upload = Upload(data=encoded(CHELSEA), media_type="text/plain", filename="no.txt")
+    assert decode_image(upload) == decode_image(upload.data)
