@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 
 from inferpool.models.base import Model
+from inferpool.models.content import Content
 from inferpool.models.errors import InputError, ModelError, SourceError
 from inferpool.models.hugging_face.loading import FolderOptions, PictureFolder, fetched
 from inferpool.models.item import Features, Item
@@ -23,7 +24,7 @@ from inferpool.models.ragged import outputs_of
 from inferpool.models.spec import Placement, TensorSpec
 from inferpool.models.tolerance import Tolerance
 from inferpool.models.vision.classifier import Classifier
-from inferpool.models.vision.masks import labels_at, runs_by_label
+from inferpool.models.vision.masks import labels_at, palette_png, runs_by_label
 from inferpool.models.vision.photos import sample_jpegs
 from inferpool.models.vision.pictures import MIN_SCORE, picture_of, share_of
 from inferpool.models.vision.transforms import ImageTransform
@@ -250,6 +251,7 @@ class FolderSegmenter(_PictureModel):
         folder: The folder.
     """
 
+    media_types = ("image/png",)
     outputs = (TensorSpec(name="labels", dtype="uint8", shape=(-1, -1, -1)),)
 
     def load(self, placement: Placement) -> None:
@@ -274,8 +276,14 @@ class FolderSegmenter(_PictureModel):
 
     def render(self, outputs: Features, parameters: Mapping[str, object]) -> object:
         """Render the pixels of each class as runs, by its name."""
+        self.wanted(parameters)
         found = runs_by_label(outputs["labels"].numpy())
         return {self.labels[label]: runs for label, runs in found.items()}
+
+    def render_content(self, outputs: Features, parameters: Mapping[str, object]) -> Content:
+        """Render the classes as a PNG with a palette, in which they are the numbers of colours."""
+        self.wanted(parameters)
+        return Content(palette_png(outputs["labels"].numpy()), "image/png")
 
 
 def _opened(folder: PictureFolder) -> tuple[list[str], set[tuple[int, ...]]]:

@@ -2,9 +2,12 @@
 
 import json
 import logging
+from io import BytesIO
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from inferpool.models.errors import CheckpointError, InputError, ModelError, SourceError
 from inferpool.models.sources.registry import build
@@ -86,6 +89,10 @@ def test_a_segmenter_answers_with_the_pixels_of_each_class(tmp_path):
             answer = model.render({"labels": found}, {})
             assert sum(sum(runs["counts"][1::2]) for runs in answer.values()) == wanted.numel()
             assert {*answer} <= {"cat", "dog", "eel"}
+            content = model.render_content({"labels": found}, {})
+            pixels = np.array(Image.open(BytesIO(content.data)))
+            assert (pixels == found.numpy()).all()
+            assert content.media_type == "image/png"
 
 
 def test_other_weights_replace_those_of_the_folder(vit, tmp_path):
