@@ -44,9 +44,9 @@ class StreamSteps:
         Raises:
             TypeError: It is no generator.
         """
-        stream: Any = getattr(model, "stream", None)
-        self.method = "stream" if stream is not None else "forward"
-        found: Any = (stream or model.forward)(batch)
+        has_stream = callable(getattr(type(model), "stream", None))  # not one of a device
+        self.method = "stream" if has_stream else "forward"
+        found: Any = getattr(model, self.method)(batch)
         self._sync: Any = None
         self._async: Any = None
         if hasattr(found, "__anext__"):

@@ -24,6 +24,7 @@ from inferpool.service.errors import StartError
 from inferpool.service.settings.names import SettingsError
 from inferpool.testing import client, predict
 from tests.small_classifier import SmallClassifier
+from tests.streaming_model import AsyncCountingStream, CountingStream, JoiningStream
 
 
 class SquareRoot(Model):
@@ -94,6 +95,17 @@ def test_a_whole_form_and_a_whole_document_reach_their_models():
     with client(Described, form="instances", path="", envelope=False) as asking:
         (model,) = asking.models()
         assert (model.envelope, model.path) == (False, "")
+
+
+@pytest.mark.parametrize("kind", [CountingStream, AsyncCountingStream, JoiningStream])
+def test_parts_of_a_stream_are_collected(kind: type[Model]):
+    with client(kind) as asking:
+        assert asking.predict({"n": 3, "parts": 3}).value == [3, 4, 5]
+        found = asking.predict_many([{"n": n, "parts": n} for n in range(20)])
+        assert [each.value for each in found] == [list(range(n, 2 * n)) for n in range(20)]
+        with pytest.raises(ModelFailedError, match="I was told to"):
+            asking.predict({"n": 3, "do": "raise"})
+        assert asking.predict({"n": 3, "parts": 1}).value == [3]
 
 
 def test_input_is_checked_as_a_service_checks_it():

@@ -77,6 +77,8 @@ class StreamCheck(ReadyCheck):
             raise ModelError(f"{name} answers in parts, so it cannot be split over devices")
         if config.speed not in ("auto", "exact"):
             raise ModelError(f'{name} answers in parts: speed = "{config.speed}" cannot be used')
+        if config.decode == "fast":
+            raise ModelError(f'{name} answers in parts: decode = "fast" cannot be used')
         if model.joins and not callable(getattr(model, "admit", None)):
             raise ModelError(f"{name} has `joins = True`, and must define admit(batch, positions)")
         super().__init__(model, config, example, samples, **options)

@@ -378,6 +378,7 @@ class StreamLoop:
             call = StreamCall(self._model, [stream], batch, is_alone=True)
             with closing(call), suppress(StopIteration):
                 for _ in range(_MOST_SAMPLE_STEPS):
+                    self._heartbeat.progressed()
                     if (part := call.step().get(0, END)) is not END:
                         return [self._maker.part_of(part, item, ref)]
         except raised() as error:

@@ -198,6 +198,7 @@ def test_models_that_stream_are_not_split_and_get_no_preset():
     for config, text in (
         ({"placement": pair}, "cannot be split over devices"),
         ({"speed": "bf16"}, 'answers in parts: speed = "bf16" cannot be used'),
+        ({"decode": "fast"}, 'answers in parts: decode = "fast" cannot be used'),
     ):
         with pytest.raises(ModelError, match=text):
             ready_of(Sounding(), **config)
@@ -206,6 +207,19 @@ def test_models_that_stream_are_not_split_and_get_no_preset():
 def test_kind_of_the_parts_is_learnt_though_the_check_is_off():
     assert ready_of(Sounding(), check="off").interface.alone
     assert not ready_of(Together(), check="off").interface.alone
+
+
+def test_attribute_that_is_called_stream_is_no_generator():
+    class OnDevice(Sounding):
+        def load(self, placement: Placement) -> None:
+            self.stream = torch.Stream
+
+    class Plain(OnDevice):
+        def forward(self, batch: Features) -> Any:
+            return {"y": batch["x"]}
+
+    assert ready_of(OnDevice()).interface.alone
+    assert not ready_of(Plain()).interface.streams
 
 
 class Endless(Sounding):
