@@ -64,7 +64,9 @@ def test_links_lead_somewhere(page: Path):
     assert broken_links_of(page) == []
 
 
-@pytest.mark.parametrize(("file", "most"), [("own_detector.py", 20), ("shades.py", 20)])
+@pytest.mark.parametrize(
+    ("file", "most"), [("own_detector.py", 20), ("own_segmenter.py", 20), ("shades.py", 20)]
+)
 def test_a_recipe_takes_few_lines(file, most):
     """Imports and blank lines do not count."""
     blocks = blocks_of(ROOT / "docs/models.md")

@@ -15,13 +15,14 @@ from PIL import Image
 from torch import Tensor, nn
 
 from inferpool.models.base import Model
+from inferpool.models.content import Content
 from inferpool.models.errors import InputError, SourceError
 from inferpool.models.item import Features, Item
 from inferpool.models.ragged import outputs_of
 from inferpool.models.spec import Placement, TensorSpec
 from inferpool.models.vision.detectors import classes_text
 from inferpool.models.vision.images import check_size
-from inferpool.models.vision.masks import labels_at, runs_by_label
+from inferpool.models.vision.masks import labels_at, palette_png, runs_by_label
 from inferpool.models.vision.photos import sample_jpegs
 from inferpool.models.vision.pictures import picture_of
 from inferpool.models.vision.published import SEGMENTERS, PublishedNetwork, labels_of
@@ -139,6 +140,11 @@ class TorchvisionSegmenter(Model):
         named = {self.labels[label]: runs for label, runs in found.items()}
         named.pop(_BACKGROUND, None)
         return named
+
+    def render_content(self, outputs: Features, parameters: Mapping[str, object]) -> object:
+        """Render a PNG of the picture's size, whose pixels are the numbers of their classes."""
+        self._check(parameters)
+        return Content(palette_png(outputs["labels"].numpy()), "image/png")
 
     def warmup(self) -> Sequence[Item]:
         """Return a photograph."""

@@ -1,11 +1,15 @@
 """Segmenters of torchvision with random weights, beside torchvision's own forward pass."""
 
+from io import BytesIO
+
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch.nn import functional
 
 from inferpool.models.errors import InputError, SourceError
+from inferpool.models.ragged import row_of
 from inferpool.models.sources.registry import build
 from inferpool.models.vision.images import decode_image
 from tests.models.items import CPU, answers, encoded, image_item, loaded, photo, run, tensor_item
@@ -69,6 +73,15 @@ def test_a_picture_may_be_its_pixels(model):
 def test_a_picture_that_would_be_resized_to_too_many_pixels_is_refused(model):
     with pytest.raises(InputError, match="at most 50,000,000 are taken"):
         model.preprocess(tensor_item({"image": torch.zeros(1, 20_000, dtype=torch.uint8)}))
+
+
+def test_content_is_a_png_with_the_class_of_each_pixel(model):
+    outputs = row_of(run(model, [image_item(WIDE)]), 0)
+    content = model.render_content(outputs, {})
+    assert content.media_type == model.media_types[0] == "image/png"
+    image = Image.open(BytesIO(content.data))
+    assert (image.mode, image.size) == ("P", (150, 90))
+    assert np.array_equal(np.asarray(image), outputs["labels"].numpy())
 
 
 def test_parameters_are_refused(model):
