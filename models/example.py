@@ -112,8 +112,9 @@ def _read(model: Model) -> Example | None:
             raise BadReturnError(f"the content type of `example` must be {types}, not {bare!r}")
         case bytes():
             raise _bad(model, "bytes without a content type")
-    if isinstance(value, dict) and model.form == "instance":
-        return Example(*attached("example of form")(value))
+    is_form = isinstance(value, dict) and model.form == "instance"
+    if is_form and (found := attached("example of form")(value)) is not None:
+        return Example(*found)
     try:
         text = msgspec.json.encode(value)
     except (TypeError, ValueError, RecursionError) as error:

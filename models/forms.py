@@ -45,13 +45,15 @@ def _json_of(name: str, value: object) -> bytes:
     return msgspec.json.encode(value)
 
 
-def example_of_form(fields: Mapping[str, object]) -> tuple[Item, bytes]:
-    """Return a model's example as the form that it stands for, and as JSON.
+def example_of_form(fields: Mapping[str, object]) -> tuple[Item, bytes] | None:
+    """Return a model's example as the form that it stands for, and as JSON; None without a file.
 
     Raises:
         TypeError: JSON has no such value, and it is no `Upload`.
     """
     parts = [(name, each) for name, value in fields.items() for each in _each_of(value)]
+    if not any(isinstance(each, Upload) for _, each in parts):
+        return None
     pieces, headers = pack_form(
         (name, each if isinstance(each, Upload) else msgspec.json.encode(each))
         for name, each in parts

@@ -205,7 +205,8 @@ class Calls:
         deadline = self.deadline(timeout_s)
         request_id = options.get("request_id") or uuid.uuid4().hex
         model = options.get("model")
-        body = make_body(value, options.get("parameters"))
+        envelope = options.get("envelope", True)
+        body = make_body(value, options.get("parameters"), envelope=envelope)
         headers = {**_predict_headers(options), "Accept": EVENTS_TYPE}
         path = "/predict" if model is None else f"/predict/{quote(model, safe='')}"
 
