@@ -91,7 +91,7 @@ class Interface(msgspec.Struct, frozen=True, kw_only=True):
 
 USUAL_INTERFACE = Interface()
 UNKNOWN_INTERFACE = Interface(media_types=None)
-"""That of a model whose workers are not ready yet."""
+"""The interface of a model whose workers are not ready yet."""
 
 
 class TensorHeader(msgspec.Struct, frozen=True, array_like=True, gc=False):
