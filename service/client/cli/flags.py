@@ -66,6 +66,13 @@ def add_predict_flags(parser: ArgumentParser) -> None:
     )
     add_parameter_flag(parser)
     parser.add_argument(
+        "--no-envelope",
+        dest="envelope",
+        action="store_false",
+        help="for a model that says envelope = False: an input is the whole body, and the answer "
+        "the whole prediction",
+    )
+    parser.add_argument(
         "--timeout-s",
         type=float,
         default=30.0,

@@ -61,6 +61,7 @@ async def _run(args: Namespace) -> int:
             model=args.model,
             version=args.model_version,
             parameters=parameters_of(args.parameter),
+            envelope=args.envelope,
             accept=args.accept,
             return_errors=True,
         )
