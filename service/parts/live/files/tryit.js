@@ -1,10 +1,10 @@
 // "Try it": sends a picture, a file or JSON to the chosen model, and shows what comes back.
 
-import { LINES_TYPE, showParts } from "./stream.js";
 import { $, h, setText } from "./dom.js";
 import { bytes, json } from "./format.js";
 import { keyHeaders, setKey } from "./keys.js";
 import { problemOf, showAnswer, showProblem } from "./result.js";
+import { LINES_TYPE, showParts } from "./stream.js";
 
 const MAX_ZEROS = 20_000; // numbers: more are no use to anyone in an editor
 const DEFAULT_FILE_TYPE = "application/octet-stream";
@@ -13,7 +13,7 @@ const UNKNOWN_FORM =
   "This model reads its instances in a form of its own, and shows no example. What you send goes to its preprocess. " +
   "Give its class an `example` to see one here.";
 
-let model = null; // {name, inputs, example, readsOwnForm, envelope, form, accepts} of the one that is chosen
+let model = null; // {name, inputs, example, readsOwnForm, envelope, form, accepts, streams} of the one that is chosen
 let file = null;
 let isBusy = false;
 
@@ -48,11 +48,11 @@ export function startTryIt() {
 /** Tries this model from now on; `health` is its part of what /health says. */
 export function chooseModel(health) {
   const { name, inputs, example, reads_own_form: readsOwnForm } = health;
-  const { envelope = true, form, accepts } = health.interface ?? {};
-  const shape = JSON.stringify([name, inputs, example, readsOwnForm, envelope, form, accepts]);
+  const { envelope = true, form, accepts, streams = false } = health.interface ?? {};
+  const shape = JSON.stringify([name, inputs, example, readsOwnForm, envelope, form, accepts, streams]);
   if (model?.shape === shape) return;
   const isOther = model?.name !== name;
-  model = { name, inputs, example, readsOwnForm, envelope, form, accepts, shape };
+  model = { name, inputs, example, readsOwnForm, envelope, form, accepts, streams, shape };
   const kinds = kindsOf(model);
   $("try-kind").hidden = kinds.length < 2;
   $("json").value = json(bodyFor(model));
@@ -173,7 +173,7 @@ async function send() {
   try {
     const response = await fetch(`predict/${encodeURIComponent(model.name)}`, {
       method: "POST",
-      headers: { "Content-Type": type, Accept: model.interface?.streams ? LINES_TYPE : "application/json", ...keyHeaders("predict") },
+      headers: { "Content-Type": type, Accept: model.streams ? LINES_TYPE : "application/json", ...keyHeaders("predict") },
       body,
     });
     if (response.ok && response.headers.get("content-type") === LINES_TYPE) {
