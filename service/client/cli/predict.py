@@ -56,6 +56,9 @@ async def _run(args: Namespace) -> int:
         verify=verify,
     )
     async with client:
+        is_plain = not (args.json or args.accept or args.output)
+        if len(names) == 1 and is_plain and await _is_streaming(client, args.model):
+            return await _show_parts(client, names[0], inputs[0], args)
         results = client.predict_many(
             inputs,
             model=args.model,
@@ -79,14 +82,46 @@ async def _run(args: Namespace) -> int:
                 sys.stderr.write(f"{COMMAND} predict: {name}: {failure}\n")
             if not isinstance(result, InferpoolError):
                 said = [
-                    f"{each}{f', saved as {saved[i]}' if i in saved else ''}"
-                    for i, each in enumerate(map(_format, result.predictions))
-                    if result.predictions[i] not in failures
+                    f"{_format(each)}{f', saved as {saved[i]}' if i in saved else ''}"
+                    for i, each in enumerate(result.predictions)
+                    if not isinstance(each, InferpoolError)
                 ]
                 sys.stdout.writelines(f"{name}: {each}\n" for each in said)
     if was_lost:
         sys.stderr.write(lost_text("predict", url_of(args.url)))
     return status
+
+
+async def _is_streaming(client: AsyncClient, model: str | None) -> bool:
+    """Return whether a model answers in parts, as far as `/health` says it to this key."""
+    try:
+        models = (await client.health()).document["models"]
+        shown = [each for each in models if each["name"] == model]
+        if model is None and len(models) == 1:
+            shown = models
+        return bool(shown and shown[0]["interface"]["streams"])
+    except (InferpoolError, KeyError, TypeError):
+        return False
+
+
+async def _show_parts(client: AsyncClient, name: str, value: object, args: Namespace) -> int:
+    """Print each part as it comes; return the exit status."""
+    parts = client.stream(
+        value,
+        model=args.model,
+        version=args.model_version,
+        parameters=parameters_of(args.parameter),
+    )
+    try:
+        async for part in parts:
+            sys.stdout.write(f"{name}: {_format(part)}\n")
+            sys.stdout.flush()
+    except InferpoolError as error:
+        sys.stderr.write(f"{COMMAND} predict: {name}: {error}\n")
+        if isinstance(error, ConnectError):
+            sys.stderr.write(lost_text("predict", url_of(args.url)))
+        return FAILED
+    return 0
 
 
 def _make_folder(path: str) -> None:

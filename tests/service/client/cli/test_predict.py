@@ -145,3 +145,21 @@ def test_a_key_may_come_from_a_pipe_but_is_not_awaited_forever(tmp_path: Path):
         assert key_of(pipe, {}, "") == "0123456789abcdef"
     with pytest.raises(FlagError, match="it is a folder, not a file"):
         key_of(tmp_path, {}, "")
+
+
+def test_parts_of_a_stream_are_printed_one_by_one(service, tmp_path: Path, capsys):
+    files = []
+    for name, deed in (("good", "ok"), ("bad", "raise")):
+        files.append(str(tmp_path / f"{name}.json"))
+        Path(files[-1]).write_text(json.dumps({"n": 4, "parts": 3, "do": deed, "at": 2}))
+    ask = ["predict", "--url", service.url, "--model", "counts"]
+    assert run([*ask, files[0]]) == 0
+    assert capsys.readouterr().out == "".join(f"{files[0]}: {part}\n" for part in (4, 5, 6))
+    assert run([*ask, files[1]]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == f"{files[1]}: 4\n{files[1]}: 5\n"
+    assert "model_error" in printed.err
+    assert run([*ask, *files]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == f"{files[0]}: [4, 5, 6]\n"
+    assert "model_error" in printed.err
