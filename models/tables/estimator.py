@@ -13,6 +13,8 @@ from inferpool.models.errors import ModelError, SourceError
 from inferpool.models.files.checkpoint import first_line
 from inferpool.models.files.kinds import problem_of_file
 
+_HARMLESS = ("numpy.dtype",)
+"""Types that skops leaves to its users, and that cannot run code. Imputers have this one."""
 Method = Literal["predict_proba", "decision_function", "predict", "transform"]
 
 
@@ -51,6 +53,7 @@ def read_estimator(path: Path, trusted: Sequence[str]) -> Any:
             "pip install 'inferpool[sklearn]'"
         ) from None
     try:
+        trusted = [*_HARMLESS, *trusted]
         untrusted = [each for each in io.get_untrusted_types(file=path) if each not in trusted]
         if untrusted:
             listed = ", ".join(f'"{each}"' for each in untrusted)
@@ -58,7 +61,7 @@ def read_estimator(path: Path, trusted: Sequence[str]) -> Any:
                 f"{path} has types that skops does not trust: {', '.join(untrusted)}. If you know "
                 f"who made it, list them: options = {{ trusted = [{listed}] }}"
             )
-        return io.load(path, trusted=list(trusted))
+        return io.load(path, trusted=trusted)
     except SourceError:
         raise
     except Exception as error:  # a damaged file makes it raise almost anything

@@ -1,6 +1,7 @@
 """Serves estimators of scikit-learn: rows of a table, or texts. Runs in worker processes only."""
 
 import logging
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -188,14 +189,17 @@ class TableModel(Model):
         return {"label": self._indices(self._last.predict(x)), **output}
 
     def _table(self, rows: Any) -> Any:
-        """Return rows as the estimator was fitted on them."""
+        """Return rows as the estimator was fitted on them; missing values are NaN."""
+        if not isinstance(rows, np.ndarray):
+            rows = [[math.nan if each is None else each for each in row] for row in rows]
         if self._has_pandas:
             import pandas
 
             return pandas.DataFrame(rows, columns=list(self._columns.names))
         if isinstance(rows, np.ndarray):
             return rows
-        return np.array(rows, dtype=object)
+        has_texts = any(isinstance(each, str) for row in rows for each in row)
+        return np.array(rows, dtype=object if has_texts else np.float64)
 
     def _indices(self, labels: Any) -> Tensor:
         places = {label: index for index, label in enumerate(self._classes)}

@@ -9,6 +9,7 @@ from sklearn.base import BaseEstimator, TransformerMixin
 from sklearn.compose import ColumnTransformer
 from sklearn.datasets import load_iris
 from sklearn.feature_extraction.text import TfidfVectorizer
+from sklearn.impute import SimpleImputer
 from sklearn.linear_model import LogisticRegression, Ridge
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import OneHotEncoder, StandardScaler
@@ -114,6 +115,15 @@ def test_columns_are_given_by_name(tmp_path):
     ):
         with pytest.raises(InputError, match=said):
             model.preprocess(json_item(bad))
+
+
+def test_a_missing_value_is_null(tmp_path, iris):
+    data, labels = iris
+    pipeline = make_pipeline(SimpleImputer(), LogisticRegression(max_iter=500)).fit(data, labels)
+    model = loaded(TableModel(saved(tmp_path / "gaps.skops", pipeline)))
+    wanted = pipeline.predict_proba([[5.0, np.nan, 1.5, 0.2]])[0]
+    (found,) = answers(model, [json_item([5, None, 1.5, 0.2])])
+    assert np.allclose([*found["probabilities"].values()], wanted)
 
 
 def test_a_pipeline_that_reads_texts_gets_texts(tmp_path):
