@@ -292,11 +292,26 @@ class KnownHeads(dict[bytes, KnownHead]):
             return  # the parser skips empty lines before a request, and so may have seen another
         if any(name in call.headers for name in _ONE_CALL_HEADERS):
             return
+        if call.entry is None or call.entry.interface.media_types is None:
+            return  # its model has not loaded yet: nobody knows the forms of its answers
         if len(self) >= _MAX_HEADS:
             self.clear()
         call = copy(call)
         call.ref = copy(call.ref)
         self[head] = KnownHead(head, call, int(num_body_bytes), keep_alive)
+
+
+def _choose_form(call: Call, entry: ModelEntry) -> None:
+    """Choose the form of the answer, of those that a model has.
+
+    Raises:
+        NotAcceptableError: The call allows none of them.
+    """
+    accept = call.headers.get(b"accept")
+    if accept is not None:
+        call.chosen = choose_format(accept, entry.interface)
+        call.ref.wants_content = call.chosen == "content"
+        call.ref.wants_tensors = call.chosen != "json" and not call.ref.wants_content
 
 
 OnDone = Callable[[str, int, float], None]
@@ -674,11 +689,7 @@ class Exchange(msgspec.Struct, eq=False):
             if priority not in _PRIORITIES:
                 raise BadRequestError("X-Priority: must be 1 (first) to 9 (last)")
             call.ref.priority = _PRIORITIES[priority]
-        accept = headers.get(b"accept")
-        if accept is not None:
-            call.chosen = choose_format(accept, call.entry.interface)
-            call.ref.wants_content = call.chosen == "content"
-            call.ref.wants_tensors = call.chosen != "json" and not call.ref.wants_content
+        _choose_form(call, call.entry)
 
     def _check_size(self) -> None:
         if self.num_bytes > self.predict.limits.max_body_bytes:
@@ -724,8 +735,10 @@ class Exchange(msgspec.Struct, eq=False):
         call.choose(entry)
         if entry is None:
             raise self.predict.unknown(call)
+        _choose_form(call, entry)
         if call.earlier is not None:  # so that the next call with this head need not look
             call.earlier.choose(entry)
+            _choose_form(call.earlier, entry)
         return entry
 
     def _decode(self, entry: ModelEntry, chunks: Sequence[Buffer]) -> Decoded:

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from inferpool.models.spec import TensorSpec
+from inferpool.models.spec import UNKNOWN_INTERFACE, USUAL_INTERFACE, TensorSpec
 from inferpool.service.errors import OverloadedError
 from tests.service.api.fakes import FakeModel
 from tests.service.api.server import LONG_S, NOBODY, ONE, POST, RawClient, serve, until
@@ -37,6 +37,16 @@ async def test_calls_with_a_known_head_are_answered_alike_on_any_connection() ->
         assert len({each.headers[name] for each in answers}) == 3
     deadlines = [ref.deadline for ref in server.model.refs]
     assert deadlines == sorted(set(deadlines))
+
+
+async def test_a_head_is_unknown_while_nobody_knows_the_answers_of_its_model() -> None:
+    async with serve() as server, server.connect() as client:
+        server.model.interface = UNKNOWN_INTERFACE
+        assert await client.status(ONE) == 200
+        assert not server.protocol.known_heads
+        server.model.interface = USUAL_INTERFACE
+        assert await client.status(ONE) == 200
+        assert len(server.protocol.known_heads) == 1
 
 
 @pytest.mark.parametrize("size", [0, 1, 3, 20])
