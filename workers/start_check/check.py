@@ -101,13 +101,10 @@ class ReadyCheck:
         if self._item is None and not is_overridden(model, "preprocess"):
             self._item = made_up(model.inputs, self._generator)
         self._step = "preprocess"
-        self._has_other = len(samples) > 1
-        """The warm-up has instances besides the first one."""
-        self._known: dict[int, Pass] = {}
-        """Passes of the warm-up that begin with the instance, by the size of the batch."""
+        self._has_other = len(samples) > 1  # in the warm-up, besides the first one
+        self._known: dict[int, Pass] = {}  # of the warm-up with the instance first, by size
         self._formats = Formats()
-        self._is_steady = True
-        """The same outputs are rendered alike each time."""
+        self._is_steady = True  # the same outputs are rendered alike each time
         self._encode = encoder(are_finite=model.finite_outputs)
         self._warnings: list[str] = []
         self._not_checked: list[str] = []
@@ -126,10 +123,8 @@ class ReadyCheck:
         Raises:
             ModelError: The model is refused, since it fails on its first sample.
         """
-        needed = self._config.max_batch_size
-        warm_up = partial(
-            OwnPasses(computer).warm_up, sizes=sizes, needed=needed, on_pass=self._keep
-        )
+        passes, needed = OwnPasses(computer), self._config.max_batch_size
+        warm_up = partial(passes.warm_up, sizes=sizes, needed=needed, on_pass=self._keep)
         if other := self._other_to_warm():
             try:
                 longest_s = warm_up([*self._samples, other])
@@ -190,10 +185,9 @@ class ReadyCheck:
         if self._item is not None:
             with torch.inference_mode():
                 is_finite = self._run(computer, self._item)
-        elif is_overridden(self._model, "preprocess"):
-            self._not_checked.append("its answers, since it has no `example`")
         else:
-            self._not_checked.append("its answers, since it has no `example` or complete `inputs`")
+            lacks = "" if is_overridden(self._model, "preprocess") else " or complete `inputs`"
+            self._not_checked.append(f"its answers, since it has no `example`{lacks}")
         declared = [name for name in _PROMISES if not getattr(self._model, name)]
         return CheckReport(
             warnings=tuple(self._warnings),
