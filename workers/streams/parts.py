@@ -1,5 +1,6 @@
 """Makes the JSON of a part from what a model yields. Worker processes only."""
 
+import base64
 import logging
 from collections.abc import Mapping, Sequence
 from typing import TypeGuard
@@ -7,6 +8,7 @@ from typing import TypeGuard
 from torch import Tensor
 
 from inferpool.models.accelerator.failures import is_lost_device, raised
+from inferpool.models.content import Content
 from inferpool.models.errors import InputError
 from inferpool.models.item import Features, Item
 from inferpool.models.overrides import bad_return, is_overridden, rendering_of
@@ -68,6 +70,8 @@ class PartMaker:
             Exception: A method of the model raises, or the part cannot be sent.
         """
         shown = self._rendered(value, item)
+        if isinstance(shown, Content):
+            shown = _with_content(shown)
         try:
             text = self._encode(shown)
         except NotFiniteAnswerError as error:
@@ -111,6 +115,18 @@ class PartMaker:
         if self._checks.non_finite_rows(outputs, 1):
             raise NotFiniteAnswerError("output for this input has NaN or an infinity in it")
         return outputs
+
+
+def _with_content(content: Content) -> object:
+    """Return a content as it stands in JSON: its headers have no place there.
+
+    Raises:
+        BrokenPromiseError: It is none that can be sent.
+    """
+    if content.fault:
+        raise BrokenPromiseError(content.fault)
+    data = base64.b64encode(content.data).decode()
+    return {"b64": data, "media_type": content.media_type}
 
 
 def is_tensors(value: object) -> TypeGuard[Features]:

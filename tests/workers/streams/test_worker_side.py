@@ -83,6 +83,9 @@ class OddTensors(Scripted):
             case "bare":
                 yield torch.tensor([1, 2])
                 yield {"of": torch.tensor([[3]]), "too": 4}
+            case "content":
+                yield inferpool.Content(b"abc", "image/png", {"X-Of": "no place"})
+                yield inferpool.Content(b"abc", "no type")
             case "text":
                 yield from ("a", "b", {"c": None}, None, [1.5])
 
@@ -93,6 +96,7 @@ def test_any_value_that_json_can_show_is_a_part_and_others_end_the_stream():
             "rows": ([], "model_error"),
             "nan": ([[0, 0, 0]], "non_finite_output"),
             "bare": ([[1, 2], {"of": [[3]], "too": 4}], ""),
+            "content": ([{"b64": "YWJj", "media_type": "image/png"}], "model_error"),
             "text": (["a", "b", {"c": None}, None, [1.5]], ""),
         }
         for name, answer in expected.items():
