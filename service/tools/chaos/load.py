@@ -41,6 +41,9 @@ class ChaosTally:
     late: int = 0
     refused: Counter[int] = field(default_factory=Counter)
     """Refused attempts, by status; the same number was asked again."""
+    broken: int = 0
+    """Attempts whose streams said that they broke off, after right parts in their order; the same
+    number was asked again."""
     examples: list[str] = field(default_factory=list)
     latency: LatencyHistogram = field(default_factory=LatencyHistogram)
     """Latencies of right answers, from the first attempt."""
@@ -118,6 +121,9 @@ class NumberedLoad:
             now = time.monotonic()
             if now - asked > self.timeout_s + SLACK_S:
                 tally.late += 1
+            if question.broke_off_rightly(answer.body):
+                tally.broken += 1
+                continue
             if not is_refusal(answer.status, answer.body):
                 break
             tally.refused[answer.status] += 1

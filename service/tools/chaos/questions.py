@@ -51,6 +51,20 @@ class KnownQuestion:
             self._known_right.add(body)
         return complaint
 
+    def broke_off_rightly(self, body: bytes) -> bool:
+        """Return whether streams in an answer say that they broke off, after the right parts."""
+        if b'"stream_broken"' not in body:
+            return False
+        try:
+            found = msgspec.json.decode(body)["predictions"]
+            expected = self.value["predictions"]
+            return len(found) == len(expected) and all(
+                not difference(right[: len(parts)], parts, self._tolerance)
+                for right, parts in zip(expected, map(_parts_in, found), strict=True)
+            )
+        except (msgspec.DecodeError, KeyError, TypeError):
+            return False
+
 
 class EchoQuestion:
     """JSON that `echo` sends back. It differs for each number, so that any mix-up is seen."""
@@ -71,6 +85,10 @@ class EchoQuestion:
         """Return what is wrong with an answer; empty if nothing is."""
         expected = b'{"predictions":[%s]}' % self._instance(number)
         return "" if body == expected else f"expected {expected[:80]!r}, found {body[:80]!r}"
+
+    def broke_off_rightly(self, body: bytes) -> bool:
+        """Return False: it is no stream."""
+        return False
 
     def _instance(self, number: int) -> bytes:
         start = number * 7 % 800
@@ -131,6 +149,14 @@ def is_refusal(status: int, body: bytes) -> bool:
     if status in _REFUSALS:
         return b'"given_up"' not in body
     return status == 200 and b'"error"' in body and _has_refused_instance(body)
+
+
+def _parts_in(prediction: object) -> list[object]:
+    """Return the parts that a stream had; those of a broken one stand beside its error."""
+    parts = prediction["parts"] if isinstance(prediction, dict) else prediction
+    if not isinstance(parts, list):
+        raise TypeError("these are no parts")
+    return parts
 
 
 def _has_refused_instance(body: bytes) -> bool:

@@ -175,6 +175,8 @@ class ChaosReport:
         by_status = ", ".join(f"{count:,} with {status}" for status, count in refused.items())
         yield "refused", f"{sum(refused.values()):,}" + (f": {by_status}" if by_status else "")
         yield "expired, late", f"{chaos.expired + quiet.expired:,}, {chaos.late + quiet.late:,}"
+        if chaos.broken:
+            yield "streams broken off", f"{chaos.broken:,}, said so after right parts; asked again"
         if (greedy := self.greedy).num_sent:
             num_refused = sum(greedy.refused.values())
             yield (

@@ -159,7 +159,7 @@ def test_parts_of_a_stream_are_printed_one_by_one(service, tmp_path: Path, capsy
     printed = capsys.readouterr()
     assert printed.out == f"{files[1]}: 4\n{files[1]}: 5\n"
     assert "model_error" in printed.err
-    assert run([*ask, *files]) == 1
-    printed = capsys.readouterr()
-    assert printed.out == f"{files[0]}: [4, 5, 6]\n"
-    assert "model_error" in printed.err
+    assert run([*ask, files[0], files[0]]) == 0
+    assert capsys.readouterr().out == f"{files[0]}: [4, 5, 6]\n" * 2
+    assert run([*ask, files[1], files[1]]) == 1
+    assert capsys.readouterr().out == ""

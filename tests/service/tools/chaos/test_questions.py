@@ -105,3 +105,15 @@ def test_floats_may_differ_by_rounding_and_nothing_else(
 
 def test_answer_that_is_no_json_is_wrong():
     assert "no JSON" in complaint_of([], b"{")
+
+
+@pytest.mark.parametrize(
+    ("parts", "is_right"), [([1, 2], True), ([], True), ([2, 1], False), ([1, 2, 3, 4], False)]
+)
+def test_a_stream_may_break_off_after_the_right_parts(parts: list[int], is_right: bool) -> None:
+    question = KnownQuestion("/predict/m", _GIVEN, b'{"predictions":[[1,2,3]]}', 1e-3)
+    broken = {"error": {"code": "stream_broken", "status": 500, "message": "-"}, "parts": parts}
+    body = json.dumps({"predictions": [broken]}).encode()
+    assert question.broke_off_rightly(body) is is_right
+    assert question.complaint(1, body)
+    assert not question.broke_off_rightly(b'{"predictions":[[1,2,3]]}')
