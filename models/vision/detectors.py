@@ -97,7 +97,7 @@ class TorchvisionDetector(Model):
             "%s is a detector of torchvision, with %s, for %s",
             self._network.name,
             self._network.weights_text,
-            classes_text([each for each in self.labels if each not in (_BACKGROUND, _NO_CLASS)]),
+            classes_text([each for each in self.labels[1:] if each != _NO_CLASS]),
         )
 
     def preprocess(self, item: Item) -> Features:

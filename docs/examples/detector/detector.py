@@ -12,17 +12,13 @@ from torchvision.models.detection import (
 )
 from torchvision.transforms.functional import to_tensor
 
-from inferpool import Features, InputError, Item, Model, Placement, TensorSpec
+from inferpool import Features, InputError, Item, Model, Placement
 from inferpool.models.vision.images import decode_image
-
-EDGE = 320
-"""Pixels. The network resizes to this anyway; equal sizes make batches."""
-MOST_BOXES = 100
 
 
 def _gray() -> bytes:
     file = BytesIO()
-    Image.new("RGB", (EDGE, EDGE), "gray").save(file, "JPEG")
+    Image.new("RGB", (320, 320), "gray").save(file, "JPEG")
     return file.getvalue()
 
 
@@ -38,13 +34,9 @@ class Detector(Model):
             ones.
     """
 
+    accepts = "image"
     example = (GRAY, "image/jpeg")
-    preprocessed = (TensorSpec(name="image", dtype="float32", shape=(-1, 3, EDGE, EDGE)),)
-    outputs = (
-        TensorSpec(name="boxes", dtype="float32", shape=(-1, MOST_BOXES, 4)),
-        TensorSpec(name="labels", dtype="int64", shape=(-1, MOST_BOXES)),
-        TensorSpec(name="scores", dtype="float32", shape=(-1, MOST_BOXES)),
-    )
+    alone_as_in_batch = False  # a rounding may decide for or against a box
 
     def __init__(self, weights: str | None = None) -> None:
         self._weights = weights
@@ -59,43 +51,24 @@ class Detector(Model):
         self.detector = detector.eval().to(self.device)
 
     def preprocess(self, item: Item) -> Features:
-        """Decode a picture and resize it to float32 [3, 320, 320] between 0 and 1."""
+        """Decode a picture to float32 [3, height, width] between 0 and 1."""
         if item.kind != "image":
             raise InputError("send one picture: JPEG, PNG, WebP, GIF, BMP or TIFF")
-        image = decode_image(item.payload, max_pixels=self.max_image_pixels)
-        return {"image": to_tensor(image.resize((EDGE, EDGE)))}
+        return {"image": to_tensor(decode_image(item.payload, max_pixels=self.max_image_pixels))}
 
-    def forward(self, batch: Features) -> Features:
-        """Find objects in pictures [B, 3, 320, 320]; fill up to 100 boxes each with scores of 0."""
-        found = self.detector(list(batch["image"].to(self.device)))
-        return {
-            name: torch.stack([_filled(each[name]) for each in found])
-            for name in ("boxes", "labels", "scores")
-        }
+    def forward(self, batch: Features) -> list[dict[str, Tensor]]:
+        """Find objects in pictures [B, 3, height, width]: a dict for each, with any number."""
+        found: list[dict[str, Tensor]] = self.detector(list(batch["image"].to(self.device)))
+        return found
 
     def render(self, outputs: Features, parameters: Mapping[str, object]) -> object:
-        """Answer with the boxes that score at least `min_score` (0.5), as parts of the edges."""
+        """Answer with the boxes that score at least `min_score` (0.5), in pixels."""
         least = parameters.get("min_score", 0.5)
         if not isinstance(least, int | float):
             raise InputError("parameters.min_score: must be a number")
-        return [
-            {"label": self._names[label], "score": score, "box": (box / EDGE).tolist()}
-            for label, score, box in zip(
-                outputs["labels"].tolist(),
-                outputs["scores"].tolist(),
-                outputs["boxes"],
-                strict=True,
-            )
-            if score >= max(least, 1e-6)
-        ]
-
-    def warmup(self) -> Sequence[Item]:
-        """Return what is computed before the worker counts as ready."""
-        return [Item(kind="image", payload=memoryview(GRAY))]
-
-
-def _filled(rows: Tensor) -> Tensor:
-    """Cut or fill the first dimension to 100 rows."""
-    filled = rows.new_zeros((MOST_BOXES, *rows.shape[1:]))
-    filled[: len(rows)] = rows[:MOST_BOXES]
-    return filled
+        rows = outputs["scores"] >= least
+        return {
+            "boxes": outputs["boxes"][rows].tolist(),
+            "labels": [self._names[label] for label in outputs["labels"][rows].tolist()],
+            "scores": outputs["scores"][rows].tolist(),
+        }
