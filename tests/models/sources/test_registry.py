@@ -159,7 +159,7 @@ def test_an_unknown_form_is_told_the_forms():
     assert refused("efficientnet_lite") == (
         "there is no source 'efficientnet_lite': did you mean efficientnet_lite0?"
     )
-    for source in ("something", "", ":", "module:", ":Class", "torchvision:", "model.onnx"):
+    for source in ("something", "", ":", "module:", ":Class", "torchvision:", "model.tflite"):
         assert "a source is efficientnet_lite0, minilm_l6, echo, torchvision:NAME" in refused(
             source
         )
