@@ -13,16 +13,20 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO, Literal, Protocol, Self, TypeAlias
 
 from inferpool.models.files.writing import lock, replacing, write_all
 from inferpool.service.batch.inputs import BatchAnswer, RunLostError, SourceUnusableError
+from inferpool.service.client.contents import ReceivedContent, content_in
 
 OutputFormat: TypeAlias = Literal["jsonl", "csv", "parquet"]
 COLUMNS = ("index", "input", "label", "prediction", "error_code", "error")
 """Columns of CSV and Parquet; `prediction` is JSON."""
 _ROWS_PER_GROUP = 10_000
+_FILES = ".files"
+"""Ending of the folder with the pictures and other contents of an output."""
 _LINES, _NOTE, _DRAFT = ".partial", ".resume", ".tmp"
 """Endings of the files beside an unfinished output."""
 _SUFFIXES: dict[str, OutputFormat] = {
@@ -81,7 +85,7 @@ class LineStream:
 
     def write(self, answers: Sequence[BatchAnswer]) -> None:
         """Write answers."""
-        self._stream.write(b"".join(map(self._line, answers)))
+        self._stream.write(b"".join([self._line(_with_base64(each)) for each in answers]))
         self._stream.flush()
 
     def finish(self) -> None:
@@ -208,8 +212,8 @@ class Journal:
         Raises:
             RunLostError: The disk is full, say.
         """
-        lines = b"".join(map(self._line, answers))
         with self._lost():
+            lines = b"".join([self._line(self._with_file(each)) for each in answers])
             if self._format == "csv" and not os.fstat(self._file.fileno()).st_size:
                 lines = _row(COLUMNS) + lines
             write_all(self._file.fileno(), lines)
@@ -227,6 +231,22 @@ class Journal:
                     self._convert()
                 self._is_whole = True
             self._note.unlink(missing_ok=True)
+
+    def _with_file(self, answer: BatchAnswer) -> BatchAnswer:
+        """Write a content to a file of its own; the answer then says where that is.
+
+        The file is named by the number of the input and its type, never by what a model says.
+        """
+        content = content_in(answer.prediction)
+        if content is None:
+            return answer
+        folder = _beside(self._path, _FILES)
+        folder.mkdir(exist_ok=True)
+        path = folder / f"{answer.index}{content.ending}"
+        with replacing(path, _DRAFT) as draft:
+            content.save(draft)
+        shown = {"file": f"{folder.name}/{path.name}", "media_type": content.media_type}
+        return replace(answer, prediction=shown)
 
     def _compare(self, about: Mapping[str, str]) -> None:
         """Store what determines the answers, or compare it with that of existing answers.
@@ -287,6 +307,13 @@ class Journal:
                     writer.write_table(pa.Table.from_pylist(rows, schema))
                     rows = []
             writer.write_table(pa.Table.from_pylist(rows, schema))
+
+
+def _with_base64(answer: BatchAnswer) -> BatchAnswer:
+    """Return an answer that JSON can hold: a content as it stands in JSON."""
+    if isinstance(answer.prediction, ReceivedContent):
+        return replace(answer, prediction=answer.prediction.document)
+    return answer
 
 
 def _beside(path: Path, suffix: str) -> Path:

@@ -16,6 +16,12 @@ from inferpool.service.api.openapi.headers import (
 from inferpool.service.api.openapi.problems import PREDICT_STATUSES, refer_to
 
 _BINARY: Json = {"type": "string", "format": "binary"}
+_CONTENT: Json = {
+    **_BINARY,
+    "description": "The content of a model that renders its own, such as a picture, with a media "
+    'type that the model gives. Where JSON is preferred, and for several instances, it is `{"b64": '
+    '..., "media_type": ...}`.',
+}
 
 SCHEMAS: Mapping[str, Json] = {
     "PredictRequest": {
@@ -316,6 +322,7 @@ def _answer() -> Json:
             "application/x-npz": {"schema": _BINARY},
             "application/safetensors": {"schema": _BINARY},
             "application/octet-stream": {"schema": _BINARY},
+            "image/*": {"schema": _CONTENT},
             "text/event-stream": {
                 "schema": {
                     "type": "string",

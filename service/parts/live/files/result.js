@@ -7,6 +7,7 @@ import { durationText, json } from "./format.js";
 const MAX_LABELS = 5;
 const MAX_FAILURES = 3; // of several instances, shown at once; the others unfold
 const MAX_TEXT = 20_000;
+const RASTER = new Set(["apng", "avif", "bmp", "gif", "jpeg", "png", "webp"].map((each) => `image/${each}`));
 const PARTS = [
   ["queue", "queue"],
   ["preprocess", "preparing"],
@@ -70,6 +71,9 @@ function prediction(predictions, picture, width) {
   if (predictions.length === 1 && isLabels(first)) {
     return [h("h3", {}, "Prediction"), h("ol", { class: "labels" }, first.slice(0, MAX_LABELS).map(labelled))];
   }
+  if (predictions.length === 1 && isContent(first)) {
+    return [h("h3", {}, "Prediction"), ...contentElements(first)];
+  }
   if (predictions.length === 1 && isFound(first)) {
     const details = h("details", {}, h("summary", {}, "JSON"), asText(first));
     return [h("h3", {}, "Prediction"), ...foundElements(first, picture, width), details];
@@ -81,6 +85,31 @@ function asText(value) {
   const text = json(value);
   const shown = text.length > MAX_TEXT ? `${text.slice(0, MAX_TEXT)} … (${text.length.toLocaleString("en")} characters)` : text;
   return h("pre", { tabindex: "0" }, shown);
+}
+
+const isContent = (value) => typeof value?.b64 === "string" && typeof value.media_type === "string"
+  && Object.keys(value).length === 2;
+
+/** A picture that can hold no script, drawn; or a link that saves what the answer holds. */
+function contentElements({ b64, media_type: type }) {
+  const blob = new Blob([Uint8Array.from(atob(b64), (char) => char.charCodeAt(0))], { type: "application/octet-stream" });
+  const about = `${type.slice(0, 100)}, ${blob.size.toLocaleString("en")} bytes`;
+  const link = h("a", { href: URL.createObjectURL(blob), download: "answer" }, "Save it");
+  const canvas = h("canvas", { class: "found", role: "img", hidden: "", "aria-label": `Picture in the answer: ${about}` });
+  if (RASTER.has(type.split(";")[0].trim().toLowerCase())) drawContent(canvas, blob);
+  return [canvas, h("p", { class: "quiet" }, `${about}. `, link)];
+}
+
+async function drawContent(canvas, blob) {
+  try {
+    const picture = await createImageBitmap(blob);
+    canvas.width = picture.width;
+    canvas.height = picture.height;
+    canvas.getContext("2d").drawImage(picture, 0, 0);
+    canvas.hidden = false;
+  } catch {
+    // The browser knows no such picture; the link saves it.
+  }
 }
 
 const isLabels = (value) => Array.isArray(value) && value.length > 0
