@@ -49,6 +49,12 @@ def test_every_form_has_the_same_boxes(service: Running, tmp_path: Path):
     assert [len(each) for each in arrays["labels"]] == list(NUMS)
 
 
+def test_large_list_of_one_instance_is_still_a_list(service: Running):
+    body = {"instances": [[5_000, 0]]}
+    answer = service.post(json=body, headers={"Accept": "application/safetensors"})
+    assert load(answer.content).keys() == {"boxes.0", "labels.0"}
+
+
 def test_instance_at_fault_fails_alone(service: Running):
     one, wrong, two = service.predict([1, 0], [4, 1], [2, 0])
     assert (len(one["boxes"]), len(two["boxes"])) == (1, 2)
