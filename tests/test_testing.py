@@ -223,3 +223,8 @@ testing.predict(Slow, 1)
     finally:
         process.kill()
     assert err.splitlines()[-1] == "KeyboardInterrupt"
+
+
+def test_every_answer_of_a_mounted_service_forbids_to_guess_its_type():
+    with client(SquareRoot) as asking:
+        assert asking.predict([4.0, 9.0]).headers["x-content-type-options"] == "nosniff"

@@ -61,3 +61,17 @@ def with_page_headers(send: Send) -> Send:
         await send(message)
 
     return sending
+
+
+def with_nosniff(send: Send) -> Send:
+    """Return an ASGI `send` that forbids browsers to guess the type of an answer.
+
+    Our own server adds this header to every answer; those of others need it from us.
+    """
+
+    async def sending(message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            MutableHeaders(scope=message).setdefault("x-content-type-options", "nosniff")
+        await send(message)
+
+    return sending

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from inferpool.models.errors import SourceError
 from inferpool.models.sources.importing import end_import_for_model
+from inferpool.service.api.page_headers import with_nosniff
 from inferpool.service.api.web import App
 from inferpool.service.app import assemble, log_quick_checks, make_app
 from inferpool.service.embedded.arguments import ServedModels, read_arguments
@@ -126,7 +127,7 @@ class MountedApp:
                 self._ready = loop.create_future()
                 self._life = asyncio.create_task(self._run(self._ready), name="life of the models")
             app = await asyncio.shield(self._ready)
-        await app(scope, receive, send)
+        await app(scope, receive, with_nosniff(send))
 
     async def _run(self, ready: asyncio.Future[App]) -> None:
         """Run without a lifespan, until the event loop ends and cancels its tasks.
