@@ -25,8 +25,6 @@ OutputFormat: TypeAlias = Literal["jsonl", "csv", "parquet"]
 COLUMNS = ("index", "input", "label", "prediction", "error_code", "error")
 """Columns of CSV and Parquet; `prediction` is JSON."""
 _ROWS_PER_GROUP = 10_000
-_FILES = ".files"
-"""Ending of the folder with the pictures and other contents of an output."""
 _LINES, _NOTE, _DRAFT = ".partial", ".resume", ".tmp"
 """Endings of the files beside an unfinished output."""
 _SUFFIXES: dict[str, OutputFormat] = {
@@ -233,19 +231,11 @@ class Journal:
             self._note.unlink(missing_ok=True)
 
     def _with_file(self, answer: BatchAnswer) -> BatchAnswer:
-        """Write a content to a file of its own; the answer then says where that is.
-
-        The file is named by the number of the input and its type, never by what a model says.
-        """
+        """Write a content to a file of its own; the answer then says where that is."""
         content = content_in(answer.prediction)
         if content is None:
             return answer
-        folder = _beside(self._path, _FILES)
-        folder.mkdir(exist_ok=True)
-        path = folder / f"{answer.index}{content.ending}"
-        with replacing(path, _DRAFT) as draft:
-            content.save(draft)
-        shown = {"file": f"{folder.name}/{path.name}", "media_type": content.media_type}
+        shown = content.file_beside(self._path, answer.index)
         return replace(answer, prediction=shown)
 
     def _compare(self, about: Mapping[str, str]) -> None:

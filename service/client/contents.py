@@ -76,6 +76,20 @@ class ReceivedContent(bytes):
         file.write_bytes(self)
         return file
 
+    def file_beside(self, path: Path, index: int) -> dict[str, str]:
+        """Write the bytes to a file of a folder beside a file of lines; return what a line has.
+
+        The file is named by the number of the input and its type, never by what a model says.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        folder = path.with_name(f"{path.name}.files")
+        folder.mkdir(exist_ok=True)
+        draft = self.save(folder / f"{index}{self.ending}.tmp")
+        file = draft.rename(folder / f"{index}{self.ending}")
+        return {"file": f"{folder.name}/{file.name}", "media_type": self.media_type}
+
     def __repr__(self) -> str:
         """Show its type and size, rather than all of it."""
         return f"<{self}>"

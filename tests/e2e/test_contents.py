@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from inferpool import Client, InvalidInputError, NotAcceptableError
+from inferpool import (
+    Client,
+    InferpoolError,
+    InvalidInputError,
+    NotAcceptableError,
+    Prediction,
+)
 from tests.content_model import PIXEL
 from tests.e2e.running import ROOT, Running, running
 
@@ -82,3 +88,22 @@ def test_a_run_writes_files_beside_its_lines(service: Running, tmp_path: Path) -
     assert '"file": "out.jsonl.files/0.png"' in out.read_text()
     assert (tmp_path / "out.jsonl.files" / "0.png").read_bytes() == PIXEL * 4
     assert (tmp_path / "out.jsonl.files" / "1.png").read_bytes() == PIXEL
+
+
+def test_a_job_keeps_contents_and_its_result_is_files_beside_lines(
+    service: Running, tmp_path: Path
+) -> None:
+    out = tmp_path / "out.jsonl"
+    with Client(service.url) as client:
+        job = client.submit([4, 2], model="drawing")
+        drawn, failed = job.predictions(return_errors=True)
+        assert isinstance(drawn, Prediction)
+        assert drawn.content == PIXEL * 4
+        assert isinstance(failed, InferpoolError)
+        command = [sys.executable, "-m", "inferpool", "jobs", "result", job.id]
+        command += ["--url", service.url, "--output", str(out)]
+        subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    first, second = out.read_text().splitlines()
+    assert '"file": "out.jsonl.files/0.png"' in first
+    assert "model_error" in second
+    assert (tmp_path / "out.jsonl.files" / "0.png").read_bytes() == PIXEL * 4

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, TextIO
 
+from ..contents import content_in
 from ..errors import (
     ConnectError,
     DeadlineExceededError,
@@ -169,18 +170,36 @@ def _print_result(job: Job, args: Namespace) -> int:
         )
         return FAILED
     with _output(args.output) as output:
-        _write_lines(job, output, first=args.first, flushes=args.follow)
+        _write_lines(job, output, first=args.first, flushes=args.follow, path=args.output)
     return _status_of(job.info)
 
 
-def _write_lines(job: Job, output: IO[bytes], *, first: int = 0, flushes: bool = False) -> None:
+def _write_lines(
+    job: Job, output: IO[bytes], *, first: int = 0, flushes: bool = False, path: Path | None = None
+) -> None:
+    """Write a line for each prediction; contents get files of their own beside a file of lines."""
     try:
         for line in job.lines(first=first):
-            output.write(line + b"\n")
+            output.write((line if path is None else _with_file(line, path)) + b"\n")
             if flushes:
                 output.flush()
     finally:
         sys.stdout.flush()
+
+
+def _with_file(line: bytes, path: Path) -> bytes:
+    """Write the content that a line has, if it has one, to a file beside `path`."""
+    if b'"b64"' not in line:
+        return line
+    document = json.loads(line)
+    content = content_in(document.get("prediction"))
+    if content is None:
+        return line
+    try:
+        document["prediction"] = content.file_beside(path, document["index"])
+    except OSError as error:
+        raise FlagError(f"--output: {path}: {error.strerror}") from error
+    return json.dumps(document, ensure_ascii=False).encode()
 
 
 @contextlib.contextmanager
