@@ -266,7 +266,7 @@ def test_health_is_typed(client):
     assert health.is_ready
     assert not health.is_draining
     models = {each.name: each for each in client.models()}
-    assert set(models) == {"echo", "classes", "fault", "pair"}
+    assert set(models) == {"echo", "classes", "counts", "fault", "pair"}
     assert [each.name for each in models["pair"].inputs] == ["a", "b"]
     assert models["fault"].workers[0].device == "cpu"
     assert client.is_ready()
