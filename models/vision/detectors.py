@@ -23,7 +23,7 @@ from inferpool.models.spec import Placement, TensorSpec
 from inferpool.models.vision.masks import runs_in_box
 from inferpool.models.vision.photos import sample_jpegs
 from inferpool.models.vision.pictures import MIN_SCORE, picture_of, share_of
-from inferpool.models.vision.published import DETECTORS, PublishedNetwork, labels_of
+from inferpool.models.vision.published import DETECTORS, PublishedNetwork, check_number, labels_of
 
 logger = logging.getLogger(__name__)
 
@@ -72,10 +72,12 @@ class TorchvisionDetector(Model):
         if labels is not None:
             if self.labels[:1] != [_BACKGROUND]:
                 self.labels.insert(0, _BACKGROUND)
+            check_number(self.labels, options.get("num_classes"))
             self._network.options.setdefault("num_classes", len(self.labels))
         self._keypoints: Sequence[str] = _keypoint_names(meta, options.get("num_keypoints"))
         self._min_score = share_of({}, "min_score", min_score)
         self._is_padded = True
+        self._most_stretched: float = math.inf
         self.outputs = _outputs(name, len(self._keypoints))
         self.device = torch.device("cpu")
 
@@ -123,6 +125,8 @@ class TorchvisionDetector(Model):
     def forward(self, batch: Features) -> Features:
         """Find what is in each picture; each output is a list with a tensor for each picture."""
         sizes = [(height, width) for height, width in batch["size"].tolist()]
+        for height, width in sizes:
+            self._check_stretch(height, width)
         pixels = batch["pixels"].to(self.device, non_blocking=True)
         parts = pixels.split([height * width * 3 for height, width in sizes])
         found = self.network(
@@ -176,12 +180,27 @@ class TorchvisionDetector(Model):
                 raise InputError(f"parameter {name!r} is unknown: this model knows 'min_score'")
         return share_of(parameters, "min_score", self._min_score)
 
+    def _check_stretch(self, height: int, width: int) -> None:
+        """Refuse a picture whose shorter edge the network would make less than a pixel long.
+
+        Raises:
+            InputError: It is refused.
+        """
+        short, long = sorted((height, width))
+        if long >= self._most_stretched * short:
+            raise InputError(
+                f"the image has {width} x {height} pixels; its longer edge must be less than "
+                f"{self._most_stretched:g} times the shorter one"
+            )
+
     def _build(self) -> nn.Module:
         network = self._network.build({"weights_backbone": None})
         resized = getattr(network, "transform", None)
         if not isinstance(resized, GeneralizedRCNNTransform):
             raise ModelError(f"{self._network.name} has no `transform` as torchvision's detectors")
         self._is_padded = resized.fixed_size is None
+        if self._is_padded:
+            self._most_stretched = resized.max_size
         if "masks" in {spec.name for spec in self.outputs}:
             network.transform = SmallMasks(
                 resized.min_size,

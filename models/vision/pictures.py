@@ -18,6 +18,9 @@ from inferpool.models.vision.images import check_size, decode_image
 _TAKES = "this model takes an encoded image or its pixels (uint8 [height, width, 3])"
 MIN_SCORE = 0.5
 """Least score of what is shown, unless the options or the call say another."""
+_MOST_STRETCHED = 16
+"""Longest proportions, since the shorter edge is enlarged to some hundred pixels: without a bound,
+a picture of 180 x 1 would become one of 93,600 x 520."""
 
 
 def picture_of(
@@ -49,6 +52,20 @@ def picture_of(
         raise InputError(f"{where}: {_TAKES}, not a text")
     pixels = json_array(text, "uint8", shape=(-1, -1, 3), where=where)
     return _from_pixels(pixels, max_pixels, check)
+
+
+def check_stretch(size: tuple[int, int]) -> None:
+    """Refuse a picture much longer than wide, for networks that see it in its own proportions.
+
+    Raises:
+        InputError: It is refused.
+    """
+    short, long = sorted(size)
+    if long > _MOST_STRETCHED * short:
+        raise InputError(
+            f"the image has {size[0]} x {size[1]} pixels; its longer edge may be at most "
+            f"{_MOST_STRETCHED} times the shorter one"
+        )
 
 
 def share_of(parameters: object, name: str, default: float) -> float:

@@ -145,6 +145,19 @@ def labels_of(
     return list(published)
 
 
+def check_number(labels: Sequence[str], num_classes: object) -> None:
+    """Check that there is a name for each class that the options say.
+
+    Raises:
+        SourceError: There is not.
+    """
+    if isinstance(num_classes, int) and num_classes != len(labels):
+        raise SourceError(
+            f"options.labels has {len(labels)} names, but options.num_classes is {num_classes}: "
+            "both count the background"
+        )
+
+
 def _is_path(weights: str | None) -> bool:
     return weights is not None and (is_checkpoint_path(weights) or Path(weights).is_file())
 

@@ -21,11 +21,10 @@ from inferpool.models.item import Features, Item
 from inferpool.models.ragged import outputs_of
 from inferpool.models.spec import Placement, TensorSpec
 from inferpool.models.vision.detectors import classes_text
-from inferpool.models.vision.images import check_size
 from inferpool.models.vision.masks import labels_at, palette_png, runs_by_label
 from inferpool.models.vision.photos import sample_jpegs
-from inferpool.models.vision.pictures import picture_of
-from inferpool.models.vision.published import SEGMENTERS, PublishedNetwork, labels_of
+from inferpool.models.vision.pictures import check_stretch, picture_of
+from inferpool.models.vision.published import SEGMENTERS, PublishedNetwork, check_number, labels_of
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +76,7 @@ class TorchvisionSegmenter(Model):
                 f"{_MOST_CLASSES}"
             )
         if labels is not None:
+            check_number(self.labels, options.get("num_classes"))
             self._network.options.setdefault("num_classes", len(self.labels))
         preset = self._network.preset
         self._resize: int = resize or preset.resize_size[0]
@@ -110,11 +110,7 @@ class TorchvisionSegmenter(Model):
     def preprocess(self, item: Item) -> Features:
         """Decode a picture, and resize it to uint8 [h, w, C]; keep its own size [2]."""
         self._check(item.parameters)
-        picture = picture_of(
-            item,
-            max_pixels=self.max_image_pixels,
-            check=lambda size: check_size(*self._resized(size), max_pixels=self.max_image_pixels),
-        )
+        picture = picture_of(item, max_pixels=self.max_image_pixels, check=check_stretch)
         size = torch.tensor([picture.height, picture.width])
         resized = picture.resize(self._resized(picture.size), self._interpolation)
         return {"image": torch.from_numpy(np.array(resized)), "size": size}

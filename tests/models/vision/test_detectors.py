@@ -209,3 +209,19 @@ def test_every_detector_of_torchvision_answers_as_it_does(name):
     (found,) = expected(model, name, own, [WIDE])
     (answer,) = answers(model, [image_item(WIDE)])
     assert_same(answer, found, model.labels)
+
+
+def test_a_picture_whose_edge_would_vanish_is_refused():
+    options = {**SMALL, "max_size": 96}
+    model = loaded(build("torchvision:fasterrcnn_mobilenet_v3_large_fpn", None, options))
+    for size in ((300, 3), (2, 192)):
+        item = image_item(encoded(Image.new("RGB", size), "PNG"))
+        with pytest.raises(InputError, match=rf"{size[0]} x {size[1]} pixels.* less than 96 times"):
+            run(model, [item])
+    assert answers(model, [image_item(encoded(Image.new("RGB", (190, 2)), "PNG"))])
+
+
+def test_a_number_of_classes_beside_other_names_is_refused():
+    options = {"labels": ["cat", "dog"], "num_classes": 2}
+    with pytest.raises(SourceError, match=r"labels has 3 names, but options\.num_classes is 2"):
+        build(f"torchvision:{SSD}", None, options)
