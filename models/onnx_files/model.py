@@ -164,7 +164,12 @@ class OnnxModel(SizedModel):
         outputs: dict[str, Any] = {}
         for name in rows[0]:
             found = [row[name] for row in rows]
-            outputs[name] = RaggedOutput(found) if name in self._ragged else torch.cat(found)
+            if name in self._ragged:
+                outputs[name] = RaggedOutput(found)
+                continue
+            for each in found:
+                self._checked({name: each}, 1)
+            outputs[name] = torch.cat(found)
         return outputs
 
     def render(self, outputs: Features, parameters: Mapping[str, object]) -> object:
@@ -281,7 +286,8 @@ class OnnxModel(SizedModel):
             if not tensor.dim() or len(tensor) != rows:
                 raise ModelError(
                     f"{self._path}: for a batch of {rows} the output {name!r} has shape "
-                    f"{list(tensor.shape)}: its first dimension must be the batch"
+                    f"{list(tensor.shape)}: its first dimension must be the batch. If the inputs "
+                    "of the file have no batch either, export it with one"
                 )
         return outputs
 

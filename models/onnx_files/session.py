@@ -237,11 +237,21 @@ def _served_name(name: str, taken: set[str], what: str) -> str:
 def batch_range(path: Path, ports: Sequence[Port]) -> tuple[int, int]:
     """Return the smallest and the largest batch that the inputs of a file allow.
 
+    onnxruntime shows a single number and an unknown shape alike. Numbers of several instances would
+    be taken for a row, so a file with such an input computes one instance at a time.
+
     Raises:
         ModelError: An input has no batch, or they have different ones.
     """
     sizes = {port.name: port.shape[0] for port in ports if port.shape}
     fixed = {name: size for name, size in sizes.items() if size != -1}
+    if shapeless := [port.name for port in ports if not port.shape]:
+        if {*fixed.values()} - {1}:
+            raise ModelError(
+                f"input {shapeless[0]!r} of {path} has no dimension for the batch, but others "
+                "have a batch of one size: export it with that dimension in all inputs"
+            )
+        return 1, 1
     if not fixed:
         return 1, sys.maxsize
     if len(set(fixed.values())) > 1 or len(fixed) < len(sizes):

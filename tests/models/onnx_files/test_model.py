@@ -69,6 +69,50 @@ def test_sizes_that_the_file_leaves_out_are_found_by_a_trial(tmp_path):
     assert answers(model, [json_item([[1, 2], [3, 4]])]) == [[[4, 6]]]
 
 
+def test_numbers_of_instances_are_not_taken_for_a_row(tmp_path):
+    path = write(
+        tmp_path / "net.onnx",
+        [helper.make_node("Mul", ["x", "scale"], ["y"])],
+        [info("x", FLOAT, ["n", 2]), info("scale", FLOAT, [])],
+        [info("y", FLOAT, ["n", 2])],
+    )
+    items = [json_item({"x": [1, 1], "scale": scale}) for scale in (3, 5)]
+    assert answers(loaded(OnnxModel(path)), items) == [[3, 3], [5, 5]]
+    path = write(
+        tmp_path / "fixed.onnx",
+        [helper.make_node("Mul", ["x", "scale"], ["y"])],
+        [info("x", FLOAT, [4, 2]), info("scale", FLOAT, [])],
+        [info("y", FLOAT, [4, 2])],
+    )
+    with pytest.raises(ModelError, match=r"input 'scale' of .* has no dimension for the batch"):
+        loaded(OnnxModel(path))
+
+
+def test_an_output_that_is_a_batch_by_chance_is_an_error(tmp_path):
+    path = write(
+        tmp_path / "net.onnx",
+        [
+            helper.make_node("NonZero", ["x"], ["places"]),
+            helper.make_node("Transpose", ["places"], ["found"]),
+            helper.make_node("Greater", ["x", "one"], ["is_large"]),
+            helper.make_node("Cast", ["is_large"], ["ones"], to=FLOAT),
+            helper.make_node("Concat", ["ones", "row"], ["rows"], axis=1),
+            helper.make_node("NonZero", ["rows"], ["large"]),
+            helper.make_node("Transpose", ["large"], ["few"]),
+        ],
+        [info("x", FLOAT, [1, 3])],
+        [info("found", INT64, ["num", 2]), info("few", INT64, ["few", 2])],
+        [
+            numpy_helper.from_array(np.array([1], dtype=np.float32), "one"),
+            numpy_helper.from_array(np.array([[1]], dtype=np.float32), "row"),
+        ],
+    )
+    model = loaded(OnnxModel(path))
+    assert run(model, [json_item([0, 1, 0])])["few"].tolist() == [[0, 3]]
+    with pytest.raises(ModelError, match=r"for a batch of 1 the output 'few' has shape \[2, 2\]"):
+        run(model, [json_item([0, 2, 0])])
+
+
 def test_a_file_that_only_says_that_its_batch_is_free_is_computed_one_by_one(tmp_path, caplog):
     path = write(
         tmp_path / "net.onnx",
@@ -153,7 +197,7 @@ def _write_odd(tmp_path, **changed):
         ),
         (
             {"nodes": [helper.make_node("ReduceMean", ["x"], ["y"], keepdims=0)]},
-            r"for a batch of 2 the output 'y' has shape \[\]",
+            r"for a batch of 2 the output 'y' has shape \[\].* inputs .* no batch either, export",
         ),
         (
             {"nodes": [helper.make_node("Whatever", ["x"], ["y"])]},
