@@ -117,6 +117,11 @@ def steps_of(estimator: Any) -> tuple[list[Any], Any]:
     return [each for each in steps[:-1] if each not in (None, "passthrough")], steps[-1]
 
 
+def scores_pairs(estimator: Any) -> bool:
+    """Return whether the scores of a classifier are those of pairs of classes."""
+    return getattr(estimator, "decision_function_shape", "") == "ovo"
+
+
 def columns_of(estimator: Any) -> Columns:
     """Return what an estimator was fitted on, as far as it says."""
     first = estimator

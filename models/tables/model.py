@@ -27,6 +27,7 @@ from inferpool.models.tables.estimator import (
     classes_of,
     columns_of,
     read_estimator,
+    scores_pairs,
     share_threads,
     steps_of,
 )
@@ -85,6 +86,7 @@ class TableModel(Model):
         self._classes = classes_of(estimator) if self._method != "transform" else []
         self._columns = columns = columns_of(estimator)
         self._before, self._last = steps_of(estimator)
+        self._are_pairs = self._method == "decision_function" and scores_pairs(self._last)
         self._has_pandas = bool(columns.names) and find_spec("pandas") is not None
         if not columns.is_text:
             num = columns.num or -1
@@ -142,7 +144,7 @@ class TableModel(Model):
             rows = batch["x"].numpy()
         try:
             return self._computed(rows)
-        except ValueError as error:
+        except (ValueError, TypeError, OverflowError) as error:
             if self.example is None:
                 raise
             # It computes the example, so this is about values, such as an unknown category.
@@ -155,7 +157,7 @@ class TableModel(Model):
         label = self._classes[int(outputs["label"])]
         rest = {
             name: dict(zip(map(str, self._classes), tensor.tolist(), strict=True))
-            if tensor.dim() and len(tensor) == len(self._classes)
+            if tensor.dim() and len(tensor) == len(self._classes) and not self._are_pairs
             else tensor.tolist()
             for name, tensor in outputs.items()
             if name != "label"

@@ -74,7 +74,10 @@ def test_other_methods_are_options_and_the_known_ones_are_named(tmp_path, iris):
     estimator = io.load(path, trusted=[])
     (found,) = answers(loaded(TableModel(path)), [item])
     assert found["label"] == 1
-    assert np.allclose([*found["scores"].values()], estimator.decision_function(data[80:81])[0])
+    assert np.allclose(found["scores"], estimator.decision_function(data[80:81])[0])  # of pairs
+    path = saved(tmp_path / "one_over_rest.skops", SVC().fit(data, labels))
+    (found,) = answers(loaded(TableModel(path)), [item])
+    assert [*found["scores"]] == ["0", "1", "2"]
     assert answers(loaded(TableModel(path, method="predict")), [item]) == [1]
     with pytest.raises(SourceError, match="without predict_proba: it has decision_function, pre"):
         loaded(TableModel(path, method="predict_proba"))
@@ -115,6 +118,18 @@ def test_columns_are_given_by_name(tmp_path):
     ):
         with pytest.raises(InputError, match=said):
             model.preprocess(json_item(bad))
+
+
+def test_values_of_other_types_than_the_estimator_knows_are_refused(tmp_path):
+    pandas = pytest.importorskip("pandas")
+    table = pandas.DataFrame({"age": [20, 30.0], "city": ["Bonn", "Kiel"]})
+    steps = [("c", OneHotEncoder(), ["city"]), ("n", StandardScaler(), ["age"])]
+    pipeline = make_pipeline(ColumnTransformer(steps), LogisticRegression()).fit(table, [0, 1])
+    model = loaded(TableModel(saved(tmp_path / "people.skops", pipeline)))
+    too_large = b'[%b, "Bonn"]' % (b"9" * 400)
+    for row in ([1, 5], [1, None], ["old", "Bonn"], [1, "Ulm"], too_large):
+        with pytest.raises(InputError, match="the estimator refuses the instance"):
+            answers(model, [json_item(row)])
 
 
 def test_a_missing_value_is_null(tmp_path, iris):
