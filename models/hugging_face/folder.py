@@ -103,8 +103,8 @@ class FolderClassifier(Classifier):
     def preprocess(self, item: Item) -> Features:
         """Turn a picture into float32 [C, h, w], as the folder's processor does."""
         self._top_k(item.parameters)
-        picture = picture_of(item, max_pixels=self.max_image_pixels)
-        return {"pixels": self._folder.features_of(picture)["pixels"]}
+        picture = _picture_of(self, self._folder, item)
+        return {"pixels": self._folder.prepared(picture)["pixels"]}
 
     def bucket(self, features: Features) -> Hashable:
         """Group pictures that the network sees in one size."""
@@ -154,8 +154,8 @@ class _PictureModel(Model):
     def preprocess(self, item: Item) -> Features:
         """Turn a picture into float32 [C, h, w] as the folder's processor does; keep its size."""
         self.wanted(item.parameters)
-        picture = picture_of(item, max_pixels=self.max_image_pixels)
-        return self._folder.features_of(picture)
+        picture = _picture_of(self, self._folder, item)
+        return self._folder.prepared(picture)
 
     def wanted(self, parameters: Mapping[str, object]) -> float:
         """Return the least score that is wanted.
@@ -301,6 +301,10 @@ def _opened(folder: PictureFolder) -> tuple[list[str], set[tuple[int, ...]]]:
             f"the processor of {folder.path} prepares no pictures: {type(error).__name__}: {error}"
         ) from error
     return [str(found[number]) for number in sorted(found)], shapes
+
+
+def _picture_of(model: Model, folder: PictureFolder, item: Item) -> Image.Image:
+    return picture_of(item, max_pixels=model.max_image_pixels, check=folder.check_size)
 
 
 def _network(model: Model, folder: PictureFolder, placement: Placement) -> Any:

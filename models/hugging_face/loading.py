@@ -15,10 +15,12 @@ from PIL import Image
 from torch import Tensor, nn
 
 from inferpool.models.accelerator.failures import lacks_resources
-from inferpool.models.errors import CheckpointError, ModelError, SourceError
+from inferpool.models.errors import CheckpointError, InputError, ModelError, SourceError
 from inferpool.models.files.checkpoint import first_line, read_weights
 from inferpool.models.files.hugging_face import Task, architectures_of, no_picture_folder, task_of
 from inferpool.models.files.opened import announce
+from inferpool.models.vision.images import check_size
+from inferpool.models.vision.pictures import check_stretch
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +34,8 @@ _SAFE = ("model.safetensors", "model.safetensors.index.json")
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _FETCHED = ["*.json", "*.safetensors"]
 _SHOWN = 3
+_MOST_USUAL = 16
+"""Proportions of pictures that each processor should know how to prepare."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +105,9 @@ class PictureFolder:
             )
         self.processor = self._read(transformers.AutoImageProcessor.from_pretrained)
         self._config = self._read(transformers.AutoConfig.from_pretrained)
+        if getattr(self._config, "use_pretrained_backbone", False):
+            # The folder's weights have the backbone too. transformers 5.0 would fetch it first.
+            self._config.use_pretrained_backbone = False
         return cast("Mapping[int, str]", self._config.id2label)
 
     def build_network(self) -> TransformersNetwork:
@@ -132,6 +139,35 @@ class PictureFolder:
 
     def _wrapped(self, inner: nn.Module) -> TransformersNetwork:
         return TransformersNetwork(inner, has_boxes=self.task == "detection")
+
+    def check_size(self, size: tuple[int, int]) -> None:
+        """Refuse a picture that the processor would make much too large.
+
+        Raises:
+            InputError: It is refused.
+        """
+        edge = _edge(self.processor, "shortest_edge")
+        if edge and not _edge(self.processor, "longest_edge"):
+            if self.task != "classification":
+                check_stretch(size)
+            short, long = sorted(size)
+            check_size(edge, edge * long // short)
+
+    def prepared(self, picture: Image.Image) -> dict[str, Tensor]:
+        """Prepare a client's picture; see `features_of`.
+
+        Raises:
+            InputError: The processor cannot prepare it, since an edge would have no pixels.
+        """
+        try:
+            return self.features_of(picture)
+        except (ValueError, RuntimeError, ZeroDivisionError) as error:
+            if lacks_resources(error) or max(picture.size) <= _MOST_USUAL * min(picture.size):
+                raise
+            raise InputError(
+                f"the image of {picture.width} x {picture.height} pixels cannot be prepared for "
+                f"this network: {first_line(error)}"
+            ) from error
 
     def features_of(self, picture: Image.Image) -> dict[str, Tensor]:
         """Prepare a picture: `pixels` [C, h, w], its own `size`, and a `mask` of pixels if any."""
@@ -175,7 +211,9 @@ class PictureFolder:
             raise CheckpointError(f"{self.path} has no {_SAFE[0]}: {hint}")
         for file in self.path.glob("*.safetensors"):
             announce(file)
-        return self._loaded(auto.from_pretrained, self.path, use_safetensors=is_safe)
+        return self._loaded(
+            auto.from_pretrained, self.path, config=self._config, use_safetensors=is_safe
+        )
 
     def _loaded(self, load: Any, origin: Path | str, **options: object) -> nn.Module:
         """Load a network with weights, and check that these are all that it needs.
@@ -219,6 +257,13 @@ class PictureFolder:
             raise SourceError(
                 f"{self.path} cannot be read by transformers: {first_line(error)}{hint}"
             ) from error
+
+
+def _edge(processor: Any, name: str) -> int | None:
+    """Return a length that a processor resizes to; None if it has none of this name."""
+    size = getattr(processor, "size", None)
+    found = size.get(name) if isinstance(size, Mapping) else getattr(size, name, None)
+    return found if isinstance(found, int) and getattr(processor, "do_resize", True) else None
 
 
 def fetched(name: str) -> Path:

@@ -3,6 +3,7 @@
 import json
 import logging
 from io import BytesIO
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 from PIL import Image
 
 from inferpool.models.errors import CheckpointError, InputError, ModelError, SourceError
+from inferpool.models.hugging_face.loading import FolderOptions, PictureFolder
 from inferpool.models.sources.registry import build
 from tests.models.items import answers, encoded, image_item, loaded, photo
 
@@ -148,3 +150,29 @@ def test_without_transformers_the_extra_is_named(vit, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
     with pytest.raises(ModelError, match=r"pip install 'inferpool\[transformers\]'"):
         loaded(build(str(vit), "DEFAULT", {}))
+
+
+def test_a_picture_that_cannot_be_prepared_is_refused(tmp_path):
+    model = loaded(build(str(write_yolos(tmp_path / "yolos")), "DEFAULT", {}))
+    with pytest.raises(InputError, match="300 x 3 pixels cannot be prepared"):
+        model.preprocess(image_item(encoded(Image.new("RGB", (300, 3)), "PNG")))
+
+
+def test_a_picture_that_would_become_huge_is_refused(vit, tmp_path):
+    options = FolderOptions(weights=None, trust_remote_code=False, pickled_weights=False)
+    classifier = PictureFolder(vit, options)
+    segmenter = PictureFolder(write_segformer(tmp_path / "segformer"), options)
+    for folder in (classifier, segmenter):
+        folder.processor = SimpleNamespace(size={"shortest_edge": 256})
+    classifier.check_size((180, 1))
+    for folder, size in ((classifier, (1, 5000)), (segmenter, (180, 1))):
+        with pytest.raises(InputError, match="at most"):
+            folder.check_size(size)
+    segmenter.processor = SimpleNamespace(size={"shortest_edge": 256, "longest_edge": 512})
+    segmenter.check_size((180, 1))
+
+
+def test_no_weights_of_a_backbone_are_fetched(vit, tmp_path):
+    folder = _changed(vit, tmp_path, use_pretrained_backbone=True)
+    model = loaded(build(str(folder), "DEFAULT", {}))
+    assert not getattr(model.network.inner.config, "use_pretrained_backbone", False)
