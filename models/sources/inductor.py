@@ -183,7 +183,7 @@ def _texts_in(path: Path, suffix: str) -> Iterator[tuple[str, str]]:
             for each in archive.infolist():
                 if each.filename.endswith(suffix) and each.file_size <= _MOST_SOURCE_BYTES:
                     yield each.filename, archive.read(each).decode("utf-8", "replace")
-    except (OSError, zipfile.BadZipFile, zlib.error) as error:
+    except (OSError, RuntimeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise SourceError(f"{path} is damaged: {error}") from error
 
 

@@ -110,17 +110,7 @@ class TensorModel(Model, ABC):
                 f"{type(error).__name__}: {error}"
             ) from error
         for name, output in outputs.items():
-            if isinstance(output, list):
-                if len(output) != _PROBE_ROWS:
-                    raise ModelError(
-                        f"for a batch of {_PROBE_ROWS} the network's output {name!r} is a list of "
-                        f"{len(output)}: it must have one tensor for each instance"
-                    )
-            elif output.dim() == 0 or len(output) != _PROBE_ROWS:
-                raise ModelError(
-                    f"for a batch of {_PROBE_ROWS} the network's output {name!r} has shape "
-                    f"{list(output.shape)}: its first dimension must be the batch"
-                )
+            _check_rows(name, output, _PROBE_ROWS)
         self.outputs = self.outputs or [_found(name, output) for name, output in outputs.items()]
 
 
@@ -154,7 +144,9 @@ class SizedModel(TensorModel):
         if surplus > 0:
             piece = [torch.cat([x, x[-1:].expand(surplus, *x.shape[1:])]) for x in piece]
         outputs = self._named(self.network(*piece))
-        return {name: tensor[:num_rows] for name, tensor in outputs.items()}
+        for name, output in outputs.items():
+            _check_rows(name, output, len(piece[0]))  # to cut it would hide that
+        return {name: output[:num_rows] for name, output in outputs.items()}
 
 
 class ModuleModel(TensorModel):
@@ -222,6 +214,25 @@ def named_outputs(result: object) -> dict[str, Any]:
                 f"the network's output {name!r} is a {type(value).__name__}, not a tensor"
             )
     return named
+
+
+def _check_rows(name: str, output: Tensor | RaggedOutput, num_rows: int) -> None:
+    """Check that an output is a batch of a size.
+
+    Raises:
+        ModelError: It is not.
+    """
+    if isinstance(output, RaggedOutput):
+        if len(output) != num_rows:
+            raise ModelError(
+                f"for a batch of {num_rows} the network's output {name!r} is a list of "
+                f"{len(output)}: it must have one tensor for each instance"
+            )
+    elif output.dim() == 0 or len(output) != num_rows:
+        raise ModelError(
+            f"for a batch of {num_rows} the network's output {name!r} has shape "
+            f"{list(output.shape)}: its first dimension must be the batch"
+        )
 
 
 def _found(name: str, output: Tensor | RaggedOutput) -> TensorSpec:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.export import Dim
 
-from inferpool.models.errors import ModelError
+from inferpool.models.errors import ModelError, SourceError
 from inferpool.models.sources.inductor import InductorModel
 from inferpool.models.sources.registry import build
 from inferpool.models.spec import TensorSpec
@@ -25,6 +25,18 @@ def test_a_package_for_another_device_says_so_before_it_is_loaded(tmp_path):
     assert isinstance(model, InductorModel)
     with pytest.raises(ModelError, match=r'net\.pt2 is compiled for cuda, .* devices = "cuda"'):
         loaded(model)
+
+
+def test_a_package_with_an_encrypted_member_is_named(tmp_path):
+    path = tmp_path / "net.pt2"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("net/data/aotinductor/model/a.wrapper_metadata.json", "{}")
+    content = bytearray(path.read_bytes())
+    content[content.index(b"PK\1\2") + 8] |= 1
+    content[6] |= 1
+    path.write_bytes(content)
+    with pytest.raises(SourceError, match=r"net\.pt2 is damaged: .*encrypted"):
+        loaded(InductorModel(path))
 
 
 class Scaled(nn.Module):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from inferpool.models.errors import ModelError
-from inferpool.models.sources.modules import ModuleModel, named_outputs
+from inferpool.models.sources.modules import ModuleModel, SizedModel, named_outputs
 from inferpool.models.spec import TensorSpec
 from tests.models.items import answers, json_item, loaded, run, tensor_item
 
@@ -106,3 +106,17 @@ def test_a_network_may_return_a_dict_of_tensors_for_each_instance():
 def test_finite_outputs_are_promised_unless_the_options_say_otherwise():
     assert ModuleModel(nn.Identity).finite_outputs
     assert not ModuleModel(nn.Identity, finite_outputs=False).finite_outputs
+
+
+class Summed(SizedModel):
+    """A network of a batch of four, whose output is no batch."""
+
+    smallest = largest = 4
+
+    def build_network(self, placement):
+        return lambda x: x.sum(0)
+
+
+def test_an_output_without_a_batch_is_refused_where_batches_are_filled_up():
+    with pytest.raises(ModelError, match=r"batch of 4 .* has shape \[3\]: its first dimension"):
+        loaded(Summed(inputs=[TensorSpec(name="x", dtype="float32", shape=(-1, 3))]))
