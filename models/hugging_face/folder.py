@@ -55,12 +55,12 @@ def model_of_folder(
     Raises:
         ModelError: There is no such folder, or no network in it that can be served.
     """
-    path = Path(folder)
-    if download and not path.is_dir():
-        path = fetched(folder)
     options = FolderOptions(
         weights=weights, trust_remote_code=trust_remote_code, pickled_weights=pickled_weights
     )
+    path = Path(folder)
+    if download and not path.is_dir():
+        path = fetched(folder, options)
     found = PictureFolder(path, options)
     match found.task:
         case "classification":

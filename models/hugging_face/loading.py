@@ -266,16 +266,25 @@ def _edge(processor: Any, name: str) -> int | None:
     return found if isinstance(found, int) and getattr(processor, "do_resize", True) else None
 
 
-def fetched(name: str) -> Path:
+def fetched(name: str, options: FolderOptions) -> Path:
     """Fetch a repository from the Hub of Hugging Face into its cache; return its folder.
+
+    Args:
+        name: Its name.
+        options: What is allowed: pickled weights and code are fetched only then.
 
     Raises:
         ModelError: It cannot be fetched.
     """
+    patterns = [
+        *_FETCHED,
+        *(["*.bin"] if options.pickled_weights else ()),
+        *(["*.py"] if options.trust_remote_code else ()),
+    ]
     try:
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(name, allow_patterns=_FETCHED))
+        return Path(snapshot_download(name, allow_patterns=patterns))
     except ImportError as error:
         raise _missing(Path(name), error) from None
     except Exception as error:  # of HTTP, of files, of the name

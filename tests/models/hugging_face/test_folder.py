@@ -176,3 +176,19 @@ def test_no_weights_of_a_backbone_are_fetched(vit, tmp_path):
     folder = _changed(vit, tmp_path, use_pretrained_backbone=True)
     model = loaded(build(str(folder), "DEFAULT", {}))
     assert not getattr(model.network.inner.config, "use_pretrained_backbone", False)
+
+
+def test_files_are_fetched_that_the_options_allow(vit, monkeypatch):
+    asked = []
+
+    def fetch(name, *, allow_patterns):
+        asked.append((name, allow_patterns))
+        return str(vit)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    build("transformers:some/vit", "DEFAULT", {"download": True})
+    build("transformers:some/vit", "DEFAULT", {"download": True, "pickled_weights": True})
+    assert asked == [
+        ("some/vit", ["*.json", "*.safetensors"]),
+        ("some/vit", ["*.json", "*.safetensors", "*.bin"]),
+    ]
