@@ -9,6 +9,9 @@ from starlette.types import Send
 from inferpool.service.api.exchange import Exchange, pairs_of
 from inferpool.service.api.wire.protocol import HttpConnection
 
+_HIGH_WATER_BYTES = 64 * 1024
+"""Bytes that may wait for a server: as much as its own connections keep before they pause."""
+
 
 class SocketStream:
     """An answer in chunks; for HTTP/1.0 the end of the connection is its end."""
@@ -51,17 +54,20 @@ class AsgiStream:
         self._on_writable = on_writable
         self._pieces: list[bytes] = []
         self._has_more = asyncio.Event()
-        self._is_ended = self._is_sending = False
+        self._num_bytes = 0
+        """Bytes that the server has not taken, also those that it is given now."""
+        self._is_ended = False
         self._sender: asyncio.Task[object] | None = None
 
     @property
     def is_writable(self) -> bool:
-        """The server has taken everything."""
-        return not self._pieces and not self._is_sending
+        """The server has taken nearly everything."""
+        return self._num_bytes <= _HIGH_WATER_BYTES
 
     def send(self, piece: bytes) -> None:
         """Send one more piece."""
         self._pieces.append(piece)
+        self._num_bytes += len(piece)
         self._has_more.set()
 
     def end(self) -> None:
@@ -95,9 +101,8 @@ class AsgiStream:
                 await self._has_more.wait()
                 continue
             body, self._pieces = b"".join(self._pieces), []
-            self._is_sending = True
             await send({"type": "http.response.body", "body": body, "more_body": True})
-            self._is_sending = False
+            self._num_bytes -= len(body)
             if not self._pieces and not self._is_ended:
                 self._on_writable()
         await send({"type": "http.response.body", "body": b""})

@@ -284,6 +284,22 @@ async def test_a_reader_that_reads_nothing_loses_its_stream_alone(
         await until(lambda: server.use.unread_bytes == 0)
 
 
+@pytest.mark.parametrize("way", WAYS)
+async def test_many_parts_at_once_are_no_fault_of_a_client_that_reads(way: Way) -> None:
+    async with streaming(way) as (server, teller), server.connect() as client:
+        client.send(ask())
+        await teller.begun()
+        for _ in range(2):
+            for num in range(300):  # as from a model that computes nothing between them
+                teller.give(num)
+            if not _:
+                await client.read_head()
+        teller.end()
+        *parts, (name, data) = events_in(await read_rest(client))
+        assert (name, data["num_parts"]) == ("done", 600)
+        assert [each["part"] for _, each in parts] == [*range(300)] * 2
+
+
 async def test_a_slow_reader_gets_every_part_if_it_reads_in_time() -> None:
     async with streaming() as (server, teller):
         async with server.connect(rcvbuf_bytes=4096) as client:
