@@ -75,12 +75,10 @@ class StreamSteps:
             raise StopIteration from None
 
     def close(self) -> None:
-        """Have the generator's `finally` run, if it is not over."""
+        """Have the generator's `finally` run, if it is not over, and end its other tasks."""
         try:
             if self._loop is not None:
-                if hasattr(self._async, "aclose"):
-                    self._loop.run_until_complete(self._async.aclose())
-                self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+                self._loop.run_until_complete(_end(self._async))
             elif hasattr(self._sync, "close"):
                 self._sync.close()
         finally:
@@ -91,3 +89,16 @@ class StreamSteps:
 
 async def _next_of(steps: AsyncIterator[object]) -> object:
     return await anext(steps)
+
+
+async def _end(steps: Any) -> None:
+    """Close an iterator, if it can be; then cancel all other tasks, as `asyncio.run` does."""
+    try:
+        if hasattr(steps, "aclose"):
+            await steps.aclose()
+    finally:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.get_running_loop().shutdown_asyncgens()

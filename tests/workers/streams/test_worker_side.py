@@ -1,8 +1,9 @@
 """The loop of a worker whose model answers in parts, in a thread of this process."""
 
+import asyncio
 import logging
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -263,6 +264,25 @@ def test_stream_that_nobody_reads_ends_within_two_steps_and_its_finally_runs(tmp
         assert len(loop.parts[first, 0]) <= num + 50, "it cannot have gone on for long"
         loop.drop(first, 0)  # it is over: nothing happens
         loop.drop(99, 0, 1)
+
+
+class WithTask(Scripted):
+    """An asynchronous generator that leaves a task behind."""
+
+    async def script(self, batch: Any) -> AsyncIterator[object]:  # type: ignore[override]  # `stream` returns either kind
+        self.task = asyncio.create_task(asyncio.sleep(3600))
+        while True:
+            await asyncio.sleep(0)
+            yield "on"
+
+
+def test_tasks_of_a_stream_end_with_it():
+    with driven(model := WithTask()) as loop:
+        id = loop.give("x")
+        loop.until(lambda: loop.parts[id, 0])
+        loop.drop(id, 0)
+        loop.answer(id)
+    assert model.task.cancelled()
 
 
 class Waiting(CountingBatches):
