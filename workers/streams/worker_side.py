@@ -49,8 +49,8 @@ from inferpool.workers.streams.under_way import (
 
 logger = logging.getLogger(__name__)
 
-MAX_STEP_BYTES = 1 << 26
-"""Approximate limit of the parts in one message."""
+MAX_STEP_BYTES = 1 << 25
+"""Approximate limit of the parts in one message, which must fit into the head of an agent's."""
 _MOST_SAMPLE_STEPS = 1000
 """Steps of a canary until its first part."""
 

@@ -13,8 +13,10 @@ import torch
 import inferpool
 from inferpool.models.base import Model
 from inferpool.models.item import Features, Item
-from inferpool.workers.shared.messages import BatchDone, ItemError
+from inferpool.workers.remote.wire import PartsSent, frame_start
+from inferpool.workers.shared.messages import BatchDone, ItemError, StreamPart
 from inferpool.workers.streams.parts import MAX_PART_BYTES, sizes_cut
+from inferpool.workers.streams.worker_side import MAX_STEP_BYTES
 from tests.models.items import json_item
 from tests.streaming_model import (
     AsyncCountingStream,
@@ -193,6 +195,12 @@ def test_large_steps_are_sent_in_several_messages():
     assert sizes_cut([], 10) == [0]
     assert sizes_cut([1, 2, 3], 10) == [3]
     assert sizes_cut([20, 4, 6, 1, 0, 30, 30], 10) == [1, 2, 2, 1, 1]
+
+
+def test_any_message_of_parts_fits_into_one_of_an_agent():
+    part = b'"%b"' % (b"x" * (MAX_PART_BYTES - 2))
+    (num, *_) = sizes_cut([len(part)] * 64, MAX_STEP_BYTES)
+    assert frame_start(PartsSent(1, [StreamPart(1, row, part) for row in range(num)]), 0)
 
 
 class Steps(Scripted):
