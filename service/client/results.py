@@ -93,11 +93,15 @@ class Prediction:
 
         Raises:
             ValueError: There are several instances, or arrays were asked for.
+            InferpoolError: It is a stream that failed after its first part; the error has `parts`.
         """
         if len(self.predictions) != 1:
             found = "arrays" if self.raw_tensors else f"{len(self.predictions)} predictions"
             raise ValueError(f"there are {found}, and not one value")
-        return self.predictions[0]
+        value = self.predictions[0]
+        if isinstance(value, InferpoolError):
+            raise value
+        return value
 
     @property
     def content(self) -> ReceivedContent:

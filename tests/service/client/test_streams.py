@@ -70,6 +70,8 @@ def test_a_prediction_collects_all_parts(client):
     (error,) = broken.errors
     assert isinstance(error, ModelFailedError)
     assert list(error.parts) == [7, 8]
+    with pytest.raises(ModelFailedError):
+        assert broken.value
 
 
 @contextlib.contextmanager
