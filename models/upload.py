@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import msgspec
 from msgspec import Raw
 
+from inferpool.models.errors import InputError
+from inferpool.models.json_errors import JsonErrors, json_message
 from inferpool.models.spec import TensorHeader
 
 _NULL = Raw(b"null")
@@ -60,7 +62,11 @@ def pack_form(
 
 
 def read_form(payload: memoryview, headers: Sequence[TensorHeader]) -> dict[str, object]:
-    """Return the fields of a form by name: JSON values, and uploads. Two of one name are a list."""
+    """Return the fields of a form by name: JSON values, and uploads. Two of one name are a list.
+
+    Raises:
+        InputError: A number in a field is out of range.
+    """
     (header,) = headers
     fields = _table.decode(payload[header.offset : header.offset + header.num_bytes])
     found: dict[str, list[object]] = {}
@@ -71,6 +77,10 @@ def read_form(payload: memoryview, headers: Sequence[TensorHeader]) -> dict[str,
 
 def _value_of(field: FormField, payload: memoryview) -> object:
     if field.media_type is None:
-        return msgspec.json.decode(field.value)
+        try:
+            return msgspec.json.decode(field.value)
+        except JsonErrors as error:
+            found = json_message(error, bytes(field.value))
+            raise InputError(f"instance.{field.name[:80]}: {found}") from None
     data = bytes(payload[field.offset : field.offset + field.num_bytes])
     return Upload(data=data, media_type=field.media_type, filename=field.filename)

@@ -21,6 +21,7 @@ from inferpool.models.inputs import non_finite_input
 from inferpool.models.item import Features, Item
 from inferpool.models.json_errors import first_in, number_out_of_range, placed
 from inferpool.models.overrides import place_of
+from inferpool.models.spec import Kind
 from inferpool.models.texts import described, name_of, text_of, traceback_of
 from inferpool.workers.inside.checks import BrokenPromiseError
 from inferpool.workers.shared.config import ErrorDetail
@@ -44,6 +45,12 @@ _MAX_NAME_CHARS = 256
 
 _OF_JSON = (KeyError, IndexError, TypeError, ValueError, OverflowError)
 """Errors that code raises on JSON of another form than it expects."""
+_OF_CLIENTS: Mapping[Kind, tuple[type[Exception], ...]] = {
+    "json": _OF_JSON,
+    "form": (*_OF_JSON, AttributeError),
+}
+"""Errors that `preprocess` raises on what a client sent. In a form, a text may be in the place of
+an `Upload`, or the other way round."""
 _MOST_WHOLE = 2.0**63
 """Larger numbers fit into no integer of torch."""
 
@@ -156,26 +163,28 @@ class PreprocessErrors:
         if not isinstance(error, InputError) and not lacks_resources(error):
             if refusal := refusal_of(item):
                 return refusal
-            if item.kind == "json":
-                if not isinstance(error, LookupError) and (  # which is about a name or a place
-                    found := number_out_of_range(item.payload, most_whole=_MOST_WHOLE)
-                ):
-                    return ItemError("invalid_input", f"instance: {found} is out of range")
-                if isinstance(error, _OF_JSON) and not self._is_models_own(error, ref):
-                    text = text_for(error, self._detail)
-                    return ItemError("unfit_input", f"instance: preprocess raised {text}")
+            if item.kind == "json" and (
+                not isinstance(error, LookupError)  # which is about a name or a place
+                and (found := number_out_of_range(item.payload, most_whole=_MOST_WHOLE))
+            ):
+                return ItemError("invalid_input", f"instance: {found} is out of range")
+            expected = _OF_CLIENTS.get(item.kind)
+            if expected and isinstance(error, expected) and not self._is_models_own(error, item, ref):
+                text = text_for(error, self._detail)
+                return ItemError("unfit_input", f"instance: preprocess raised {text}")
         return error_of(error, "preprocess", ref, self._detail)
 
-    def _is_models_own(self, error: BaseException, ref: ItemRef) -> bool:
+    def _is_models_own(self, error: BaseException, item: Item, ref: ItemRef) -> bool:
         """Return whether the example raises the error too; log each type of each line once."""
         key = name_of(error), self._line_of(error)
         if key not in self._is_own:
             self._is_own[key] = is_own = self._example_raises(key)
             if not is_own:
                 logger.warning(
-                    "preprocess raised %s on a client's JSON at %s; a %s of this line is not "
+                    "preprocess raised %s on a client's %s at %s; a %s of this line is not "
                     "logged again",
                     described(error),
+                    "form" if item.kind == "form" else "JSON",
                     key[1],
                     key[0],
                     exc_info=error,

@@ -23,6 +23,7 @@ import inferpool.workers.start_check.own_passes
 from inferpool.models.base import Model
 from inferpool.models.item import Features, Item
 from inferpool.models.spec import TensorSpec
+from inferpool.models.upload import Upload, pack_form
 from inferpool.workers.inside.checks import BrokenPromiseError
 from inferpool.workers.inside.compute import Computer
 from inferpool.workers.inside.outcomes import TensorOutputs
@@ -630,6 +631,26 @@ def test_error_that_the_models_own_example_raises_too_is_the_models(
         "model_error", "unfit_input", "unfit_input"
     ]  # fmt: skip
     assert "preprocess failed on an input: KeyError: 'x'" in caplog.text
+
+
+def test_a_form_that_preprocess_raises_on_is_the_clients_error(caplog: pytest.LogCaptureFixture):
+    class Captioned(DoublingModel):
+        form = "instance"
+
+        def preprocess(self, item: Item) -> Features:
+            value: Any = item.json()
+            return {"x": torch.tensor(float(len(value["image"].data)))}
+
+    for given, found in [
+        ({"image": Upload(data=b"jpg")}, 6.0),
+        ({"text": b'"jpg"'}, "unfit_input"),
+        ({"image": b'"photo.jpg"'}, "unfit_input"),  # its client forgot the @
+        ({"image": Upload(data=b"jpg"), "k": b"[1e999]"}, "invalid_input"),
+    ]:
+        pieces, headers = pack_form(given.items())
+        item = Item(kind="form", payload=memoryview(b"".join(pieces)), headers=headers)
+        assert read(ask(Captioned(), item)) == found
+    assert "preprocess raised KeyError: 'image' on a client's form at " in caplog.text
 
 
 def test_only_json_of_a_client_is_to_blame_for_what_preprocess_raises():
