@@ -86,8 +86,8 @@ def rendering_with(
     return render
 
 
-def shown_form(model: Model, value: object) -> tuple[str, object]:
-    """Return a content's media type, and a JSON value that differs where two contents differ.
+def shown_form(model: Model, value: object) -> tuple[tuple[str], object]:
+    """Return a content's only media type, and a JSON value that differs where contents differ.
 
     Raises:
         BadReturnError: It cannot be sent.
@@ -96,7 +96,7 @@ def shown_form(model: Model, value: object) -> tuple[str, object]:
         raise bad_return(model, "render", "a Content that can be sent", fault)
     assert isinstance(value, Content)
     digest = hashlib.sha256(value.data).hexdigest()
-    return bare_type(value.media_type), [value.media_type, digest]
+    return (bare_type(value.media_type),), [value.media_type, digest]
 
 
 def declared_types(model: Model) -> tuple[str, ...]:

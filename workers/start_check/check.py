@@ -6,8 +6,9 @@ With an instance that was made up, it is only warned of.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import msgspec
 import torch
@@ -188,11 +189,10 @@ class ReadyCheck:
         else:
             lacks = "" if is_overridden(self._model, "preprocess") else " or complete `inputs`"
             self._not_checked.append(f"its answers, since it has no `example`{lacks}")
-        declared = [name for name in _PROMISES if not getattr(self._model, name)]
         return CheckReport(
             warnings=tuple(self._warnings),
             not_checked=tuple(self._not_checked),
-            declared=tuple(f"{name} = False" for name in declared),
+            declared=tuple(f"{x} = False" for x in _PROMISES if not getattr(self._model, x)),
             media_types=self._media_types,
             is_sample_finite=is_finite,
         )
@@ -206,6 +206,9 @@ class ReadyCheck:
             answer = None
             if alone.is_finite:
                 answer = self._answer(item, alone.outputs)
+                if is_overridden(model, "render_content"):
+                    self._step = "render_content"
+                    self._shown(_content_of(model, alone.outputs, item.parameters))
                 if answer is not None:
                     self._is_steady = are_close(answer, self._answer(item, alone.outputs))
         except raised() as error:
@@ -312,23 +315,22 @@ class ReadyCheck:
 
     def _answer(self, item: Item, outputs: Outputs) -> object:
         """Return the answer as JSON, if the model renders it itself; check that it can be sent."""
-        model = self._model
-        self._step, render_batch = rendering_of(model)
-        if not is_overridden(model, self._step):
+        self._step, render_batch = rendering_of(self._model)
+        if not is_overridden(self._model, self._step):
             OutgoingLists(outputs, 1).row(0, bytes)
             return None
-        # It may change them in place.
-        copies = {name: x.clone() if hasattr(x, "clone") else x for name, x in outputs.items()}
-        (value,) = render_batch(copies, [item.parameters])
+        return self._shown(*render_batch(_copied(outputs), [item.parameters]))
+
+    def _shown(self, value: object) -> object:
+        """Return a rendered value as JSON; check that it can be sent."""
         if isinstance(value, InputError):  # such as for a missing parameter
-            told = f"its answers, since render wants more: {text_of(value)}"
+            told = f"its answers, since {self._step} wants more: {text_of(value)}"
             self._not_checked += [] if told in self._not_checked else [told]
             return None
         if hasattr(value, "json_hint"):
-            media_type, shown = attached("form of content")(model, value)
-            self._media_types = (media_type,)
+            self._media_types, shown = attached("form of content")(self._model, value)
             return shown
-        return _sent(model, self._encode, value)
+        return _sent(self._model, self._encode, value)
 
     def _difference(
         self, computer: Computer, first: Pass, other: Pass, answer: object, another: object
@@ -423,6 +425,20 @@ def _alike(model: Model, features: Features, others: Features) -> Features:
         raise ValueError("another bucket")
     model.collate([features, others])
     return others
+
+
+def _content_of(model: Model, outputs: Outputs, parameters: Mapping[str, object]) -> object:
+    """Return what a model that renders content besides JSON renders, or that it wants more."""
+    one = {name: output[0] for name, output in _copied(outputs).items()}
+    try:
+        return model.render_content(one, parameters)
+    except InputError as error:
+        return error
+
+
+def _copied(outputs: Outputs) -> dict[str, Any]:
+    """Copy outputs, since `render` may change them in place."""
+    return {name: x.clone() if hasattr(x, "clone") else x for name, x in outputs.items()}
 
 
 def _sent(model: Model, encode: Callable[[object], bytes], value: object) -> object:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from inferpool.models.base import Model
 from inferpool.models.border import checked
+from inferpool.models.content import Content
 from inferpool.models.errors import InputError, ModelError
 from inferpool.models.example import own_example
 from inferpool.models.item import Features, Item
@@ -476,6 +477,30 @@ def test_model_whose_answer_needs_a_parameter_is_not_refused_for_lack_of_it():
     assert report == CheckReport(
         is_sample_finite=True,
         not_checked=("its answers, since render wants more: say how many in `top`",),
+    )
+
+
+class Drawing(Sound):
+    def render_content(self, outputs: Features, parameters: Mapping[str, object]) -> object:
+        return Content(bytes(len(outputs["y"])), "image/png")
+
+
+class DrawingWrongly(Sound):
+    def render_content(self, outputs: Features, parameters: Mapping[str, object]) -> object:
+        return Contents(b"", "image/png")  # type: ignore[name-defined]  # noqa: F821
+
+
+class DrawingWithParameter(Sound):
+    def render_content(self, outputs: Features, parameters: Mapping[str, object]) -> object:
+        raise InputError("say a colour")
+
+
+def test_the_content_of_a_model_that_answers_with_json_too_is_tried_on_the_example():
+    assert ready_of(Drawing).interface.media_types == ("image/png",)
+    with pytest.raises(ModelError, match="render_content raised NameError"):
+        ready_of(DrawingWrongly)
+    assert ready_of(DrawingWithParameter).checked.not_checked == (
+        "its answers, since render_content wants more: say a colour",
     )
 
 
