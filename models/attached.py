@@ -59,6 +59,7 @@ OTHERS = {
     "form as instance": "inferpool.service.api.codecs.whole:decode_form_as_one",
     "document": "inferpool.service.api.codecs.whole:decode_document",
     "payload by interface": "inferpool.service.api.codecs.whole:payload_by",
+    "upload": "inferpool.models.upload:upload_of",
     "read form": "inferpool.models.upload:read_form",
     "example of form": "inferpool.models.forms:example_of_form",
     "features of form": "inferpool.models.forms:features_of_form",

@@ -121,7 +121,12 @@ def _read(model: Model) -> Example | None:
         raise _bad(model, f"{type(value).__name__}: {error}") from None
     if isinstance(value, str) and model.accepts:
         return Example(Item(kind=model.accepts, payload=memoryview(base64.b64decode(value))), text)
-    item = Item(kind="json", payload=memoryview(text), is_document=not model.envelope)
+    item = Item(
+        kind="json",
+        payload=memoryview(text),
+        is_document=not model.envelope,
+        is_form=is_form,
+    )
     return Example(item, text)
 
 

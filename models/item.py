@@ -2,7 +2,7 @@
 
 import base64
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
@@ -33,11 +33,14 @@ class Item(msgspec.Struct, kw_only=True, eq=False, gc=False):
     parameters: Mapping[str, object] = {}
     is_document: bool = False
     """JSON that stands for itself: an object `{"b64": "..."}` in it is no bytes."""
+    is_form: bool = False
+    """JSON in the place of a form: an object `{"b64": "..."}` in it is an `Upload`."""
 
     def json(self) -> object:
         """Decode a payload of kind "json"; each object `{"b64": "..."}` in it becomes bytes.
 
-        A form that is one instance is a dict of its fields, with an `Upload` for each file.
+        A form that is one instance is a dict of its fields, with an `Upload` for each file; so is
+        JSON in its place.
 
         Raises:
             InputError: The payload is of another kind, or is not JSON.
@@ -48,7 +51,7 @@ class Item(msgspec.Struct, kw_only=True, eq=False, gc=False):
         value = self.plain_json()
         if self.is_document or not _B64_KEY.search(self.payload):
             return value
-        return _with_bytes(value, "instance")
+        return _with_bytes(value, "instance", attached("upload") if self.is_form else bytes)
 
     def plain_json(self) -> object:
         """Decode a payload of kind "json", without decoding base64.
@@ -89,20 +92,21 @@ class Item(msgspec.Struct, kw_only=True, eq=False, gc=False):
         return torch.frombuffer(self.payload[header.offset : end], dtype=dtype).view(header.shape)
 
 
-def _with_bytes(value: object, where: str) -> object:
-    """Replace each `{"b64": ...}` in a JSON value by its bytes; messages call the value `where`.
+def _with_bytes(value: object, where: str, make: Callable[[bytes], object]) -> object:
+    """Replace each `{"b64": ...}` in a JSON value by what `make` makes of its bytes.
 
-    Text in the URL-safe alphabet, recognized by "-" or "_", is left as it is.
+    Messages call the value `where`. Text in the URL-safe alphabet, recognized by "-" or "_", is
+    left as it is.
     """
     if isinstance(value, list):
-        return [_with_bytes(each, f"{where}[{i}]") for i, each in enumerate(value)]
+        return [_with_bytes(each, f"{where}[{i}]", make) for i, each in enumerate(value)]
     if not isinstance(value, dict):
         return value
     if value.keys() == {"b64"} and isinstance(value["b64"], str):
         try:
-            return base64.b64decode(value["b64"], validate=True)
+            return make(base64.b64decode(value["b64"], validate=True))
         except ValueError:
             if _URL_SAFE.fullmatch(value["b64"]):
                 return value
             raise InputError(f"{where}.b64: not base64 in the standard alphabet") from None
-    return {name: _with_bytes(each, f"{where}.{name}") for name, each in value.items()}
+    return {name: _with_bytes(each, f"{where}.{name}", make) for name, each in value.items()}

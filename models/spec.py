@@ -7,10 +7,11 @@ from typing import Literal
 
 import msgspec
 
-Kind = Literal["image", "bytes", "json", "tensors", "form", "document"]
+Kind = Literal["image", "bytes", "json", "tensors", "form", "fields", "document"]
 """Form of a payload: an encoded image, opaque bytes, a JSON value, raw tensors with headers, a form
-that is one instance (see `models.upload`), or a JSON body that stands for itself: models get that
-as "json", and nothing in it is decoded."""
+that is one instance (see `models.upload`), JSON in the place of such a form, or a JSON body that
+stands for itself. Models get the last two as "json": files in the one are uploads, and nothing in
+the other is decoded."""
 Split = Literal["pipeline", "tensor"]
 """How a replica is split over several devices: into stages, or each matrix into parts."""
 Decoding = Literal["exact", "fast", "device"]

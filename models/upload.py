@@ -28,6 +28,11 @@ class Upload:
     """Its name, as the client says it: never a path to open."""
 
 
+def upload_of(data: bytes) -> Upload:
+    """Return the file that `{"b64": ...}` stands for in JSON."""
+    return Upload(data=data)
+
+
 class FormField(msgspec.Struct, frozen=True, array_like=True):
     """One field of a form, in the table."""
 

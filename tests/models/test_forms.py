@@ -65,7 +65,7 @@ def test_an_example_of_a_form_is_one_with_its_files():
     )
 
 
-def test_an_example_without_an_upload_is_json_with_the_bytes_in_it():
+def test_an_example_without_an_upload_is_json_with_the_uploads_in_it():
     class Captioned(Model):
         form = "instance"
         example = property(lambda self: {"image": {"b64": "anBn"}})
@@ -73,7 +73,7 @@ def test_an_example_without_an_upload_is_json_with_the_bytes_in_it():
     found = own_example(Captioned())
     assert found is not None
     assert found.item is not None
-    assert (found.item.kind, found.item.json()) == ("json", {"image": b"jpg"})
+    assert (found.item.kind, found.item.json()) == ("json", {"image": Upload(data=b"jpg")})
 
 
 def test_an_example_is_read_as_the_model_says_that_bodies_are():

@@ -168,8 +168,9 @@ class PreprocessErrors:
                 and (found := number_out_of_range(item.payload, most_whole=_MOST_WHOLE))
             ):
                 return ItemError("invalid_input", f"instance: {found} is out of range")
-            expected = _OF_CLIENTS.get(item.kind)
-            if expected and isinstance(error, expected) and not self._is_models_own(error, item, ref):
+            expected = _OF_CLIENTS.get("form" if item.is_form else item.kind)
+            is_of_client = expected is not None and isinstance(error, expected)
+            if is_of_client and not self._is_models_own(error, item, ref):
                 text = text_for(error, self._detail)
                 return ItemError("unfit_input", f"instance: preprocess raised {text}")
         return error_of(error, "preprocess", ref, self._detail)

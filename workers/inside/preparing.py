@@ -243,13 +243,14 @@ def unprepared(id: int, refs: Sequence[ItemRef], payloads: Sequence[memoryview])
 
 def item_of(ref: ItemRef, payload: memoryview) -> Item:
     """Return an instance as its model sees it."""
-    is_document = ref.kind == "document"
+    is_form, is_document = ref.kind == "fields", ref.kind == "document"
     return Item(
-        kind="json" if is_document else ref.kind,
+        kind="json" if is_form or is_document else ref.kind,
         payload=payload,
         headers=ref.headers,
         parameters=msgspec.json.decode(ref.parameters) if ref.parameters else {},
         is_document=is_document,
+        is_form=is_form,
     )
 
 

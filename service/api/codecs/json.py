@@ -114,7 +114,7 @@ def decode_instance(text: bytes, interface: Interface = USUAL_INTERFACE) -> Payl
 
 def reader_of(interface: Interface) -> Callable[[memoryview], Payload]:
     """Return the function that reads an instance that is known to be JSON, without space around."""
-    if interface.envelope and not interface.accepts:
+    if interface.envelope and not interface.accepts and interface.form == "instances":
         return payload_of
     return partial(attached("payload by interface"), interface=interface)
 

@@ -63,7 +63,12 @@ def payload_by(text: memoryview, interface: Interface) -> Payload:
                 f"instance: a string must be {what} in base64 (the standard alphabet with its "
                 "padding, no line breaks, no data: prefix)"
             ) from None
-    return payload_of(text) if interface.envelope else Payload("document", (text,))
+    if not interface.envelope:
+        return Payload("document", (text,))
+    payload = payload_of(text)
+    if interface.form == "instance" and payload.kind == "json":
+        return Payload("fields", (text,))
+    return payload
 
 
 def decode_form_as_one(content_type: bytes, chunks: Sequence[bytes], head: BodyContext) -> Decoded:

@@ -22,7 +22,7 @@ import inferpool.workers.inside.shortage
 import inferpool.workers.start_check.own_passes
 from inferpool.models.base import Model
 from inferpool.models.item import Features, Item
-from inferpool.models.spec import TensorSpec
+from inferpool.models.spec import Kind, TensorSpec
 from inferpool.models.upload import Upload, pack_form
 from inferpool.workers.inside.checks import BrokenPromiseError
 from inferpool.workers.inside.compute import Computer
@@ -254,9 +254,9 @@ class RootModel(Model):
         return {"y": batch["x"].sqrt()}
 
 
-def ask(model: Model, item: Item, **options: Any) -> Outcome:
+def ask(model: Model, item: Item, *, kind: Kind | None = None, **options: Any) -> Outcome:
     computer = computer_of(model, **options)
-    ref = ItemRef(item.kind, 0, len(item.payload), math.inf, headers=tuple(item.headers))
+    ref = ItemRef(kind or item.kind, 0, len(item.payload), math.inf, headers=tuple(item.headers))
     (outcome,) = computer.compute(computer.prepare(1, [ref], [item.payload]))
     return outcome
 
@@ -651,6 +651,8 @@ def test_a_form_that_preprocess_raises_on_is_the_clients_error(caplog: pytest.Lo
         item = Item(kind="form", payload=memoryview(b"".join(pieces)), headers=headers)
         assert read(ask(Captioned(), item)) == found
     assert "preprocess raised KeyError: 'image' on a client's form at " in caplog.text
+    for text, found in [(b'{"image":{"b64":"anBn"}}', 6.0), (b'{"image":"jpg"}', "unfit_input")]:
+        assert read(ask(Captioned(), json_item(text), kind="fields")) == found
 
 
 def test_only_json_of_a_client_is_to_blame_for_what_preprocess_raises():

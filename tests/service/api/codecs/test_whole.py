@@ -115,6 +115,14 @@ def test_a_form_that_does_not_fit_is_refused_with_the_way_to_send_it(
         form(*parts, asked=head(interface=FORM, max_json_bytes=100 if len(parts) == 1 else 10**6))
 
 
+def test_json_in_the_place_of_a_form_is_read_as_the_form_would_be():
+    body = b'{"instances": [{"text": "x", "image": {"b64": "AAAA"}}]}'
+    item = item_in(decode(b"application/json", [body], head(interface=FORM)))
+    assert item.json() == {"text": "x", "image": Upload(data=b"\0\0\0")}
+    alone = b'{"instances": [{"b64": "AAAA"}]}'
+    assert kinds(decode(b"application/json", [alone], head(interface=FORM)))[0][0] == "bytes"
+
+
 def test_a_text_that_is_no_text_is_to_be_sent_as_a_file():
     body = b'--b\r\nContent-Disposition: form-data; name="x"\r\n\r\n\xff\r\n--b--\r\n'
     with pytest.raises(BadRequestError, match=r"field 'x': byte 0 is not UTF-8.*-F NAME=@FILE"):
