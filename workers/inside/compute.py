@@ -335,12 +335,12 @@ class Computer:
         if not as_tensors:
             self._render(prepared, indices, outputs)
             return
+        has_lists = any(isinstance(output, list) for output in outputs.values())
+        make = attached("lists to send") if has_lists else TensorOutputs
+        outgoing = make(outputs, len(indices))  # before content is stored, since it may raise
         if rest := [row for row, i in enumerate(indices) if not refs[i].wants_tensors]:
             chosen = {name: tensor[rest] for name, tensor in outputs.items()}
             self._render(prepared, [indices[row] for row in rest], chosen)
-        has_lists = any(isinstance(output, list) for output in outputs.values())
-        make = attached("lists to send") if has_lists else TensorOutputs
-        outgoing = make(outputs, len(indices))
         prepared.num_bytes += outgoing.row_bytes * len(as_tensors)
         for row in as_tensors:
             i = indices[row]

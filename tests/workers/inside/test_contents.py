@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from inferpool.models.base import Model
+from inferpool.models.item import Features
 from inferpool.workers.inside.compute import Computer
 from inferpool.workers.shared.messages import ContentBlob, ItemError, ItemRef, Outcome, Stored
 from tests.content_model import PIXEL, Drawing, DrawingOrNumber
@@ -44,6 +45,26 @@ def test_a_model_with_both_forms_draws_only_for_calls_that_prefer_it() -> None:
         b"4",
         ContentBlob("image/png", PIXEL * 5, {"X-Number": "5"}),
     ]
+
+
+def test_a_content_is_stored_once_beside_tensors_that_cannot_be_sent() -> None:
+    class ManyOutputs(Drawing):
+        def forward(self, batch: Features) -> Features:
+            return {**batch, **{f"y{number}": batch["x"] for number in range(1024)}}
+
+    stored: list[bytes] = []
+
+    def keep(data: memoryview) -> bytes:
+        stored.append(bytes(data))
+        return stored[-1]
+
+    computer = Computer(ManyOutputs(), num_threads=1, keep=keep)
+    refs = [ItemRef("json", 0, 1, float("inf"), wants_tensors=wants) for wants in (False, True)]
+    payloads = [memoryview(b"0"), memoryview(b"4")]
+    drawn, refused = computer.compute(computer.prepare(1, refs, payloads))
+    assert isinstance(drawn, ContentBlob)
+    assert isinstance(refused, ItemError)
+    assert stored == [PIXEL]  # nobody would free it a second time
 
 
 def test_the_bytes_are_kept_as_other_outputs_are() -> None:
