@@ -255,7 +255,7 @@ def look_around(root: str) -> None:
 @needs_nginx
 def test_everything_works_under_a_path_of_nginx(peers, tmp_path: Path):
     """With the examples of the page, and behind a proxy that removes its path and says nothing."""
-    told, left = re.findall(r"```nginx\n(location .+?\n}\n)```", PAGE, re.DOTALL)
+    told, left, _ = re.findall(r"```nginx\n(location .+?\n}\n)```", PAGE, re.DOTALL)
     port, other_port = free_port(), free_port()
     bare = told.replace("/models/ {", "/bare/ {")
     bare = "\n".join(line for line in bare.splitlines() if "X-Forwarded" not in line)
