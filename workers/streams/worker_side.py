@@ -340,9 +340,11 @@ class StreamLoop:
             self._close()
 
     def _close(self) -> None:
-        """End the call of the generator."""
+        """End the call of the generator, which first hears of the streams that it did not end."""
         call, self._call = self._call, None
         assert call is not None
+        if call.untold and call.has_stepped and not self._model._streams_alone:
+            self._guarded("drop", call.tell_drops)
         self._guarded("the end of a stream", call.close)
 
     def _guarded(self, step: str, do: Callable[[], None]) -> None:

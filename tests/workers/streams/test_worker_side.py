@@ -325,7 +325,7 @@ def test_dropped_position_is_told_and_ends_silently_and_the_others_go_on():
         assert (id, 1) not in loop.ends
 
 
-def test_call_is_closed_once_all_its_streams_are_dropped():
+def test_model_hears_of_each_dropped_stream_and_is_closed_after_the_last_one():
     closed: list[str] = []
 
     class Endless(Scripted):
@@ -334,7 +334,7 @@ def test_call_is_closed_once_all_its_streams_are_dropped():
                 while True:
                     yield {0: 1, 1: 2}
             finally:
-                closed.append("now")
+                closed.append(f"after {self.dropped}")
                 raise OSError("no space left to say so")
 
     with driven(model := Endless()) as loop:
@@ -342,8 +342,8 @@ def test_call_is_closed_once_all_its_streams_are_dropped():
         loop.until(lambda: loop.parts[id, 1])
         loop.drop(id, 0, 1)
         loop.until(lambda: id in loop.done)
-        assert closed == ["now"]
-        assert model.dropped == []
+        assert closed == ["after [0, 1]"]
+        assert model.dropped == [0, 1]
 
 
 def test_streams_can_be_dropped_before_they_begin():
