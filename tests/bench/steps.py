@@ -24,6 +24,7 @@ import uvicorn
 import uvloop
 from uvicorn.server import ServerState
 
+from inferpool.models.spec import USUAL_INTERFACE
 from inferpool.service.api.exchange import Predict
 from inferpool.service.api.wire.protocol import PredictProtocol
 from inferpool.service.telemetry.metrics import Metrics, recorder
@@ -97,6 +98,7 @@ class _Version:
 
     name, version, is_serving, canary = "m", 1, True, None
     inputs = ()
+    interface = USUAL_INTERFACE
 
     def __init__(self, submit: Any) -> None:
         self.submit = submit

@@ -176,84 +176,6 @@ class EngineContract:
         assert answers(await batch) == [2]
         assert is_gone(pid_of(worker))
 
-    @pytest.mark.parametrize("model", ["JoiningStream", "CountingBatches"])
-    async def test_streams_come_in_parts_and_end_when_they_are_dropped(
-        self, engine: Engine, put: Put, model: str
-    ):
-        joins = model == "JoiningStream"
-        worker = await started(engine, source=f"tests.streaming_model:{model}", max_batch_size=3)
-        assert worker.ready.interface.streams
-        assert worker.credit >= (3 if joins else 1)
-        values = {"n": 7}, {"n": 100, "parts": 100_000, "delay_s": 0.01}, {"n": 9, "do": "early"}
-        items = [put(value) for value in values]
-        if joins:
-            each = [StreamsOfBatch(worker, [item]) for item in items]
-            short, endless, bad = [(streams, 0) for streams in each]
-        else:
-            each = [StreamsOfBatch(worker, items)]
-            short, endless, bad = [(each[0], index) for index in range(3)]
-        for streams, index in (short, bad):
-            await until(lambda streams=streams, index=index: index in streams.ends)
-        assert short[0].parts[short[1]] == [7, 8, 9]
-        assert short[0].ends[short[1]] is None
-        streams, index = endless
-        await until(lambda: len(streams.parts[index]) > 3)
-        streams.drop(index)
-        num = len(streams.parts[index])
-        outcomes = [outcome for every in each for outcome in (await every.future).outcomes]
-        assert streams.parts[index] == [*range(100, 100 + num)], "nothing came after it"
-        assert outcomes[0] == b""
-        assert isinstance(outcomes[1], ItemError)
-        assert isinstance(outcomes[2], ItemError)
-        assert worker.vitals().batch_age_s == 0
-        again = StreamsOfBatch(worker, [put({"n": 1, "parts": 2})])
-        await worker.stop(60)  # it ends what it holds first
-        assert (await again.future).outcomes == [b""]
-        assert again.parts == {0: [1, 2]}
-
-    async def test_the_generator_of_a_dropped_stream_is_closed(
-        self, engine: Engine, put: Put, tmp_path: Path
-    ):
-        closed = tmp_path / "closed"
-        options = {"closed": str(closed)}
-        source = "tests.streaming_model:CountingStream"
-        worker = await started(engine, source=source, options=options, max_batch_size=1)
-        streams = StreamsOfBatch(worker, [put({"n": 100, "parts": 100_000, "delay_s": 0.01})])
-        await until(lambda: streams.parts[0])
-        streams.drop(0)
-        await streams.future
-        assert "100\n" in closed.read_text()
-        await worker.stop(60)
-
-    async def test_a_stream_is_lost_with_its_worker_after_all_parts_that_it_had_sent(
-        self, engine: Engine, put: Put
-    ):
-        source = "tests.streaming_model:JoiningStream"
-        worker = await started(engine, source=source, max_batch_size=3)
-        dies = StreamsOfBatch(worker, [put({"n": 5, "parts": 9, "do": "kill", "at": 4})])
-        other = StreamsOfBatch(worker, [put({"n": 50, "parts": 100_000})])
-        for streams in (dies, other):
-            with pytest.raises(WorkerLostError) as lost:
-                await streams.future
-            assert lost.value.started
-        assert dies.parts == {0: [5, 6, 7, 8]}
-        num = len(other.parts[0])
-        assert other.parts == {0: [*range(50, 50 + num)]}
-
-    @pytest.mark.measures
-    async def test_a_stream_may_take_longer_than_a_batch_but_no_step_may(
-        self, engine: Engine, put: Put
-    ):
-        source = "tests.streaming_model:CountingStream"
-        worker = await started(engine, source=source, max_batch_size=1, batch_timeout_s=1.0)
-        long = StreamsOfBatch(worker, [put({"n": 5, "parts": 15, "delay_s": 0.2})])
-        await long.future
-        assert long.parts == {0: [*range(5, 20)]}
-        hangs = StreamsOfBatch(worker, [put({"n": 5, "parts": 9, "do": "hang", "at": 2})])
-        with pytest.raises(WorkerLostError, match="hung"):
-            await hangs.future
-        assert hangs.parts == {0: [5, 6]}
-
     async def test_batch_that_does_not_fit_is_computed_in_parts(self, engine: Engine, put: Put):
         worker = await started(engine, options={"max_rows": 3}, max_batch_size=3)
         for _ in range(2):
@@ -359,3 +281,85 @@ class EngineContract:
         worker = await started(engine, options={"load_s": 2.0})
         await until(lambda: worker.vitals().last_beat_age_s < 1.5)
         await worker.stop(5)
+
+
+class StreamingContract(EngineContract):
+    """Also holds for engines of workers that answer in parts: those that are not split."""
+
+    @pytest.mark.parametrize("model", ["JoiningStream", "CountingBatches"])
+    async def test_streams_come_in_parts_and_end_when_they_are_dropped(
+        self, engine: Engine, put: Put, model: str
+    ):
+        joins = model == "JoiningStream"
+        worker = await started(engine, source=f"tests.streaming_model:{model}", max_batch_size=3)
+        assert worker.ready.interface.streams
+        assert worker.credit >= (3 if joins else 1)
+        values = {"n": 7}, {"n": 100, "parts": 100_000, "delay_s": 0.01}, {"n": 9, "do": "early"}
+        items = [put(value) for value in values]
+        if joins:
+            each = [StreamsOfBatch(worker, [item]) for item in items]
+            short, endless, bad = [(streams, 0) for streams in each]
+        else:
+            each = [StreamsOfBatch(worker, items)]
+            short, endless, bad = [(each[0], index) for index in range(3)]
+        for streams, index in (short, bad):
+            await until(lambda streams=streams, index=index: index in streams.ends)
+        assert short[0].parts[short[1]] == [7, 8, 9]
+        assert short[0].ends[short[1]] is None
+        streams, index = endless
+        await until(lambda: len(streams.parts[index]) > 3)
+        streams.drop(index)
+        num = len(streams.parts[index])
+        outcomes = [outcome for every in each for outcome in (await every.future).outcomes]
+        assert streams.parts[index] == [*range(100, 100 + num)], "nothing came after it"
+        assert outcomes[0] == b""
+        assert isinstance(outcomes[1], ItemError)
+        assert isinstance(outcomes[2], ItemError)
+        assert worker.vitals().batch_age_s == 0
+        again = StreamsOfBatch(worker, [put({"n": 1, "parts": 2})])
+        await worker.stop(60)  # it ends what it holds first
+        assert (await again.future).outcomes == [b""]
+        assert again.parts == {0: [1, 2]}
+
+    async def test_the_generator_of_a_dropped_stream_is_closed(
+        self, engine: Engine, put: Put, tmp_path: Path
+    ):
+        closed = tmp_path / "closed"
+        options = {"closed": str(closed)}
+        source = "tests.streaming_model:CountingStream"
+        worker = await started(engine, source=source, options=options, max_batch_size=1)
+        streams = StreamsOfBatch(worker, [put({"n": 100, "parts": 100_000, "delay_s": 0.01})])
+        await until(lambda: streams.parts[0])
+        streams.drop(0)
+        await streams.future
+        assert "100\n" in closed.read_text()
+        await worker.stop(60)
+
+    async def test_a_stream_is_lost_with_its_worker_after_all_parts_that_it_had_sent(
+        self, engine: Engine, put: Put
+    ):
+        source = "tests.streaming_model:JoiningStream"
+        worker = await started(engine, source=source, max_batch_size=3)
+        dies = StreamsOfBatch(worker, [put({"n": 5, "parts": 9, "do": "kill", "at": 4})])
+        other = StreamsOfBatch(worker, [put({"n": 50, "parts": 100_000})])
+        for streams in (dies, other):
+            with pytest.raises(WorkerLostError) as lost:
+                await streams.future
+            assert lost.value.started
+        assert dies.parts == {0: [5, 6, 7, 8]}
+        num = len(other.parts[0])
+        assert other.parts == {0: [*range(50, 50 + num)]}
+
+    @pytest.mark.measures
+    async def test_a_stream_may_take_longer_than_a_batch_but_no_step_may(
+        self, engine: Engine, put: Put
+    ):
+        source = "tests.streaming_model:CountingStream"
+        worker = await started(engine, source=source, max_batch_size=1, batch_timeout_s=1.0)
+        long = StreamsOfBatch(worker, [put({"n": 5, "parts": 15, "delay_s": 0.2})])
+        await long.future
+        assert long.parts == {0: [*range(5, 20)]}
+        hangs = StreamsOfBatch(worker, [put({"n": 5, "parts": 9, "do": "hang", "at": 2})])
+        with pytest.raises(WorkerLostError, match="hung"):
+            await hangs.future
+        assert hangs.parts == {0: [5, 6]}

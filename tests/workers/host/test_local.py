@@ -22,7 +22,7 @@ from tests.hostile_model import ACTS
 from tests.workers.contract import (
     HANGS_AFTER_S,
     PATIENT,
-    EngineContract,
+    StreamingContract,
     answers,
     hurried,
     is_gone,
@@ -34,7 +34,7 @@ from tests.workers.contract import (
 )
 
 
-class TestLocalEngine(EngineContract):
+class TestLocalEngine(StreamingContract):
     pass
 
 

@@ -7,7 +7,7 @@ import pytest
 from inferpool.workers.host.engine import WorkerHandle, WorkerId
 from inferpool.workers.shared.arena import Arena
 from inferpool.workers.shared.config import WorkerConfig
-from tests.workers.contract import EngineContract, until
+from tests.workers.contract import StreamingContract, until
 from tests.workers.remote.cluster import front, make_agent, running
 
 
@@ -39,5 +39,5 @@ def engine(arena: Arena, no_process_left: None) -> RemoteEngine:
     return RemoteEngine(arena)
 
 
-class TestRemoteEngine(EngineContract):
+class TestRemoteEngine(StreamingContract):
     pass
