@@ -21,12 +21,12 @@ from inferpool.workers.inside.checks import OutputChecks
 from inferpool.workers.inside.outcomes import (
     MAX_BATCH_BYTES,
     NotFiniteAnswerError,
-    TensorOutputs,
     bounded,
     check_size,
     client_text,
     encoder,
     error_of,
+    outgoing_of,
     refusal_of,
 )
 from inferpool.workers.inside.preparing import Prepared, Preparer, ShapeGroup, unprepared
@@ -335,9 +335,7 @@ class Computer:
         if not as_tensors:
             self._render(prepared, indices, outputs)
             return
-        has_lists = any(isinstance(output, list) for output in outputs.values())
-        make = attached("lists to send") if has_lists else TensorOutputs
-        outgoing = make(outputs, len(indices))  # before content is stored, since it may raise
+        outgoing = outgoing_of(outputs, len(indices))  # before content is stored: it may raise
         if rest := [row for row, i in enumerate(indices) if not refs[i].wants_tensors]:
             chosen = {name: tensor[rest] for name, tensor in outputs.items()}
             self._render(prepared, [indices[row] for row in rest], chosen)

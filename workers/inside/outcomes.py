@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from inferpool.models.accelerator.failures import lacks_resources, raised
+from inferpool.models.attached import attached
 from inferpool.models.base import MAX_JSON_NUMBERS, Model
 from inferpool.models.errors import InputError
 from inferpool.models.example import example_item
 from inferpool.models.inputs import non_finite_input
-from inferpool.models.item import Features, Item
+from inferpool.models.item import Features, Item, Outputs
 from inferpool.models.json_errors import first_in, number_out_of_range, placed
 from inferpool.models.overrides import place_of
 from inferpool.models.spec import Kind
@@ -88,6 +89,18 @@ class TensorOutputs:
             for name, dtype, shape, tensor in self._found
         ]
         return [TensorBlob(name, dtype, shape, keep(data)) for name, dtype, shape, data in found]
+
+
+def outgoing_of(outputs: Outputs, num_rows: int) -> TensorOutputs:
+    """Check that the outputs of some instances can be sent as tensors, and return them.
+
+    Raises:
+        BrokenPromiseError: They cannot be sent.
+    """
+    has_lists = any(isinstance(output, list) for output in outputs.values())
+    make = attached("lists to send") if has_lists else TensorOutputs
+    outgoing: TensorOutputs = make(outputs, num_rows)
+    return outgoing
 
 
 def bounded(outcomes: Sequence[Outcome]) -> list[Outcome]:

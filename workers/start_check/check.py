@@ -31,11 +31,11 @@ from inferpool.models.texts import described, text_of
 from inferpool.models.tolerance import ValueTolerance
 from inferpool.workers.inside.checks import BrokenPromiseError
 from inferpool.workers.inside.compute import Computer
-from inferpool.workers.inside.lists import OutgoingLists
 from inferpool.workers.inside.outcomes import (
     NotFiniteAnswerError,
     check_size,
     encoder,
+    outgoing_of,
 )
 from inferpool.workers.inside.shortage import release
 from inferpool.workers.shared.config import REFUSED, CheckReport, WorkerConfig
@@ -317,7 +317,7 @@ class ReadyCheck:
         """Return the answer as JSON, if the model renders it itself; check that it can be sent."""
         self._step, render_batch = rendering_of(self._model)
         if not is_overridden(self._model, self._step):
-            OutgoingLists(outputs, 1).row(0, bytes)
+            outgoing_of(outputs, 1).row(0, bytes)
             return None
         return self._shown(*render_batch(_copied(outputs), [item.parameters]))
 

@@ -12,7 +12,6 @@ from inferpool.models.accelerator.device import mark_here
 from inferpool.models.accelerator.failures import is_out_of_memory
 from inferpool.models.errors import ModelError
 from inferpool.models.item import Features, Item, Outputs
-from inferpool.models.ragged import RaggedOutput
 from inferpool.models.speed_names import LONG_S
 from inferpool.workers.inside.checks import BrokenPromiseError
 from inferpool.workers.inside.compute import Computer
@@ -120,8 +119,9 @@ class OwnPasses:
 
 def _first_of(output: Any) -> Any:
     """Copy the first row, since the model may reuse the memory."""
-    if isinstance(output, RaggedOutput):
-        return output[:1].clone()
+    if isinstance(output, list):  # with a tensor for each instance
+        ragged: Any = output[:1]
+        return ragged.clone()
     if not isinstance(output, Tensor):  # its own `render` reads anything that has a shape
         return output[:1]
     return (output if output.layout is torch.strided else output.to_dense())[:1].clone()
