@@ -12,8 +12,9 @@ Ask a running service with these:
     DeadlineExceededError, ForbiddenError, GivenUpError, IdempotencyError, InternalError,
     InvalidInputError, JobCancelledError, ModelFailedError, NonFiniteOutputError,
     NotAcceptableError, NotFoundError, OverQuotaError, OverShareError, OverloadedError,
-    ProtocolError, QuarantinedError, SlowBodyError, StoreFullError, TooLargeError,
-    UnauthorizedError, UnavailableError, UnknownJobError, UnknownModelError, UnsendableError,
+    ProtocolError, QuarantinedError, ReaderTooSlowError, SlowBodyError, StoreFullError,
+    StreamBrokenError, StreamGapError, StreamTooLongError, TooLargeError, UnauthorizedError,
+    UnavailableError, UnknownJobError, UnknownModelError, UnsendableError,
     UnsupportedTypeError, WorkerCrashedError. `inferpool.service.client.errors` draws their tree.
 
 Each name is imported when it is first used, so a client needs neither torch nor the server.
@@ -65,8 +66,12 @@ if TYPE_CHECKING:
         OverShareError,
         ProtocolError,
         QuarantinedError,
+        ReaderTooSlowError,
         SlowBodyError,
         StoreFullError,
+        StreamBrokenError,
+        StreamGapError,
+        StreamTooLongError,
         TooLargeError,
         UnauthorizedError,
         UnavailableError,
@@ -100,7 +105,8 @@ _PLACES = {
         "ForbiddenError GivenUpError IdempotencyError InferpoolError InternalError "
         "InvalidInputError JobCancelledError ModelFailedError NonFiniteOutputError "
         "NotAcceptableError NotFoundError OverQuotaError OverShareError OverloadedError "
-        "ProtocolError QuarantinedError SlowBodyError StoreFullError TooLargeError "
+        "ProtocolError QuarantinedError ReaderTooSlowError SlowBodyError StoreFullError "
+        "StreamBrokenError StreamGapError StreamTooLongError TooLargeError "
         "UnauthorizedError UnavailableError UnknownJobError UnknownModelError UnsendableError "
         "UnsupportedTypeError WorkerCrashedError"
     ),
@@ -151,6 +157,7 @@ __all__ = [
     "Progress",
     "ProtocolError",
     "QuarantinedError",
+    "ReaderTooSlowError",
     "Retry",
     "RunningService",
     "SettingsError",
@@ -158,6 +165,9 @@ __all__ = [
     "SourceError",
     "StartError",
     "StoreFullError",
+    "StreamBrokenError",
+    "StreamGapError",
+    "StreamTooLongError",
     "TensorSpec",
     "Timing",
     "TooLargeError",
