@@ -92,7 +92,7 @@ class Dispatcher:
         self.loop = asyncio.get_running_loop()
         self.arena = arena
         self.metrics = metrics
-        self._observers: list[Callable[[int, BatchDone], None]] = []
+        self._observers: dict[Callable[[int, BatchDone], None], None] = {}
         self._admission = admission
         self._quarantine = quarantine
         self._suspects = Suspects(quarantine, arena, metrics)
@@ -222,8 +222,8 @@ class Dispatcher:
 
     def observe(self, callback: Callable[[int, BatchDone], None]) -> Callable[[], None]:
         """Call back with the size and answers of each computed batch; return what ends that."""
-        self._observers.append(callback)
-        return partial(self._observers.remove, callback)
+        self._observers[callback] = None
+        return partial(self._observers.pop, callback, None)
 
     def attach(self, worker: WorkerHandle) -> None:
         """Send a ready worker its share of the work, until it is detached."""

@@ -599,6 +599,7 @@ async def test_each_observer_sees_the_batches_until_it_ends(bench):
     await b.send(2)
     await answer(worker)
     end()
+    end()  # which changes nothing
     await b.send(3)
     await answer(worker)
     assert (sizes, others) == ([2], [2, 3])
