@@ -32,7 +32,7 @@ from inferpool.models.label_tolerance import LabelTolerance
 from inferpool.models.spec import Decoding, Placement, TensorHeader, TensorSpec
 from inferpool.models.tolerance import Tolerance
 from inferpool.models.vision.gpu_jpegs import GpuJpegs, decoder_on
-from inferpool.models.vision.images import check_size, decode_image, decode_scaled
+from inferpool.models.vision.images import check_size, decode_image, decode_scaled, only_tensor
 from inferpool.models.vision.photos import sample_jpegs, sample_views
 from inferpool.models.vision.transforms import ImageTransform, Normalize
 
@@ -230,13 +230,7 @@ class Classifier(Model):
         return top_k
 
     def _from_tensor(self, item: Item) -> Tensor:
-        if len(item.headers) != 1 or item.headers[0].name not in ("", "image"):
-            names = ", ".join(repr(header.name) for header in item.headers)
-            raise InputError(f"this model takes one tensor, 'image', not {names or 'none'}")
-        header = item.headers[0]
-        if header.offset + header.num_bytes > len(item.payload):
-            raise InputError("tensor 'image': its bytes end after the payload does")
-        (tensor,) = item.views().values()
+        tensor, header = only_tensor(item), item.headers[0]
         if tensor.dtype == torch.float32:
             return self._checked_input(tensor)
         if tensor.dtype == torch.uint8:

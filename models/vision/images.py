@@ -18,9 +18,11 @@ from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
+from torch import Tensor
 
 from inferpool.models.accelerator.failures import lacks_resources
 from inferpool.models.errors import InputError
+from inferpool.models.item import Item
 from inferpool.models.spec import MAX_IMAGE_PIXELS
 from inferpool.models.upload import Upload
 from inferpool.models.vision.containers import check_container, check_exif
@@ -250,3 +252,19 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     # It changes no colour here, and makes `convert` warn about palettes.
     image.info.pop("transparency", None)
     return image.convert("RGB")
+
+
+def only_tensor(item: Item) -> Tensor:
+    """Return the tensor of an instance that is one picture, as a view of its payload.
+
+    Raises:
+        InputError: The instance has another tensor, several, or fewer bytes than they need.
+    """
+    if len(item.headers) != 1 or item.headers[0].name not in ("", "image"):
+        names = ", ".join(repr(header.name) for header in item.headers)
+        raise InputError(f"this model takes one tensor, 'image', not {names or 'none'}")
+    header = item.headers[0]
+    if header.offset + header.num_bytes > len(item.payload):
+        raise InputError("tensor 'image': its bytes end after the payload does")
+    (tensor,) = item.views().values()
+    return tensor

@@ -13,7 +13,7 @@ from PIL import Image
 from inferpool.models.errors import InputError
 from inferpool.models.inputs import json_array, json_bytes, json_place, json_texts
 from inferpool.models.item import Item
-from inferpool.models.vision.images import check_size, decode_image
+from inferpool.models.vision.images import check_size, decode_image, only_tensor
 
 _TAKES = "this model takes an encoded image or its pixels (uint8 [height, width, 3])"
 MIN_SCORE = 0.5
@@ -81,13 +81,7 @@ def share_of(parameters: object, name: str, default: float) -> float:
 
 
 def _tensor_of(item: Item) -> NDArray[np.uint8]:
-    if len(item.headers) != 1 or item.headers[0].name not in ("", "image"):
-        names = ", ".join(repr(header.name) for header in item.headers)
-        raise InputError(f"this model takes one tensor, 'image', not {names or 'none'}")
-    header = item.headers[0]
-    if header.offset + header.num_bytes > len(item.payload):
-        raise InputError("tensor 'image': its bytes end after the payload does")
-    (tensor,) = item.views().values()
+    tensor, header = only_tensor(item), item.headers[0]
     if tensor.dtype == torch.uint8:
         if tensor.dim() == 3 and tensor.shape[2] != 3 and tensor.shape[0] == 3:
             tensor = tensor.permute(1, 2, 0)
