@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 
 import pytest
@@ -88,6 +89,14 @@ def test_memory_has_an_end():
         torch.empty(5, device="sim")
     assert torch.empty_like(first).device.type == "sim"
     assert torch.sim.memory_stats()["num_ooms"] == count + 3
+
+
+def test_a_lack_of_memory_meets_the_thread_that_asked_for_it():
+    torch.sim.out_of_memory_after(0)
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(torch.empty, 5, device="sim").result().shape == (5,)
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(5, device="sim")
 
 
 def test_what_is_cached_is_returned_where_it_is_needed():

@@ -356,7 +356,7 @@ def fault_after(num_operations: int, device: Device = None) -> None:
 
 
 def out_of_memory_after(num_allocations: int, device: Device = None) -> None:
-    """Let one allocation fail for want of memory, after so many that do not."""
+    """Let one allocation of this thread fail for want of memory, after so many that do not."""
     _ops().out_of_memory_after(_index(device), num_allocations)
 
 

@@ -65,7 +65,9 @@ void revive(int64_t device) {
 }
 void fault_after(int64_t device, int64_t count) { device_at(device).ops_until_fault = count; }
 void out_of_memory_after(int64_t device, int64_t count) {
-  device_at(device).allocations_until_oom = count;
+  auto& state = device_at(device);
+  state.oom_thread = std::this_thread::get_id(); // others may compute at the same time
+  state.allocations_until_oom = count;
 }
 void set_delay_us(int64_t device, int64_t us) { device_at(device).delay_us = us; }
 void set_duration_us(const std::string& name, int64_t us, bool computes) {

@@ -89,6 +89,7 @@ struct DeviceState {
   std::string message; // of the error
   std::atomic<bool> is_used{false};
   std::atomic<int64_t> ops_until_fault{-1}, allocations_until_oom{-1}, delay_us{0}, busy_us{0};
+  std::atomic<std::thread::id> oom_thread; // whose allocations are counted
 
   std::mutex memory;                                       // guards all below, and the message
   std::map<char*, size_t> space;                           // addresses that no block has
