@@ -340,8 +340,9 @@ class StreamingContract(EngineContract):
     ):
         source = "tests.streaming_model:JoiningStream"
         worker = await started(engine, source=source, max_batch_size=3)
-        dies = StreamsOfBatch(worker, [put({"n": 5, "parts": 9, "do": "kill", "at": 4})])
         other = StreamsOfBatch(worker, [put({"n": 50, "parts": 100_000})])
+        await until(lambda: other.parts[0])  # else the worker might die before it has read of it
+        dies = StreamsOfBatch(worker, [put({"n": 5, "parts": 9, "do": "kill", "at": 4})])
         for streams in (dies, other):
             with pytest.raises(WorkerLostError) as lost:
                 await streams.future
