@@ -53,6 +53,7 @@ def test_end_of_a_task_is_no_error_of_a_round():
 
 
 @pytest.mark.slow
+@pytest.mark.measures
 async def test_worker_is_watched_while_and_after_descriptors_run_out(
     engine: LocalEngine, put, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):

@@ -112,6 +112,7 @@ async def test_streams_of_an_accelerator_are_the_same(engine: LocalEngine, put, 
     await worker.stop(60)
 
 
+@pytest.mark.measures
 async def test_long_stream_is_no_hang_but_a_step_that_never_ends_is(engine: LocalEngine, put):
     worker = await hurried(engine, source="tests.streaming_model:CountingStream")
     parts, done = run(worker, put(counted(5, 20, delay_s=HANGS_AFTER_S / 5)))
