@@ -117,7 +117,7 @@ async def test_follower_that_stands_still_while_idle_is_found_out(
     engine: PairEngine,
 ):
     worker = await started(engine)
-    worker.patience_s = 1.5  # it shows a sign of life every second
+    worker.patience_s = 4.0  # each rank shows a sign of life every second
     pids = pids_of(worker)
     suspend(pids[1])
     ending = await worker.wait()
