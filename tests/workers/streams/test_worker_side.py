@@ -375,10 +375,11 @@ def test_late_instances_are_not_begun():
 
 def test_many_streams_join_and_each_step_has_a_part_of_all():
     with driven(JoiningStream(step_s=0.002)) as loop:
-        ids = [loop.give(counted(100 * n, 40)) for n in range(20)]
+        # Long ones: the first goes on until the last is there, even if this thread stands still.
+        ids = [loop.give(counted(1000 * n, 250)) for n in range(20)]
         for number, id in enumerate(ids):
-            first = 100 * number
-            assert loop.answer(id) == [(list(range(first, first + 40)), "")]
+            first = 1000 * number
+            assert loop.answer(id) == [(list(range(first, first + 250)), "")]
         assert max(map(len, loop.steps)) == 20
 
 
