@@ -79,14 +79,14 @@ def test_jpegs_for_which_there_is_no_room_are_decoded_in_halves(service: Running
     answers = service.predict(*map(inline, datas))
     assert all(map(is_close, answers, exact * 2))
     assert service.worker_pids() == pids
-    service.wait_for_log("inputs of this shape at once", 5)
+    service.wait_for_log("inputs of this shape at once")
 
 
 @pytest.mark.slow
 def test_a_device_lost_while_it_decodes_ends_the_worker(service: Running, exact):
     (pid,) = service.worker_pids()
     service.post(content=marked(LOSE, photo("coffee")), headers=JPEG)
-    service.wait_for_log("ended: the device's context is lost", 10)
+    service.wait_for_log("ended: the device's context is lost")
     until(lambda: service.worker_pids() not in ([], [pid]))
     answer = service.post(content=DATAS[0], headers=JPEG)
     assert answer.status_code == 200, answer.text
