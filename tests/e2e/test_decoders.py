@@ -114,12 +114,18 @@ def test_poison_costs_only_its_own_request_an_answer_and_is_quarantined():
 
 
 def ask_slowly(service: Running, num: int) -> list[Future[httpx.Response]]:
-    """Ask of a model that prepares slowly, and return once decoders work on that."""
+    """Ask of a model that prepares slowly, and return once decoders work on that.
+
+    All calls have come by then: a service that stops takes no more of them.
+    """
+    accepted = 'instances_total{model="m",outcome="accepted"}'
     before = sum(each["num_decoded"] for each in decoders(service))
+    num_before = service.metric(accepted)
     with_results = ThreadPoolExecutor(num)
     futures = [with_results.submit(service.ask, {"n": n}) for n in range(1, num + 1)]
     with_results.shutdown(wait=False)
     until(lambda: sum(each["num_decoded"] for each in decoders(service)) > before)
+    until(lambda: service.metric(accepted) == num_before + num)
     return futures
 
 
