@@ -13,7 +13,7 @@ import pytest
 
 from inferpool.service.queue.instance import CanaryShare
 from inferpool.service.tools.trial.connection import Address, connected, post_request
-from tests.e2e.running import Running
+from tests.e2e.running import Running, until
 from tests.e2e.swapping import SwapOperator, serving
 
 _SHARE = 0.3
@@ -91,12 +91,20 @@ async def number_in(operator: SwapOperator, what: str) -> int:
     return int(found[1])
 
 
-def check_counts(service: Running, num_calls: int) -> None:
-    """Check that every call and every instance is accounted for."""
+def counts_of(service: Running) -> Counter[str]:
+    """Return how many instances had each outcome, and how many calls there were."""
     counts: Counter[str] = Counter()
     for line in service.metrics().splitlines():
         if found := _COUNT.match(line):
             counts[found[1] or found[2]] += int(float(found[3]))
+    return counts
+
+
+def check_counts(service: Running, num_calls: int) -> None:
+    """Check that every call and every instance is accounted for."""
+    # A busy front end may tell its counts later.
+    until(lambda: counts_of(service)["requests"] >= num_calls)
+    counts = counts_of(service)
     ended = sum(counts[end] for end in ("succeeded", "failed", "expired", "cancelled"))
     assert counts["accepted"] == ended, counts
     assert counts["requests"] == num_calls, counts
