@@ -15,7 +15,8 @@ from tests.e2e.running import Running, faulty, running, until
 
 CANCELLED = 'instances_total{model="m",outcome="cancelled"}'
 CALLER = "00f067aa0ba902b7"
-SHORT = {"x-timeout-ms": "50"}
+SHORT = {"x-timeout-ms": "500"}
+"""Time in which a worker gets the call, even on a busy machine."""
 CALLS = {
     "succeeds": ("POST", "/predict/m", [{"n": 1}], {}),
     "by asgi": ("POST", "/%70redict", [{"n": 1}], {}),
