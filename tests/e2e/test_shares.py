@@ -41,6 +41,7 @@ def ask(service: Running, model: str):
 
 
 @pytest.mark.slow
+@pytest.mark.measures
 def test_models_under_full_load_are_computed_in_the_ratio_of_their_shares(service, calls):
     with (
         asking(partial(ask, service, "a"), 4) as first,
