@@ -16,7 +16,7 @@ from tests.fault_model import PRINTED
 def test_every_line_is_json_whoever_wrote_it_and_how(tmp_path: Path):
     once = tmp_path / "once"
     noisy = {"source": "tests.fault_model:NoisyModel", "options": {"once": once}}
-    settings = faulty(batch_timeout_s=0.7, **noisy)
+    settings = faulty(batch_timeout_s=2, **noisy)
     # The test reads the service's stdout together with its stderr.
     with running(settings=settings, preexec_fn=lambda: os.dup2(2, 1)) as service:
         for do in ("ok", "kill", "hang", "segfault", "exit"):
