@@ -94,7 +94,7 @@ def test_an_end_of_the_process_that_forks_costs_no_later_command_and_none_costs_
     for _ in range(3):
         process = forked.popen([*forked.COMMAND, "version"], stdout=subprocess.DEVNULL)
         assert process.wait(60) == 0
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before  # garbage of other tests may go meanwhile
 
 
 def test_forked_command_tells_its_output_and_its_exit_status(tmp_path: Path):
