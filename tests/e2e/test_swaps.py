@@ -87,7 +87,7 @@ async def swap_often(num_swaps: int) -> None:
 
         before = await swap(6)
         after = await swap(num_swaps)
-        for _ in range(50):  # connections and exits take a moment
+        for _ in range(300):  # connections and exits take a moment
             if after.is_within(before):
                 break
             await asyncio.sleep(0.2)
