@@ -236,8 +236,8 @@ def test_deadline_is_kept(client):
 
 
 def test_overload_is_retried_after_the_time_that_the_service_asks_for(client, service):
-    """Ask ten at a time; the busy worker holds two, the queue three."""
-    asked = [{"n": n, "do": "sleep" if n < 2 else "ok"} for n in range(10)]
+    """Ask ten at a time; the worker, busy for over a second, holds two, the queue three."""
+    asked = [{"n": n, "do": "sleep" if n < 5 else "ok"} for n in range(10)]
     results = list(client.predict_many(asked, model="fault"))
     assert [each.value["twice"] for each in results] == [2 * n for n in range(10)]
     late = [each for each in results if each.num_attempts > 1]
