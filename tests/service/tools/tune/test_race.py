@@ -54,6 +54,7 @@ def test_nothing_is_measured_on_a_machine_that_is_busy(tmp_path: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.measures
 def test_placements_of_a_model_are_started_and_put_under_load(
     tmp_path: Path,
 ):
