@@ -16,7 +16,7 @@ import pytest
 
 from inferpool.service.api.routes.health import ModelHealth
 from tests.browser import chromium
-from tests.e2e.running import FAULTY, ROOT, Running, running
+from tests.e2e.running import FAULTY, ROOT, Running, running, until
 from tests.page_states import (
     MODEL,
     Scenario,
@@ -135,7 +135,8 @@ def test_without_a_key_it_asks_for_one_and_goes_on_with_it(browser, service):
             page.fill("#key", wrong)
             page.keyboard.press("Enter")
             page.wait_for_selector("#key-text:text('not known')")
-            page.wait_for_function("document.getElementById('key').value === ''")
+            # Not by `wait_for_function`, whose second look the page's policy forbids.
+            until(lambda: not page.input_value("#key"))
         page.fill("#key", KEY)
         page.keyboard.press("Enter")
         page.wait_for_selector("body[data-link=live]")
@@ -500,7 +501,7 @@ def test_no_label_of_a_chart_is_cut_off(browser, service):
     for name in ("busy", "slow"):
         with opened(browser, service.url, scenarios()[name].script(), charts=True) as page:
             page.wait_for_selector("#latency-plot .ytick text")
-            page.wait_for_function(inside)
+            until(lambda: page.evaluate(inside))
 
 
 @pytest.mark.slow
