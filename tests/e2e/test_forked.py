@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.descriptors import num_open
 from tests.e2e import forked
 from tests.e2e.running import FAULTY, Running, left_over, running, until
 
@@ -90,11 +91,11 @@ def test_an_end_of_the_process_that_forks_costs_no_later_command_and_none_costs_
     os.waitid(os.P_PID, origin, os.WEXITED | os.WNOWAIT)
     done = forked.run([*forked.COMMAND, "version"], timeout=60)
     assert done.returncode == 0
-    before = len(os.listdir("/proc/self/fd"))
+    before = num_open()
     for _ in range(3):
         process = forked.popen([*forked.COMMAND, "version"], stdout=subprocess.DEVNULL)
         assert process.wait(60) == 0
-    assert len(os.listdir("/proc/self/fd")) <= before  # garbage of other tests may go meanwhile
+    assert num_open() == before
 
 
 def test_forked_command_tells_its_output_and_its_exit_status(tmp_path: Path):

@@ -17,6 +17,7 @@ from inferpool.workers.decoders.ring import DecoderReady, NewDecoder, RingRuns, 
 from inferpool.workers.shared.config import ModelConfig, WorkerConfig
 from inferpool.workers.shared.messages import ItemError
 from tests.apart_model import ApartModel
+from tests.descriptors import num_open
 from tests.workers.decoders.acted_decoder import (
     DIGEST,
     TIMEOUT_S,
@@ -326,11 +327,11 @@ def test_a_decoder_whose_descriptors_did_not_all_arrive_is_not_used(
 ):
     host.decoders.begin(refs(0))  # it takes in the ring
     reader, writer = os.pipe()
-    before = len(os.listdir("/proc/self/fd"))
+    before = num_open()
     host.tell(NewDecoder(0, 1), [reader, writer])
     host.decoders.begin(refs(0))
     assert "too few descriptors" in caplog.text
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert num_open() == before
     os.close(reader)
     os.close(writer)
     decoder = host.hire()

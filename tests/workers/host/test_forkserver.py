@@ -35,6 +35,7 @@ from inferpool.workers.shared.arena import Arena
 from inferpool.workers.shared.errors import WorkerLostError, WorkerStartError
 from inferpool.workers.shared.guard import HANDLED_SIGNALS
 from inferpool.workers.shared.messages import FORKED
+from tests.descriptors import num_open
 from tests.workers.contract import (
     PATIENT,
     answers,
@@ -131,7 +132,7 @@ async def test_forkserver_that_does_not_answer_does_not_hold_up_the_end_nor_leav
 ):
     engine = LocalEngine(arena, replace(PATIENT, give_up_s=0.1))
     async with light(replace(QUICK, look_s=1000.0)) as server:  # nobody replaces it
-        before = len(os.listdir("/proc/self/fd"))
+        before = num_open()
         suspend(server.pid)
         start = asyncio.create_task(started(engine))
         await until(lambda: engine._launches)
@@ -140,7 +141,7 @@ async def test_forkserver_that_does_not_answer_does_not_hold_up_the_end_nor_leav
             await start
         await engine.close()
         assert not engine._launches
-        assert len(os.listdir("/proc/self/fd")) <= before
+        assert num_open() <= before
 
 
 @pytest.mark.parametrize(
@@ -165,12 +166,12 @@ async def test_fork_that_is_refused_or_not_answered_in_full_is_an_error_and_leav
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours, theirs, pytest.MonkeyPatch.context() as patch:
             patch.setattr(server.process, "channel", ours)
-            before = len(os.listdir("/proc/self/fd"))
+            before = num_open()
             acting = asyncio.create_task(asyncio.to_thread(act, theirs))
             with pytest.raises(error):
                 await asyncio.to_thread(server.fork, b"body", ())
             await acting
-            assert len(os.listdir("/proc/self/fd")) <= before
+            assert num_open() <= before
         assert not server.process.has_unanswered
 
 

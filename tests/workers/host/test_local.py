@@ -18,6 +18,7 @@ from inferpool.workers.host.local_worker import batch_timeout_s
 from inferpool.workers.shared.arena import Arena
 from inferpool.workers.shared.errors import WorkerLostError, WorkerStartError
 from inferpool.workers.shared.messages import BatchDone, ItemError
+from tests.descriptors import num_open
 from tests.hostile_model import ACTS
 from tests.workers.contract import (
     HANGS_AFTER_S,
@@ -294,12 +295,12 @@ async def test_code_that_writes_to_every_descriptor_changes_nothing_but_its_own(
 
 async def test_workers_leave_no_descriptor_open(engine: LocalEngine, put):
     for _ in range(2):
-        before = len(os.listdir("/proc/self/fd"))
+        before = num_open()
         worker = await started(engine)
         with pytest.raises(WorkerLostError):
             await worker.run([put({"n": 1, "do": "kill"})])
         await worker.wait()
-    assert len(os.listdir("/proc/self/fd")) <= before
+    assert num_open() <= before
 
 
 class LoadsAPackage(Model):

@@ -23,6 +23,7 @@ from inferpool.workers.shared.config import WorkerConfig
 from inferpool.workers.shared.errors import WorkerLostError, WorkerStartError
 from inferpool.workers.shared.messages import RankReady
 from inferpool.workers.shared.queues import FrameError
+from tests.descriptors import num_open
 from tests.workers.contract import (
     PATIENT,
     EngineContract,
@@ -181,13 +182,13 @@ async def test_rank_that_comes_up_after_its_start_was_given_up_is_left_nowhere(
             await may_end.wait()
 
     await (await started(engine)).stop(5)
-    before = psutil.Process().num_fds()
+    before = num_open()
     monkeypatch.setattr(engine, "_start_process", start_slowly)
     with pytest.raises(WorkerStartError, match="was not loaded within 1 s"):
         await started(engine, load_timeout_s=1.0)
     may_end.set()
     await until(lambda: all(map(is_gone, begun)))
-    await until(lambda: psutil.Process().num_fds() <= before)
+    await until(lambda: num_open() <= before)
 
 
 async def test_follower_does_not_speak_for_the_lead(engine: PairEngine):
@@ -202,12 +203,12 @@ async def test_follower_does_not_speak_for_the_lead(engine: PairEngine):
 
 async def test_descriptors_of_a_group_are_given_back(engine: PairEngine):
     await (await started(engine)).stop(5)
-    before = psutil.Process().num_fds()
+    before = num_open()
     for _ in range(3):
         worker = await started(engine)
         os.kill(pids_of(worker)[1], signal.SIGKILL)
         await worker.wait()
-    assert psutil.Process().num_fds() <= before
+    assert num_open() <= before
 
 
 def test_ranks_that_share_a_gpu_go_by_way_of_the_host():

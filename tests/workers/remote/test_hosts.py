@@ -3,7 +3,6 @@ import errno
 import logging
 import socket
 
-import psutil
 import pytest
 
 import inferpool.workers.remote.hosts
@@ -12,6 +11,7 @@ from inferpool.workers.remote.joining import RefusedError
 from inferpool.workers.remote.wire import StartWorker
 from inferpool.workers.shared.arena import Arena
 from inferpool.workers.shared.errors import WorkerStartError
+from tests.descriptors import num_open
 from tests.workers.contract import config_of, until
 from tests.workers.remote.cluster import OtherSide, facts_of, front
 
@@ -124,7 +124,7 @@ async def test_mistakes_of_the_watcher_harm_no_other_host(
 
 
 async def test_closing_ends_all_connections_and_leaves_nothing(arena: Arena):
-    num_fds = psutil.Process().num_fds()
+    num_fds = num_open()
     async with front(arena) as (hosts, watcher):
         peers = [OtherSide(facts_of(name)) for name in ("a", "b")]
         for peer in peers:
@@ -140,7 +140,7 @@ async def test_closing_ends_all_connections_and_leaves_nothing(arena: Arena):
             await OtherSide(facts_of("c")).join(hosts)
         stranger.close()
         late.close()
-    assert psutil.Process().num_fds() == num_fds
+    assert num_open() == num_fds
 
 
 async def test_connection_that_is_accepted_while_the_front_end_ends_is_closed(arena: Arena):

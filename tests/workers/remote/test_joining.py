@@ -4,7 +4,6 @@ import ssl
 from collections.abc import Callable
 
 import msgspec
-import psutil
 import pytest
 
 from inferpool.workers.remote import joining
@@ -26,6 +25,7 @@ from inferpool.workers.remote.wire import (
     frame_start,
 )
 from inferpool.workers.shared.arena import Arena
+from tests.descriptors import num_open
 from tests.workers.contract import until
 from tests.workers.remote.cluster import KEY, PATIENCE_S, OtherSide, facts_of, front
 from tests.workers.remote.conftest import Contexts
@@ -255,7 +255,7 @@ async def test_agent_follows_no_front_end_of_an_earlier_term(arena: Arena):
 async def test_strangers_leave_nothing_behind(arena: Arena):
     async with front(arena) as (hosts, watcher):
         await OtherSide(facts_of("h")).join(hosts)
-        num_fds, num_tasks = psutil.Process().num_fds(), len(asyncio.all_tasks())
+        num_fds, num_tasks = num_open(), len(asyncio.all_tasks())
         for said in (
             b"",
             b"\0",
@@ -268,7 +268,7 @@ async def test_strangers_leave_nothing_behind(arena: Arena):
                     sock.sendall(said)
                     await asyncio.sleep(0)
         await until(lambda: not hosts._joining)
-        await until(lambda: psutil.Process().num_fds() == num_fds)
+        await until(lambda: num_open() == num_fds)
         assert len(asyncio.all_tasks()) == num_tasks
         assert list(hosts.hosts) == ["h"]
         assert not watcher.lost

@@ -5,7 +5,6 @@ import ssl
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from itertools import accumulate
 
-import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,6 +24,7 @@ from inferpool.workers.remote.wire import (
     Views,
     frame_start,
 )
+from tests.descriptors import num_open
 from tests.workers.contract import until
 from tests.workers.remote.conftest import Contexts
 
@@ -372,12 +372,12 @@ async def test_reset_is_told_with_its_reason():
 
 async def test_closed_links_leave_no_descriptor_behind(tls: Contexts):
     await exchange(tls)
-    before = psutil.Process().num_fds()
+    before = num_open()
     for _ in range(3):
         async with two_links(tls), two_links(), one_link() as (_, log, theirs):
             await write(theirs, b"no frame at all")
             await until(lambda: log.ends)
-    assert psutil.Process().num_fds() == before
+    assert num_open() == before
 
 
 class TestMailbox:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from inferpool.workers.shared.memory import SharedMemory, SharedMemoryError
+from tests.descriptors import num_open
 from tests.groups import ControlGroup, control_group
 
 MIB = 1 << 20
@@ -110,7 +111,7 @@ def test_descriptor_for_readers_cannot_be_written_to_on_any_system(
             return really_open(path, *args, **kwargs)
 
         monkeypatch.setattr(os, "open", refuse)
-    before = os.listdir("/proc/self/fd")
+    before = num_open()
     memory = SharedMemory(8192, name="arena", writable=False)
     memory.map[:3] = b"abc"
     with pytest.raises(OSError, match="Bad file descriptor"):
@@ -119,4 +120,4 @@ def test_descriptor_for_readers_cannot_be_written_to_on_any_system(
         mmap.mmap(memory._given_fd, 8192)
     assert mmap.mmap(memory._given_fd, 8192, access=mmap.ACCESS_READ)[:3] == b"abc"
     memory.close()
-    assert os.listdir("/proc/self/fd") == before
+    assert num_open() == before

@@ -2,7 +2,6 @@
 
 import asyncio
 import hashlib
-import os
 import stat
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import pytest
 
 from inferpool.service.errors import TooLargeError, UnavailableError
 from inferpool.service.parts.jobs.http.spool import Spool
+from tests.descriptors import num_open
 from tests.groups import with_mounts
 
 MIB = 2**20
@@ -88,13 +88,13 @@ async def test_who_has_opened_a_body_reads_on_after_its_end(tmp_path: Path) -> N
 
 
 async def test_the_room_of_a_large_body_is_given_back(tmp_path: Path) -> None:
-    num_open = len(os.listdir("/proc/self/fd"))
+    before = num_open()
     with closing(Spool(tmp_path, 64 * MIB)) as spool:
         await fill(spool, b"x" * 32 * MIB)
-        assert len(os.listdir("/proc/self/fd")) > num_open
+        assert num_open() > before
     assert list(tmp_path.iterdir()) == []
     deadline = time.monotonic() + 60
-    while len(os.listdir("/proc/self/fd")) > num_open:
+    while num_open() > before:
         assert time.monotonic() < deadline
         await asyncio.sleep(0.01)
 
