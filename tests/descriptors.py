@@ -1,10 +1,15 @@
-"""Descriptors that this process has open, for tests that let none be left."""
+"""Descriptors that this process has open, for tests that look for leaks."""
 
 import gc
 import os
 
 
-def num_open() -> int:
-    """Return how many there are, without those that garbage of earlier tests holds."""
+def names_open() -> list[str]:
+    """Return their numbers, without those that garbage of earlier tests holds."""
     gc.collect()
-    return len(os.listdir("/proc/self/fd"))
+    return os.listdir("/proc/self/fd")
+
+
+def num_open() -> int:
+    """Return how many there are."""
+    return len(names_open())

@@ -351,12 +351,12 @@ def lose(device: Device = None) -> None:
 
 
 def fault_after(num_operations: int, device: Device = None) -> None:
-    """Let an operation access wrong memory, after so many that do not."""
+    """Let an operation access wrong memory, after `num_operations`."""
     _ops().fault_after(_index(device), num_operations)
 
 
 def out_of_memory_after(num_allocations: int, device: Device = None) -> None:
-    """Let one allocation of this thread fail for want of memory, after so many that do not."""
+    """Let one allocation of this thread fail for want of memory, after `num_allocations`."""
     _ops().out_of_memory_after(_index(device), num_allocations)
 
 

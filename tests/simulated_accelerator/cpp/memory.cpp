@@ -194,8 +194,8 @@ class CachingAllocator final : public c10::DeviceAllocator {
   static Block* find(DeviceState& device, int index, int64_t stream, Graph* graph, size_t size,
       std::unique_lock<std::mutex>& lock) {
     reclaim(device);
-    if (device.allocations_until_oom >= 0 && device.oom_thread == std::this_thread::get_id()
-        && device.allocations_until_oom.fetch_sub(1) == 0)
+    if (device.allocations_until_oom >= 0 && device.oom_thread == std::this_thread::get_id() &&
+        device.allocations_until_oom.fetch_sub(1) == 0)
       return nullptr;
     auto& cached = graph ? blocks_of(*pool_of(*graph)) : device.cached[stream];
     if (Block* block = take(cached, size)) return block;

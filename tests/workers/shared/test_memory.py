@@ -6,13 +6,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from inferpool.workers.shared.memory import SharedMemory, SharedMemoryError
-from tests.descriptors import num_open
+from tests.descriptors import names_open
 from tests.groups import ControlGroup, control_group
 
 MIB = 1 << 20
@@ -90,10 +89,10 @@ def test_a_region_that_is_closed_twice_closes_no_descriptor_of_another():
 
 
 def test_refused_region_leaves_no_descriptor():
-    before = set(Path("/proc/self/fd").iterdir())
+    before = set(names_open())
     with pytest.raises(SharedMemoryError):
         SharedMemory(1 << 50, name="arena", writable=False)
-    assert len(set(Path("/proc/self/fd").iterdir()) - before) <= 1  # the listing's own
+    assert len(set(names_open()) - before) <= 1  # the listing's own
 
 
 @pytest.mark.parametrize("system", ["Linux", "a system without memfd", "a closed /proc"])
@@ -111,7 +110,7 @@ def test_descriptor_for_readers_cannot_be_written_to_on_any_system(
             return really_open(path, *args, **kwargs)
 
         monkeypatch.setattr(os, "open", refuse)
-    before = num_open()
+    before = names_open()
     memory = SharedMemory(8192, name="arena", writable=False)
     memory.map[:3] = b"abc"
     with pytest.raises(OSError, match="Bad file descriptor"):
@@ -120,4 +119,4 @@ def test_descriptor_for_readers_cannot_be_written_to_on_any_system(
         mmap.mmap(memory._given_fd, 8192)
     assert mmap.mmap(memory._given_fd, 8192, access=mmap.ACCESS_READ)[:3] == b"abc"
     memory.close()
-    assert num_open() == before
+    assert names_open() == before
