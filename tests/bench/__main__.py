@@ -17,8 +17,8 @@ def _interrupt(_number: int, _frame: FrameType | None) -> None:
 
 
 if __name__ == "__main__":
+    from inferpool.workers.host.orphans import adopt_orphans
     from tests.bench.command import main
-    from tests.bench.server import adopt_orphans
 
     for each in _SIGNALS:
         signal.signal(each, _interrupt)

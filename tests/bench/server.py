@@ -1,6 +1,5 @@
 """Starts any server, ours or a peer's, loads it by wrk, watches its processes and ends them all."""
 
-import ctypes
 import io
 import json
 import os
@@ -46,9 +45,6 @@ _SCRIPT = Path(__file__).with_name("rotate.lua")
 _ANSWER_S = 600.0
 _NUM_CLIENTS = 32
 """Clients of a closed loop; more than fill two batches of each worker find nothing more."""
-_PR_SET_CHILD_SUBREAPER = 36
-"""From linux/prctl.h."""
-
 
 Popen = Callable[..., "subprocess.Popen[Any]"]
 """Starts a process as `subprocess.Popen` does. It need not be a child of this one, but below it."""
@@ -361,11 +357,3 @@ def require_free(port: int) -> None:
     except OSError as error:
         message = f"port {port} is taken ({error.strerror}); choose another one with --port"
         raise BenchError(message) from error
-
-
-def adopt_orphans(wanted: bool = True) -> None:
-    """Become the parent of processes below this one whose own parent ends (prctl(2)), or not.
-
-    So each process of a server stays below this one, whatever becomes of its parent.
-    """
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(wanted), 0, 0, 0)

@@ -13,10 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from inferpool.workers.host.orphans import adopt_orphans
 from tests.bench import peers
 from tests.bench.command import main, make_parser
 from tests.bench.frame import Benchmark, Cell, range_text, ratios
-from tests.bench.server import BenchServer, Bodies, ServerCommand, adopt_orphans
+from tests.bench.server import BenchServer, Bodies, ServerCommand
 from tests.bench.trace import Span, busy, overlap
 from tests.e2e import forked
 from tests.e2e.running import until
@@ -139,7 +140,7 @@ def test_server_is_started_asked_and_ended_with_its_processes_alone(tmp_path, bo
 def test_worker_that_leaves_the_session_is_ended_even_if_its_parent_has_gone(tmp_path):
     log = tmp_path / "log"
     command = ServerCommand(name="forks", argv=[sys.executable, "-c", _WITH_A_WORKER])
-    adopt_orphans()
+    end_adoption = adopt_orphans()
     try:
         with BenchServer(command, free_port(), log) as server:
             until(lambda: len(server.processes()) == 2)
@@ -150,7 +151,7 @@ def test_worker_that_leaves_the_session_is_ended_even_if_its_parent_has_gone(tmp
         assert not psutil.pid_exists(int(pid))
         assert not Path(folder).exists(), "its folder for temporary files goes with it"
     finally:
-        adopt_orphans(False)
+        end_adoption()
 
 
 def test_latencies_omit_nothing_of_a_server_that_stands_still(tmp_path, body):

@@ -245,7 +245,7 @@ class Forkserver:
         self._reason = ""
         self._keeping: Task[None] | None = None
         self._changed = asyncio.Event()
-        adopt_orphans()
+        self._end_adoption = adopt_orphans()
         self.process = self._start()
 
     @property
@@ -308,7 +308,7 @@ class Forkserver:
     def end(self) -> None:
         """End it for good, after all processes that it has forked have ended."""
         self.process.end()
-        adopt_orphans(adopts=False)
+        self._end_adoption()
 
     def fork(self, body: bytes, fds: Sequence[int]) -> tuple[int, int]:
         """Ask the forkserver to fork a process, and wait for the answer. Any thread may call it."""

@@ -9,9 +9,11 @@ import contextlib
 import ctypes
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 _PR_SET_CHILD_SUBREAPER = 36
+_PR_GET_CHILD_SUBREAPER = 37
 """linux/prctl.h"""
 
 
@@ -51,11 +53,35 @@ class Orphans:
             return False
 
 
-def adopt_orphans(*, adopts: bool = True) -> None:
-    """Adopt orphaned descendants in this process instead of the host's first one."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, int(adopts), 0, 0, 0)
+class _Adoption:
+    """Those that want this process to adopt orphans, and what it did before the first came."""
+
+    num = 0
+    before = 0
+
+
+def adopt_orphans() -> Callable[[], None]:
+    """Adopt orphaned descendants in this process instead of the host's first one (prctl(2)).
+
+    Returns:
+        A function that ends it. The last one of several restores what was before.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not _Adoption.num:
+        before = ctypes.c_int()
+        libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+        _Adoption.before = before.value
+    _Adoption.num += 1
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or the kernel forgets all exit codes
+
+    def end() -> None:
+        _Adoption.num -= 1
+        if not _Adoption.num:
+            libc.prctl(_PR_SET_CHILD_SUBREAPER, _Adoption.before, 0, 0, 0)
+
+    return end
 
 
 def end_group(pid: int) -> None:

@@ -422,6 +422,29 @@ def test_guest_waits_for_its_own_orphans_alone():
     assert (ours.wait(), users.wait()) == (3, 3)
 
 
+def test_orphans_are_adopted_until_the_last_one_no_longer_wants_it():
+    code = (
+        "import ctypes\n"
+        "from inferpool.workers.host.orphans import adopt_orphans\n"
+        "def adopts():\n"
+        "    number = ctypes.c_int(9)\n"
+        "    ctypes.CDLL(None).prctl(37, ctypes.byref(number), 0, 0, 0)\n"
+        "    return number.value\n"
+        "found = [adopts()]\n"
+        "end_first, end_second = adopt_orphans(), adopt_orphans()\n"
+        "end_first()\n"
+        "found.append(adopts())\n"
+        "end_second()\n"
+        "found.append(adopts())\n"
+        "ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)\n"
+        "adopt_orphans()()\n"
+        "print(*found, adopts())"
+    )
+    env = {**os.environ, "PYTHONPATH": os.getcwd()}
+    command = [sys.executable, "-c", code]
+    assert subprocess.check_output(command, env=env, text=True, timeout=60) == "0 1 0 1\n"
+
+
 @pytest.mark.slow
 def test_no_folder_is_made_to_start_workers(tmp_path: Path):
     code = (
