@@ -25,7 +25,7 @@ from tests.bench.server import HOST, ROOT, BenchError, BenchServer, inferpool
 
 _SIGNAL = signal.SIGRTMIN  # which the service does not use
 _OWN = str(ROOT / "inferpool") + os.sep
-_NUM_CALLS = 5
+_NUM_CALLS = 12
 _WAIT_S = 60.0
 _LOOP = "(loop)"
 """Origin of calls that the event loop makes."""
@@ -132,5 +132,5 @@ def _signal_all(pids: Sequence[int], folder: Path) -> list[list[Entry]]:
     while not all(file.exists() for file in files):
         if time.monotonic() > until:
             raise BenchError("a process of the service does not say what it has entered")
-        time.sleep(0.01)
+        time.sleep(0.001)
     return [[(come, entered) for come, entered in json.loads(file.read_text())] for file in files]
