@@ -61,10 +61,12 @@ class Graphed(nn.Module):
         self._capture = capture or _DeviceCapture()
         self._is_capturing = False
         self._graphs: dict[tuple[object, ...], dict[int, _Graph]] = {}
-        """Graphs by the inputs' shapes and dtypes without the batch, and by batch size."""
+        """Graphs by the shapes and dtypes of their inputs without the batch, and by batch size."""
         self._sizes: dict[tuple[object, ...], list[int]] = {}
         """Batch sizes of these graphs, in rising order."""
         self._last_stream = current_stream()
+        self.input_dtype: torch.dtype | None = getattr(network, "input_dtype", None)
+        """Dtype of the network's own for inputs in float32; None leaves them as they are."""
         memory_format = getattr(network, "memory_format", None)
         if memory_format is not None:
             self.memory_format = memory_format
@@ -89,7 +91,7 @@ class Graphed(nn.Module):
     def forward(self, *inputs: Tensor) -> object:
         """Compute a batch: by the smallest graph that it fits into, or without one."""
         size = len(inputs[0])
-        form = tuple((x.shape[1:], x.dtype) for x in inputs)
+        form = tuple((x.shape[1:], self._held_dtype(x)) for x in inputs)
         if self._is_capturing:
             self._add(size, form, inputs)
         sizes = self._sizes.get(form, [])
@@ -123,10 +125,16 @@ class Graphed(nn.Module):
         return _Graph(held, outputs, replay)
 
     def _laid_out(self, x: Tensor) -> Tensor:
-        """Copy an input in the layout that the network prefers; batches may come in any."""
+        """Copy an input in the layout and dtype that the network prefers; batches may differ."""
         is_image = x.dim() == 4
-        wanted = getattr(self, "memory_format", None) if is_image else None
-        return x.clone(memory_format=wanted or torch.contiguous_format)
+        wanted = (getattr(self, "memory_format", None) if is_image else None) or (
+            torch.contiguous_format
+        )
+        return x.to(self._held_dtype(x), memory_format=wanted, copy=True)
+
+    def _held_dtype(self, x: Tensor) -> torch.dtype:
+        """Return the dtype that graphs hold an input in; copying it there converts it."""
+        return (self.input_dtype or x.dtype) if x.dtype == torch.float32 else x.dtype
 
     def _follow_stream(self) -> None:
         """Have this thread's stream wait until the last one is done with the graphs' memory."""

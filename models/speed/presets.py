@@ -49,12 +49,12 @@ class Recast(nn.Module):
     """A network that gets its inputs in its own dtype and layout, and returns float32."""
 
     memory_format = torch.channels_last
-    """Best layout of inputs."""
+    """Best layout of inputs; `input_dtype` is their best dtype, which float32 is converted to."""
 
     def __init__(self, network: nn.Module, dtype: torch.dtype, *, is_tf32: bool = False) -> None:
         super().__init__()
         self.network = network
-        self.dtype = dtype
+        self.dtype = self.input_dtype = dtype
         self._rounding = tf32 if is_tf32 else nullcontext
 
     def forward(self, *inputs: Tensor) -> object:

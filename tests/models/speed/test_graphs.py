@@ -12,6 +12,7 @@ from inferpool.models.accelerator.graph_pool import GraphPool
 from inferpool.models.errors import ModelError
 from inferpool.models.speed.choose import choose
 from inferpool.models.speed.graphs import Graphed
+from inferpool.models.speed.presets import Recast
 from tests.models.speed.pace import options, quietly, small
 
 SIZES = (8, 4, 2, 1)
@@ -106,6 +107,26 @@ def test_graphs_keep_the_layout_that_the_network_prefers_whatever_batches_have()
             assert torch.equal(graphed(each)["y"], x + 1)
     assert captures.num_captured == 1
     assert set(seen) == {True}
+
+
+def test_graphs_hold_float32_inputs_in_the_dtype_of_the_network():
+    seen = []
+
+    class Look(nn.Module):
+        def forward(self, x, y):
+            seen.append((x.dtype, y.dtype))
+            return {"sum": x + y}
+
+    captures = Captures()
+    graphed = Graphed(Recast(Look(), torch.bfloat16), captures)
+    assert graphed.input_dtype == torch.bfloat16
+    x, y = torch.randn(4, 3), torch.arange(12).reshape(4, 3)
+    with graphed.capturing():
+        want = graphed(x, y)["sum"]
+    for each in (x, x.bfloat16()):  # a batch may come in either dtype
+        assert torch.equal(graphed(each, y)["sum"], want)
+    assert (captures.num_captured, captures.num_replayed) == (1, 3)
+    assert set(seen) == {(torch.bfloat16, torch.int64)}
 
 
 @pytest.mark.parametrize("preset", ["graphed_bf16", "tf32"])
