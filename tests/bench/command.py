@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.bench import (
+    bodies,
     entries,
     hosts,
     loaded,
@@ -48,6 +49,7 @@ BENCHMARKS = {
     "jobs": service.jobs,
     "hosts": hosts.hosts,
     "streams": streams.streams,
+    "bodies": bodies.bodies,
     "soak": soak.soak,
 }
 

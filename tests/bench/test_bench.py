@@ -37,6 +37,7 @@ _COMMANDS = {
     "start --rounds 1 --model echo": "seconds",
     "overload --rounds 1 --secs 1 --times 3": "goodput_share",
     "decoders --rounds 1 --secs 0.5 --warm 0.2 --numbers 1": "worker_us",
+    "bodies --rounds 1 --secs 0.5 --warm 0.2 --bytes 80000 --front-ends 1": "main_us",
     "streams --rounds 1 --secs 1 --hangups 64": "parts_per_s",
     "shares --source sleep --rounds 1 --secs 1": "ratio",
     "jobs --source sleep --rounds 1 --secs 1": "of_idle",

@@ -90,7 +90,8 @@ def asked_of(source: str, path: str = "/predict") -> Bodies:
     return Bodies(files=photos().files, content_type="image/jpeg", path=path)
 
 
-def _echo(num_bytes: int) -> Bodies:
+def echo_bodies(num_bytes: int) -> Bodies:
+    """Return a body of random bytes, as the source `echo` counts them."""
     content = random.Random(_SEED).randbytes(num_bytes)
     return Bodies(files=_write(".bin", {f"{num_bytes}": content}))
 
@@ -148,8 +149,8 @@ def _random_weights(network: str) -> Path:
 
 
 WORKLOADS: Mapping[str, Workload] = {
-    "echo-1k": Workload(work="echo", bodies=partial(_echo, 1024), source="echo"),
-    "echo-150k": Workload(work="echo", bodies=partial(_echo, 150_528), source="echo"),
+    "echo-1k": Workload(work="echo", bodies=partial(echo_bodies, 1024), source="echo"),
+    "echo-150k": Workload(work="echo", bodies=partial(echo_bodies, 150_528), source="echo"),
     "jpeg-mobilenet": Workload(
         work="jpeg",
         bodies=photos,
