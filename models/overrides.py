@@ -55,7 +55,7 @@ def forward_can_run_ahead(model: Model) -> bool:
     for each in type(model).__mro__:
         if "can_run_ahead" in vars(each):
             return model.can_run_ahead
-        if "forward" in vars(each):
+        if _defines(each, "forward"):
             return False
     return False
 
@@ -75,13 +75,18 @@ def bad_return(model: Model, method: str, must: str, found: str) -> BadReturnErr
 
 
 def _distance_of(model: Model, method: str) -> int:
-    """Return how many classes lie between an object and the one that defines its method.
-
-    Methods that a class inherits and `checked` has put on the class itself do not count.
-    """
+    """Return how many classes lie between an object and the one that defines its method."""
     if method in vars(model):
         return -1
     for number, each in enumerate(type(model).__mro__):
-        if method in vars(each) and getattr(vars(each)[method], "is_own_method", True):
+        if _defines(each, method):
             return number
     raise AttributeError(method)
+
+
+def _defines(owner: type, method: str) -> bool:
+    """Return whether a class defines a method itself.
+
+    Methods that a class inherits and `checked` has put on the class itself do not count.
+    """
+    return method in vars(owner) and bool(getattr(vars(owner)[method], "is_own_method", True))

@@ -16,7 +16,7 @@ from inferpool.models.border import checked
 from inferpool.models.errors import BadReturnError, InputError
 from inferpool.models.example import own_example, shown_example
 from inferpool.models.item import Features, Item
-from inferpool.models.overrides import place_of, rendering_of
+from inferpool.models.overrides import forward_can_run_ahead, place_of, rendering_of
 from inferpool.models.spec import Placement, TensorSpec
 from inferpool.workers.inside.compute import Computer
 from inferpool.workers.shared.messages import ItemRef
@@ -453,3 +453,26 @@ def test_of_the_methods_that_render_the_nearest_in_the_class_order_is_used(
             name,
             answers,
         )
+
+
+class SaysAhead(Good):
+    can_run_ahead = True
+
+
+class InheritsAhead(SaysAhead):
+    def load(self, placement: Placement) -> None: ...
+
+
+class OwnForward(SaysAhead):
+    def forward(self, batch: Features) -> Features:
+        return batch
+
+
+@pytest.mark.parametrize(
+    ("kind", "can_run_ahead"), [(SaysAhead, True), (InheritsAhead, True), (OwnForward, False)]
+)
+def test_only_a_forward_of_its_own_takes_back_what_a_class_above_says(
+    kind: type[Model], can_run_ahead: bool
+):
+    for model in (kind(), checked(kind()), checked(kind())):  # which puts `forward` on the class
+        assert forward_can_run_ahead(model) == can_run_ahead
