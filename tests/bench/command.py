@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tests.bench import (
     bodies,
+    batches,
     entries,
     hosts,
     loaded,
@@ -40,6 +41,7 @@ BENCHMARKS = {
     "entries": entries.entries,
     "loaded": loaded.loaded,
     "outputs": steps.outputs,
+    "batches": batches.batches,
     "trace": trace.trace,
     "start": service.start,
     "overload": overload.overload,

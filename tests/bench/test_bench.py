@@ -33,6 +33,7 @@ _ONE_CELL = "--rounds 1 --secs 1 --warm 0 --connections 4"
 _COMMANDS = {
     "front --rounds 1 --turns 60": "least_us",
     "outputs --rounds 1 --kib 64": "wall_us",
+    "batches --rounds 1 --num 20": "longest_ms",
     "trace --secs 1 --workers 1 --model tests.bench.models:StandIn": "hidden",
     "start --rounds 1 --model echo": "seconds",
     "overload --rounds 1 --secs 1 --times 3": "goodput_share",

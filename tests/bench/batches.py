@@ -1,0 +1,267 @@
+"""`batches`: a worker's own work on each batch of pictures, on a device whose work costs no core.
+
+A real worker's loop gets full batches from a real queue, and photographs from a real arena. The
+simulated accelerator plays its device: what decodes, resizes and computes there returns at once, or
+takes some time and no core. So the CPU time of the worker's threads is that of our own code, and of
+torch's calls. Threads of the device itself are not counted.
+"""
+
+import math
+import os
+import select
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from mmap import mmap
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, Pipe
+from statistics import median, quantiles
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from inferpool.models.spec import Placement
+from inferpool.models.vision.classifier import Classifier, imagenet_labels
+from inferpool.models.vision.transforms import ImageTransform
+from inferpool.workers.host.local_worker import PrivateQueue
+from inferpool.workers.inside import process
+from inferpool.workers.inside.preparing import Prepared
+from inferpool.workers.shared.arena import Arena
+from inferpool.workers.shared.config import ModelConfig, WorkerConfig
+from inferpool.workers.shared.heartbeat import HeartbeatReader
+from inferpool.workers.shared.messages import (
+    Batch,
+    BatchDone,
+    FromWorker,
+    ItemError,
+    ItemRef,
+    Ready,
+    StartFailed,
+)
+from inferpool.workers.shared.outputs import OutputRegion
+from inferpool.workers.shared.queues import FrameReader, frame_of
+from inferpool.workers.shared.worker_queue import WorkerQueue
+from tests.bench.frame import Benchmark, Cell, benchmark
+from tests.bench.server import BenchError
+from tests.bench.workloads import photos
+from tests.simulated_accelerator.build import build, environment
+
+_SOURCE = "tests.bench.batches:DevicePhotos"
+_NUM_WARM = 30
+"""Batches before those that are measured."""
+_WAIT_S = 120.0
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(FromWorker).decode
+
+
+class DevicePhotos(Classifier):
+    """Answers any photograph alike; decoding, resizing and the network are waits of the device."""
+
+    decode = "device"  # type: ignore[assignment]  # without the trial that chooses it
+
+    def __init__(self, *, decode_us: int = 0, network_us: int = 0) -> None:
+        """Store the microseconds of the device for a batch."""
+        labels = imagenet_labels()
+        super().__init__(transform=ImageTransform(resize=256, crop=224), labels=labels)
+        self._decode_us, self._network_us = decode_us, network_us
+
+    def build_network(self) -> nn.Module:
+        """Return a network that computes nothing."""
+        return _Waiting(self._network_us)
+
+    def _decode_on_gpu(self, images: list[Tensor]) -> list[Tensor]:
+        if self._decode_us:
+            torch.sim.busy(self._decode_us)
+            torch.sim.current_stream().synchronize()  # as torchvision does
+        edge = self.transform.crop
+        pixels = torch.empty((len(images), edge, edge, 3), dtype=torch.uint8, device=self.device)
+        return [*pixels.unbind()]
+
+
+class _Waiting(nn.Module):
+    def __init__(self, us: int) -> None:
+        super().__init__()
+        self._us = us
+        self.register_buffer("logits", torch.linspace(0, 1, 1000).repeat(256, 1))
+        self.logits: Tensor
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:  # noqa: N803 - as in the product
+        if self._us:
+            torch.sim.busy(self._us)
+        return self.logits[: len(x_BCHW)].clone()
+
+
+@benchmark(
+    "a worker's own work on each batch of pictures, on a device whose work costs no core",
+    rounds=5,
+    batch=(64, "pictures of a batch"),
+    num=(150, "batches that are measured in a round"),
+    decode_us=(0, "of the device for a batch"),
+    network_us=(0, "of the device for a batch"),
+    threads=(1, "threads that prepare"),
+)
+def batches(bench: Benchmark) -> None:
+    """Run the worker once in each round."""
+    folder = build()
+    os.environ |= environment(folder)
+    sys.path.append(str(folder))  # which the worker gets
+    bench.take_turns({"worker": partial(_run, bench.args)})
+    bench.report(
+        caption="CPU of the worker's threads for a batch: in all of them, by thread, and (p99) of "
+        "the longest step that nothing interrupts."
+    )
+
+
+def _run(args: Any, _: int) -> Iterator[Cell]:
+    inbox, outbox, row, region = PrivateQueue(), PrivateQueue(), HeartbeatReader(), OutputRegion()
+    files = [file.read_bytes() for file in photos().files]
+    arena = Arena(1 << 26)
+    places = [(arena.put([data], len(data)) or 0, len(data)) for data in files]
+    config = WorkerConfig(
+        model=ModelConfig(
+            name="m",
+            source=_SOURCE,
+            options={"decode_us": args.decode_us, "network_us": args.network_us},
+        ),
+        placement=Placement(devices=("sim:0",)),
+        max_batch_size=args.batch,
+        prepare_threads=args.threads,
+        check="off",
+    )
+    mine, theirs = Pipe(duplex=False)
+    worker = get_context("spawn").Process(
+        target=_work,
+        args=(config, inbox, outbox, arena.memory, row.memory, region.memory, theirs),
+        daemon=True,
+    )
+    worker.start()
+    inbox.reader.close()
+    outbox.writer.close()
+    theirs.close()
+    try:
+        yield from _feed(args, inbox, FrameReader(outbox.reader), places, config)
+        steps = mine.recv()
+    finally:
+        worker.join(10)
+        worker.kill()
+        for each in (inbox, outbox, row, region, arena):
+            each.close()
+    yield Cell("pictures", "steps", 0, steps)
+
+
+def _feed(
+    args: Any,
+    inbox: PrivateQueue,
+    answers: FrameReader,
+    places: Sequence[tuple[int, int]],
+    config: WorkerConfig,
+) -> Iterator[Cell]:
+    """Keep the worker full; yield what it reaches."""
+    messages = _messages(answers)
+    ready = next(messages)
+    if not isinstance(ready, Ready):
+        raise BenchError(f"the worker does not start: {ready}")
+    items = [ItemRef("image", *places[i % len(places)], math.inf) for i in range(args.batch)]
+    credit = config.credit + getattr(ready, "num_ahead", 0)
+    num_sent = num_done = 0
+    began = 0.0
+    while num_done < _NUM_WARM + args.num:
+        while num_sent < _NUM_WARM + args.num and num_sent < num_done + credit:
+            os.write(inbox.writer.fileno(), frame_of(_encode(Batch(num_sent, items))))
+            num_sent += 1
+        done = next(messages)
+        assert isinstance(done, BatchDone), done
+        if any(isinstance(outcome, ItemError) for outcome in done.outcomes):
+            raise BenchError(f"an error: {done.outcomes}")
+        num_done += 1
+        began = began if num_done > _NUM_WARM else time.perf_counter()
+    per_s = args.num * args.batch / (time.perf_counter() - began)
+    yield Cell("pictures", "worker", 0, {"pictures_per_s": per_s})
+    os.write(inbox.writer.fileno(), frame_of(_encode(None)))
+
+
+def _messages(answers: FrameReader) -> Iterator[FromWorker]:
+    poller = select.poll()
+    poller.register(answers.fd, select.POLLIN)
+    while poller.poll(_WAIT_S * 1000):
+        for frame in answers.frames():
+            message = _decode(frame)
+            if isinstance(message, (Ready, BatchDone, StartFailed)):
+                yield message
+    raise BenchError(f"the worker says nothing for {_WAIT_S:g} s")
+
+
+def _work(
+    config: WorkerConfig,
+    inbox: WorkerQueue,
+    outbox: WorkerQueue,
+    arena: mmap,
+    row: mmap,
+    region: mmap,
+    report: Connection,
+) -> None:
+    make = partial(MeasuredLoop, report.send)
+    process.main(config, inbox, outbox, arena, row, region, {}, make_loop=make)
+
+
+class MeasuredLoop(process.WorkerLoop):
+    """The loop of a worker, which measures the CPU time of its threads and of its steps."""
+
+    def __init__(self, report: Callable[[Mapping[str, float]], None], *parts: Any) -> None:
+        super().__init__(*parts)
+        self._report = report
+        self._steps: defaultdict[str, list[float]] = defaultdict(list)
+        self._num = 0
+        self._before: dict[str, float] = {}
+        computer, preparer = self._computer, self._computer.preparer
+        for owner, name in (
+            (preparer, "preprocess"), (preparer, "_group"), (computer, "launch"),
+            (computer, "compute"), (self._outbox, "put"),
+        ):  # fmt: skip
+            setattr(owner, name, self._timed(name.strip("_"), getattr(owner, name)))
+
+    def serve(self) -> None:
+        """Answer batches, and report the figures in the end."""
+        super().serve()
+        cpu_s = {name: end - self._before.get(name, 0.0) for name, end in _cpu_s().items()}
+        num = self._num - _NUM_WARM
+        by_thread = {f"{name}_ms": s / num * 1e3 for name, s in cpu_s.items()}
+        steps = {name: times[_NUM_WARM:] for name, times in self._steps.items()}
+        self._report(
+            {
+                "all_ms": sum(cpu_s.values()) / num * 1e3,
+                **by_thread,
+                "longest_ms": max(quantiles(each, n=100)[-1] for each in steps.values()) * 1e3,
+                **{f"{name}_step_ms": median(each) * 1e3 for name, each in steps.items()},
+            }
+        )
+
+    def _answer(self, prepared: Prepared, *rest: Any) -> None:
+        super()._answer(prepared, *rest)
+        self._num += 1
+        if self._num == _NUM_WARM:
+            self._before = _cpu_s()
+
+    def _timed(self, name: str, step: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any) -> Any:
+            began = time.thread_time()
+            try:
+                return step(*args)
+            finally:
+                self._steps[name].append(time.thread_time() - began)
+
+        return timed
+
+
+def _cpu_s() -> dict[str, float]:
+    """Return the CPU seconds of each kind of thread that Python knows, by the pools' names."""
+    found: defaultdict[str, float] = defaultdict(float)
+    for thread in threading.enumerate():
+        clock = time.pthread_getcpuclockid(thread.ident or 0)
+        found[thread.name.partition("_")[0].lower()] += time.clock_gettime(clock)
+    return found
