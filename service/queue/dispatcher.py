@@ -227,10 +227,10 @@ class Dispatcher:
 
     def attach(self, worker: WorkerHandle) -> None:
         """Send a ready worker its share of the work, until it is detached."""
-        if worker.ready.speed.preset not in ANY_SIZE:
-            self._limit.hold()
         if worker.ready.is_accelerated:
-            self._limit.accelerate()
+            self._limit.accelerate()  # presets are made for all sizes up to the largest there
+        elif worker.ready.speed.preset not in ANY_SIZE:
+            self._limit.hold()
         self.expect_streams(worker)
         self._lanes.attach(worker)
         self.scheduler.soon()

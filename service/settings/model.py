@@ -98,8 +98,9 @@ class ModelSettings(SettingsTable):
     """The most of its GPU's memory that each process may allocate. `auto`: an equal share if
     several processes use a GPU, less what CUDA itself takes."""
     max_batch_size: Auto | Annotated[int, Field(ge=1, le=65536)] = "auto"
-    """The most instances that one forward pass serves. `auto`: 8, and up to 64 while a full batch
-    takes about a millisecond, which only models that compute next to nothing do."""
+    """The most instances that one forward pass serves. `auto`: on accelerators 8 to 256, whichever
+    serves the most per second; on CPUs 8, and up to 64 while a full batch takes about a
+    millisecond, which only models that compute next to nothing do."""
     batch_wait_ms: float = Field(0.0, ge=0, le=60_000, allow_inf_nan=False)
     """How long an idle worker waits for a batch to fill. 0: it starts with what is there."""
     objective_p99_ms: float | None = Field(None, gt=0, le=DAY_S * 1000, allow_inf_nan=False)

@@ -10,9 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from inferpool.service.errors import DeadlineExceededError, OverloadedError
 from inferpool.service.parts.objective import Objective
 from inferpool.service.queue.admission import Admission
+from inferpool.service.queue.batch_sizing import AUTO_SIZE
 from inferpool.service.queue.dispatcher import Dispatcher
 from inferpool.service.queue.instance import Instance
 from inferpool.service.queue.quarantine import Quarantine
@@ -162,11 +165,12 @@ def simulate_mix(
     warm_s: float = 2.0,
     seed: int = 0,
     max_queue_length: int = 1024,
-    max_batch_size: int = 8,
+    max_batch_size: int | None = 8,
     key_share: float = 1.0,
     job_share: float = 0.0,
     objective_s: float = 0.0,
     worker_type: type[SimulatedWorker] = SimulatedWorker,
+    is_accelerated: bool = False,
     lost_at: float | None = None,
     back_after_s: float = 3.0,
 ) -> None:
@@ -174,6 +178,7 @@ def simulate_mix(
 
     Args:
         cost: Cost of a batch; of several, each is that of one worker.
+        max_batch_size: The most instances of a batch; None: what pays.
         noise: How much the cost of a batch varies, up or down, as a share of it.
         lost_at: Moment when one of the workers dies, to come back `back_after_s` later.
     """
@@ -215,7 +220,7 @@ def simulate_mix(
             arena=arena,
             admission=Admission(
                 max_queue_length=max_queue_length,
-                max_batch_size=max_batch_size,
+                max_batch_size=max_batch_size or AUTO_SIZE,
                 rejected=metrics.rejected,
                 key_share=key_share,
             ),
@@ -229,6 +234,7 @@ def simulate_mix(
             dispatcher.scheduler.policies.append(objective)
         workers = [worker_type(each, slot, noise) for slot, each in enumerate(costs)]
         for worker in workers:
+            worker.ready = msgspec.structs.replace(worker.ready, is_accelerated=is_accelerated)
             dispatcher.attach(worker)
         for stream in streams:
             stream.seconds, stream.workers = seconds, workers

@@ -1,12 +1,14 @@
 """Batching under load: see `tests.service.simulation`."""
 
 import random
+from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 
 from inferpool.service.queue.scheduling import scheduler
-from tests.service.simulation import SimulatedPipeline, simulate
+from tests.service.simulation import SimulatedPipeline, SimulatedWorker, simulate
 
 
 def slow(size: int) -> float:
@@ -192,3 +194,42 @@ def test_objective_is_held_by_a_pipeline_that_overlaps_batches():
     )
     assert held.p99_ms <= 330
     assert held.good_per_s > 100
+
+
+def on_an_accelerator(size: int) -> float:
+    """Serves 800/s in batches of 8, 1,280/s of 16, 1,500/s of 32 and 1,300/s of 64."""
+    times_s = {0: 0.006, 8: 0.010, 16: 0.0125, 32: 0.0213, 64: 0.0492, 128: 0.12}
+    for one, next in pairwise(times_s):
+        if size <= next:
+            share = (size - one) / (next - one)
+            return times_s[one] + share * (times_s[next] - times_s[one])
+    raise AssertionError(f"no batch may have {size}")
+
+
+@pytest.mark.parametrize(
+    ("worker_type", "num_workers", "full_per_s"),
+    [(SimulatedWorker, 1, 1500), (SimulatedPipeline, 1, 3000), (SimulatedWorker, 3, 4500)],
+)
+def test_batches_on_accelerators_grow_to_what_serves_the_most(worker_type, num_workers, full_per_s):
+    load = simulate(
+        on_an_accelerator, 1.2 * full_per_s, 1.0, warm_s=2.0, max_batch_size=None,
+        worker_type=worker_type, num_workers=num_workers, is_accelerated=True,
+    )  # fmt: skip
+    ((size, _),) = Counter(load.workers[0].computed[-20:]).most_common(1)
+    assert size == 32
+    assert load.good_per_s > 0.95 * full_per_s
+
+
+def test_batches_on_accelerators_grow_no_further_than_an_objective_allows():
+    held = simulate(
+        on_an_accelerator, 1800, 2.0, warm_s=1.0, max_batch_size=None, num_workers=1,
+        is_accelerated=True, objective_s=0.030,
+    )  # fmt: skip
+    assert held.p99_ms <= 30 * 1.02
+    assert held.good_per_s > 800
+    assert 16 <= max(held.sizes) < 32
+
+
+def test_no_batch_waits_for_more_while_a_worker_is_idle():
+    light = simulate(on_an_accelerator, 30, 5.0, max_batch_size=None, is_accelerated=True)
+    assert light.p99_ms < 1000 * 2.2 * on_an_accelerator(2)

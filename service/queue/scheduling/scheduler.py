@@ -145,10 +145,11 @@ class BatchScheduler:
         self, lane: Lane, batch: list[Instance], done: BatchDone, now: float, *, was_computed: bool
     ) -> None:
         """Learn how long batches take from one that has come back."""
-        self.lanes.answered(lane, batch, now, was_computed=was_computed)
+        took_s, lanes = now - lane.busy_since, self.lanes
+        lanes.answered(lane, batch, now, was_computed=was_computed)
         if was_computed and not lane.is_lagging:
-            if len(batch) >= self.limit.own:
-                self.limit.learn(len(batch), done.prepare_s, done.compute_s)
+            worked_s = done.prepare_s + done.compute_s
+            self.limit.learn(len(batch), worked_s, took_s, lanes.num_sent)
             self.prepare_s = done.prepare_s
 
     def send_next(

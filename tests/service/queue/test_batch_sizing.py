@@ -1,3 +1,5 @@
+import random
+from collections.abc import Callable
 from itertools import pairwise
 from math import inf
 
@@ -74,7 +76,7 @@ def test_the_soonest_deadline_is_a_lower_bound(left_s: float):
 
 def fed(limit: SizeLimit, item_s: float, num_batches: int = 100) -> int:
     for _ in range(num_batches):
-        limit.learn(limit.now, 0.0, item_s * limit.now)
+        limit.learn(limit.now, item_s * limit.now, 0.0, 0)
     return limit.now
 
 
@@ -92,11 +94,11 @@ def test_only_auto_grows_and_while_full_batches_take_little_time(set_size, item_
 def test_batch_that_is_not_full_or_was_interrupted_changes_nothing():
     limit = SizeLimit(None)
     for _ in range(50):
-        limit.learn(limit.now - 1, 0.0, 0.00001)
+        limit.learn(limit.now - 1, 0.00001, 0.0, 0)
     assert limit.now == 8
     fed(limit, item_s=0.00001, num_batches=30)
     grown = limit.now
-    limit.learn(grown, 0.0, 5.0)
+    limit.learn(grown, 5.0, 0.0, 0)
     assert fed(limit, item_s=0.00001) == 64
 
 
@@ -107,48 +109,175 @@ def test_the_size_of_a_compiled_network_stays():
     assert fed(limit, item_s=0.00001) == 8
 
 
-def accelerated(fixed_s: float, item_s: float, num_batches: int = 200, prepare_s: float = 0.0):
-    """Return the sizes that a limit goes through on a device that takes so long for a batch."""
-    limit, sizes = SizeLimit(None), []
+Curve = Callable[[int], float]
+"""Seconds of a batch on an accelerator, by its size."""
+
+
+def line(fixed_s: float, item_s: float) -> Curve:
+    return lambda size: fixed_s + item_s * size
+
+
+def by_rate(**gains: float) -> Curve:
+    """Return a curve that serves 1,000/s in batches of 8, and so many times that in larger ones."""
+    rates = {int(size.removeprefix("of_")): 1000 * gain for size, gain in gains.items()}
+    return lambda size: (
+        size / max(rate for of, rate in {8: 1000.0, **rates}.items() if of in (8, size))
+    )
+
+
+def accelerated(
+    curve: Curve, num_batches: int = 1000, noise: float = 0.0, seed: int = 0
+) -> list[int]:
+    """Return the sizes that a limit goes through under full load."""
+    limit, sizes, chance = SizeLimit(None), [0], random.Random(seed)
     limit.accelerate()
-    for number in range(num_batches):
-        is_new = number == 0 or sizes[-1] != limit.now
+    for _ in range(num_batches):
+        cold_s = 1.0 if limit.now != sizes[-1] else 0.0  # the first batch of a size
         sizes.append(limit.now)
-        cold_s = 1.0 if is_new else 0.0  # the first batch of a size
-        limit.learn(limit.now, prepare_s * limit.now, cold_s + fixed_s + item_s * limit.now)
-    return sizes
+        took_s = curve(limit.now) * chance.uniform(1 - noise, 1 + noise) + cold_s
+        limit.learn(limit.now, 0.0, took_s, 0)
+    return sizes[1:]
 
 
 @pytest.mark.parametrize(
-    ("fixed_s", "item_s", "expected"),
+    ("curve", "expected"),
     [
-        pytest.param(0.005, 0.0, 256, id="bound by launches"),
-        pytest.param(0.005, 0.0002, 128, id="both"),
-        pytest.param(0.0, 0.001, 8, id="in proportion"),
-        pytest.param(0.15, 0.0, 8, id="long"),
+        pytest.param(line(0.005, 0.0), 256, id="bound by launches"),
+        pytest.param(line(0.005, 0.0002), 256, id="both"),
+        pytest.param(line(0.0, 0.001), 8, id="in proportion"),
+        pytest.param(line(0.15, 0.0), 8, id="long"),
+        pytest.param(line(0.030, 0.00155), 64, id="until they are long"),
+        pytest.param(
+            by_rate(of_16=1.8, of_32=3.0, of_64=4.0, of_128=4.16, of_256=4.18), 128, id="by 4 %"
+        ),
+        pytest.param(by_rate(of_16=1.5, of_32=1.2, of_64=3.0), 16, id="less again"),
     ],
 )
-def test_on_accelerators_batches_grow_while_the_time_per_instance_falls(fixed_s, item_s, expected):
-    sizes = accelerated(fixed_s, item_s)
+def test_on_accelerators_batches_grow_while_more_are_computed_per_second(curve, expected):
+    sizes = accelerated(curve)
     assert sizes[-1] == expected
     assert max(sizes) <= 2 * expected
-    assert len(set(sizes[100:])) == 1
+    assert len(set(sizes[500:])) == 1
 
 
-def test_batches_do_not_grow_where_the_preparation_takes_longer_than_the_accelerator():
-    assert accelerated(0.005, 0.0, prepare_s=0.001)[-1] == 8
+@pytest.mark.parametrize("seed", range(5))
+def test_a_gain_of_4_percent_is_found_in_times_that_vary_by_10(seed: int):
+    curve = by_rate(of_16=1.8, of_32=3.0, of_64=4.0, of_128=4.16, of_256=3.9)
+    sizes = accelerated(curve, num_batches=15_000, noise=0.1, seed=seed)
+    assert sizes[5000:].count(128) / len(sizes[5000:]) > 0.95
+    assert sum(sizes) > 0.97 * 128 / curve(128) * sum(map(curve, sizes))
+
+
+def test_a_clear_gain_needs_one_comparison():
+    sizes = accelerated(line(0.005, 0.0))
+    assert sizes.index(256) <= 100
 
 
 def test_size_that_did_not_pay_is_tried_again_much_later():
-    sizes = accelerated(0.0, 0.001, num_batches=2000)
-    trials = [i for i in range(1, len(sizes)) if sizes[i] == 16 != sizes[i - 1]]
-    assert 2 <= len(trials) <= 4
-    assert all(later - earlier > 400 for earlier, later in pairwise(trials))
+    sizes = accelerated(line(0.0, 0.001), num_batches=10_000)
+    changes = [number for number, (one, next) in enumerate(pairwise(sizes)) if one != next]
+    rests = [later - earlier for earlier, later in pairwise(changes) if later - earlier > 20]
+    assert len(rests) >= 3
+    assert min(rests) > 2000
+    assert sizes.count(16) < 0.05 * len(sizes)
+
+
+def full_batches(limit: SizeLimit, curve: Curve, num: int = 1000) -> int:
+    for _ in range(num):
+        limit.learn(limit.now, 0.0, curve(limit.now), 0)
+    return limit.own
+
+
+def test_limit_falls_once_smaller_batches_pay():
+    limit = SizeLimit(None)
+    limit.accelerate()
+    assert full_batches(limit, line(0.005, 0.0)) == 256
+    assert full_batches(limit, by_rate(of_128=1.0, of_256=0.9), num=3000) == 128
+
+
+def test_limit_is_sought_anew_for_a_worker_that_computes_in_another_way():
+    limit = SizeLimit(None)
+    limit.accelerate()
+    assert full_batches(limit, line(0.0, 0.001)) == 8
+    limit.accelerate()
+    assert full_batches(limit, line(0.005, 0.0)) == 256
+
+
+def on_trial() -> SizeLimit:
+    """Return a limit that compares batches of 16 with batches of 8, which take 5 ms."""
+    limit = SizeLimit(None)
+    limit.accelerate()
+    while limit.own == 8:
+        limit.learn(8, 0.0, 0.005, 24)
+    return limit
+
+
+@pytest.mark.parametrize(
+    ("size", "took_s", "expected"), [(12, 0.005, 16), (12, 0.009, 8), (16, 0.011, 8)]
+)
+def test_a_larger_limit_must_pay_as_its_batches_come_full_or_not(size, took_s, expected):
+    limit = on_trial()
+    sizes = set()
+    for _ in range(3 + 2 + 8):
+        limit.learn(size, 0.0, took_s, 0)
+        sizes.add(limit.own)
+    assert sizes == {16, expected}
+    for _ in range(100):
+        limit.learn(limit.own if expected == 8 else 12, 0.0, 0.005, 0)
+    assert limit.own == expected
+
+
+def test_nothing_grows_while_batches_are_not_full():
+    limit = SizeLimit(None)
+    limit.accelerate()
+    for _ in range(1000):
+        for size in (3, 8, 2):
+            limit.learn(size, 0.0, 0.005, 0)
+    assert limit.own == 8
+
+
+def test_pause_of_the_load_during_a_trial_says_nothing_about_sizes():
+    limit = on_trial()
+    for _ in range(1000):
+        limit.learn(2, 0.0, 0.005, 0)
+    assert limit.own == 16
+    assert full_batches(limit, line(0.005, 0.0)) == 256
+
+
+def test_batches_that_were_sent_before_the_limit_changed_say_nothing():
+    limit = on_trial()
+    for _ in range(3):  # these were held
+        limit.learn(8, 0.0, 0.001, 0)
+    for _ in range(2 + 8):
+        assert limit.own == 16
+        limit.learn(16, 0.0, 0.012, 0)
+    assert limit.own == 8
+
+
+def test_one_interrupted_batch_changes_no_choice():
+    limit = on_trial()
+    for number in range(3 + 2 + 8):
+        assert limit.own == 16
+        limit.learn(16, 0.0, 1.0 if number == 9 else 0.008, 0)
+    for _ in range(3 + 2 + 8):
+        limit.learn(limit.own, 0.0, 0.0005 * limit.own, 0)
+    assert limit.own == 32  # it is the next to be tried
+
+
+def test_sizes_that_an_objective_bounds_are_compared_as_they_are():
+    limit = SizeLimit(None)
+    limit.accelerate()
+    for _ in range(1000):
+        limit.bound(100)
+        limit.learn(limit.now, 0.0, 0.005, 0)
+    assert limit.own == 128
+    limit.bound(100)
+    assert limit.now == 100
 
 
 def test_a_size_in_the_settings_holds_for_accelerators_too():
     limit = SizeLimit(8)
     limit.accelerate()
     for _ in range(100):
-        limit.learn(8, 0.0, 0.001)
+        limit.learn(8, 0.0, 0.001, 0)
     assert limit.now == 8
