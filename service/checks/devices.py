@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from inferpool.models.accelerator.kinds import CUDA
+from inferpool.models.attached import SOURCES
 from inferpool.models.spec import Placement
 from inferpool.service.checks.facts import Facts
 from inferpool.service.checks.findings import Finding, error, note, ok, warning
@@ -56,6 +57,37 @@ def check_sharing(facts: Facts, settings: Settings) -> Iterator[Finding]:
                 f"the processes on {gpu} may allocate {bounds[gpu.uuid]} % of its memory together",
                 "set gpu_memory_fraction of each model on it",
             )
+
+
+def check_replicas_on_gpus(facts: Facts, settings: Settings) -> Iterator[Finding]:
+    """Check for models with several replicas on one GPU, or on one slice.
+
+    A worker keeps several batches in flight. So a second replica on its GPU only costs memory and
+    cores, unless Python code of the model's own, of which a process runs one line at a time, takes
+    longer than the GPU does.
+    """
+    for name, placements in facts.placements.items():
+        users = Counter(placement.visible for placement in placements if not placement.split)
+        uuids = [visible for visible, num in users.items() if visible and num > 1]
+        where = ", ".join(str(gpu) for gpu in facts.host.gpus if (gpu.uuid,) in uuids)
+        if not where:
+            continue
+        check = f"replicas of {name}"
+        message = f"{max(users.values())} replicas share {where}; one keeps a GPU busy by itself"
+        one = 'replicas = "auto" makes one for each GPU'
+        if _is_own_class(settings.models[name].source):
+            yield note(
+                check,
+                f"{message}, unless the model's own Python code takes longer than the GPU",
+                f"{one}; `inferpool tune` measures whether several pay",
+            )
+        else:
+            yield warning(check, f"{message}, and more cost memory and cores", one)
+
+
+def _is_own_class(source: str) -> bool:
+    """Return True for `package.module:Class`."""
+    return ":" in source and f"{source.partition(':')[0]}:" not in SOURCES
 
 
 def all_placements(facts: Facts) -> Iterator[Placement]:

@@ -4,7 +4,11 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import TypeAlias
 
-from inferpool.service.checks.devices import check_sharing, check_visible
+from inferpool.service.checks.devices import (
+    check_replicas_on_gpus,
+    check_sharing,
+    check_visible,
+)
 from inferpool.service.checks.facts import Facts, gather
 from inferpool.service.checks.findings import Finding, warning
 from inferpool.service.checks.limits import (
@@ -64,6 +68,7 @@ QUICK: Sequence[Check] = (
     check_replicas,
     check_gpu_memory,
     check_sharing,
+    check_replicas_on_gpus,
     check_shared_memory,
     check_descriptors,
     check_processes,
@@ -87,6 +92,7 @@ _OF_WORKERS: Container[Check] = (
     check_replicas,
     check_gpu_memory,
     check_sharing,
+    check_replicas_on_gpus,
     check_processes,
     check_processor,
 )

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.bench import (
-    bodies,
     batches,
+    bodies,
     entries,
     hosts,
     loaded,

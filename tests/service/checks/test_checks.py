@@ -284,6 +284,34 @@ def test_processes_that_share_a_gpu_are_found(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
+    ("source", "flags", "said"),
+    [
+        ("torchvision:resnet50", {"replicas": "4"}, "warning replicas of resnet50: 4 replicas"),
+        ("tests.fault_model:FaultModel", {"replicas": "2"}, "note replicas of faultmodel: 2 rep"),
+        ("torchvision:resnet50", {"devices": "cuda:0,0"}, "2 replicas share cuda:0 (H100, 80 GiB)"),
+        ("torchvision:resnet50", {}, ""),
+        ("torchvision:resnet50", {"devices": "cpu", "replicas": "4"}, ""),
+        ("torchvision:resnet50", {"devices": "cuda:0,0", "placement": "pipeline"}, ""),
+    ],
+)
+def test_several_replicas_of_a_model_on_one_gpu_are_advised_against(
+    tmp_path: Path, source: str, flags: dict[str, str], said: str
+):
+    settings = settings_of(tmp_path, model=source, **flags)
+    found = lines(devices.check_replicas_on_gpus(gather(settings, ONE_GPU), settings))
+    assert bool(found) == bool(said)
+    assert said in found
+    assert ("inferpool tune" in found) == ("faultmodel" in found)
+
+
+def test_start_warns_of_several_replicas_on_one_gpu(tmp_path: Path):
+    settings = settings_of(tmp_path, model="torchvision:resnet50", replicas="2")
+    assert "warning replicas of resnet50: 2 replicas share" in lines(
+        check_quickly(settings, ONE_GPU)
+    )
+
+
+@pytest.mark.parametrize(
     ("visible", "host", "said"),
     [
         ("", {"gpus": ()}, "note CUDA_VISIBLE_DEVICES: hides every GPU"),
