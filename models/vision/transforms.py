@@ -8,9 +8,11 @@ Axes: B batch, H height, W width, C = 3 colours.
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
@@ -106,13 +108,28 @@ class ImageTransform:
 
         The pixels are about those of `quick_pixels`.
         """
-        windows = []
-        for image in images_CHW:
-            height, width = image.shape[-2:]
-            columns, rows = self._resized((width, height))
-            left, top = _margin(columns, self.crop), _margin(rows, self.crop)
-            windows.append(Window(rows=rows, columns=columns, top=top, left=left, edge=self.crop))
+        if not images_CHW:
+            return []
+        windows = [
+            Window(rows=rows, columns=columns, top=top, left=left, edge=self.crop)
+            for rows, columns, top, left in self.windows([x.shape[1:] for x in images_CHW]).tolist()
+        ]
         return resampled(images_CHW, windows, self.interpolation)
+
+    def windows(self, sizes: Sequence[Sequence[int]]) -> NDArray[np.int64]:
+        """Return where the crop lies in resized pictures, [B, 4]: rows, columns, top, left.
+
+        Args:
+            sizes: Height and width of each, which `check` accepts.
+        """
+        edges_B2 = np.array(sizes, np.int64)
+        short_B1 = edges_B2.min(1, keepdims=True)
+        long_B1 = (self.resize * edges_B2.max(1, keepdims=True) / short_B1).astype(np.int64)
+        is_short_B2 = edges_B2 == short_B1
+        resized_B2 = np.where(is_short_B2, self.resize, long_B1)
+        margins_B2 = resized_B2 - self.crop
+        leads_B2 = np.where(margins_B2 < 0, -(-margins_B2 // 2), np.rint(margins_B2 / 2))
+        return np.concatenate([resized_B2, leads_B2.astype(np.int64)], 1)
 
     def check(self, size: tuple[int, int]) -> None:
         """Refuse a width and height that `pixels` would refuse.
@@ -150,7 +167,7 @@ class ImageTransform:
                 scale = full[axis] / resized[axis]
                 start[axis], end[axis] = lead[axis] * scale, (lead[axis] + self.crop) * scale
                 size[axis], left[axis] = self.crop, 0
-        if size == [*resized] or _is_vertical_first(full, size) != _is_vertical_first(
+        if size == [*resized] or is_vertical_first(full, (*size,)) != is_vertical_first(
             full, resized
         ):
             return None
@@ -225,10 +242,15 @@ def _is_dyadic(full: int, resized: int) -> bool:
     return denominator & (denominator - 1) == 0 and full * denominator < 1 << 22
 
 
-def _is_vertical_first(full: tuple[int, int], size: list[int] | tuple[int, int]) -> bool:
-    """Return whether Pillow resizes columns first (ImagingResampleInner); this affects rounding."""
-    shrinks_by = full[1] - size[1]
-    return shrinks_by > 0 and shrinks_by > 2 * (full[0] - size[0])
+def is_vertical_first(full: tuple[Any, ...], resized: tuple[Any, ...]) -> Any:
+    """Return whether Pillow resizes columns first (ImagingResampleInner); this affects rounding.
+
+    Args:
+        full: Width and height, or an array of each.
+        resized: Those after resizing.
+    """
+    shrinks_by = full[1] - resized[1]
+    return (shrinks_by > 0) & (shrinks_by > 2 * (full[0] - resized[0]))
 
 
 def _margin(edge: int, crop: int) -> int:
