@@ -33,6 +33,9 @@ class Accelerator:
     decode_jpeg: str = ""
     """Function ("module:name") that decodes JPEGs on the device like `torchvision.io.decode_jpeg`;
     empty if there is none."""
+    transform_pictures: str = ""
+    """Function ("module:name") that makes a network's input of pictures on the device, like
+    `inferpool.models.vision.one_launch:transform`; empty if there is none."""
     fused_convolution: str = ""
     """Function ("module:name") that computes relu(convolution + bias + other) in one kernel, like
     `inferpool.models.speed.fused:cudnn_convolution`; empty if there is none."""
@@ -53,6 +56,7 @@ CUDA = Accelerator(
     management="pynvml",
     collectives="nccl",
     decode_jpeg="torchvision.io:decode_jpeg",
+    transform_pictures="inferpool.models.vision.one_launch:transform",
     fused_convolution="inferpool.models.speed.fused:cudnn_convolution",
     environment={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
     split_environment={

@@ -31,6 +31,7 @@ from inferpool.models.item import Features, Item
 from inferpool.models.label_tolerance import LabelTolerance
 from inferpool.models.spec import Decoding, Placement, TensorHeader, TensorSpec
 from inferpool.models.tolerance import Tolerance
+from inferpool.models.vision.device_pictures import DevicePictures, pictures_on
 from inferpool.models.vision.gpu_jpegs import GpuJpegs, decoder_on
 from inferpool.models.vision.images import check_size, decode_image, decode_scaled, only_tensor
 from inferpool.models.vision.photos import sample_jpegs, sample_views
@@ -126,6 +127,8 @@ class Classifier(Model):
         """Stack pixels as uint8 [B, H, W, C]; normalise all if one is a normalised input."""
         images = [each["image"] for each in instances]
         if any(image.dim() == 1 for image in images):
+            if self._pictures_on_gpu:
+                return {"image": self._input_on_gpu(images)}
             images = self._decode_on_gpu(images)
         if all(image.dtype == torch.uint8 for image in images):
             return {"image": stacked(images, self.stack_instances)}
@@ -144,6 +147,8 @@ class Classifier(Model):
         if x.dtype == torch.uint8:
             wanted = getattr(self.network, "memory_format", torch.contiguous_format)
             x = self.normalize(x, wanted)
+        elif x.dtype not in (torch.float32, getattr(self.network, "input_dtype", None)):
+            x = x.float()  # collated for a network that has been replaced since
         return {"logits": self.network(x)}
 
     def postprocess(self, outputs: Features) -> Features:
@@ -266,7 +271,43 @@ class Classifier(Model):
     def _gpu_jpegs(self) -> GpuJpegs | None:
         """Decoder of JPEGs on the GPU, if there is one: `preprocess` leaves them to `collate`."""
         decode = decoder_on(self.device)
-        return GpuJpegs(decode, self.transform) if decode else None
+        if not decode:
+            return None
+        return GpuJpegs(decode, self.transform, pictures_on(self.device, self.transform))
+
+    @property
+    def _pictures_on_gpu(self) -> DevicePictures | None:
+        return self._gpu_jpegs.pictures if self._gpu_jpegs else None
+
+    def _input_on_gpu(self, images: list[Tensor]) -> Tensor:
+        """Make the network's input of JPEGs (uint8 [bytes]), pixels and inputs, on its device."""
+        assert self._gpu_jpegs is not None
+        assert self._gpu_jpegs.pictures is not None
+        dtype = getattr(self.network, "input_dtype", None) or torch.float32
+        layout = getattr(self.network, "memory_format", torch.contiguous_format)
+        jpegs = [image for image in images if image.dim() == 1]
+        decoded = iter(self._gpu_jpegs.decoded(jpegs))
+        pictures, are_done, places, own = [], [], [], []
+        for place, image in enumerate(images):
+            if image.dtype != torch.uint8:
+                own.append(place)
+                continue
+            picture = next(decoded) if image.dim() == 1 else None
+            are_done.append(picture is None)
+            if picture is None:
+                pixels = image
+                if image.dim() == 1:  # the device refuses it
+                    pixels = self._exact_pixels(memoryview(image.numpy().tobytes()))
+                picture = pixels.permute(2, 0, 1)
+            pictures.append(picture)
+            places.append(place)
+        x = self._gpu_jpegs.pictures.inputs(pictures, are_done, dtype, layout)
+        if not own:
+            return x
+        others = self.stack_instances([images[place] for place in own])
+        order = torch.tensor([*places, *own]).argsort()
+        both = torch.cat([x, others.to(self.device, dtype, non_blocking=True)])
+        return both[order.to(self.device)]
 
     def _decode_on_gpu(self, images: list[Tensor]) -> list[Tensor]:
         """Decode the images that are still uint8 [bytes], and put all of them on one device."""

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from inferpool.models.accelerator.device import finish_stream, synchronize
 from inferpool.models.accelerator.kinds import accelerator_of
+from inferpool.models.vision.device_pictures import DevicePictures
 from inferpool.models.vision.transforms import ImageTransform
 
 logger = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ Raises `torch.OutOfMemoryError` for lack of memory, `torch.AcceleratorError` if 
 is lost, and another `RuntimeError` if it cannot decode one of them.
 """
 
-_MAX_PIXELS = 1 << 24
+MAX_PIXELS = 1 << 24
 """Larger ones would take 200 MB of the GPU's memory each while they are resized."""
 _END = b"\xff\xd9"
 _RGB = b"RGB"
@@ -70,9 +71,16 @@ NVJPEG_STATUS_ALLOCATOR_FAILURE."""
 class GpuJpegs:
     """Decodes and transforms plain JPEGs on the GPU."""
 
-    def __init__(self, decode: Decode, transform: ImageTransform) -> None:
+    def __init__(
+        self,
+        decode: Decode,
+        transform: ImageTransform,
+        pictures: DevicePictures | None = None,
+    ) -> None:
         self._decode = decode
         self._transform = transform
+        self.pictures = pictures
+        """The way to make a network's input of decoded pictures at once, if there is one."""
 
     def accept(self, payload: memoryview, max_pixels: int) -> Tensor | None:
         """Copy a JPEG to uint8 [bytes]; None if its header or end says that it is for the CPU."""
@@ -82,7 +90,7 @@ class GpuJpegs:
             return None
         try:
             size = _plain_size(data)
-            if size is None or not 0 < size[0] * size[1] <= min(max_pixels, _MAX_PIXELS):
+            if size is None or not 0 < size[0] * size[1] <= min(max_pixels, MAX_PIXELS):
                 return None
             self._transform.check(size)
         except Exception:  # the CPU's way says what is wrong with it
@@ -102,18 +110,24 @@ class GpuJpegs:
             torch.OutOfMemoryError: The GPU has no room for them.
             torch.AcceleratorError: The device's context is lost.
         """
-        images = self._decoded([*jpegs])
+        images = self.decoded([*jpegs])
         found = iter(self._transform.device_pixels([each for each in images if each is not None]))
         return [
             on_cpu(memoryview(jpeg.numpy().tobytes())) if image is None else next(found)
             for jpeg, image in zip(jpegs, images, strict=True)
         ]
 
-    def _decoded(self, jpegs: list[Tensor]) -> list[Tensor | None]:
-        """Decode JPEGs; return None for those that the GPU refuses.
+    def decoded(self, jpegs: list[Tensor]) -> list[Tensor | None]:
+        """Decode accepted JPEGs to [C, H, W]; return None for those that the GPU refuses.
 
         It does not say which of several it refuses, so halves are tried until these are alone.
+
+        Raises:
+            torch.OutOfMemoryError: The GPU has no room for them.
+            torch.AcceleratorError: The device's context is lost.
         """
+        if not jpegs:
+            return []
         try:
             return [*self._decode(jpegs)]
         except (torch.OutOfMemoryError, torch.AcceleratorError):
@@ -123,7 +137,7 @@ class GpuJpegs:
         if len(jpegs) == 1:
             return [None]
         middle = len(jpegs) // 2
-        return [*self._decoded(jpegs[:middle]), *self._decoded(jpegs[middle:])]
+        return [*self.decoded(jpegs[:middle]), *self.decoded(jpegs[middle:])]
 
 
 def _plain_size(data: bytearray) -> tuple[int, int] | None:

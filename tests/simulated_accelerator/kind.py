@@ -8,5 +8,6 @@ ACCELERATOR = Accelerator(
     management="tests.simulated_accelerator.fake_nvml",
     collectives="simccl",
     decode_jpeg="tests.simulated_accelerator.jpegs:decode_jpeg",
+    transform_pictures="tests.simulated_accelerator.pictures:transform",
     fused_convolution="tests.simulated_accelerator.convolutions:fused_convolution",
 )
