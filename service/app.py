@@ -590,6 +590,7 @@ class _Serving:
         """Build the server of this process as the only front."""
         service, only = self._service, OnlyFront(is_up=False)
         service.fronts = only
+        predict.slots = service.arena
         http = PredictProtocol.bound_to(predict, limits)
         server = self._make_server(
             server_config(app, http, self._settings, tls),

@@ -68,9 +68,11 @@ from inferpool.service.queue.instance import (
     InstanceSteps,
     InstanceTiming,
     Result,
+    SlotOwner,
     StreamReader,
 )
 from inferpool.service.queue.shares import owner_of_address
+from inferpool.workers.shared.arena import OpenSlot, Slots
 from inferpool.workers.shared.messages import ContentBlob, ItemRef
 
 logger = logging.getLogger(__name__)
@@ -155,13 +157,16 @@ class ModelEntry(Protocol):
         ref: ItemRef,
         chunks: Sequence[Buffer],
         steps: InstanceSteps | None = None,
+        owner: SlotOwner | None = None,
         *,
         reader: StreamReader | None = None,
     ) -> asyncio.Future[Result]:
         """Admit an instance; `reader` gets its parts. Cancelling the future gives it up.
 
         The ref is complete but for its offset, and belongs to the instance from now on. `steps`
-        records what happens to the instance, if its call is traced.
+        records what happens to the instance, if its call is traced. `owner` is that of the
+        payload's slot, if the payload is in the arena already and the ref has its offset; if the
+        instance is refused, the slot stays the caller's.
 
         Raises:
             ServiceError: It is refused.
@@ -339,6 +344,8 @@ class Predict:
     unread: Any = None
     """The `UnreadAnswers` that count the parts of streams too; the first stream makes them."""
     refusals: Refusals = field(default_factory=Refusals)
+    slots: Slots | None = None
+    """The arena, for large bodies that go there as they come; None: each is to be whole before."""
     guard: Guard | None = None
     """Checks keys; None if calls need none."""
     cors: Cors | None = None
@@ -499,6 +506,8 @@ class Exchange(msgspec.Struct, eq=False):
     response_complete: bool = False
     num_bytes: int = 0
     """Bytes of the body that have come."""
+    slot: OpenSlot | None = None
+    """The slot that the body goes into as it comes; None if its pieces are kept, or unwanted."""
     _refusal: ServiceError | None = None
     _chunks: list[Buffer] = []
     _is_counted: bool = False
@@ -596,7 +605,7 @@ class Exchange(msgspec.Struct, eq=False):
         """Submit the body, which is whole now."""
         self.is_complete = True
         if self.is_started:
-            self._submit(self._chunks or (b"",))
+            self._submit(self._chunks or (b"" if self.slot is None else self.slot.view,))
 
     def count(self) -> None:
         """Count the bytes of an unfinished body against the budget of all connections."""
@@ -634,7 +643,7 @@ class Exchange(msgspec.Struct, eq=False):
         self.let_go()
         if not self.response_complete:
             self.response_complete = True
-            self._give_up()
+            give_up(self.call.outcomes)
             self.close(_CLIENT_GONE)
 
     def close(self, status: int) -> None:
@@ -699,12 +708,15 @@ class Exchange(msgspec.Struct, eq=False):
         """Submit all instances of the body, and answer when each has its outcome."""
         call = self.call
         entry, form, ref = call.entry, call.form, call.ref
+        slot, owner = self.slot, None
         assert entry is not None
         try:
             if not entry.is_serving:
                 entry = self._entry_now()
             if form is not None and form.inputs is entry.inputs:
                 ref.kind, ref.num_bytes, ref.parameters = form.kind, self.num_bytes, form.parameters
+                if slot is not None:
+                    ref.offset, owner = slot.offset, slot.slots
             else:
                 decoded = self._decode(entry, chunks)
                 ref.parameters = decoded.parameters
@@ -715,7 +727,7 @@ class Exchange(msgspec.Struct, eq=False):
                     self._submit_several(entry, decoded.payloads)
                     return
                 chunks = put_into(ref, decoded.payloads[0])
-            future = entry.submit(ref, chunks, new_steps(call))
+            future = entry.submit(ref, chunks, new_steps(call), owner)
         except OverloadedError as error:
             self._refuse_soon(error)
             return
@@ -724,7 +736,9 @@ class Exchange(msgspec.Struct, eq=False):
             return
         call.num_instances = 1
         call.outcomes.append(future)
-        if self._chunks:
+        if slot is not None:
+            slot.is_handed_on = owner is not None
+        if slot is not None or self._chunks:
             self.let_go()
         future.add_done_callback(self.on_done)
 
@@ -797,7 +811,7 @@ class Exchange(msgspec.Struct, eq=False):
         self.predict.refusals.add(refuse)
 
     def _refuse(self, error: Exception) -> None:
-        self._give_up()
+        give_up(self.call.outcomes)
         self.let_go()
         self._answer(refusal_of(self.call, error))
 
@@ -807,22 +821,26 @@ class Exchange(msgspec.Struct, eq=False):
         if status is not None:
             self.close(status)
 
-    def _give_up(self) -> None:
-        """Cancel all instances: nobody waits for them any more."""
-        for outcome in self.call.outcomes:
-            if isinstance(outcome, ServiceError):
-                continue
-            if not outcome.done():
-                outcome.cancel()
-            elif not outcome.cancelled():
-                outcome.exception()  # else asyncio logs that nobody retrieved it
-
     def let_go(self) -> None:
         """Drop the body."""
         self._chunks = []
+        if self.slot is not None:
+            self.slot.close()
+            self.slot = None
         if self._is_counted:
             self._is_counted = False
             self.predict.unfinished.give_back(self)
+
+
+def give_up(outcomes: Sequence["asyncio.Future[Result] | ServiceError"]) -> None:
+    """Cancel instances that nobody waits for any more."""
+    for outcome in outcomes:
+        if isinstance(outcome, ServiceError):
+            continue
+        if not outcome.done():
+            outcome.cancel()
+        elif not outcome.cancelled():
+            outcome.exception()  # else asyncio logs that nobody retrieved it
 
 
 def new_steps(call: Call) -> InstanceSteps | None:

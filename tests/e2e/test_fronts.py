@@ -191,6 +191,23 @@ def test_two_front_ends_answer_as_one_does(services: tuple[Running, Running], na
         assert masked(answer_to(two, REQUESTS[name])).split(b"\r\n") == expected.split(b"\r\n")
 
 
+def test_large_bodies_of_one_connection_are_each_read_into_a_slot_of_their_own(
+    services: tuple[Running, Running],
+):
+    for service in services:
+        with socket.create_connection(service.address) as connection:
+            connection.settimeout(30)
+            for number in range(8):
+                begin = b"%08d" % number
+                sent = request("POST /predict", BYTES, body=begin + bytes(150_000))
+                connection.sendall(sent[:100_000])
+                connection.sendall(sent[100_000:])
+                answer = connection.recv(1 << 16)
+                assert is_whole(answer, sent)
+                assert b'{"num_bytes":150008,"head":"%b"}' % begin.hex().encode() in answer
+        until(lambda service=service: not service.metric("inferpool_arena_used_bytes"))
+
+
 def test_each_scrape_counts_the_calls_of_all_front_ends(two: Running):
     def count() -> float:
         num = two.metric('requests_total{code="200",model="m"}')

@@ -14,6 +14,8 @@ from inferpool.workers.shared.memory import SharedMemory
 
 MIN_BLOCK_BYTES = 1024
 """Alignment of slots, which is enough for every dtype and for vector loads."""
+_OPEN_SHARE = 0.25
+"""The part that slots of unfinished payloads may have, so that slow clients cannot hold it all."""
 _MAX_RECENT = 64
 """Freed blocks of one size that are kept for the next request of that size."""
 
@@ -32,6 +34,8 @@ class Slots:
         self.num_bytes = num_bytes
         self.used_bytes = 0
         """Bytes in use, including rounding."""
+        self.open_bytes = 0
+        """Those of them in slots whose payloads are still to come."""
         self.used_by: defaultdict[int, int] = defaultdict(int)
         """The same by caller, where callers are told apart."""
         self._callers: dict[int, int] = {}
@@ -69,24 +73,39 @@ class Slots:
         Returns:
             The slot's offset, or None if no slot of that size is free.
         """
-        order = ((num_bytes - 1) >> 10).bit_length() if num_bytes else 0  # inlined `_order_of`
-        if order >= len(self._recent):
-            return None
-        recent = self._recent[order]
-        offset = recent.pop() if recent else self._take(order)
+        offset = self._allocate(num_bytes, caller)
         if offset is None:
             return None
-        self._orders[offset] = order
-        self.used_bytes += MIN_BLOCK_BYTES << order
-        if caller:
-            self._callers[offset] = caller
-            self.used_by[caller] += MIN_BLOCK_BYTES << order
         position = offset
         for chunk in chunks:
             end = position + len(chunk)
             self._map[position:end] = chunk
             position = end
         return offset
+
+    def open(self, num_bytes: int, caller: int = 0, share: float = 1.0) -> "OpenSlot | None":
+        """Allocate a slot for a payload that is still to come.
+
+        Args:
+            num_bytes: Its length.
+            caller: The caller to count the slot for; 0 for none.
+            share: The caller's part of what other callers leave.
+
+        Returns:
+            The slot; None if there is no room, or open slots have their part, or the caller has its
+            share. Then the payload should wait elsewhere until it is whole.
+        """
+        size = slot_bytes(num_bytes)
+        if self.open_bytes + size > _OPEN_SHARE * self.num_bytes:
+            return None
+        own = self.used_by[caller] if caller else 0
+        if own and own + size > share * (self.num_bytes - self.used_bytes + own):
+            return None
+        offset = self._allocate(num_bytes, caller)
+        if offset is None:
+            return None
+        self.open_bytes += size
+        return OpenSlot(self, offset, memoryview(self._map)[offset : offset + num_bytes])
 
     def read(self, offset: int, num_bytes: int) -> bytes:
         """Return a copy of the content of a slot."""
@@ -123,6 +142,22 @@ class Slots:
         self._orders[offset] = order
         self.used_bytes += MIN_BLOCK_BYTES << order
 
+    def _allocate(self, num_bytes: int, caller: int) -> int | None:
+        """Take a slot, and return its offset; None if no slot of that size is free."""
+        order = ((num_bytes - 1) >> 10).bit_length() if num_bytes else 0  # inlined `_order_of`
+        if order >= len(self._recent):
+            return None
+        recent = self._recent[order]
+        offset = recent.pop() if recent else self._take(order)
+        if offset is None:
+            return None
+        self._orders[offset] = order
+        self.used_bytes += MIN_BLOCK_BYTES << order
+        if caller:
+            self._callers[offset] = caller
+            self.used_by[caller] += MIN_BLOCK_BYTES << order
+        return offset
+
     def _take(self, order: int) -> int | None:
         """Split a free block down to this order; merge the recent blocks first if needed."""
         offset = self._split(order)
@@ -154,6 +189,27 @@ class Slots:
             offset = min(offset, buddy)
             order += 1
         free[order].add(offset)
+
+
+class OpenSlot:
+    """A slot for a payload that is still to come, and its memory."""
+
+    __slots__ = ("is_handed_on", "offset", "slots", "view")
+
+    def __init__(self, slots: Slots, offset: int, view: memoryview) -> None:
+        self.slots = slots
+        """The allocator that it is from."""
+        self.offset = offset
+        self.view = view
+        self.is_handed_on = False
+        """The payload is whole, and somebody else frees the slot."""
+
+    def close(self) -> None:
+        """Count it as any other if it is handed on; else free it."""
+        self.slots.open_bytes -= slot_bytes(len(self.view))
+        self.view.release()
+        if not self.is_handed_on:
+            self.slots.free(self.offset)
 
 
 class Arena(Slots):

@@ -60,6 +60,7 @@ from inferpool.service.api.wire.incoming import (
     head_without_upgrade,
 )
 from inferpool.service.api.wire.places import ConnectionLimits
+from inferpool.service.api.wire.slot_reader import MIN_SLOT_BYTES, SlotReader
 from inferpool.service.api.wire.writing import AnswerWriter
 from inferpool.service.errors import BadRequestError, ServiceError, UnavailableError
 from inferpool.service.queue.shares import owner_of_address
@@ -463,10 +464,8 @@ def _leaves_body(cycle: RequestResponseCycle) -> bool:
     return cycle.waiting_for_100_continue or is_long(dict(cycle.scope["headers"]))
 
 
-class PredictProtocol(HttpConnection):
-    """uvicorn's protocol with the calls to `/predict` taken out. Bind it with `bound_to`."""
-
-    known_heads: KnownHeads
+class BodyConnection(HttpConnection):
+    """The body that comes: it is counted and timed, and a large one may go into the arena."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -477,6 +476,92 @@ class PredictProtocol(HttpConnection):
         """The newest body is that of a job, which goes to a disk."""
         self._num_missing = 0
         """Missing bytes of the body of a call with a known head."""
+        self._body_timer: BodyTimer | None = None
+        """Times bodies that come in pieces, once there is one."""
+        self._slot_reader: SlotReader | None = None
+        """Reads large bodies into the arena, once there is one."""
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End: the client hung up, or the connection was closed."""
+        self._end_body()
+        super().connection_lost(exc)
+        # They refer to the connection.
+        self._incoming = self._body_timer = self._slot_reader = None
+
+    def _take_piece(self, data: bytes) -> None:
+        """Pass on a piece of a body of known length, which needs no parser."""
+        # A view takes five times the memory of a byte, and some clients send single bytes.
+        piece = data if len(data) <= self._num_missing else memoryview(data)[: self._num_missing]
+        exchange: Exchange = self.cycle
+        if not exchange.response_complete:
+            exchange.feed(piece)
+        self._count_piece(exchange, len(piece))
+        if len(piece) < len(data) and not self.transport.is_closing():
+            self.data_received(data[len(piece) :])
+
+    def _count_piece(self, exchange: Exchange, num_bytes: int) -> None:
+        """Count a piece of a body of known length, which the exchange has already."""
+        self._num_missing -= num_bytes
+        self._num_body_bytes += num_bytes
+        if self._num_missing:
+            if not exchange.response_complete:
+                exchange.count()
+            return
+        self._end_body()
+        if not exchange.response_complete:
+            exchange.complete()
+
+    def _slot_reader_for(self, known: KnownHead) -> SlotReader | None:
+        """Return what reads bodies with a known head, if they are large payloads as they come."""
+        if known.num_body_bytes < MIN_SLOT_BYTES or known.call.form is None:
+            return None
+        if self._slot_reader is None and self.predict.slots is not None and self.handshake is None:
+            self._slot_reader = SlotReader(self, self.transport, self._count_piece)
+        return self._slot_reader
+
+    def _watch_if_missing(self, exchange: Exchange) -> None:
+        if self._is_in_body and self.cycle is exchange:
+            self._watch_body()
+
+    def _watch_body(self) -> None:
+        """Count a body that did not come with its head, and time it.
+
+        Every body is timed, even if uvicorn answers its call or the call has its answer already.
+        """
+        cycle: Cycle = self.cycle
+        deadline = inf if self._is_job else self.loop.time() + self.predict.limits.max_timeout_s
+        if isinstance(cycle, Exchange) and not cycle.response_complete:
+            if not cycle.is_started:
+                return
+            cycle.count()
+            deadline = cycle.call.ref.deadline
+        if self._ignores_input:
+            return
+        if self._body_timer is None:
+            limits, flow = self.predict.limits, self.flow
+            self._body_timer = BodyTimer(
+                limits, lambda: self._num_body_bytes, self._on_garbage, lambda: flow.read_paused
+            )
+        self._body_timer.start(deadline)
+
+    def _end_body(self) -> None:
+        """Stop timing: the body of the newest request has arrived, or nobody waits for it."""
+        self._is_in_body = False
+        if self._body_timer is not None and self._body_timer.is_on:
+            self._body_timer.stop()
+
+    def _on_garbage(self, error: ServiceError) -> None:
+        """End a body that cannot be read."""
+        raise NotImplementedError
+
+
+class PredictProtocol(BodyConnection):
+    """uvicorn's protocol with the calls to `/predict` taken out. Bind it with `bound_to`."""
+
+    known_heads: KnownHeads
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._num_read = 0
         """Bytes of the newest data."""
         self._is_behind_others = False
@@ -486,8 +571,6 @@ class PredictProtocol(HttpConnection):
         self._asks_for_upgrade = False
         self._chunk_limits: ChunkLimits | None = None
         """Counts the newest message, if its body is chunked."""
-        self._body_timer: BodyTimer | None = None
-        """Times bodies that come in pieces, once there is one."""
         self._last_head: KnownHead | None = None
         self._new_head = b""
         """Raw head of the first request in the newest data; empty once a second one began."""
@@ -501,12 +584,6 @@ class PredictProtocol(HttpConnection):
         predict.unread = shared.unread
         bound = {"predict": predict, "connection_limits": shared, "known_heads": KnownHeads()}
         return type(cls.__name__, (cls,), bound)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """End: the client hung up, or the connection was closed."""
-        self._end_body()
-        super().connection_lost(exc)
-        self._incoming = self._body_timer = None  # they refer to the connection
 
     def shutdown(self) -> None:
         """Refuse half a request, since the server stops; whole ones are still answered."""
@@ -685,7 +762,7 @@ class PredictProtocol(HttpConnection):
         self._last_head = known
         earlier, length = known.call, len(known.head)
         num_missing = length + known.num_body_bytes - len(data)
-        if num_missing < 0 or (num_missing and earlier.form is None):
+        if num_missing < 0:
             self._new_head = known.head
             return False
         self._new_head = b""
@@ -694,32 +771,19 @@ class PredictProtocol(HttpConnection):
         body = data[length:] if earlier.form is None else memoryview(data)[length:]
         if not num_missing:
             exchange.take(body)
+            if (reader := self._slot_reader_for(known)) is not None:
+                reader.start()  # the next one is as large
             return True
         self._num_missing = num_missing
         self._num_body_bytes = len(body)
         self._is_in_body = True
+        reader = self._slot_reader_for(known)
+        if reader is not None and reader.open(exchange, known.num_body_bytes, body):
+            self.loop.call_soon(self._watch_if_missing, exchange)  # mostly nothing is by then
+            return True
         exchange.feed(body)
         self._watch_body()
         return True
-
-    def _take_piece(self, data: bytes) -> None:
-        """Pass on a piece of a body of known length, which needs no parser."""
-        # A view takes five times the memory of a byte, and some clients send single bytes.
-        piece = data if len(data) <= self._num_missing else memoryview(data)[: self._num_missing]
-        self._num_missing -= len(piece)
-        self._num_body_bytes += len(piece)
-        exchange: Exchange = self.cycle
-        if not exchange.response_complete:
-            exchange.feed(piece)
-            if self._num_missing:
-                exchange.count()
-        if self._num_missing:
-            return
-        self._end_body()
-        if not exchange.response_complete:
-            exchange.complete()
-        if len(piece) < len(data) and not self.transport.is_closing():
-            self.data_received(data[len(piece) :])
 
     def _feed(self, data: bytes | memoryview) -> bytes | memoryview:
         """Feed the parser, and return what it has left."""
@@ -741,33 +805,6 @@ class PredictProtocol(HttpConnection):
         head = head_without_upgrade(self.parser, self.url, self.headers)
         self.parser = httptools.HttpRequestParser(self)
         self.parser.feed_data(head)
-
-    def _watch_body(self) -> None:
-        """Count a body that did not come with its head, and time it.
-
-        Every body is timed, even if uvicorn answers its call or the call has its answer already.
-        """
-        cycle: Cycle = self.cycle
-        deadline = inf if self._is_job else self.loop.time() + self.predict.limits.max_timeout_s
-        if isinstance(cycle, Exchange) and not cycle.response_complete:
-            if not cycle.is_started:
-                return
-            cycle.count()
-            deadline = cycle.call.ref.deadline
-        if self._ignores_input:
-            return
-        if self._body_timer is None:
-            limits, flow = self.predict.limits, self.flow
-            self._body_timer = BodyTimer(
-                limits, lambda: self._num_body_bytes, self._on_garbage, lambda: flow.read_paused
-            )
-        self._body_timer.start(deadline)
-
-    def _end_body(self) -> None:
-        """Stop timing: the body of the newest request has arrived, or nobody waits for it."""
-        self._is_in_body = False
-        if self._body_timer is not None and self._body_timer.is_on:
-            self._body_timer.stop()
 
     def _limit(self) -> IncomingLimits:
         """Begin to bound what comes, if that has not begun."""

@@ -116,6 +116,7 @@ class Front:
             config.limits,
             unfinished,
         )
+        predict.slots = slots
         self._forwarder = Forwarder(config.forwarding_path, guard, predict.takes)
         http = PredictProtocol.bound_to(predict, config.limits, unread)
         self._edge = http.connection_limits

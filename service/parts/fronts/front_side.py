@@ -32,6 +32,7 @@ from inferpool.service.queue.instance import (
     InstanceSteps,
     InstanceTiming,
     Result,
+    SlotOwner,
     StreamReader,
 )
 from inferpool.workers.shared.arena import Slots
@@ -121,25 +122,29 @@ class RemoteModel:
         ref: ItemRef,
         chunks: Sequence[Buffer],
         steps: InstanceSteps | None = None,
+        owner: SlotOwner | None = None,
         *,
         reader: StreamReader | None = None,
     ) -> PendingInstance:
         """Copy a payload into the arena, and submit it; the future fails if it is refused.
 
-        A `reader` gets the parts of the answer, where the model answers in parts.
+        With an `owner` the payload has a slot already. A `reader` gets the parts of the answer,
+        where the model answers in parts.
 
         Raises:
             OverShareError: Its key has its share of the arena.
             OverloadedError: The arena has no room for it.
         """
         front_side = self._front_side
-        if ref.caller:
-            self._key_share.check_bytes(front_side.slots, ref)
-        pending = front_side.submit(self._number, ref, chunks, steps, reader)
-        if pending is None:
-            self._rejected["arena_full"] += 1
-            raise OverloadedError("the arena for payloads is full", retry_after_s=1)
-        return pending
+        if owner is None:
+            if ref.caller:
+                self._key_share.check_bytes(front_side.slots, ref)
+            offset = front_side.slots.put(chunks, ref.num_bytes, ref.caller)
+            if offset is None:
+                self._rejected["arena_full"] += 1
+                raise OverloadedError("the arena for payloads is full", retry_after_s=1)
+            ref.offset = offset
+        return front_side.submit(self._number, ref, steps, reader)
 
 
 class FrontSide:
@@ -180,15 +185,10 @@ class FrontSide:
         self,
         model: int,
         ref: ItemRef,
-        chunks: Sequence[Buffer],
         steps: InstanceSteps | None,
         reader: StreamReader | None = None,
-    ) -> PendingInstance | None:
-        """Submit an instance; return None if the arena has no room for it."""
-        offset = self.slots.put(chunks, ref.num_bytes, ref.caller)
-        if offset is None:
-            return None
-        ref.offset = offset
+    ) -> PendingInstance:
+        """Submit an instance, whose payload is in the arena."""
         self._last_id = id = self._last_id + 1
         pending: PendingInstance
         if reader is None:

@@ -151,3 +151,42 @@ def test_a_later_allocator_over_the_same_part_leaves_the_slots_of_the_earlier_on
         assert after.used_bytes == len(part) - before.used_bytes
     finally:
         arena.close()
+
+
+def test_an_open_slot_is_freed_unless_it_is_handed_on():
+    arena = Arena(1 << 20)
+    slots = [arena.open(5000, caller=7) for _ in range(2)]
+    assert [arena.open_bytes, arena.used_bytes, arena.used_by[7]] == [16384] * 3
+    slots[0].view[:] = b"x" * 5000
+    slots[0].is_handed_on = True
+    for slot in slots:
+        slot.close()
+    assert arena.open_bytes == 0
+    assert [arena.used_bytes, arena.used_by[7]] == [8192] * 2
+    assert read(arena, slots[0].offset, 5000) == b"x" * 5000
+    arena.free(slots[0].offset)
+    assert [arena.used_bytes, arena.used_by[7]] == [0] * 2
+    arena.close()
+
+
+def test_open_slots_have_a_quarter_of_the_arena_and_a_caller_has_its_share():
+    arena = Arena(1 << 20)
+    half = 1 << 17
+    slots = [arena.open(half, caller=1), arena.open(half, caller=1)]
+    assert arena.open(1, caller=1) is None
+    for slot in slots:
+        slot.is_handed_on = True
+        slot.close()
+    # It has 2/8. With one more it would have 3/8 of what nobody else has, which is all.
+    assert arena.open(half, caller=1, share=0.3) is None
+    assert arena.open(half, caller=2, share=0.3) is not None
+    assert arena.open(half, caller=1, share=0.5) is not None
+    arena.close()
+
+
+def test_an_arena_that_is_full_opens_no_slot():
+    arena = Arena(8 * MIN_BLOCK_BYTES)
+    assert None not in [arena.put([b"x"], 1) for _ in range(8)]
+    assert arena.open(1) is None
+    assert arena.open_bytes == 0
+    arena.close()

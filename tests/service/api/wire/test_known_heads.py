@@ -50,7 +50,7 @@ async def test_a_head_is_unknown_while_nobody_knows_the_answers_of_its_model() -
 
 
 @pytest.mark.parametrize("size", [0, 1, 3, 20])
-async def test_a_known_head_with_an_incomplete_body_is_parsed(size: int) -> None:
+async def test_a_known_head_with_an_incomplete_body_is_answered_alike(size: int) -> None:
     async with serve() as server, server.connect() as client:
         assert await client.status(ONE) == 200
         three = HEAD + b"1" + HEAD + b"2" + HEAD + b"3"
