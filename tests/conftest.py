@@ -22,6 +22,7 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
 from inferpool.workers.shared.threads import spin_briefly
+from tests.process_state import ProcessState
 from tests.simulated_accelerator.forwarding import Forwarding, has_device
 from tests.turns import turn
 from tests.virtual_time import run_in_virtual_time
@@ -95,6 +96,15 @@ def _restored_environment() -> Generator[None]:
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
     os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
+def unchanged_process() -> Generator[None]:
+    """Fail a test that leaves the process in another state, in which others would run."""
+    before = ProcessState()
+    yield
+    changes = list(before.changes())
+    assert not changes, "\n".join(["the test has not taken back:", *changes])
 
 
 @pytest.fixture
