@@ -219,7 +219,7 @@ testing.predict(Slow, 1)
         assert process.stdout is not None
         assert process.stdout.readline() == "loads\n"
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=240)
     finally:
         process.kill()
     assert err.splitlines()[-1] == "KeyboardInterrupt"

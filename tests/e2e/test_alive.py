@@ -17,7 +17,7 @@ from tests.ports import free_port
 
 def ask(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-I", "-S", str(ROOT / "docker" / "alive.py"), *arguments]
-    return subprocess.run(command, capture_output=True, env=variables, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, env=variables, text=True, timeout=240)
 
 
 @contextmanager

@@ -74,7 +74,7 @@ def test_the_command_saves_a_content(service: Running, tmp_path: Path) -> None:
     (tmp_path / "4.json").write_text("4")
     command = [sys.executable, "-m", "inferpool", "predict", str(tmp_path / "4.json")]
     command += ["--url", service.url, "--model", "drawing", "-o", str(tmp_path / "out.png")]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=True)
     assert (tmp_path / "out.png").read_bytes() == PIXEL * 4
     assert "image/png" in ran.stdout
 
@@ -84,7 +84,7 @@ def test_a_run_writes_files_beside_its_lines(service: Running, tmp_path: Path) -
     out = tmp_path / "out.jsonl"
     command = [sys.executable, "-m", "inferpool", "batch", str(tmp_path / "in.jsonl")]
     command += ["--url", service.url, "--model", "drawing", "--output", str(out)]
-    subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=True)
     assert '"file": "out.jsonl.files/0.png"' in out.read_text()
     assert (tmp_path / "out.jsonl.files" / "0.png").read_bytes() == PIXEL * 4
     assert (tmp_path / "out.jsonl.files" / "1.png").read_bytes() == PIXEL
@@ -102,7 +102,7 @@ def test_a_job_keeps_contents_and_its_result_is_files_beside_lines(
         assert isinstance(failed, InferpoolError)
         command = [sys.executable, "-m", "inferpool", "jobs", "result", job.id]
         command += ["--url", service.url, "--output", str(out)]
-        subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+        subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     first, second = out.read_text().splitlines()
     assert '"file": "out.jsonl.files/0.png"' in first
     assert "model_error" in second

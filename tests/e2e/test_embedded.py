@@ -114,7 +114,7 @@ def first_line(process: "subprocess.Popen[str]") -> str:
     line = b""
     while (byte := os.read(process.stdout.fileno(), 1)) not in (b"", b"\n"):
         line += byte
-    assert line, process.communicate(timeout=60)
+    assert line, process.communicate(timeout=240)
     return line.decode()
 
 
@@ -204,7 +204,7 @@ def test_script_without_a_guard_serves_its_own_class(tmp_path: Path):
     url = first_line(process)
     family = children_of(process)
     assert family
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=240)
     assert out == "[2.0, 4.0, 6.0]\n", err
     assert "NameError: name 'Undefined'" in err
     assert process.returncode == 1
@@ -245,7 +245,7 @@ def test_ctrl_c_ends_a_script_and_its_service(tmp_path: Path):
     until(lambda: len(children_of(process)) > 1)  # while it starts
     family = children_of(process)
     os.killpg(process.pid, signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=240)
     assert err.splitlines()[-1] == "KeyboardInterrupt"
     assert left_over(family) == []
 

@@ -89,7 +89,7 @@ def test_an_end_of_the_process_that_forks_costs_no_later_command_and_none_costs_
     origin = forked.origin_pid()
     os.kill(origin, signal.SIGKILL)
     os.waitid(os.P_PID, origin, os.WEXITED | os.WNOWAIT)
-    done = forked.run([*forked.COMMAND, "version"], timeout=60)
+    done = forked.run([*forked.COMMAND, "version"], timeout=240)
     assert done.returncode == 0
     before = num_open()
     for _ in range(3):
@@ -99,10 +99,10 @@ def test_an_end_of_the_process_that_forks_costs_no_later_command_and_none_costs_
 
 
 def test_forked_command_tells_its_output_and_its_exit_status(tmp_path: Path):
-    done = forked.run([*forked.COMMAND, "serve", "nothing"], cwd=tmp_path, timeout=60)
+    done = forked.run([*forked.COMMAND, "serve", "nothing"], cwd=tmp_path, timeout=240)
     assert done.returncode == 2
     assert "nothing" in done.stderr
-    done = forked.run([*forked.COMMAND, "version"], timeout=60)
+    done = forked.run([*forked.COMMAND, "version"], timeout=240)
     assert (done.returncode, done.stderr) == (0, "")
     assert "inferpool" in done.stdout
 

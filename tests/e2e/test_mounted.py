@@ -112,7 +112,7 @@ def assert_ends_in_order(process: "subprocess.Popen[str]") -> None:
     """Tell a server to stop; it must leave neither a process nor a traceback."""
     family = family_of(process)
     process.terminate()
-    _, log = process.communicate(timeout=60)
+    _, log = process.communicate(timeout=240)
     assert "Application shutdown complete" in log
     assert "Traceback" not in log
     assert left_over(family) == []

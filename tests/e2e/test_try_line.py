@@ -107,7 +107,7 @@ def try_lines(messages: Sequence[str]) -> dict[str, str]:
 def pasted(line: str) -> object:
     assert line.startswith("try: ")
     command = ["bash", "-c", line.removeprefix("try: ")]
-    answer = subprocess.run(command, capture_output=True, timeout=60, check=True)
+    answer = subprocess.run(command, capture_output=True, timeout=240, check=True)
     return json.loads(answer.stdout).get("predictions", answer.stdout)
 
 

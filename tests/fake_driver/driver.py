@@ -142,7 +142,7 @@ class FakeDriver:
     def ask(self, code: str, **env: str) -> Any:
         """Return what Python code assigns to `answer`, in a process that has this driver."""
         process = self.start(f"{code}\nimport json; print(json.dumps(answer))", **env)
-        answer, _ = process.communicate(timeout=60)
+        answer, _ = process.communicate(timeout=240)
         assert process.returncode == 0
         return json.loads(answer.splitlines()[-1])
 

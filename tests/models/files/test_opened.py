@@ -32,7 +32,7 @@ def noted(folder: Path, body: str, source: str = "net:Net") -> str:
         env={"PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=True,
     )
     return done.stdout.strip()

@@ -73,7 +73,7 @@ def test_the_documentation_page_asks_no_other_host_for_anything() -> None:
 )
 def test_a_front_end_does_not_import_what_only_some_need(modules: str, absent: set[str]) -> None:
     script = f"import inferpool.service.{modules}, sys; assert not {absent} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=240)
 
 
 def test_pages_of_allowed_origins_may_ask_the_other_routes_too() -> None:

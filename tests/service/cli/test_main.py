@@ -183,7 +183,7 @@ def test_unwritable_output_gets_no_traceback(tmp_path, line, status, says):
         env={"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     assert (done.returncode, done.stderr.strip()) == (status, says)
 
@@ -245,7 +245,7 @@ sys.meta_path.insert(0, Slow())
     try:
         until((tmp_path / "importing").exists)
         os.killpg(process.pid, signal.SIGINT)
-        _, errors = process.communicate(timeout=60)  # waits until no process holds its stderr
+        _, errors = process.communicate(timeout=240)  # waits until no process holds its stderr
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

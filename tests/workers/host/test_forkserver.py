@@ -442,7 +442,7 @@ def test_orphans_are_adopted_until_the_last_one_no_longer_wants_it():
     )
     env = {**os.environ, "PYTHONPATH": os.getcwd()}
     command = [sys.executable, "-c", code]
-    assert subprocess.check_output(command, env=env, text=True, timeout=60) == "0 1 0 1\n"
+    assert subprocess.check_output(command, env=env, text=True, timeout=240) == "0 1 0 1\n"
 
 
 @pytest.mark.slow
