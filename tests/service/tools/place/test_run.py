@@ -60,6 +60,7 @@ def test_load_decides_and_a_front_end_that_is_silent_changes_nothing(monkeypatch
 
 @needs_ray
 @pytest.mark.ray
+@pytest.mark.alone  # or it finds the cluster of another test, and never ends
 def test_without_a_cluster_it_tries_again_until_a_signal_comes(tmp_path):
     if any(each.info["name"] == "gcs_server" for each in psutil.process_iter(["name"])):
         pytest.skip("a Ray cluster runs on this machine, and would be found")
