@@ -14,7 +14,8 @@ from tests.certificates import make_authority, make_signed
 from tests.e2e.hosts import KEYS, RunningCluster, agent_at, cluster
 from tests.e2e.running import Running, asking, faulty, left_over, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.measures, pytest.mark.timeout(300)]
+"""A host that is silent for three seconds is lost, also where the machine stands still."""
 
 PATIENCE_S = 150.0
 """How long a call may take whose hosts all start anew meanwhile."""

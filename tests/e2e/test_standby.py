@@ -12,7 +12,7 @@ from tests.e2e.hosts import KEYS, agent_at
 from tests.e2e.running import Running, faulty, running, status_of, until
 from tests.ports import free_port
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.measures, pytest.mark.timeout(300)]
 
 START_S = 90.0
 
