@@ -14,6 +14,7 @@ from sklearn.linear_model import LogisticRegression, Ridge
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import OneHotEncoder, StandardScaler
 from sklearn.svm import SVC
+from threadpoolctl import threadpool_limits
 
 from inferpool.models.errors import InputError, ModelError, SourceError
 from inferpool.models.sources.registry import build
@@ -39,6 +40,13 @@ class Halved(TransformerMixin, BaseEstimator):
 def saved(path, estimator):
     io.dump(estimator, path)
     return path
+
+
+@pytest.fixture(autouse=True)
+def own_threads():
+    """Restore the threads of this process, which a model sets as it loads."""
+    with threadpool_limits(1):
+        yield
 
 
 @pytest.fixture(scope="module")
