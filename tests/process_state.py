@@ -38,6 +38,13 @@ def _adopts_orphans() -> object:
     return bool(number.value)
 
 
+def _handler_of(number: signal.Signals) -> object:
+    handler = signal.getsignal(number)
+    # A loader of torch sets one with its first process, for good. It looks at its own alone.
+    is_of_a_loader = getattr(handler, "__module__", "") == "torch.utils.data._utils.signal_handling"
+    return signal.SIG_DFL if is_of_a_loader else handler
+
+
 def _settings_of_torch() -> object:
     torch = sys.modules.get("torch")
     if torch is None:
@@ -64,7 +71,7 @@ def _logs() -> object:
 
 _READERS: Mapping[str, Callable[[], object]] = {
     "adoption of orphans": _adopts_orphans,
-    "signal handlers": lambda: {each.name: signal.getsignal(each) for each in _SIGNALS},
+    "signal handlers": lambda: {each.name: _handler_of(each) for each in _SIGNALS},
     "blocked signals": lambda: signal.pthread_sigmask(signal.SIG_BLOCK, ()),
     "working directory": os.getcwd,
     "limits": lambda: [resource.getrlimit(each) for each in _LIMITS],
