@@ -4,7 +4,7 @@ import msgspec
 
 from inferpool.models.spec import Decoding
 
-COMPILED = ("compiled_bf16", "compiled")
+COMPILED = ("compiled_bf16", "compiled_fp16", "compiled")
 """Presets that take minutes to make and then load at once, in the order to try them."""
 
 GRAPHED = {
@@ -15,7 +15,7 @@ GRAPHED = {
 }
 """Presets that replay another one as CUDA graphs."""
 
-FOR_ACCELERATORS = ("tf32", *GRAPHED)
+FOR_ACCELERATORS = ("tf32", "compiled_fp16", *GRAPHED)
 """Presets that are of no use on a CPU."""
 
 CHOICES = (
@@ -26,10 +26,10 @@ CHOICES = (
 
 `exact` serves the network as it is, in float32. `channels_last` keeps the colours of each pixel
 together; `folded` also folds batch normalisation into convolutions. `tf32` has a GPU round what
-`folded` multiplies to TF32; `bf16` and `fp16` keep weights and activations in 16 bits. `compiled`
-and `compiled_bf16` compile the folded or bf16 network to machine code for CPUs once, which takes a
-C++ compiler and a minute. The `graphed` ones launch all kernels of another preset at once, on a
-GPU. `auto` takes the fastest that agrees with `exact`.
+`folded` multiplies to TF32; `bf16` and `fp16` keep weights and activations in 16 bits. `compiled`,
+`compiled_bf16` and `compiled_fp16` compile the folded, bf16 or fp16 network for this device once,
+which takes a C++ compiler and a minute; the last one is for GPUs. The `graphed` ones launch all
+kernels of another preset at once, on a GPU. `auto` takes the fastest that agrees with `exact`.
 """
 
 ANY_SIZE = ("exact", "channels_last", "folded", "tf32", "bf16", "fp16", *GRAPHED)
@@ -56,6 +56,18 @@ NO_NETWORK = "no float32 network to change"
 """The note of a report on a model without a network that presets could change."""
 
 
+class TriedPreset(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The result of one preset in a search."""
+
+    preset: str
+    gain: float | None = None
+    """Throughput as a multiple of `exact`'s; None if it was not timed."""
+    deviation: float | None = None
+    """Largest difference from `exact` on the samples; None if it was not compared."""
+    lost: str = ""
+    """Why it does not serve; empty for the one that was chosen."""
+
+
 class SpeedReport(msgspec.Struct, frozen=True, kw_only=True):
     """The preset that a worker serves with, and how it compares with `exact`."""
 
@@ -66,6 +78,8 @@ class SpeedReport(msgspec.Struct, frozen=True, kw_only=True):
     """Largest difference from `exact` on the samples, as the model's tolerance measures it."""
     note: str = ""
     """Results of the other presets, or why none was tried, for a person to read."""
+    tried: tuple[TriedPreset, ...] = ()
+    """All presets that there are for this model and device, in the order of the search."""
     is_cut_short: bool = False
     """True if there was no time to judge all presets."""
     decode: Decoding = "exact"

@@ -15,6 +15,7 @@ from inferpool.service.api.routes.health import (
     LastEnding,
     ModelHealth,
     SplitHealth,
+    TriedSpeedHealth,
     WorkerHealth,
 )
 from inferpool.service.queue.pool import Pool
@@ -138,10 +139,20 @@ def worker_health(slot: WorkerSlot) -> WorkerHealth:
         speed=speed.preset if speed else None,
         speed_gain=round(speed.gain, 2) if speed else None,
         speed_deviation=speed.deviation if speed else None,
+        speed_tried=_tried(slot),
         decode=speed.decode if speed else None,
         reason=_reason(slot, vitals),
         last_ending=_last_ending(slot),
     )
+
+
+def _tried(slot: WorkerSlot) -> list[TriedSpeedHealth]:
+    """Return the presets that were tried; a search may know more of them than the worker."""
+    speed = slot.config.chosen or (slot.handle.ready.speed if slot.handle else None)
+    return [
+        TriedSpeedHealth(preset=x.preset, gain=x.gain, deviation=x.deviation, lost=x.lost)
+        for x in (speed.tried if speed else ())
+    ]
 
 
 def _state(slot: WorkerSlot, vitals: Vitals | None) -> str:

@@ -8,6 +8,7 @@ of accelerator needs no change elsewhere.
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -45,6 +46,21 @@ def name_of(device: Device) -> str:
     if not is_accelerator(device):
         return str(device)
     return str(module_of(device).get_device_name(torch.device(device)))
+
+
+def build_of(device: Device) -> str:
+    """Return what compiled code for an accelerator depends on; empty for the CPU.
+
+    That is its compute capability, and the versions of CUDA and Triton.
+    """
+    if not is_accelerator(device):
+        return ""
+    capability = module_of(device).get_device_capability(torch.device(device))
+    try:
+        triton = version("triton")
+    except PackageNotFoundError:
+        triton = ""
+    return f"{capability} {torch.version.cuda} {triton}"
 
 
 def select(device: Device) -> None:

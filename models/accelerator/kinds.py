@@ -39,6 +39,9 @@ class Accelerator:
     fused_convolution: str = ""
     """Function ("module:name") that computes relu(convolution + bias + other) in one kernel, like
     `inferpool.models.speed.fused:cudnn_convolution`; empty if there is none."""
+    compiler: str = ""
+    """Class ("module:name") that compiles networks for the device ahead of time, like
+    `inferpool.models.speed.compiled:Inductor`; empty if there is none."""
     environment: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Further variables that a process needs before it uses a device."""
     split_environment: Mapping[str, str] = field(default_factory=dict, hash=False)
@@ -58,6 +61,7 @@ CUDA = Accelerator(
     decode_jpeg="torchvision.io:decode_jpeg",
     transform_pictures="inferpool.models.vision.one_launch:transform",
     fused_convolution="inferpool.models.speed.fused:cudnn_convolution",
+    compiler="inferpool.models.speed.compiled:Inductor",
     environment={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
     split_environment={
         # To load a kernel at its first launch, CUDA may wait for all kernels that run; one that

@@ -78,15 +78,21 @@ def _is_marked(folder: Path, key: str) -> bool:
     return False
 
 
-def forget_attempt(folder: Path, key: str, pid: int) -> None:
-    """Remove the mark of an attempt that we ended on purpose, and what its process left."""
-    mark = _mark(folder, key)
-    with contextlib.suppress(OSError):
-        if read_file(mark) != str(pid).encode():
-            return  # there is none, or it belongs to another process
-        for scratch in folder.glob(f"{key}-*-compiling-*"):
-            shutil.rmtree(scratch, ignore_errors=True)
-        mark.unlink()
+def forget_attempts(folder: Path, key: str, pid: int) -> None:
+    """Remove the marks of attempts that we ended on purpose, and what their process left.
+
+    Args:
+        folder: Folder of the marks.
+        key: How the keys of these attempts begin.
+        pid: The process.
+    """
+    for mark in folder.glob(f"{key}*.begun"):
+        with contextlib.suppress(OSError):
+            if read_file(mark) != str(pid).encode():
+                continue  # it belongs to another process
+            for scratch in folder.glob(f"{key}-*-compiling-*"):
+                shutil.rmtree(scratch, ignore_errors=True)
+            mark.unlink()
 
 
 def loading_prefix(stem: str, pid: int) -> str:

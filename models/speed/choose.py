@@ -2,21 +2,22 @@
 
 import gc
 import logging
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable
 
 import msgspec
-import torch
 from torch import nn
 
 from inferpool.models.accelerator.device import release_memory
 from inferpool.models.base import Model
 from inferpool.models.errors import ModelError
-from inferpool.models.speed.attempts import attempt, was_killed
-from inferpool.models.speed.compiled import can_compile
+from inferpool.models.speed.attempts import was_killed
+from inferpool.models.speed.compiled import can_compile, compiler_for
 from inferpool.models.speed.decoding import DecodeTrial
 from inferpool.models.speed.options import SpeedOptions
 from inferpool.models.speed.presets import presets_for
-from inferpool.models.speed.trial import NoTimeLeftError, PresetSelection, Trial, first_line
+from inferpool.models.speed.selection import PresetSelection, enter_all, enter_graphs
+from inferpool.models.speed.trial import Trial, first_line
 from inferpool.models.speed_names import COMPILED, FOR_ACCELERATORS, GRAPHED, SpeedReport
 from inferpool.models.tolerance import Agreement
 
@@ -92,8 +93,10 @@ def _choose_network(
 
 def _compile(trial: Trial, preset: str, on_progress: Callable[[str], None]) -> None:
     """Compile the package, or wait for the worker that compiles it."""
-    if not trial.is_on_cpu:
-        raise ModelError(f'speed = "{preset}" is for CPUs')
+    if trial.is_on_cpu and preset in FOR_ACCELERATORS:
+        raise ModelError(f'speed = "{preset}" is for GPUs')
+    if compiler_for(trial.device) is None:
+        raise ModelError(f'speed = "{preset}" needs a compiler for {trial.device.type}')
     if trial.has_varying_shapes:
         raise ModelError(
             f'speed = "{preset}" is for inputs of one shape, and the samples have several'
@@ -195,42 +198,15 @@ def _reused(trial: Trial, known: SpeedReport, *, is_verified: bool = False) -> S
 
 
 def _measure(trial: Trial, on_progress: Callable[[str], None]) -> SpeedReport:
-    names = [*trial.packages(), *presets_for(trial.exact, trial.device)]
     selection = PresetSelection(trial)
-    is_complete = _enter_all(selection, names, on_progress)
-    if is_complete and not trial.is_on_cpu and not trial.has_varying_shapes:
-        is_complete = _enter_graphs(trial, selection, on_progress)
-    trial.model.network = selection.network
-    return selection.verdict(is_cut_short=not is_complete, is_final=not trial.can_be_compiled)
-
-
-def _enter_all(
-    selection: PresetSelection, names: Sequence[str], on_progress: Callable[[str], None]
-) -> bool:
-    """Try presets in turn, and return whether there was time for all."""
-    for number, name in enumerate(names, 1):
-        on_progress(f"measuring speed presets {number}/{len(names)}: {name}")
-        try:
-            selection.enter(name)
-        except NoTimeLeftError:
-            selection.notes.append(f"no time was left for {', '.join(names[number - 1 :])}")
-            return False
-    return True
-
-
-def _enter_graphs(
-    trial: Trial, selection: PresetSelection, on_progress: Callable[[str], None]
-) -> bool:
-    """Try graphs of the presets that agree, the fastest first.
-
-    A capture that breaks the device ends this process. The next one then serves without graphs.
-    """
-    graphs = {base: name for name, base in GRAPHED.items()}
-    agreeing = sorted(selection.gains, key=selection.gains.__getitem__, reverse=True)
-    names = [*dict.fromkeys([*(graphs[name] for name in agreeing if name in graphs), "graphed"])]
-    key = f"{trial.key}-graphs"
-    with attempt(trial.store.folder, key, fatal=torch.AcceleratorError) as is_first:
-        if is_first:
-            return _enter_all(selection, names, on_progress)
-    selection.notes.append("graphs are not tried today: the last attempt ended its process")
-    return False
+    names = [*trial.packages(), *presets_for(trial.exact, trial.device)]
+    is_complete = enter_all(selection, names, on_progress)
+    if is_complete and not trial.is_on_cpu:
+        is_complete = enter_graphs(trial, selection, on_progress)
+    if is_complete and math.isinf(trial.until):
+        selection.repeat(on_progress)
+    obstacle = trial.compiler_obstacle
+    missing = [name for name in trial.compiled_presets if name not in names]
+    selection.leave_out(missing, obstacle or "not yet compiled")
+    trial.model.network = selection.take()
+    return selection.verdict(is_cut_short=not is_complete, is_final=bool(obstacle))

@@ -7,6 +7,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from inferpool.models.speed.compiled import Compiled
@@ -16,8 +17,9 @@ Clock = Callable[[], float]
 """Returns the time in seconds."""
 CompilePackage = Callable[[nn.Module, str, Path], None]
 """Compiles a network for a preset and writes the package to a path; raises if it cannot."""
-LoadPackage = Callable[[Path, nn.Module | None], nn.Module]
-"""Loads a compiled package; the network is for inputs of other shapes than the compiled ones."""
+LoadPackage = Callable[[Path, nn.Module | None, torch.device], nn.Module]
+"""Loads a compiled package on a device; the network is for inputs of other shapes than the compiled
+ones."""
 StartPool = Callable[[int, str], Executor]
 """Starts a number of threads, which have a name."""
 
@@ -48,6 +50,9 @@ class TrialTimes:
 AT_START = TrialTimes()
 BESIDE = TrialTimes(clock=time.process_time, budget_s=math.inf, compare_s=6.0, rounds_s=2.0)
 """Times beside workers, which get the cores first: so processor time counts, and nobody waits."""
+ON_DEVICE = TrialTimes(budget_s=math.inf, compare_s=math.inf, rounds_s=math.inf)
+"""Times on an accelerator. The work is bounded by numbers of samples and rounds, so that a slow
+moment leaves out no preset."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

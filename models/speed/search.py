@@ -8,13 +8,16 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import msgspec
+import torch
 
 from inferpool.models.base import Model
 from inferpool.models.speed.attempts import attempt
 from inferpool.models.speed.choose import choose
+from inferpool.models.speed.compiled import MADE_OF
 from inferpool.models.speed.options import SpeedOptions
 from inferpool.models.speed.presets import presets_for
-from inferpool.models.speed.trial import PresetSelection, Trial, first_line
+from inferpool.models.speed.selection import PresetSelection, enter_all, enter_graphs
+from inferpool.models.speed.trial import Trial
 from inferpool.models.speed_names import COMPILED, SpeedReport
 
 _HOST_WAIT_S = 11 * 3600.0
@@ -33,7 +36,7 @@ def search(
     seconds. Otherwise it compiles, and judges all presets, which takes minutes.
 
     Args:
-        model: Loaded on the CPU. Its network is another one afterwards.
+        model: Loaded on the workers' kind of device. Its network is another one afterwards.
         options: With a `cache_dir`, a `compile_package`, and what workers serve with as `chosen`.
         key: Key of the workers' own verdict.
         on_progress: Called with what is being done.
@@ -84,20 +87,39 @@ def _judge_all(trial: Trial, present: str, on_progress: Callable[[str], None]) -
     selection = PresetSelection(trial)
     # What workers serve with first, so that it stays unless it is clearly beaten.
     names = sorted(presets_for(trial.exact, trial.device), key=lambda name: name != present)
-    agreeing = set()
-    for name in names:
-        on_progress(f"measuring the preset {name}")
-        if selection.enter(name):
-            agreeing.add(name)
-    for name in COMPILED:
-        if name == "compiled_bf16" and "bf16" not in agreeing:
-            continue  # it computes the same, which has strayed or is not for this processor
-        if selection.best.preset in COMPILED:
-            break  # the one in bf16 has won, which float32 will not undercut
-        if _make(trial, selection, name, on_progress):
+    enter_all(selection, names, on_progress)
+    is_complete = trial.is_on_cpu or enter_graphs(trial, selection, on_progress)
+    for name in trial.compiled_presets:
+        if trial.compiler_obstacle:
+            selection.leave_out([name], trial.compiler_obstacle)
+            continue
+        base = MADE_OF[name]
+        if name != "compiled" and base not in selection.gains:
+            selection.leave_out([name], f"not tried: {base} is not used")
+        elif name == "compiled" and selection.best in COMPILED:
+            # In 16 bits it has won, which float32 will not undercut.
+            selection.leave_out([name], f"not tried: {selection.best} is faster")
+        else:
+            _enter_compiled(trial, selection, name, on_progress)
+    selection.repeat(on_progress)
+    return selection.verdict(is_cut_short=not is_complete)
+
+
+def _enter_compiled(
+    trial: Trial, selection: PresetSelection, name: str, on_progress: Callable[[str], None]
+) -> None:
+    """Compile a preset if there is no package, and try it.
+
+    One that breaks the device ends this process, and is left out for a day.
+    """
+    key = f"{trial.key}-{name}"
+    with attempt(trial.store.folder, key, fatal=torch.AcceleratorError) as is_first:
+        if not is_first:
+            reason = "not tried today: the last attempt ended its process"
+            selection.leave_out([name], reason)
+        elif _make(trial, selection, name, on_progress):
             on_progress(f"measuring the preset {name}")
             selection.enter(name)
-    return selection.verdict()
 
 
 def _make(
@@ -109,6 +131,6 @@ def _make(
     try:
         trial.make_package(name)
     except Exception as error:  # the network, the compiler or the disk may raise anything
-        selection.notes.append(f"{name} cannot be used: {first_line(error)}")
+        selection.cannot_make(name, error)
         return False
     return True

@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from torch import nn
 
 from inferpool.models.accelerator.device import (
+    build_of,
     is_accelerator,
     name_of,
     pinned,
@@ -28,11 +28,12 @@ from inferpool.models.base import Model
 from inferpool.models.item import Features, Item, Outputs
 from inferpool.models.overrides import forward_can_run_ahead
 from inferpool.models.ragged import joined
+from inferpool.models.speed.compiled import compiler_for
 from inferpool.models.speed.graphs import Graphed
 from inferpool.models.speed.options import SpeedOptions
 from inferpool.models.speed.presets import Recast, can_be_changed, prepare
 from inferpool.models.speed.verdicts import VerdictStore, fingerprint
-from inferpool.models.speed_names import COMPILED, GRAPHED, LONG_S, NO_NETWORK, SpeedReport
+from inferpool.models.speed_names import COMPILED, FOR_ACCELERATORS, GRAPHED, LONG_S, NO_NETWORK
 from inferpool.models.tolerance import Agreement
 from inferpool.models.warm_sizes import steps_to
 
@@ -41,6 +42,8 @@ logger = logging.getLogger(__name__)
 _MIN_ROUNDS, _MAX_ROUNDS = 3, 15
 _CLEAR_SPREAD = 1.1
 """Rounds that differ by less than this factor are enough."""
+_NUM_LOOKS = 2
+"""Times that a size is timed before it counts as too long; others may use the device, too."""
 _COMPARED_BATCH = 8
 _MAX_TIMED_BATCH = 32
 """Largest batch for timing on a CPU."""
@@ -49,8 +52,6 @@ _MOST_FURTHER = 2.0
 """Largest deviation of a graph that is not within the tolerance, as a multiple of its preset's own.
 Fused convolutions round once where others round three times: on ResNet-50 in bf16 with random
 weights, answers of either were off by up to 0.11, and by 0.06 from each other."""
-_LEAST_GAIN = 1.1
-"""Least gain over the best preset so far; less may be noise."""
 
 
 class NoTimeLeftError(TimeoutError):
@@ -102,16 +103,27 @@ class Trial:
                 self.model.tolerance,
                 self.device.type,
                 name_of(self.device),
-                torch.get_num_threads(),
+                build_of(self.device),
+                torch.get_num_threads() if self.is_on_cpu else 0,
                 self.options.max_batch_size,
             )
         return self._key
 
     @property
-    def can_be_compiled(self) -> bool:
-        """True if packages can be kept, and made for this device and these inputs."""
-        has_place = self.is_on_cpu and self.store.folder is not None
-        return has_place and not self.has_varying_shapes
+    def compiled_presets(self) -> Sequence[str]:
+        """Compiled presets for this kind of device, in the order to try them."""
+        return [name for name in COMPILED if not (self.is_on_cpu and name in FOR_ACCELERATORS)]
+
+    @property
+    def compiler_obstacle(self) -> str:
+        """Why no package can be made for this device and these inputs, or kept; empty if it can."""
+        if compiler_for(self.device) is None:
+            return f"not available: there is no compiler for {self.device.type}"
+        if self.store.folder is None:
+            return "not available: there is no cache_dir"
+        if self.has_varying_shapes:
+            return "not available: the samples have several shapes"
+        return ""
 
     @property
     def has_varying_shapes(self) -> bool:
@@ -163,9 +175,9 @@ class Trial:
                 raise FileNotFoundError(f"there is no network that was compiled for {name}")
             with self.store.loading(path):
                 other = None if self.model.has_fixed_shapes else self.exact
-                network = self.options.load_package(path, other)
+                network = self.options.load_package(path, other, self.device)
                 self._run(network, self._collate([0]))
-            return network
+            return network if self.is_on_cpu else self._compiled_in_graphs(network)
         return prepare(name, self.exact, self.calibrate)
 
     def calibrate(self, network: nn.Module) -> None:
@@ -208,6 +220,17 @@ class Trial:
         self.recover()  # the memory of one that is not used
         return self._captured(network, Graphed(network))
 
+    def _compiled_in_graphs(self, network: nn.Module) -> nn.Module:
+        """Capture graphs of a compiled network for all sizes; return it as it is if that fails."""
+        try:
+            return self._captured(network, Graphed(network))
+        except NoTimeLeftError:
+            raise
+        except Exception as error:  # the kernels are a compiler's: a capture may raise anything
+            logger.warning("a compiled network serves without graphs: %s", first_line(error))
+        self.recover()
+        return network
+
     def _fused(self, name: str, network: Recast) -> Graphed | None:
         """Capture a preset's fused network; return None if it cannot be, or is no faster."""
         try:
@@ -244,7 +267,7 @@ class Trial:
             try:
                 batch = self._timed_batch(size)
                 self._seconds(self.exact, batch)  # the first call of a size is no measure
-                took_s = self._seconds(self.exact, batch)
+                took_s = min(self._seconds(self.exact, batch) for _ in range(_NUM_LOOKS))
             except RuntimeError as error:
                 if not sizes or not is_out_of_memory(error):
                     raise
@@ -352,61 +375,6 @@ class Trial:
     def _judged(self, pairs: Iterable[tuple[Features, Outputs]]) -> Agreement:
         wanted, found = zip(*pairs, strict=True)
         return self.model.tolerance.judge(joined(wanted), joined(found))
-
-
-class PresetSelection:
-    """The best of the presets tried so far."""
-
-    def __init__(self, trial: Trial) -> None:
-        self._trial = trial
-        self.best = SpeedReport()
-        self.network: nn.Module = trial.exact
-        self.notes: list[str] = []
-        """Result of each preset, for a person to read."""
-        self.gains: dict[str, float] = {}
-        """Gains of the presets that agree."""
-
-    def enter(self, name: str) -> bool:
-        """Try a preset, and return whether its answers agree.
-
-        Raises:
-            NoTimeLeftError: There was no time to judge it.
-            torch.AcceleratorError: It has broken the device's context.
-        """
-        try:
-            network = self._trial.prepare(name)
-            agreement = self._trial.compare(network)
-            if not agreement.is_within:
-                self.notes.append(f"{name} refused: {agreement.text}")
-                return False
-            gain = self._trial.gain(network)
-        except NoTimeLeftError:
-            raise
-        except Exception as error:  # the network is the user's: it may raise anything
-            logger.debug("the preset %s fails", name, exc_info=True)
-            self.notes.append(f"{name} fails: {first_line(error)}")
-        else:
-            self._note(name, network, agreement, gain)
-            return True
-        self._trial.recover()  # now that the error holds none of its memory
-        return False
-
-    def _note(self, name: str, network: nn.Module, agreement: Agreement, gain: float) -> None:
-        self.notes.append(f"{name} {gain:.2f} x")
-        self.gains[name] = gain
-        if gain > self.best.gain * _LEAST_GAIN:
-            self.best = SpeedReport(preset=name, gain=gain, deviation=agreement.deviation)
-            self.network = network
-
-    def verdict(self, *, is_cut_short: bool = False, is_final: bool = True) -> SpeedReport:
-        """Return the report about the best."""
-        return msgspec.structs.replace(
-            self.best,
-            note="; ".join(self.notes),
-            is_cut_short=is_cut_short,
-            is_final=is_final,
-            key=self._trial.key,
-        )
 
 
 def first_line(error: Exception) -> str:

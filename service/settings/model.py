@@ -318,8 +318,7 @@ class ModelSettings(SettingsTable):
             decoders=self.num_decoders(placement),
             speed="exact" if placement.split else self.speed,
             decode=self.decode,
-            # A search would need an accelerator's memory, and time that workers then lack.
-            measures_speed=not searches_speed or placement.devices != ("cpu",),
+            measures_speed=not searches_speed,
             cache_dir=cache_dir,
             load_timeout_s=self.load_timeout_s,
             check=self.check,

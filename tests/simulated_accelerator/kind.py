@@ -10,4 +10,5 @@ ACCELERATOR = Accelerator(
     decode_jpeg="tests.simulated_accelerator.jpegs:decode_jpeg",
     transform_pictures="tests.simulated_accelerator.pictures:transform",
     fused_convolution="tests.simulated_accelerator.convolutions:fused_convolution",
+    compiler="tests.simulated_accelerator.compiler:Compiler",
 )

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from inferpool.models.speed.attempts import forget_attempt
+from inferpool.models.speed.attempts import forget_attempts
 from inferpool.models.speed_names import SpeedReport
 from inferpool.workers.shared.config import WorkerConfig
 
@@ -30,6 +30,10 @@ _STAGE_S = 12 * 3600.0
 _LEAVE_S = 2.0
 """Seconds to wait for its exit, which needs time that idle priority may not get."""
 _MAX_REASON = 300
+EXIT_LOST = 70
+"""Exit code after the loss of the device's context (EX_SOFTWARE in sysexits.h)."""
+_MOST_LOSSES = 4
+"""Times that a search begins anew: graphs and each compiled preset may break the device once."""
 
 
 def compiler_name() -> str:
@@ -44,6 +48,10 @@ def find_compiler() -> str | None:
 
 class SearchFailedError(Exception):
     """The search has no result; the message says why."""
+
+
+class SearchLostDeviceError(SearchFailedError):
+    """The search has lost the context of its device, as by a capture that breaks it."""
 
 
 class SearchOrder(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,11 +74,21 @@ class SearchNews(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 async def search(config: WorkerConfig, key: str, on_progress: Callable[[str], None]) -> SpeedReport:
     """Run a search in a process, and return its verdict, which is also in the cache then.
 
-    A cancellation ends the process, and the compiler that it may have started.
+    A cancellation ends the process, and the compiler that it may have started. What has broken the
+    device is left out by the next process.
 
     Raises:
         SearchFailedError: There is no verdict.
     """
+    for _ in range(_MOST_LOSSES):
+        with contextlib.suppress(SearchLostDeviceError):
+            return await _searched(config, key, on_progress)
+    return await _searched(config, key, on_progress)
+
+
+async def _searched(
+    config: WorkerConfig, key: str, on_progress: Callable[[str], None]
+) -> SpeedReport:
     # It gets a session of its own, because Ctrl-C is meant for the front end.
     command = (sys.executable, "-P", "-c", _BOOT)
     try:
@@ -87,7 +105,7 @@ async def search(config: WorkerConfig, key: str, on_progress: Callable[[str], No
         if process.returncode is None:
             _kill(process.pid)
             if config.cache_dir is not None:
-                await asyncio.to_thread(forget_attempt, Path(config.cache_dir), key, process.pid)
+                await asyncio.to_thread(forget_attempts, Path(config.cache_dir), key, process.pid)
         await asyncio.wait([errors, asyncio.create_task(process.wait())], timeout=_LEAVE_S)
         errors.cancel()
         assert process.stdin is not None
@@ -120,6 +138,8 @@ async def _follow(
         raise SearchFailedError(f"it made no progress for {_STAGE_S / 3600:g} hours") from None
     except msgspec.MsgspecError as error:
         raise SearchFailedError(f"its process wrote an invalid message: {error}") from error
+    if code == EXIT_LOST:
+        raise SearchLostDeviceError(f"the device's context is lost: {last[:_MAX_REASON]}")
     if code < 0:
         raise SearchFailedError(f"its process was ended by signal {-code}")
     raise SearchFailedError(f"its process ended with {code}: {last[:_MAX_REASON]}")

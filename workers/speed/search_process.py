@@ -14,7 +14,7 @@ import msgspec
 
 from inferpool.models.errors import ModelError
 from inferpool.workers.shared.guard import give_children_defaults
-from inferpool.workers.speed.host_side import SearchNews, SearchOrder
+from inferpool.workers.speed.host_side import EXIT_LOST, SearchNews, SearchOrder
 
 _COMPILE_S = 11 * 3600.0
 """Less than the time that the front end allows for a stage."""
@@ -33,8 +33,9 @@ def main(message: dict[str, object]) -> None:
     news = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     order = msgspec.convert(message, SearchOrder)
-    chosen = order.config.chosen
-    give_way(to_everything=chosen is None or not chosen.is_provisional)
+    chosen, devices = order.config.chosen, order.config.placement.devices
+    # At idle priority launches on a device would seem to take longer than in a worker.
+    give_way(to_everything=devices == ("cpu",) and not (chosen and chosen.is_provisional))
     threading.Thread(target=_watch_front_end, name="front-end-watch", daemon=True).start()
 
     def say(told: SearchNews) -> None:
@@ -67,32 +68,40 @@ def give_way(*, to_everything: bool) -> None:
 def _search(order: SearchOrder, say: Callable[[SearchNews], None]) -> None:
     import torch
 
+    from inferpool.models.accelerator.device import is_accelerator
     from inferpool.models.sources.registry import build
-    from inferpool.models.spec import Placement
-    from inferpool.models.speed.options import BESIDE, SpeedOptions
+    from inferpool.models.speed.options import BESIDE, ON_DEVICE, SpeedOptions
     from inferpool.models.speed.search import SearchError, search
-    from inferpool.workers.speed.worker_side import compile_package
+    from inferpool.models.warm_sizes import largest_batch
+    from inferpool.workers.speed.worker_side import compile_package, placed_beside
 
     config = order.config
-    torch.set_num_threads(config.placement.num_threads)
+    device = config.placement.devices[0]
     try:
+        placement = placed_beside(config.placement)
         model = build(config.model.source, config.model.weights, dict(config.model.options))
         model.max_image_pixels = config.max_image_pixels
-        model.load(Placement(devices=("cpu",), num_threads=config.placement.num_threads))
+        model.load(placement)
         assert config.cache_dir is not None
         options = SpeedOptions(
-            max_batch_size=config.max_batch_size,
+            max_batch_size=largest_batch(
+                device, config.max_batch_size, may_grow=config.may_batches_grow
+            ),
             cache_dir=Path(config.cache_dir),
             compile_package=partial(compile_package, config, timeout_s=_COMPILE_S),
             chosen=config.chosen,
             decode=config.decode,
             prepare_threads=config.prepare_threads,
-            times=BESIDE,
+            times=ON_DEVICE if is_accelerator(device) else BESIDE,
         )
         found = search(model, options, order.key, lambda stage: say(SearchNews(stage=stage)))
         say(SearchNews(found=found))
     except (ModelError, SearchError) as error:
         say(SearchNews(refused=str(error)))
+    except torch.AcceleratorError as error:
+        sys.stderr.write(f"{error}\n")
+        sys.stderr.flush()
+        os._exit(EXIT_LOST)  # an exit in order may wait for the device
 
 
 def _go_on(signum: int, _: FrameType | None) -> None:

@@ -14,17 +14,28 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import torch
 from torch import nn
 
+from inferpool.models.accelerator.device import (
+    foreign_bytes,
+    free_bytes,
+    is_accelerator,
+    limit_memory,
+    most_reserved_bytes,
+    select,
+)
 from inferpool.models.base import Model
 from inferpool.models.sources.registry import build
 from inferpool.models.spec import Placement
 from inferpool.models.speed.choose import choose
 from inferpool.models.speed.compiled import compile_network
-from inferpool.models.speed.options import SpeedOptions
+from inferpool.models.speed.options import AT_START, ON_DEVICE, SpeedOptions
 from inferpool.models.speed.trial import Trial
 from inferpool.models.speed_names import SpeedReport
+from inferpool.models.warm_sizes import largest_batch
+from inferpool.workers.inside.own_process import pin
 from inferpool.workers.inside.pools import started_pool
 from inferpool.workers.shared.config import WorkerConfig
 from inferpool.workers.shared.guard import die_with_parent
@@ -34,6 +45,12 @@ _BOOT = "import json, sys; order = json.load(sys.stdin); sys.path[:] = order['sy
 _TIMEOUT_S = 900.0
 _WEIGHTS = "weights.pt"
 _MAX_REASON = 300
+_MOST_OF_FREE = 0.8
+"""Part of the free memory of a device that a search may use beside workers."""
+_NUM_COPIES = 4
+"""Copies of a model on a device that a search may hold: two networks, and weights in between."""
+_LEAST_FREE = 8
+"""The rest of a search takes an eighth of a device: a context, inner values and graphs."""
 
 
 def chosen_preset(
@@ -50,6 +67,7 @@ def chosen_preset(
     Raises:
         ModelError: The preset or decoder that the settings name cannot be used with this model.
     """
+    device = config.placement.devices[0]
     options = SpeedOptions(
         speed=config.speed,
         max_batch_size=max_batch_size,
@@ -59,9 +77,38 @@ def chosen_preset(
         decode=config.decode,
         prepare_threads=config.prepare_threads,
         start_pool=partial(started_pool, shares_openmp=True),
-        measures=config.measures_speed or not has_room_beside(),
+        measures=config.measures_speed or not _has_room(device),
+        times=ON_DEVICE if is_accelerator(device) else AT_START,
     )
     return choose(model, options, tell)
+
+
+def placed_beside(placement: Placement) -> Placement:
+    """Bind this process to the device of a worker that serves, and return where it loads a model.
+
+    On an accelerator it may use a part of the memory that is free, so that the worker can grow. On
+    CPUs it may run on any core.
+    """
+    device = placement.devices[0]
+    if not is_accelerator(device):
+        torch.set_num_threads(placement.num_threads)
+        return Placement(devices=("cpu",), num_threads=placement.num_threads)
+    pin(placement.for_rank(0))
+    select(device)
+    free = free_bytes(device)
+    limit_memory(device, _MOST_OF_FREE * free / (free + foreign_bytes(device)))
+    return placement
+
+
+def _has_room(device: str) -> bool:
+    """Return whether a second process has room on the host, and on the device."""
+    if not has_room_beside():
+        return False
+    if not is_accelerator(device):
+        return True
+    own, free = most_reserved_bytes(device), free_bytes(device)
+    total = free + own + foreign_bytes(device)
+    return free >= _NUM_COPIES * own + total / _LEAST_FREE
 
 
 class CompileError(Exception):
@@ -88,7 +135,10 @@ def compile_package(
         "source": config.model.source,
         "weights": config.model.weights,
         "options": dict(config.model.options),
-        "num_threads": config.placement.num_threads,
+        "placement": msgspec.to_builtins(config.placement),
+        "max_batch_size": largest_batch(
+            config.placement.devices[0], config.max_batch_size, may_grow=config.may_batches_grow
+        ),
         "preset": preset,
         "path": str(path),
         "parent": os.getpid(),
@@ -127,19 +177,27 @@ def compile_package(
 def main(order: dict[str, object]) -> None:
     """Compile a network, in the process for that."""
     die_with_parent(int(str(order["parent"])))
-    torch.set_num_threads(int(str(order["num_threads"])))
+    placement = msgspec.convert(order["placement"], Placement)
     options = order["options"]
     assert isinstance(options, dict)
     weights = order["weights"]
+    placement = placed_beside(placement)
     model = build(str(order["source"]), None if weights is None else str(weights), options)
-    model.load(Placement(devices=("cpu",)))
+    model.load(placement)
     network = model.network
     assert isinstance(network, nn.Module)
     scratch = Path(str(order["scratch"]))
-    network.load_state_dict(torch.load(scratch / _WEIGHTS, weights_only=True))
+    network.load_state_dict(
+        torch.load(scratch / _WEIGHTS, weights_only=True, map_location=placement.devices[0])
+    )
     trial = Trial(model, SpeedOptions(max_batch_size=1))
     compile_network(
-        network, trial.calibrate, str(order["preset"]), Path(str(order["path"])), scratch
+        network,
+        trial.calibrate,
+        str(order["preset"]),
+        Path(str(order["path"])),
+        scratch,
+        max_batch_size=int(str(order["max_batch_size"])),
     )
 
 

@@ -41,6 +41,19 @@ class SplitHealth:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TriedSpeedHealth:
+    """The result of one speed preset when they were measured."""
+
+    preset: str
+    gain: float | None
+    """How many times as fast as `exact` it was; null if it was not timed."""
+    deviation: float | None
+    """Its largest deviation from `exact` on the sample inputs; null if it was not compared."""
+    lost: str
+    """Why it does not serve; empty for the one that was chosen."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerHealth:
     """One worker: a process, or one for each device of a replica that is split."""
 
@@ -78,6 +91,8 @@ class WorkerHealth:
     """How many times as fast as `exact` that preset was when it was measured."""
     speed_deviation: float | None = None
     """The largest deviation from `exact` on the sample inputs."""
+    speed_tried: Sequence[TriedSpeedHealth] = ()
+    """All presets that `auto` had to choose from, in the order in which they were tried."""
     decode: str | None = None
     """How it decodes inputs: `exact`, `fast`, or `device`."""
     reason: str = ""

@@ -30,9 +30,11 @@ def kind_of(network: object) -> str:
 class LoadedPackage(torch.nn.Module):
     """A fake package, which computes as the exact network does."""
 
-    def __init__(self, path: Path, exact: torch.nn.Module | None) -> None:
+    def __init__(
+        self, path: Path, exact: torch.nn.Module | None, device: torch.device | None = None
+    ) -> None:
         super().__init__()
-        self.network = small().network
+        self.network = small().network.to(device)
 
     def forward(self, x: torch.Tensor) -> object:
         """Compute a batch."""

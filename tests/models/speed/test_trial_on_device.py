@@ -332,7 +332,7 @@ def test_timing_waits_for_what_was_told_before_and_for_the_end(pace):
     times = replace(pace.times(), clock=clock)
     trial = Trial(model, SpeedOptions(max_batch_size=1, times=times))
     assert list(trial.sizes) == [1]
-    assert are_idle == [True] * 4  # before and after two calls
+    assert are_idle == [True] * 6  # before and after three calls
 
 
 def test_sizes_end_where_a_batch_does_not_fit(pace):

@@ -181,7 +181,7 @@ def test_a_compiled_preset_that_is_named_is_made_again_if_it_cannot_be_loaded(
         made.append(path)
         path.write_bytes(b"good" if len(made) > 1 else b"bad")
 
-    def load(path: Path, exact: torch.nn.Module | None) -> torch.nn.Module:
+    def load(path: Path, exact: torch.nn.Module | None, device: torch.device) -> torch.nn.Module:
         if path.read_bytes().startswith(b"bad"):
             raise RuntimeError("no model in it")
         return cast("torch.nn.Module", small().network)

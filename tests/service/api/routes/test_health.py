@@ -13,6 +13,7 @@ from inferpool.service.api.routes.health import (
     ModelHealth,
     RankHealth,
     SplitHealth,
+    TriedSpeedHealth,
     WorkerHealth,
     health_router,
 )
@@ -48,6 +49,7 @@ WORKER = WorkerHealth(
     decode="exact",
     speed_gain=1.5,
     speed_deviation=1e-06,
+    speed_tried=[TriedSpeedHealth(preset="bf16", gain=None, deviation=0.2, lost="refused")],
     last_ending=LastEnding(cause="memory", reason="SIGKILL, likely out of memory", age_s=60.0),
 )
 INPUT = InputDescription(name="x", dtype="float32", shape=(-1, 3))

@@ -1,0 +1,101 @@
+"""The rule by which a preset is selected, and what is reported of those that lost."""
+
+import itertools
+import random
+
+import pytest
+
+from inferpool.models.speed.choose import choose
+from inferpool.models.speed.selection import PresetSelection
+from inferpool.models.speed_names import SpeedReport
+from inferpool.models.tolerance import Agreement
+from tests.models.speed.pace import quietly
+
+
+class TimedTrial:
+    """A trial whose presets have gains that the test says."""
+
+    key = "key"
+    exact = "network of exact"
+
+    def __init__(self, **gains):
+        self._gains = {name: iter(each) for name, each in gains.items()}
+        self.prepared: list[str] = []
+
+    def prepare(self, name):
+        self.prepared.append(name)
+        return f"network of {name}"
+
+    def compare(self, network):
+        return Agreement(is_within=True, deviation=0.01, text="")
+
+    def gain(self, network):
+        return next(self._gains[network.removeprefix("network of ")])
+
+
+def selected(**gains):
+    """Return the trial, and the selection once all presets were tried."""
+    trial = TimedTrial(**{name: itertools.repeat(gain) for name, gain in gains.items()})
+    selection = PresetSelection(trial)
+    for name in gains:
+        assert selection.enter(name)
+    selection.repeat(quietly)
+    return trial, selection
+
+
+@pytest.mark.parametrize(
+    ("gains", "best"),
+    [
+        ({"folded": 1.05, "bf16": 1.08}, "exact"),
+        ({"folded": 2.0, "bf16": 2.15}, "folded"),  # equals: the first one
+        ({"folded": 2.0, "bf16": 2.15, "fp16": 2.3}, "bf16"),
+        ({"folded": 2.0, "bf16": 4.0, "fp16": 3.9}, "bf16"),
+    ],
+)
+def test_the_first_of_those_that_are_about_as_good_as_the_best_is_taken(gains, best):
+    _, selection = selected(**gains)
+    assert selection.best == best
+    assert selection.take() == f"network of {best}"
+    report = selection.verdict()
+    assert (report.preset, report.gain) == (best, pytest.approx({"exact": 1, **gains}[best]))
+    assert [each.preset for each in report.tried] == [*gains]
+    assert [each.gain for each in report.tried] == [pytest.approx(each) for each in gains.values()]
+    lost = {each.preset: each.lost for each in report.tried}
+    assert [name for name in lost if not lost[name]] == ([] if best == "exact" else [best])
+    for name, reason in lost.items():
+        how = "slower" if gains[name] < report.gain else "hardly faster"
+        assert name == best or reason == f"{how} than {best}"
+
+
+def test_presets_near_the_limit_are_timed_again_and_no_others():
+    trial, _ = selected(folded=1.5, bf16=3.9, fp16=4.0)
+    assert trial.prepared == ["folded", "bf16", "fp16"]  # bf16 is nowhere near 4.0 / 1.1
+    trial, selection = selected(folded=1.5, bf16=3.6, fp16=4.0)
+    assert trial.prepared == ["folded", *["bf16", "fp16"] * 3]
+    assert selection.best == "fp16"
+
+
+def test_one_slow_moment_does_not_decide():
+    trial = TimedTrial(bf16=[3.8, 3.8, 3.8], fp16=[4.3, 4.0, 4.0])
+    selection = PresetSelection(trial)
+    selection.enter("bf16")
+    selection.enter("fp16")
+    assert selection.best == "fp16"
+    selection.repeat(quietly)
+    assert selection.best == "bf16"
+    assert selection.take() == "network of bf16"
+
+
+@pytest.mark.usefixtures("favoured")
+def test_searches_by_a_clock_with_noise_choose_alike(pace):
+    noise = random.Random(0)
+    usual = pace.seconds
+    pace.seconds = lambda kind, size: usual(kind, size) * noise.uniform(0.95, 1.05)
+    pace.gains["folded"] = pace.gains["bf16"] = 2.0  # the same but for noise
+    times = pace.times(budget_s=float("inf"))
+    found = [choose(pace.small(), pace.options(times=times), quietly) for _ in range(10)]
+    assert {report.preset for report in found} == {"folded"}
+
+
+def test_an_old_verdict_says_of_no_preset_that_it_was_tried():
+    assert SpeedReport().tried == ()
