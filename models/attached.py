@@ -40,6 +40,7 @@ OTHERS = {
     "named outputs": "inferpool.models.ragged:outputs_of",
     "lists to compare": "inferpool.models.ragged:flat_pair",
     "start check": "inferpool.workers.start_check.check:ReadyCheck",
+    "loop ahead": "inferpool.workers.inside.ahead:AheadLoop",
     "stream loop": "inferpool.workers.streams.worker_side:StreamLoop",
     "check of streams": "inferpool.workers.streams.check:StreamCheck",
     "speed preset": "inferpool.workers.speed.worker_side:chosen_preset",

@@ -30,6 +30,7 @@ from inferpool.models.vision.classifier import Classifier, imagenet_labels
 from inferpool.models.vision.transforms import ImageTransform
 from inferpool.workers.host.local_worker import PrivateQueue
 from inferpool.workers.inside import process
+from inferpool.workers.inside.ahead import AheadLoop
 from inferpool.workers.inside.preparing import Prepared
 from inferpool.workers.shared.arena import Arena
 from inferpool.workers.shared.config import ModelConfig, WorkerConfig
@@ -167,7 +168,7 @@ def _feed(
     if not isinstance(ready, Ready):
         raise BenchError(f"the worker does not start: {ready}")
     items = [ItemRef("image", *places[i % len(places)], math.inf) for i in range(args.batch)]
-    credit = config.credit + getattr(ready, "num_ahead", 0)
+    credit = config.credit + process.MORE_AHEAD
     num_sent = num_done = 0
     began = 0.0
     while num_done < _NUM_WARM + args.num:
@@ -209,7 +210,7 @@ def _work(
     process.main(config, inbox, outbox, arena, row, region, {}, make_loop=make)
 
 
-class MeasuredLoop(process.WorkerLoop):
+class MeasuredLoop(AheadLoop):
     """The loop of a worker, which measures the CPU time of its threads and of its steps."""
 
     def __init__(self, report: Callable[[Mapping[str, float]], None], *parts: Any) -> None:

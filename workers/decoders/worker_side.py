@@ -102,7 +102,11 @@ class DecodedBatches:
         """Wait for a batch or the sentinel; return True if there is one."""
         return bool(self._begun) or self._receiver.wait(timeout_s)
 
-    def receive(self) -> Prepared | None:
+    def prepare(self, batch: Prepared) -> Prepared:
+        """Return a batch as it is: `take` prepares it, in the thread that uses the decoders."""
+        return batch
+
+    def take(self) -> Prepared | None:
         """Wait for a batch and prepare it; decoders begin with the next batches meanwhile."""
         if not self._begun:
             self._begin()

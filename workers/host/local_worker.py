@@ -838,6 +838,7 @@ class LocalWorker:
                 self._ready = message
                 if message.interface.streams:  # one that joins others need not wait for their end
                     self.credit = self._config.max_batch_size if message.interface.joins else 1
+                self.credit += message.num_ahead
                 self.credit += sum(each.begin(message) for each in self.attachments.values())
                 self._prove()
             case Leaving():

@@ -95,7 +95,10 @@ class Prepared:
 
 
 class Preparer:
-    """Prepares the batches of a loaded model. Its callers are in torch's inference mode."""
+    """Prepares the batches of a loaded model. Its callers are in torch's inference mode.
+
+    Several threads may prepare a batch each.
+    """
 
     def __init__(
         self,
@@ -121,14 +124,11 @@ class Preparer:
         self._staging = staging
         self._error_detail = error_detail
         self._errors = PreprocessErrors(model, error_detail)
-        with nullcontext() if staging is None else staging.beside():
-            # Its threads have the stream of this one. They share its OpenMP threads: 8 with
-            # 16 each took 64 ms to check 64 tensors of 600 KB for NaN (16 cores, with an H200).
-            self._pool = (
-                started_pool(num_threads, "prepare", shares_openmp=True)
-                if num_threads > 1
-                else None
-            )
+        # Its threads share the OpenMP threads of this one: 8 with 16 each took 64 ms to check 64
+        # tensors of 600 KB for NaN (16 cores, with an H200).
+        self._pool = (
+            started_pool(num_threads, "prepare", shares_openmp=True) if num_threads > 1 else None
+        )
         self.num_threads = num_threads
         self._pool_pays_s, self._parts_pay_s = pool_pays_s, parts_pay_s
         self._item_s = 0.0
@@ -148,10 +148,11 @@ class Preparer:
             preprocess(prepared)
             self._group(prepared)
         else:
-            with self._staging.beside():
+            there = self._staging.there
+            with there.in_use():
                 preprocess(prepared)
                 self._group(prepared)
-                prepared.handed_over = self._staging.hand_over()
+                prepared.handed_over = there.mark()
         prepared.prepare_s = time.monotonic() - prepared.began
         return prepared
 
@@ -200,9 +201,11 @@ class Preparer:
 
     def _preprocess_apart(self, prepared: Prepared, parts: Iterable[Sequence[int]]) -> None:
         """Preprocess items in the threads of the pool, each part in one of them."""
+        there = None if self._staging is None else self._staging.there
 
         def preprocess(indices: Sequence[int]) -> None:
-            with torch.inference_mode():
+            # What it puts on the device goes on the stream that the batch is handed over from.
+            with torch.inference_mode(), there.in_use() if there else nullcontext():
                 self.preprocess_here(prepared, indices)
 
         assert self._pool is not None

@@ -2,8 +2,8 @@
 
 The main thread computes. Meanwhile a second thread waits for the next batch and prepares it, so
 that preparation and computation overlap. If the model answers in microseconds, the main thread does
-both, since a hand-over would cost more than it gains. On an accelerator the main thread launches a
-batch before it answers the one before: see `run_ahead`.
+both, since a hand-over would cost more than it gains. On an accelerator several batches are under
+way at once: see `workers.inside.ahead`.
 """
 
 import gc
@@ -12,12 +12,13 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from mmap import mmap
 from typing import Any, Protocol
 
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 from inferpool.models.accelerator.device import is_accelerator, name_of, release_memory
@@ -57,6 +58,8 @@ _SLACK_BYTES = 1 << 28
 _OVERLAP_PAYS_S = 0.001
 """Least computation time to prepare the next batch in another thread."""
 BEAT_S = 1.0
+MORE_AHEAD = 2
+"""Batches beyond its credit that a worker holds if it runs ahead of its device."""
 
 
 def main(
@@ -100,6 +103,9 @@ def main(
         batches = receiver = BatchReceiver(computer, inbox, memoryview(arena), heartbeat)
         if ready.interface.streams:
             make_loop, attachments = attached("stream loop"), {}
+        elif make_loop is None and computer.runs_ahead and config.credit > 1:
+            make_loop = attached("loop ahead")
+            ready = replace(ready, num_ahead=MORE_AHEAD)
         for name, end in attachments.items():
             attach: AttachBatches = attached(f"{name} in a worker")
             batches, ready.plans[name] = attach(config, receiver, end)
@@ -122,17 +128,20 @@ def main(
 
 
 class PreparedBatches(Protocol):
-    """Source of prepared batches. One thread uses it at a time."""
+    """Source of prepared batches. One thread uses it at a time, except for `prepare`."""
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for a batch or the sentinel; return True if there is one."""
 
-    def receive(self) -> Prepared | None:
-        """Wait for a batch and prepare it, or return None for the sentinel.
+    def take(self) -> Prepared | None:
+        """Wait for a batch, or return None for the sentinel.
 
         Raises:
             EOFError: The front end is gone.
         """
+
+    def prepare(self, batch: Prepared) -> Prepared:
+        """Prepare a batch that was taken. Other threads may take and prepare others meanwhile."""
 
 
 class BatchReceiver:
@@ -147,12 +156,9 @@ class BatchReceiver:
         self._arena = arena
         self.wait = inbox.wait
 
-    def receive(self) -> Prepared | None:
-        """Wait for a batch and prepare it, or return None for the sentinel."""
-        batch = self.take()
-        if batch is None or batch.is_canary:
-            return batch
-        return self.computer.preparer.prepare(batch)
+    def prepare(self, batch: Prepared) -> Prepared:
+        """Prepare a batch that was taken; a canary is prepared already."""
+        return batch if batch.is_canary else self.computer.preparer.prepare(batch)
 
     def take(self) -> Prepared | None:
         """Wait for a batch; prepare it only if it is a canary.
@@ -180,45 +186,6 @@ AttachBatches = Callable[[WorkerConfig, BatchReceiver, Any], tuple[PreparedBatch
 """Side of a part in the worker's process: called with what its side on the host gave.
 
 It returns the source of batches to use from now on, and what its side on the host needs then."""
-
-
-class LaunchedBatch:
-    """A batch that was launched on the device. Used by the worker's main thread."""
-
-    def __init__(self, prepared: Prepared, computer: Computer, waiting: Executor) -> None:
-        """Launch a batch.
-
-        Args:
-            prepared: The batch.
-            computer: Launches it.
-            waiting: Has a thread that waits for the device.
-
-        Raises:
-            torch.AcceleratorError: The device's context is lost.
-        """
-        self.prepared = prepared
-        began = time.monotonic()
-        computer.launch(prepared)
-        self._launch_s = time.monotonic() - began
-        self._over = waiting.submit(computer.wait, prepared)
-
-    def is_before(self, coming: "Future[Prepared | None]") -> bool:
-        """Wait until it is over, or the next batch is prepared; return whether it was first.
-
-        If the model waits for the device itself, or launches slower than the device computes, the
-        batch is over soon after its launch. Launching the next one would then only delay its
-        answers, so this first waits as long as its launch took.
-
-        There is no other timeout: the front end ends a worker if its batch takes too long.
-        """
-        awaited: set[Future[Any]] = {self._over, coming}
-        wait({self._over}, self._launch_s)
-        wait(awaited, return_when=FIRST_COMPLETED)
-        return self._over.done()
-
-    def wait(self) -> None:
-        """Wait until the device is done with it."""
-        self._over.result()
 
 
 class SpareMemory:
@@ -260,6 +227,9 @@ class SpareMemory:
 class WorkerLoop:
     """Main loop of a worker: receive a batch, compute it, answer it, until the sentinel."""
 
+    num_receiving = 1
+    """Threads that receive and prepare batches while the main thread computes."""
+
     def __init__(
         self,
         computer: Computer,
@@ -273,7 +243,7 @@ class WorkerLoop:
         self._outbox = outbox
         self._heartbeat = heartbeat
         self._outputs = outputs
-        self._ahead = started_pool(1, "receive")
+        self._ahead = started_pool(self.num_receiving, "receive")
         self._compute_s = 0.0
         self._spare_memory = SpareMemory(time.monotonic())
 
@@ -284,10 +254,7 @@ class WorkerLoop:
             EOFError: The front end is gone.
             torch.AcceleratorError: The device's context is lost.
         """
-        if self._computer.runs_ahead:
-            self.run_ahead()
-        else:
-            self.run()
+        self.run()
 
     def run(self) -> None:
         """Answer one batch after the other."""
@@ -297,43 +264,19 @@ class WorkerLoop:
                 prepared = self._receive_here() if coming is None else self._wait_for(coming)
                 if prepared is None:
                     return
-                overlaps = self._compute_s > _OVERLAP_PAYS_S or prepared.release is not None
-                coming = self._ahead.submit(self._receive_ahead) if overlaps else None
+                coming = (
+                    self._ahead.submit(self._receive_ahead) if self._overlaps(prepared) else None
+                )
                 self._answer_now(prepared)
 
-    def run_ahead(self) -> None:
-        """On an accelerator, answer each batch while the device computes the next one.
-
-        A batch is answered as soon as its outputs are there. If the next one is prepared sooner,
-        that is launched first, so that the device has work while this thread renders. Only one
-        batch is ahead, so a batch that fails is computed anew behind that one at most.
-        """
-        waiting = started_pool(1, "device")
-        ahead: LaunchedBatch | None = None
-        coming: Future[Prepared | None] | None = None
-        with torch.inference_mode():
-            while True:
-                if ahead is not None and (coming is None or ahead.is_before(coming)):
-                    self._answer_launched(ahead)
-                    ahead = None
-                prepared = self._receive_here() if coming is None else self._wait_for(coming)
-                if prepared is None:
-                    break
-                overlaps = self._compute_s > _OVERLAP_PAYS_S or prepared.release is not None
-                coming = self._ahead.submit(self._receive_ahead) if overlaps else None
-                following = LaunchedBatch(prepared, self._computer, waiting) if overlaps else None
-                if ahead is not None:
-                    self._answer_launched(ahead)
-                ahead = following
-                if following is None:
-                    self._answer_now(prepared)
-            if ahead is not None:
-                self._answer_launched(ahead)
+    def _overlaps(self, prepared: Prepared) -> bool:
+        """Return whether other threads should prepare batches while a batch is computed."""
+        return self._compute_s > _OVERLAP_PAYS_S or prepared.release is not None
 
     def _receive_ahead(self) -> Prepared | None:
         """Receive a batch in the thread that prepares."""
         with torch.inference_mode():
-            return self._batches.receive()
+            return self._receive()
 
     def _receive_here(self) -> Prepared | None:
         """Receive a batch in the main thread, which beats while it waits."""
@@ -341,7 +284,11 @@ class WorkerLoop:
             self._heartbeat.beat()
             self._spare_memory.idle(time.monotonic())
         self._heartbeat.beat()
-        return self._batches.receive()
+        return self._receive()
+
+    def _receive(self) -> Prepared | None:
+        batch = self._batches.take()
+        return batch and self._batches.prepare(batch)
 
     def _wait_for(self, coming: "Future[Prepared | None]") -> Prepared | None:
         while True:
@@ -350,10 +297,6 @@ class WorkerLoop:
             except FutureTimeoutError:
                 self._heartbeat.beat()
                 self._spare_memory.idle(time.monotonic())
-
-    def _answer_launched(self, batch: LaunchedBatch) -> None:
-        batch.wait()
-        self._answer_now(batch.prepared)
 
     def _answer_now(self, prepared: Prepared) -> None:
         self._answer(prepared)

@@ -1,13 +1,13 @@
 """Ways of batches to an accelerator, and of outputs back, beside what it computes. In workers.
 
-Three streams of a device work at the same time. One copies the next batch, and does the other work
-of the thread that prepares. On the main thread's own the model computes. On the third the outputs
-go back. Events keep them in order, so that the host waits for outputs alone.
+Several streams of a device work at the same time. Each thread that prepares batches has one, which
+copies them and does that thread's other work. On the main thread's own the model computes. On
+another the outputs go back. Events keep them in order, so that the host waits for outputs alone.
 """
 
 import logging
+import threading
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -35,16 +35,16 @@ class Staging:
         of the batch before are read. `compare` may find that this model cannot do it."""
         model.stack_instances = stack_pinned
         self._device = torch.device(device)
-        self._there = SideStream(device)
+        self._there = threading.local()
         self._back = SideStream(device)
 
-    def beside(self) -> AbstractContextManager[None]:
-        """Return a context that puts on the device what this thread prepares."""
-        return self._there.in_use()
-
-    def hand_over(self) -> HandOver:
-        """Mark the moment at which all that was put on the device so far is there."""
-        return self._there.mark()
+    @property
+    def there(self) -> SideStream:
+        """The stream for what this thread prepares."""
+        stream: SideStream | None = getattr(self._there, "stream", None)
+        if stream is None:
+            stream = self._there.stream = SideStream(self._device)
+        return stream
 
     def stage(self, batch: Features) -> Features:
         """Lay a batch in pinned memory, and begin to copy it to the device if that may be done."""

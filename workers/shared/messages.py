@@ -219,6 +219,8 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     """Files that its model has loaded."""
     is_accelerated: bool = False
     """True if it computes on an accelerator rather than on a CPU."""
+    num_ahead: int = 0
+    """Batches that it may hold beyond its credit."""
     plans: dict[str, bytes] = {}
     """Needs of its parts on the host, by their names; a part that is left out has none."""
     interface: Interface = USUAL_INTERFACE

@@ -110,9 +110,9 @@ class OwnPasses:
         model, staging = self._model, self._staging
         if staging is None:
             return {name: out.cpu() for name, out in model.forward(model.collate(chosen)).items()}
-        with staging.beside():
+        with staging.there.in_use():
             batch = staging.stage(model.collate(chosen))
-            handed_over = staging.hand_over()
+            handed_over = staging.there.mark()
         take(handed_over, batch)
         return staging.launch(mark_here(), model.forward(batch)).outputs()
 

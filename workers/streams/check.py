@@ -273,8 +273,8 @@ class StreamCheck(ReadyCheck):
         self._step = "collate"
         if staging is None:
             return self._model.collate(rows)
-        with staging.beside():
+        with staging.there.in_use():
             batch = staging.stage(self._model.collate(rows))
-            handed_over = staging.hand_over()
+            handed_over = staging.there.mark()
         take(handed_over, batch)
         return batch
