@@ -18,7 +18,6 @@ from mmap import mmap
 from typing import Any, Protocol
 
 import torch
-from msgspec.structs import replace
 from torch import nn
 
 from inferpool.models.accelerator.device import is_accelerator, name_of, release_memory
@@ -103,9 +102,6 @@ def main(
         batches = receiver = BatchReceiver(computer, inbox, memoryview(arena), heartbeat)
         if ready.interface.streams:
             make_loop, attachments = attached("stream loop"), {}
-        elif make_loop is None and computer.runs_ahead and config.credit > 1:
-            make_loop = attached("loop ahead")
-            ready = replace(ready, num_ahead=MORE_AHEAD)
         for name, end in attachments.items():
             attach: AttachBatches = attached(f"{name} in a worker")
             batches, ready.plans[name] = attach(config, receiver, end)
@@ -114,7 +110,7 @@ def main(
     heartbeat.beat()  # from now on silence means a hang; the last beat was before the load
     outbox.put(ready)
     try:
-        (make_loop or WorkerLoop)(computer, batches, outbox, heartbeat, outputs).serve()
+        (make_loop or _loop_for(ready))(computer, batches, outbox, heartbeat, outputs).serve()
     except (EOFError, BrokenPipeError):
         os._exit(0)  # the front end is gone
     except torch.AcceleratorError as error:
@@ -330,6 +326,12 @@ class WorkerLoop:
         )
 
 
+def _loop_for(ready: Ready) -> type[WorkerLoop]:
+    """Return the kind of loop for a model that is loaded."""
+    ahead: type[WorkerLoop] = attached("loop ahead") if ready.num_ahead else WorkerLoop
+    return ahead
+
+
 def _choose_speed(
     config: WorkerConfig, model: Model, max_batch_size: int, tell: Callable[[str], None]
 ) -> SpeedReport:
@@ -400,6 +402,8 @@ def load(
     if not check.is_off:
         tell("checking its answers")
     checked = check.run(computer)
+    is_plain = config.placement.num_ranks == 1 and not is_streaming(model)
+    runs_ahead = is_plain and computer.runs_ahead and config.credit > 1
     return computer, Ready(
         pid=os.getpid(),
         inputs=list(model.inputs),
@@ -416,5 +420,6 @@ def load(
         checked=checked,
         files=opened.marks(),
         is_accelerated=is_accelerator(device),
+        num_ahead=MORE_AHEAD if runs_ahead else 0,
         interface=interface_of(model, checked.media_types),
     )
