@@ -20,6 +20,7 @@ from torch import Tensor
 
 from inferpool.models.accelerator.failures import is_lost_device, lacks_resources
 from inferpool.models.accelerator.kinds import accelerator_of
+from inferpool.models.vision.picture_facts import REACHES
 from inferpool.models.vision.transforms import ImageTransform, Normalize
 
 logger = logging.getLogger(__name__)
@@ -27,12 +28,6 @@ logger = logging.getLogger(__name__)
 Launch = Callable[[Sequence[Tensor], NDArray[np.int64], Image.Resampling, Tensor, Tensor], None]
 """See `inferpool.models.vision.one_launch:transform`."""
 
-_INTERPOLATIONS = {
-    Image.Resampling.NEAREST,
-    Image.Resampling.BILINEAR,
-    Image.Resampling.BICUBIC,
-    Image.Resampling.LANCZOS,
-}
 _TRIAL_SIZES = ((53, 38), (47, 90))
 """Height and width of pictures that a launch must get right before it is used."""
 
@@ -124,7 +119,7 @@ def pictures_on(device: torch.device, transform: ImageTransform) -> DevicePictur
         torch.AcceleratorError: The device's context is lost.
     """
     accelerator = accelerator_of(device.type)
-    if accelerator is None or transform.interpolation not in _INTERPOLATIONS:
+    if accelerator is None or transform.interpolation not in REACHES:
         return None
     if not accelerator.transform_pictures:
         return None

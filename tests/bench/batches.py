@@ -14,7 +14,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from mmap import mmap
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, Pipe
@@ -22,11 +22,17 @@ from statistics import median, quantiles
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor, nn
 
 from inferpool.models.spec import Placement
 from inferpool.models.vision.classifier import Classifier, imagenet_labels
+from inferpool.models.vision.device_pictures import DevicePictures
+from inferpool.models.vision.gpu_jpegs import GpuJpegs
+from inferpool.models.vision.picture_facts import facts_of
 from inferpool.models.vision.transforms import ImageTransform
 from inferpool.workers.host.local_worker import PrivateQueue
 from inferpool.workers.inside import process
@@ -56,6 +62,8 @@ _SOURCE = "tests.bench.batches:DevicePhotos"
 _NUM_WARM = 30
 """Batches before those that are measured."""
 _WAIT_S = 120.0
+_PICTURE = (3, 375, 500)
+"""Colours, height and width of what the device decodes."""
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(FromWorker).decode
 
@@ -75,13 +83,28 @@ class DevicePhotos(Classifier):
         """Return a network that computes nothing."""
         return _Waiting(self._network_us)
 
-    def _decode_on_gpu(self, images: list[Tensor]) -> list[Tensor]:
+    @cached_property
+    def _gpu_jpegs(self) -> GpuJpegs:
+        pictures = DevicePictures(_launch_nothing, self.transform, self.device)
+        self._picture = torch.empty(_PICTURE, dtype=torch.uint8, device=self.device)
+        return GpuJpegs(self._decoded, self.transform, pictures)
+
+    def _decoded(self, jpegs: list[Tensor]) -> list[Tensor]:
         if self._decode_us:
             torch.sim.busy(self._decode_us)
             torch.sim.current_stream().synchronize()  # as torchvision does
-        edge = self.transform.crop
-        pixels = torch.empty((len(images), edge, edge, 3), dtype=torch.uint8, device=self.device)
-        return [*pixels.unbind()]
+        return [self._picture] * len(jpegs)
+
+
+def _launch_nothing(
+    images: Sequence[Tensor],
+    windows: NDArray[np.int64],
+    interpolation: Image.Resampling,
+    normalization: Tensor,
+    out: Tensor,
+) -> None:
+    facts = torch.from_numpy(facts_of(images, windows, interpolation, out))
+    facts.pin_memory().to(out.device, non_blocking=True)
 
 
 class _Waiting(nn.Module):
