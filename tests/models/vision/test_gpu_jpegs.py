@@ -70,6 +70,13 @@ def with_segment(data: bytes, marker: int, content: bytes) -> bytes:
     return data[:2] + segment(marker, content) + data[2:]
 
 
+def camera_exif(orientation: int | None) -> Image.Exif:
+    exif = Image.Exif() if orientation is None else orientation_exif(orientation)
+    exif[ExifTags.Base.Make], exif[ExifTags.Base.Model] = "Maker", "Camera of a maker"
+    exif[ExifTags.Base.XResolution] = exif[ExifTags.Base.YResolution] = 72.0
+    return exif
+
+
 @pytest.fixture
 def decoder():
     return FakeNvjpeg()
@@ -88,6 +95,11 @@ PLAIN = {
     "gray": encoded(COFFEE.convert("L")),
     "without JFIF": with_names(encoded(COFFEE), b"\1\2\3"),
     "upright": encoded(COFFEE, exif=orientation_exif(1)),
+    "upright, by a camera": encoded(COFFEE, exif=camera_exif(1)),
+    "no orientation": encoded(COFFEE, exif=camera_exif(None)),
+    "upright, whatever XMP says": encoded(
+        COFFEE, exif=camera_exif(1), xmp=b'<x tiff:Orientation="6"/>'
+    ),
     "upright by XMP": encoded(COFFEE, xmp=b'<x tiff:Orientation="1"/>'),
     "profile": encoded(COFFEE, icc_profile=bytes(70_000)),
     "restarts": encoded(COFFEE, restart_marker_blocks=2),
@@ -120,6 +132,10 @@ OTHERS = {
     "large": encoded(Image.new("RGB", (5000, 4000))),
     "segments": encoded(COFFEE)[:2] + b"\xff\xfe\x00\x02" * 20_000 + encoded(COFFEE)[2:],
     "turned by XMP": encoded(COFFEE, xmp=b"<tiff:Orientation>6<"),
+    "turned, by a camera": encoded(COFFEE, exif=camera_exif(6)),
+    "turned by XMP beside EXIF": encoded(
+        COFFEE, exif=camera_exif(None), xmp=b'<x tiff:Orientation="6"/>'
+    ),
     "broken EXIF": encoded(COFFEE, exif=b"Exif\0\0rubbish", dpi=(72, 72)),
     "resolution in letters": with_segment(encoded(COFFEE), 0xE1, LETTERS),
     "broken resources": with_segment(encoded(COFFEE), 0xED, b"Photoshop 3.0\0008BIM\3\xed"),
@@ -203,10 +219,13 @@ def damaged(num: int) -> Iterator[bytes]:
     small = COFFEE.resize((48, 32))
     exif = orientation_exif(1)
     exif[ExifTags.Base.XResolution] = 72.0
+    turned = orientation_exif(6)
+    turned[ExifTags.Base.Make] = "a camera"
     whole = [
         encoded(small),
         encoded(small.convert("L"), dpi=(72, 72)),
         encoded(small, exif=exif),
+        encoded(small, exif=turned),
         encoded(small, exif=exif, xmp=b'<x tiff:Orientation="1"/>', icc_profile=bytes(200)),
         with_segment(encoded(small), 0xED, b"Photoshop 3.0\0008BIM\4\4" + bytes(8)),
     ]
