@@ -120,7 +120,7 @@ def run(
             host = find_host(settings.cuda_visible_devices, settings.cuda_device_order)
             log_quick_checks(settings, host)
             console = Console(logs, is_colored=settings.color == "auto")
-            num_fronts, why = number_of_fronts(settings, host.num_cores)
+            num_fronts, why = number_of_fronts(settings, host.num_cores, len(host.gpus))
             assembly = assemble(settings, host, console, origins, make_engine, state, door)
             assembly.service.metrics.gauge_source(
                 lambda: [Reading(name="log_lines_dropped", value=logs.num_dropped)]

@@ -160,7 +160,7 @@ def _weight_bytes(model: ModelSettings) -> int | None:
 def _bytes_of_fronts(facts: Facts, settings: Settings) -> int:
     """Return the memory of front end processes besides the main one."""
     try:
-        num, _ = number_of_fronts(settings, facts.host.num_cores)
+        num, _ = number_of_fronts(settings, facts.host.num_cores, len(facts.host.gpus))
     except StartError:
         return 0
     return num * FRONT_END_BYTES if num > 1 else 0

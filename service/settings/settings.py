@@ -64,7 +64,8 @@ class Settings(SettingsTable):
     """The TCP port to listen on; 0 lets the system choose one."""
     front_ends: Auto | Annotated[int, Field(ge=1, le=64)] = "auto"
     """Processes that take calls on the port and share one queue. `auto`: one, or on eight cores and
-    more one for every four cores, at most four."""
+    more one for every four cores, at most four, and with several GPUs at most two for each, and
+    eight."""
     default_model: Text
     """The model that `/predict` uses if none is named; by default the first one."""
     log_format: Literal["auto", "human", "json"] = "auto"

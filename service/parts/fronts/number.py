@@ -9,18 +9,21 @@ logger = logging.getLogger(__name__)
 
 _CORES_PER_FRONT = 4
 _MAX_AUTO = 4
+_MAX_AUTO_GPUS = 8
+_FRONTS_PER_GPU = 2
+"""A GPU that computes 6,000 tensors of 602 KB per second needs 1.2 cores of front ends."""
 _MIN_SLOTS = 2
 """Largest bodies that each part of the arena must hold: slots are powers of two, so a body may take
 nearly twice its size."""
 
 
-def number_of_fronts(settings: Settings, num_cores: int) -> tuple[int, str]:
+def number_of_fronts(settings: Settings, num_cores: int, num_gpus: int = 0) -> tuple[int, str]:
     """Return the number of fronts, and the reason for it.
 
     One process answers some 30,000 small calls per second on a core of its own, and the workers
     need cores too; below eight cores a second front would take its time from them. Per small call
     the main process does some 0.45 of what it does alone, so two fronts can keep it busy. TLS, JSON
-    and large bodies cost it nothing.
+    and large bodies cost it nothing: several GPUs, which can compute as much as comes, need more.
 
     Raises:
         StartError: The arena is too small for that number.
@@ -42,7 +45,9 @@ def number_of_fronts(settings: Settings, num_cores: int) -> tuple[int, str]:
                 num_cores,
             )
         return num, "as set by front_ends"
-    wanted = max(1, min(_MAX_AUTO, num_cores // _CORES_PER_FRONT)) if num_cores >= 8 else 1
+    most = max(_MAX_AUTO, min(_MAX_AUTO_GPUS, _FRONTS_PER_GPU * num_gpus))
+    wanted = max(1, min(most, num_cores // _CORES_PER_FRONT)) if num_cores >= 8 else 1
     if wanted > fitting:
         return fitting, f"the arena has no room for {wanted}"
-    return wanted, f"auto, for {num_cores} cores"
+    gpus = f" and {num_gpus} GPUs" if wanted > _MAX_AUTO else ""
+    return wanted, f"auto, for {num_cores} cores{gpus}"

@@ -58,7 +58,7 @@ def check_arena(facts: Facts, settings: Settings) -> Iterator[Finding]:
 def check_fronts(facts: Facts, settings: Settings) -> Iterator[Finding]:
     """Check that each front end has its part of the arena."""
     try:
-        num, why = number_of_fronts(settings, facts.host.num_cores)
+        num, why = number_of_fronts(settings, facts.host.num_cores, len(facts.host.gpus))
     except StartError as problem:
         yield error("front ends", str(problem), "raise arena_bytes, or lower front_ends")
     else:

@@ -18,6 +18,20 @@ def test_there_are_more_where_there_are_cores_for_them(tmp_path, num_cores, expe
     assert number_of_fronts(made, num_cores)[0] == expected
 
 
+@pytest.mark.parametrize(
+    ("num_cores", "num_gpus", "expected"),
+    [(16, 1, "4 (auto, for 16 cores)"), (24, 4, "6 (auto, for 24 cores and 4 GPUs)"),
+     (96, 3, "6 (auto, for 96 cores and 3 GPUs)"), (96, 8, "8 (auto, for 96 cores and 8 GPUs)"),
+     (4, 8, "1 (auto, for 4 cores)")],
+)  # fmt: skip
+def test_several_gpus_have_two_each_where_there_are_cores_for_them(
+    tmp_path, num_cores, num_gpus, expected
+):
+    made = settings(tmp_path, arena_bytes=str(2**28))
+    num, why = number_of_fronts(made, num_cores, num_gpus)
+    assert f"{num} ({why})" == expected
+
+
 def test_more_fronts_than_cores_are_started_with_a_warning(tmp_path, caplog):
     made = settings(tmp_path, front_ends="3", arena_bytes=str(2**28))
     assert number_of_fronts(made, 3)[0] == 3
