@@ -24,7 +24,7 @@ import msgspec
 from starlette.types import Send
 
 from inferpool.models.attached import attached
-from inferpool.models.spec import Interface, Kind, TensorSpec
+from inferpool.models.spec import Interface, Kind, TensorHeader, TensorSpec
 from inferpool.service.api.auth import Guard
 from inferpool.service.api.codecs.answers import (
     STREAMED,
@@ -180,6 +180,8 @@ class WholeBody(msgspec.Struct, frozen=True):
     parameters: bytes
     inputs: Sequence[TensorSpec]
     """The model's inputs at that time."""
+    headers: tuple[TensorHeader, ...]
+    is_batch: bool
 
 
 class Call(msgspec.Struct):
@@ -715,6 +717,7 @@ class Exchange(msgspec.Struct, eq=False):
                 entry = self._entry_now()
             if form is not None and form.inputs is entry.inputs:
                 ref.kind, ref.num_bytes, ref.parameters = form.kind, self.num_bytes, form.parameters
+                ref.headers, call.is_batch = form.headers, form.is_batch
                 if slot is not None:
                     ref.offset, owner = slot.offset, slot.slots
             else:
@@ -762,8 +765,10 @@ class Exchange(msgspec.Struct, eq=False):
         decoded = decode(call.headers.get(b"content-type", b""), list(map(bytes, chunks)), head)
         call.is_batch = decoded.is_batch
         if decoded.is_whole and call.earlier is not None and call.chosen not in STREAMED:
-            kind = decoded.payloads[0].kind
-            call.earlier.form = WholeBody(kind, decoded.parameters, entry.inputs)
+            kind, _, headers = msgspec.structs.astuple(decoded.payloads[0])
+            call.earlier.form = WholeBody(
+                kind, decoded.parameters, entry.inputs, headers, decoded.is_batch
+            )
         return decoded
 
     def _submit_several(self, entry: ModelEntry, payloads: Sequence[Payload]) -> None:

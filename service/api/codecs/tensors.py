@@ -100,8 +100,7 @@ def decode_raw(chunks: Sequence[bytes], head: BodyContext) -> Decoded:
         raise BadRequestError(f"dtype: {dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
     shape = _shape_from(shape_text)
     check_length(sum(map(len, chunks)), dtype, shape, "the body")
-    tensor = BodyTensor(given.get("name", ""), dtype, shape, chunks)
-    return instances_of([tensor], head, rest)
+    return _decode_as(BodyTensor(given.get("name", ""), dtype, shape, chunks), head, rest)
 
 
 def decode_npy(chunks: Sequence[bytes], head: BodyContext) -> Decoded:
@@ -264,8 +263,15 @@ def _decode_undescribed(chunks: Sequence[bytes], head: BodyContext, rest: bytes)
             size, excess = divmod(num_bytes, prod(shape) * DTYPE_BYTES[spec.dtype])
             if size and not excess:
                 batch_shape = shape if size == 1 else (size, *shape)
-                return instances_of([BodyTensor("", spec.dtype, batch_shape, chunks)], head, rest)
+                return _decode_as(BodyTensor("", spec.dtype, batch_shape, chunks), head, rest)
     return Decoded([Payload("bytes", chunks)], False, rest, is_whole=True)
+
+
+def _decode_as(tensor: BodyTensor, head: BodyContext, rest: bytes) -> Decoded:
+    """Split raw bytes into instances. If there is one, another body is read alike."""
+    decoded = instances_of([tensor], head, rest)
+    is_whole = len(decoded.payloads) == 1 and tensor.dtype != "bool"  # each bool is checked
+    return Decoded(decoded.payloads, decoded.is_batch, rest, is_whole)
 
 
 def _batch_size(tensor: BodyTensor, inputs: Sequence[TensorSpec]) -> int | None:

@@ -6,7 +6,8 @@ import pytest
 
 from inferpool.models.spec import UNKNOWN_INTERFACE, USUAL_INTERFACE, TensorSpec
 from inferpool.service.errors import OverloadedError
-from tests.service.api.fakes import FakeModel
+from inferpool.workers.shared.messages import TensorBlob
+from tests.service.api.fakes import FakeModel, result
 from tests.service.api.server import LONG_S, NOBODY, ONE, POST, RawClient, serve, until
 
 HEAD = ONE[:-1]
@@ -136,6 +137,7 @@ async def test_the_number_of_known_heads_is_bounded() -> None:
         assert 0 < len(server.protocol.known_heads) <= 512
 
 
+ROWS = [TensorSpec(name="x", dtype="uint8", shape=(-1, 4))]
 TENSOR = [TensorSpec(name="x", dtype="uint8", shape=(-1, 1))]
 
 
@@ -155,6 +157,35 @@ async def test_a_body_under_a_known_head_is_read_by_the_inputs_of_now(inputs: li
     for payload, each in zip(server.model.payloads, inputs, strict=True):
         assert payload.kind == ("tensors" if each else "bytes")
         assert len(payload.headers) == bool(each)
+
+
+@pytest.mark.parametrize(
+    ("query", "inputs", "is_known"),
+    [
+        pytest.param(b"?dtype=uint8&shape=4&top_k=2", (), True, id="one instance"),
+        pytest.param(b"?dtype=uint8&shape=1,4", ROWS, True, id="a batch of one"),
+        pytest.param(b"", ROWS, True, id="of the model's shape"),
+        pytest.param(b"?dtype=uint8&shape=2,2", ROWS, False, id="two instances"),
+        pytest.param(b"?dtype=bool&shape=4", (), False, id="bools"),
+    ],
+)
+async def test_raw_tensors_under_a_known_head_are_read_as_at_first(
+    query: bytes, inputs: list[TensorSpec], is_known: bool
+) -> None:
+    head = head_of(b"application/octet-stream", 4).replace(b"/predict", b"/predict" + query)
+    head = head.replace(b"\r\nhost", b"\r\naccept: application/safetensors\r\nhost")
+    bodies = [b"\0\1\0\1", b"\1\0\1\0", b"\1\1\1\1"]
+    model = FakeModel(lambda _: result([TensorBlob("y", "uint8", (4,), b"abcd")]), inputs=inputs)
+    async with serve(model) as server, server.connect() as client:
+        answers = [await client.ask(head + body) for body in bodies]
+        (known,) = server.protocol.known_heads.values()
+        assert (known.call.form is not None) == is_known
+    assert [answer.status for answer in answers] == [200] * 3
+    assert len({answer.body for answer in answers}) == 1
+    assert b"".join(model.bodies) == b"".join(bodies)
+    for payload, ref in zip(model.payloads, model.refs, strict=True):
+        assert payload.headers == model.payloads[0].headers
+        assert ref.parameters == model.refs[0].parameters
 
 
 async def test_each_body_of_json_is_read_under_a_known_head_too() -> None:
