@@ -32,7 +32,7 @@ from inferpool.models.label_tolerance import LabelTolerance
 from inferpool.models.spec import Decoding, Placement, TensorHeader, TensorSpec
 from inferpool.models.tolerance import Tolerance
 from inferpool.models.vision.device_pictures import DevicePictures, pictures_on
-from inferpool.models.vision.gpu_jpegs import GpuJpegs, decoder_on
+from inferpool.models.vision.gpu_jpegs import MAX_PIXELS, GpuJpegs, decoder_on
 from inferpool.models.vision.images import check_size, decode_image, decode_scaled, only_tensor
 from inferpool.models.vision.photos import sample_jpegs, sample_views
 from inferpool.models.vision.transforms import ImageTransform, Normalize
@@ -101,7 +101,8 @@ class Classifier(Model):
     def preprocess(self, item: Item) -> Features:
         """Turn an image into uint8 [crop, crop, C]; keep a network's own input, float32 [C, H, W].
 
-        Decoding on the device leaves plain JPEGs, uint8 [bytes], for `collate` to decode together.
+        Decoding on the device leaves plain JPEGs, uint8 [bytes], for `collate` to decode together,
+        and pixels, uint8 [1, C, H, W], to transform there.
         """
         self._top_k(item.parameters)
         if item.kind == "tensors":
@@ -126,7 +127,7 @@ class Classifier(Model):
     def collate(self, instances: Sequence[Features]) -> Features:
         """Stack pixels as uint8 [B, H, W, C]; normalise all if one is a normalised input."""
         images = [each["image"] for each in instances]
-        if any(image.dim() == 1 for image in images):
+        if any(image.dim() != 3 for image in images):
             if self._pictures_on_gpu:
                 return {"image": self._input_on_gpu(images)}
             images = self._decode_on_gpu(images)
@@ -242,8 +243,18 @@ class Classifier(Model):
             if tensor.dim() == 3 and tensor.shape[2] != 3 and tensor.shape[0] == 3:
                 tensor = tensor.permute(1, 2, 0)
             if tensor.dim() == 2 or (tensor.dim() == 3 and tensor.shape[2] == 3):
-                return self._from_pixels(tensor.numpy())
+                return self._whole_pixels(tensor)
         raise InputError(f"{self._takes()}, not {header.dtype} {list(header.shape)}")
+
+    def _whole_pixels(self, pixels: Tensor) -> Tensor:
+        """Transform pixels [H, W, C] or [H, W]; or leave them, as [1, C, H, W], to the device."""
+        height, width = pixels.shape[:2]
+        if self.decode == "device" and self._pictures_on_gpu and height * width <= MAX_PIXELS:
+            check_size(width, height, max_pixels=self.max_image_pixels)
+            self.transform.check((width, height))
+            colours = pixels if pixels.dim() == 3 else pixels[..., None].expand(-1, -1, 3)
+            return colours.permute(2, 0, 1)[None]
+        return self._from_pixels(pixels.numpy())
 
     def _from_encoded(self, payload: memoryview) -> Tensor:
         if self.decode == "fast":
@@ -280,34 +291,21 @@ class Classifier(Model):
         return self._gpu_jpegs.pictures if self._gpu_jpegs else None
 
     def _input_on_gpu(self, images: list[Tensor]) -> Tensor:
-        """Make the network's input of JPEGs (uint8 [bytes]), pixels and inputs, on its device."""
+        """Make the network's input of JPEGs, pixels and inputs, on its device."""
         assert self._gpu_jpegs is not None
-        assert self._gpu_jpegs.pictures is not None
-        dtype = getattr(self.network, "input_dtype", None) or torch.float32
-        layout = getattr(self.network, "memory_format", torch.contiguous_format)
-        jpegs = [image for image in images if image.dim() == 1]
-        decoded = iter(self._gpu_jpegs.decoded(jpegs))
-        pictures, are_done, places, own = [], [], [], []
-        for place, image in enumerate(images):
-            if image.dtype != torch.uint8:
-                own.append(place)
-                continue
-            picture = next(decoded) if image.dim() == 1 else None
-            are_done.append(picture is None)
-            if picture is None:
-                pixels = image
-                if image.dim() == 1:  # the device refuses it
-                    pixels = self._exact_pixels(memoryview(image.numpy().tobytes()))
-                picture = pixels.permute(2, 0, 1)
-            pictures.append(picture)
-            places.append(place)
-        x = self._gpu_jpegs.pictures.inputs(pictures, are_done, dtype, layout)
-        if not own:
-            return x
-        others = self.stack_instances([images[place] for place in own])
-        order = torch.tensor([*places, *own]).argsort()
-        both = torch.cat([x, others.to(self.device, dtype, non_blocking=True)])
-        return both[order.to(self.device)]
+        found = self._gpu_jpegs.inputs(
+            [each for each in images if each.dtype == torch.uint8],
+            self._exact_pixels,
+            getattr(self.network, "input_dtype", None) or torch.float32,
+            getattr(self.network, "memory_format", torch.contiguous_format),
+        )
+        if len(found) == len(images):
+            return found
+        others = self.stack_instances([each for each in images if each.dtype != torch.uint8])
+        both = torch.cat([found, others.to(found, non_blocking=True)])
+        is_other = torch.tensor([each.dtype != torch.uint8 for each in images])
+        places = is_other.long().argsort(stable=True).argsort()
+        return both[places.to(self.device)]
 
     def _decode_on_gpu(self, images: list[Tensor]) -> list[Tensor]:
         """Decode the images that are still uint8 [bytes], and put all of them on one device."""

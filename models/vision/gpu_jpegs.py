@@ -3,8 +3,10 @@
 The GPU gets plain ones only: colour or gray in one scan, upright, whole, and of moderate size. The
 CPU decodes all others.
 
-Axes: H height, W width, C = 3 colours.
+Axes: B batch, C = 3 colours, H height, W width.
 """
+
+# ruff: noqa: N806 - tensors carry their axes in their names
 
 import logging
 import re
@@ -127,6 +129,39 @@ class GpuJpegs:
             on_cpu(memoryview(jpeg.numpy().tobytes())) if image is None else next(found)
             for jpeg, image in zip(jpegs, images, strict=True)
         ]
+
+    def inputs(
+        self,
+        images: Sequence[Tensor],
+        on_cpu: Callable[[memoryview], Tensor],
+        dtype: torch.dtype,
+        memory_format: torch.memory_format,
+    ) -> Tensor:
+        """Make a network's input [B, C, crop, crop] of pictures by one launch.
+
+        Args:
+            images: Results of `accept`, whole pictures uint8 [1, C, H, W], or the pixels of a crop,
+                uint8 [crop, crop, C].
+            on_cpu: Decodes on the CPU those that the GPU refuses, to the pixels of the crop.
+            dtype: The network's.
+            memory_format: Layout that the network prefers.
+
+        Raises:
+            torch.OutOfMemoryError: The GPU has no room for them.
+            torch.AcceleratorError: The device's context is lost.
+        """
+        assert self.pictures is not None
+        decoded = iter(self.decoded([each for each in images if each.dim() == 1]))
+        images_CHW, are_done = [], []
+        for image in images:
+            picture = next(decoded) if image.dim() == 1 else image[0] if image.dim() == 4 else None
+            are_done.append(picture is None)
+            if picture is None:
+                is_refused = image.dim() == 1
+                pixels = on_cpu(memoryview(image.numpy().tobytes())) if is_refused else image
+                picture = pixels.permute(2, 0, 1)
+            images_CHW.append(picture)
+        return self.pictures.inputs(images_CHW, are_done, dtype, memory_format)
 
     def decoded(self, jpegs: list[Tensor]) -> list[Tensor | None]:
         """Decode accepted JPEGs to [C, H, W]; return None for those that the GPU refuses.

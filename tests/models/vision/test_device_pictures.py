@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from inferpool.models.errors import InputError
 from inferpool.models.item import Item
 from inferpool.models.spec import Placement
 from inferpool.models.vision.classifier import Classifier
@@ -19,6 +20,8 @@ pytestmark = pytest.mark.simulated
 JPEGS = [image_item(encoded(photo(name))) for name in ("astronaut", "coffee", "chelsea")]
 PNG = image_item(encoded(photo("coffee"), "PNG"))
 PIXELS = tensor_item({"": torch.from_numpy(np.array(photo("rocket")))})
+GRAY = tensor_item({"": torch.from_numpy(np.array(photo("coffee").convert("L")))})
+COLOURS_FIRST = tensor_item({"": torch.from_numpy(np.array(photo("chelsea"))).permute(2, 0, 1)})
 OWN = tensor_item({"": torch.randn(3, 32, 32, generator=torch.Generator().manual_seed(0))})
 HOLLOW = JPEGS[0].payload.tobytes()
 HOLLOW = HOLLOW[: HOLLOW.index(b"\xff\xda")] + b"\xff\xd9"
@@ -66,8 +69,13 @@ def logits_of(model: Classifier, items: list[Item]) -> Tensor:
 
 @pytest.mark.parametrize(
     "items",
-    [JPEGS, [*JPEGS, PNG, PIXELS], [OWN, JPEGS[0], PIXELS, OWN, PNG, JPEGS[1]]],
-    ids=["jpegs", "pictures", "inputs"],
+    [
+        JPEGS,
+        [PIXELS, GRAY, COLOURS_FIRST],
+        [*JPEGS, PNG, PIXELS],
+        [OWN, JPEGS[0], PIXELS, OWN, PNG, GRAY, JPEGS[1]],
+    ],
+    ids=["jpegs", "pixels", "pictures", "inputs"],
 )
 def test_a_batch_gets_the_exact_answers_by_one_launch(items: list[Item], launches: list[int]):
     wanted = logits_of(loaded("exact"), items)
@@ -76,6 +84,19 @@ def test_a_batch_gets_the_exact_answers_by_one_launch(items: list[Item], launche
     launches.clear()  # of the check
     torch.testing.assert_close(logits_of(model, items), wanted)
     assert launches == [len(items) - items.count(OWN)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"), [((1, 40_000_000, 3), "pixels"), ((0, 4, 3), "no pixels")]
+)
+def test_pixels_of_a_size_that_cannot_be_are_refused_alike(shape: tuple[int, ...], message: str):
+    item = tensor_item({"": torch.empty(shape, dtype=torch.uint8)})
+    errors = []
+    for decode in ("exact", "device"):
+        with pytest.raises(InputError, match=message) as error:
+            loaded(decode).preprocess(item)
+        errors.append(str(error.value))
+    assert errors[0] == errors[1]
 
 
 def test_a_jpeg_that_the_device_refuses_is_decoded_on_the_cpu_for_the_same_launch(
