@@ -3,6 +3,7 @@
 Large lists are decoded by type in C. Only if that fails, the wrong number is searched for.
 """
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -20,6 +21,7 @@ from inferpool.models.json_errors import JsonErrors, json_message
 from inferpool.models.spec import TensorSpec, matches
 
 _MAX_RANK = 16
+_SUMMABLE = (torch.float32, torch.float64)
 
 
 class _Encoded(msgspec.Struct, forbid_unknown_fields=True):
@@ -69,6 +71,9 @@ def place_of_non_finite(name: str, tensor: Tensor) -> str | None:
 
     The tensor of a raw body may have no name: "the tensor: nan at [0, 3]".
     """
+    # A sum takes a tenth of the time, and one that is finite has no other numbers in it.
+    if tensor.dtype in _SUMMABLE and math.isfinite(tensor.sum()):
+        return None
     is_finite = tensor.isfinite()
     if is_finite.all():
         return None

@@ -8,7 +8,7 @@ import torch
 
 from inferpool.models.base import Model
 from inferpool.models.errors import InputError
-from inferpool.models.inputs import features_of
+from inferpool.models.inputs import features_of, place_of_non_finite
 from inferpool.models.item import Item
 from inferpool.models.spec import TensorHeader, TensorSpec
 from tests.models.items import bytes_item, image_item, json_item, tensor_item
@@ -238,3 +238,20 @@ def test_a_tensor_may_come_as_its_bytes_in_base64():
 )
 def test_bytes_that_are_no_such_tensor_are_refused(inputs, value, message):
     assert message in refused(json_item(value), inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("numbers", "place"),
+    [
+        ([1.0, -2.0], None),
+        ([torch.inf, -torch.inf], "tensor 'x': inf at [0]"),
+        ([0.0, -torch.inf, torch.nan], "tensor 'x': -inf at [1]"),
+    ],
+)
+def test_the_first_number_that_is_not_finite_is_found(numbers, place, dtype):
+    assert place_of_non_finite("x", torch.tensor(numbers, dtype=dtype)) == place
+
+
+def test_large_numbers_are_finite_even_if_their_sum_is_not():
+    assert place_of_non_finite("x", torch.full((9,), 3e38)) is None
