@@ -23,7 +23,7 @@ from tests.e2e import forked
 
 ROOT = forked.ROOT
 FAULTY = "tests.fault_model:FaultModel"
-_START_TIMEOUT_S = 60.0
+_START_TIMEOUT_S = 150.0
 
 
 class Running:
@@ -293,7 +293,7 @@ def status_of(url: str, timeout_s: float = 60.0) -> int:
         return 0
 
 
-def until(claim: Callable[[], object], timeout_s: float = 60.0) -> None:
+def until(claim: Callable[[], object], timeout_s: float = 150.0) -> None:
     """Wait until something is so."""
     deadline = time.monotonic() + timeout_s
     while not claim():

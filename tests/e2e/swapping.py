@@ -22,7 +22,7 @@ from tests.e2e.running import Running, running
 
 ADMIN = "an-admin-key-of-enough-characters"
 KEYS = {"INFERPOOL_ADMIN_KEYS": ADMIN}
-_PATIENCE_S = 60.0
+_PATIENCE_S = 150.0
 _PAUSE_S = 0.15
 """Between the two pieces of a slow body: many swaps of a light model end meanwhile."""
 _KINDS = ((1, False), (7, False), (1, False), (3, True))

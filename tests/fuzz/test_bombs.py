@@ -7,7 +7,7 @@ import pytest
 from tests.e2e.running import ROOT
 from tests.fuzz.bombs import BOMBS
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.measures, pytest.mark.slow]
 
 LARGEST_MIB = 500
 """Most pictures at the limit of 50 million pixels take 4 to 10 bytes per pixel."""
