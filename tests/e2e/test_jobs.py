@@ -75,9 +75,14 @@ class KilledService:
             yield service
 
     def _live(self) -> None:
-        while not self._is_over.is_set():
+        for number in itertools.count():
+            if self._is_over.is_set():
+                return
             with self.alive() as service:
-                service.wait_until_listening()
+                if number % 2:  # or a busy machine might compute nothing in any life
+                    service.wait_until_ready()
+                else:
+                    service.wait_until_listening()
                 self._now = service
                 self._is_over.wait(self._lives_s * self._seed.uniform(0.7, 1.3))
                 self._now = None
