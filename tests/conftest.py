@@ -89,22 +89,26 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 @pytest.fixture(autouse=True)
-def _restored_environment() -> Generator[None]:
-    """Take back what a test has changed in the environment: commands that run in it do so, too."""
-    before = dict(os.environ)
-    yield
-    for name in os.environ.keys() - before.keys():
-        del os.environ[name]
-    os.environ.update(before)
-
-
-@pytest.fixture(autouse=True)
 def unchanged_process() -> Generator[None]:
     """Fail a test that leaves the process in another state, in which others would run."""
     before = ProcessState()
     yield
     changes = list(before.changes())
     assert not changes, "\n".join(["the test has not taken back:", *changes])
+
+
+@pytest.fixture(autouse=True)
+def _restored_environment(unchanged_process: None) -> Generator[None]:
+    """Take back what a test has changed in the environment, in which commands run.
+
+    The same for the places of modules, to which the import of a class adds the working directory.
+    """
+    before, places = dict(os.environ), sys.path[:]
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+    sys.path[:] = places
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Compares what all tests of a process share: a test that changes it must take that back.
 
-A later test would otherwise pass or fail by chance. `tests.conftest` restores the environment.
+A later test would otherwise pass or fail by chance. `tests.conftest` restores the environment and
+`sys.path` itself.
 """
 
 import ctypes
