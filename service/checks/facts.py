@@ -16,6 +16,7 @@ from inferpool.service.api.wire.descriptors import limit_to_be
 from inferpool.service.settings.settings import Settings
 from inferpool.workers.host.devices import DeviceError, Host
 from inferpool.workers.host.mps import is_mps_running
+from inferpool.workers.host.nodes import parse_cpus
 from inferpool.workers.shared.cgroups import CgroupLimits, read_limits
 
 _RLIMITS = ("NPROC", "MEMLOCK", "CORE", "AS", "FSIZE")
@@ -57,6 +58,8 @@ class Facts:
     memory_bytes: int
     available_bytes: int
     swap_used_bytes: int
+    memory_nodes: Sequence[int]
+    """Memory nodes that this process may use; none if they are unknown."""
     rlimits: Mapping[str, int | None]
     """Soft limits by name ("FSIZE"); None for no limit."""
     num_files: int
@@ -122,6 +125,7 @@ def gather(settings: Settings, host: Host, root: Path = Path("/")) -> Facts:
         memory_bytes=memory.get("MemTotal", 0),
         available_bytes=memory.get("MemAvailable", 0),
         swap_used_bytes=memory.get("SwapTotal", 0) - memory.get("SwapFree", 0),
+        memory_nodes=parse_cpus(_field(_read(root / "proc/self/status"), "Mems_allowed_list")),
         rlimits=_rlimits(),
         num_files=limit_to_be(),
         shm=folder(root / "dev/shm"),
@@ -178,7 +182,7 @@ def _meminfo(text: str) -> dict[str, int]:
 
 
 def _field(cpuinfo: str, name: str) -> str:
-    found = re.search(rf"^{name}\s*: (.*)$", cpuinfo, re.M)
+    found = re.search(rf"^{name}\s*:\s(.*)$", cpuinfo, re.M)
     return found[1] if found else ""
 
 

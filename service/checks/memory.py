@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from inferpool.models.spec import Placement
 from inferpool.service.checks.facts import Facts
 from inferpool.service.checks.findings import Finding, error, note, ok, warning
+from inferpool.service.checks.topology import pinned_bytes
 from inferpool.service.checks.weights import weights_file
 from inferpool.service.client.texts import in_words
 from inferpool.service.errors import StartError
@@ -59,6 +60,7 @@ def check_replicas(facts: Facts, settings: Settings) -> Iterator[Finding]:
             each = _CUDA_WORKER_BYTES if placement.visible else WORKER_BYTES
             is_apart = bool(placement.visible) and not facts.is_unified(placement)
             need += each * placement.num_ranks + (0 if is_apart else size or 0)
+            need += pinned_bytes(settings.models[name], placement)
     least = "at least " if unknown else "about "
     more = f" and the weights of {', '.join(unknown)}" if unknown else ""
     message = (

@@ -33,6 +33,7 @@ from inferpool.service.checks.system import (
     check_temporary,
     check_torch,
 )
+from inferpool.service.checks.topology import check_topology
 from inferpool.service.checks.weights import check_weights
 from inferpool.service.settings.keys import Keys, fingerprint_of
 from inferpool.service.settings.settings import Settings
@@ -69,6 +70,7 @@ QUICK: Sequence[Check] = (
     check_gpu_memory,
     check_sharing,
     check_replicas_on_gpus,
+    check_topology,
     check_shared_memory,
     check_descriptors,
     check_processes,
@@ -93,6 +95,7 @@ _OF_WORKERS: Container[Check] = (
     check_gpu_memory,
     check_sharing,
     check_replicas_on_gpus,
+    check_topology,
     check_processes,
     check_processor,
 )

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Literal
@@ -32,6 +33,9 @@ from inferpool.workers.host.placing import share_cores
 from inferpool.workers.shared.cgroups import read_limits
 
 _MIB = 2**20
+_LEAST_CORES, _CORES_PER_FRONT, _MOST_FRONTS = 8, 4, 4
+"""With fewer cores there is one front end; `auto` makes one for each four, four at most: see
+`number_of_fronts`."""
 
 
 def is_loopback(host: str) -> bool:
@@ -351,12 +355,23 @@ class Settings(SettingsTable):
     def host_of(self, name: str, host: Host) -> Host:
         """Return the part of the host that a model may use.
 
-        The cores are divided among the models, unless these take turns at all of them.
+        The cores are divided among the models, unless these take turns at all of them. Beside GPUs,
+        each front end keeps a core: few cores feed a GPU, and what comes to it passes them all.
         """
+        if host.gpus and self.models[name].devices != "cpu":
+            host = replace(host, num_cores=host.num_cores - self._num_front_cores(host.num_cores))
         if any(model.share is not None for model in self.models.values()):
             return host
         asked = [model.num_cores for model in self.models.values()]
         return share_cores(host, asked)[list(self.models).index(name)]
+
+    def _num_front_cores(self, num_cores: int) -> int:
+        """Return the cores that front ends keep: half of them at most, and of few cores none."""
+        if num_cores < _LEAST_CORES:
+            return 0
+        if self.front_ends == "auto":
+            return min(_MOST_FRONTS, num_cores // _CORES_PER_FRONT)
+        return min(self.front_ends, num_cores // 2)
 
     def placements_of(self, name: str, host: Host) -> list[Placement]:
         """Return the placements of a model's replicas; see `ModelSettings.placements_on`."""

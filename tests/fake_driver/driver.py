@@ -21,6 +21,7 @@ import pytest
 
 from inferpool.workers.host.devices import Host
 from inferpool.workers.host.gpus import Gpu
+from inferpool.workers.host.nodes import Node
 from inferpool.workers.host.nvml import GpuState, NvmlState
 
 ROOT = Path(__file__).parents[2]
@@ -30,12 +31,13 @@ NOT_SUPPORTED, NO_PERMISSION, NOT_LOADED, IS_LOST, MISMATCH = 3, 4, 9, 15, 18
 """Numbers of NVML's errors: `nvmlReturn_t`."""
 
 _FIND = """
-import dataclasses, os
+import dataclasses, os, pathlib
 from inferpool.workers.host.devices import find_host
 
 names = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
 visible, order = map(os.environ.get, names)
-answer = dataclasses.asdict(find_host(visible, order or ""))
+sys = pathlib.Path(os.environ.get("FAKE_SYS", "/sys"))
+answer = dataclasses.asdict(find_host(visible, order or "", sys=sys))
 """
 _READ = """
 import dataclasses, pynvml
@@ -128,7 +130,8 @@ class FakeDriver:
         """Return what a process with this environment finds on this machine."""
         found = self.ask(_FIND, **env)
         gpus = tuple(Gpu(**{**gpu, "cpus": tuple(gpu["cpus"])}) for gpu in found["gpus"])
-        return Host(**{**found, "cpus": tuple(found["cpus"]), "gpus": gpus})
+        nodes = tuple(Node(**{**node, "cpus": tuple(node["cpus"])}) for node in found["nodes"])
+        return Host(**{**found, "cpus": tuple(found["cpus"]), "gpus": gpus, "nodes": nodes})
 
     def state(self) -> NvmlState:
         """Return the state of the driver and its GPUs, as a process on this machine reads it."""

@@ -12,6 +12,8 @@ enum { OK, UNINITIALIZED, INVALID_ARGUMENT, NOT_SUPPORTED, NO_PERMISSION, NOT_FO
     BEGIN(who); \
     if (is_slice(who)) return NOT_SUPPORTED
 
+struct PciInfo { char legacy_bus_id[16]; unsigned numbers[5]; char bus_id[32]; };
+
 static int num_open;
 static char known[MOST][96];
 static struct { const char *listens[MOST]; int num, seen[MOST]; } events;
@@ -153,6 +155,14 @@ API nvmlDeviceGetCpuAffinity(const char *device, unsigned words, unsigned long *
     memset(masks, 0, words * sizeof *masks);
     masks[0] = number_of(device, "cpus", 0);
     return OK;
+}
+
+/* The `bus_id` of a GPU is what NVML writes, such as 00000000:3B:00.0. */
+API nvmlDeviceGetPciInfo_v3(const char *device, struct PciInfo *info) {
+    char text[128];
+    BEGIN_WHOLE(device);
+    if (!look_up(device, "bus_id", text)) return NOT_SUPPORTED;
+    return copy(text, info->bus_id, sizeof info->bus_id);
 }
 
 API nvmlDeviceGetP2PStatus(const char *one, const char *other, int what, int *status) {

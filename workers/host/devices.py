@@ -6,7 +6,7 @@ cgroup's quota.
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from inferpool.models.accelerator.kinds import (
     known_accelerators,
 )
 from inferpool.workers.host.gpus import ANSWER_S, DriverError, Gpu, in_time, read_gpus
+from inferpool.workers.host.nodes import SYS, Node, read_nodes
 from inferpool.workers.shared.cgroups import MOUNT, read_limits
 
 DEVICE_FORMS = (
@@ -47,6 +48,8 @@ class Host:
     """Cores' worth of time that it may use: fewer than `cpus` under a cgroup quota."""
     gpus: tuple[Gpu, ...] = ()
     """Accelerators, all of one kind: torch uses one kind in a process."""
+    nodes: tuple[Node, ...] = ()
+    """Its memory nodes; none if they are unknown."""
     problem: str = ""
     """Reason why GPUs of this host are missing from `gpus`; empty if it is known of none."""
     is_told_gpus: bool = False
@@ -56,6 +59,11 @@ class Host:
     def accelerator(self) -> Accelerator:
         """Kind of the GPUs; CUDA if there are none."""
         return (accelerator_of(self.gpus[0].kind) if self.gpus else None) or CUDA
+
+    def nodes_of(self, cpus: Iterable[int]) -> list[int]:
+        """Return the numbers of the memory nodes to which some cores belong."""
+        wanted = set(cpus)
+        return [node.number for node in self.nodes if wanted.intersection(node.cpus)]
 
     def describe(self) -> list[str]:
         """Return one line per device, for people."""
@@ -96,7 +104,12 @@ def _is_of_known_kind(name: str) -> bool:
 
 
 def find_host(
-    visible: str | None, order: str = "", cgroup: Path = MOUNT, *, answer_s: float = ANSWER_S
+    visible: str | None,
+    order: str = "",
+    cgroup: Path = MOUNT,
+    *,
+    answer_s: float = ANSWER_S,
+    sys: Path = SYS,
 ) -> Host:
     """Return the devices of this host.
 
@@ -106,11 +119,13 @@ def find_host(
         order: Value of CUDA_DEVICE_ORDER: the order that the indices follow.
         cgroup: Folder in which the cgroup file system is mounted.
         answer_s: Time for a driver to describe its GPUs.
+        sys: Folder in which sysfs is mounted.
     """
     cpus = _allowed_cpus()
     quota = read_limits(cgroup).num_cores
     num_cores = len(cpus) if quota is None else max(1, min(len(cpus), int(quota)))
-    host = _find_gpus(Host(cpus=cpus, num_cores=num_cores), answer_s)
+    host = Host(cpus=cpus, num_cores=num_cores, nodes=read_nodes(sys))
+    host = _find_gpus(host, answer_s, sys)
     if visible in (None, "all") or host.accelerator is not CUDA:
         return host
     gpus, problem = _chosen(host.gpus, visible, order)
@@ -166,11 +181,11 @@ def called(gpus: Sequence[Gpu], name: str) -> list[Gpu]:
     return [gpu for gpu in gpus if meant & {gpu.uuid, gpu.sliced_from}]
 
 
-def _find_gpus(host: Host, answer_s: float) -> Host:
+def _find_gpus(host: Host, answer_s: float, sys: Path) -> Host:
     """Return a host with its GPUs of the first kind that it has."""
     for each in known_accelerators():
         try:
-            gpus = in_time(partial(read_gpus, each.library, each.kind), answer_s)
+            gpus = in_time(partial(read_gpus, each.library, each.kind, sys), answer_s)
         except (DriverError, ImportError) as error:
             host = replace(host, problem=str(error))
             continue

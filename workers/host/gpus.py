@@ -12,10 +12,11 @@ from typing import Any, TypeVar
 import psutil
 
 from inferpool.models.accelerator.kinds import CUDA
+from inferpool.workers.host.nodes import SYS, place_on_bus
 
 logger = logging.getLogger(__name__)
 
-PCI_DEVICES = Path("/sys/bus/pci/devices")
+_PCI_DEVICES = "bus/pci/devices"
 _NVIDIA, _DISPLAY = "0x10de", "0x03"
 """NVIDIA's number, and the class of GPUs, in the PCI ID repository."""
 ANSWER_S = 60.0
@@ -68,6 +69,8 @@ class Gpu:
     memory_bytes: int
     cpus: tuple[int, ...]
     """Cores near it; empty if unknown."""
+    node: int | None = None
+    """Memory node near it; None if unknown."""
     sliced_from: str = ""
     """UUID of the GPU that it is a slice of; empty for a whole GPU."""
     kind: str = CUDA.kind
@@ -85,13 +88,13 @@ class Gpu:
         return f"{name} ({self.name}, {self.memory_bytes / 2**30:.0f} GiB{shared})"
 
 
-def read_gpus(nvml: Any, kind: str = CUDA.kind, pci_devices: Path = PCI_DEVICES) -> list[Gpu]:
+def read_gpus(nvml: Any, kind: str = CUDA.kind, sys: Path = SYS) -> list[Gpu]:
     """Return the GPUs that NVML reports, and the slices of GPUs in MIG mode; none without a driver.
 
     Args:
         nvml: The module `pynvml`, or one with its functions.
         kind: Kind of the accelerators that it reports.
-        pci_devices: Folder with a folder for each device on the PCI bus.
+        sys: Folder in which sysfs is mounted.
 
     Raises:
         DriverError: There is a driver, but it does not work.
@@ -99,7 +102,7 @@ def read_gpus(nvml: Any, kind: str = CUDA.kind, pci_devices: Path = PCI_DEVICES)
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
-        if not has_driver(nvml, error, pci_devices):
+        if not has_driver(nvml, error, sys / _PCI_DEVICES):
             return []
         raise DriverError(problem_of(nvml, error)) from error
     try:
@@ -108,7 +111,7 @@ def read_gpus(nvml: Any, kind: str = CUDA.kind, pci_devices: Path = PCI_DEVICES)
         for index in _indices(nvml):
             try:
                 handle = nvml.nvmlDeviceGetHandleByIndex(index)
-                gpus = list(_gpus_of(nvml, handle, index))
+                gpus = list(_gpus_of(nvml, handle, index, sys))
             except nvml.NVMLError as error:
                 level = logging.INFO if is_foreign(nvml, error) else logging.ERROR
                 logger.log(level, "%s:%d is left out: NVML says %s", kind, index, error)
@@ -122,7 +125,7 @@ def read_gpus(nvml: Any, kind: str = CUDA.kind, pci_devices: Path = PCI_DEVICES)
         nvml.nvmlShutdown()
 
 
-def has_driver(nvml: Any, error: Exception, pci_devices: Path = PCI_DEVICES) -> bool:
+def has_driver(nvml: Any, error: Exception, pci_devices: Path = SYS / _PCI_DEVICES) -> bool:
     """Return False if `nvmlInit` failed only because this host has no driver, or no GPU for it."""
     if _is(nvml, error, "NVML_ERROR_DRIVER_NOT_LOADED"):
         return any(map(_is_gpu, pci_devices.glob("*")))
@@ -160,14 +163,23 @@ def _indices(nvml: Any) -> range:
         raise DriverError(problem_of(nvml, error)) from error
 
 
-def _gpus_of(nvml: Any, handle: object, index: int) -> Iterator[Gpu]:
-    cpus = _near_cpus(nvml, handle)
+def _gpus_of(nvml: Any, handle: object, index: int, sys: Path) -> Iterator[Gpu]:
+    node, local_cpus = place_on_bus(_bus_id(nvml, handle), sys)
+    cpus = _near_cpus(nvml, handle) or local_cpus
     if not is_cut(nvml, handle):
-        yield _gpu(nvml, handle, index, cpus)
+        yield _gpu(nvml, handle, index, cpus, node)
         return
     whole = nvml.nvmlDeviceGetUUID(handle)
     for each in slices_of(nvml, handle):
-        yield replace(_gpu(nvml, each, index, cpus), sliced_from=whole)
+        yield replace(_gpu(nvml, each, index, cpus, node), sliced_from=whole)
+
+
+def _bus_id(nvml: Any, handle: object) -> str:
+    try:
+        found = nvml.nvmlDeviceGetPciInfo(handle).busId
+    except nvml.NVMLError:
+        return ""
+    return found.decode() if isinstance(found, bytes) else str(found)
 
 
 def is_cut(nvml: Any, handle: object) -> bool:
@@ -191,7 +203,7 @@ def slices_of(nvml: Any, handle: object) -> Iterator[object]:
             continue
 
 
-def _gpu(nvml: Any, handle: object, index: int, cpus: tuple[int, ...]) -> Gpu:
+def _gpu(nvml: Any, handle: object, index: int, cpus: tuple[int, ...], node: int | None) -> Gpu:
     own = own_memory(nvml, handle)
     return Gpu(
         index=index,
@@ -200,6 +212,7 @@ def _gpu(nvml: Any, handle: object, index: int, cpus: tuple[int, ...]) -> Gpu:
         memory_bytes=own.total if own else psutil.virtual_memory().total,
         is_unified=own is None,
         cpus=cpus,
+        node=node,
     )
 
 

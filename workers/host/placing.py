@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from math import inf
 
 from inferpool.models.accelerator.kinds import accelerator_of
 from inferpool.models.spec import Placement, Split
@@ -66,6 +67,8 @@ def place(host: Host, request: PlacementRequest) -> list[Placement]:
         placements = _place_round(host, units, request)
     else:
         placements = _place_on_cores(host, request.replicas, request.threads)
+    if gpus and request.threads is None:
+        placements = _share_near_cores(host, placements)
     return _share_memory(host, placements, request.memory_fraction)
 
 
@@ -248,6 +251,17 @@ def _share_out_cores(
         )
         start = end
     return placements
+
+
+def _share_near_cores(host: Host, placements: Sequence[Placement]) -> list[Placement]:
+    """Give processes beside GPUs no more threads than they have near cores, which they share."""
+    users = Counter(cpu for each in placements for cpu in each.cpus for _ in each.devices)
+    shared = []
+    for each in placements:
+        near = sum(1 / users[cpu] for cpu in each.cpus) if each.cpus else inf
+        most = max(1, int(min(near + 1e-6, host.num_cores)))
+        shared.append(replace(each, num_threads=min(each.num_threads, most)))
+    return shared
 
 
 def _share_memory(

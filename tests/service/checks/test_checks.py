@@ -154,8 +154,8 @@ def test_decoders_need_memory_descriptors_and_processes(tmp_path: Path):
         facts = replace(facts, available_bytes=6 * GIB, cgroup=CgroupLimits(num_pids_left=200))
         return lines(check(facts, settings))
 
-    assert "1 worker and the front end need about 2.1 GiB" in said(memory.check_replicas, "0")
-    assert "1 worker, 60 decoders and the front end need about 6.8 GiB" in said(
+    assert "1 worker and the front end need about 2.4 GiB" in said(memory.check_replicas, "0")
+    assert "1 worker, 60 decoders and the front end need about 7.1 GiB" in said(
         memory.check_replicas, "60"
     )
     assert "lower decoders, lower replicas" in said(memory.check_replicas, "60")
@@ -164,7 +164,7 @@ def test_decoders_need_memory_descriptors_and_processes(tmp_path: Path):
     assert said(limits.check_descriptors, "60").startswith("warning descriptors: 1200 open files")
     assert said(limits.check_processes, "0").startswith("ok")
     assert "200 more processes and threads are allowed" in said(limits.check_processes, "60")
-    assert gather(settings_of(tmp_path), ONE_GPU).num_decoders == 14
+    assert gather(settings_of(tmp_path), ONE_GPU).num_decoders == 10
     assert gather(settings_of(tmp_path), TWO_CORES).num_decoders == 0
 
 

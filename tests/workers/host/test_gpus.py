@@ -21,7 +21,7 @@ import pathlib, pynvml
 from inferpool.workers.host.gpus import DriverError, read_gpus
 
 try:
-    read_gpus(pynvml, pci_devices=pathlib.Path("{folder}"))
+    read_gpus(pynvml, sys=pathlib.Path("{folder}"))
     answer = "no GPU"
 except DriverError as error:
     answer = str(error)
@@ -88,10 +88,10 @@ def test_driver_that_is_not_loaded_is_a_problem_only_where_there_is_a_gpu(tmp_pa
 
     def problem(**devices: tuple[str, str]) -> str:
         for name, (vendor, kind) in devices.items():
-            (tmp_path / "pci" / name).mkdir(parents=True)
-            (tmp_path / "pci" / name / "vendor").write_text(f"{vendor}\n")
-            (tmp_path / "pci" / name / "class").write_text(f"{kind}\n")
-        return str(driver.ask(READ.format(folder=tmp_path / "pci")))
+            (tmp_path / "sys/bus/pci/devices" / name).mkdir(parents=True)
+            (tmp_path / "sys/bus/pci/devices" / name / "vendor").write_text(f"{vendor}\n")
+            (tmp_path / "sys/bus/pci/devices" / name / "class").write_text(f"{kind}\n")
+        return str(driver.ask(READ.format(folder=tmp_path / "sys")))
 
     assert problem() == "no GPU"
     assert problem(audio=("0x10de", "0x040300"), other=("0x1002", "0x030000")) == "no GPU"

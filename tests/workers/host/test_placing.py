@@ -36,7 +36,7 @@ def test_auto_puts_one_replica_on_each_gpu_near_its_cores():
 def test_more_replicas_than_gpus_go_round():
     placements = placed(TWO_GPUS, devices="cuda:1", replicas=2)
     assert [placement.visible for placement in placements] == [("GPU-1",), ("GPU-1",)]
-    assert [placement.num_threads for placement in placements] == [8, 8]
+    assert [placement.num_threads for placement in placements] == [4, 4]
 
 
 def test_without_gpus_each_core_gets_a_replica_and_threads_add_up_to_the_cores():
