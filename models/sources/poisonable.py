@@ -14,7 +14,7 @@ import torch
 from inferpool.models.base import Model
 from inferpool.models.example import reads_own_form
 from inferpool.models.item import Features, Item
-from inferpool.models.overrides import forward_can_run_ahead
+from inferpool.models.overrides import forward_can_run_ahead, is_streaming
 from inferpool.models.sources.registry import build
 
 PARAMETER = "inferpool_chaos"
@@ -39,12 +39,16 @@ class Poisonable(Model):
         if not reads_own_form(model):
             model.preprocessed = ()  # nor does it, with the `preprocess` below before its own
         as_before = {"can_run_ahead": forward_can_run_ahead(model)}
-        model.__class__ = type("Poisoned", (_Poisoned, type(model)), as_before)
+        kind = _PoisonedStream if is_streaming(model) else _Poisoned
+        model.__class__ = type("Poisoned", (kind, type(model)), as_before)
         return model
 
 
 class _Poisoned(Model):
     """Comes before the user's class and acts where the parameter says."""
+
+    _marks: Sequence[str] = ("forward",)
+    """Places where a marked batch acts."""
 
     def preprocess(self, item: Item) -> Features:
         """Mark the instance, or act."""
@@ -58,7 +62,7 @@ class _Poisoned(Model):
         features = super().preprocess(
             Item(kind=item.kind, payload=item.payload, headers=item.headers, parameters=rest)
         )
-        marked = place == "forward"
+        marked = place in self._marks
         return {**features, _MARK: torch.tensor(HOWS.index(how))} if marked else features
 
     def collate(self, instances: Sequence[Features]) -> Features:
@@ -71,10 +75,7 @@ class _Poisoned(Model):
         return {**batch, _MARK: marks[0]}
 
     def forward(self, batch: Features) -> Features:
-        if _MARK in batch:
-            _act(HOWS[int(batch[_MARK])])
-            batch = {name: tensor for name, tensor in batch.items() if name != _MARK}
-        return super().forward(batch)
+        return super().forward(_unmarked(batch))
 
     def render_batch(
         self, outputs: Features, parameters: Sequence[Mapping[str, object]]
@@ -84,6 +85,27 @@ class _Poisoned(Model):
             if place == "render":
                 _act(how)
         return super().render_batch(outputs, parameters)
+
+
+class _PoisonedStream(_Poisoned):
+    """Comes before a user's class that answers in parts, whose `render` may never be called."""
+
+    _marks = ("forward", "render")
+
+    def stream(self, batch: Features) -> object:
+        own = getattr(super(), "stream", None)  # else its `forward` is a generator
+        return own(_unmarked(batch)) if own else self.forward(batch)
+
+    def admit(self, batch: Features, positions: Sequence[int]) -> None:
+        """Act, or have instances join that run."""
+        super().admit(_unmarked(batch), positions)  # type: ignore[misc]  # the user's, if it joins
+
+
+def _unmarked(batch: Features) -> Features:
+    """Act if a batch is marked; else return it."""
+    if _MARK in batch:
+        _act(HOWS[int(batch[_MARK])])
+    return {name: tensor for name, tensor in batch.items() if name != _MARK}
 
 
 def _poison_of(parameters: Mapping[str, object]) -> tuple[str, str]:

@@ -7,8 +7,10 @@ import torch
 from inferpool.models.base import Model
 from inferpool.models.errors import InputError, SourceError
 from inferpool.models.item import Features, Item
+from inferpool.models.overrides import is_streaming
 from inferpool.models.sources import poisonable
 from inferpool.models.sources.registry import build
+from inferpool.models.streams import StreamSteps
 
 
 class Strict(Model):
@@ -115,6 +117,28 @@ def test_scribbling_writes_to_shared_memory_and_pipes_and_to_no_file(tmp_path):
         assert file.read() == "kept"
     for fd in (memory, reader, writer):
         os.close(fd)
+
+
+@pytest.mark.parametrize("kind", ["CountingStream", "AsyncCountingStream", "JoiningStream"])
+def test_stream_is_the_users_own_until_its_input_is_poisoned(kind):
+    inner = {"source": f"tests.streaming_model:{kind}"}
+    model = build("inferpool.models.sources.poisonable:Poisonable", "DEFAULT", inner)
+
+    def parts(**parameters: object) -> list[object]:
+        instance = Item(kind="json", payload=memoryview(b'{"n": 7}'), parameters=parameters)
+        steps = StreamSteps(model, model.collate([model.preprocess(instance)]))
+        found: list[object] = []
+        with contextlib.suppress(StopIteration):
+            while len(found) < 9:
+                found.append(steps.next())
+        steps.close()
+        return found
+
+    assert is_streaming(model)
+    assert len(parts()) >= 3
+    for place in "preprocess", "forward", "render":
+        with pytest.raises(DeathError):
+            parts(inferpool_chaos=f"{place}-die-0")
 
 
 def test_chaos_and_the_model_mean_the_same_parameter_places_and_ways():
