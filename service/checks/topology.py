@@ -76,7 +76,7 @@ def _rows(facts: Facts, settings: Settings) -> Iterator[tuple[str, ...]]:
             yield (f"{name} x{num}" if num > 1 else name, *row)
         num_busy += sum(_num_busy(model, placement) for placement in placements)
     try:
-        num_fronts, _ = number_of_fronts(settings, facts.host.num_cores)
+        num_fronts, _ = number_of_fronts(settings, facts.host.num_cores, len(facts.host.gpus))
     except StartError:
         return
     left = facts.host.num_cores - num_busy - num_fronts

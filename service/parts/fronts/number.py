@@ -7,11 +7,6 @@ from inferpool.service.settings.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-_CORES_PER_FRONT = 4
-_MAX_AUTO = 4
-_MAX_AUTO_GPUS = 8
-_FRONTS_PER_GPU = 2
-"""A GPU that computes 6,000 tensors of 602 KB per second needs 1.2 cores of front ends."""
 _MIN_SLOTS = 2
 """Largest bodies that each part of the arena must hold: slots are powers of two, so a body may take
 nearly twice its size."""
@@ -45,9 +40,8 @@ def number_of_fronts(settings: Settings, num_cores: int, num_gpus: int = 0) -> t
                 num_cores,
             )
         return num, "as set by front_ends"
-    most = max(_MAX_AUTO, min(_MAX_AUTO_GPUS, _FRONTS_PER_GPU * num_gpus))
-    wanted = max(1, min(most, num_cores // _CORES_PER_FRONT)) if num_cores >= 8 else 1
+    wanted = settings.num_front_ends(num_cores, num_gpus)
     if wanted > fitting:
         return fitting, f"the arena has no room for {wanted}"
-    gpus = f" and {num_gpus} GPUs" if wanted > _MAX_AUTO else ""
+    gpus = f" and {num_gpus} GPUs" if wanted > settings.num_front_ends(num_cores, 0) else ""
     return wanted, f"auto, for {num_cores} cores{gpus}"

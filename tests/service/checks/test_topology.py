@@ -71,8 +71,8 @@ def found_on(host: Host, folder: Path, memory_nodes: str = "0-1", **flags: str) 
                 for n in range(4, 8)
             ]
             + [
-                ("front ends", "", "", "4 of any", "", "", ""),
-                ("left", "", "", "12 of 128", "", "", ""),
+                ("front ends", "", "", "8 of any", "", "", ""),
+                ("left", "", "", "8 of 128", "", "", ""),
             ],
         ),
         (UNKNOWN, [("resnet50", "cuda:0", "0,1", "any", "28", "26", "up to 294 MiB")]),
