@@ -8,6 +8,7 @@ import selectors
 import socket
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -42,13 +43,22 @@ _ENV = {"INFERPOOL_ARENA_BYTES": str(256 << 20)}
     beside=("", "another inferpool command, which takes turns with the first"),
 )
 def bodies(bench: Benchmark) -> None:
-    """Let the numbers of front ends take turns, each with all sizes."""
+    """Let services with each number of front ends take turns, each with all sizes.
+
+    They are all there from the beginning: one that is not asked takes no time.
+    """
     args = bench.args
     commands = {"": args.inferpool} | ({", beside": args.beside} if args.beside else {})
-    bench.take_turns({
-        f"{num:g} front ends{name}": partial(_take, bench, int(num), name, command)
-        for num in args.front_ends for name, command in commands.items()
-    })  # fmt: skip
+    with ExitStack() as stack:
+        turns = {}
+        for number, (num, name) in enumerate(product(args.front_ends, commands)):
+            ours = SimpleNamespace(**{**vars(args), "inferpool": commands[name]})
+            log = f"bodies-{num}{name[2:]}"
+            command = inferpool(ours, "echo", "--front-ends", f"{num}", name=log, env=_ENV)
+            server = stack.enter_context(BenchServer(command, args.port + number))
+            contender = f"{num} front ends{name}"
+            turns[contender] = partial(_take, bench, server, contender)
+        bench.take_turns(turns)
     bench.report(
         "connections",
         "CPU microseconds per call: all of the service; its main process; the front ends beside "
@@ -59,23 +69,18 @@ def bodies(bench: Benchmark) -> None:
     bench.report_ratios("connections", figures, lambda name: name == "1 front ends")
 
 
-def _take(bench: Benchmark, num: int, name: str, inferpool_: str, _: int) -> Iterator[Cell]:
+def _take(bench: Benchmark, server: BenchServer, contender: str, _: int) -> Iterator[Cell]:
     args = bench.args
-    ours = SimpleNamespace(**{**vars(args), "inferpool": inferpool_})
-    name_of_log = f"bodies-{num}{name[2:]}"
-    command = inferpool(ours, "echo", "--front-ends", f"{num}", name=name_of_log, env=_ENV)
-    with BenchServer(command, args.port) as server:
-        for size, connections in product(args.bytes, args.connections):
-            load = BodyLoad(
-                port=args.port,
-                bodies=echo_bodies(int(size)),
-                connections=int(connections),
-                warm_s=args.warm,
-                secs=args.secs,
-            )
-            server.wait_ready(load.bodies)
-            contender = f"{num} front ends{name}"
-            yield Cell(f"{size:g} bytes", contender, connections, load_by(server, load))
+    for size, connections in product(args.bytes, args.connections):
+        load = BodyLoad(
+            port=server.port,
+            bodies=echo_bodies(int(size)),
+            connections=int(connections),
+            warm_s=args.warm,
+            secs=args.secs,
+        )
+        server.wait_ready(load.bodies)
+        yield Cell(f"{size:g} bytes", contender, connections, load_by(server, load))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +110,7 @@ def load_by(server: BenchServer, load: BodyLoad) -> dict[str, float]:
     health = server.http.get("/health").json()
     workers = {each["pid"] for model in health["models"] for each in model["workers"]}
     fronts = {each["pid"] for each in health["fronts"]} - {server.pid}
-    pids = [process.pid for process in server.processes()]
+    pids = [server.pid, *fronts, *workers]
     (sent,) = run_together(_send, [(load, pids)])
     cuts = quantiles(sent.latencies_s, n=100)
 

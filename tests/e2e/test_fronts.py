@@ -24,7 +24,7 @@ from tests.e2e.running import FAULTY, Running, faulty, running, until
 KEY = "a-key-for-predictions"
 KEYS = {"INFERPOOL_PREDICT_KEYS": KEY, "INFERPOOL_ADMIN_KEYS": "an-administrators-key"}
 SETTINGS = {
-    "max_body_bytes": 200_000,
+    "max_body_bytes": 400_000,
     "max_instances_per_request": 8,
     "models": {"echo": {}, "m": {"source": FAULTY, "replicas": 1}},
 }
@@ -69,7 +69,7 @@ REQUESTS = {
     "bad json": request("POST /predict", JSON, body=b'{"instances": [1'),
     "no instances": request("POST /predict", JSON, body=b"{}"),
     "too many": request("POST /predict", JSON, body=b'{"instances": [%s1]}' % (b"1," * 20)),
-    "too large": request("POST /predict", BYTES, body=b"x" * 300_000),
+    "too large": request("POST /predict", BYTES, body=b"x" * 500_000),
     "bad type": request("POST /predict", "content-type: text/rtf", body=b"hello"),
     "bad accept": request("POST /predict", BYTES, "accept: image/png", body=b"hello"),
     "no key": request("POST /predict", BYTES, body=b"hello", key="nobody-knows-this-key"),
@@ -199,12 +199,12 @@ def test_large_bodies_of_one_connection_are_each_read_into_a_slot_of_their_own(
             connection.settimeout(30)
             for number in range(8):
                 begin = b"%08d" % number
-                sent = request("POST /predict", BYTES, body=begin + bytes(150_000))
+                sent = request("POST /predict", BYTES, body=begin + bytes(300_000))
                 connection.sendall(sent[:100_000])
                 connection.sendall(sent[100_000:])
                 answer = connection.recv(1 << 16)
                 assert is_whole(answer, sent)
-                assert b'{"num_bytes":150008,"head":"%b"}' % begin.hex().encode() in answer
+                assert b'{"num_bytes":300008,"head":"%b"}' % begin.hex().encode() in answer
         until(lambda service=service: not service.metric("inferpool_arena_used_bytes"))
 
 
