@@ -183,7 +183,7 @@ class Classifier(Model):
         encoded = BytesIO()
         edge = self.transform.resize
         Image.new("RGB", (edge + edge // 2, edge + edge // 4), "gray").save(encoded, "JPEG")
-        return [Item(kind="image", payload=memoryview(encoded.getvalue()))]
+        return [Item(kind="image", payload=encoded.getbuffer())]
 
     def samples(self) -> Sequence[Item]:
         """Return photographs, whole and in parts."""
@@ -193,7 +193,7 @@ class Classifier(Model):
         """Return photographs as JPEGs, in sizes common on the web and from cameras."""
         if not self.can_be_quick:
             return ()
-        return [Item(kind="image", payload=memoryview(data)) for data in sample_jpegs()]
+        return [Item(kind="image", payload=memoryview(bytearray(data))) for data in sample_jpegs()]
 
     @property
     def can_be_quick(self) -> bool:

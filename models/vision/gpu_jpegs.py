@@ -37,7 +37,9 @@ is lost, and another `RuntimeError` if it cannot decode one of them.
 
 MAX_PIXELS = 1 << 24
 """Larger ones would take 200 MB of the GPU's memory each while they are resized."""
-_END = b"\xff\xd9"
+_BEGIN, _END = b"\xff\xd8\xff", b"\xff\xd9"
+_HEAD_BYTES = 1 << 14
+"""Bytes that most headers fit into. To copy whole JPEGs takes five times as long as the rest."""
 _RGB = b"RGB"
 """Names of components that libjpeg takes for red, green and blue, without another marker that says
 so (jdapimin.c, `default_decompress_parms`). Other decoders take them for YCbCr."""
@@ -96,19 +98,26 @@ class GpuJpegs:
         """The way to make a network's input of decoded pictures at once, if there is one."""
 
     def accept(self, payload: memoryview, max_pixels: int) -> Tensor | None:
-        """Copy a JPEG to uint8 [bytes]; None if its header or end says that it is for the CPU."""
-        data = bytearray(payload)
+        """Return a JPEG in place, uint8 [bytes]; None if it is one for the CPU."""
         # What was cut short must be refused, and the GPU might fill it up.
-        if not data.startswith(b"\xff\xd8\xff") or not data.endswith(_END):
+        if payload[:3] != _BEGIN or payload[-2:] != _END:
             return None
+        if not self._is_plain(bytes(payload[:_HEAD_BYTES]), max_pixels) and (
+            len(payload) <= _HEAD_BYTES or not self._is_plain(bytes(payload), max_pixels)
+        ):
+            return None
+        return torch.frombuffer(payload, dtype=torch.uint8)
+
+    def _is_plain(self, data: bytes, max_pixels: int) -> bool:
+        """Return whether the GPU may decode a JPEG, by its header or as much as there is of it."""
         try:
             size = _plain_size(data)
             if size is None or not 0 < size[0] * size[1] <= min(max_pixels, MAX_PIXELS):
-                return None
+                return False
             self._transform.check(size)
         except Exception:  # the CPU's way says what is wrong with it
-            return None
-        return torch.frombuffer(data, dtype=torch.uint8)
+            return False
+        return True
 
     def pixels(
         self, jpegs: Sequence[Tensor], on_cpu: Callable[[memoryview], Tensor]
@@ -186,7 +195,7 @@ class GpuJpegs:
         return [*self.decoded(jpegs[:middle]), *self.decoded(jpegs[middle:])]
 
 
-def _plain_size(data: bytearray) -> tuple[int, int] | None:
+def _plain_size(data: bytes) -> tuple[int, int] | None:
     """Return the width and height of a plain, upright JPEG by its header; None for any other.
 
     Pillow accepts all of these, but needs four to five times as long for a header.
@@ -216,9 +225,9 @@ def _plain_size(data: bytearray) -> tuple[int, int] | None:
         elif marker == _APP1 and segment.startswith(b"Exif\0\0"):
             if "exif" in metadata:  # Exif 2.3, 4.5.4: it fits into one segment
                 return None
-            metadata["exif"] = bytes(segment)
+            metadata["exif"] = segment
         elif marker == _APP1 and segment.startswith(b"http://ns.adobe.com/xap/1.0/\0"):
-            metadata["xmp"] = bytes(segment)
+            metadata["xmp"] = segment
         elif len(segment) < _LEAST_BYTES.get(marker, _NEVER) or (
             marker == _APP13 and segment[-6:-2] == b"8BIM"  # cut short, and Pillow minds
         ):

@@ -25,7 +25,7 @@ def json_item(value: object, **parameters: object) -> Item:
 
 
 def image_item(data: bytes, **parameters: object) -> Item:
-    return Item(kind="image", payload=memoryview(data), parameters=parameters)
+    return Item(kind="image", payload=memoryview(bytearray(data)), parameters=parameters)
 
 
 def bytes_item(data: bytes) -> Item:

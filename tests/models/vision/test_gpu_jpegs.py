@@ -26,6 +26,9 @@ from tests.models.items import (
 )
 from tests.small_classifier import SmallClassifier
 
+# Workers ignore it, too.
+pytestmark = pytest.mark.filterwarnings("ignore:The given buffer is not writable")
+
 SMALL = ImageTransform(resize=36, crop=32)
 COFFEE = photo("coffee")
 MAX = 50_000_000
