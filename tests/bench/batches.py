@@ -127,21 +127,24 @@ class _Waiting(nn.Module):
     num=(150, "batches that are measured in a round"),
     decode_us=(0, "of the device for a batch"),
     network_us=(0, "of the device for a batch"),
-    threads=(1, "threads that prepare"),
+    threads=(1, "threads that run `preprocess`"),
+    at_once=((1, 2), "comma-separated: batches that are prepared at once"),
 )
 def batches(bench: Benchmark) -> None:
     """Run the worker once in each round."""
     folder = build()
     os.environ |= environment(folder)
     sys.path.append(str(folder))  # which the worker gets
-    bench.take_turns({"worker": partial(_run, bench.args)})
+    bench.take_turns(
+        {f"{num} at once": partial(_run, bench.args, int(num)) for num in bench.args.at_once}
+    )
     bench.report(
-        caption="CPU of the worker's threads for a batch: in all of them, by thread, and (p99) of "
+        caption="CPU of the worker's threads for a batch: in all of them, by thread, and (p90) of "
         "the longest step that nothing interrupts."
     )
 
 
-def _run(args: Any, _: int) -> Iterator[Cell]:
+def _run(args: Any, at_once: int, _: int) -> Iterator[Cell]:
     inbox, outbox, row, region = PrivateQueue(), PrivateQueue(), HeartbeatReader(), OutputRegion()
     files = [file.read_bytes() for file in photos().files]
     arena = Arena(1 << 26)
@@ -156,11 +159,12 @@ def _run(args: Any, _: int) -> Iterator[Cell]:
         max_batch_size=args.batch,
         prepare_threads=args.threads,
         check="off",
+        credit=2 * at_once,
     )
     mine, theirs = Pipe(duplex=False)
     worker = get_context("spawn").Process(
         target=_work,
-        args=(config, inbox, outbox, arena.memory, row.memory, region.memory, theirs),
+        args=(at_once, theirs, config, inbox, outbox, arena.memory, row.memory, region.memory),
         daemon=True,
     )
     worker.start()
@@ -168,14 +172,15 @@ def _run(args: Any, _: int) -> Iterator[Cell]:
     outbox.writer.close()
     theirs.close()
     try:
-        yield from _feed(args, inbox, FrameReader(outbox.reader), places, config)
+        per_s = _feed(args, inbox, FrameReader(outbox.reader), places, config)
         steps = mine.recv()
     finally:
         worker.join(10)
         worker.kill()
         for each in (inbox, outbox, row, region, arena):
             each.close()
-    yield Cell("pictures", "steps", 0, steps)
+    name = f"{at_once} at once"
+    yield Cell("pictures", name, 0, {"per_s": per_s, **steps})
 
 
 def _feed(
@@ -184,18 +189,17 @@ def _feed(
     answers: FrameReader,
     places: Sequence[tuple[int, int]],
     config: WorkerConfig,
-) -> Iterator[Cell]:
-    """Keep the worker full; yield what it reaches."""
+) -> float:
+    """Keep the worker full for a while, and end it; return the pictures a second."""
     messages = _messages(answers)
     ready = next(messages)
     if not isinstance(ready, Ready):
         raise BenchError(f"the worker does not start: {ready}")
     items = [ItemRef("image", *places[i % len(places)], math.inf) for i in range(args.batch)]
-    credit = config.credit + process.MORE_AHEAD
     num_sent = num_done = 0
     began = 0.0
     while num_done < _NUM_WARM + args.num:
-        while num_sent < _NUM_WARM + args.num and num_sent < num_done + credit:
+        while num_sent < _NUM_WARM + args.num and num_sent < num_done + config.credit:
             os.write(inbox.writer.fileno(), frame_of(_encode(Batch(num_sent, items))))
             num_sent += 1
         done = next(messages)
@@ -205,8 +209,8 @@ def _feed(
         num_done += 1
         began = began if num_done > _NUM_WARM else time.perf_counter()
     per_s = args.num * args.batch / (time.perf_counter() - began)
-    yield Cell("pictures", "worker", 0, {"pictures_per_s": per_s})
     os.write(inbox.writer.fileno(), frame_of(_encode(None)))
+    return per_s
 
 
 def _messages(answers: FrameReader) -> Iterator[FromWorker]:
@@ -221,16 +225,11 @@ def _messages(answers: FrameReader) -> Iterator[FromWorker]:
 
 
 def _work(
-    config: WorkerConfig,
-    inbox: WorkerQueue,
-    outbox: WorkerQueue,
-    arena: mmap,
-    row: mmap,
-    region: mmap,
-    report: Connection,
+    at_once: int, report: Connection, config: WorkerConfig, inbox: WorkerQueue, *memory: mmap
 ) -> None:
+    MeasuredLoop.num_receiving = at_once
     make = partial(MeasuredLoop, report.send)
-    process.main(config, inbox, outbox, arena, row, region, {}, make_loop=make)
+    process.main(config, inbox, *memory, {}, make_loop=make)  # type: ignore[call-arg, arg-type]  # as spawned
 
 
 class MeasuredLoop(AheadLoop):
@@ -260,7 +259,7 @@ class MeasuredLoop(AheadLoop):
             {
                 "all_ms": sum(cpu_s.values()) / num * 1e3,
                 **by_thread,
-                "longest_ms": max(quantiles(each, n=100)[-1] for each in steps.values()) * 1e3,
+                "longest_ms": max(quantiles(each, n=10)[-1] for each in steps.values()) * 1e3,
                 **{f"{name}_step_ms": median(each) * 1e3 for name, each in steps.items()},
             }
         )
