@@ -70,9 +70,8 @@ class Settings(SettingsTable):
     port: int = Field(8000, ge=0, le=65535)
     """The TCP port to listen on; 0 lets the system choose one."""
     front_ends: Auto | Annotated[int, Field(ge=1, le=64)] = "auto"
-    """Processes that take calls on the port and share one queue. `auto`: one, or on eight cores and
-    more one for every four cores, at most four, and with several GPUs at most two for each, and
-    eight."""
+    """Processes that take calls on the port and share one queue. `auto`: one; from eight cores on
+    one for every four, at most four, or two for each of several GPUs and at most eight."""
     default_model: Text
     """The model that `/predict` uses if none is named; by default the first one."""
     log_format: Literal["auto", "human", "json"] = "auto"
@@ -363,8 +362,7 @@ class Settings(SettingsTable):
         """
         if host.gpus and self.models[name].devices != "cpu":
             num_fronts = self.num_front_ends(host.num_cores, len(host.gpus))
-            has_many = host.num_cores >= _LEAST_CORES
-            kept = min(num_fronts, host.num_cores // 2) if has_many else 0
+            kept = min(num_fronts, host.num_cores // 2) if host.num_cores >= _LEAST_CORES else 0
             host = replace(host, num_cores=host.num_cores - kept)
         if any(model.share is not None for model in self.models.values()):
             return host
@@ -375,10 +373,8 @@ class Settings(SettingsTable):
         """Return the number of front ends, as far as the arena has room for them."""
         if self.front_ends != "auto":
             return self.front_ends
-        if num_cores < _LEAST_CORES:
-            return 1
         most = max(_MOST_FRONTS, min(_MOST_FRONTS_OF_GPUS, _FRONTS_PER_GPU * num_gpus))
-        return min(most, num_cores // _CORES_PER_FRONT)
+        return min(most, num_cores // _CORES_PER_FRONT) if num_cores >= _LEAST_CORES else 1
 
     def placements_of(self, name: str, host: Host) -> list[Placement]:
         """Return the placements of a model's replicas; see `ModelSettings.placements_on`."""

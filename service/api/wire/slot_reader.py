@@ -11,7 +11,7 @@ from inferpool.service.api.exchange import MAX_KNOWN_HEAD_BYTES, Exchange
 from inferpool.service.queue.instance import Buffer
 
 MIN_SLOT_BYTES = 256_000
-"""What uvloop reads at once. A shorter body mostly comes whole with its head. To read it in two
+"""The most that uvloop reads at once. A shorter body mostly comes with its head; to read it in two
 steps costs as much as the copies (`python -m tests.bench bodies`)."""
 _head = memoryview(bytearray(MAX_KNOWN_HEAD_BYTES))
 """A head and the beginning of its body; all connections share it, since none keeps it."""
