@@ -135,9 +135,9 @@ class ModelSettings(SettingsTable):
     share of the cores that the model has."""
     speed: Text = "auto"
     """`exact` serves the network as it is; `auto` uses the fastest preset whose answers agree
-    with that. Or name a preset: `channels_last`, `folded`, `bf16`, `fp16`; for CPUs `compiled`,
-    `compiled_bf16`; for GPUs `tf32`, `graphed`, `graphed_tf32`, `graphed_bf16`, `graphed_fp16`. A
-    split model is always served exactly."""
+    with that. Or name a preset: `channels_last`, `folded`, `bf16`, `fp16`, `compiled`,
+    `compiled_bf16`; for GPUs `compiled_fp16`, `tf32`, `graphed`, `graphed_tf32`, `graphed_bf16`,
+    `graphed_fp16`. A split model is always served exactly."""
     decode: Literal["auto", "exact", "fast"] = "auto"
     """How encoded images become pixels: `exact` as the model's authors did it; `fast` decodes large
     JPEGs smaller and rounds differently, or decodes plain JPEGs on the device; `auto` is fast if

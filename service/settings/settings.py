@@ -232,8 +232,8 @@ class Settings(SettingsTable):
     """How a later version in that folder is judged before it serves; see `/admin/models`."""
     speed_search: bool = True
     """Search for faster presets and decoders while workers serve, in a process at low priority,
-    and change over to what it finds; for models with `speed` at `auto`, on CPUs. Otherwise workers
-    measure before they are ready, and nothing is compiled."""
+    and change over to what it finds; for models with `speed` at `auto`. Otherwise workers measure
+    before they are ready, and nothing is compiled."""
     cuda_visible_devices: Text | None = None
     """The GPUs to use, as indices or UUIDs, or `all`; from CUDA_VISIBLE_DEVICES."""
     cuda_device_order: Text = "FASTEST_FIRST"

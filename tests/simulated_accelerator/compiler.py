@@ -1,22 +1,14 @@
-"""Stands in for torch's compiler on simulated devices, which it cannot compile for.
+"""Stands in for torch's compiler on simulated devices: a package is the pickled network."""
 
-A package is the pickled network. Its convolutions take no time of the device, so that it is faster
-than all presets where `SIM_DURATIONS_US` says that convolutions take some.
-"""
-
-import json
 import os
 import pickle
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-
-_CONVOLUTION = "aten::convolution_overrideable"
 
 
 class Compiler:
@@ -25,10 +17,10 @@ class Compiler:
     def compile(
         self, network: nn.Module, inputs: Sequence[Tensor], path: Path, scratch: Path, forms: str
     ) -> None:
-        """Write the network to a file. SIM_COMPILER_FAILS has it fail with that text."""
+        """Write the network to a file; fail for inputs of the dtype in SIM_COMPILER_FAILS."""
         assert scratch.is_dir()
-        if text := os.environ.get("SIM_COMPILER_FAILS"):
-            raise RuntimeError(text)
+        if str(inputs[0].dtype) == os.environ.get("SIM_COMPILER_FAILS"):
+            raise RuntimeError("a kernel is too large")
         with torch.no_grad():
             network(*inputs)
         torch.sim.synchronize()
@@ -43,17 +35,6 @@ class Compiler:
         _, spec = pytree.tree_flatten(0)
 
         def run(inputs: list[Tensor]) -> list[Tensor]:
-            with _quick_convolutions():
-                return pytree.tree_leaves(network(*inputs))
+            return pytree.tree_leaves(network(*inputs))
 
         return run, partial(pytree.tree_unflatten, treespec=spec), forms
-
-
-@contextmanager
-def _quick_convolutions() -> Iterator[None]:
-    usual = json.loads(os.environ.get("SIM_DURATIONS_US") or "{}").get(_CONVOLUTION, 0)
-    torch.sim.set_duration_us(_CONVOLUTION, 0)
-    try:
-        yield
-    finally:
-        torch.sim.set_duration_us(_CONVOLUTION, usual)

@@ -91,10 +91,10 @@ def check_cache(facts: Facts, settings: Settings) -> Iterator[Finding]:
 
 
 def check_compiler(facts: Facts, settings: Settings) -> Iterator[Finding]:
-    """Check for the C++ compiler that the compiled presets for CPUs need."""
-    on_cpus = [m for m in settings.models.values() if not facts.host.gpus or m.devices == "cpu"]
-    is_asked_for = any(model.speed in COMPILED for model in on_cpus)
-    is_searched = settings.speed_search and any(model.speed == "auto" for model in on_cpus)
+    """Check for the C++ compiler that the compiled presets need."""
+    models = settings.models.values()
+    is_asked_for = any(model.speed in COMPILED for model in models)
+    is_searched = settings.speed_search and any(model.speed == "auto" for model in models)
     if not is_asked_for and not is_searched:
         return
     if compiler := find_compiler():

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from inferpool.models.item import Features
+from inferpool.models.speed.compiled import Compiled
 from inferpool.models.speed.graphs import Graphed
 from inferpool.models.speed.options import SpeedOptions, TrialTimes
 from inferpool.models.speed.presets import Recast
@@ -24,7 +25,7 @@ def kind_of(network: object) -> str:
         return f"graphed_{kind_of(network.network)}"
     if isinstance(network, Recast):
         return _LOW_BITS.get(network.dtype, "folded")
-    return "compiled" if isinstance(network, LoadedPackage) else "exact"
+    return "compiled" if isinstance(network, LoadedPackage | Compiled) else "exact"
 
 
 class LoadedPackage(torch.nn.Module):

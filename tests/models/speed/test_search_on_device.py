@@ -1,11 +1,14 @@
 """Searches on the simulated accelerator, by what its streams take."""
 
-import json
+import math
+import random
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from inferpool.models.spec import Placement
 from inferpool.models.speed.choose import choose
@@ -17,64 +20,75 @@ from inferpool.models.speed.search import search
 from inferpool.models.speed.trial import Trial
 from inferpool.models.speed_names import COMPILED, GRAPHED
 from tests.models.items import run
-from tests.models.speed.pace import FewSamples, options, quietly, small
+from tests.models.speed.pace import FewSamples, Pace, options, quietly, small
 
 pytestmark = pytest.mark.simulated
 
-CONVOLUTION_US = 3000
+
+class Waits(nn.Sequential):
+    """A network that waits for the device, which forbids a capture."""
+
+    def forward(self, x):
+        return super().forward(x) * (1.0 if x.sum().item() < math.inf else 0.0)
+
+
+class WaitsOnDevice(FewSamples):
+    def build_network(self):
+        return Waits(*super().build_network())
 
 
 @pytest.fixture(autouse=True)
 def sim(monkeypatch, tmp_path_factory):
-    """Let convolutions take their time, and nothing else."""
-    monkeypatch.setenv(
-        "SIM_DURATIONS_US", json.dumps({"aten::convolution_overrideable": CONVOLUTION_US})
-    )
+    """Begin with a device that is well, where nobody else searches."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # as workers have it
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path_factory.mktemp("host")))
     torch.sim.set_device(0)
-    torch.sim.set_duration_us("aten::convolution_overrideable", CONVOLUTION_US)
     yield
-    torch.sim.set_duration_us("aten::convolution_overrideable", 0)
     torch.sim.revive(0)
 
 
-def on_device():
-    model = FewSamples()
+def on_device(model_class=FewSamples):
+    model = model_class()
     model.load(Placement(devices=("sim:0",)))
     return model
 
 
-def compile_package(network, preset: str, path: Path, *, made: list[str]) -> None:
+def compile_package(
+    network, preset: str, path: Path, *, made: list[str], model_class=FewSamples
+) -> None:
     """Compile in this process."""
     made.append(preset)
-    model = on_device()
+    model = on_device(model_class)
     model.network.load_state_dict(network.state_dict())
     calibrate = Trial(model, options()).calibrate
     compile_network(model.network, calibrate, preset, path, path.parent, max_batch_size=4)
 
 
 class SearchesOnDevice:
-    """Choices of workers, and searches behind them, with one folder."""
+    """Choices of workers, and searches behind them, by one clock and with one folder."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, pace: Pace, folder: Path) -> None:
+        pace.gains = {"compiled": 3.0, "graphed_compiled": 4.0}
+        self.pace, self.folder = pace, folder
         self.made: list[str] = []
 
     def options(self, **others):
         make = partial(compile_package, made=self.made)
-        return options(cache_dir=self.folder, compile_package=make, times=ON_DEVICE, **others)
+        times = replace(ON_DEVICE, clock=self.pace, decode_clock=self.pace)
+        return options(cache_dir=self.folder, **{"compile_package": make, "times": times, **others})
 
     def started(self, model=None):
         return choose(model or on_device(), self.options(measures=False), quietly)
 
     def searched(self, present):
-        return search(on_device(), self.options(chosen=present), present.key, quietly)
+        model = self.pace.of(on_device())
+        return search(model, self.options(chosen=present), present.key, quietly)
 
 
 @pytest.fixture
-def service(tmp_path):
+def service(pace, tmp_path):
     tmp_path.chmod(0o700)
-    return SearchesOnDevice(tmp_path)
+    return SearchesOnDevice(pace, tmp_path)
 
 
 def check_answers(model, within):
@@ -86,7 +100,10 @@ def check_answers(model, within):
 
 
 @pytest.mark.slow
-def test_a_search_finds_a_compiled_network_that_the_next_start_replays_in_graphs(service):
+def test_a_search_finds_a_compiled_network_that_the_next_start_replays_in_graphs(
+    service, monkeypatch
+):
+    monkeypatch.setenv("SIM_COMPILER_FAILS", "torch.float16")
     first = service.started()
     assert (first.preset, first.is_provisional) == ("exact", True)
     measured = service.searched(first)
@@ -96,14 +113,17 @@ def test_a_search_finds_a_compiled_network_that_the_next_start_replays_in_graphs
     assert left_out == dict.fromkeys(COMPILED, "not yet compiled")
 
     found = service.searched(measured)
-    assert found.preset in COMPILED
+    assert found.preset == "compiled_bf16"
     assert found.is_final
-    assert found.gain > 2
+    assert found.gain == pytest.approx(4.0)
     tried = [each.preset for each in found.tried]
     everything = {*presets_for(on_device().network, torch.device("sim")), *GRAPHED, *COMPILED}
     assert (set(tried), len(tried)) == (everything, len(everything))
     assert [each.preset for each in found.tried if not each.lost] == [found.preset]
-    num_made = len(service.made)
+    lost = {each.preset: each.lost for each in found.tried}
+    assert lost["compiled_fp16"] == "cannot be used: RuntimeError: a kernel is too large"
+    assert lost["compiled"] == "not tried: compiled_bf16 is faster"
+    assert service.made == ["compiled_bf16", "compiled_fp16"]
 
     model = on_device()
     again = service.started(model)
@@ -111,9 +131,9 @@ def test_a_search_finds_a_compiled_network_that_the_next_start_replays_in_graphs
     assert isinstance(model.network, Graphed)
     assert isinstance(model.network.network, Compiled)
     assert model.network.num_graphs == 3  # of 4, 2 and 1
-    assert model.network.input_dtype in (torch.bfloat16, torch.float16, torch.float32)
+    assert model.network.input_dtype == torch.bfloat16
     check_answers(model, 3 * found.deviation + 1e-5)
-    assert len(service.made) == num_made
+    assert len(service.made) == 2
 
 
 @pytest.mark.slow
@@ -130,3 +150,28 @@ def test_a_package_for_another_device_or_software_is_not_used(service, monkeypat
         patch.setattr("inferpool.models.accelerator.device.version", lambda name: "0.0")
         assert service.started().key != key
     assert service.started().key == key
+
+
+def test_a_compiled_network_that_cannot_be_captured_serves_without_graphs(service, caplog):
+    make = partial(compile_package, made=[], model_class=WaitsOnDevice)
+    wanted = service.options(speed="compiled", compile_package=make)
+    model = on_device(WaitsOnDevice)
+    assert choose(model, wanted, quietly).preset == "compiled"
+    assert isinstance(model.network, Compiled)
+    assert "a compiled network serves without graphs: AcceleratorError" in caplog.text
+    check_answers(model, 1e-4)
+
+
+@pytest.mark.slow
+def test_searches_of_presets_that_are_about_equal_choose_alike(service, pace):
+    noise = random.Random(0)
+    pace.gains = {"folded": 2.0, "bf16": 2.1, "graphed_folded": 4.0, "graphed_fp16": 4.1}
+    usual = pace.seconds
+    pace.seconds = lambda kind, size: usual(kind, size) * noise.uniform(0.96, 1.04)
+    wanted = replace(service.options(), cache_dir=None)
+    found = [choose(pace.of(on_device()), wanted, quietly) for _ in range(3)]
+    assert {report.preset for report in found} == {"graphed"}
+    assert {len(report.tried) for report in found} == {len(GRAPHED) * 2 + len(COMPILED)}
+    lost = {each.preset: each.lost for each in found[0].tried}
+    assert lost["graphed_fp16"] in ("hardly faster than graphed", "slower than graphed")
+    assert lost["compiled"] == "not available: there is no cache_dir"

@@ -18,6 +18,7 @@ from inferpool.models.speed_names import SpeedReport
 from inferpool.workers.shared.config import ModelConfig, WorkerConfig
 from inferpool.workers.speed.host_side import SearchFailedError, search
 from tests.e2e.running import left_over
+from tests.small_classifier import SmallClassifier
 
 CONFIG = WorkerConfig(
     model=ModelConfig(name="m", source="tests.small_classifier:SmallClassifier"),
@@ -35,9 +36,9 @@ def slow_to_load(folder: Path) -> WorkerConfig:
     return config(folder, "tests.fault_model:FaultModel", load_s=600.0)
 
 
-def refusal(wanted: WorkerConfig) -> str:
+def refusal(wanted: WorkerConfig, within_s: float = 60) -> str:
     with pytest.raises(SearchFailedError) as caught:
-        asyncio.run(asyncio.wait_for(search(wanted, "key", lambda stage: None), 60))
+        asyncio.run(asyncio.wait_for(search(wanted, "key", lambda stage: None), within_s))
     return str(caught.value)
 
 
@@ -111,6 +112,34 @@ def test_search_ends_with_a_killed_front_end(tmp_path):
         assert signal.SIGUSR2 in caught(family[0].pid), "which is for the front end"
         front_end.send_signal(signal.SIGKILL)
     assert not left_over(family, 60)
+
+
+class LosesDeviceOnce(SmallClassifier):
+    """A classifier that loses its device as it is loaded, if there is a file that says so."""
+
+    def __init__(self, mark: str) -> None:
+        super().__init__()
+        self.mark = Path(mark)
+
+    def load(self, placement: Placement) -> None:
+        """Load it."""
+        import torch
+
+        if self.mark.exists():
+            self.mark.unlink()
+            raise torch.AcceleratorError("an illegal memory access was encountered")
+        super().load(placement)
+
+
+@pytest.mark.compile  # it compiles nothing, but imports torch at low priority
+@pytest.mark.timeout(600)
+def test_a_search_that_loses_its_device_begins_anew(tmp_path):
+    mark = tmp_path / "mark"
+    mark.touch()
+    wanted = config(tmp_path, f"{__name__}:LosesDeviceOnce", mark=str(mark))
+    wanted = replace(wanted, chosen=SpeedReport(is_provisional=True))
+    assert "the weights differ from one load to the next" in refusal(wanted, 500)
+    assert not mark.exists()
 
 
 @pytest.mark.compile  # it compiles nothing, but imports torch at idle priority

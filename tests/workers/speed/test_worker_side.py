@@ -1,5 +1,6 @@
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,28 @@ def test_a_package_that_others_could_have_written_is_not_loaded(package: Path, t
     tmp_path.chmod(0o777)
     with pytest.raises(PermissionError, match="written by others"):
         Compiled(copy)
+
+
+@pytest.mark.slow
+@pytest.mark.simulated
+def test_a_package_is_compiled_on_the_device_of_the_worker(tmp_path):
+    """A stand-in compiles, in the real process for that."""
+    tmp_path.chmod(0o700)
+    device = torch.device("sim:0")
+    torch.sim.set_device(device)
+    placement = Placement(devices=(str(device),))
+    model = SmallClassifier()
+    model.load(placement)
+    with torch.no_grad():
+        model.network[3].bias += 1.5
+    want = run(loaded(bias=1.5), model.samples()[:5])["probabilities"]
+    path = tmp_path / "key.pt2"
+    compile_package(replace(CONFIG, placement=placement), model.network, "compiled_bf16", path)
+    model.network = Compiled(path, None, device)
+    assert model.network.input_dtype == torch.bfloat16
+    found = run(model, model.samples()[:5])["probabilities"].cpu()
+    torch.testing.assert_close(found, want, rtol=0.05, atol=0.01)
+    assert [each.name for each in tmp_path.iterdir()] == ["key.pt2"]
 
 
 @pytest.mark.slow
