@@ -18,6 +18,9 @@ from inferpool.workers.host.nodes import cpus_in_words
 
 _INPUT_BYTES = 3 * 224 * 224 * 4
 """An input of most networks of pictures, in float32."""
+MORE_AHEAD = 2
+"""Batches that a worker on a GPU holds beside its credit: see `workers.inside.process`, which needs
+torch."""
 _HEADING = ("worker", "device", "node", "cores", "threads", "decoders", "pinned for pictures")
 
 
@@ -40,7 +43,7 @@ def pinned_bytes(model: ModelSettings, placement: Placement) -> int:
     if not placement.visible:
         return 0
     size = MOST_GROWN if model.max_batch_size == "auto" else model.max_batch_size
-    return (model.credit + placement.num_at_once - 1) * size * _INPUT_BYTES
+    return (model.credit + placement.num_at_once - 1 + MORE_AHEAD) * size * _INPUT_BYTES
 
 
 def _problems(facts: Facts, gpu: Gpu) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""The largest batch, where the service finds it out: it grows while it pays and fits into memory."""
+"""The largest batch, where the service finds it out: it grows while it pays and fits memory."""
 
 import threading
 from collections.abc import Iterator

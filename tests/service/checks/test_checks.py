@@ -142,8 +142,8 @@ def test_weights_on_a_gpu_count_for_the_host_if_they_share_memory(tmp_path: Path
         facts = replace(facts, available_bytes=3 * GIB, cgroup=CgroupLimits())
         return lines(memory.check_replicas(facts, settings))
 
-    assert "need about 3.2 GiB" in said(GPU)
-    assert "need about 5.2 GiB" in said(replace(GPU, is_unified=True))
+    assert "need about 3.5 GiB" in said(GPU)
+    assert "need about 5.5 GiB" in said(replace(GPU, is_unified=True))
 
 
 def test_decoders_need_memory_descriptors_and_processes(tmp_path: Path):
@@ -154,8 +154,8 @@ def test_decoders_need_memory_descriptors_and_processes(tmp_path: Path):
         facts = replace(facts, available_bytes=6 * GIB, cgroup=CgroupLimits(num_pids_left=200))
         return lines(check(facts, settings))
 
-    assert "1 worker and the front end need about 2.4 GiB" in said(memory.check_replicas, "0")
-    assert "1 worker, 60 decoders and the front end need about 7.1 GiB" in said(
+    assert "1 worker and the front end need about 2.7 GiB" in said(memory.check_replicas, "0")
+    assert "1 worker, 60 decoders and the front end need about 7.4 GiB" in said(
         memory.check_replicas, "60"
     )
     assert "lower decoders, lower replicas" in said(memory.check_replicas, "60")

@@ -5,12 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from inferpool.service.checks import topology
 from inferpool.service.checks.facts import gather
 from inferpool.service.checks.findings import Finding
 from inferpool.service.checks.topology import check_topology
 from inferpool.workers.host.devices import Host
 from inferpool.workers.host.gpus import Gpu
 from inferpool.workers.host.nodes import Node, parse_cpus
+from inferpool.workers.inside import process
 from tests.service.checks.machines import GIB, lines, root_of, settings_of
 
 RESNET = {"model": "torchvision:resnet50"}
@@ -55,7 +57,7 @@ def found_on(host: Host, folder: Path, memory_nodes: str = "0-1", **flags: str) 
         (
             ONE_NODE,
             [
-                ("resnet50", "cuda:0", "0", "0-15", "12", "10", "up to 294 MiB"),
+                ("resnet50", "cuda:0", "0", "0-15", "12", "10", "up to 588 MiB"),
                 ("front ends", "", "", "4 of any", "", "", ""),
                 ("left", "", "", "1 of 16", "", "", ""),
             ],
@@ -63,11 +65,11 @@ def found_on(host: Host, folder: Path, memory_nodes: str = "0-1", **flags: str) 
         (
             TWO_SOCKETS,
             [
-                ("resnet50", f"cuda:{n}", "0", "0-31,64-95", "15", "13", "up to 294 MiB")
+                ("resnet50", f"cuda:{n}", "0", "0-31,64-95", "15", "13", "up to 588 MiB")
                 for n in range(4)
             ]
             + [
-                ("resnet50", f"cuda:{n}", "1", "32-63,96-127", "15", "13", "up to 294 MiB")
+                ("resnet50", f"cuda:{n}", "1", "32-63,96-127", "15", "13", "up to 588 MiB")
                 for n in range(4, 8)
             ]
             + [
@@ -75,13 +77,13 @@ def found_on(host: Host, folder: Path, memory_nodes: str = "0-1", **flags: str) 
                 ("left", "", "", "8 of 128", "", "", ""),
             ],
         ),
-        (UNKNOWN, [("resnet50", "cuda:0", "0,1", "any", "28", "26", "up to 294 MiB")]),
-        (NO_NODES, [("resnet50", "cuda:0", "unknown", "any", "6", "4", "up to 294 MiB")]),
+        (UNKNOWN, [("resnet50", "cuda:0", "0,1", "any", "28", "26", "up to 588 MiB")]),
+        (NO_NODES, [("resnet50", "cuda:0", "unknown", "any", "6", "4", "up to 588 MiB")]),
         (
             HALF_ALLOWED,
             [
-                ("resnet50", "cuda:0", "0", "0-7", "3", "0", "up to 294 MiB"),
-                ("resnet50", "cuda:1", "0", "any", "3", "0", "up to 294 MiB"),
+                ("resnet50", "cuda:0", "0", "0-7", "3", "0", "up to 588 MiB"),
+                ("resnet50", "cuda:1", "0", "any", "3", "0", "up to 588 MiB"),
             ],
         ),
         (host_of("0-7", "0-7"), [("resnet50 x8", "cpu", "0", "any", "1", "0", "")]),
@@ -117,6 +119,10 @@ def test_workers_that_share_near_cores_share_them_evenly(tmp_path: Path):
 def test_front_ends_keep_the_cores_that_the_settings_give_them(tmp_path: Path):
     (_, worker, fronts, left) = found_on(ONE_NODE, tmp_path, front_ends="6")[-1].rows
     assert (worker[4], fronts[3], left[3]) == ("10", "6 of any", "1 of 16")
+
+
+def test_batches_that_a_worker_holds_ahead_are_counted():
+    assert topology.MORE_AHEAD == process.MORE_AHEAD
 
 
 def test_cores_that_decoders_lack_are_counted(tmp_path: Path):
