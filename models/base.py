@@ -60,11 +60,12 @@ class Model(ModelInterface):
 
     Threads: `load`, `forward`, `postprocess` and `render` run in the worker's main thread.
     `preprocess`, `bucket` and `collate` may run in other threads at the same time; `preprocess` and
-    `bucket` also several at once. In a pipeline `forward` and the methods after it run in several
-    threads, one at a time. While one batch is in the call of `network`, other batches are computed:
-    so `forward` must keep nothing on the model across that call, and hold no lock. All threads have
-    the context variables and torch settings (default device, autocast, ...) that `load` left.
-    Objects bound to the thread that made them, such as a sqlite3 connection, work only there.
+    `bucket` also several at once, and `collate` if the model `can_run_ahead`. In a pipeline
+    `forward` and the methods after it run in several threads, one at a time. While one batch is in
+    the call of `network`, other batches are computed: so `forward` must keep nothing on the model
+    across that call, and hold no lock. All threads have the context variables and torch settings
+    (default device, autocast, ...) that `load` left. Objects bound to the thread that made them,
+    such as a sqlite3 connection, work only there.
     """
 
     inputs: Sequence[TensorSpec] = ()
@@ -104,7 +105,8 @@ class Model(ModelInterface):
     """`forward` takes a batch on the device or on the CPU, returns new tensors each time, and keeps
     nothing on the model for the methods after it. Then an accelerator gets each batch before it is
     done with the batch before: the worker copies it there in time, and calls `forward` before that
-    one's `postprocess`. A subclass with a `forward` of its own must say so anew."""
+    one's `postprocess`. `collate` then runs in two threads at once. A subclass with a `forward` of
+    its own must say so anew."""
     stack_instances: Callable[[list[Tensor]], Tensor] = from_runtime()
     """Stacks tensors, for `collate`: batches for an accelerator in memory that it copies
     from by itself."""

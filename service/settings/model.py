@@ -122,7 +122,8 @@ class ModelSettings(SettingsTable):
     credit: int = Field(2, ge=1, le=64)
     """Batches that a worker may hold at once: one that runs, the rest in preparation. A pipeline
     runs one for each stage (four at most), and holds more for that; a worker with decoders holds
-    one more."""
+    one more. On an accelerator, a worker whose model runs ahead holds two more, unless this is
+    1."""
     check: CheckMode = "on"
     """The check of the model on its own example, before its first worker is ready: `on`, `warn` or
     `off`. `on`: a model that fails on it, gives NaN, or answers otherwise again or beside another

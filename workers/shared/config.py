@@ -57,8 +57,8 @@ class WorkerConfig:
     host: str = ""
     """Name of the host of the cluster that runs it; "" is the host of the front end."""
     credit: int = 2
-    """Batches that it may hold at once, and one more if it gets decoders; it computes
-    `Placement.num_at_once` of them."""
+    """Batches that it may hold at once, besides those that `Ready` and its decoders add; it
+    computes `Placement.num_at_once` of them."""
     max_batch_size: int = 8
     may_batches_grow: bool = False
     """On an accelerator, later batches may be larger than `max_batch_size`, as far as they pay."""
