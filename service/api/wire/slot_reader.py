@@ -13,8 +13,6 @@ from inferpool.service.queue.instance import Buffer
 MIN_SLOT_BYTES = 256_000
 """The most that uvloop reads at once. A shorter body mostly comes with its head; to read it in two
 steps costs as much as the copies (`python -m tests.bench bodies`)."""
-_head = memoryview(bytearray(MAX_KNOWN_HEAD_BYTES))
-"""A head and the beginning of its body; all connections share it, since none keeps it."""
 
 
 class SlotReader(asyncio.BufferedProtocol):
@@ -24,7 +22,7 @@ class SlotReader(asyncio.BufferedProtocol):
     slot, its rest is read into the slot. If not, the connection reads on itself.
     """
 
-    __slots__ = ("_connection", "_exchange", "_on_stored", "_transport")
+    __slots__ = ("_connection", "_exchange", "_head", "_on_stored", "_transport")
 
     def __init__(
         self,
@@ -36,6 +34,8 @@ class SlotReader(asyncio.BufferedProtocol):
         self._connection = connection
         self._transport = transport
         self._on_stored = on_stored
+        self._head = memoryview(bytearray(MAX_KNOWN_HEAD_BYTES))
+        """Room for a head and the beginning of its body."""
         self._exchange: Exchange | None = None
         """The newest call whose body got a slot."""
 
@@ -69,7 +69,7 @@ class SlotReader(asyncio.BufferedProtocol):
         """Return the rest of the slot, or room for a head."""
         exchange = self._exchange
         if exchange is None or exchange.slot is None:
-            return _head
+            return self._head
         return exchange.slot.view[exchange.num_bytes :]
 
     def buffer_updated(self, nbytes: int) -> None:
@@ -80,7 +80,7 @@ class SlotReader(asyncio.BufferedProtocol):
             self._on_stored(exchange, nbytes)
             return
         self._exchange = None
-        self._connection.data_received(bytes(_head[:nbytes]))
+        self._connection.data_received(bytes(self._head[:nbytes]))
         if self._exchange is None:
             self._transport.set_protocol(self._connection)
 
