@@ -15,7 +15,7 @@ from tests.gpu.conftest import Devices
 from tests.models.items import encoded, image_item, loaded, photo, run
 
 PHOTOS = [encoded(photo(name)) for name in ("astronaut", "chelsea", "coffee", "rocket")]
-PRESETS = ("auto", "graphed", "graphed_fp16")
+PRESETS = ("auto", "graphed", "graphed_fp16", "compiled_fp16")
 _SLACK = 0.05
 """Largest difference of a probability: presets may round to 16 bits."""
 
