@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from queue import Empty, SimpleQueue
 from threading import Event
 from typing import Any
 
@@ -84,8 +83,8 @@ class AheadLoop(WorkerLoop):
         self._coming: deque[Future[Prepared | None]] = deque()
         """Batches that are received and prepared, in the order of their arrival."""
         self._launched: deque[LaunchedBatch] = deque()
-        self._events: SimpleQueue[object] = SimpleQueue()
-        """Has an entry for each batch that has been prepared, or is over."""
+        self._has_news = Event()
+        """Set when a batch has been prepared, or is over."""
         self._last_taken = Event()
         """Set once the last of those that are coming has been taken from the queue."""
         self._last_taken.set()
@@ -126,19 +125,20 @@ class AheadLoop(WorkerLoop):
 
     def _wait(self, timeout_s: float) -> None:
         """Wait for an event; beat if there is none while the device has no batch."""
-        try:
-            self._events.get(timeout=timeout_s)
-        except Empty:
-            if not self._launched:
-                self._heartbeat.beat()
-                self._spare_memory.idle(time.monotonic())
+        if not self._has_news.wait(timeout_s) and not self._launched:
+            self._heartbeat.beat()
+            self._spare_memory.idle(time.monotonic())
+        self._has_news.clear()  # what happens from now on sets it again
+
+    def _wake(self, _: object) -> None:
+        self._has_news.set()
 
     def _begin(self, prepared: Prepared) -> None:
         """Launch a batch; or answer it at once, if batches are too short to overlap."""
         if self._overlaps(prepared):
             while len(self._coming) < self.num_receiving:
                 self._receive_next()
-            batch = LaunchedBatch(prepared, self._computer, self._waiting, self._events.put)
+            batch = LaunchedBatch(prepared, self._computer, self._waiting, self._wake)
             self._launched.append(batch)
             return
         while self._launched:
@@ -148,7 +148,7 @@ class AheadLoop(WorkerLoop):
     def _receive_next(self) -> None:
         before, self._last_taken = self._last_taken, Event()
         coming = self._ahead.submit(self._receive_after, before, self._last_taken)
-        coming.add_done_callback(self._events.put)
+        coming.add_done_callback(self._wake)
         self._coming.append(coming)
 
     def _receive_after(self, before: Event, taken: Event) -> Prepared | None:

@@ -1,11 +1,13 @@
 """The loop that has several batches under way, in a thread; the device is the simulated one."""
 
+import gc
 import json
 import math
 import mmap
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -39,10 +41,12 @@ class Watched(AheadModel):
         self.prepared: list[tuple[str, int, list[str]]] = []
         """Thread, stream and acts of each batch that was collated."""
         self.preprocessed_on: list[int] = []
+        self.features: list[weakref.ref[torch.Tensor]] = []
         self.meeting = threading.Barrier(2)
 
     def preprocess(self, item: Item) -> Features:
         features = super().preprocess(item)
+        self.features.append(weakref.ref(features["x"]))
         self.preprocessed_on.append(torch.sim.current_stream().stream_id)
         if features["do"] == "meet":  # type: ignore[comparison-overlap]  # it is a text
             self.meeting.wait(WAIT_S)
@@ -222,6 +226,8 @@ def test_sentinel_is_obeyed_after_all_that_is_under_way(loop: LoopInThread):
         assert loop.thread.is_alive()
     loop.thread.join(WAIT_S)
     assert loop.answers[1:] == [(id, [2 * id]) for id in (1, 2, 3, 4)]
+    gc.collect()
+    assert [each() for each in loop.model.features] == [None] * 5
 
 
 def test_what_threads_put_on_the_device_is_handed_over_with_their_batch():
