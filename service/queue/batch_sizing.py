@@ -138,13 +138,13 @@ class SizeLimit:
 
     def _judge(self, turn: Sequence[tuple[int, float]], num_held: int) -> None:
         """Change the limit after a turn of batches, or go on with a trial."""
-        instance_s = _instance_s(turn)
+        instance_s, batch_s = _instance_s(turn), median(took_s for _, took_s in turn)
         trial = self._trial
         if trial is not None:
             least = self.now if self.own == trial.small else trial.small // 2
             if _num_from(turn, least) < _NUM_FULL / 2:
                 return  # less came than before
-            is_long = self.own > trial.small and instance_s * self.own > 2 * LONG_S
+            is_long = self.own > trial.small and batch_s > 2 * LONG_S
             chosen = trial.small if is_long else trial.learn(self.own, instance_s)
             if chosen is None:
                 self._change(trial.other(self.own), num_held)
@@ -152,16 +152,16 @@ class SizeLimit:
                 self._end(trial, chosen, num_held)
             return
         self._rest -= 1
-        if self.own > AUTO_SIZE and instance_s * self.own > 2 * LONG_S:
+        if self.own > AUTO_SIZE and batch_s > 2 * LONG_S:
             self._change(self.own // 2, num_held)
         elif self._rest <= 0 and self.now == self.own:
-            self._begin_trial(turn, instance_s, num_held)
+            self._begin_trial(turn, instance_s, batch_s, num_held)
 
     def _begin_trial(
-        self, turn: Sequence[tuple[int, float]], instance_s: float, num_held: int
+        self, turn: Sequence[tuple[int, float]], instance_s: float, batch_s: float, num_held: int
     ) -> None:
         """Compare the limit with twice as much or with half of it, if it matters."""
-        may_grow = self.own < MOST_GROWN and instance_s * self.own <= LONG_S
+        may_grow = self.own < MOST_GROWN and batch_s <= LONG_S
         shrinks = self.own > AUTO_SIZE and (self._may_shrink or not may_grow)
         small = self.own // 2 if shrinks else self.own
         if (shrinks or may_grow) and _num_from(turn, small) >= _NUM_FULL / 2:

@@ -244,6 +244,16 @@ def test_pause_of_the_load_during_a_trial_says_nothing_about_sizes():
     assert full_batches(limit, line(0.005, 0.0)) == 256
 
 
+def test_small_batches_of_a_quiet_time_leave_the_limit_as_it_is():
+    limit = SizeLimit(None)
+    limit.accelerate()
+    curve = line(0.005, 0.00003)
+    assert full_batches(limit, curve) == 256
+    for _ in range(1000):
+        limit.learn(1, 0.0, curve(1), 0)
+    assert limit.own == 256
+
+
 def test_batches_that_were_sent_before_the_limit_changed_say_nothing():
     limit = on_trial()
     for _ in range(3):  # these were held
