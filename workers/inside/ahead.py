@@ -109,6 +109,7 @@ class AheadLoop(WorkerLoop):
                 if prepared is None:
                     break
                 self._begin(prepared)
+                del prepared  # it is answered, and freed, while this waits for others
             while launched:
                 self._answer_launched()
 

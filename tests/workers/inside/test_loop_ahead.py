@@ -64,8 +64,7 @@ class Watched(AheadModel):
     def forward(self, batch: Features) -> Features:
         found = super().forward(batch)
         if "no room" in [*batch["do"]] and self.sizes.count(len(batch["do"])) == 1:
-            torch.sim.out_of_memory_after(0)
-            torch.empty(1, device=self.device)
+            raise torch.OutOfMemoryError("no room beside another batch")
         return found
 
     @property
@@ -228,6 +227,13 @@ def test_sentinel_is_obeyed_after_all_that_is_under_way(loop: LoopInThread):
     assert loop.answers[1:] == [(id, [2 * id]) for id in (1, 2, 3, 4)]
     gc.collect()
     assert [each() for each in loop.model.features] == [None] * 5
+
+
+def test_loop_that_waits_for_work_holds_no_batch(loop: LoopInThread):
+    for id in (1, 2, 3):
+        loop.give(id, {id: "ok"})
+    loop.wait_for(4)
+    until(lambda: {each() for each in loop.model.features} == {None})
 
 
 def test_what_threads_put_on_the_device_is_handed_over_with_their_batch():
