@@ -67,12 +67,11 @@ def check_replicas_on_gpus(facts: Facts, settings: Settings) -> Iterator[Finding
     longer than the GPU does.
     """
     for name, placements in facts.placements.items():
-        users = Counter(placement.visible for placement in placements if not placement.split)
-        uuids = [visible for visible, num in users.items() if visible and num > 1]
-        where = ", ".join(str(gpu) for gpu in facts.host.gpus if (gpu.uuid,) in uuids)
-        if not where:
+        users = Counter(each.visible for each in placements if each.visible and not each.split)
+        shared = [gpu for gpu in facts.host.gpus if users[(gpu.uuid,)] > 1]
+        if not shared:
             continue
-        check = f"replicas of {name}"
+        check, where = f"replicas of {name}", ", ".join(map(str, shared))
         message = f"{max(users.values())} replicas share {where}; one keeps a GPU busy by itself"
         one = 'replicas = "auto" makes one for each GPU'
         if _is_own_class(settings.models[name].source):

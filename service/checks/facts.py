@@ -182,7 +182,7 @@ def _meminfo(text: str) -> dict[str, int]:
 
 
 def _field(cpuinfo: str, name: str) -> str:
-    found = re.search(rf"^{name}\s*:\s(.*)$", cpuinfo, re.M)
+    found = re.search(rf"^{name}\s*:[ \t](.*)$", cpuinfo, re.M)
     return found[1] if found else ""
 
 

@@ -54,7 +54,7 @@ def place_on_bus(bus_id: str, sys: Path = SYS) -> tuple[int | None, tuple[int, .
         None and no cores where they are unknown, as in most virtual machines.
     """
     domain, _, place = bus_id.lower().partition(":")
-    folder = sys / "bus/pci/devices" / f"{domain[-4:]}:{place}"
+    folder = sys / "bus/pci/devices" / f"{domain.lstrip('0'):0>4}:{place}"
     number = _read(folder / "numa_node").strip()
     return int(number) if number.isdecimal() else None, parse_cpus(_read(folder / "local_cpulist"))
 

@@ -9,6 +9,8 @@ from tests.fake_driver.driver import NOT_SUPPORTED, FakeDriver, h100
 from tests.fake_sysfs import sysfs_of
 
 BUS_IDS = ("00000000:3B:00.0", "00000000:86:00.0")
+LONG_ID = "00010000:86:00.0"
+"""Its domain has five digits, as behind a controller of volumes, and its place is the other's."""
 
 
 @pytest.mark.parametrize("text", ["0", "0-3", "0-3,8", "0-31,64-95", "1,3,5-6", ""])
@@ -28,6 +30,7 @@ def test_device_whose_node_is_unknown_has_none(tmp_path: Path):
     sys = sysfs_of(tmp_path, {0: "0-3"}, {BUS_IDS[0]: (-1, ""), BUS_IDS[1]: (0, "0-1")})
     assert place_on_bus(BUS_IDS[0], sys) == (None, ())
     assert place_on_bus(BUS_IDS[1], sys) == (0, (0, 1))
+    assert place_on_bus(LONG_ID, sys) == (None, ())
     assert place_on_bus("0000001f:00:00.0", sys) == place_on_bus("", sys) == (None, ())
 
 
