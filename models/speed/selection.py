@@ -59,6 +59,7 @@ class PresetSelection:
             NoTimeLeftError: There was no time to judge it.
             torch.AcceleratorError: It has broken the device's context.
         """
+        self._trial.recover()  # what those before have left
         try:
             network = self._trial.prepare(name)
             agreement = self._trial.compare(network)
@@ -69,9 +70,7 @@ class PresetSelection:
         except NoTimeLeftError:
             raise
         except Exception as error:  # the network is the user's: it may raise anything
-            logger.debug("the preset %s fails", name, exc_info=True)
-            how = "fails for want of memory" if is_out_of_memory(error) else "fails"
-            self._lose(name, how, first_line(error))
+            self._fail(name, error)
         else:
             self.notes.append(f"{name} {gain:.2f} x")
             self._tried[name] = TriedPreset(preset=name, deviation=agreement.deviation)
@@ -99,19 +98,20 @@ class PresetSelection:
             return
         close = [name for name in gains if gains[name] * _LEAST_GAIN * _NOISE >= most]
         for name in [*close] * _NUM_AGAIN:
-            if name == "exact":
+            if name == "exact" or name not in self._gains:
                 continue
             on_progress(f"measuring the preset {name} again")
-            network = self._trial.prepare(name)
-            self._gains[name].append(self._trial.gain(network))
-            self._hold(name, network)
-            before = next(note for note in self.notes if note.startswith(f"{name} "))
-            self.notes[self.notes.index(before)] = f"{name} {self.gains[name]:.2f} x"
+            if (network := self._made(name, is_timed=True)) is not None:
+                self._hold(name, network)
+                before = next(note for note in self.notes if note.startswith(f"{name} "))
+                self.notes[self.notes.index(before)] = f"{name} {self.gains[name]:.2f} x"
 
     def take(self) -> nn.Module:
-        """Return the network of the best preset."""
-        name, network = self._held
-        return network if network is not None and name == self.best else self._remade()
+        """Return the network of the best preset; one that cannot be made again has lost."""
+        self._trial.until = math.inf  # it was judged in time
+        while (network := self._made(self.best)) is None:
+            pass
+        return network
 
     def verdict(self, *, is_cut_short: bool = False, is_final: bool = True) -> SpeedReport:
         """Return the report about the best."""
@@ -140,8 +140,15 @@ class PresetSelection:
             lost = f"slower than {best}" if is_slower else f"hardly faster than {best}"
         return msgspec.structs.replace(tried, gain=round(gain, 3), lost=lost)
 
+    def _fail(self, name: str, error: Exception) -> None:
+        logger.debug("the preset %s fails", name, exc_info=error)
+        how = "fails for want of memory" if is_out_of_memory(error) else "fails"
+        self._lose(name, how, first_line(error))
+
     def _lose(self, name: str, how: str, why: str, deviation: float = math.nan) -> None:
         text = f"{how}: {why}"
+        self._gains.pop(name, None)
+        self.notes = [note for note in self.notes if not note.startswith(f"{name} ")]
         self.notes.append(f"{name} {text}")
         known = deviation if math.isfinite(deviation) else None  # JSON has no other numbers
         self._tried[name] = TriedPreset(preset=name, deviation=known, lost=text)
@@ -153,10 +160,22 @@ class PresetSelection:
         elif best != self._held[0]:
             self._held = best, None
 
-    def _remade(self) -> nn.Module:
-        name = self.best
-        self._held = name, None
-        return self._trial.exact if name == "exact" else self._trial.prepare(name)
+    def _made(self, name: str, *, is_timed: bool = False) -> nn.Module | None:
+        """Return a preset's network, made again unless it is held; if that fails, it has lost."""
+        network = self._held[1] if self._held[0] == name else None
+        self._trial.recover()  # what those before have left
+        try:
+            if network is None:
+                network = self._trial.exact if name == "exact" else self._trial.prepare(name)
+            if is_timed:
+                self._gains[name].append(self._trial.gain(network))
+            return network
+        except Exception as error:  # as for want of memory, or since a graph strays this time
+            self._fail(name, error)
+        if self._held[0] != self.best:
+            self._held = self.best, None
+        self._trial.recover()
+        return None
 
 
 def enter_all(
