@@ -6,6 +6,7 @@ Runs in a process of its own, at low priority (`workers.speed.search_process`).
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 import torch
@@ -54,10 +55,12 @@ def search(
         )
     present = options.chosen
     options = replace(options, chosen=None)
+    wait = partial(on_progress, "waiting for another search")
     if present is not None and present.is_provisional:
-        with _only_attempt(trial):
+        # Another service with this folder may search for the same, and was not killed then.
+        with trial.store.turn(f"{key}-search", _HOST_WAIT_S, wait), _only_attempt(trial):
             return _chosen(model, options, on_progress)
-    with trial.store.host_turn(_HOST_WAIT_S, lambda: on_progress("waiting for another search")):
+    with trial.store.host_turn(_HOST_WAIT_S, wait):
         known = trial.store.read(key)
         if known is None or not known.is_final:
             with _only_attempt(trial):

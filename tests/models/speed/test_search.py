@@ -1,6 +1,8 @@
 import os
 import tempfile
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -173,6 +175,27 @@ def test_a_search_that_was_killed_is_not_made_again_for_a_day(here, tmp_path):
     os.utime(mark, (before, before))
     assert here.searched(first).is_final
     assert not mark.exists()
+
+
+def test_a_search_waits_for_one_of_another_service_and_takes_its_verdict(here):
+    first = here.started()
+    is_searching, is_waited_for = threading.Event(), threading.Event()
+
+    def hold(stage):
+        is_searching.set()
+        is_waited_for.wait()
+
+    def go_on(stage):
+        assert stage == "waiting for another search"
+        is_waited_for.set()
+
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(here.searched, first, hold)
+        is_searching.wait()
+        try:
+            assert here.searched(first, go_on) == other.result()
+        finally:
+            is_waited_for.set()
 
 
 def test_a_model_whose_weights_differ_each_time_is_not_searched_for(here):
