@@ -16,7 +16,12 @@ from inferpool.models.speed.compiled import can_compile, compiler_for
 from inferpool.models.speed.decoding import DecodeTrial
 from inferpool.models.speed.options import SpeedOptions
 from inferpool.models.speed.presets import presets_for
-from inferpool.models.speed.selection import PresetSelection, enter_all, enter_graphs
+from inferpool.models.speed.selection import (
+    PresetSelection,
+    enter_all,
+    enter_alone,
+    enter_graphs,
+)
 from inferpool.models.speed.trial import Trial, first_line
 from inferpool.models.speed_names import COMPILED, FOR_ACCELERATORS, GRAPHED, SpeedReport
 from inferpool.models.tolerance import Agreement
@@ -199,14 +204,18 @@ def _reused(trial: Trial, known: SpeedReport, *, is_verified: bool = False) -> S
 
 def _measure(trial: Trial, on_progress: Callable[[str], None]) -> SpeedReport:
     selection = PresetSelection(trial)
-    names = [*trial.packages(), *presets_for(trial.exact, trial.device)]
-    is_complete = enter_all(selection, names, on_progress)
-    if is_complete and not trial.is_on_cpu:
-        is_complete = enter_graphs(trial, selection, on_progress)
+    packages, names = trial.packages(), presets_for(trial.exact, trial.device)
+    if trial.is_on_cpu:  # where the time is bounded, and packages are likely the best
+        is_complete = enter_all(selection, [*packages, *names], on_progress)
+    else:
+        is_complete = enter_all(selection, names, on_progress)
+        is_complete = is_complete and enter_graphs(trial, selection, on_progress)
+        for name in packages:
+            enter_alone(trial, selection, [name], name, on_progress)
     if is_complete and math.isinf(trial.until):
         selection.repeat(on_progress)
     obstacle = trial.compiler_obstacle
-    missing = [name for name in trial.compiled_presets if name not in names]
+    missing = [name for name in trial.compiled_presets if name not in packages]
     selection.leave_out(missing, obstacle or "not yet compiled")
     trial.model.network = selection.take()
     return selection.verdict(is_cut_short=not is_complete, is_final=bool(obstacle))

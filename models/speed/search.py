@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 
 import msgspec
-import torch
 
 from inferpool.models.base import Model
 from inferpool.models.speed.attempts import attempt
@@ -17,7 +16,12 @@ from inferpool.models.speed.choose import choose
 from inferpool.models.speed.compiled import MADE_OF
 from inferpool.models.speed.options import SpeedOptions
 from inferpool.models.speed.presets import presets_for
-from inferpool.models.speed.selection import PresetSelection, enter_all, enter_graphs
+from inferpool.models.speed.selection import (
+    PresetSelection,
+    enter_all,
+    enter_alone,
+    enter_graphs,
+)
 from inferpool.models.speed.trial import Trial
 from inferpool.models.speed_names import COMPILED, SpeedReport
 
@@ -102,27 +106,10 @@ def _judge_all(trial: Trial, present: str, on_progress: Callable[[str], None]) -
         elif name == "compiled" and selection.best in COMPILED:
             # In 16 bits it has won, which float32 will not undercut.
             selection.leave_out([name], f"not tried: {selection.best} is faster")
-        else:
-            _enter_compiled(trial, selection, name, on_progress)
+        elif _make(trial, selection, name, on_progress):
+            enter_alone(trial, selection, [name], name, on_progress)
     selection.repeat(on_progress)
     return selection.verdict(is_cut_short=not is_complete)
-
-
-def _enter_compiled(
-    trial: Trial, selection: PresetSelection, name: str, on_progress: Callable[[str], None]
-) -> None:
-    """Compile a preset if there is no package, and try it.
-
-    One that breaks the device ends this process, and is left out for a day.
-    """
-    key = f"{trial.key}-{name}"
-    with attempt(trial.store.folder, key, fatal=torch.AcceleratorError) as is_first:
-        if not is_first:
-            reason = "not tried today: the last attempt ended its process"
-            selection.leave_out([name], reason)
-        elif _make(trial, selection, name, on_progress):
-            on_progress(f"measuring the preset {name}")
-            selection.enter(name)
 
 
 def _make(

@@ -197,10 +197,7 @@ def enter_all(
 def enter_graphs(
     trial: Trial, selection: PresetSelection, on_progress: Callable[[str], None]
 ) -> bool:
-    """Try graphs of the presets that agree, and return whether all were tried.
-
-    A capture that breaks the device ends this process. The next one then serves without graphs.
-    """
+    """Try graphs of the presets that agree, and return whether all were tried."""
     if trial.has_varying_shapes:
         selection.leave_out([*GRAPHED], "not available: the samples have several shapes")
         return True
@@ -210,10 +207,32 @@ def enter_graphs(
             names.append(name)
         else:
             selection.leave_out([name], f"not tried: {base} is not used")
-    with attempt(trial.store.folder, f"{trial.key}-graphs", fatal=torch.AcceleratorError) as first:
-        if first:
+    return enter_alone(trial, selection, names, "graphs", on_progress)
+
+
+def enter_alone(
+    trial: Trial,
+    selection: PresetSelection,
+    names: Sequence[str],
+    mark: str,
+    on_progress: Callable[[str], None],
+) -> bool:
+    """Try presets that may break the device, and return whether they were tried.
+
+    One that does ends this process. The next ones leave out all of them for a day.
+
+    Args:
+        trial: Where the presets are tried.
+        selection: What they are entered into.
+        names: The presets.
+        mark: Name of the attempt.
+        on_progress: Called with what is being done.
+    """
+    key = f"{trial.key}-{mark}"
+    with attempt(trial.store.folder, key, fatal=torch.AcceleratorError) as is_first:
+        if is_first:
             return enter_all(selection, names, on_progress)
     reason = "not tried today: the last attempt ended its process"
-    selection.notes.append(f"graphs are {reason}")
+    selection.notes.append(f"{mark} {reason}")
     selection.leave_out(names, reason)
     return False

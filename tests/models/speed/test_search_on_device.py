@@ -137,6 +137,26 @@ def test_a_search_finds_a_compiled_network_that_the_next_start_replays_in_graphs
 
 
 @pytest.mark.slow
+def test_a_start_that_measures_tries_packages_last_and_none_that_broke_the_device(
+    service, pace, tmp_path
+):
+    pace.gains["graphed_folded"] = 4.0
+    Trial(on_device(), service.options()).make_package("compiled")
+    found = choose(pace.of(on_device()), service.options(), quietly)
+    assert found.preset == "graphed"  # as a search chooses between these equals
+    lost = {each.preset: each.lost for each in found.tried}
+    assert lost["compiled"] in ("slower than graphed", "hardly faster than graphed")
+
+    (tmp_path / f"{found.key}.json").unlink()
+    (tmp_path / f"{found.key}-compiled.begun").touch()
+    pace.gains["graphed_compiled"] = 9.0
+    found = choose(pace.of(on_device()), service.options(), quietly)
+    assert found.preset == "graphed"
+    lost = {each.preset: each.lost for each in found.tried}
+    assert lost["compiled"] == "not tried today: the last attempt ended its process"
+
+
+@pytest.mark.slow
 def test_a_package_for_another_device_or_software_is_not_used(service, monkeypatch):
     key = service.started().key
     for name, value in (

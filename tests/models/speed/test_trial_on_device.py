@@ -240,7 +240,7 @@ def test_a_capture_that_breaks_the_device_is_not_tried_again_for_a_day(tmp_path,
     report = choose(model, pace.options(cache_dir=tmp_path), quietly)
     assert report.preset in GRAPHED.values()
     assert report.is_cut_short
-    assert "graphs are not tried today" in report.note
+    assert "graphs not tried today" in report.note
 
 
 class Framed(FewSamples):
