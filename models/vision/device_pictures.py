@@ -1,7 +1,7 @@
 """Makes a network's input of pictures of any sizes on the network's device. Worker processes only.
 
-The pictures of a batch that lie on the host are copied to the device at once, and one launch
-resizes, crops and normalises them with those that were decoded there.
+The pictures of a batch that lie on the host are copied to the device, and one launch resizes, crops
+and normalises them with those that were decoded there.
 
 Axes: B batch, C = 3 colours, H height, W width, S steps along an edge of the result.
 """
@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 Launch = Callable[[Sequence[Tensor], NDArray[np.int64], Image.Resampling, Tensor, Tensor], None]
 """See `inferpool.models.vision.one_launch:transform`."""
 
+_MAX_PINNED_BYTES = 1 << 26
+"""Most bytes of a batch's pictures that are copied from pinned memory: torch keeps that memory, and
+64 gray pictures of 16 million pixels would take 3 GB of it."""
 _TRIAL_SIZES = ((53, 38), (47, 90))
 """Height and width of pictures that a launch must get right before it is used."""
 
@@ -97,11 +100,13 @@ class DevicePictures:
             raise ValueError(f"its pixels are off by {levels:.3g} levels of 256")
 
     def _uploaded(self, images_CHW: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Copy those on the host to the device, with one copy from pinned memory."""
+        """Copy those on the host to the device, with one copy unless they are large."""
         on_host = [each.permute(1, 2, 0) for each in images_CHW if each.device.type == "cpu"]
         if not on_host:
             return images_CHW
         sizes = [each.numel() for each in on_host]
+        if sum(sizes) > _MAX_PINNED_BYTES:
+            return [each.to(self._device) for each in images_CHW]
         pinned = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
         torch.cat([each.reshape(-1) for each in on_host], out=pinned)
         parts = pinned.to(self._device, non_blocking=True).split(sizes)

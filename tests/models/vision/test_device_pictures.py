@@ -10,6 +10,7 @@ from torch import Tensor
 from inferpool.models.errors import InputError
 from inferpool.models.item import Item
 from inferpool.models.spec import Placement
+from inferpool.models.vision import device_pictures
 from inferpool.models.vision.classifier import Classifier
 from tests.models.items import encoded, image_item, photo, tensor_item
 from tests.simulated_accelerator import pictures as simulated
@@ -84,6 +85,23 @@ def test_a_batch_gets_the_exact_answers_by_one_launch(items: list[Item], launche
     launches.clear()  # of the check
     torch.testing.assert_close(logits_of(model, items), wanted)
     assert launches == [len(items) - items.count(OWN)]
+
+
+def test_little_memory_is_pinned_however_large_the_pictures_are(monkeypatch):
+    items = [*JPEGS, PIXELS, GRAY, COLOURS_FIRST]
+    wanted = logits_of(loaded("exact"), items)
+    model = loaded()
+    most, pinned, empty = 1 << 20, [], torch.empty
+
+    def counted(*size, **options):
+        out = empty(*size, **options)
+        pinned.append(out.nbytes if out.is_pinned() else 0)
+        return out
+
+    monkeypatch.setattr(device_pictures, "_MAX_PINNED_BYTES", most)
+    monkeypatch.setattr(torch, "empty", counted)
+    torch.testing.assert_close(logits_of(model, items), wanted)
+    assert max(pinned) <= most < PIXELS.payload.nbytes + GRAY.payload.nbytes
 
 
 @pytest.mark.parametrize(
