@@ -74,3 +74,16 @@ class AheadModel(Model):
 
     def warmup(self) -> list[Item]:
         return [Item(kind="json", payload=memoryview(b'{"n": 1}'))]
+
+
+class ApartAheadModel(AheadModel):
+    """An `AheadModel` without acts, whose instances decoders may prepare."""
+
+    can_run_ahead = True
+    prepares_apart = True
+
+    def preprocess(self, item: Item) -> Features:
+        return {"x": super().preprocess(item)["x"]}
+
+    def collate(self, instances: Sequence[Features]) -> Features:
+        return super().collate([{**each, "do": "ok"} for each in instances])  # type: ignore[dict-item]

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import replace
 from mmap import mmap
 from typing import Any, Protocol
 
@@ -102,6 +103,8 @@ def main(
         batches = receiver = BatchReceiver(computer, inbox, memoryview(arena), heartbeat)
         if ready.interface.streams:
             make_loop, attachments = attached("stream loop"), {}
+        # What it may hold now: decoders have slots for all of it.
+        config = replace(config, credit=config.credit + ready.num_ahead)
         for name, end in attachments.items():
             attach: AttachBatches = attached(f"{name} in a worker")
             batches, ready.plans[name] = attach(config, receiver, end)

@@ -2,36 +2,39 @@
 
 import asyncio
 
+import msgspec
 import pytest
 
 from inferpool.models.spec import Placement
+from inferpool.workers.decoders.ring import DecodingPlan
 from inferpool.workers.host.engine import WorkerHandle
 from inferpool.workers.host.local import LocalEngine
 from inferpool.workers.shared.errors import WorkerLostError
 from inferpool.workers.shared.messages import BatchDone
-from tests.workers.contract import answers, started
+from tests.workers.contract import Put, answers, started
 
 pytestmark = pytest.mark.simulated
 
 
 async def start(
-    engine: LocalEngine, batch_timeout_s: float = 60.0, **options: object
+    engine: LocalEngine,
+    batch_timeout_s: float = 60.0,
+    model: str = "AheadModel",
+    decoders: int = 0,
+    **options: object,
 ) -> WorkerHandle:
     return await started(
         engine,
-        source="tests.ahead_model:AheadModel",
+        source=f"tests.ahead_model:{model}",
         placement=Placement(devices=("sim:0",)),
         batch_timeout_s=batch_timeout_s,
+        decoders=decoders,
         options=options,
     )
 
 
-@pytest.mark.parametrize("busy_us", [0, 3000])
-async def test_thousands_of_answers_come_each_once_and_in_order(
-    engine: LocalEngine, put, busy_us: int
-):
-    worker = await start(engine, busy_us=busy_us)
-    assert worker.ready.is_accelerated
+async def check_answers(worker: WorkerHandle, put: Put, num: int) -> None:
+    """Check that as many batches as a worker may hold at once are all answered right."""
     arrived: list[int] = []
     held = asyncio.Semaphore(worker.credit)
 
@@ -42,9 +45,25 @@ async def test_thousands_of_answers_come_each_once_and_in_order(
             arrived.append(number)
             assert answers(done) == [2 * n for n in values]
 
-    num = 150 if busy_us else 400
     await asyncio.gather(*map(run, range(num)))
     assert arrived == list(range(num))
+
+
+@pytest.mark.parametrize("busy_us", [0, 3000])
+async def test_thousands_of_answers_come_each_once_and_in_order(
+    engine: LocalEngine, put, busy_us: int
+):
+    worker = await start(engine, busy_us=busy_us)
+    assert worker.ready.is_accelerated
+    await check_answers(worker, put, 150 if busy_us else 400)
+    await worker.stop(5)
+
+
+async def test_decoders_have_slots_for_all_batches_that_are_under_way(engine: LocalEngine, put):
+    worker = await start(engine, model="ApartAheadModel", decoders=2, busy_us=3000)
+    plan = msgspec.msgpack.decode(worker.ready.plans["decoders"], type=DecodingPlan)
+    assert plan.num_slots > worker.credit * 64
+    await check_answers(worker, put, 100)
     await worker.stop(5)
 
 
