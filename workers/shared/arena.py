@@ -8,7 +8,7 @@ of the region with its own allocator.
 
 import mmap
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from inferpool.workers.shared.memory import SharedMemory
 
@@ -36,6 +36,8 @@ class Slots:
         """Bytes in use, including rounding."""
         self.open_bytes = 0
         """Those of them in slots whose payloads are still to come."""
+        self.open_slots: dict[OpenSlot, None] = {}
+        """These slots, the oldest first."""
         self.used_by: defaultdict[int, int] = defaultdict(int)
         """The same by caller, where callers are told apart."""
         self._callers: dict[int, int] = {}
@@ -63,7 +65,7 @@ class Slots:
     def put(
         self, chunks: Sequence[bytes | bytearray | memoryview], num_bytes: int, caller: int = 0
     ) -> int | None:
-        """Copy a payload into a new slot.
+        """Copy a payload into a new slot. Open ones are given up if there is no other room.
 
         Args:
             chunks: The payload in pieces.
@@ -74,6 +76,9 @@ class Slots:
             The slot's offset, or None if no slot of that size is free.
         """
         offset = self._allocate(num_bytes, caller)
+        while offset is None and self.open_slots:
+            next(iter(self.open_slots)).give_up()
+            offset = self._allocate(num_bytes, caller)
         if offset is None:
             return None
         position = offset
@@ -83,11 +88,14 @@ class Slots:
             position = end
         return offset
 
-    def open(self, num_bytes: int, caller: int = 0, share: float = 1.0) -> "OpenSlot | None":
+    def open(
+        self, num_bytes: int, give_up: Callable[[], None], caller: int = 0, share: float = 1.0
+    ) -> "OpenSlot | None":
         """Allocate a slot for a payload that is still to come.
 
         Args:
             num_bytes: Its length.
+            give_up: Closes the slot, and keeps what has come elsewhere; a whole payload needs it.
             caller: The caller to count the slot for; 0 for none.
             share: The caller's part of what other callers leave.
 
@@ -104,8 +112,10 @@ class Slots:
         offset = self._allocate(num_bytes, caller)
         if offset is None:
             return None
+        slot = OpenSlot(self, offset, memoryview(self._map)[offset : offset + num_bytes], give_up)
         self.open_bytes += size
-        return OpenSlot(self, offset, memoryview(self._map)[offset : offset + num_bytes])
+        self.open_slots[slot] = None
+        return slot
 
     def read(self, offset: int, num_bytes: int) -> bytes:
         """Return a copy of the content of a slot."""
@@ -194,19 +204,23 @@ class Slots:
 class OpenSlot:
     """A slot for a payload that is still to come, and its memory."""
 
-    __slots__ = ("is_handed_on", "offset", "slots", "view")
+    __slots__ = ("give_up", "is_handed_on", "offset", "slots", "view")
 
-    def __init__(self, slots: Slots, offset: int, view: memoryview) -> None:
+    def __init__(
+        self, slots: Slots, offset: int, view: memoryview, give_up: Callable[[], None]
+    ) -> None:
         self.slots = slots
         """The allocator that it is from."""
         self.offset = offset
         self.view = view
+        self.give_up = give_up
         self.is_handed_on = False
         """The payload is whole, and somebody else frees the slot."""
 
     def close(self) -> None:
         """Count it as any other if it is handed on; else free it."""
         self.slots.open_bytes -= slot_bytes(len(self.view))
+        del self.slots.open_slots[self]
         self.view.release()
         if not self.is_handed_on:
             self.slots.free(self.offset)

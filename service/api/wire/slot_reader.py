@@ -6,6 +6,7 @@ bytes, and from those into the arena.
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 from inferpool.service.api.exchange import MAX_KNOWN_HEAD_BYTES, Exchange
 from inferpool.service.queue.instance import Buffer
@@ -50,7 +51,8 @@ class SlotReader(asyncio.BufferedProtocol):
         predict, caller = exchange.predict, exchange.call.ref.caller
         if predict.slots is None:
             return False
-        slot = predict.slots.open(num_bytes, caller, predict.unfinished.share)
+        give_up = partial(_keep_elsewhere, exchange)
+        slot = predict.slots.open(num_bytes, give_up, caller, predict.unfinished.share)
         if slot is None:
             return False
         exchange.slot = slot
@@ -99,3 +101,13 @@ class SlotReader(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Pass it on."""
         self._connection.connection_lost(exc)
+
+
+def _keep_elsewhere(exchange: Exchange) -> None:
+    """Leave the slot; what has come and what is still to come is kept like any other body."""
+    slot = exchange.slot
+    assert slot is not None
+    piece = bytes(slot.view[: exchange.num_bytes])
+    slot.close()
+    exchange.slot, exchange.num_bytes = None, 0
+    exchange.feed(piece)

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inferpool.workers.shared.arena import MIN_BLOCK_BYTES, Arena, Slots, slot_bytes
+from inferpool.workers.shared.arena import MIN_BLOCK_BYTES, Arena, OpenSlot, Slots, slot_bytes
 from inferpool.workers.shared.memory import SharedMemoryError
 
 
@@ -153,9 +153,13 @@ def test_a_later_allocator_over_the_same_part_leaves_the_slots_of_the_earlier_on
         arena.close()
 
 
+def stay() -> None:
+    raise AssertionError("there is other room")
+
+
 def test_an_open_slot_is_freed_unless_it_is_handed_on():
     arena = Arena(1 << 20)
-    slots = [arena.open(5000, caller=7) for _ in range(2)]
+    slots = [arena.open(5000, stay, caller=7) for _ in range(2)]
     assert [arena.open_bytes, arena.used_bytes, arena.used_by[7]] == [16384] * 3
     slots[0].view[:] = b"x" * 5000
     slots[0].is_handed_on = True
@@ -172,21 +176,36 @@ def test_an_open_slot_is_freed_unless_it_is_handed_on():
 def test_open_slots_have_a_quarter_of_the_arena_and_a_caller_has_its_share():
     arena = Arena(1 << 20)
     half = 1 << 17
-    slots = [arena.open(half, caller=1), arena.open(half, caller=1)]
-    assert arena.open(1, caller=1) is None
+    slots = [arena.open(half, stay, caller=1), arena.open(half, stay, caller=1)]
+    assert arena.open(1, stay, caller=1) is None
     for slot in slots:
         slot.is_handed_on = True
         slot.close()
     # It has 2/8. With one more it would have 3/8 of what nobody else has, which is all.
-    assert arena.open(half, caller=1, share=0.3) is None
-    assert arena.open(half, caller=2, share=0.3) is not None
-    assert arena.open(half, caller=1, share=0.5) is not None
+    assert arena.open(half, stay, caller=1, share=0.3) is None
+    assert arena.open(half, stay, caller=2, share=0.3) is not None
+    assert arena.open(half, stay, caller=1, share=0.5) is not None
     arena.close()
 
 
 def test_an_arena_that_is_full_opens_no_slot():
     arena = Arena(8 * MIN_BLOCK_BYTES)
     assert None not in [arena.put([b"x"], 1) for _ in range(8)]
-    assert arena.open(1) is None
+    assert arena.open(1, stay) is None
     assert arena.open_bytes == 0
+    arena.close()
+
+
+def test_open_slots_are_given_up_for_a_whole_payload_the_oldest_first():
+    arena = Arena(16 * MIN_BLOCK_BYTES)
+    slots: list[OpenSlot] = []
+    for number in range(4):
+        slot = arena.open(1, lambda number=number: slots[number].close())  # type: ignore[misc]
+        assert slot is not None
+        slots.append(slot)
+    assert None not in [arena.put([], 1) for _ in range(12)]
+    assert list(arena.open_slots) == slots
+    assert arena.put([], 1) is not None
+    assert list(arena.open_slots) == slots[1:]
+    assert arena.put([], 17 * MIN_BLOCK_BYTES) is None
     arena.close()

@@ -26,6 +26,7 @@ from tests.service.api.server import POST, PredictServer, RawClient, serve, unti
 from tests.service.pools import make_dispatcher
 
 KIB = 1024
+pytestmark = pytest.mark.usefixtures("uvloop")
 
 
 class SummingWorker(FakeWorker):
@@ -215,3 +216,17 @@ async def test_slow_clients_hold_a_part_of_the_arena_and_others_go_on() -> None:
         for client in slow:
             answer = await client.ask(body[-100_000:])
             assert answer.json == {"predictions": [zlib.crc32(body)]}
+
+
+@pytest.mark.parametrize("num_bytes", [0, 100_000])
+async def test_a_whole_body_gets_the_room_of_slots_that_are_not_whole(num_bytes: int) -> None:
+    slow, large = random.Random(0).randbytes(300_000), bytes(1_200_000)
+    async with serve_stored(2 << 20) as (server, model), server.connect() as client:
+        await warm(client, slow)
+        await send_part(client, model, slow, num_bytes)
+        async with server.connect() as other:
+            await ask(other, large)  # takes all of the arena
+        assert model.arena.open_bytes == 0
+        client.send(slow[num_bytes:])
+        assert (await client.read_answer()).json == {"predictions": [zlib.crc32(slow)]}
+        await warm(client, slow)
