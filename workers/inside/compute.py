@@ -255,8 +255,9 @@ class Computer:
                 failure = ItemError("model_error", text)
             prepared.outcomes[first] = failure
         else:
+            level = logging.DEBUG if isinstance(error, InputError) else logging.WARNING
             text = "a batch of %d failed (%s): computing it in halves"
-            logger.warning(text, len(indices), described(error))
+            logger.log(level, text, len(indices), described(error))
         if is_shortage:
             release(error)
         synchronize()  # a library's error may hide that the context is lost

@@ -21,6 +21,7 @@ from torch import Tensor
 from inferpool.models.accelerator.device import HandOver
 from inferpool.models.accelerator.failures import is_lost_device, is_out_of_memory, raised
 from inferpool.models.base import Model
+from inferpool.models.errors import InputError
 from inferpool.models.item import Features, Item
 from inferpool.workers.inside.outcomes import PreprocessErrors, error_of
 from inferpool.workers.inside.pools import started_pool
@@ -303,9 +304,10 @@ def _collated(
     except raised() as error:
         if is_lost_device(error):
             raise
-        is_shortage = is_out_of_memory(error)
+        # An input is at fault, and not the shapes. Those of encoded pictures all differ.
+        is_for_halves = is_out_of_memory(error) or isinstance(error, InputError)
         logger.debug("%d instances could not be collated", len(indices), exc_info=True)
-    if is_shortage:
+    if is_for_halves:
         return [ShapeGroup(indices, None)]  # to be halved
     for look_of in (_layout_of, _signature_of):
         parts = _alike(indices, lambda i: look_of(features[i]))  # noqa: B023 - called at once

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from inferpool.models.base import Model
+from inferpool.models.errors import InputError
 from inferpool.models.item import Features, Item
 from inferpool.models.spec import TensorSpec
 from inferpool.workers.inside.pools import started_pool
@@ -94,6 +95,23 @@ def test_failure_of_one_group_does_not_touch_the_others(caplog: pytest.LogCaptur
     model = SummingModel()
     assert compute(model, [[1, 2], [13, 0, 0], [3, 4], [1, 1, 1]]) == [3, "model_error", 7, 3]
     assert model.shapes == [[2, 2], [2, 3], [1, 3], [1, 3]]
+
+
+def test_an_input_that_collate_refuses_does_not_part_the_others(caplog: pytest.LogCaptureFixture):
+    class Decoding(SummingModel):
+        """Decodes in `collate`: inputs have different lengths, and batches one shape."""
+
+        def collate(self, instances: Sequence[Features]) -> Features:
+            if any(13 in each["x"] for each in instances):
+                raise InputError("thirteen")
+            return {"x": torch.stack([each["x"].sum()[None] for each in instances])}
+
+    model = Decoding()
+    values = [[1] * length for length in range(1, 9)]
+    values[2] = [13]
+    assert compute(model, values) == [1, 2, "invalid_input", 4, 5, 6, 7, 8]
+    assert model.shapes == [[2, 1], [1, 1], [4, 1]]
+    assert not caplog.records
 
 
 def test_instances_that_the_model_pads_stay_together():
