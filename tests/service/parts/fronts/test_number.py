@@ -32,6 +32,11 @@ def test_several_gpus_have_two_each_where_there_are_cores_for_them(
     assert f"{num} ({why})" == expected
 
 
+def test_gpus_that_no_model_uses_get_none(tmp_path):
+    made = settings(tmp_path, arena_bytes=str(2**28), devices="cpu")
+    assert number_of_fronts(made, 96, 8) == (4, "auto, for 96 cores")
+
+
 def test_more_fronts_than_cores_are_started_with_a_warning(tmp_path, caplog):
     made = settings(tmp_path, front_ends="3", arena_bytes=str(2**28))
     assert number_of_fronts(made, 3)[0] == 3
