@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from inferpool.models.accelerator.failures import is_lost_device, lacks_resources
+from inferpool.models.accelerator.failures import is_lost_device
 from inferpool.models.accelerator.kinds import accelerator_of
 from inferpool.models.vision.picture_facts import REACHES
 from inferpool.models.vision.transforms import ImageTransform, Normalize
@@ -134,8 +134,8 @@ def pictures_on(device: torch.device, transform: ImageTransform) -> DevicePictur
     except ImportError as error:
         logger.info("pictures are resized without a kernel of their own: %s", error)
         return None
-    except Exception as error:  # Triton's compiler may raise anything
-        if is_lost_device(error) or lacks_resources(error):
+    except Exception as error:  # Triton's compiler may raise anything, and needs room on a disk
+        if is_lost_device(error):
             raise
         logger.warning("the kernel that resizes pictures is not used: %s", error, exc_info=True)
         return None

@@ -1,5 +1,6 @@
 """A network's input made of pictures by one launch, on the simulated device."""
 
+import errno
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -160,8 +161,14 @@ def broken(*args: object) -> None:
     raise RuntimeError("no compiler")
 
 
+def full(*args: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 @pytest.mark.parametrize(
-    ("transform", "reason"), [(off, "off by"), (broken, "no compiler")], ids=["off", "broken"]
+    ("transform", "reason"),
+    [(off, "off by"), (broken, "no compiler"), (full, "No space left")],
+    ids=["off", "broken", "full"],
 )
 def test_a_launch_that_fails_its_check_is_not_used(
     transform: Callable[..., None], reason: str, monkeypatch, caplog
