@@ -373,8 +373,6 @@ class Settings(SettingsTable):
         """Return the number of front ends, as far as the arena has room for them."""
         if self.front_ends != "auto":
             return self.front_ends
-        if all(model.devices == "cpu" for model in self.models.values()):
-            num_gpus = 0
         most = max(_MOST_FRONTS, min(_MOST_FRONTS_OF_GPUS, _FRONTS_PER_GPU * num_gpus))
         return min(most, num_cores // _CORES_PER_FRONT) if num_cores >= _LEAST_CORES else 1
 

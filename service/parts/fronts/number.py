@@ -40,6 +40,8 @@ def number_of_fronts(settings: Settings, num_cores: int, num_gpus: int = 0) -> t
                 num_cores,
             )
         return num, "as set by front_ends"
+    if all(model.devices == "cpu" for model in settings.models.values()):
+        num_gpus = 0
     wanted = settings.num_front_ends(num_cores, num_gpus)
     if wanted > fitting:
         return fitting, f"the arena has no room for {wanted}"

@@ -5,9 +5,9 @@ from inferpool.service.parts.fronts.number import number_of_fronts
 from inferpool.service.settings.loader import load
 
 
-def settings(tmp_path, **environ: str):
+def settings(tmp_path, devices: str = "auto", **environ: str):
     variables = {f"INFERPOOL_{name.upper()}": value for name, value in environ.items()}
-    return load({"model": "echo"}, variables, tmp_path).settings
+    return load({"model": "echo", "devices": devices}, variables, tmp_path).settings
 
 
 @pytest.mark.parametrize(
