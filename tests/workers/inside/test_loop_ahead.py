@@ -86,7 +86,9 @@ class LoopInThread:
         self._end = 0
         self.answers: list[tuple[int, list[object]]] = []
         """Ids and answers of batches, in the order in which they are answered."""
-        heartbeat = Heartbeat(mmap.mmap(-1, mmap.PAGESIZE))
+        self.row = mmap.mmap(-1, mmap.PAGESIZE)
+        """The heartbeat, which begins with the time of the last beat."""
+        heartbeat = Heartbeat(self.row)
         self._taking = threading.Lock()
         inbox: Any = SimpleNamespace(get=self._get, wait=self._has_more)
         receiver = BatchReceiver(self.computer, inbox, memoryview(self._payloads), heartbeat)
@@ -229,10 +231,12 @@ def test_sentinel_is_obeyed_after_all_that_is_under_way(loop: LoopInThread):
     assert [each() for each in loop.model.features] == [None] * 5
 
 
-def test_loop_that_waits_for_work_holds_no_batch(loop: LoopInThread):
+def test_loop_that_waits_for_work_beats_and_holds_no_batch(loop: LoopInThread):
     for id in (1, 2, 3):
         loop.give(id, {id: "ok"})
     loop.wait_for(4)
+    last_beat = loop.row[:8]
+    until(lambda: loop.row[:8] != last_beat)
     until(lambda: {each() for each in loop.model.features} == {None})
 
 
