@@ -85,11 +85,12 @@ class SizeLimit:
         """Grow as it pays on accelerators, which the fast workers have.
 
         A worker that is attached may compute in another way than those before, so that other sizes
-        pay. The next trial is soon.
+        pay. The next trial is soon, and one that is going on begins anew.
         """
         self._is_accelerated, self._rest, self._may_shrink = True, 0, False
-        if self._trial is None:
-            self._turn, self._num_cold = [], _NUM_COLD
+        self._turn, self._num_cold = [], _NUM_COLD
+        if self._trial is not None:
+            self._trial = SizeTrial(self._trial.small, self._trial.bound)
 
     def bound(self, most: int) -> None:
         """Allow no more than an objective does."""

@@ -212,6 +212,12 @@ def on_trial() -> SizeLimit:
     return limit
 
 
+def test_trial_compares_no_times_of_workers_that_compute_in_another_way():
+    limit = on_trial()
+    limit.accelerate()
+    assert full_batches(limit, line(0.0, 0.00025)) == 8
+
+
 @pytest.mark.parametrize(
     ("size", "took_s", "expected"), [(12, 0.005, 16), (12, 0.009, 8), (16, 0.011, 8)]
 )
