@@ -103,11 +103,9 @@ def main(
         batches = receiver = BatchReceiver(computer, inbox, memoryview(arena), heartbeat)
         if ready.interface.streams:
             make_loop, attachments = attached("stream loop"), {}
-        # What it may hold now: decoders have slots for all of it.
-        config = replace(config, credit=config.credit + ready.num_ahead)
         for name, end in attachments.items():
             attach: AttachBatches = attached(f"{name} in a worker")
-            batches, ready.plans[name] = attach(config, receiver, end)
+            batches, ready.plans[name] = attach(_for_parts(config, ready), receiver, end)
     give_back()  # free what loading and the choice of a preset have left
     gc.freeze()  # loaded objects stay, so later collections can skip them
     heartbeat.beat()  # from now on silence means a hang; the last beat was before the load
@@ -327,6 +325,11 @@ class WorkerLoop:
                 began,
             )
         )
+
+
+def _for_parts(config: WorkerConfig, ready: Ready) -> WorkerConfig:
+    """Return the configuration with all batches that the worker may hold, which decoders prepare."""
+    return replace(config, credit=config.credit + ready.num_ahead)
 
 
 def _loop_for(ready: Ready) -> type[WorkerLoop]:
