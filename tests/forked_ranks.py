@@ -4,6 +4,7 @@ A rank of its own takes seconds to import it. Only tests of processes need one.
 """
 
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -24,6 +25,8 @@ from inferpool.workers.training import launch
 from inferpool.workers.training.rank import main
 
 _IMPORTED = ("torch", "torchvision", main.__module__, "inferpool.service.train.run", __name__)
+_HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""Signals that torch's launcher handles."""
 
 
 def launch_forked(
@@ -36,6 +39,7 @@ def launch_forked(
     set_forkserver_preload([*_IMPORTED])
     # The rendezvous names its caller in its own log, and searches all modules for it: seconds.
     anonymous = mock.patch.object(dynamic_rendezvous, "get_method_name", str)
+    handlers = {each: signal.getsignal(each) for each in _HANDLED}
     with tempfile.TemporaryDirectory() as logs, anonymous:
         forked = replace(
             config,
@@ -45,6 +49,8 @@ def launch_forked(
         try:
             launch_agent(forked, function, list(arguments))
         finally:
+            for number, handler in handlers.items():  # torch leaves its own
+                signal.signal(number, handler)
             for log in sorted(Path(logs).rglob("stderr.log")):
                 sys.stderr.write(log.read_text())
 

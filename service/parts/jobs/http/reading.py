@@ -6,7 +6,8 @@ body, such as an early end, raises, and then there is no job at all.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import TypeVar
 
@@ -193,19 +194,22 @@ def _read_form(content_type: bytes, path: Path, head: BodyContext) -> JobBody:
     def room(segment: MultipartSegment) -> int:
         return parameters.MAX_PARAMETER_BYTES if form.is_field(segment) else 0
 
-    for segment, content in _in_turns(read_parts(content_type, _pieces(path), _MAX_PARTS, room)):
-        if form.is_input(segment):
-            return _read_whole(content_type, path, head)
-        if not form.is_field(segment):
-            num_files += 1
-            if num_files > MAX_INSTANCES:
-                raise TooLargeError(f"the form has more than {MAX_INSTANCES} files; make two jobs")
-        elif content is None:
-            raise TooLargeError(
-                f"field {segment.name[:80]!r}: more than {parameters.MAX_PARAMETER_BYTES} bytes"
-            )
-        else:
-            form.add(segment, content)
+    with closing(_pieces(path)) as pieces:
+        for segment, content in _in_turns(read_parts(content_type, pieces, _MAX_PARTS, room)):
+            if form.is_input(segment):
+                return _read_whole(content_type, path, head)
+            if not form.is_field(segment):
+                num_files += 1
+                if num_files > MAX_INSTANCES:
+                    raise TooLargeError(
+                        f"the form has more than {MAX_INSTANCES} files; make two jobs"
+                    )
+            elif content is None:
+                raise TooLargeError(
+                    f"field {segment.name[:80]!r}: more than {parameters.MAX_PARAMETER_BYTES} bytes"
+                )
+            else:
+                form.add(segment, content)
     if not num_files:
         raise InvalidInputError("the form holds no file; one at least is needed")
     given = form.merged_parameters(head.query)
@@ -221,28 +225,29 @@ def _read_files(content_type: bytes, path: Path, head: BodyContext) -> Iterator[
         return 0 if form.is_field(segment) else most
 
     index = 0
-    for segment, content in read_parts(content_type, _pieces(path), _MAX_PARTS, room):
-        if form.is_field(segment):
-            continue
-        place = place_of_file(index, segment.filename or segment.name)
-        instances: Iterable[StoredInstance]
-        try:
-            if content is None:
-                raise _too_long(most)
-            payloads = read_typed_file(segment.content_type or "", content, place, head)
-            instances = map(_stored, payloads)
-            index += len(payloads)
-        except ServiceError as error:
-            instances = [_problem(error, place)]
-            index += 1
-        yield from instances
+    with closing(_pieces(path)) as pieces:
+        for segment, content in read_parts(content_type, pieces, _MAX_PARTS, room):
+            if form.is_field(segment):
+                continue
+            place = place_of_file(index, segment.filename or segment.name)
+            instances: Iterable[StoredInstance]
+            try:
+                if content is None:
+                    raise _too_long(most)
+                payloads = read_typed_file(segment.content_type or "", content, place, head)
+                instances = map(_stored, payloads)
+                index += len(payloads)
+            except ServiceError as error:
+                instances = [_problem(error, place)]
+                index += 1
+            yield from instances
 
 
 _MAX_PARTS = MAX_INSTANCES + MAX_FIELDS + 1
 """One more than may be, so that this module says what there is too much of."""
 
 
-def _pieces(path: Path) -> Iterator[bytes]:
+def _pieces(path: Path) -> Generator[bytes, None, None]:
     """Yield what a file holds. A short rest comes with the last piece, as `read_parts` asks."""
     with path.open("rb", buffering=0) as file:
         piece = file.read(_BUFFER_BYTES)
