@@ -328,7 +328,7 @@ class WorkerLoop:
 
 
 def _for_parts(config: WorkerConfig, ready: Ready) -> WorkerConfig:
-    """Return the configuration with all batches that the worker may hold, which decoders prepare."""
+    """Return the configuration with all batches that a worker may hold: decoders prepare them."""
     return replace(config, credit=config.credit + ready.num_ahead)
 
 
