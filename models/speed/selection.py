@@ -81,12 +81,12 @@ class PresetSelection:
         return False
 
     def leave_out(self, names: Sequence[str], reason: str) -> None:
-        """Note why presets are not tried."""
+        """Record why presets are not tried."""
         for name in names:
             self._tried[name] = TriedPreset(preset=name, lost=reason)
 
     def cannot_make(self, name: str, error: Exception) -> None:
-        """Note that a preset could not be made."""
+        """Record that a preset could not be made."""
         self._lose(name, "cannot be used", first_line(error))
 
     def repeat(self, on_progress: Callable[[str], None]) -> None:

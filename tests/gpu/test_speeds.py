@@ -87,7 +87,15 @@ def test_preset_answers_photographs_as_exact_does(
         record_property(name, worker[name])
 
 
-@pytest.mark.compile  # on simulated devices it compiles nothing, but searches for a minute
+@pytest.mark.parametrize(
+    "devices",
+    [
+        # It compiles nothing there, but searches for a minute at low priority.
+        pytest.param("sim", marks=[pytest.mark.simulated, pytest.mark.compile]),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ],
+    indirect=True,
+)
 def test_a_search_behind_a_worker_loses_no_request(
     devices: Devices, expected: np.ndarray, tmp_path: Path, record_property
 ):

@@ -10,7 +10,6 @@ import torch
 from inferpool.models.speed.choose import choose
 from inferpool.models.speed.selection import PresetSelection
 from inferpool.models.speed.trial import NoTimeLeftError
-from inferpool.models.speed_names import SpeedReport
 from inferpool.models.tolerance import Agreement
 from tests.models.speed.pace import quietly
 
@@ -105,10 +104,6 @@ def test_searches_by_a_clock_with_noise_choose_alike(pace):
     times = pace.times(budget_s=float("inf"))
     found = [choose(pace.small(), pace.options(times=times), quietly) for _ in range(10)]
     assert {report.preset for report in found} == {"folded"}
-
-
-def test_an_old_verdict_says_of_no_preset_that_it_was_tried():
-    assert SpeedReport().tried == ()
 
 
 class FailsAgain(TimedTrial):
