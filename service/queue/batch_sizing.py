@@ -60,7 +60,8 @@ class SizeLimit:
         self.now = self.own = max_batch_size or AUTO_SIZE
         """`own` is the limit without an objective."""
         self._may_grow = max_batch_size is None
-        self._is_accelerated = False
+        self.is_accelerated = False
+        """Part-full batches count, too; else there is no need to call `learn` with them."""
         self._full_s = 0.0
         self._num_full = 0
         self._turn: list[tuple[int, float]] = []
@@ -87,7 +88,7 @@ class SizeLimit:
         A worker that is attached may compute in another way than those before, so that other sizes
         pay. The next trial is soon, and one that is going on begins anew.
         """
-        self._is_accelerated, self._rest, self._may_shrink = True, 0, False
+        self.is_accelerated, self._rest, self._may_shrink = True, 0, False
         self._turn, self._num_cold = [], _NUM_COLD
         if self._trial is not None:
             self._trial = SizeTrial(self._trial.small, self._trial.bound)
@@ -108,7 +109,7 @@ class SizeLimit:
         """
         if not self._may_grow:
             return
-        if self._is_accelerated:
+        if self.is_accelerated:
             self._learn_accelerated(size, took_s, num_held)
         elif size >= self.own:
             self._learn_full(worked_s)

@@ -148,8 +148,9 @@ class BatchScheduler:
         took_s, lanes = now - lane.busy_since, self.lanes
         lanes.answered(lane, batch, now, was_computed=was_computed)
         if was_computed and not lane.is_lagging:
-            worked_s = done.prepare_s + done.compute_s
-            self.limit.learn(len(batch), worked_s, took_s, lanes.num_sent)
+            if len(batch) >= self.limit.own or self.limit.is_accelerated:
+                worked_s = done.prepare_s + done.compute_s
+                self.limit.learn(len(batch), worked_s, took_s, lanes.num_sent)
             self.prepare_s = done.prepare_s
 
     def send_next(
