@@ -8,10 +8,12 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from inferpool.workers.host.orphans import adopt_orphans
 from tests.bench import peers
@@ -80,6 +82,14 @@ time.sleep(600)
 def body(tmp_path: Path) -> Bodies:
     (tmp_path / "body").write_bytes(b"x" * 200_000)  # more than a socket takes at once
     return Bodies(files=[tmp_path / "body"])
+
+
+@pytest.fixture(autouse=True)
+def same_threads() -> Iterator[None]:
+    """Restore the number of torch's threads, which a benchmark may set."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("command", [*_COMMANDS, *_WRK_COMMANDS])

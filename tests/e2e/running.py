@@ -141,7 +141,10 @@ class Running:
 
     def wait_until_ready(self) -> "Running":
         """Wait until all workers and fronts are up; only workers, where /health needs a key."""
-        self.wait_until_listening()
+        return self.wait_until_listening().wait_until_started()
+
+    def wait_until_started(self) -> "Running":
+        """Wait until all workers and fronts are up, once it has said that it listens."""
 
         def is_ready() -> bool:
             if self.get("/health/ready").json().get("status") != "ready":
