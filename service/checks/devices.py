@@ -63,8 +63,8 @@ def check_replicas_on_gpus(facts: Facts, settings: Settings) -> Iterator[Finding
     """Check for models with several replicas on one GPU, or on one slice.
 
     A worker keeps several batches in flight. So a second replica on its GPU only costs memory and
-    cores, unless Python code of the model's own, of which a process runs one line at a time, takes
-    longer than the GPU does.
+    cores. The exception is a model whose own Python code takes longer than the GPU does, since a
+    process runs one line of Python at a time.
     """
     for name, placements in facts.placements.items():
         users = Counter(each.visible for each in placements if each.visible and not each.split)

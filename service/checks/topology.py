@@ -15,12 +15,10 @@ from inferpool.service.settings.model import ModelSettings
 from inferpool.service.settings.settings import Settings
 from inferpool.workers.host.gpus import Gpu
 from inferpool.workers.host.nodes import cpus_in_words
+from inferpool.workers.shared.messages import MORE_AHEAD
 
 _INPUT_BYTES = 3 * 224 * 224 * 4
 """An input of most networks of pictures, in float32."""
-MORE_AHEAD = 2
-"""Batches that a worker on a GPU holds beside its credit: see `workers.inside.process`, which needs
-torch."""
 _HEADING = ("worker", "device", "node", "cores", "threads", "decoders", "pinned for pictures")
 
 

@@ -60,7 +60,7 @@ def held_by(service: Running) -> Held:
 
 
 @pytest.mark.slow
-@pytest.mark.measures  # memory, of which a busy machine leaves more for a while
+@pytest.mark.measures  # a busy machine returns memory later
 def test_each_call_is_answered_whole_by_one_version_and_swaps_leave_nothing_over():
     asyncio.run(swap_often(20))  # a coroutine may take a minute
 

@@ -43,7 +43,14 @@ from inferpool.workers.inside.pools import started_pool
 from inferpool.workers.inside.preparing import Prepared, unprepared
 from inferpool.workers.shared.config import WorkerConfig
 from inferpool.workers.shared.heartbeat import Heartbeat
-from inferpool.workers.shared.messages import Batch, BatchDone, Ready, StartProgress, Stored
+from inferpool.workers.shared.messages import (
+    MORE_AHEAD,
+    Batch,
+    BatchDone,
+    Ready,
+    StartProgress,
+    Stored,
+)
 from inferpool.workers.shared.outputs import OutputStore
 from inferpool.workers.shared.worker_queue import WorkerQueue
 
@@ -58,8 +65,6 @@ _SLACK_BYTES = 1 << 28
 _OVERLAP_PAYS_S = 0.001
 """Least computation time to prepare the next batch in another thread."""
 BEAT_S = 1.0
-MORE_AHEAD = 2
-"""Batches beyond its credit that a worker holds if it runs ahead of its device."""
 
 
 def main(
@@ -338,6 +343,12 @@ def _loop_for(ready: Ready) -> type[WorkerLoop]:
     return ahead
 
 
+def _num_ahead(config: WorkerConfig, model: Model, computer: Computer) -> int:
+    """Return how many batches beyond its credit a worker holds."""
+    is_plain = config.placement.num_ranks == 1 and not is_streaming(model)
+    return MORE_AHEAD if is_plain and computer.runs_ahead and config.credit > 1 else 0
+
+
 def _choose_speed(
     config: WorkerConfig, model: Model, max_batch_size: int, tell: Callable[[str], None]
 ) -> SpeedReport:
@@ -408,8 +419,6 @@ def load(
     if not check.is_off:
         tell("checking its answers")
     checked = check.run(computer)
-    is_plain = config.placement.num_ranks == 1 and not is_streaming(model)
-    runs_ahead = is_plain and computer.runs_ahead and config.credit > 1
     return computer, Ready(
         pid=os.getpid(),
         inputs=list(model.inputs),
@@ -426,6 +435,6 @@ def load(
         checked=checked,
         files=opened.marks(),
         is_accelerated=is_accelerator(device),
-        num_ahead=MORE_AHEAD if runs_ahead else 0,
+        num_ahead=_num_ahead(config, model, computer),
         interface=interface_of(model, checked.media_types),
     )

@@ -189,6 +189,10 @@ class StartProgress(msgspec.Struct, frozen=True, array_like=True, tag="progress"
     stage: str
 
 
+MORE_AHEAD = 2
+"""Batches beyond its credit that a worker holds if it runs ahead of its device."""
+
+
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     """Worker to front end, once: the model is loaded and warm; send a canary."""
 

@@ -1,7 +1,7 @@
 """Compares the kernel of `one_launch` with the exact way, by Triton's interpreter on a CPU.
 
 `python -m tests.models.vision.one_launch_check --num 500` checks 500 pictures of random sizes,
-batches of which have any interpolation, size, dtype and layout.
+in batches of any interpolation, size, dtype and layout.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def main(num: int, seed: int) -> int:
         off = torch.cat([_off(interpolation, random) for _ in range(num // 4 // _BATCH)])
         share = (off > 0).float().mean().item()
         is_right &= off.max().item() <= 1 and share <= _MAX_SHARE
-        print(  # noqa: T201 - for whoever runs it
+        print(  # noqa: T201 - for people
             f"{interpolation.name:9} {num // 4} pictures, at most {off.max().item()} levels off, "
             f"on {share:.4%} of the values"
         )

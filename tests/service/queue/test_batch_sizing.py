@@ -118,7 +118,7 @@ def line(fixed_s: float, item_s: float) -> Curve:
 
 
 def by_rate(**gains: float) -> Curve:
-    """Return a curve that serves 1,000/s in batches of 8, and so many times that in larger ones."""
+    """Return a curve that serves 1,000/s in batches of 8, and larger ones by these gains."""
     rates = {int(size.removeprefix("of_")): 1000 * gain for size, gain in gains.items()}
     return lambda size: (
         size / max(rate for of, rate in {8: 1000.0, **rates}.items() if of in (8, size))
