@@ -58,6 +58,7 @@ OTHERS = {
     "body of safetensors": "inferpool.service.api.codecs.tensors:decode_safetensors",
     "form as instances": "inferpool.service.api.codecs.forms:decode_form",
     "form as instance": "inferpool.service.api.codecs.whole:decode_form_as_one",
+    "text": "inferpool.service.api.codecs.whole:decode_text",
     "document": "inferpool.service.api.codecs.whole:decode_document",
     "payload by interface": "inferpool.service.api.codecs.whole:payload_by",
     "upload": "inferpool.models.upload:upload_of",
@@ -76,6 +77,11 @@ OTHERS = {
     "answers with content": "inferpool.service.api.codecs.contents:encode_with_content",
     "forget a load": "inferpool.models.speed.attempts:forget_load",
 }
+CALLS = {
+    ("/v2/models/", "/infer"): "inferpool.service.parts.open_inference.calls:InferProtocol",
+    ("/v1/models/", ":predict"): "inferpool.service.parts.kserve_v1.calls:PredictProtocolV1",
+}
+"""Protocols besides our own, by the start and the end of the paths of their calls."""
 
 BUILT_IN_SOURCES = ("efficientnet_lite0", "minilm_l6", "echo")
 """Sources that need neither a file nor a package of the user's."""
@@ -103,3 +109,16 @@ def modules_of(sources: Iterable[str]) -> list[str]:
 def attached(name: str) -> Any:
     """Import and return the object with a name of this table."""
     return resolve_name((SOURCES | OTHERS)[name])
+
+
+def protocol_at(path: str) -> Any | None:
+    """Return the protocol of a path, imported with its first call; None if `CALLS` has none."""
+    for (start, end), name in CALLS.items():
+        if path.startswith(start) and path.endswith(end):
+            return _protocol(name)
+    return None
+
+
+@cache
+def _protocol(name: str) -> Any:
+    return resolve_name(name)()

@@ -23,7 +23,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import msgspec
 from starlette.types import Send
 
-from inferpool.models.attached import attached
+from inferpool.models.attached import attached, protocol_at
 from inferpool.models.spec import Interface, Kind, TensorHeader, TensorSpec
 from inferpool.service.api.auth import Guard
 from inferpool.service.api.codecs.answers import (
@@ -46,6 +46,7 @@ from inferpool.service.api.codecs.requests import decode
 from inferpool.service.api.cors import Cors
 from inferpool.service.api.errors import (
     INTERNAL_MESSAGE,
+    Answer,
     MethodNotAllowedError,
     problem,
 )
@@ -149,6 +150,10 @@ class ModelEntry(Protocol):
         """The tensors it takes; empty if unknown."""
 
     @property
+    def outputs(self) -> Sequence[TensorSpec]:
+        """The tensors it returns; empty if its answers are JSON, or unknown."""
+
+    @property
     def interface(self) -> Interface:
         """How clients speak to it; the usual one until a worker is ready."""
 
@@ -171,6 +176,33 @@ class ModelEntry(Protocol):
         Raises:
             ServiceError: It is refused.
         """
+
+
+class CallProtocol(Protocol):
+    """How calls of another protocol than our own are read and answered.
+
+    All else about them is as for `/predict`. `models.attached.CALLS` has the paths.
+    """
+
+    def name_in(self, call: "Call") -> str:
+        """Return the key in `Predict.models` that a call asks for."""
+
+    def decode(
+        self, exchange: "Exchange", entry: ModelEntry, chunks: Sequence[Buffer]
+    ) -> Decoded | None:
+        """Read a whole body, and complete the options in the call's `ref`.
+
+        None: it is read elsewhere; then `Exchange.submit` comes again, unless the call is over.
+
+        Raises:
+            ServiceError: It cannot be read, or does not fit the model.
+        """
+
+    def reply(self, call: "Call", outcomes: Sequence[Outcome]) -> Answer:
+        """Render the outcomes of all instances of a call."""
+
+    def problem(self, error: ServiceError, call: "Call") -> Answer:
+        """Render an error."""
 
 
 class WholeBody(msgspec.Struct, frozen=True):
@@ -220,6 +252,8 @@ class Call(msgspec.Struct):
     job: str = ""
     """The id of the job that it has become."""
     chosen: AnswerFormat = "json"
+    protocol: CallProtocol | None = None
+    """How it is read and answered, if not as `/predict`."""
     is_batch: bool = False
     is_old: bool = False
     """The client speaks HTTP/1.0, which knows no chunks."""
@@ -314,6 +348,9 @@ def _choose_form(call: Call, entry: ModelEntry) -> None:
     Raises:
         NotAcceptableError: The call allows none of them.
     """
+    if call.protocol is not None:
+        call.chosen, call.ref.wants_tensors = "protocol", bool(entry.outputs)
+        return
     accept = call.headers.get(b"accept")
     if accept is not None:
         call.chosen = choose_format(accept, entry.interface)
@@ -379,8 +416,8 @@ class Predict:
         return owner_of_address(client)
 
     def takes(self, path: str) -> bool:
-        """Return whether a path belongs to this endpoint, or is one that a model has of its own."""
-        return is_predict(path) or self.own(path) is not None
+        """Return whether a path is of this endpoint, a model's own, or one of a protocol's."""
+        return is_predict(path) or self.own(path) is not None or protocol_at(path) is not None
 
     def own(self, path: str) -> ModelEntry | None:
         """Return the version that serves the model with a path of its own; None if none has it."""
@@ -432,7 +469,9 @@ class Predict:
         """Return the key in `models` that a call asks for; None if it names nothing."""
         rest = call.path[len(PREFIX) + 1 :]
         name = rest.removesuffix("/") if rest else self.default
-        if not is_predict(call.path):
+        if call.protocol is not None:
+            name = call.protocol.name_in(call)
+        elif not is_predict(call.path):
             entry = self.own(call.path)
             name = call.path if entry is None else entry.name
         version = call.headers.get(VERSION_HEADER)
@@ -459,7 +498,7 @@ def is_job(path: str, headers: Iterable[tuple[bytes, bytes]], *, takes: bool) ->
     """
     if path == JOBS or path.startswith(JOBS + "/"):
         return True
-    return takes and is_async(headers)
+    return takes and is_async(headers) and protocol_at(path) is None
 
 
 def is_predict(path: str) -> bool:
@@ -530,6 +569,8 @@ class Exchange(msgspec.Struct, eq=False):
     ) -> "Exchange":
         """Begin a call (see `begin_call`). It raises nothing, so that the answer has an id."""
         call = begin_call(method, path, query, headers)
+        if not is_predict(path):
+            call.protocol = protocol_at(path)
         call.choose(predict.find(call))
         if predict.cors is not None:
             call.cors_lines = predict.cors.lines_for(call.headers.get(b"origin"))
@@ -567,7 +608,7 @@ class Exchange(msgspec.Struct, eq=False):
             self._refuse(error)
             return
         if self.is_complete:
-            self._submit(self._chunks or (b"",))
+            self.submit(self._chunks or (b"",))
         elif self.expects_continue:
             self.expects_continue = False
             self.wire.send_continue()
@@ -586,7 +627,7 @@ class Exchange(msgspec.Struct, eq=False):
         """Submit a call with a known head, given its whole body."""
         self.is_complete = True
         self.num_bytes = len(body)
-        self._submit((body,))
+        self.submit((body,))
 
     def feed(self, chunk: Buffer) -> None:
         """Store a piece of the body."""
@@ -607,7 +648,7 @@ class Exchange(msgspec.Struct, eq=False):
         """Submit the body, which is whole now."""
         self.is_complete = True
         if self.is_started:
-            self._submit(self._chunks or (b"" if self.slot is None else self.slot.view,))
+            self.submit(self._chunks or (b"" if self.slot is None else self.slot.view,))
 
     def count(self) -> None:
         """Count the bytes of an unfinished body against the budget of all connections."""
@@ -706,7 +747,7 @@ class Exchange(msgspec.Struct, eq=False):
         if self.num_bytes > self.predict.limits.max_body_bytes:
             raise self.predict.limits.too_large()
 
-    def _submit(self, chunks: Sequence[Buffer]) -> None:
+    def submit(self, chunks: Sequence[Buffer]) -> None:
         """Submit all instances of the body, and answer when each has its outcome."""
         call = self.call
         entry, form, ref = call.entry, call.form, call.ref
@@ -714,7 +755,7 @@ class Exchange(msgspec.Struct, eq=False):
         assert entry is not None
         try:
             if not entry.is_serving:
-                entry = self._entry_now()
+                entry = _entry_now(call, self.predict)
             if form is not None and form.inputs is entry.inputs:
                 ref.kind, ref.num_bytes, ref.parameters = form.kind, self.num_bytes, form.parameters
                 ref.headers, call.is_batch = form.headers, form.is_batch
@@ -722,6 +763,8 @@ class Exchange(msgspec.Struct, eq=False):
                     ref.offset, owner = slot.offset, slot.slots
             else:
                 decoded = self._decode(entry, chunks)
+                if decoded is None:
+                    return
                 ref.parameters = decoded.parameters
                 if call.chosen in STREAMED:
                     attached("stream of a call")(self, entry, decoded.payloads)
@@ -745,24 +788,16 @@ class Exchange(msgspec.Struct, eq=False):
             self.let_go()
         future.add_done_callback(self.on_done)
 
-    def _entry_now(self) -> ModelEntry:
-        """Return the version that the call is for now, since versions come and go."""
+    def _decode(self, entry: ModelEntry, chunks: Sequence[Buffer]) -> Decoded | None:
         call = self.call
-        entry = self.predict.find_now(call)
-        call.choose(entry)
-        if entry is None:
-            raise self.predict.unknown(call)
-        _choose_form(call, entry)
-        if call.earlier is not None:  # so that the next call with this head need not look
-            call.earlier.choose(entry)
-            _choose_form(call.earlier, entry)
-        return entry
-
-    def _decode(self, entry: ModelEntry, chunks: Sequence[Buffer]) -> Decoded:
-        call = self.call
-        limits = self.predict.limits
-        head = BodyContext(call.headers, call.query, entry.inputs, limits, entry.interface)
-        decoded = decode(call.headers.get(b"content-type", b""), list(map(bytes, chunks)), head)
+        if call.protocol is None:
+            limits = self.predict.limits
+            head = BodyContext(call.headers, call.query, entry.inputs, limits, entry.interface)
+            decoded = decode(call.headers.get(b"content-type", b""), list(map(bytes, chunks)), head)
+        elif (found := call.protocol.decode(self, entry, chunks)) is not None:
+            decoded = found
+        else:
+            return None
         call.is_batch = decoded.is_batch
         if decoded.is_whole and call.earlier is not None and call.chosen not in STREAMED:
             kind, _, headers = msgspec.structs.astuple(decoded.payloads[0])
@@ -835,6 +870,19 @@ class Exchange(msgspec.Struct, eq=False):
         if self._is_counted:
             self._is_counted = False
             self.predict.unfinished.give_back(self)
+
+
+def _entry_now(call: Call, predict: Predict) -> ModelEntry:
+    """Return the version that a call is for now, since versions come and go."""
+    entry = predict.find_now(call)
+    call.choose(entry)
+    if entry is None:
+        raise predict.unknown(call)
+    _choose_form(call, entry)
+    if call.earlier is not None:  # so that the next call with this head need not look
+        call.earlier.choose(entry)
+        _choose_form(call.earlier, entry)
+    return entry
 
 
 def give_up(outcomes: Sequence["asyncio.Future[Result] | ServiceError"]) -> None:
@@ -927,7 +975,10 @@ def refusal_of(call: Call, error: Exception) -> Reply:
         else:
             error = InternalError(INTERNAL_MESSAGE)
     call.error = error.code, error.message
-    status, headers, body = problem(error, call.request_id, call.path)
+    if call.protocol is None:
+        status, headers, body = problem(error, call.request_id, call.path)
+    else:
+        status, headers, body = call.protocol.problem(error, call)
     lines = lines_of(headers)
     if call.method == "HEAD":  # the same head, and no body (RFC 9110, 9.3.2)
         body = b""
@@ -968,7 +1019,9 @@ def _reply_with_any(outcomes: Sequence[Outcome], call: Call) -> Reply:
     assert call.entry is not None
     envelope = call.entry.interface.envelope
     has_content = any(isinstance(getattr(each, "value", None), ContentBlob) for each in outcomes)
-    if has_content or call.chosen == "content":
+    if call.protocol is not None:
+        status, headers, body = call.protocol.reply(call, outcomes)
+    elif has_content or call.chosen == "content":
         status, headers, body = attached("answers with content")(
             outcomes,
             accept=call.headers.get(b"accept"),

@@ -43,6 +43,7 @@ from inferpool.service.api.exchange import (
     Tracing,
     begin_call,
     common_lines,
+    is_job,
     lines_of,
     pairs_of,
     preflight_reply,
@@ -54,7 +55,6 @@ from inferpool.service.api.page_headers import (
     policy_for,
     with_page_headers,
 )
-from inferpool.service.api.preferences import is_async
 from inferpool.service.errors import ServiceError, StartError
 from inferpool.service.telemetry.logs import LogThrottle
 
@@ -160,7 +160,7 @@ class App(FastAPI):
         path = _route_path(scope)
         asked = path
         if self.predict is not None and self.predict.takes(path):
-            if not (self.has_jobs and is_async(scope["headers"])):
+            if not (self.has_jobs and is_job(path, scope["headers"], takes=True)):
                 await answer(self.predict, path, scope, receive, send)
                 return
             if (entry := self.predict.own(path)) is not None:

@@ -63,7 +63,8 @@ class ModelVersion:
         self.canary: CanaryShare | None = None
         """The version that gets a share of its calls; calls must look anew meanwhile."""
         self.inputs: Sequence[TensorSpec] = ()
-        """The inputs of the model; empty until a worker is ready."""
+        self.outputs: Sequence[TensorSpec] = ()
+        """The inputs and outputs of the model; empty until a worker is ready."""
         pool.interface_over = settings.interface_over
         self.interface = pool.interface = settings.interface_over(UNKNOWN_INTERFACE)
         self.submit = pool.submit  # without a step between, which each call would pay for
@@ -394,7 +395,9 @@ class Catalog:
 
     def _on_change(self) -> None:
         for version in self.loaded.values():
-            version.inputs, version.interface = version.pool.inputs, version.pool.interface
+            pool = version.pool
+            version.inputs, version.outputs = pool.inputs, pool.outputs
+            version.interface = pool.interface
         open_own_paths(self.entries)
         waiting, self._waiting = self._waiting, []
         for future in waiting:

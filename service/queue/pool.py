@@ -104,7 +104,8 @@ class Pool:
         self.on_stop: list[Callable[[], None]] = []
         """Called once the workers have been stopped."""
         self.inputs: Sequence[TensorSpec] = ()
-        """The inputs of the model; empty until a worker is ready."""
+        self.outputs: Sequence[TensorSpec] = ()
+        """The inputs and outputs of the model; empty until a worker is ready."""
         self.example: object = None
         """An example input, as JSON; None until a worker has shown one."""
         self.reads_own_form = False
@@ -293,7 +294,8 @@ class Pool:
         self.works_for.attach(slot.handle)
         self.dispatcher.expect_streams(slot.handle)
         ready = slot.handle.ready
-        self.inputs, self.interface = ready.inputs, self.interface_over(ready.interface)
+        self.inputs, self.outputs = ready.inputs, ready.outputs
+        self.interface = self.interface_over(ready.interface)
         self._load_s = ready.load_s
         self._expect()
         now = asyncio.get_running_loop().time()

@@ -98,6 +98,7 @@ class _Version:
 
     name, version, is_serving, canary = "m", 1, True, None
     inputs = ()
+    outputs = ()
     interface = USUAL_INTERFACE
 
     def __init__(self, submit: Any) -> None:

@@ -13,7 +13,10 @@ from inferpool.service.errors import NotAcceptableError, ServiceError
 from inferpool.service.queue.instance import Result
 
 T = TypeVar("T")
-AnswerFormat = Literal["json", "npy", "npz", "safetensors", "raw", "content", "events", "lines"]
+AnswerFormat = Literal[
+    "json", "npy", "npz", "safetensors", "raw", "content", "events", "lines", "protocol"
+]
+"""The last is that of another protocol than our own."""
 STREAMED = ("events", "lines")
 """Forms that send each part of a stream as it comes; see `service.parts.streams`."""
 Outcome = Result | ServiceError

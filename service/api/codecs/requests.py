@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
-from multipart import parse_options_header  # type: ignore[import-untyped]  # has no annotations
 
 from inferpool.models.attached import attached
 from inferpool.models.json_errors import BYTE_ORDER_MARK
@@ -11,9 +10,7 @@ from inferpool.service.api.codecs import parameters
 from inferpool.service.api.codecs.body import BodyContext, Decoded, Payload
 from inferpool.service.api.codecs.json import decode_json, is_image
 from inferpool.service.errors import (
-    BadRequestError,
     InvalidInputError,
-    TooLargeError,
     UnsupportedTypeError,
 )
 
@@ -141,7 +138,7 @@ def _find(content_type: bytes, types: Sequence[str]) -> Decoder:
     if bare.startswith(b"image/"):
         return _decode_image
     if bare == b"text/plain":
-        return lambda chunks, head: _decode_text(content_type, chunks, head)
+        return lambda chunks, head: attached("text")(content_type, chunks, head)
     if bare == b"multipart/form-data":
         return lambda chunks, head: attached(f"form as {head.interface.form}")(
             content_type, chunks, head
@@ -174,27 +171,3 @@ def _decode_image(chunks: Sequence[bytes], head: BodyContext) -> Decoded:
     if head.query:
         rest = parameters.merge(parameters.from_query(head.query))
     return Decoded([Payload("image", chunks)], False, rest, is_whole=True)
-
-
-def _decode_text(content_type: bytes, chunks: Sequence[bytes], head: BodyContext) -> Decoded:
-    """Read a text; it goes to the model as the JSON string that it would be in `instances`."""
-    _, options = parse_options_header(content_type.decode("latin-1"))
-    charset = options.get("charset", "utf-8").lower()
-    if charset not in ("utf-8", "us-ascii"):
-        raise UnsupportedTypeError(
-            f"text/plain: charset {charset[:40]!r} is not supported; use utf-8"
-        )
-    body = b"".join(chunks)
-    if len(body) > head.limits.max_json_bytes:
-        raise TooLargeError(
-            f"the body is larger than {head.limits.max_json_bytes} bytes, the limit for texts (the "
-            "setting max_json_bytes); send shorter ones, in several requests"
-        )
-    try:
-        text = body.decode()
-    except UnicodeDecodeError as error:
-        raise BadRequestError(f"the body: byte {error.start} is not UTF-8") from None
-    if not text:
-        raise InvalidInputError("the body is empty; it must be a text")
-    given = parameters.merge(parameters.from_query(head.query))
-    return Decoded([Payload("json", (msgspec.json.encode(text),))], False, given)

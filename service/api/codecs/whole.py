@@ -1,13 +1,16 @@
-"""Bodies of models that clients speak to in another way: documents, bare base64, forms as one.
+"""Bodies that are one instance as they stand: texts, documents, bare base64, forms as one.
 
-Imported only where a model's interface asks for it (`models.spec.Interface`).
+Imported with the first text, or where a model's interface asks for it (`models.spec.Interface`).
 """
 
 from collections.abc import Sequence
 
 import msgspec
 from msgspec import Raw
-from multipart import MultipartSegment  # type: ignore[import-untyped]  # has no annotations
+from multipart import (  # type: ignore[import-untyped]  # has no annotations
+    MultipartSegment,
+    parse_options_header,
+)
 
 from inferpool.models.json_errors import BYTE_ORDER_MARK, JsonErrors, json_message
 from inferpool.models.spec import Interface
@@ -21,6 +24,7 @@ from inferpool.service.errors import (
     InvalidInputError,
     ServiceError,
     TooLargeError,
+    UnsupportedTypeError,
 )
 
 MAX_PARTS = 256
@@ -28,6 +32,37 @@ MAX_PARTS = 256
 _any = msgspec.json.Decoder(Raw)
 _base64 = msgspec.json.Decoder(bytes)
 _HOW = "send each value as -F NAME=VALUE, and each file as -F NAME=@FILE"
+
+
+def decode_text(content_type: bytes, chunks: Sequence[bytes], head: BodyContext) -> Decoded:
+    """Read a text; it goes to the model as the JSON string that it would be in `instances`.
+
+    Raises:
+        BadRequestError: It is not UTF-8.
+        InvalidInputError: It is empty.
+        TooLargeError: It is too long.
+        UnsupportedTypeError: It has another charset.
+    """
+    _, options = parse_options_header(content_type.decode("latin-1"))
+    charset = options.get("charset", "utf-8").lower()
+    if charset not in ("utf-8", "us-ascii"):
+        raise UnsupportedTypeError(
+            f"text/plain: charset {charset[:40]!r} is not supported; use utf-8"
+        )
+    body = b"".join(chunks)
+    if len(body) > head.limits.max_json_bytes:
+        raise TooLargeError(
+            f"the body is larger than {head.limits.max_json_bytes} bytes, the limit for texts (the "
+            "setting max_json_bytes); send shorter ones, in several requests"
+        )
+    try:
+        text = body.decode()
+    except UnicodeDecodeError as error:
+        raise BadRequestError(f"the body: byte {error.start} is not UTF-8") from None
+    if not text:
+        raise InvalidInputError("the body is empty; it must be a text")
+    given = parameters.merge(parameters.from_query(head.query))
+    return Decoded([Payload("json", (msgspec.json.encode(text),))], False, given)
 
 
 def decode_document(text: bytes, head: BodyContext) -> Decoded:

@@ -104,6 +104,7 @@ class RemoteModel:
         self.is_serving = row.is_serving
         self.canary = row.canary
         self.inputs: Sequence[TensorSpec] = row.inputs
+        self.outputs: Sequence[TensorSpec] = row.outputs
         self.interface = row.interface
         self._rejected = front_side.rejected[row.name]
         self._key_share = KeyShare(key_share, self._rejected)
@@ -113,7 +114,7 @@ class RemoteModel:
     def update(self, row: ModelRow) -> None:
         """Copy what has changed."""
         self.is_serving, self.canary = row.is_serving, row.canary
-        self.interface = row.interface
+        self.interface, self.outputs = row.interface, row.outputs
         if list(self.inputs) != row.inputs:  # calls remember them by their identity
             self.inputs = row.inputs
 

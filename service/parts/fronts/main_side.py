@@ -305,6 +305,7 @@ def rows_of(models: "Catalog") -> list[ModelRow]:
                     model.version,
                     model.is_serving,
                     list(model.inputs),
+                    list(model.outputs),
                     paths,
                     model.canary,
                     model.interface,

@@ -156,6 +156,7 @@ class ModelRow(msgspec.Struct, frozen=True, array_like=True):
     is_serving: bool
     inputs: list[TensorSpec]
     """Empty until they are known."""
+    outputs: list[TensorSpec]
     paths: list[str]
     """The paths of the calls that it is for; see `Predict.models`."""
     canary: CanaryShare | None = None

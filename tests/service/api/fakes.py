@@ -58,6 +58,7 @@ class FakeModel:
         *,
         name: str = "fake",
         inputs: Sequence[TensorSpec] = (),
+        outputs: Sequence[TensorSpec] = (),
         refusals: Sequence[ServiceError | None] = (),
         interface: Interface = USUAL_INTERFACE,
     ) -> None:
@@ -66,6 +67,7 @@ class FakeModel:
         self.is_serving = True
         self.canary = None
         self.inputs = inputs
+        self.outputs: Sequence[TensorSpec] = outputs
         self.interface = interface
         self.payloads: list[Payload] = []
         self.refs: list[ItemRef] = []

@@ -61,6 +61,7 @@ class DispatchedModel:
     def __init__(self, arena: Arena, key_share: float) -> None:
         self.metrics = ModelMetrics("m")
         self.inputs: tuple[TensorSpec, ...] = ()
+        self.outputs: tuple[TensorSpec, ...] = ()
         self.dispatcher = make_dispatcher(
             arena, self.metrics, max_queue_length=3, max_batch_size=2, key_share=key_share
         )
