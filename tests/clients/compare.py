@@ -1,0 +1,87 @@
+"""Compares an answer of ours with Triton's to the same call.
+
+`DOCUMENTED` has what is meant to differ, with the reason; docs/open-inference.md says the same.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+DOCUMENTED: dict[str, str] = {}
+"""Calls with an answer of another kind, by their names in tests/clients/scripts, and the reason."""
+_MODEL_KEYS = ("name", "versions", "inputs", "outputs")
+_CONFIG_KEYS = ("name", "max_batch_size", "input", "output")
+_FIELD_KEYS = ("name", "data_type", "dims")
+_HEALTH = re.compile(r"GET /v2/(health/\w+|models/\w+(/versions/\d+)?/ready)|live|ready")
+_BAD_INPUT = ("500", "INTERNAL")
+_OURS_FOR_BAD_INPUT = ("400", "INVALID_ARGUMENT")
+
+
+def difference(call: str, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
+    """Return how two answers differ where they must not; "" if they are the same.
+
+    Args:
+        call: The name of the call.
+        theirs: Triton's answer: "status" and, if that is a success, anything else.
+        ours: The answer to compare with it.
+    """
+    status, our_status = str(theirs["status"]), str(ours["status"])
+    if our_status != status:
+        if status in _BAD_INPUT and our_status in _OURS_FOR_BAD_INPUT:
+            return ""  # a bad request is the client's mistake
+        return f"status {our_status}, not {status}"
+    if status not in ("200", "OK"):
+        return ""
+    return _first_difference("answer", essence(call, theirs), essence(call, ours))
+
+
+def essence(call: str, value: Any) -> Any:
+    """Return the parts of an answer that must be equal on every server."""
+    if _HEALTH.fullmatch(call):
+        return None
+    if isinstance(value, Mapping):
+        if "extensions" in value:
+            return sorted(value)
+        if "model_stats" in value:
+            return _keys(value["model_stats"][0])
+        if "config" in value and isinstance(value["config"], Mapping):
+            return essence(call, value["config"])
+        if "max_batch_size" in value:
+            found = {key: value.get(key) for key in _CONFIG_KEYS}
+            for key in ("input", "output"):
+                found[key] = [{name: each.get(name) for name in _FIELD_KEYS} for each in found[key]]
+            return found
+        if "versions" in value:
+            return {key: value.get(key) for key in _MODEL_KEYS}
+        return {key: essence(call, each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [essence(call, each) for each in value]
+    return value
+
+
+def _keys(value: Any) -> Any:
+    """Return the keys of nested objects, without their values."""
+    if isinstance(value, Mapping):
+        return {key: _keys(each) for key, each in value.items() if key != "response_stats"}
+    return [_keys(each) for each in value[:1]] if isinstance(value, list) else None
+
+
+def _first_difference(place: str, theirs: Any, ours: Any) -> str:
+    if isinstance(theirs, Mapping) and isinstance(ours, Mapping):
+        for key in [*theirs, *(key for key in ours if key not in theirs)]:
+            if key not in ours:
+                return f"{place}.{key} is missing"
+            if key not in theirs:
+                return f"{place}.{key} is new: {ours[key]!r}"
+            if found := _first_difference(f"{place}.{key}", theirs[key], ours[key]):
+                return found
+        return ""
+    if isinstance(theirs, list) and isinstance(ours, list) and len(theirs) == len(ours):
+        pairs = enumerate(zip(theirs, ours, strict=True))
+        found = (_first_difference(f"{place}[{i}]", one, two) for i, (one, two) in pairs)
+        return next((each for each in found if each), "")
+    if isinstance(theirs, float) and isinstance(ours, float):
+        is_same = math.isclose(theirs, ours, rel_tol=1e-7) or (theirs != theirs and ours != ours)
+        return "" if is_same else f"{place}: {ours}, not {theirs}"
+    return "" if theirs == ours else f"{place}: {str(ours)[:80]!r}, not {str(theirs)[:80]!r}"
