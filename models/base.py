@@ -80,6 +80,8 @@ class Model(ModelInterface):
     outputs: Sequence[TensorSpec] = ()
     """Tensors that `postprocess` returns, with the batch dimension first. An instance with outputs
     of another shape fails."""
+    labels: Sequence[str] = ()
+    """Names of the classes that a classifier tells apart, in the order of its output."""
     finite_outputs: bool = True
     """Outputs have no NaN and no infinity; an instance with one in its outputs fails alone. Set
     it to False if they mean something."""

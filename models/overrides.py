@@ -30,6 +30,7 @@ def rendering_of(model: Model) -> tuple[str, Callable[..., Sequence[object]]]:
 
 def interface_of(model: Model, learned: Sequence[str] = ()) -> Interface:
     """Return how clients speak to a model; `learned` are media types that it has not declared."""
+    labels = model.labels if isinstance(model.labels, (list, tuple)) else ()
     return Interface(
         media_types=attached("types of content")(model) if model.media_types else tuple(learned),
         accepts=model.accepts,
@@ -39,6 +40,7 @@ def interface_of(model: Model, learned: Sequence[str] = ()) -> Interface:
         streams=is_streaming(model),
         joins=model.joins,
         alone=model._streams_alone,
+        labels=tuple(str(each).encode(errors="replace").decode() for each in labels),
     )
 
 

@@ -88,6 +88,13 @@ class Interface(msgspec.Struct, frozen=True, kw_only=True):
     """Streams may begin while others are under way."""
     alone: bool = False
     """Its parts are those of one instance, so that batches of one suit it."""
+    labels: tuple[str, ...] = ()
+    """Names of the classes that it tells apart, by their index."""
+
+    @property
+    def is_usual(self) -> bool:
+        """True if clients speak to it as usual; its classes make no difference."""
+        return msgspec.structs.replace(self, labels=()) == USUAL_INTERFACE
 
 
 USUAL_INTERFACE = Interface()

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from fastapi import APIRouter
 
-from inferpool.models.spec import USUAL_INTERFACE, Interface
+from inferpool.models.spec import Interface
 from inferpool.service.api.routes.health import FrontHealth, HealthReport
 from inferpool.service.catalog.catalog import Catalog
 from inferpool.service.errors import StartError
@@ -258,7 +258,7 @@ class Service:
     def interfaces(self) -> dict[str, Interface]:
         """Return how clients speak to each model where that is not as usual."""
         pools = self.pools.items()
-        return {name: each.interface for name, each in pools if each.interface != USUAL_INTERFACE}
+        return {name: each.interface for name, each in pools if not each.interface.is_usual}
 
     async def until_changed(self) -> None:
         """Wait until a worker has come or gone. Only one task may wait."""

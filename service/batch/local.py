@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import msgspec
 
-from inferpool.models.spec import USUAL_INTERFACE, Kind, TensorHeader
+from inferpool.models.spec import Kind, TensorHeader
 from inferpool.service.app import assemble, log_quick_checks
 from inferpool.service.batch.inputs import BatchAnswer, RunLostError, as_spoken
 from inferpool.service.batch.reading import DecodedInput
@@ -53,7 +53,7 @@ class LocalTarget:
         """Compute an input in the pool."""
         kind, headers = self._form(given)
         chunk = given.data
-        if given.header is None and (interface := self._pool.interface) != USUAL_INTERFACE:
+        if given.header is None and not (interface := self._pool.interface).is_usual:
             try:
                 kind, chunk = as_spoken(given.input, chunk, interface)
             except ServiceError as error:
