@@ -210,7 +210,7 @@ def read_safetensors(chunks: Sequence[bytes]) -> list[BodyTensor]:
             raise InvalidInputError(
                 f"tensor {name!r}: {entry.dtype} is not one of {', '.join(_FROM_SAFETENSORS)}"
             )
-        _check_shape(entry.shape, f"tensor {name!r}")
+        check_shape(entry.shape, f"tensor {name!r}")
         check_length(end - begin, _FROM_SAFETENSORS[entry.dtype], entry.shape, f"tensor {name!r}")
     if position != total - 8 - header_bytes:
         raise BadRequestError(f"the body: {total - 8 - header_bytes - position} bytes too many")
@@ -331,11 +331,16 @@ def _shape_from(text: str, place: str = "shape") -> tuple[int, ...]:
     if not all(part.isascii() and part.isdigit() and len(part) <= 18 for part in parts):
         raise BadRequestError(f"{place}: {text[:100]!r} is no shape such as 3,224,224")
     shape = tuple(map(int, parts))
-    _check_shape(shape, place)
+    check_shape(shape, place)
     return shape
 
 
-def _check_shape(shape: Sequence[int], place: str) -> None:
+def check_shape(shape: Sequence[int], place: str) -> None:
+    """Check that a body can have such a shape.
+
+    Raises:
+        InvalidInputError: It cannot.
+    """
     if len(shape) > _MAX_RANK:
         raise InvalidInputError(f"{place}: more than {_MAX_RANK} dimensions")
     if min(shape, default=0) < 0:
