@@ -275,6 +275,8 @@ def _in_order(
         Part(name="queues", stop=service.drain, gauges=service.read_gauges),
         # These two only observe, so they see the end of the others.
         Part(name="watch of the GPUs", start=watch.start, stop=watch.stop),
+        # Before the page: both answer at "/".
+        Part(name="KServe's version 1", routers=partial(_v1_routers, service)),
         _live_feed(assembly),
         # A restart and a change of a model exclude each other, so their order makes no
         # difference.
@@ -350,6 +352,12 @@ def _live_feed(assembly: Assembly) -> Part:
         stop=live.stop,
         routers=routers,
     )
+
+
+def _v1_routers(service: Service) -> list[APIRouter]:
+    from inferpool.service.parts.kserve_v1.routes import v1_router
+
+    return [v1_router(service.catalog.entries)]
 
 
 def _speed_search(search: SpeedSearch, service: Service) -> Part:

@@ -32,6 +32,7 @@ POLICIES: Mapping[str, Policy] = {
     "/events": "metrics",
     "/predict": "predict",
     "/jobs": "predict",
+    "/v1": "predict",
     "/admin": "admin",
 }
 """The policy of a path and of everything below it; the longest match counts. "/" means itself

@@ -27,6 +27,7 @@ from inferpool.service.api.openapi.problems import COMMON_STATUSES, refer_to
 TAGS: Sequence[Mapping[str, str]] = (
     {"name": "predict", "description": "Predictions, one instance or many at a time."},
     {"name": "health", "description": "For orchestrators, balancers, Prometheus and people."},
+    {"name": "kserve", "description": "Version 1 of KServe's protocol, as its clients speak it."},
     {"name": "jobs", "description": "Predictions that outlive their connection."},
     {
         "name": "admin",

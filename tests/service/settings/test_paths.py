@@ -9,6 +9,7 @@ from inferpool.service.api.routes.metrics import metrics_router
 from inferpool.service.api.web import App
 from inferpool.service.parts.admin.routes import admin_router
 from inferpool.service.parts.jobs.http.routes import jobs_router
+from inferpool.service.parts.kserve_v1.routes import v1_router
 from inferpool.service.parts.live.page import Page
 from inferpool.service.parts.live.sampler import events_router
 from inferpool.service.parts.swap.routes import models_router
@@ -40,7 +41,7 @@ def test_a_model_may_have_a_path_that_is_nobodys(path: str):
         ("/" + "a" * 256, "256 characters at most"),
         ("/predict/mine", "begins with /predict, which is a path of the service itself"),
         ("/openapi.json", "a path of the service itself"),
-        ("/v1/chat", "begins with /v1, where clients expect a protocol of that name"),
+        ("/v1/chat", "begins with /v1, which is a path of the service itself"),
         ("/root/x", "begins with /root, the root_path"),
         ("/root", "begins with /root, the root_path"),
     ],
@@ -57,7 +58,7 @@ def test_the_table_has_the_beginnings_of_all_routes_of_all_parts():
     routers = [make(None) for make in makers]  # type: ignore[operator]  # nobody asks them
     routers.append(events_router(None, guard))  # type: ignore[arg-type]  # as above
     routers.append(jobs_router(None, guard, Limits()))  # type: ignore[arg-type]  # as above
-    routers.append(Page(docs=True).router())
+    routers += [Page(docs=True).router(), v1_router({})]
     app = App(version="1", routers=routers, guard=guard)
     found = {
         path[1:].partition("/")[0]

@@ -1,0 +1,174 @@
+"""`/v1/models`: the models and whether they are ready. Runs in the main process's event loop."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from fastapi import APIRouter
+from fastapi.routing import APIRoute
+from starlette.responses import JSONResponse
+from starlette.routing import Match
+from starlette.types import Scope
+
+from inferpool.service.catalog.catalog import ModelVersion
+from inferpool.service.errors import UnavailableError, UnknownModelError
+
+_Responses = dict[int | str, dict[str, Any]]
+_UNREADY: _Responses = {
+    404: {"description": "No such model."},
+    503: {"description": "It is not ready."},
+}
+_STATUSES = (404, 405, 408, 413, 415, 429, 504)
+_REFUSED: _Responses = {status: {"description": "An error."} for status in _STATUSES}
+_ROWS = {
+    "type": "object",
+    "required": ["instances"],
+    "properties": {
+        "instances": {"type": "array", "items": {}, "minItems": 1},
+        "parameters": {"type": "object"},
+        "signature_name": {"type": "string", "enum": ["serving_default"]},
+    },
+    "additionalProperties": False,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModels:
+    """The names of all models."""
+
+    models: Sequence[str]
+    """Their names; a call may ask for each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionStatus:
+    """A version of a model and its state, in the words of TensorFlow Serving."""
+
+    version: str
+    state: Literal["LOADING", "AVAILABLE"]
+    status: Mapping[str, str] = field(
+        default_factory=lambda: {"error_code": "OK", "error_message": ""}
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """A model, or a version of one, that is ready."""
+
+    name: str
+    ready: bool
+    """Always true; if it is not ready, the answer is 503."""
+    model_version_status: Sequence[VersionStatus]
+    """For clients of TensorFlow Serving."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predictions:
+    """The answers of a model."""
+
+    predictions: Sequence[Any]
+    """One for each instance, in their order."""
+
+
+def v1_router(entries: Mapping[str, ModelVersion]) -> APIRouter:
+    """Return the routes; `entries` are the versions that calls can ask for, as in a catalog."""
+    router = APIRouter(tags=["kserve"])
+    alive = APIRouter(route_class=_ForPrograms)
+    alive.add_api_route("/", _alive, include_in_schema=False)
+    router.include_router(alive)
+
+    @router.get("/v1/models", summary="The models, for clients of KServe")
+    async def list_served() -> ServedModels:
+        """The names of all models, ready or not."""
+        return ServedModels(models=_names(entries))
+
+    @router.get("/v1/models/{model}", summary="Whether a model is ready", responses=_UNREADY)
+    async def show_served(model: str) -> ServedModel:
+        """200 while a worker takes calls for it, and 503 otherwise."""
+        return _served(entries, model, model)
+
+    @router.get(
+        "/v1/models/{model}/versions/{version}",
+        summary="Whether a version of a model is ready",
+        responses=_UNREADY,
+    )
+    async def show_served_version(model: str, version: str) -> ServedModel:
+        """The same for one version."""
+        return _served(entries, model, f"{model}/versions/{version}")
+
+    _describe_predict(router)
+    return router
+
+
+class _ForPrograms(APIRoute):
+    """A route for programs: browsers, which ask for HTML, get that of another part there."""
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        """Match calls that do not ask for HTML."""
+        accepted = b",".join(value for name, value in scope["headers"] if name == b"accept")
+        return (Match.NONE, {}) if b"text/html" in accepted else super().matches(scope)
+
+
+async def _alive() -> JSONResponse:
+    """Answer what KServe's client expects of a server that is alive."""
+    headers = {"cache-control": "no-store", "vary": "accept"}
+    return JSONResponse({"status": "alive"}, headers=headers)
+
+
+def _describe_predict(router: APIRouter) -> None:
+    """Describe predictions; calls never come here, since the exchange answers them."""
+    body = {"schema": _ROWS, "example": {"instances": ["a", [1, 2]]}}
+    for ending, version in (("", ""), ("_of_version", "/versions/{version}")):
+        path_parameters = ["model", "version"] if version else ["model"]
+        router.add_api_route(
+            f"/v1/models/{{model}}{version}:predict",
+            _not_here,
+            methods=["POST"],
+            name=f"predict_v1{ending}",
+            summary="Predict, as KServe's version 1 says it",
+            description="Like `/predict` with JSON. If one instance fails, the whole call does.",
+            response_model=Predictions,
+            responses=_REFUSED,
+            openapi_extra={
+                "parameters": [
+                    {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+                    for name in path_parameters
+                ],
+                "requestBody": {"required": True, "content": {"application/json": body}},
+            },
+        )
+
+
+async def _not_here() -> None:
+    raise AssertionError("calls to a model come to the exchange")
+
+
+def _names(entries: Mapping[str, ModelVersion]) -> list[str]:
+    return [name for name in entries if "/" not in name]
+
+
+def _served(entries: Mapping[str, ModelVersion], model: str, key: str) -> ServedModel:
+    """Return a version of a model that is ready.
+
+    Raises:
+        UnknownModelError: There is none.
+        UnavailableError: It is not ready.
+    """
+    entry = entries.get(key)
+    if entry is None:
+        there = ", ".join(_names(entries)) or "none"
+        raise UnknownModelError(f"no model is called {key[:80]!r}; there are: {there}")
+    if not entry.pool.is_ready:
+        raise UnavailableError(f"{key} is not ready: {entry.pool.reason}", retry_after_s=1)
+    versions = [each for each in entries.values() if each.name == model]
+    shown = {each.number: each for each in versions if key in (model, each.path)}
+    return ServedModel(
+        name=model,
+        ready=True,
+        model_version_status=[
+            VersionStatus(
+                version=str(number), state="AVAILABLE" if each.pool.is_ready else "LOADING"
+            )
+            for number, each in sorted(shown.items(), reverse=True)
+        ],
+    )

@@ -1,0 +1,75 @@
+"""`/v1/models` for versions that are ready or not."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from inferpool.service.api.web import App
+from inferpool.service.parts.kserve_v1.routes import v1_router
+from inferpool.service.parts.live.page import Page
+from tests.service.api.fakes import call
+
+
+def version(name: str, number: int, reason: str = "") -> Any:
+    pool = SimpleNamespace(is_ready=not reason, reason=reason)
+    return SimpleNamespace(name=name, number=number, path=f"{name}/versions/{number}", pool=pool)
+
+
+OLD, NEW, LATE = version("net", 1), version("net", 2), version("late", 1, "loading weights")
+ENTRIES = {"net": OLD, OLD.path: OLD, NEW.path: NEW, "late": LATE, LATE.path: LATE, "/own": OLD}
+
+
+@pytest.fixture(scope="module")
+def app() -> App:
+    return App(version="0", routers=[v1_router(ENTRIES), Page(docs=True).router()])
+
+
+def test_all_models_are_listed_by_name(app: App) -> None:
+    assert call(app, "GET", "/v1/models").json() == {"models": ["net", "late"]}
+
+
+@pytest.mark.parametrize(
+    ("path", "versions"), [("", ["2", "1"]), ("/versions/2", ["2"]), ("/", ["2", "1"])]
+)
+def test_a_model_that_is_ready_says_so_and_which_versions_it_has(
+    app: App, path: str, versions: list[str]
+) -> None:
+    answer = call(app, "GET", f"/v1/models/net{path}")
+    found = answer.json()
+    assert (answer.status_code, found["name"], found["ready"]) == (200, "net", True)
+    shown = found["model_version_status"]
+    assert [each["version"] for each in shown] == versions
+    assert {each["state"] for each in shown} == {"AVAILABLE"}
+    assert shown[0]["status"] == {"error_code": "OK", "error_message": ""}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "said"),
+    [
+        ("GET", "/v1/models/late", 503, "late is not ready: loading weights"),
+        ("GET", "/v1/models/late/versions/1", 503, "loading weights"),
+        ("GET", "/v1/models/nobody", 404, "there are: net, late"),
+        ("GET", "/v1/models/net/versions/3", 404, "net/versions/3"),
+        ("GET", "/v1/models/net/versions/1/metadata", 404, "nothing"),
+        ("GET", "/v1", 404, "nothing"),
+        ("POST", "/v1/models", 405, "takes GET, not POST"),
+        ("POST", "/v1/models/net:explain", 405, "takes GET"),
+    ],
+)
+def test_what_is_not_there_or_not_ready_is_refused_with_a_sentence(
+    app: App, method: str, path: str, status: int, said: str
+) -> None:
+    answer = call(app, method, path)
+    assert (answer.status_code, said in answer.json()["error"]) == (status, True)
+
+
+def test_programs_learn_at_the_root_that_the_server_is_alive_and_browsers_see_the_page(
+    app: App,
+) -> None:
+    for headers in ({}, {"accept": "application/json"}):
+        answer = call(app, "GET", "/", headers=headers)
+        assert (answer.json(), answer.headers["vary"]) == ({"status": "alive"}, "accept")
+    browser = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
+    assert "<title>" in call(app, "GET", "/", headers=browser).text
+    assert call(app, "HEAD", "/").status_code == 200
