@@ -294,6 +294,8 @@ def _in_order(
         *([] if changes is None or settings.watch is None else [_watched(changes, settings)]),
         # Last, since the routes of the documentation come in this order.
         *([] if jobs is None else [_jobs(jobs, assembly)]),
+        # It asks for all of the above, and ends before them.
+        *([] if settings.grpc_port is None else [_grpc(assembly)]),
     ]
 
 
@@ -411,6 +413,20 @@ def _jobs(jobs: "Jobs", assembly: Assembly) -> Part:
         gauges=jobs.read_gauges,
         health=lambda report: replace(report, job_store=jobs.keeper.health()),
     )
+
+
+def _grpc(assembly: Assembly) -> Part:
+    try:
+        from inferpool.service.parts.open_inference.grpc.inference import make_grpc
+    except ModuleNotFoundError as error:
+        raise StartError(
+            f"grpc_port: {error.name} is not installed: pip install 'inferpool[grpc]'"
+        ) from error
+    tracer = assembly.tracer
+    server = make_grpc(
+        assembly.service, assembly.guard, None if tracer is None else tracer.recorder
+    )
+    return Part(name="gRPC", start=server.start, begin_drain=server.begin_drain, stop=server.stop)
 
 
 def _set_up_tracing(

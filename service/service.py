@@ -88,6 +88,8 @@ class Part:
     start: Callable[[], None] = _nothing
     begin_stop: Callable[[], None] = _nothing
     """Begins nothing more. It may be called more than once, and before anything has started."""
+    begin_drain: Callable[[], None] = _nothing
+    """Accepts nothing more from clients. Like `begin_stop`, it may be called more than once."""
     stop: Callable[[], Awaitable[None] | None] = _nothing
     """Ends everything; called in any case after `begin_stop`."""
     on_change: Callable[[], None] = _nothing
@@ -210,6 +212,8 @@ class Service:
     async def drain(self) -> None:
         """Admit nothing more, and answer everything that was accepted."""
         self.begin_stop()
+        for part in reversed(self.parts):
+            part.begin_drain()
         grace_s, loaded = self.settings.drain_timeout_s, self.catalog.loaded.values()
         await asyncio.gather(*(each.pool.dispatcher.drain(grace_s) for each in loaded))
 

@@ -151,6 +151,7 @@ def _own_settings(settings: Settings) -> Settings:
         "job_store": "none",  # jobs belong to the service with these settings, which may run
         "watch": None,
         "trace_endpoint": None,  # there are no calls
+        "grpc_port": None,
         "cluster_port": None,  # this run computes here, with workers of its own
         "speed_search": False,  # it would slow the run, and change presets during it
     }

@@ -28,6 +28,7 @@ FLAG_GROUPS: Mapping[str, Mapping[str, str]] = {
     "": {
         "host": "ADDRESS",
         "port": "N",
+        "grpc_port": "N",
         "watch": "FOLDER",
         "front_ends": "N",
         "job_store": "PLACE",

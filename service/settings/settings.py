@@ -69,14 +69,15 @@ class Settings(SettingsTable):
     """The address to listen on; 0.0.0.0 for every interface."""
     port: int = Field(8000, ge=0, le=65535)
     """The TCP port to listen on; 0 lets the system choose one."""
+    grpc_port: int | None = Field(None, ge=0, le=65535)
+    """The TCP port of the Open Inference Protocol over gRPC; 0: any. By default there is none."""
     front_ends: Auto | Annotated[int, Field(ge=1, le=64)] = "auto"
     """Processes that take calls on the port and share one queue. `auto`: one; from eight cores on
     one for every four, at most four, or two for each of several GPUs and at most eight."""
     default_model: Text
     """The model that `/predict` uses if none is named; by default the first one."""
     log_format: Literal["auto", "human", "json"] = "auto"
-    """The form of log lines: `human` for people, `json` for machines, or `auto`: for people on a
-    terminal."""
+    """The form of log lines: `human`, `json`, or `auto`: `human` on a terminal, else `json`."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """The least severe log lines to write: `debug`, `info`, `warning` or `error`."""
     color: Literal["auto", "never"] = "auto"

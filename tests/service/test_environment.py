@@ -86,6 +86,7 @@ HOST = {
     "cluster_insecure": True,
     "cluster_host": "0.0.0.0",
     "cluster_port": 9002,
+    "grpc_port": 8001,
     "standby_of": "10.0.0.2:9002",
 }
 MODEL = {

@@ -24,6 +24,7 @@ _LEFT_OUT = (
     "tls_key",
     "host",
     "port",
+    "grpc_port",
     "log_format",
     "job_store",
     *(name for name in Settings.model_fields if name.startswith(("trace_", "cluster_", "standby"))),

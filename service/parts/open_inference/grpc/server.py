@@ -1,0 +1,242 @@
+"""The gRPC server: its port, its limits, and which key each method needs. Main process, event loop.
+
+grpcio does HTTP/2, TLS and compression in threads of its own; all that is here runs in the event
+loop of the service.
+"""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import grpc
+from grpc import aio
+
+from inferpool.service.api.auth import Guard
+from inferpool.service.api.codecs.body import joined
+from inferpool.service.api.wire.budgets import EdgeLimits
+from inferpool.service.errors import ServiceError, StartError
+from inferpool.service.parts.open_inference.grpc.statuses import headers_of, internal, refuse
+from inferpool.service.settings.settings import Settings
+from inferpool.service.settings.tls import server_context
+
+logger = logging.getLogger(__name__)
+
+MAX_CALLS = 4096
+"""Calls at once, over all connections; more than the queues of a service hold."""
+_MAX_CALLS_OF_CONNECTION = 1024
+_MAX_METADATA_BYTES = 16 * 1024
+_IDLE_S = 300
+"""A connection without calls is closed after this time; clients open another one when needed."""
+_PING_S = 60
+"""How often a silent client with calls under way is asked whether it is there."""
+_LAST_WORDS_S = 2.0
+"""How long clients may take to read their answers after all is answered."""
+
+Handler = Callable[[Any], Awaitable[bytes | None]]
+"""Answers a call, given grpcio's context: it reads and writes messages as bytes."""
+
+
+class Endpoint(NamedTuple):
+    """A method of a service, as the server calls it."""
+
+    path: str
+    """The path of the same call over HTTP, which decides about its key."""
+    handler: Handler
+    is_streaming: bool = False
+    """It answers with several messages, which it writes itself; else it returns the answer."""
+
+
+class Servicer(Protocol):
+    """A service."""
+
+    def endpoints(self) -> Mapping[str, Endpoint]:
+        """Return the endpoint of each method, by `/SERVICE/METHOD`."""
+
+    def begin_drain(self) -> None:
+        """Begin to end what goes on without an end: this process shuts down."""
+
+
+class GrpcServer:
+    """Serves services of gRPC at a port."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        guard: Guard,
+        servicers: Sequence[Servicer],
+        max_connections: int = EdgeLimits().max_connections,
+    ) -> None:
+        """Reserve the port, and listen from `start` on.
+
+        Raises:
+            StartError: The port is in use, or the address is not this host's.
+            TlsError: The certificate or its key cannot be used.
+        """
+        assert settings.grpc_port is not None
+        self._settings = settings
+        self._servicers = servicers
+        self._router = _Router(guard, servicers)
+        self._max_connections = max_connections
+        self._pem = None if settings.tls_certificate is None else _pem_of(settings)
+        self._held = hold_port(settings.host, settings.grpc_port)
+        host, self.port = self._held.getsockname()[:2]
+        self.address = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+        self._server: Any = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Begin to listen."""
+        server = aio.server(
+            handlers=(self._router,), options=self._options(), maximum_concurrent_rpcs=MAX_CALLS
+        )
+        try:
+            if self._pem is None:
+                server.add_insecure_port(self.address)
+            else:
+                server.add_secure_port(self.address, grpc.ssl_server_credentials([self._pem]))
+        except RuntimeError as error:
+            raise StartError(f"gRPC cannot listen on {self.address} (grpc_port)") from error
+        self._server = server
+        self._tasks.append(asyncio.create_task(self._start(server), name="gRPC"))
+
+    def begin_drain(self) -> None:
+        """Accept no more calls, and answer those that have been accepted. Clients are sent away."""
+        for servicer in self._servicers:
+            servicer.begin_drain()
+        if self._server is not None:
+            server, self._server = self._server, None
+            self._tasks.append(asyncio.create_task(self._drain(server), name="drain of gRPC"))
+
+    async def stop(self) -> None:
+        """Close the port, and end calls that are left: their clients do not read."""
+        self.begin_drain()
+        await asyncio.gather(*self._tasks)
+        self._held.close()
+
+    async def _start(self, server: Any) -> None:
+        await server.start()
+        scheme = "without TLS" if self._pem is None else "with TLS"
+        logger.info("gRPC is served at %s, %s", self.address, scheme)
+
+    async def _drain(self, server: Any) -> None:
+        await self._tasks[0]
+        await server.stop(self._settings.drain_timeout_s + _LAST_WORDS_S)
+
+    def _options(self) -> list[tuple[str, int]]:
+        settings = self._settings
+        return [
+            ("grpc.so_reuseport", 1),  # beside the socket that holds the port
+            ("grpc.max_receive_message_length", settings.max_body_bytes),
+            ("grpc.max_send_message_length", -1),  # as answers over HTTP
+            ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
+            ("grpc.absolute_max_metadata_size", _MAX_METADATA_BYTES),
+            ("grpc.max_concurrent_streams", _MAX_CALLS_OF_CONNECTION),
+            ("grpc.max_allowed_incoming_connections", self._max_connections),
+            ("grpc.server_handshake_timeout_ms", int(settings.head_timeout_s * 1000)),
+            ("grpc.max_connection_idle_ms", _IDLE_S * 1000),
+            ("grpc.keepalive_time_ms", _PING_S * 1000),
+            ("grpc.keepalive_timeout_ms", int(settings.write_timeout_s * 1000)),
+            ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+        ]
+
+
+class _Router(grpc.GenericRpcHandler):  # type: ignore[misc]  # it has no types
+    """Finds the handler of a call, and checks its key before any message is read."""
+
+    def __init__(self, guard: Guard, servicers: Sequence[Servicer]) -> None:
+        self._guard = guard
+        self._handlers: dict[str, tuple[str, Any]] = {}
+        for servicer in servicers:
+            for method, endpoint in servicer.endpoints().items():
+                self._handlers[method] = endpoint.path, _handler_of(endpoint)
+
+    def service(self, handler_call_details: Any) -> Any:
+        """Return the handler of a call; None if there is no such method."""
+        found = self._handlers.get(handler_call_details.method)
+        if found is None:
+            return None
+        path, handler = found
+        try:
+            headers = headers_of(handler_call_details.invocation_metadata)
+            self._guard.check_path(path, joined(headers))
+        except ServiceError as error:
+            return _refusal(error)
+        except Exception:
+            logger.exception("a call of %s failed", handler_call_details.method)
+            return _refusal(internal())
+        return handler
+
+
+def hold_port(host: str, port: int) -> socket.socket:
+    """Reserve a port for gRPC, which can then bind it too; nothing else can.
+
+    Args:
+        host: Name or address of this host.
+        port: The TCP port; 0 lets the system choose one.
+
+    Raises:
+        StartError: It is in use, or is not this host's.
+    """
+    held = None
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        held = socket.socket(family, kind, protocol)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(address)
+        # Not before `bind`, which would share the port of a service that listens there.
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        # Or another one could bind it until something listens there.
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+    except OSError as error:
+        if held is not None:
+            held.close()
+        raise StartError(
+            f"gRPC cannot listen on {host}:{port}: {error.strerror}; choose another port with "
+            "--grpc-port"
+        ) from error
+    return held
+
+
+def _pem_of(settings: Settings) -> tuple[bytes, bytes]:
+    """Return the key and the certificates that lead to it.
+
+    Raises:
+        TlsError: A file cannot be used.
+    """
+    certificate = settings.tls_certificate
+    assert certificate is not None
+    server_context(certificate, settings.tls_key)  # it explains what is wrong
+    return Path(settings.tls_key or certificate).read_bytes(), Path(certificate).read_bytes()
+
+
+def _handler_of(endpoint: Endpoint) -> Any:
+    async def answer(_: object, context: Any) -> bytes | None:
+        try:
+            return await endpoint.handler(context)
+        except ServiceError as error:
+            await refuse(context, error)
+        except aio.AbortError:
+            raise
+        except Exception:
+            logger.exception("a call of gRPC failed: %s", endpoint.path)
+            await refuse(context, internal())
+
+    # The handler itself reads the message of a call, even if there is only one: a slow client then
+    # waits in it, where its time is bounded.
+    if endpoint.is_streaming:
+        return grpc.stream_stream_rpc_method_handler(answer)
+    return grpc.stream_unary_rpc_method_handler(answer)
+
+
+def _refusal(error: ServiceError) -> Any:
+    """Return a handler that refuses a call, and reads nothing of it."""
+
+    async def answer(_: object, context: Any) -> None:
+        await refuse(context, error)
+
+    return grpc.stream_unary_rpc_method_handler(answer)

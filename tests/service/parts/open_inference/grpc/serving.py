@@ -1,0 +1,114 @@
+"""A gRPC server in the event loop of a test, before models that answer as told."""
+
+import contextlib
+from collections.abc import AsyncIterator, Mapping
+from functools import partial
+from typing import Any
+
+import grpc
+from grpc import aio
+
+from inferpool.service.api.exchange import Predict
+from inferpool.service.endpoint import make_guard, make_limits
+from inferpool.service.parts.open_inference.grpc.health import HealthService
+from inferpool.service.parts.open_inference.grpc.inference import InferenceService
+from inferpool.service.parts.open_inference.grpc.reading import SOON_S, MessageReader
+from inferpool.service.parts.open_inference.grpc.reflection import Reflection
+from inferpool.service.parts.open_inference.grpc.schema import Method, schema
+from inferpool.service.parts.open_inference.grpc.server import GrpcServer
+from inferpool.service.settings.settings import Settings
+from tests.service.api.fakes import FakeModel
+
+INFERENCE_SERVICE = "inference.GRPCInferenceService"
+
+
+class Channel:
+    """Calls methods by their names, as generated code would."""
+
+    def __init__(self, channel: Any) -> None:
+        self.channel = channel
+        services = schema().services
+        self.methods = {(s, m.name): m for s in services for m in schema().methods(s)}
+
+    def method(self, name: str, service: str = INFERENCE_SERVICE) -> Method:
+        return self.methods[service, name]
+
+    def call(self, name: str, service: str = INFERENCE_SERVICE, **options: Any) -> Any:
+        """Return a function that makes a call, given a request or an iterator of them."""
+        method = self.methods[service, name]
+        ways = {
+            (False, False): self.channel.unary_unary,
+            (False, True): self.channel.unary_stream,
+            (True, True): self.channel.stream_stream,
+        }
+        make = ways[method.is_client_streaming, method.is_server_streaming]
+        return partial(
+            make(
+                f"/{service}/{name}",
+                request_serializer=lambda message: message.SerializeToString(),
+                response_deserializer=method.response.FromString,
+            ),
+            timeout=60,
+            **options,
+        )
+
+    async def ask(
+        self,
+        name: str,
+        service: str = INFERENCE_SERVICE,
+        /,
+        *,
+        options: Mapping = {},
+        **fields: Any,
+    ) -> Any:
+        """Make a call of a method with one answer."""
+        request = self.methods[service, name].request(**fields)
+        return await self.call(name, service, **options)(request)
+
+
+class Served:
+    """A server that is up, and what it was asked."""
+
+    def __init__(self, server: GrpcServer, predict: Predict, ready: dict[str, bool]) -> None:
+        self.server = server
+        self.predict = predict
+        self.ready = ready
+        self.done: list[tuple[str, int]] = []
+        """The model and status of each call of `ModelInfer`."""
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    *models: FakeModel, soon_s: float = SOON_S, **changes: object
+) -> AsyncIterator[tuple[Served, Channel]]:
+    """Serve models until the end of the block, with some settings changed."""
+    given = {"models": {}, "default_model": "", "grpc_port": 0, **changes}
+    settings = Settings.model_validate(given)
+    guard = make_guard(settings)
+    predict = Predict(
+        {model.name: model for model in models}, limits=make_limits(settings), guard=guard
+    )
+    ready = {"": True} | {model.name: True for model in models}
+    reader = MessageReader(predict, soon_s)
+    servicers = [
+        InferenceService(ready.get, predict, reader),
+        HealthService(ready.get, predict.models, reader),
+        Reflection(),
+    ]
+    served = Served(GrpcServer(settings, guard, servicers), predict, ready)
+    predict.on_done = lambda model, status, _: served.done.append((model, status))
+    served.server.start()
+    try:
+        async with aio.insecure_channel(served.server.address) as channel:
+            yield served, Channel(channel)
+    finally:
+        await served.server.stop()
+
+
+async def refused(call: Any) -> tuple[grpc.StatusCode, str]:
+    """Return the status and the text that a call is refused with."""
+    try:
+        await call
+    except aio.AioRpcError as error:
+        return error.code(), error.details() or ""
+    raise AssertionError("it was answered")
