@@ -68,6 +68,20 @@ ROWS = (
     RefusedCall("POST /", JSON, 405),
     RefusedCall("POST /docs/assets/favicon.png", JSON, 405),
     RefusedCall("POST /nothing", JSON, 404),
+    RefusedCall("POST /v1/models/echo:predict", JSON, 401),
+    RefusedCall("POST /v1/models/nobody:predict", JSON + WITH_KEY, 404),
+    RefusedCall("POST /v1/models/echo:predict", JSON + WITH_METRICS, 403),
+    RefusedCall("POST /v1/models/echo:predict", JSON + WITH_KEY, 413, TOO_LARGE),
+    RefusedCall("PUT /v1/models/echo:predict", JSON + WITH_KEY, 405),
+    RefusedCall("POST /v1/models", JSON + WITH_KEY, 405),
+    RefusedCall("POST /v1/models/echo", JSON + WITH_KEY, 405),
+    RefusedCall("POST /v1/models", JSON, 401),
+    RefusedCall("POST /v1/nothing", JSON + WITH_KEY, 404),
+    RefusedCall("POST /v2/models/echo/infer", JSON, 401),
+    RefusedCall("POST /v2/models/nobody/infer", JSON + WITH_KEY, 404),
+    RefusedCall("POST /v2/models/echo/infer", JSON + WITH_METRICS, 403),
+    RefusedCall("POST /v2/models/echo/infer", JSON + WITH_KEY, 413, TOO_LARGE),
+    RefusedCall("GET /v2/models/echo/infer", JSON + WITH_KEY, 405),
 )
 FULL = RefusedCall("POST /jobs", JSON + WITH_KEY, 429)
 """RefusedCall while all uploads are taken."""
@@ -96,7 +110,9 @@ def answer_to(service: Running, data: bytes, tls: ssl.SSLContext | None = None) 
                 body = file.read(int(headers[b"content-length"]))
         except OSError as error:
             return f"{type(error).__name__}: {error}"
-    assert json.loads(body)["status"] == status
+    found = json.loads(body)
+    assert found.get("status", status) == status
+    assert isinstance(found["error"], str)
     return status
 
 
