@@ -1,38 +1,162 @@
 """`POST /v2/models/{model}/infer`: how such a call is read and answered. Runs in the event loop."""
 
+import asyncio
 from collections.abc import Sequence
+
+import msgspec
 
 from inferpool.service.api.codecs.answers import Outcome
 from inferpool.service.api.codecs.body import Decoded
-from inferpool.service.api.errors import Answer, problem
+from inferpool.service.api.errors import Answer, kind_of, problem
 from inferpool.service.api.exchange import Call, Exchange, ModelEntry
 from inferpool.service.errors import BadRequestError, ServiceError
+from inferpool.service.parts.open_inference.answers import encode_answer
+from inferpool.service.parts.open_inference.requests import (
+    RAW_REQUEST,
+    header_length,
+    read_raw,
+    read_request,
+)
+from inferpool.service.parts.open_inference.tensors import decode_request, outputs_of
+from inferpool.service.parts.open_inference.values import InferRequest
 from inferpool.service.queue.instance import Buffer
 
 _START, _END = "/v2/models/", "/infer"
+_SHOWN_AS_400 = (406, 422)
+"""Statuses that the protocol has no use for: it knows 400 alone for what a client sent."""
 
 
 class InferProtocol:
-    """Calls of the Open Inference Protocol over HTTP. Has no state."""
+    """Calls of the Open Inference Protocol over HTTP.
+
+    One object is shared by all calls whose body has not been read, or has no JSON; each other call
+    gets one of its own, which knows the request.
+    """
+
+    def __init__(self, request: InferRequest = RAW_REQUEST, *, is_inflated: bool = False) -> None:
+        """Know what the call asks for. `is_inflated`: its body has lost its encoding."""
+        self._request = request
+        self._is_inflated = is_inflated
 
     def name_in(self, call: Call) -> str:
-        """Return the key in `Predict.models` that a call asks for."""
-        return call.path.removeprefix(_START).removesuffix(_END)
+        """Return the key in `Predict.models` that a call asks for: a name, maybe with a version."""
+        name = call.path.removeprefix(_START).removesuffix(_END)
+        return "" if name.startswith("/") else name
 
     def decode(
         self, exchange: Exchange, entry: ModelEntry, chunks: Sequence[Buffer]
     ) -> Decoded | None:
-        """Read a whole body.
+        """Read a whole body. None: it is inflated in a thread, and then comes again.
 
         Raises:
-            BadRequestError: Always.
+            ServiceError: It cannot be read, or does not fit the model.
         """
-        raise BadRequestError("the body cannot be read")
+        call, limits = exchange.call, exchange.predict.limits
+        is_encoded = b"content-encoding" in call.headers
+        if is_encoded and not self._is_inflated:
+            inflated = _inflate(exchange, chunks)
+            if inflated is None:
+                return None
+            chunks = [inflated]
+        if header_length(call.headers) == 0:
+            request = RAW_REQUEST._replace(inputs=[read_raw(chunks, entry)])
+        else:
+            request = read_request(chunks, call.headers, limits)
+        decoded = decode_request(request, entry, call, limits)
+        if request.parameters is RAW_REQUEST.parameters:
+            return _as_whole(decoded, entry, call, is_encoded=is_encoded)
+        call.protocol = InferProtocol(request._replace(inputs=()))
+        return decoded
 
     def reply(self, call: Call, outcomes: Sequence[Outcome]) -> Answer:
-        """Render the outcomes of all instances of a call."""
-        return 200, [], b""
+        """Render the outcomes of all instances of a call.
+
+        Raises:
+            ServiceError: One of them failed, or the answer has no form that was asked for.
+        """
+        assert call.entry is not None
+        outputs = outputs_of(self._request, call.entry, outcomes)
+        headers, body = encode_answer(self._request, call.entry, outputs)
+        accept = call.headers.get(b"accept-encoding")
+        if accept is not None:
+            from inferpool.service.parts.open_inference.encodings import deflated
+
+            headers, body = deflated(headers, body, accept)
+        return 200, [*headers, (b"content-length", b"%d" % len(body))], body
 
     def problem(self, error: ServiceError, call: Call) -> Answer:
-        """Render an error."""
-        return problem(error, call.request_id, call.path)
+        """Render an error: a problem document, which has a string `error`, as all clients need."""
+        shown = error
+        if kind_of(error).status in _SHOWN_AS_400:
+            shown = BadRequestError(error.message)
+            shown.code = error.code
+        status, headers, body = problem(shown, call.request_id, call.path)
+        allowed = [
+            (name, b"gzip, deflate" if name == b"accept-encoding" else value)
+            for name, value in headers
+        ]
+        return status, allowed, body
+
+
+class _BrokenBody(InferProtocol):
+    """A call whose body could not be inflated."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self._error = error
+
+    def decode(
+        self, exchange: Exchange, entry: ModelEntry, chunks: Sequence[Buffer]
+    ) -> Decoded | None:
+        raise self._error
+
+
+def _as_whole(decoded: Decoded, entry: ModelEntry, call: Call, *, is_encoded: bool) -> Decoded:
+    """Return a body without JSON so that another body like it need not be read."""
+    (payload,) = decoded.payloads
+    is_checked = any(header.dtype == "bool" for header in payload.headers)
+    is_known = payload.kind == "tensors" or bool(entry.interface.accepts)
+    is_whole = is_known and not (is_encoded or is_checked)
+    if is_whole and call.earlier is not None:
+        call.earlier.ref.wants_tensors = call.ref.wants_tensors
+    return msgspec.structs.replace(decoded, is_whole=is_whole)
+
+
+def _inflate(exchange: Exchange, chunks: Sequence[Buffer]) -> bytes | None:
+    """Inflate a small body. None: a thread does it, and submits the call again.
+
+    Raises:
+        ServiceError: It cannot be inflated, or there is no room for it.
+    """
+    from inferpool.service.parts.open_inference.encodings import (
+        SMALL_BYTES,
+        Inflation,
+        encoding_of,
+        inflaters,
+    )
+
+    call, limits = exchange.call, exchange.predict.limits
+    encoding = encoding_of(call.headers)
+    if not encoding:
+        return b"".join(chunks)
+    inflation = Inflation(encoding, chunks, limits.max_body_bytes)
+    if exchange.num_bytes <= SMALL_BYTES and (body := inflation.run(SMALL_BYTES)) is not None:
+        return body
+    exchange.count()  # so that bodies that wait for a thread are bounded in sum
+    if exchange.response_complete:
+        return None
+    loop = asyncio.get_running_loop()
+
+    def resume(done: "asyncio.Future[bytes | None]") -> None:
+        error = None if done.cancelled() else done.exception()
+        if exchange.response_complete or done.cancelled():
+            return
+        if error is None:
+            call.protocol = InferProtocol(is_inflated=True)
+            exchange.submit([done.result() or b""])
+        else:
+            call.protocol = _BrokenBody(error)
+            exchange.submit([b""])
+
+    loop.run_in_executor(inflaters(), inflation.run).add_done_callback(resume)
+    return None

@@ -68,11 +68,14 @@ def payloads_of(given: InferInput, interface: Interface, limits: Limits) -> list
     return payloads
 
 
-def read_elements(chunks: Sequence[Buffer], place: str) -> list[Buffer]:
+def read_elements(chunks: Sequence[Buffer], place: str, most: int) -> list[Buffer]:
     """Cut the elements of a BYTES tensor: each comes after its length, as a little-endian uint32.
+
+    There may be `most` of them.
 
     Raises:
         InvalidInputError: They are cut off.
+        TooLargeError: There are too many.
     """
     data = memoryview(chunks[0] if len(chunks) == 1 else b"".join(chunks))
     elements: list[Buffer] = []
@@ -85,6 +88,8 @@ def read_elements(chunks: Sequence[Buffer], place: str) -> list[Buffer]:
                 f"{place}: element {len(elements)} is cut off; each is its length in 4 bytes, "
                 "little-endian, and then itself"
             )
+        if len(elements) == most:
+            raise TooLargeError(f"{place}: more than {most} elements, the limit for one request")
         elements.append(data[start:position])
     return elements
 

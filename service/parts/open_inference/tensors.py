@@ -131,7 +131,7 @@ def outputs_of(
         if count:
             from inferpool.service.parts.open_inference.classification import classified
 
-            output = classified(output, count, getattr(entry.interface, "labels", ()))
+            output = classified(output, count, entry.interface.labels)
         chosen[each.name] = output
     return list(chosen.values())
 

@@ -1,0 +1,137 @@
+"""gzip and deflate for bodies and answers. Imported with the first body that has one.
+
+Bodies are inflated in steps, up to the limit for bodies: in the event loop while they are small,
+else in a few threads. Deflate may have the frame of zlib (RFC 1950), as RFC 9110 says, or none.
+"""
+
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+
+from inferpool.service.api.codecs.answers import qualities_in
+from inferpool.service.errors import (
+    BadRequestError,
+    TooLargeError,
+    UnsupportedTypeError,
+)
+from inferpool.service.queue.instance import Buffer
+
+ENCODINGS = (b"gzip", b"deflate")
+SMALL_BYTES = 1 << 20
+"""Bodies and answers up to this size are inflated and deflated in the event loop: some 5 ms."""
+_NUM_THREADS = 2
+"""Bodies that are inflated at once: each may take the memory of the largest body."""
+_STEP_BYTES = 1 << 18
+_MAX_MEMBERS = 64
+"""Most parts of a body of gzip; programs that compress in blocks make a few."""
+_LEVEL = 1
+_GZIP, _ZLIB, _BARE = 31, 15, -15
+"""Kinds of frames, as zlib's `wbits`."""
+
+
+class Inflation:
+    """A body that is inflated step by step. One thread at a time."""
+
+    def __init__(self, encoding: bytes, chunks: Iterable[Buffer], most_bytes: int) -> None:
+        """Inflate nothing yet; `encoding` is one of `ENCODINGS`."""
+        self._is_gzip = encoding == b"gzip"
+        self._most_bytes = most_bytes
+        self._left = b"".join(chunks)
+        self._num_members = 0
+        self._num_bytes = 0
+        self._pieces: list[bytes] = []
+        self._begin()
+
+    def run(self, until_bytes: int | None = None) -> bytes | None:
+        """Inflate up to a size, or all; return the body if it is whole, else None.
+
+        Raises:
+            BadRequestError: It is damaged, or cut off.
+            TooLargeError: It is over the limit.
+        """
+        while not self._is_whole():
+            if until_bytes is not None and self._num_bytes >= until_bytes:
+                return None
+            try:
+                piece = self._inflater.decompress(self._left, _STEP_BYTES)
+            except zlib.error as error:
+                raise BadRequestError(f"the body: damaged {self._name} ({error})") from None
+            self._left = self._inflater.unconsumed_tail
+            self._num_bytes += len(piece)
+            if self._num_bytes > self._most_bytes:
+                raise TooLargeError(
+                    f"the body is larger than the limit of {self._most_bytes} bytes, once it is "
+                    "inflated"
+                )
+            if piece:
+                self._pieces.append(piece)
+            elif not self._left and not self._inflater.eof:
+                raise BadRequestError(f"the body: the {self._name} is cut off")
+        return b"".join(self._pieces)
+
+    @property
+    def _name(self) -> str:
+        return "gzip" if self._is_gzip else "deflate"
+
+    def _begin(self) -> None:
+        """Begin a member of gzip, or the only one of deflate."""
+        self._num_members += 1
+        if self._is_gzip:
+            wbits = _GZIP
+        else:
+            start = self._left[:2]
+            has_frame = start[:1] and start[0] & 15 == 8 and int.from_bytes(start, "big") % 31 == 0
+            wbits = _ZLIB if has_frame else _BARE
+        self._inflater = zlib.decompressobj(wbits)
+
+    def _is_whole(self) -> bool:
+        if not self._inflater.eof:
+            return False
+        rest = self._inflater.unused_data
+        if not rest:
+            return True
+        if not self._is_gzip or self._num_members == _MAX_MEMBERS:
+            raise BadRequestError(f"the body: {len(rest)} bytes follow the {self._name}")
+        self._left = rest
+        self._begin()
+        return False
+
+
+@cache
+def inflaters() -> ThreadPoolExecutor:
+    """Return the threads that inflate large bodies of this process; made with the first."""
+    return ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="inflate")
+
+
+def encoding_of(headers: Mapping[bytes, bytes]) -> bytes:
+    """Return the encoding of a body, one of `ENCODINGS`, or nothing.
+
+    Raises:
+        UnsupportedTypeError: It is another one.
+    """
+    given = headers.get(b"content-encoding", b"").strip().lower()
+    if given in (b"", b"identity"):
+        return b""
+    given = given.removeprefix(b"x-")
+    if given in ENCODINGS:
+        return given
+    error = UnsupportedTypeError(
+        f"Content-Encoding: {given[:40].decode('latin-1')} is not supported; use gzip, deflate, or "
+        "none"
+    )
+    error.is_encoding = True
+    raise error
+
+
+def deflated(
+    headers: Sequence[tuple[bytes, bytes]], body: bytes, accept: bytes
+) -> tuple[list[tuple[bytes, bytes]], bytes]:
+    """Return an answer with an encoding that `Accept-Encoding` names; large ones as they are."""
+    qualities = qualities_in(accept)
+    best = max(ENCODINGS, key=lambda each: qualities.get(each, 0.0))
+    if not qualities.get(best) or not 0 < len(body) <= SMALL_BYTES:
+        return list(headers), body
+    deflater = zlib.compressobj(_LEVEL, wbits=_GZIP if best == b"gzip" else _ZLIB)
+    packed = deflater.compress(body) + deflater.flush()
+    return [*headers, (b"content-encoding", best)], packed
