@@ -52,7 +52,7 @@ PROTOCOLS = {
 }
 
 
-@pytest.fixture(params=["v1"])
+@pytest.fixture(params=PROTOCOLS)
 def protocol(request: pytest.FixtureRequest) -> Protocol:
     return PROTOCOLS[request.param]
 
