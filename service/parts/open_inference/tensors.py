@@ -115,14 +115,16 @@ def outputs_of(
     values = []
     for index, outcome in enumerate(outcomes):
         if isinstance(outcome, ServiceError):
-            if len(outcomes) > 1:
+            if len(outcomes) > 1 and not outcome.message.startswith("instances["):
                 outcome.message = f"instance {index} of the batch: {outcome.message}"
             raise outcome
         values.append(outcome.value)
     rows = [value for value in values if isinstance(value, list)]
     found = _columns(rows) if len(rows) == len(values) else {BYTES_OUTPUT: _texts_of(values)}
     if not request.outputs:
-        return list(found.values())
+        declared = [each.name for each in entry.outputs if each.name in found]
+        names = dict.fromkeys([*declared, *found]) if len(found) > 1 else found
+        return [found[name] for name in names]
     chosen = {}
     for each in request.outputs:
         if each.name not in found:
