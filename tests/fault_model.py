@@ -226,6 +226,29 @@ class ForkingModel(FaultModel):
         self._children.write_text(" ".join(map(str, pids)))
 
 
+class TensorFaultModel(FaultModel):
+    """A `FaultModel` that declares its inputs: `n`, and `do`, the place of its act in `ACTS`."""
+
+    inputs = (
+        TensorSpec(name="n", dtype="int64", shape=(-1,)),
+        TensorSpec(name="do", dtype="int64", shape=(-1,)),
+    )
+
+    def preprocess(self, item: Item) -> Features:
+        features = Model.preprocess(self, item)
+        time.sleep(self._prepare_s)
+        act = ACTS[int(features["do"])]
+        if act.endswith("early"):
+            self._act(act.removesuffix(" early"))
+        return features
+
+    def forward(self, batch: Features) -> Features:
+        return super().forward({"x": torch.stack([batch["n"], batch["do"]], dim=1)})
+
+    def warmup(self) -> Sequence[Item]:
+        return [Item(kind="json", payload=memoryview(b'{"n": 0, "do": 0}'))]
+
+
 class GatedModel(FaultModel):
     """A `FaultModel` that loads at once, though its gate is there."""
 

@@ -1,0 +1,227 @@
+"""Clients of a `TensorFaultModel`, one for each protocol that a service speaks."""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+
+import grpc
+import grpc.aio
+import httpx
+
+from tests.e2e.running import Running
+from tests.fault_model import ACTS
+from tests.grpc_messages import SERVICE, SentTensor, infer_request, outputs_in
+
+_PATIENCE_S = 60.0
+_STATUSES: Mapping[grpc.StatusCode, int] = {
+    grpc.StatusCode.INVALID_ARGUMENT: 400,
+    grpc.StatusCode.NOT_FOUND: 404,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: 429,
+    grpc.StatusCode.CANCELLED: 499,
+    grpc.StatusCode.INTERNAL: 500,
+    grpc.StatusCode.UNAVAILABLE: 503,
+    grpc.StatusCode.DEADLINE_EXCEEDED: 504,
+}
+"""The status over HTTP that a code of gRPC stands for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProtocolAnswer:
+    """An answer in the words of HTTP."""
+
+    status: int
+    twice: int | None = None
+    error: str = ""
+
+
+class FaultClient(ABC):
+    """A client of one protocol; it has one call on each connection, or many on the only one."""
+
+    @abstractmethod
+    async def ask(
+        self, n: int, do: str = "ok", *, model: str = "m", timeout_ms: int | None = None
+    ) -> ProtocolAnswer:
+        """Send one instance.
+
+        Raises:
+            httpx.TransportError: There is no answer.
+        """
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Close all connections."""
+
+
+class _HttpClient(FaultClient):
+    def __init__(self, service: Running) -> None:
+        # To read certificates for each client would hold all up for half a second and more.
+        self.http = httpx.AsyncClient(base_url=service.url, timeout=_PATIENCE_S, verify=False)
+
+    async def close(self) -> None:
+        await self.http.aclose()
+
+
+class _PredictClient(_HttpClient):
+    async def ask(
+        self, n: int, do: str = "ok", *, model: str = "m", timeout_ms: int | None = None
+    ) -> ProtocolAnswer:
+        body = {"instances": [{"n": n, "do": ACTS.index(do)}]}
+        headers = {} if timeout_ms is None else {"x-timeout-ms": f"{timeout_ms}"}
+        answer = await self.http.post(self._path(model), json=body, headers=headers)
+        value = answer.json()
+        if answer.status_code != 200:
+            return ProtocolAnswer(status=answer.status_code, error=self._error(value))
+        (prediction,) = value["predictions"]
+        return ProtocolAnswer(status=200, twice=prediction["twice"])
+
+    def _path(self, model: str) -> str:
+        return f"/predict/{model}"
+
+    def _error(self, value: Mapping[str, str]) -> str:
+        return value["detail"]
+
+
+class _V1Client(_PredictClient):
+    def _path(self, model: str) -> str:
+        return f"/v1/models/{model}:predict"
+
+    def _error(self, value: Mapping[str, str]) -> str:
+        return value["error"]
+
+
+class _V2Client(_HttpClient):
+    """Sends even numbers as JSON, and odd ones as binary tensors."""
+
+    async def ask(
+        self, n: int, do: str = "ok", *, model: str = "m", timeout_ms: int | None = None
+    ) -> ProtocolAnswer:
+        values = {"n": n, "do": ACTS.index(do)}
+        is_binary = bool(n % 2)
+        inputs = [
+            {"name": name, "datatype": "INT64", "shape": [1]}
+            | ({"parameters": {"binary_data_size": 8}} if is_binary else {"data": [value]})
+            for name, value in values.items()
+        ]
+        parameters = {"binary_data_output": is_binary}
+        if timeout_ms is not None:
+            parameters["timeout"] = timeout_ms * 1000
+        head = json.dumps({"id": f"{n}", "inputs": inputs, "parameters": parameters}).encode()
+        headers = {"inference-header-content-length": f"{len(head)}"} if is_binary else {}
+        tail = struct.pack("<2q", *values.values()) if is_binary else b""
+        path = f"/v2/models/{model}/infer"
+        answer = await self.http.post(path, content=head + tail, headers=headers)
+        if answer.status_code != 200:
+            error = answer.json()["error"]
+            assert isinstance(error, str)
+            return ProtocolAnswer(status=answer.status_code, error=error)
+        length = int(answer.headers.get("inference-header-content-length", len(answer.content)))
+        value = json.loads(answer.content[:length])
+        assert (value["id"], value["model_name"]) == (f"{n}", model)
+        twice = next(each for each in value["outputs"] if each["name"] == "twice")
+        assert twice["shape"] == [1]
+        if is_binary:
+            (found,) = struct.unpack_from("<q", answer.content, length)
+        else:
+            (found,) = twice["data"]
+        return ProtocolAnswer(status=200, twice=found)
+
+
+class _GrpcClient(FaultClient):
+    """Has one channel. Odd deadlines are sent as gRPC's own, even ones as a parameter."""
+
+    def __init__(self, service: Running, port: int) -> None:
+        self._channel = grpc.aio.insecure_channel(f"{service.address[0]}:{port}")
+        self._infer = self._channel.unary_unary(f"{SERVICE}/ModelInfer")
+
+    async def ask(
+        self, n: int, do: str = "ok", *, model: str = "m", timeout_ms: int | None = None
+    ) -> ProtocolAnswer:
+        values = {"n": n, "do": ACTS.index(do)}
+        tensors = {k: SentTensor("INT64", [1], struct.pack("<q", v)) for k, v in values.items()}
+        is_own = timeout_ms is not None and timeout_ms % 2 == 1
+        parameters = {} if is_own or timeout_ms is None else {"timeout": timeout_ms * 1000}
+        request = infer_request(model, tensors, parameters, request_id=f"{n}")
+        timeout_s = timeout_ms / 1000 if is_own and timeout_ms is not None else _PATIENCE_S
+        try:
+            answer = await self._infer(request, timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            return ProtocolAnswer(status=_STATUSES[error.code()], error=error.details() or "")
+        (found,) = struct.unpack("<q", outputs_in(answer)["twice"].data)
+        return ProtocolAnswer(status=200, twice=found)
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+
+PROTOCOLS = ("predict", "v2", "v1")
+
+
+@contextlib.asynccontextmanager
+async def client_of(protocol: str, service: Running, grpc_port: int) -> AsyncIterator[FaultClient]:
+    """Open a client of a protocol for the block."""
+    client: FaultClient
+    if protocol == "grpc":
+        client = _GrpcClient(service, grpc_port)
+    else:
+        kinds = {"predict": _PredictClient, "v2": _V2Client, "v1": _V1Client}
+        client = kinds[protocol](service)
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+@dataclass(slots=True)
+class ProtocolTally:
+    """Counts of what became of the numbers that clients of one protocol have asked."""
+
+    right: int = 0
+    wrong: list[tuple[int, ProtocolAnswer]] = field(default_factory=list)
+    lost: int = 0
+    """Numbers without an answer."""
+
+
+@contextlib.asynccontextmanager
+async def asking_by_all(
+    service: Running, grpc_port: int, num_clients: int = 2
+) -> AsyncIterator[Mapping[str, ProtocolTally]]:
+    """Have clients of every protocol ask during the block, each the next when it has an answer."""
+    tallies = {protocol: ProtocolTally() for protocol in PROTOCOLS}
+    numbers = itertools.count(1)
+    is_over = asyncio.Event()
+
+    async def be(protocol: str) -> None:
+        tally = tallies[protocol]
+        async with client_of(protocol, service, grpc_port) as client:
+            while not is_over.is_set():
+                n = next(numbers)
+                try:
+                    answer = await client.ask(n)
+                except httpx.TransportError:
+                    tally.lost += 1
+                    continue
+                if answer == ProtocolAnswer(status=200, twice=2 * n):
+                    tally.right += 1
+                else:
+                    tally.wrong.append((n, answer))
+
+    async with asyncio.TaskGroup() as group:
+        for protocol in PROTOCOLS * num_clients:
+            group.create_task(be(protocol))
+        try:
+            yield tallies
+        finally:
+            is_over.set()
+
+
+async def until_each_has(tallies: Mapping[str, ProtocolTally], num_more: int) -> None:
+    """Wait until clients of each protocol have had more right answers."""
+    least = {protocol: tally.right + num_more for protocol, tally in tallies.items()}
+    async with asyncio.timeout(_PATIENCE_S):
+        while any(tallies[protocol].right < num for protocol, num in least.items()):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)

@@ -1,0 +1,311 @@
+"""Faults and limits under calls of each protocol: the same promises as for `/predict`."""
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.protocols import (
+    PROTOCOLS,
+    FaultClient,
+    ProtocolAnswer,
+    asking_by_all,
+    client_of,
+    until_each_has,
+)
+from tests.e2e.running import Running, running, until
+from tests.e2e.swapping import ADMIN, KEYS
+from tests.ports import free_port
+
+BY_EACH = pytest.mark.parametrize("protocol", PROTOCOLS)
+SOURCE = "tests.fault_model:TensorFaultModel"
+MAX_QUEUE = 12
+FRONTS = pytest.mark.parametrize("fronts", ["1", "2"])
+
+
+@dataclass(frozen=True, slots=True)
+class Struck:
+    """A service, the port of its gRPC, and the folder of its models' files."""
+
+    service: Running
+    grpc_port: int
+    folder: Path
+
+    def by(self, protocol: str, act: Callable[[FaultClient], Awaitable[None]]) -> None:
+        """Run an act with a client of a protocol."""
+
+        async def go() -> None:
+            async with client_of(protocol, self.service, self.grpc_port) as client:
+                await act(client)
+
+        asyncio.run(go())
+
+    def count(self, outcome: str) -> int:
+        return int(self.service.metric(f'instances_total{{model="gated",outcome="{outcome}"}}'))
+
+    def has_computed(self, n: int) -> bool:
+        return f"{n}" in (self.folder / "calls").read_text().split()
+
+    async def until_computing(self, n: int) -> None:
+        await asyncio.to_thread(until, lambda: self.has_computed(n))
+
+    def is_empty(self) -> bool:
+        """Return whether nothing is left of any call."""
+        in_flight = 'instances_in_flight{model="%s"}'
+        names = ("m", "gated", "poisoned")
+        return self.service.metric("arena_used_bytes") == 0 and not any(
+            self.service.metric(in_flight % name) for name in names
+        )
+
+
+@contextlib.contextmanager
+def struck(folder: Path, *arguments: str, **models: dict[str, object]) -> Iterator[Struck]:
+    """Start a service of several `TensorFaultModel`s."""
+    (folder / "calls").touch()
+    port = free_port()
+    files = {name: str(folder / name) for name in ("calls", "gate")}
+    settings = {
+        "arena_bytes": 1 << 26,
+        "max_queue_length": MAX_QUEUE,
+        "grpc_port": port,
+        "drain_timeout_s": 60.0,
+        "models": {
+            name: {"source": SOURCE, "replicas": 1, **model}
+            for name, model in {
+                "m": {"options": {"once": str(folder / "once")}, "batch_timeout_s": 1.0},
+                "gated": {"options": files, "max_batch_size": 1},
+                **models,
+            }.items()
+        },
+    }
+    with running(*arguments, settings=settings, env=KEYS) as service:
+        yield Struck(service, port, folder)
+
+
+@pytest.fixture(scope="module")
+def struck_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Struck]:
+    with struck(tmp_path_factory.mktemp("struck"), poisoned={}) as found:
+        yield found
+
+
+@pytest.fixture
+def target(struck_service: Struck) -> Iterator[Struck]:
+    """The shared service, whole; nothing may be left of the calls of a test."""
+    struck_service.service.wait_until_full()
+    (struck_service.folder / "once").unlink(missing_ok=True)
+    yield struck_service
+    until(struck_service.is_empty)
+
+
+def right(n: int) -> ProtocolAnswer:
+    return ProtocolAnswer(status=200, twice=2 * n)
+
+
+def number(protocol: str, place: int) -> int:
+    """Return a number that no other test sends, an odd one."""
+    return 100_000 * (1 + PROTOCOLS.index(protocol)) + 1_000 * place + 1
+
+
+def test_killed_workers_cost_no_call_of_any_protocol(target: Struck):
+    async def go() -> None:
+        async with asking_by_all(target.service, target.grpc_port) as tallies:
+            for _ in range(2):
+                await until_each_has(tallies, 5)
+                for pid in await asyncio.to_thread(target.service.worker_pids):
+                    os.kill(pid, signal.SIGKILL)
+                await asyncio.to_thread(target.service.wait_until_full)
+            await until_each_has(tallies, 5)
+        for protocol, tally in tallies.items():
+            assert (protocol, tally.wrong, tally.lost) == (protocol, [], 0)
+
+    asyncio.run(go())
+
+
+@BY_EACH
+def test_the_call_of_a_hung_worker_is_answered_by_the_next(target: Struck, protocol: str):
+    n = number(protocol, 0)
+    hangs = 'worker_restarts_total{model="m",reason="hang"}'
+    before = target.service.metric(hangs)
+
+    async def go(client: FaultClient) -> None:
+        assert await client.ask(n, "hang") == right(n)
+
+    target.by(protocol, go)
+    assert target.service.metric(hangs) == before + 1
+
+
+@BY_EACH
+def test_a_client_that_hangs_up_gives_its_instances_up(target: Struck, protocol: str):
+    n = number(protocol, 1)
+    cancelled, accepted = target.count("cancelled"), target.count("accepted")
+    gate = target.folder / "gate"
+
+    async def go(client: FaultClient) -> None:
+        gate.touch()
+        asked = [asyncio.ensure_future(client.ask(n, "wait", model="gated"))]
+        await target.until_computing(n)
+        asked.append(asyncio.ensure_future(client.ask(n + 1, model="gated")))
+        await asyncio.to_thread(until, lambda: target.count("accepted") == accepted + 2)
+        for each in asked:
+            each.cancel()
+        await asyncio.wait(asked)
+        await asyncio.to_thread(until, lambda: target.count("cancelled") == cancelled + 2)
+        gate.unlink()
+        assert await client.ask(n + 2, model="gated") == right(n + 2)
+
+    target.by(protocol, go)
+
+
+@BY_EACH
+def test_a_full_queue_refuses_and_answers_what_it_took(target: Struck, protocol: str):
+    n, gate = number(protocol, 2), target.folder / "gate"
+
+    async def go(client: FaultClient) -> None:
+        gate.touch()
+        held = asyncio.ensure_future(client.ask(n, "wait", model="gated"))
+        await target.until_computing(n)
+        more = range(n + 1, n + 1 + 2 * MAX_QUEUE)
+        asked = {each: asyncio.ensure_future(client.ask(each, model="gated")) for each in more}
+        async with asyncio.timeout(60):
+            while not all(each.done() for each in asked.values()):
+                refused = [each for each in asked.values() if each.done()]
+                if len(refused) >= MAX_QUEUE - 4:  # the worker has a few ahead of the queue
+                    gate.unlink(missing_ok=True)
+                await asyncio.sleep(0.02)
+        assert await held == right(n)
+        answers = {each: await answer for each, answer in asked.items()}
+        assert {answer.status for answer in answers.values()} == {200, 429}
+        for each, answer in answers.items():
+            assert answer == right(each) if answer.status == 200 else answer.error
+
+    target.by(protocol, go)
+
+
+@BY_EACH
+@pytest.mark.parametrize("timeout_ms", [150, 151])
+def test_a_deadline_that_passes_is_said_and_its_instance_not_computed(
+    target: Struck, protocol: str, timeout_ms: int
+):
+    n, gate = number(protocol, 3) + 10 * timeout_ms, target.folder / "gate"
+    expired = target.count("expired")
+
+    async def go(client: FaultClient) -> None:
+        gate.touch()
+        held = asyncio.ensure_future(client.ask(n, "wait", model="gated"))
+        await target.until_computing(n)
+        late = await client.ask(n + 1, model="gated", timeout_ms=timeout_ms)
+        assert late.status == 504
+        assert late.error
+        gate.unlink()
+        assert await held == right(n)
+        assert await client.ask(n + 2, model="gated") == right(n + 2)
+
+    target.by(protocol, go)
+    assert not target.has_computed(n + 1)
+    until(lambda: target.count("expired") + target.count("cancelled") > expired)
+
+
+@BY_EACH
+def test_an_error_of_the_model_is_an_error_of_its_call_alone(target: Struck, protocol: str):
+    n = number(protocol, 4)
+
+    async def go(client: FaultClient) -> None:
+        failed, fine = await asyncio.gather(client.ask(n, "raise"), client.ask(n + 1))
+        assert failed.status == 500
+        assert failed.error
+        assert fine == right(n + 1)
+
+    target.by(protocol, go)
+
+
+@BY_EACH
+def test_an_input_that_kills_its_workers_is_quarantined(target: Struck, protocol: str):
+    n = number(protocol, 5)
+
+    async def go(client: FaultClient) -> None:
+        deadly = await client.ask(n, "kill", model="poisoned")
+        assert deadly.status == 500
+        await asyncio.to_thread(target.service.wait_until_full)
+        again = await client.ask(n, "kill", model="poisoned")
+        assert again.status in (400, 422)
+        assert "worker" in again.error
+        assert await client.ask(n + 1, model="poisoned") == right(n + 1)
+
+    target.by(protocol, go)
+
+
+def test_a_swap_under_calls_of_all_protocols_costs_none(target: Struck):
+    body = {"policy": "force", "rollback_s": 0, "options": {"once": str(target.folder / "once")}}
+
+    async def go() -> None:
+        async with asking_by_all(target.service, target.grpc_port) as tallies:
+            await until_each_has(tallies, 5)
+            swapped = await asyncio.to_thread(
+                target.service.post,
+                "/admin/models/m/versions",
+                json=body,
+                headers={"x-api-key": ADMIN},
+            )
+            assert swapped.status_code == 200, swapped.text
+            await until_each_has(tallies, 5)
+        for protocol, tally in tallies.items():
+            assert (protocol, tally.wrong, tally.lost) == (protocol, [], 0)
+
+    asyncio.run(go())
+
+
+@FRONTS
+def test_a_service_that_ends_answers_what_it_took_by_each_protocol(fronts: str, tmp_path: Path):
+    gate = tmp_path / "gate"
+
+    async def go(ending: Struck) -> None:
+        service = ending.service
+        async with contextlib.AsyncExitStack() as stack:
+            clients = [
+                await stack.enter_async_context(client_of(each, service, ending.grpc_port))
+                for each in PROTOCOLS
+            ]
+            gate.touch()
+            asked = {
+                n: asyncio.ensure_future(client.ask(n, "wait", model="gated"))
+                for n, client in enumerate(clients, 1)
+            }
+            await asyncio.to_thread(until, lambda: ending.count("accepted") == len(clients))
+            service.signal(signal.SIGTERM)
+            await asyncio.to_thread(service.wait_for_log, "stopping")
+            gate.unlink()
+            for n, answer in asked.items():
+                assert await answer == right(n)
+        assert await asyncio.to_thread(service.wait) == 0
+
+    with struck(tmp_path, "--front-ends", fronts) as ending:
+        asyncio.run(go(ending))
+
+
+def test_a_killed_front_end_loses_its_own_calls_alone(tmp_path: Path):
+    def front_pids(service: Running) -> list[int]:
+        fronts = service.get("/health").json()["fronts"]
+        return [front["pid"] for front in fronts if front["pid"] != service.process.pid]
+
+    async def go(two: Struck) -> None:
+        async with asking_by_all(two.service, two.grpc_port, num_clients=4) as tallies:
+            await until_each_has(tallies, 5)
+            victim = (await asyncio.to_thread(front_pids, two.service))[0]
+            os.kill(victim, signal.SIGKILL)
+            await asyncio.to_thread(two.service.wait_until_full)
+            await until_each_has(tallies, 5)
+        for protocol, tally in tallies.items():
+            assert (protocol, tally.wrong) == (protocol, [])
+            assert tally.lost <= 4
+        assert (
+            "grpc" not in tallies or tallies["grpc"].lost == 0
+        )  # the main process has these calls
+
+    with struck(tmp_path, "--front-ends", "2") as two:
+        asyncio.run(go(two))
+        until(two.is_empty)
