@@ -13,6 +13,7 @@ import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
+from functools import cache as once
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -77,6 +78,7 @@ if TYPE_CHECKING:
     from inferpool.service.parts.cluster.door import ClusterDoor
     from inferpool.service.parts.cluster.shown import ShownHosts
     from inferpool.service.parts.jobs.jobs import Jobs
+    from inferpool.service.parts.open_inference.repository import Repository
     from inferpool.service.parts.swap.changes import Changes
     from inferpool.service.parts.swap.room import Room
     from inferpool.service.parts.tracing.tracer import Tracer
@@ -198,6 +200,8 @@ class Assembly:
     jobs: "Jobs | None"
     """Jobs that outlive their connections; None if there is no place to keep them."""
     tracer: "Tracer | None"
+    repository: "Callable[[], Repository]"
+    """Makes the models as other protocols see them, or returns what it has made."""
 
 
 def assemble(
@@ -244,6 +248,7 @@ def assemble(
         live=_make_feed(service, shown, jobs),
         jobs=jobs,
         tracer=tracer,
+        repository=once(partial(_make_repository, service, changes)),
     )
     workers = (
         _workers_here(service, make_engine)
@@ -292,6 +297,7 @@ def _in_order(
         *([] if changes is None else [_changes(changes, settings)]),
         # It asks for changes, so it stops before them.
         *([] if changes is None or settings.watch is None else [_watched(changes, settings)]),
+        Part(name="Open Inference Protocol", later={"v2": partial(_v2_routers, assembly)}),
         # Last, since the routes of the documentation come in this order.
         *([] if jobs is None else [_jobs(jobs, assembly)]),
         # It asks for all of the above, and ends before them.
@@ -354,6 +360,20 @@ def _live_feed(assembly: Assembly) -> Part:
         stop=live.stop,
         routers=routers,
     )
+
+
+def _v2_routers(assembly: Assembly) -> list[APIRouter]:
+    from inferpool.service.parts.open_inference.routes import v2_router
+
+    report = assembly.service.report
+    return [v2_router(assembly.repository(), report)]
+
+
+def _make_repository(service: Service, changes: "Changes | None") -> "Repository":
+    from inferpool.service.parts.open_inference.repository import Repository
+
+    configured = {**service.state.configured, **service.settings.models}
+    return Repository(service.catalog, configured, changes if service.settings.admin_keys else None)
 
 
 def _v1_routers(service: Service) -> list[APIRouter]:
@@ -547,8 +567,10 @@ def make_app(assembly: Assembly) -> tuple[App, Predict, EdgeLimits]:
             await service.stop()
 
     routers = [health_router(service.report, guard), metrics_router(service.metrics)]
+    later: dict[str, Callable[[], Sequence[APIRouter]]] = {}
     for part in service.parts:
         routers += part.routers()
+        later |= part.later
     app = App(
         version=version_of(),
         routers=routers,
@@ -557,7 +579,7 @@ def make_app(assembly: Assembly) -> tuple[App, Predict, EdgeLimits]:
         docs=settings.docs,
         lifespan=lifespan,
     )
-    app.predict, app.tracing = predict, recorder
+    app.predict, app.tracing, app.later = predict, recorder, later
     app.has_jobs = assembly.jobs is not None
     app.examples, app.interfaces = service.examples, service.interfaces
     if assembly.changes is not None:

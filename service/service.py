@@ -5,8 +5,8 @@ It knows no part by name: `service.app` lists them.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from fastapi import APIRouter
@@ -96,6 +96,9 @@ class Part:
     """Called when a worker or a version of a model has come or gone."""
     routers: Callable[[], Sequence[APIRouter]] = tuple
     """Makes the routes. `POLICIES` of `service.api.auth` must say who may ask each."""
+    later: Mapping[str, Callable[[], Sequence[APIRouter]]] = field(default_factory=dict)
+    """Makes the routes below a first segment of paths, such as "v2", when something there is first
+    asked for: until then, nothing of it is imported."""
     gauges: Callable[[], Iterable[Reading]] | None = None
     """Reads the metrics."""
     health: Callable[[HealthReport], HealthReport] | None = None
@@ -142,7 +145,7 @@ class Service:
         self._has_served = False
         """A model has been ready, maybe one that was removed since."""
         self._engine: ClosableEngine | None = None
-        state = state or StateFile(None, settings.models)
+        self.state = state = state or StateFile(None, settings.models)
         if state.origins:
             logger.info("%s: models are served as they were changed at run time", state.path)
         self.catalog = Catalog(

@@ -33,6 +33,10 @@ POLICIES: Mapping[str, Policy] = {
     "/predict": "predict",
     "/jobs": "predict",
     "/v1": "predict",
+    "/v2": "predict",
+    "/v2/health/live": "open",
+    "/v2/health/ready": "open",
+    "/v2/repository/models": "admin",
     "/admin": "admin",
 }
 """The policy of a path and of everything below it; the longest match counts. "/" means itself

@@ -137,6 +137,8 @@ class App(FastAPI):
         """Returns the schemas of the bodies that routes read by themselves, by operation."""
         self.has_jobs = False
         """Calls to `/predict` that prefer `respond-async` go to the routes of jobs."""
+        self.later: dict[str, Callable[[], Sequence[APIRouter]]] = {}
+        """Makes the routes below a first segment of paths, when something there is asked for."""
         self.tracing: Tracing | None = None
         """Traces calls to the other routes, but only those with a `traceparent`: not probes."""
         self._guard = guard
@@ -144,13 +146,13 @@ class App(FastAPI):
         self._document: _Document | None = None
         self._refusals = LogThrottle(_log_more_refusals, most=_REFUSALS_PER_S)
         install_error_handlers(self)
-        for router in routers:
-            self.include_router(router)
-        self._modules = _modules_of(routers)
+        self._modules: frozenset[ModuleType] = frozenset()
+        self.scopes: dict[str, Policy] = {}
+        """The key that each route needs, by its path."""
+        self._include(routers)
         if docs:
             self._install_docs()
-        self.scopes = {} if guard is None else dict(_scopes_of(self.routes))
-        """The key that each route needs, by its path."""
+            self._include(())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one ASGI call."""
@@ -187,6 +189,24 @@ class App(FastAPI):
             if call.steps is not None:
                 self.tracing.take(call, call.status, time.monotonic() - call.started)
 
+    def _include(self, routers: Sequence[APIRouter]) -> None:
+        """Add routes.
+
+        Raises:
+            StartError: Nothing says which key one needs.
+        """
+        for router in routers:
+            self.include_router(router)
+        self._modules |= _modules_of(routers)
+        if self._guard is not None:
+            self.scopes = dict(_scopes_of(self.routes))
+
+    def _include_later(self, segment: str) -> None:
+        """Add the routes below a first segment of paths, if they are not there yet."""
+        make = self.later.pop(segment, None)
+        if make is not None:
+            self._include(make())
+
     async def _answer(self, call: Call, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a call to anything but `/predict`."""
         if self._guard is not None:
@@ -198,6 +218,7 @@ class App(FastAPI):
                     self._log_refusal(scope, call, error)
                 await refusal(scope, receive, send)
                 return
+        self._include_later(call.path[1:].partition("/")[0])
         if scope["method"] == "HEAD":  # the server drops the body (RFC 9110, 9.3.2)
             scope.update({"method": "GET", WAS_HEAD: True})  # this is our copy
         await super().__call__(scope, receive, send)
@@ -207,6 +228,8 @@ class App(FastAPI):
         from inferpool.service.api.openapi.document import complete
 
         self.openapi_schema = None
+        for segment in list(self.later):
+            self._include_later(segment)
         models, default = self._served()
         return complete(
             super().openapi(),

@@ -17,12 +17,12 @@ OWN_PATHS_BY_PART: Mapping[str, Sequence[str]] = {
     "jobs": ("jobs",),
     "operations": ("admin",),
     "KServe's version 1": ("v1",),
+    "Open Inference Protocol": ("v2",),
 }
 """The first segments of the paths that there are, by the part that has them."""
 OWN_PATHS = frozenset(path for paths in OWN_PATHS_BY_PART.values() for path in paths)
 OF_PROTOCOLS = frozenset(
     [
-        "v2",
         "tei",
         "ping",
         "models",

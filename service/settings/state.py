@@ -84,6 +84,8 @@ class StateFile:
         """Changes that were not brought back, and why."""
         self.origins: dict[str, str] = {}
         """The origins of the settings that were brought back, by dotted key."""
+        self.configured = dict(models)
+        """The models of the other settings."""
         self._numbers: dict[str, tuple[int, int]] = {}
         self._before = {name: _plain(model) for name, model in models.items()}
         self._saved: Mapping[str, SavedModel] = {}

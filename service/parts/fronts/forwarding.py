@@ -1,6 +1,6 @@
 """Forwards all calls but predictions to the main process, over a Unix socket. Runs in a front.
 
-`forwarded.py` is the other end. Only jobs and changes of models have bodies that
+`forwarded.py` is the other end. Only jobs, changes of models and the repository have bodies that
 anybody reads. They are forwarded as they come, if the key is right and the main process asks for
 them. Other bodies are not forwarded: a client that sends half of one holds up nobody.
 """
@@ -32,8 +32,8 @@ _CONNECTION_HEADERS = frozenset(
     b"connection keep-alive proxy-connection te trailer transfer-encoding upgrade expect".split()
 )
 """Headers of one connection, which are not forwarded (RFC 9110, 7.6.1)."""
-_WITH_BODY = "/admin/models"
-"""Calls to these paths may have a body."""
+_WITH_BODY = ("/admin/models", "/v2/repository/")
+"""Calls to paths that begin so may have a body."""
 _NOT_FORWARDED = _CONNECTION_HEADERS | {b"content-length", CLIENT, SCHEME}
 _MOST_UNUSED = 8
 """Connections to the main process that are kept for the next calls."""

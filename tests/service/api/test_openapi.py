@@ -26,6 +26,7 @@ from inferpool.service.parts.jobs.http.reading import JOB_TYPES
 from inferpool.service.parts.jobs.http.routes import jobs_router
 from inferpool.service.parts.kserve_v1.routes import v1_router
 from inferpool.service.parts.live.sampler import events_router
+from inferpool.service.parts.open_inference.routes import v2_router
 from inferpool.service.parts.swap.requests import SwapOptions, request_schemas
 from inferpool.service.parts.swap.routes import models_router
 from inferpool.service.settings.draft import read_keys
@@ -46,6 +47,7 @@ def make_app(*, with_keys: bool = True, with_admin: bool = True) -> App:
     routers.append(events_router(None, guard))  # type: ignore[arg-type]  # as above
     routers.append(jobs_router(None, guard, Limits()))  # type: ignore[arg-type]  # as above
     routers.append(v1_router({}))
+    routers.append(v2_router(None, None))  # type: ignore[arg-type]  # as above
     app = App(version="1.2.3", routers=routers, guard=guard)
     app.predict = endpoint(FakeModel())
     app.bodies = request_schemas
@@ -169,11 +171,11 @@ def test_errors_are_answered_as_their_examples_say(
 def test_paths_with_a_policy_say_which_keys_open_them(document: Any) -> None:
     for path, _, operation in operations(document):
         schemes = {name for each in operation["security"] for name in each}
-        is_open = path in ("/health/live", "/health/ready")
-        kind = "admin" if path.startswith("/admin") else path.split("/")[1]
-        kind = {"health": "metrics", "events": "metrics", "jobs": "predict", "v1": "predict"}.get(
-            kind, kind
-        )
+        is_open = path.removeprefix("/v2") in ("/health/live", "/health/ready")
+        is_admin = path.startswith(("/admin", "/v2/repository/models"))
+        kind = "admin" if is_admin else path.split("/")[1]
+        kind = {"health": "metrics", "events": "metrics"}.get(kind, kind)
+        kind = "predict" if kind in ("jobs", "v1", "v2") else kind
         assert schemes == (set() if is_open else {f"{kind}_bearer", f"{kind}_header"}), path
         assert is_open or {"401", "403"} <= set(operation["responses"])
     schemes = list(document["components"]["securitySchemes"])
@@ -216,7 +218,8 @@ def test_every_operation_has_a_name_of_its_own_and_says_what_it_does(document: A
         assert operation["description"]
         assert operation["tags"][0] in {tag["name"] for tag in document["tags"]}
         is_change = operation["operationId"] in ("add_model", "swap_model", "create_job", "put_job")
-        is_prediction = path.startswith("/predict") or path.endswith(":predict")
+        is_prediction = path.startswith("/predict") or path.endswith((":predict", "/infer"))
+        is_change |= path.startswith("/v2/repository")
         takes_body = is_prediction or is_change  # fronts pass on no other
         assert ("requestBody" in operation) == takes_body
 

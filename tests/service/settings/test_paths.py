@@ -12,6 +12,7 @@ from inferpool.service.parts.jobs.http.routes import jobs_router
 from inferpool.service.parts.kserve_v1.routes import v1_router
 from inferpool.service.parts.live.page import Page
 from inferpool.service.parts.live.sampler import events_router
+from inferpool.service.parts.open_inference.routes import v2_router
 from inferpool.service.parts.swap.routes import models_router
 from inferpool.service.settings.draft import read_keys
 from inferpool.service.settings.loader import load
@@ -58,7 +59,8 @@ def test_the_table_has_the_beginnings_of_all_routes_of_all_parts():
     routers = [make(None) for make in makers]  # type: ignore[operator]  # nobody asks them
     routers.append(events_router(None, guard))  # type: ignore[arg-type]  # as above
     routers.append(jobs_router(None, guard, Limits()))  # type: ignore[arg-type]  # as above
-    routers += [Page(docs=True).router(), v1_router({})]
+    v2 = v2_router(None, None)  # type: ignore[arg-type]  # as above
+    routers += [Page(docs=True).router(), v1_router({}), v2]
     app = App(version="1", routers=routers, guard=guard)
     found = {
         path[1:].partition("/")[0]
