@@ -25,6 +25,9 @@ _START, _END = "/v2/models/", "/infer"
 _SHOWN_AS_400 = (406, 422)
 """Statuses that the protocol has no use for: it knows 400 alone for what a client sent."""
 
+_HEADERS = {b"content-type": b"application/json", b"accept-encoding": b"gzip, deflate"}
+"""Headers of a problem that differ from those of `/predict`."""
+
 
 class InferProtocol:
     """Calls of the Open Inference Protocol over HTTP.
@@ -85,17 +88,16 @@ class InferProtocol:
         return 200, [*headers, (b"content-length", b"%d" % len(body))], body
 
     def problem(self, error: ServiceError, call: Call) -> Answer:
-        """Render an error: a problem document, which has a string `error`, as all clients need."""
+        """Render an error: a problem document, which has a string `error`, as all clients need.
+
+        Its type is plain JSON: KServe's client shows the message of no other type.
+        """
         shown = error
         if kind_of(error).status in _SHOWN_AS_400:
             shown = BadRequestError(error.message)
             shown.code = error.code
         status, headers, body = problem(shown, call.request_id, call.path)
-        allowed = [
-            (name, b"gzip, deflate" if name == b"accept-encoding" else value)
-            for name, value in headers
-        ]
-        return status, allowed, body
+        return status, [(name, _HEADERS.get(name, value)) for name, value in headers], body
 
 
 class _BrokenBody(InferProtocol):

@@ -74,6 +74,7 @@ def error_of(answer: httpx.Response, status: int = 400) -> str:
     found = answer.json()
     assert answer.status_code == status, found
     assert isinstance(found["error"], str)
+    assert answer.headers["content-type"] == "application/json"
     assert found["status"] == status
     return str(found["error"])
 
