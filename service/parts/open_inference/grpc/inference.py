@@ -8,16 +8,19 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from inferpool.service.api.auth import Guard
+from inferpool.service.api.codecs.body import joined
 from inferpool.service.api.exchange import Predict, Tracing
 from inferpool.service.api.wire.budgets import EdgeLimits
 from inferpool.service.endpoint import make_predict
-from inferpool.service.errors import BadRequestError, StartError
+from inferpool.service.errors import BadRequestError, ServiceError, StartError
 from inferpool.service.parts.open_inference.grpc.health import HealthService
-from inferpool.service.parts.open_inference.grpc.reading import MessageReader
+from inferpool.service.parts.open_inference.grpc.infer import UnaryInfer, with_deadline
+from inferpool.service.parts.open_inference.grpc.reading import MessageReader, client_of
 from inferpool.service.parts.open_inference.grpc.reflection import Reflection
 from inferpool.service.parts.open_inference.grpc.schema import INFERENCE, schema
 from inferpool.service.parts.open_inference.grpc.server import Endpoint, GrpcServer, Servicer
-from inferpool.service.parts.open_inference.grpc.statuses import headers_of
+from inferpool.service.parts.open_inference.grpc.statuses import headers_of, refuse, wants_gzip
+from inferpool.service.parts.open_inference.grpc.streams import StreamCalls
 from inferpool.service.report import is_host_ready
 from inferpool.service.service import Service
 
@@ -53,7 +56,7 @@ def make_grpc(service: Service, guard: Guard, tracer: Tracing | None) -> GrpcSer
     )
     reader, is_ready = MessageReader(predict), partial(_is_ready, service)
     servicers: list[Servicer] = [
-        InferenceService(is_ready, predict, reader),
+        InferenceService(is_ready, predict, reader, settings.write_timeout_s),
         HealthService(is_ready, service.pools, reader),
     ]
     if settings.docs:
@@ -73,7 +76,11 @@ class InferenceService:
     """Answers the calls of GRPCInferenceService."""
 
     def __init__(
-        self, is_ready: Callable[[str], bool | None], predict: Predict, reader: MessageReader
+        self,
+        is_ready: Callable[[str], bool | None],
+        predict: Predict,
+        reader: MessageReader,
+        write_timeout_s: float,
     ) -> None:
         """Answer for a service.
 
@@ -81,10 +88,13 @@ class InferenceService:
             is_ready: Says whether a model is ready, or for an empty name the server.
             predict: Submits instances.
             reader: Reads requests.
+            write_timeout_s: How long clients of streams may take to read an answer.
         """
         self._is_ready = is_ready
         self._predict = predict
         self._reader = reader
+        self._streams = StreamCalls(predict, write_timeout_s)
+        self._unary = UnaryInfer(predict)
         self._methods = {each.name: each for each in schema().methods(_SERVICE)}
 
     def endpoints(self) -> Mapping[str, Endpoint]:
@@ -92,11 +102,14 @@ class InferenceService:
         found = {
             "ServerLive": Endpoint("/health/live", self._plain("ServerLive", self._live)),
             "ServerReady": Endpoint("/health/ready", self._plain("ServerReady", self._ready)),
+            "ModelInfer": Endpoint("/predict", self._infer),
+            "ModelStreamInfer": Endpoint("/predict", self._stream, is_streaming=True),
         }
         return {f"/{_SERVICE}/{name}": endpoint for name, endpoint in found.items()}
 
     def begin_drain(self) -> None:
         """End streams once what they have sent is answered."""
+        self._streams.begin_drain()
 
     def _plain(
         self, name: str, answer: Callable[[Any, Any], Awaitable[None]]
@@ -117,6 +130,26 @@ class InferenceService:
             return bytes(response.SerializeToString())
 
         return handle
+
+    async def _infer(self, context: Any) -> bytes:
+        metadata = context.invocation_metadata()
+        headers = headers_of(metadata)
+        message = await self._reader.read(context, joined(headers))
+        headers = with_deadline(headers, context.time_remaining())
+        client = client_of(context.peer())
+        request_id, answer = await self._unary.answer(message, headers, client)
+        if isinstance(answer, ServiceError):
+            await refuse(context, answer, request_id)
+        context.set_trailing_metadata((("x-request-id", request_id),))
+        if wants_gzip(metadata):
+            context.set_compression(grpc.Compression.Gzip)
+        return answer
+
+    async def _stream(self, context: Any) -> None:
+        metadata = context.invocation_metadata()
+        if wants_gzip(metadata):
+            context.set_compression(grpc.Compression.Gzip)
+        await self._streams.answer(context, headers_of(metadata), client_of(context.peer()))
 
     async def _live(self, _: Any, response: Any) -> None:
         response.live = True

@@ -73,3 +73,11 @@ def headers_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> Headers:
         for key, value in metadata or ()
         if key in _KNOWN and isinstance(value, str)
     ]
+
+
+def wants_gzip(metadata: Iterable[tuple[str, str | bytes]] | None) -> bool:
+    """Return whether a client asks for compressed answers, by `accept-encoding: gzip`.
+
+    Every client of gRPC can read them, and most lose time by that: so it must ask.
+    """
+    return any(key == "accept-encoding" and "gzip" in str(value) for key, value in metadata or ())

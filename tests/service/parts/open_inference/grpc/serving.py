@@ -9,6 +9,7 @@ import grpc
 from grpc import aio
 
 from inferpool.service.api.exchange import Predict
+from inferpool.service.api.wire.budgets import UnreadAnswers
 from inferpool.service.endpoint import make_guard, make_limits
 from inferpool.service.parts.open_inference.grpc.health import HealthService
 from inferpool.service.parts.open_inference.grpc.inference import InferenceService
@@ -48,8 +49,7 @@ class Channel:
                 request_serializer=lambda message: message.SerializeToString(),
                 response_deserializer=method.response.FromString,
             ),
-            timeout=60,
-            **options,
+            **{"timeout": 60, **options},
         )
 
     async def ask(
@@ -86,12 +86,15 @@ async def serving(
     settings = Settings.model_validate(given)
     guard = make_guard(settings)
     predict = Predict(
-        {model.name: model for model in models}, limits=make_limits(settings), guard=guard
+        {model.name: model for model in models},
+        limits=make_limits(settings),
+        guard=guard,
+        unread=UnreadAnswers(settings.max_unread_bytes),
     )
     ready = {"": True} | {model.name: True for model in models}
     reader = MessageReader(predict, soon_s)
     servicers = [
-        InferenceService(ready.get, predict, reader),
+        InferenceService(ready.get, predict, reader, settings.write_timeout_s),
         HealthService(ready.get, predict.models, reader),
         Reflection(),
     ]
