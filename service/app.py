@@ -443,9 +443,8 @@ def _grpc(assembly: Assembly) -> Part:
             f"grpc_port: {error.name} is not installed: pip install 'inferpool[grpc]'"
         ) from error
     tracer = assembly.tracer
-    server = make_grpc(
-        assembly.service, assembly.guard, None if tracer is None else tracer.recorder
-    )
+    recorder = None if tracer is None else tracer.recorder
+    server = make_grpc(assembly.service, assembly.guard, recorder, assembly.repository)
     return Part(name="gRPC", start=server.start, begin_drain=server.begin_drain, stop=server.stop)
 
 

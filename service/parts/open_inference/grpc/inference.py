@@ -1,20 +1,23 @@
 """GRPCInferenceService, and the server around it. Main process, event loop."""
 
+import logging
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import grpc
+import msgspec
+from google.protobuf import json_format
 from google.protobuf.message import DecodeError
 
-from inferpool.service.api.auth import Guard
+from inferpool.service.api.auth import Guard, caller_of
 from inferpool.service.api.codecs.body import joined
 from inferpool.service.api.exchange import Predict, Tracing
 from inferpool.service.api.wire.budgets import EdgeLimits
 from inferpool.service.endpoint import make_predict
 from inferpool.service.errors import BadRequestError, ServiceError, StartError
 from inferpool.service.parts.open_inference.grpc.health import HealthService
-from inferpool.service.parts.open_inference.grpc.infer import UnaryInfer, with_deadline
+from inferpool.service.parts.open_inference.grpc.infer import UnaryInfer, values_of, with_deadline
 from inferpool.service.parts.open_inference.grpc.reading import MessageReader, client_of
 from inferpool.service.parts.open_inference.grpc.reflection import Reflection
 from inferpool.service.parts.open_inference.grpc.schema import INFERENCE, schema
@@ -24,13 +27,37 @@ from inferpool.service.parts.open_inference.grpc.streams import StreamCalls
 from inferpool.service.report import is_host_ready
 from inferpool.service.service import Service
 
+if TYPE_CHECKING:
+    from inferpool.service.parts.open_inference.repository import Repository
+
+logger = logging.getLogger(__name__)
+
 _SERVICE = f"{INFERENCE}.GRPCInferenceService"
 _LEAST_GRPCIO = (1, 84)
 """Earlier releases decompress messages without a bound."""
 _AUTO_CONNECTIONS = 1000
+_INFER = "/v2/models/m/infer"
+_MEMORY = "shared memory is not supported: send tensors in the message"
+_TRACE = "tracing cannot be set by clients: see the setting trace_endpoint"
+_LOG = "logging cannot be set by clients: operators have /admin/log-level"
+_REFUSED = {
+    **{
+        f"{kind}SharedMemory{what}": f"{kind.lower()} {_MEMORY}"
+        for kind in ("System", "Cuda")
+        for what in ("Status", "Register", "Unregister")
+    },
+    "TraceSetting": _TRACE,
+    "LogSettings": _LOG,
+}
+"""Methods that would open files of this host, or change the service for all its clients."""
 
 
-def make_grpc(service: Service, guard: Guard, tracer: Tracing | None) -> GrpcServer:
+def make_grpc(
+    service: Service,
+    guard: Guard,
+    tracer: Tracing | None,
+    repository: "Callable[[], Repository]",
+) -> GrpcServer:
     """Build the server of the protocol over gRPC.
 
     Raises:
@@ -56,7 +83,7 @@ def make_grpc(service: Service, guard: Guard, tracer: Tracing | None) -> GrpcSer
     )
     reader, is_ready = MessageReader(predict), partial(_is_ready, service)
     servicers: list[Servicer] = [
-        InferenceService(is_ready, predict, reader, settings.write_timeout_s),
+        InferenceService(is_ready, repository, predict, reader, settings.write_timeout_s),
         HealthService(is_ready, service.pools, reader),
     ]
     if settings.docs:
@@ -78,6 +105,7 @@ class InferenceService:
     def __init__(
         self,
         is_ready: Callable[[str], bool | None],
+        repository: "Callable[[], Repository]",
         predict: Predict,
         reader: MessageReader,
         write_timeout_s: float,
@@ -86,11 +114,13 @@ class InferenceService:
 
         Args:
             is_ready: Says whether a model is ready, or for an empty name the server.
+            repository: Returns what describes, loads and unloads models.
             predict: Submits instances.
             reader: Reads requests.
             write_timeout_s: How long clients of streams may take to read an answer.
         """
         self._is_ready = is_ready
+        self._repository = repository
         self._predict = predict
         self._reader = reader
         self._streams = StreamCalls(predict, write_timeout_s)
@@ -100,33 +130,45 @@ class InferenceService:
     def endpoints(self) -> Mapping[str, Endpoint]:
         """Return the endpoint of each method."""
         found = {
-            "ServerLive": Endpoint("/health/live", self._plain("ServerLive", self._live)),
-            "ServerReady": Endpoint("/health/ready", self._plain("ServerReady", self._ready)),
-            "ModelInfer": Endpoint("/predict", self._infer),
-            "ModelStreamInfer": Endpoint("/predict", self._stream, is_streaming=True),
+            "ModelInfer": Endpoint(_INFER, self._infer),
+            "ModelStreamInfer": Endpoint(_INFER, self._stream, is_streaming=True),
         }
+        plain: Mapping[str, tuple[str, _Answer]] = {
+            "ServerLive": ("/v2/health/live", self._live),
+            "ServerReady": ("/v2/health/ready", self._ready),
+            "ServerMetadata": ("/v2", self._server),
+            "ModelReady": ("/v2/models/m/ready", self._model_ready),
+            "ModelMetadata": ("/v2/models/m", self._metadata),
+            "ModelConfig": ("/v2/models/m/config", self._config),
+            "ModelStatistics": ("/v2/models/m/stats", self._statistics),
+            "RepositoryIndex": ("/v2/repository/index", self._index),
+            "RepositoryModelLoad": ("/v2/repository/models/m/load", self._load),
+            "RepositoryModelUnload": ("/v2/repository/models/m/unload", self._unload),
+        }
+        for name, (path, answer) in plain.items():
+            found[name] = Endpoint(path, self._plain(name, answer))
+        for name, words in _REFUSED.items():
+            found[name] = Endpoint("/v2", self._plain(name, _refusal(words)))
         return {f"/{_SERVICE}/{name}": endpoint for name, endpoint in found.items()}
 
     def begin_drain(self) -> None:
         """End streams once what they have sent is answered."""
         self._streams.begin_drain()
 
-    def _plain(
-        self, name: str, answer: Callable[[Any, Any], Awaitable[None]]
-    ) -> Callable[[Any], Awaitable[bytes]]:
+    def _plain(self, name: str, answer: "_Answer") -> Callable[[Any], Awaitable[bytes]]:
         """Return the handler of a method without tensors; `answer` completes its response."""
         method = self._methods[name]
 
         async def handle(context: Any) -> bytes:
-            headers = dict(headers_of(context.invocation_metadata()))
-            message = await self._reader.read(context, headers)
+            asked = Asked.by(context)
+            message = await self._reader.read(context, asked.headers)
             try:
                 request = method.request.FromString(message)
             except DecodeError:
                 text = f"the message is no {method.request.DESCRIPTOR.name}"
                 raise BadRequestError(text) from None
             response = method.response()
-            await answer(request, response)
+            await answer(request, response, asked)
             return bytes(response.SerializeToString())
 
         return handle
@@ -134,7 +176,7 @@ class InferenceService:
     async def _infer(self, context: Any) -> bytes:
         metadata = context.invocation_metadata()
         headers = headers_of(metadata)
-        message = await self._reader.read(context, joined(headers))
+        message = await self._reader.read(context, dict(headers))
         headers = with_deadline(headers, context.time_remaining())
         client = client_of(context.peer())
         request_id, answer = await self._unary.answer(message, headers, client)
@@ -151,8 +193,94 @@ class InferenceService:
             context.set_compression(grpc.Compression.Gzip)
         await self._streams.answer(context, headers_of(metadata), client_of(context.peer()))
 
-    async def _live(self, _: Any, response: Any) -> None:
+    async def _live(self, _: Any, response: Any, __: "Asked") -> None:
         response.live = True
 
-    async def _ready(self, _: Any, response: Any) -> None:
+    async def _ready(self, _: Any, response: Any, __: "Asked") -> None:
         response.ready = self._is_ready("") is True
+
+    async def _server(self, _: Any, response: Any, __: "Asked") -> None:
+        _fill(response, self._repository().server_metadata())
+
+    async def _model_ready(self, request: Any, response: Any, _: "Asked") -> None:
+        """Answer that a model which is not there is not ready, as Triton does."""
+        try:
+            self._repository().check_ready(request.name, request.version)
+        except ServiceError:
+            return
+        response.ready = True
+
+    async def _metadata(self, request: Any, response: Any, _: "Asked") -> None:
+        _fill(response, self._repository().metadata(request.name, request.version))
+
+    async def _config(self, request: Any, response: Any, _: "Asked") -> None:
+        _fill(response.config, self._repository().config(request.name, request.version))
+
+    async def _statistics(self, request: Any, response: Any, _: "Asked") -> None:
+        _fill(response, self._repository().statistics(request.name, request.version))
+
+    async def _index(self, request: Any, response: Any, _: "Asked") -> None:
+        entries = self._repository().index(ready_only=request.ready)
+        _fill(response, {"models": entries})
+
+    async def _load(self, request: Any, _: Any, asked: "Asked") -> None:
+        begin = self._repository().begin_load
+        await self._change(begin, "load", request, asked)
+
+    async def _unload(self, request: Any, _: Any, asked: "Asked") -> None:
+        begin = self._repository().begin_unload
+        await self._change(begin, "unload", request, asked)
+
+    async def _change(
+        self,
+        begin: Callable[[str, Mapping[str, object]], bool],
+        what: str,
+        request: Any,
+        asked: "Asked",
+    ) -> None:
+        name = request.model_name
+        if begin(name, values_of(request.parameters)):
+            logger.info(
+                "admin: %s %s",
+                what,
+                name,
+                extra={"key": caller_of(asked.headers), "client": asked.client or "unknown"},
+            )
+        await self._repository().until_changed(name)
+
+
+class Asked(NamedTuple):
+    """The caller of a method."""
+
+    headers: Mapping[bytes, bytes]
+    """The metadata that mean the same as headers of HTTP."""
+    client: str | None
+    """Its address."""
+
+    @classmethod
+    def by(cls, context: Any) -> "Asked":
+        """Return the caller, given grpcio's context."""
+        headers = joined(headers_of(context.invocation_metadata()))
+        return cls(headers, client_of(context.peer()))
+
+
+_Answer = Callable[[Any, Any, Asked], Awaitable[None]]
+
+
+def _refusal(words: str) -> _Answer:
+    async def refuse_it(_: Any, __: Any, ___: Asked) -> None:
+        raise BadRequestError(words)
+
+    return refuse_it
+
+
+def _fill(message: Any, value: object) -> None:
+    """Complete a message with what a value has under the same names."""
+    json_format.ParseDict(_without_none(msgspec.to_builtins(value)), message)
+
+
+def _without_none(value: Any) -> Any:
+    """Leave out what is not there, which has no other form in protobuf."""
+    if isinstance(value, dict):
+        return {name: _without_none(each) for name, each in value.items() if each is not None}
+    return [_without_none(each) for each in value] if isinstance(value, list) else value

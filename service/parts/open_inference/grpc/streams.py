@@ -36,6 +36,7 @@ from inferpool.service.parts.open_inference.grpc.infer import (
     begin_infer,
     field_of,
     response_pieces,
+    set_parameters,
     with_deadline,
 )
 from inferpool.service.parts.open_inference.grpc.schema import INFERENCE, schema
@@ -390,8 +391,11 @@ class _Place(InferCall):
 
     def _error_of(self, error: ServiceError) -> bytes:
         response = _Response(error_message=error.message)
-        if self.id:
-            response.infer_response.id = self.id
+        answer = response.infer_response
+        answer.id = self.id
+        if self.request is not None and self.exchange_now.call.entry is not None:
+            answer.model_name = self.exchange_now.call.entry.name
+            set_parameters(answer.parameters, {_FINAL: not self._num_left})
         return bytes(response.SerializeToString())
 
 

@@ -66,6 +66,10 @@ class Channel:
         return await self.call(name, service, **options)(request)
 
 
+def no_repository() -> Any:
+    raise AssertionError("no test here asks for it")
+
+
 class Served:
     """A server that is up, and what it was asked."""
 
@@ -94,7 +98,7 @@ async def serving(
     ready = {"": True} | {model.name: True for model in models}
     reader = MessageReader(predict, soon_s)
     servicers = [
-        InferenceService(ready.get, predict, reader, settings.write_timeout_s),
+        InferenceService(ready.get, no_repository, predict, reader, settings.write_timeout_s),
         HealthService(ready.get, predict.models, reader),
         Reflection(),
     ]
