@@ -8,7 +8,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-DOCUMENTED: dict[str, str] = {}
+DOCUMENTED: dict[str, str] = {
+    "a size that is huge": "Triton 2.51 ends",
+}
 """Calls with an answer of another kind, by their names in tests/clients/scripts, and the reason."""
 _MODEL_KEYS = ("name", "versions", "inputs", "outputs")
 _CONFIG_KEYS = ("name", "max_batch_size", "input", "output")

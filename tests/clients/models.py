@@ -62,6 +62,11 @@ class AnySize(Scores):
     labels = ()
 
 
+class HalfFloats(AnySize):
+    inputs = specs(MODELS["half_floats"].inputs)
+    outputs = specs(MODELS["half_floats"].outputs)
+
+
 class Lengths(Model):
     """Counts the bytes of a text."""
 
@@ -113,6 +118,7 @@ _CLASSES = {
     "halves": SameHalves,
     "scores": Scores,
     "any_size": AnySize,
+    "half_floats": HalfFloats,
     "lengths": Lengths,
     "counts": Counts,
     "fails": Fails,

@@ -1,19 +1,78 @@
-"""A proxy for HTTP that writes down what passes: requests as clients send them, and the answers."""
+"""Writes the recorded exchanges: clients call a real Triton through proxies.
+
+The one for HTTP is here, and that for gRPC is a script, since it needs the clients' environment.
+"""
 
 import base64
 import gzip
 import http.client
 import json
+import subprocess
 import threading
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
+
+from tests.clients.environments import SCRIPTS, Environments, calls_of
+from tests.clients.perf import MODES, WORK, parts_input
 
 LENGTH = "Inference-Header-Content-Length"
 _KEPT = ("content-type", "content-encoding", LENGTH.lower())
 _OF_CONNECTION = ("connection", "transfer-encoding", "keep-alive", "host")
+
+FOLDER = Path(__file__).parents[1] / "service/parts/open_inference/recorded"
+_CALLS = {
+    "tritonclient": "tritonclient_calls.py",
+    "by_hand": "raw_calls.py",
+    "kserve": "kserve_calls.py",
+}
+_KINDS = {"tritonclient": ("http", "grpc"), "by_hand": ("http",), "kserve": ("v2", "grpc")}
+_RECORD = {"CLIENTS_RECORD": "yes"}
+_FEW = ("--request-count", "4", "--concurrency-range", "2")
+
+
+def record(environments: Environments, folder: Path, ports: tuple[int, int]) -> None:
+    """Write the files of exchanges anew.
+
+    Args:
+        environments: Those of the clients.
+        folder: A place for the input of perf_analyzer.
+        ports: Those of a Triton that has just started, for HTTP and gRPC.
+    """
+    python = environments.clients()
+    for name, script in _CALLS.items():
+        for kind in _KINDS[name]:
+            with _recorded(name, python, kind, ports) as address:
+                calls_of(python, script, kind, address, **_RECORD)
+    program, variables = environments.perf_analyzer()
+    for kind, work, mode in (
+        ("http", WORK["scores"], "HTTP, sync"),
+        ("grpc", WORK["texts"], "gRPC, async"),
+        ("grpc", (*WORK["parts"], str(parts_input(folder))), "gRPC, a stream"),
+    ):
+        with _recorded("perf_analyzer_" + work[1], python, kind, ports) as address:
+            command = [str(program), "-u", address, *work, *MODES[mode], *_FEW]
+            subprocess.run(command, env=variables, stdout=subprocess.DEVNULL, check=True)
+
+
+@contextmanager
+def _recorded(name: str, python: Path, kind: str, ports: tuple[int, int]) -> Iterator[str]:
+    """Write the calls to an address to a file; yield the address."""
+    if kind != "grpc":
+        with recorder(ports[0]) as (port, exchanges):
+            yield f"127.0.0.1:{port}"
+        unique = dict.fromkeys(json.dumps(each) for each in exchanges)
+        (FOLDER / f"{name}_http.jsonl").write_text("".join(line + "\n" for line in unique))
+        return
+    file = FOLDER / f"{name}_grpc.jsonl"
+    command = [str(python), str(SCRIPTS / "grpc_recorder.py"), f"127.0.0.1:{ports[1]}", str(file)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as proxy:
+        assert proxy.stdout is not None
+        yield f"127.0.0.1:{int(proxy.stdout.readline())}"
 
 
 @contextmanager
@@ -48,7 +107,17 @@ class _RecordingHandler(BaseHTTPRequestHandler):
             for name, value in self.headers.items()
             if name.lower() not in _OF_CONNECTION
         }
-        call = sent.pop("x-call", "")
+        call = sent.pop("x-call", f"{self.command} {self.path}")
+        found: dict[str, Any] = {
+            "call": call,
+            "method": self.command,
+            "path": self.path,
+            "headers": {name: each for name, each in sent.items() if name != "content-length"},
+            "body": written(body),
+            "status": None,  # if Triton hangs up
+            "answer": {},
+        }
+        self.found.append(found)
         connection = http.client.HTTPConnection("127.0.0.1", self.target, timeout=60)
         try:
             connection.request(self.command, self.path, body, sent)
@@ -59,18 +128,7 @@ class _RecordingHandler(BaseHTTPRequestHandler):
             return
         finally:
             connection.close()
-        sent.pop("content-length", None)
-        self.found.append(
-            {
-                "call": call,
-                "method": self.command,
-                "path": self.path,
-                "headers": sent,
-                "body": written(body),
-                "status": response.status,
-                "answer": seen(response.headers, answer),
-            }
-        )
+        found |= {"status": response.status, "answer": seen(response.headers, answer)}
         self.send_response(response.status)
         for name, value in response.headers.items():
             if name.lower() in _KEPT:

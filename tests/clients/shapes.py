@@ -61,6 +61,10 @@ MODELS = {
         inputs=(("x", "FP32", (-1,)),),
         outputs=(("y", "FP32", (-1,)),),
     ),
+    "half_floats": ServedModel(
+        inputs=(("x", "FP16", (-1,)),),
+        outputs=(("y", "FP16", (-1,)),),
+    ),
     "lengths": ServedModel(
         inputs=(("text", "BYTES", (1,)),),
         outputs=(("length", "INT32", (1,)),),
@@ -75,6 +79,6 @@ MODELS = {
         outputs=(("y", "INT32", (1,)),),
     ),
 }
-"""`scores`, `any_size`, `types` and `halves` return what they were given; `lengths` returns the
-number of bytes; `counts` answers n by 0, 1, ... n - 1, and fails at part 2 if n is more than 100;
-`fails` fails for a number below 0, and returns others."""
+"""`scores`, `any_size`, `half_floats`, `types` and `halves` return what they were given; `lengths`
+returns the number of bytes; `counts` answers n by 0, 1, ... n - 1, and fails at part 2 if n is more
+than 100; `fails` fails for a number below 0, and returns others."""

@@ -55,7 +55,7 @@ def compute(name, tensors):
             if (numbers < 0).any():
                 raise ValueError("I was told to")
             return [backend.Tensor("y", numbers)]
-        case "scores" | "any_size":
+        case "scores" | "any_size" | "half_floats":
             return [backend.Tensor("y", tensors["x"].as_numpy())]
         case _:
             return [_same(name, each) for name, each in tensors.items()]

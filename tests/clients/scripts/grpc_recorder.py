@@ -26,7 +26,7 @@ class CallRecorder(grpc.GenericRpcHandler):
 
     def service(self, details):
         method = details.method
-        call = dict(details.invocation_metadata).get("x-call", "")
+        call = dict(details.invocation_metadata).get("x-call", method.rpartition("/")[2])
         if method.endswith("ModelStreamInfer"):
             return grpc.stream_stream_rpc_method_handler(
                 lambda requests, context: self.stream(call, method, requests, context)

@@ -90,8 +90,8 @@ def x(shape, data=None, **parameters):
 
 
 def main():
-    health()
     as_json()
+    health()
     bad_json()
     as_binary()
     bad_binary()
@@ -402,20 +402,20 @@ def types_and_parameters():
     )
     for action in ("load", "unload"):
         call(f"{action} of no model", "POST", f"/v2/repository/models/nobody/{action}", b"{}")
-        call(f"{action}: bad JSON", "POST", f"/v2/repository/models/any_size/{action}", b"{")
+        call(f"{action}: bad JSON", "POST", f"/v2/repository/models/half_floats/{action}", b"{")
     call(
         "load with a configuration",
         "POST",
-        "/v2/repository/models/any_size/load",
+        "/v2/repository/models/half_floats/load",
         json.dumps({"parameters": {"config": "{}"}}).encode(),
     )
     call(
         "load with a file",
         "POST",
-        "/v2/repository/models/any_size/load",
+        "/v2/repository/models/half_floats/load",
         json.dumps({"parameters": {"file:1/model.py": "AAAA"}}).encode(),
     )
-    call("load", "POST", "/v2/repository/models/any_size/load")
+    call("load", "POST", "/v2/repository/models/half_floats/load")
 
 
 if __name__ == "__main__":

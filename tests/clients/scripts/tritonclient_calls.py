@@ -342,8 +342,7 @@ def administration(client):
 
 def main():
     client = library.InferenceServerClient(ADDRESS)
-    metadata(client)
-    for step in (infer, datatypes, classification, encodings, asynchronous):
+    for step in (infer, metadata, datatypes, classification, encodings, asynchronous):
         step(client)
     if KIND == "grpc":
         streams(client)

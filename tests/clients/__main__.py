@@ -1,0 +1,148 @@
+"""The command `python -m tests.clients`: real clients against the service, and beside Triton.
+
+See README.md.
+"""
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tests.clients.compare import DOCUMENTED, difference
+from tests.clients.environments import ClientCall, Environments, calls_of
+from tests.clients.perf import MODES, WORK, measure
+from tests.clients.recording import record
+from tests.clients.service import inferpool
+from tests.clients.triton_server import triton
+
+HERE = Path(__file__).parent
+CLIENTS = {
+    "tritonclient.http": ("tritonclient_calls.py", "http"),
+    "tritonclient.grpc": ("tritonclient_calls.py", "grpc"),
+    "tritonclient.http.aio": ("tritonclient_aio_calls.py", "http"),
+    "tritonclient.grpc.aio": ("tritonclient_aio_calls.py", "grpc"),
+    "kserve v2": ("kserve_calls.py", "v2"),
+    "kserve gRPC": ("kserve_calls.py", "grpc"),
+    "kserve v1": ("kserve_calls.py", "v1"),
+    "by hand": ("raw_calls.py", "http"),
+}
+"""Scripts and the argument that says how they call."""
+Ports = tuple[int, int]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the clients, and print what differs; return 1 if anything does that must not."""
+    args = make_parser().parse_args(argv)
+    args.out.mkdir(parents=True, exist_ok=True)
+    environments = Environments(args.out / "environments", args.python)
+    with contextlib.ExitStack() as stack:
+        theirs: Ports | None = None
+        if args.triton:
+            python = environments.triton(args.triton)
+            theirs = stack.enter_context(triton(python, args.out))
+        if args.record:
+            assert theirs is not None, "--record needs --triton"
+            record(environments, args.out, theirs)
+            return 0
+        ours = stack.enter_context(inferpool(args.out, {}))
+        wrong = 0
+        if args.calls:
+            wrong = compare_calls(environments.clients(), args.only, ours, theirs, args.out)
+        if args.perf:
+            wrong += compare_load(environments, ours, theirs, args.rounds)
+    return int(wrong > 0)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.clients", description="tests/clients/README.md says more."
+    )
+    parser.add_argument(
+        "--triton", metavar="PYTHON", help="compare with Triton, run by this Python"
+    )
+    parser.add_argument("--python", default="3.11", help="Python of the clients")
+    parser.add_argument("--out", type=Path, default=HERE / "out", help="folder of environments")
+    parser.add_argument("--only", choices=CLIENTS, action="append", help="these clients alone")
+    parser.add_argument("--no-calls", dest="calls", action="store_false")
+    parser.add_argument("--perf", action="store_true", help="perf_analyzer in four modes too")
+    parser.add_argument("--rounds", type=int, default=3, help="how often perf_analyzer measures")
+    parser.add_argument("--record", action="store_true", help="write the recorded exchanges anew")
+    return parser
+
+
+def compare_calls(
+    python: Path, only: Sequence[str] | None, ours: Ports, theirs: Ports | None, out: Path
+) -> int:
+    """Make each client's calls to both servers; return how many answers are wrong."""
+    rows: list[tuple[str, str, str, str]] = []
+    for client in only or CLIENTS:
+        script, kind = CLIENTS[client]
+        place = int(kind == "grpc")
+        found = calls_of(python, script, kind, f"127.0.0.1:{ours[place]}")
+        told: Sequence[ClientCall | None] = [None] * len(found)
+        if theirs is not None and kind != "v1":  # Triton does not know it
+            told = calls_of(python, script, kind, f"127.0.0.1:{theirs[place]}")
+        rows += [(client, *row) for row in rows_of(found, told)]
+    (out / "calls.json").write_text(json.dumps(rows, indent=1))
+    for client, call, result, text in rows:
+        if result not in ("same", "answered"):
+            say(f"{client:22} {call:44} {result:10} {text}")
+    for client in only or CLIENTS:
+        results = [result for name, _, result, _ in rows if name == client]
+        counts = (f"{results.count(each)} {each}" for each in dict.fromkeys(results))
+        say(f"{client:22} {len(results):3} calls: {', '.join(counts)}")
+    return sum(result in ("different", "failed") for _, _, result, _ in rows)
+
+
+def rows_of(
+    ours: Sequence[ClientCall], theirs: Sequence[ClientCall | None]
+) -> Iterator[tuple[str, str, str]]:
+    """Yield the name of each call, its result, and how it differs or what the error says."""
+    for found, told in zip(ours, theirs, strict=True):
+        if told is None:
+            is_bad = found.status in ("500", "INTERNAL", "UNKNOWN") and "fails" not in found.call
+            yield found.call, "failed" if is_bad else "answered", found.text
+            continue
+        assert found.call == told.call
+        text = difference(found.call, told.values, found.values)
+        if not text:
+            yield found.call, "same", ""
+        elif found.call in DOCUMENTED:
+            yield found.call, "documented", f"{text} ({DOCUMENTED[found.call]})"
+        else:
+            yield found.call, "different", f"{text} {found.text}"
+
+
+def compare_load(environments: Environments, ours: Ports, theirs: Ports | None, rounds: int) -> int:
+    """Load both servers in turn by perf_analyzer; return how many runs have failed."""
+    program, variables = environments.perf_analyzer()
+    servers = {"inferpool": ours} | ({"Triton": theirs} if theirs else {})
+    num_failed = 0
+    for mode in MODES:
+        for work in WORK:
+            rates: dict[str, list[str]] = {name: [] for name in servers}
+            for _ in range(rounds):
+                for name, ports in servers.items():
+                    found = measure(program, variables, mode, work, ports)
+                    if isinstance(found, str):
+                        num_failed += 1
+                        rates[name].append("failed")
+                        say(found)
+                    else:
+                        rates[name].append(f"{found.per_s:.0f}/s {found.p50_ms:.1f} ms")
+            for name, each in rates.items():
+                say(f"{mode:16} {work:8} {name:10} {'  '.join(each)}")
+    return num_failed
+
+
+def say(line: str) -> None:
+    """Print a line at once."""
+    sys.stdout.write(line.rstrip() + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
