@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import json
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -17,7 +18,8 @@ from tests.clients.recording import record
 from tests.clients.service import inferpool
 from tests.clients.triton_server import triton
 
-HERE = Path(__file__).parent
+OUT = Path(tempfile.gettempdir()) / "inferpool-clients"
+"""Environments take 1 GB, and stay for the next time."""
 CLIENTS = {
     "tritonclient.http": ("tritonclient_calls.py", "http"),
     "tritonclient.grpc": ("tritonclient_calls.py", "grpc"),
@@ -64,7 +66,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--triton", metavar="PYTHON", help="compare with Triton, run by this Python"
     )
     parser.add_argument("--python", default="3.11", help="Python of the clients")
-    parser.add_argument("--out", type=Path, default=HERE / "out", help="folder of environments")
+    parser.add_argument("--out", type=Path, default=OUT, help="folder of environments and logs")
     parser.add_argument("--only", choices=CLIENTS, action="append", help="these clients alone")
     parser.add_argument("--no-calls", dest="calls", action="store_false")
     parser.add_argument("--perf", action="store_true", help="perf_analyzer in four modes too")
