@@ -51,6 +51,7 @@ from inferpool.service.example import try_or_ask
 from inferpool.service.parts.admin.operations import Operations
 from inferpool.service.parts.fronts.number import number_of_fronts
 from inferpool.service.parts.fronts.only_front import OnlyFront
+from inferpool.service.parts.live.alive import alive_router
 from inferpool.service.parts.live.events import HostState
 from inferpool.service.parts.live.sampler import LiveFeed, events_router
 from inferpool.service.parts.speed import SpeedCache, SpeedSearch
@@ -280,8 +281,6 @@ def _in_order(
         Part(name="queues", stop=service.drain, gauges=service.read_gauges),
         # These two only observe, so they see the end of the others.
         Part(name="watch of the GPUs", start=watch.start, stop=watch.stop),
-        # Before the page: both answer at "/".
-        Part(name="KServe's version 1", routers=partial(_v1_routers, service)),
         _live_feed(assembly),
         # A restart and a change of a model exclude each other, so their order makes no
         # difference.
@@ -297,6 +296,7 @@ def _in_order(
         *([] if changes is None else [_changes(changes, settings)]),
         # It asks for changes, so it stops before them.
         *([] if changes is None or settings.watch is None else [_watched(changes, settings)]),
+        Part(name="KServe's version 1", later={"v1": partial(_v1_routers, service)}),
         Part(name="Open Inference Protocol", later={"v2": partial(_v2_routers, assembly)}),
         # Last, since the routes of the documentation come in this order.
         *([] if jobs is None else [_jobs(jobs, assembly)]),
@@ -346,7 +346,7 @@ def _live_feed(assembly: Assembly) -> Part:
     live, settings = assembly.live, assembly.service.settings
 
     def routers() -> list[APIRouter]:
-        routers = [events_router(live, assembly.guard)]
+        routers = [events_router(live, assembly.guard), alive_router()]
         if settings.page:
             from inferpool.service.parts.live.page import Page
 

@@ -142,7 +142,8 @@ def _complete_operation(operation: dict[str, Any], path: str, example: object) -
     errors = {status for status in statuses if status >= 400}.union(COMMON_STATUSES)
     if policy_of(path) not in ("open", None):
         errors |= {401, 403}
-    answers = {status: each for status, each in responses.items() if int(status) < 400}
+    responses.pop("422", None)  # FastAPI's own
+    answers = {key: each for key, each in responses.items() if int(key) < 400 or "content" in each}
     for answer in answers.values():
         if answer["description"] == "Successful Response":
             answer["description"] = f"{operation['summary']}."
@@ -152,7 +153,7 @@ def _complete_operation(operation: dict[str, Any], path: str, example: object) -
                 media["schema"].pop("type", None)  # FastAPI says `string` for everything but JSON
             if example is not None:
                 media["example"] = example
-    operation["responses"] = answers | refer_to(errors)
+    operation["responses"] = refer_to(errors) | answers
 
 
 def _complete_making(operation: dict[str, Any]) -> None:

@@ -2,13 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any, Literal
 
 from fastapi import APIRouter
-from fastapi.routing import APIRoute
-from starlette.responses import JSONResponse
-from starlette.routing import Match
-from starlette.types import Scope
 
 from inferpool.service.catalog.catalog import ModelVersion
 from inferpool.service.errors import UnavailableError, UnknownModelError
@@ -18,8 +15,22 @@ _UNREADY: _Responses = {
     404: {"description": "No such model."},
     503: {"description": "It is not ready."},
 }
-_STATUSES = (404, 405, 408, 413, 415, 429, 504)
-_REFUSED: _Responses = {status: {"description": "An error."} for status in _STATUSES}
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {"type": "string", "description": "What was wrong, where, and what to do."},
+        "code": {"type": "string", "description": "A stable name, as for `/predict`."},
+        "request_id": {"type": "string"},
+    },
+}
+_REFUSED: _Responses = {
+    status: {
+        "description": HTTPStatus(status).phrase,
+        "content": {"application/json": {"schema": _ERROR}},
+    }
+    for status in (400, 401, 403, 404, 405, 408, 413, 415, 429, 500, 503, 504)
+}
 _ROWS = {
     "type": "object",
     "required": ["instances"],
@@ -52,7 +63,7 @@ class VersionStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServedModel:
+class ModelReadiness:
     """A model, or a version of one, that is ready."""
 
     name: str
@@ -73,9 +84,6 @@ class Predictions:
 def v1_router(entries: Mapping[str, ModelVersion]) -> APIRouter:
     """Return the routes; `entries` are the versions that calls can ask for, as in a catalog."""
     router = APIRouter(tags=["kserve"])
-    alive = APIRouter(route_class=_ForPrograms)
-    alive.add_api_route("/", _alive, include_in_schema=False)
-    router.include_router(alive)
 
     @router.get("/v1/models", summary="The models, for clients of KServe")
     async def list_served() -> ServedModels:
@@ -83,7 +91,7 @@ def v1_router(entries: Mapping[str, ModelVersion]) -> APIRouter:
         return ServedModels(models=_names(entries))
 
     @router.get("/v1/models/{model}", summary="Whether a model is ready", responses=_UNREADY)
-    async def show_served(model: str) -> ServedModel:
+    async def show_served(model: str) -> ModelReadiness:
         """200 while a worker takes calls for it, and 503 otherwise."""
         return _served(entries, model, model)
 
@@ -92,27 +100,12 @@ def v1_router(entries: Mapping[str, ModelVersion]) -> APIRouter:
         summary="Whether a version of a model is ready",
         responses=_UNREADY,
     )
-    async def show_served_version(model: str, version: str) -> ServedModel:
+    async def show_served_version(model: str, version: str) -> ModelReadiness:
         """The same for one version."""
         return _served(entries, model, f"{model}/versions/{version}")
 
     _describe_predict(router)
     return router
-
-
-class _ForPrograms(APIRoute):
-    """A route for programs: browsers, which ask for HTML, get that of another part there."""
-
-    def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        """Match calls that do not ask for HTML."""
-        accepted = b",".join(value for name, value in scope["headers"] if name == b"accept")
-        return (Match.NONE, {}) if b"text/html" in accepted else super().matches(scope)
-
-
-async def _alive() -> JSONResponse:
-    """Answer what KServe's client expects of a server that is alive."""
-    headers = {"cache-control": "no-store", "vary": "accept"}
-    return JSONResponse({"status": "alive"}, headers=headers)
 
 
 def _describe_predict(router: APIRouter) -> None:
@@ -147,7 +140,7 @@ def _names(entries: Mapping[str, ModelVersion]) -> list[str]:
     return [name for name in entries if "/" not in name]
 
 
-def _served(entries: Mapping[str, ModelVersion], model: str, key: str) -> ServedModel:
+def _served(entries: Mapping[str, ModelVersion], model: str, key: str) -> ModelReadiness:
     """Return a version of a model that is ready.
 
     Raises:
@@ -162,7 +155,7 @@ def _served(entries: Mapping[str, ModelVersion], model: str, key: str) -> Served
         raise UnavailableError(f"{key} is not ready: {entry.pool.reason}", retry_after_s=1)
     versions = [each for each in entries.values() if each.name == model]
     shown = {each.number: each for each in versions if key in (model, each.path)}
-    return ServedModel(
+    return ModelReadiness(
         name=model,
         ready=True,
         model_version_status=[

@@ -7,7 +7,6 @@ import pytest
 
 from inferpool.service.api.web import App
 from inferpool.service.parts.kserve_v1.routes import v1_router
-from inferpool.service.parts.live.page import Page
 from tests.service.api.fakes import call
 
 
@@ -22,7 +21,7 @@ ENTRIES = {"net": OLD, OLD.path: OLD, NEW.path: NEW, "late": LATE, LATE.path: LA
 
 @pytest.fixture(scope="module")
 def app() -> App:
-    return App(version="0", routers=[v1_router(ENTRIES), Page(docs=True).router()])
+    return App(version="0", routers=[v1_router(ENTRIES)])
 
 
 def test_all_models_are_listed_by_name(app: App) -> None:
@@ -62,14 +61,3 @@ def test_what_is_not_there_or_not_ready_is_refused_with_a_sentence(
 ) -> None:
     answer = call(app, method, path)
     assert (answer.status_code, said in answer.json()["error"]) == (status, True)
-
-
-def test_programs_learn_at_the_root_that_the_server_is_alive_and_browsers_see_the_page(
-    app: App,
-) -> None:
-    for headers in ({}, {"accept": "application/json"}):
-        answer = call(app, "GET", "/", headers=headers)
-        assert (answer.json(), answer.headers["vary"]) == ({"status": "alive"}, "accept")
-    browser = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
-    assert "<title>" in call(app, "GET", "/", headers=browser).text
-    assert call(app, "HEAD", "/").status_code == 200

@@ -4,6 +4,7 @@ import pytest
 
 from inferpool.service.api.cors import Cors
 from inferpool.service.api.web import App
+from inferpool.service.parts.live.alive import alive_router
 from inferpool.service.parts.live.page import Page
 from tests.service.api.fakes import call
 
@@ -69,3 +70,13 @@ def test_the_page_and_its_link_to_the_documentation_can_be_left_out(app: App) ->
     alone = App(version="0", docs=False, routers=[Page(docs=False).router()])
     assert 'href="docs"' not in call(alone, "GET", "/").text
     assert call(App(version="0"), "GET", "/").status_code == 404
+
+
+def test_programs_learn_that_the_server_is_alive_where_browsers_see_the_page() -> None:
+    app = App(version="0", routers=[alive_router(), Page(docs=True).router()])
+    for headers in ({}, {"accept": "application/json"}):
+        answer = call(app, "GET", "/", headers=headers)
+        assert (answer.json(), answer.headers["vary"]) == ({"status": "alive"}, "accept")
+    browser = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
+    assert "<title>" in call(app, "GET", "/", headers=browser).text
+    assert call(app, "HEAD", "/").status_code == 200
