@@ -14,6 +14,7 @@ from tests.e2e.running import Running, running
 from tests.open_inference_model import WIDTH
 
 LENGTH = "Inference-Header-Content-Length"
+KEY = "an-admin-key-of-this-test"
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +25,8 @@ def service() -> Iterator[Running]:
         for name, source in [("types", "AllTypes"), ("sums", "Sums"), ("lengths", "Lengths")]
     }
     models["parts"] = {"source": "tests.streaming_model:CountingStream", "replicas": 1}
-    with running(settings={"models": models, "front_ends": 2}) as service:
+    env = {"INFERPOOL_ADMIN_KEYS": KEY}
+    with running(settings={"models": models, "front_ends": 2}, env=env) as service:
         yield service
 
 
@@ -108,3 +110,43 @@ def test_numbers_that_a_worker_refuses_are_a_400(service: Running) -> None:
     answer = service.post("/v2/models/sums/infer", content=row, headers={LENGTH: "0"})
     assert answer.status_code == 400
     assert "nan" in answer.json()["error"]
+
+
+def test_the_other_routes_are_answered_for_both_front_ends(service: Running) -> None:
+    get, post = service.get, service.post
+    for _ in range(4):  # the kernel chooses the front end
+        assert get("/v2/").json() == get("/v2").json()
+        assert get("/v2/health/ready").json() == {"ready": True, "live": True}
+        (x,) = get("/v2/models/sums/versions/1").json()["inputs"]
+        assert x == {"name": "x", "datatype": "FP32", "shape": [-1, WIDTH]}
+        (one,) = get("/v2/models/parts/stats").json()["model_stats"]
+        assert (one["name"], one["version"]) == ("parts", "1")
+        index = post("/v2/repository/index", json={"ready": True}).json()
+        assert {each["name"] for each in index} == {"types", "sums", "lengths", "parts"}
+        assert post("/v2/repository/index", content=b"{").status_code == 400
+    with httpx.Client(base_url=service.url, timeout=60) as http:  # on one connection
+        for _ in range(3):
+            refused = http.post("/v2/systemsharedmemory/region/a/register", json={"key": "/a"})
+            assert (refused.status_code, "not supported" in refused.json()["error"]) == (400, True)
+
+
+def test_an_operator_unloads_a_model_and_loads_it_again(service: Running) -> None:
+    def change(what: str, key: str = KEY, **options: Any) -> httpx.Response:
+        path = f"/v2/repository/models/lengths/{what}"
+        return service.post(path, headers={"x-api-key": key}, **options)
+
+    def ask() -> httpx.Response:
+        one = {"name": "input", "datatype": "BYTES", "shape": [1], "data": ["four"]}
+        return infer(service.http, service.url, "lengths", [one])
+
+    assert change("unload", key="no").status_code == 401
+    assert change("load", json={"parameters": {"config": "{}"}}).status_code == 400
+    assert ask().status_code == 200
+    assert change("unload", json={"parameters": {"unload_dependents": True}}).status_code == 200
+    answer = ask()
+    assert (answer.status_code, "lengths" in answer.json()["error"]) == (404, True)
+    index = service.post("/v2/repository/index").json()
+    assert {each["state"] for each in index if each["name"] == "lengths"} == {"UNAVAILABLE"}
+    service.wait_for_log("admin: unload lengths")
+    assert change("load").status_code == 200
+    assert ask().json()["model_version"] == "2"

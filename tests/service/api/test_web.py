@@ -94,3 +94,26 @@ def test_pages_of_allowed_origins_may_ask_the_other_routes_too() -> None:
         assert answer.headers.get_list("access-control-allow-origin") == ["https://app.example"]
         assert len(answer.headers.get_list("server-timing")) == 1
     assert call(app, "GET", "/health").headers.get("access-control-allow-origin") is None
+
+
+def test_routes_that_wait_for_their_first_call_are_made_with_it_and_described() -> None:
+    made = []
+
+    def make() -> list[APIRouter]:
+        router = APIRouter(tags=["predict"])
+        router.add_api_route("/v2/things", lambda: "a thing", name="things", summary="Things")
+        made.append(router)
+        return [router]
+
+    app = App(version="0", guard=Guard())
+    app.later = {"v2": make}
+    assert call(app, "GET", "/v1/things").status_code == 404
+    assert not made
+    assert call(app, "GET", "/v2/things").json() == "a thing"
+    assert call(app, "GET", "/v2/things/").json() == "a thing"
+    assert (len(made), app.scopes["/v2/things"]) == (1, "predict")
+    app = App(version="0", guard=Guard(predict=read_keys("a-key-of-sixteen-characters")))
+    app.later = {"v2": make}
+    assert call(app, "GET", "/v2/things").status_code == 401
+    assert len(made) == 1
+    assert "/v2/things" in call(app, "GET", "/openapi.json").json()["paths"]
