@@ -11,6 +11,7 @@ import pytest
 
 from inferpool.models.spec import Interface, TensorSpec
 from inferpool.service.api.web import App
+from inferpool.service.errors import UnknownModelError
 from inferpool.service.parts.open_inference.repository import Repository
 from inferpool.service.parts.open_inference.routes import v2_router
 from inferpool.service.parts.swap.changes import Changes
@@ -181,7 +182,9 @@ async def test_the_server_is_ready_when_the_service_is(make):
 
 async def test_versions_that_calls_can_name_are_numbers_as_texts(make):
     asked = await make().ready()
+    asked.kept.engine.interfaces = {"m": Interface(path="/own")}
     asked.kept.catalog.serve(await asked.kept.ready())
+    assert "/own" in asked.kept.catalog.entries
     for path in ("", "/versions/1", "/versions/2"):
         assert (await asked.get(f"/models/m{path}"))["versions"] == ["1", "2"]
     stats = (await asked.get("/models/m/stats"))["model_stats"]
@@ -192,7 +195,9 @@ async def test_versions_that_calls_can_name_are_numbers_as_texts(make):
     for version in ("3", "01", "no", "-1"):
         status, error = await asked.refusal("GET", f"/models/m/versions/{version}")
         assert (status, error.endswith("loaded; there are: 1, 2")) == (404, True)
-    assert (await asked.refusal("GET", "/models/%2Fpath/ready"))[0] == 404
+    for name in ("m/versions/1", "/own"):  # gRPC has names in messages, not in paths
+        with pytest.raises(UnknownModelError, match="no model is called"):
+            asked.repository.find(name)
 
 
 async def test_a_model_that_loads_is_listed_and_not_ready(make):
