@@ -160,7 +160,7 @@ class InferenceService:
         method = self._methods[name]
 
         async def handle(context: Any) -> bytes:
-            asked = Asked.by(context)
+            asked = Caller.by(context)
             message = await self._reader.read(context, asked.headers)
             try:
                 request = method.request.FromString(message)
@@ -193,16 +193,16 @@ class InferenceService:
             context.set_compression(grpc.Compression.Gzip)
         await self._streams.answer(context, headers_of(metadata), client_of(context.peer()))
 
-    async def _live(self, _: Any, response: Any, __: "Asked") -> None:
+    async def _live(self, _: Any, response: Any, __: "Caller") -> None:
         response.live = True
 
-    async def _ready(self, _: Any, response: Any, __: "Asked") -> None:
+    async def _ready(self, _: Any, response: Any, __: "Caller") -> None:
         response.ready = self._is_ready("") is True
 
-    async def _server(self, _: Any, response: Any, __: "Asked") -> None:
+    async def _server(self, _: Any, response: Any, __: "Caller") -> None:
         _fill(response, self._repository().server_metadata())
 
-    async def _model_ready(self, request: Any, response: Any, _: "Asked") -> None:
+    async def _model_ready(self, request: Any, response: Any, _: "Caller") -> None:
         """Answer that a model which is not there is not ready, as Triton does."""
         try:
             self._repository().check_ready(request.name, request.version)
@@ -210,24 +210,24 @@ class InferenceService:
             return
         response.ready = True
 
-    async def _metadata(self, request: Any, response: Any, _: "Asked") -> None:
+    async def _metadata(self, request: Any, response: Any, _: "Caller") -> None:
         _fill(response, self._repository().metadata(request.name, request.version))
 
-    async def _config(self, request: Any, response: Any, _: "Asked") -> None:
+    async def _config(self, request: Any, response: Any, _: "Caller") -> None:
         _fill(response.config, self._repository().config(request.name, request.version))
 
-    async def _statistics(self, request: Any, response: Any, _: "Asked") -> None:
+    async def _statistics(self, request: Any, response: Any, _: "Caller") -> None:
         _fill(response, self._repository().statistics(request.name, request.version))
 
-    async def _index(self, request: Any, response: Any, _: "Asked") -> None:
+    async def _index(self, request: Any, response: Any, _: "Caller") -> None:
         entries = self._repository().index(ready_only=request.ready)
         _fill(response, {"models": entries})
 
-    async def _load(self, request: Any, _: Any, asked: "Asked") -> None:
+    async def _load(self, request: Any, _: Any, asked: "Caller") -> None:
         begin = self._repository().begin_load
         await self._change(begin, "load", request, asked)
 
-    async def _unload(self, request: Any, _: Any, asked: "Asked") -> None:
+    async def _unload(self, request: Any, _: Any, asked: "Caller") -> None:
         begin = self._repository().begin_unload
         await self._change(begin, "unload", request, asked)
 
@@ -236,7 +236,7 @@ class InferenceService:
         begin: Callable[[str, Mapping[str, object]], bool],
         what: str,
         request: Any,
-        asked: "Asked",
+        asked: "Caller",
     ) -> None:
         name = request.model_name
         if begin(name, values_of(request.parameters)):
@@ -249,7 +249,7 @@ class InferenceService:
         await self._repository().until_changed(name)
 
 
-class Asked(NamedTuple):
+class Caller(NamedTuple):
     """The caller of a method."""
 
     headers: Mapping[bytes, bytes]
@@ -258,17 +258,17 @@ class Asked(NamedTuple):
     """Its address."""
 
     @classmethod
-    def by(cls, context: Any) -> "Asked":
+    def by(cls, context: Any) -> "Caller":
         """Return the caller, given grpcio's context."""
         headers = joined(headers_of(context.invocation_metadata()))
         return cls(headers, client_of(context.peer()))
 
 
-_Answer = Callable[[Any, Any, Asked], Awaitable[None]]
+_Answer = Callable[[Any, Any, Caller], Awaitable[None]]
 
 
 def _refusal(words: str) -> _Answer:
-    async def refuse_it(_: Any, __: Any, ___: Asked) -> None:
+    async def refuse_it(_: Any, __: Any, ___: Caller) -> None:
         raise BadRequestError(words)
 
     return refuse_it

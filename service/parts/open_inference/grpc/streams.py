@@ -279,8 +279,9 @@ class _Place(InferCall):
         self._submit(exchange, entry, decoded.payloads)
         return None
 
-    def on_answer(self, _: Exchange, reply: Reply) -> None:
+    def on_answer(self, exchange: Exchange, reply: Reply) -> None:
         """Keep the answer until it is its turn."""
+        self.exchange = exchange
         self.message = reply[2] if self.failure is None else self._error_of(self.failure)
         self._stream.over(self)
 
