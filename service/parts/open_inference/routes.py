@@ -12,7 +12,7 @@ from typing import Any, Literal
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from inferpool.service.api.errors import kind_of
+from inferpool.service.api.errors import NotFoundError, kind_of
 from inferpool.service.api.routes.health import HealthReport
 from inferpool.service.errors import BadRequestError, ServiceError, TooLargeError
 from inferpool.service.parts.admin.routes import record
@@ -317,8 +317,9 @@ def _describe_infer(router: APIRouter, ending: str, path: str) -> None:
     )
 
 
-async def _not_here() -> None:
-    raise AssertionError("calls to a model come to the exchange")
+async def _not_here(request: Request) -> None:
+    """Refuse a call that the exchange has not accepted: its path has a slash at its end."""
+    raise NotFoundError(f"there is nothing at {request.url.path[:200]}/; /docs lists what there is")
 
 
 def _add_index(router: APIRouter, repository: Repository) -> None:

@@ -328,6 +328,7 @@ async def test_no_client_sets_traces_or_logs(make, path):
     [
         ("GET", "/nothing", 404),
         ("GET", "/models/m/nothing", 404),
+        ("POST", "/models/m/infer/", 404),
         ("GET", "/models/nobody/config", 404),
         ("GET", "/models/nobody/stats", 404),
         ("POST", "/models/m", 405),
