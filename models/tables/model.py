@@ -84,6 +84,7 @@ class TableModel(Model):
         share_threads(estimator, placement.num_threads)
         self._method = chosen_method(self._path, estimator, self._wanted)
         self._classes = classes_of(estimator) if self._method != "transform" else []
+        self.labels = [str(each) for each in self._classes]
         self._columns = columns = columns_of(estimator)
         self._before, self._last = steps_of(estimator)
         self._are_pairs = self._method == "decision_function" and scores_pairs(self._last)

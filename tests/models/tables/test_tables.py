@@ -69,7 +69,7 @@ def test_a_classifier_answers_with_its_label_and_the_probability_of_each_class(
     assert [each["label"] for each in found] == pipeline.predict(rows).tolist()
     wanted = pipeline.predict_proba(rows)
     assert np.allclose([[*each["probabilities"].values()] for each in found], wanted)
-    assert [*found[0]["probabilities"]] == NAMES.tolist()
+    assert [*found[0]["probabilities"]] == model.labels == NAMES.tolist()
     for said in ("StandardScaler > LogisticRegression", "classes setosa, ", "rows of 4 numbers"):
         assert said in caplog.text
     assert answers(model, [json_item(model.example)])
