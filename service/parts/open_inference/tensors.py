@@ -107,7 +107,7 @@ def whole_number(given: Mapping[str, object], name: str) -> int:
 def outputs_of(
     request: InferRequest, entry: ModelEntry, outcomes: Sequence[Outcome]
 ) -> list[InferOutput]:
-    """Return the outputs that a request asks for, with the batch first.
+    """Return the outputs that a request asks for, in the model's order, with the batch first.
 
     Raises:
         ServiceError: An instance failed, or the model has no such outputs.
@@ -121,21 +121,22 @@ def outputs_of(
         values.append(outcome.value)
     rows = [value for value in values if isinstance(value, list)]
     found = _columns(rows) if len(rows) == len(values) else {BYTES_OUTPUT: _texts_of(values)}
+    declared = [each.name for each in entry.outputs if each.name in found]
+    names = list(dict.fromkeys([*declared, *found])) if len(found) > 1 else list(found)
     if not request.outputs:
-        declared = [each.name for each in entry.outputs if each.name in found]
-        names = dict.fromkeys([*declared, *found]) if len(found) > 1 else found
         return [found[name] for name in names]
-    chosen = {}
-    for each in request.outputs:
-        if each.name not in found:
-            raise _no_output(each.name, list(found))
-        output, count = found[each.name], whole_number(each.parameters, "classification")
-        if count:
-            from inferpool.service.parts.open_inference.classification import classified
+    wishes = {each.name: each for each in request.outputs}
+    if unknown := [name for name in wishes if name not in found]:
+        raise _no_output(unknown[0], names)
+    return [_as_wished(found[name], wishes[name], entry) for name in names if name in wishes]
 
-            output = classified(output, count, entry.interface.labels)
-        chosen[each.name] = output
-    return list(chosen.values())
+
+def _as_wished(output: InferOutput, wish: RequestedOutput, entry: ModelEntry) -> InferOutput:
+    if count := whole_number(wish.parameters, "classification"):
+        from inferpool.service.parts.open_inference.classification import classified
+
+        return classified(output, count, entry.interface.labels)
+    return output
 
 
 def _check_inputs(inputs: Sequence[InferInput]) -> None:

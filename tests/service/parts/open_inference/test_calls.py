@@ -371,14 +371,14 @@ def test_answers_in_json_or_content_are_elements() -> None:
     assert "binary" in error_of(infer(model, one))
 
 
-def test_outputs_that_are_asked_for_come_in_that_order() -> None:
+def test_outputs_that_are_asked_for_come_in_the_models_order() -> None:
     def reply(index: int) -> Reply:
         return result([TensorBlob(name, "uint8", (1,), name.encode()) for name in "abc"])
 
     model = FakeModel(reply, inputs=[spec(-1, 2)])
     asked = [{"name": "c"}, {"name": "a"}, {"name": "c"}]
     found = infer(model, tensor(), outputs=asked).json()["outputs"]
-    assert [(each["name"], each["data"]) for each in found] == [("c", [99, 99]), ("a", [97, 97])]
+    assert [(each["name"], each["data"]) for each in found] == [("a", [97, 97]), ("c", [99, 99])]
     assert "it has 'a', 'b', 'c'" in error_of(infer(model, tensor(), outputs=[{"name": "d"}]))
     model = doubler()
     assert "it has 'y'" in error_of(infer(model, tensor(), outputs=[{"name": "d"}]))
