@@ -1,12 +1,14 @@
 """Answers to infer requests over HTTP: JSON, and binary outputs behind it."""
 
 from collections.abc import Mapping, Sequence
+from math import prod
 
 import msgspec
 from msgspec import Raw
 
 from inferpool.service.api.errors import Headers
 from inferpool.service.api.exchange import ModelEntry
+from inferpool.service.errors import BadRequestError
 from inferpool.service.parts.open_inference.requests import (
     BINARY_OUTPUT,
     HEADER_LENGTH,
@@ -14,6 +16,9 @@ from inferpool.service.parts.open_inference.requests import (
     wants_binary,
 )
 from inferpool.service.parts.open_inference.values import InferOutput, InferRequest
+
+_MAX_VALUES = 1 << 18
+"""Most numbers and texts of an answer in JSON: it is written in the event loop, in some 50 ms."""
 
 
 class _Shown(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
@@ -41,11 +46,17 @@ def encode_answer(
     """Return the headers and the body of an answer, without an encoding.
 
     Raises:
-        BadRequestError: An output has no form in JSON, and was asked for in it.
+        BadRequestError: An output has no form in JSON and was asked for in it, or is too long.
     """
     is_binary = {each.name: wants_binary(request, i) for i, each in enumerate(request.outputs)}
     default = request.parameters.get(BINARY_OUTPUT, False)
     binary = [each for each in outputs if is_binary.get(each.name, default)]
+    texts = [each for each in outputs if not is_binary.get(each.name, default)]
+    if texts and (num_values := sum(prod(each.shape) for each in texts)) > _MAX_VALUES:
+        raise BadRequestError(
+            f"the answer has {num_values} values, and JSON is for {_MAX_VALUES} at most; ask for "
+            "it as binary, by binary_data_output"
+        )
     shown = [
         _with_size(each) if is_binary.get(each.name, default) else _with_data(each)
         for each in outputs

@@ -68,7 +68,7 @@ class InferProtocol:
         decoded = decode_request(request, entry, call, limits)
         if request.parameters is RAW_REQUEST.parameters:
             return _as_whole(decoded, entry, call, is_encoded=is_encoded)
-        call.protocol = InferProtocol(request._replace(inputs=()))
+        call.protocol = InferProtocol(request._replace(inputs=()))  # nobody needs the body any more
         return decoded
 
     def reply(self, call: Call, outcomes: Sequence[Outcome]) -> Answer:

@@ -17,8 +17,6 @@ from inferpool.service.queue.instance import Buffer
 BINARY_ALONE = ("FP16", "BF16")
 """Datatypes that have no form in JSON."""
 _MAX_RANK = 16
-_MAX_VALUES = 1 << 20
-"""Most numbers or texts of an answer in JSON: it is written in the event loop."""
 _SPACE = b" \t\r\n"
 
 
@@ -67,17 +65,12 @@ def write_data(output: InferOutput) -> bytes:
     """Return the values of an output as one JSON list; NaN and infinities become null.
 
     Raises:
-        BadRequestError: It has no form in JSON, or is too long.
+        BadRequestError: It has no form in JSON.
     """
     place = f"output {output.name!r}"
     if output.datatype in BINARY_ALONE:
         raise BadRequestError(
             f"{place}: {output.datatype} has no form in JSON; ask for it as binary, by binary_data"
-        )
-    if prod(output.shape) > _MAX_VALUES:
-        raise BadRequestError(
-            f"{place}: {list(output.shape)} is more than {_MAX_VALUES} values, too many for JSON; "
-            "ask for it as binary, by binary_data"
         )
     if output.datatype == BYTES:
         try:

@@ -100,26 +100,22 @@ def read_request(
             "setting max_json_bytes); send tensors as binary, by binary_data_size: these may have "
             "as many bytes as max_body_bytes says"
         )
-    text = b"".join(cut(chunks, [num_json_bytes])[0])
-    body = _read_short(text) if len(text) <= _KNOWN_BYTES else _read(text)
-    sizes = [_size_of(each) for each in body.inputs]
-    given = sum(size for size in sizes if size is not None)
-    if given != total - num_json_bytes:
+    rest_bytes = total - num_json_bytes
+    views = cut(chunks, [num_json_bytes, rest_bytes])
+    text = b"".join(views[0])
+    asked, given, sizes = _read_short(text) if len(text) <= _KNOWN_BYTES else _read(text)
+    num_bytes = sum(size for size in sizes if size is not None)
+    if num_bytes != rest_bytes:
         raise BadRequestError(
-            f"the inputs have {given} bytes by their {SIZE}, and {total - num_json_bytes} bytes "
-            "follow the JSON"
+            f"the inputs have {num_bytes} bytes by their {SIZE}, and {rest_bytes} bytes follow the "
+            "JSON"
         )
-    pieces = cut(chunks, [num_json_bytes, *(size or 0 for size in sizes)])[1:]
+    pieces = [views[1]] if len(sizes) == 1 else cut(views[1], [size or 0 for size in sizes])
     inputs = [
         _with_json(each, limits) if size is None else _with_bytes(each, piece, limits)
-        for each, size, piece in zip(body.inputs, sizes, pieces, strict=True)
+        for each, size, piece in zip(given, sizes, pieces, strict=True)
     ]
-    outputs = [RequestedOutput(each.name, each.parameters or {}) for each in body.outputs]
-    request = InferRequest(inputs, body.id, body.parameters or {}, outputs)
-    for index in range(len(outputs)):
-        wants_binary(request, index)
-    wants_binary(request, None)
-    return request
+    return InferRequest(inputs, asked.id, asked.parameters, asked.outputs)
 
 
 def header_length(headers: Mapping[bytes, bytes]) -> int | None:
@@ -187,7 +183,17 @@ def _raw_shape(chunks: Sequence[Buffer], spec: TensorSpec) -> tuple[int, ...]:
     return (1, *shape)
 
 
-def _read(text: bytes) -> _Body:
+def _read(text: bytes) -> tuple[InferRequest, Sequence[_Input], Sequence[int | None]]:
+    """Return a request without its inputs, these, and the binary size of each, if it has one."""
+    body = _decode(text)
+    outputs = [RequestedOutput(each.name, each.parameters or {}) for each in body.outputs]
+    asked = InferRequest((), body.id, body.parameters or {}, outputs)
+    for index in (None, *range(len(outputs))):
+        wants_binary(asked, index)
+    return asked, body.inputs, [_size_of(each) for each in body.inputs]
+
+
+def _decode(text: bytes) -> _Body:
     text = text.removeprefix(BYTE_ORDER_MARK)
     if not text:
         raise BadRequestError("the body is empty, and JSON is expected")

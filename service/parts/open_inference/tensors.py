@@ -30,7 +30,6 @@ from inferpool.workers.shared.messages import ContentBlob, TensorBlob
 
 LOWEST_PRIORITY = 9
 _MAX_TENSORS = 256
-_MAX_ID_CHARS = 1024
 _text = msgspec.json.Decoder(str)
 _RESERVED = ("priority", "timeout", "headers", "classification")
 _RESERVED_STARTS = ("sequence_", "triton_", "binary_", "shared_memory_")
@@ -143,21 +142,14 @@ def _check_inputs(inputs: Sequence[InferInput]) -> None:
     """Check what holds for each model."""
     if not 0 < len(inputs) <= _MAX_TENSORS:
         raise BadRequestError(f"inputs: has {len(inputs)}; from 1 to {_MAX_TENSORS} are possible")
-    names = set()
+    if len(inputs) > 1:
+        _check_several(inputs)
     for each in inputs:
         place = f"input {each.name[:80]!r}"
-        if each.name in names:
-            raise BadRequestError(f"{place}: is there twice")
-        names.add(each.name)
         refuse_shared_memory(each.parameters, place)
         if not each.shape:
             raise BadRequestError(f"{place}: the shape is empty; it must begin with the batch")
         if each.datatype == BYTES:
-            if len(inputs) > 1:
-                raise InvalidInputError(
-                    f"{place}: a BYTES input must be the only one; send several values as one JSON "
-                    'object, with the parameter "content_type": "application/json"'
-                )
             continue
         if each.datatype not in DTYPES:
             raise BadRequestError(
@@ -169,6 +161,19 @@ def _check_inputs(inputs: Sequence[InferInput]) -> None:
             raise InvalidInputError(
                 f"{place}: {each.datatype} {list(each.shape)} takes {expected} bytes, found "
                 f"{num_bytes}"
+            )
+
+
+def _check_several(inputs: Sequence[InferInput]) -> None:
+    names = set()
+    for each in inputs:
+        if each.name in names:
+            raise BadRequestError(f"input {each.name[:80]!r}: is there twice")
+        names.add(each.name)
+        if each.datatype == BYTES:
+            raise InvalidInputError(
+                f"input {each.name[:80]!r}: a BYTES input must be the only one; send several "
+                'values as one JSON object, with the parameter "content_type": "application/json"'
             )
 
 

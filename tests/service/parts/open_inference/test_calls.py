@@ -1,5 +1,6 @@
 """Infer requests over HTTP: what a model gets of them, and what a client gets back."""
 
+import asyncio
 import gzip
 import json
 import struct
@@ -13,9 +14,11 @@ import pytest
 
 from inferpool.models.spec import Interface, TensorSpec
 from inferpool.service.api.codecs.body import Limits
+from inferpool.service.api.exchange import Exchange
+from inferpool.service.api.exchange import Reply as Answered
 from inferpool.service.errors import InvalidInputError, ModelFailedError, UnavailableError
 from inferpool.workers.shared.messages import ContentBlob, TensorBlob
-from tests.service.api.fakes import FakeModel, Reply, endpoint, post, result, spec
+from tests.service.api.fakes import FakeModel, NoWire, Reply, endpoint, post, result, spec
 
 PATH = "/v2/models/fake/infer"
 LENGTH = "Inference-Header-Content-Length"
@@ -535,6 +538,12 @@ def test_names_in_paths_are_percent_encoded() -> None:
     assert answer.json()["model_name"] == "fü nf"
 
 
+def test_a_model_may_be_called_infer() -> None:
+    predict = endpoint(doubler(name="infer"))
+    assert not predict.takes("/v2/models/infer")
+    assert infer(doubler(name="infer"), tensor(), path="/v2/models/infer/infer").is_success
+
+
 def gzipped(body: bytes) -> bytes:
     return gzip.compress(body, 1)
 
@@ -621,7 +630,36 @@ def test_large_answers_are_sent_as_they_are() -> None:
         headers={"accept-encoding": "gzip"}, parameters={"binary_data_output": True},
     )  # fmt: skip
     assert "content-encoding" not in answer.headers
-    assert "too many for JSON" in error_of(infer(model, tensor(shape=[1, 2], data=[1, 2])))
+    assert "ask for it as binary" in error_of(infer(model, tensor(shape=[1, 2], data=[1, 2])))
+
+
+def test_nobody_computes_a_body_whose_client_hung_up_while_it_was_inflated() -> None:
+    async def go() -> tuple[FakeModel, list[Answered]]:
+        model, answers = doubler(spec(-1, WIDE)), []
+        headers = [(b"content-encoding", b"gzip"), (LENGTH.lower().encode(), b"0")]
+        are_answered = asyncio.Event()
+
+        def on_answer(reply: Answered) -> None:
+            answers.append(reply)
+            if len(answers) == 2:
+                are_answered.set()
+
+        wire = NoWire(on_answer)
+        exchanges = [
+            Exchange.open(wire, endpoint(model), "POST", PATH, b"", headers) for _ in range(3)
+        ]
+        for exchange in exchanges:
+            exchange.start()
+            exchange.feed(gzipped(bytes(4 * WIDE)))
+            exchange.complete()
+        assert not model.bodies
+        exchanges[0].abandon()
+        await are_answered.wait()
+        return model, answers
+
+    model, answers = asyncio.run(go())
+    assert [reply[0] for reply in answers] == [200, 200]
+    assert model.bodies == [bytes(4 * WIDE)] * 2
 
 
 def test_a_model_without_outputs_answers_tensors_with_tensors() -> None:
