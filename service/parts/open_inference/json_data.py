@@ -87,7 +87,7 @@ def write_data(output: InferOutput) -> bytes:
 def _flat(data: msgspec.Raw, kind: type, shape: Sequence[int], place: str) -> list[Any]:
     """Return the values of lists as one list."""
     rank = _rank(data)
-    if rank not in (1, len(shape)):
+    if rank not in (1, len(shape) or 1):
         raise InvalidInputError(
             f"{place}: data is nested {rank} deep; one list is expected, or {len(shape)} deep for "
             f"{list(shape)}"

@@ -172,6 +172,7 @@ def test_an_outputs_wish_wins_over_that_of_the_request() -> None:
         (tensor(data=None), "neither data nor"),
         (tensor(shape=[4]), "the batch"),
         (tensor(shape=[], data=[1]), "the batch"),
+        (tensor(shape=[], data=1), "nested 0 deep"),
         (tensor(shape=[4, 1]), "expected shape [-1, 2]"),
         (tensor(shape=[-2, -2]), "-2"),
         (tensor(shape=[1 << 60, 2]), "1099511627776"),
