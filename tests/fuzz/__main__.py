@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from rich.table import Table
 
-from tests.fuzz.campaign import Verdict, campaign, keep, read_input, replay, service
+from tests.fuzz.campaign import PROTOCOLS, Verdict, campaign, keep, read_input, replay, service
 
 _REQUEST_ID = re.compile(r'"request_id":"[^"]*"')
 _MAX_REASONS = 30
@@ -46,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 max_s=args.minutes * 60,
                 num_connections=args.connections,
                 rest_s=_REST_S,
+                protocol=args.protocol,
                 on_progress=lambda done: progress.update(task, completed=done),
             )
     _report(console, verdict)
@@ -78,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--inputs", type=int, default=200_000, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    parser.add_argument("--protocol", choices=PROTOCOLS, default="predict", help="%(default)s")
     parser.add_argument("--minutes", type=float, default=60, help="stop after (%(default)s)")
     parser.add_argument("--connections", type=int, default=48, help="default: %(default)s")
     parser.add_argument("--replicas", type=int, default=2, help="of each model (%(default)s)")

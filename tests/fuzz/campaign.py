@@ -7,7 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Literal, get_args
 
 import msgspec
 import uvloop
@@ -15,7 +17,11 @@ import uvloop
 from inferpool.service.tools.trial.processes import pss_of
 from tests.e2e.running import Running, running, until
 from tests.fuzz.client import RawExchange, send_all
+from tests.fuzz.grpc_client import GrpcExchange, send_calls
+from tests.fuzz.infer import KINDS as INFER_KINDS
+from tests.fuzz.infer import make_grpc_call, make_infer_input
 from tests.fuzz.inputs import HostileInput, make_input
+from tests.ports import free_port
 
 _MODELS = {
     "efficientnet_lite0": {},
@@ -24,6 +30,10 @@ _MODELS = {
     "grid": {"source": "tests.fuzz.models:Grid"},
     "decoder": {"source": "tests.fuzz.models:Decoder"},
 }
+Protocol = Literal["predict", "infer", "grpc"]
+PROTOCOLS: tuple[Protocol, ...] = get_args(Protocol)
+"""Campaigns: all that HTTP has, the calls of other protocols over HTTP, and those over gRPC."""
+_GRPC_PORT = free_port()
 _SETTLE_S = 60.0
 _MAX_GROWTH_BYTES = 64 << 20
 """Bound on the growth of all processes together in the second half of a campaign.
@@ -34,10 +44,11 @@ _STATUS_LINE = re.compile(rb"HTTP/1\.1 \d{3} [ -~]*")
 _HEADER_LINE = re.compile(rb"([a-zA-Z-]+): [ -~]*")
 _HEADER_NAMES = frozenset(
     b"accept-encoding accept-ranges allow cache-control connection content-encoding content-length "
-    b"content-security-policy content-type cross-origin-opener-policy date etag last-modified "
-    b"location referrer-policy retry-after server server-timing traceparent tracestate "
-    b"transfer-encoding vary www-authenticate x-content-type-options x-frame-options "
-    b"x-model-version x-request-id x-tensor-dtype x-tensor-name x-tensor-shape".split()
+    b"content-security-policy content-type cross-origin-opener-policy date etag "
+    b"inference-header-content-length last-modified location referrer-policy retry-after server "
+    b"server-timing traceparent tracestate transfer-encoding vary www-authenticate "
+    b"x-content-type-options x-frame-options x-model-version x-request-id x-tensor-dtype "
+    b"x-tensor-name x-tensor-shape".split()
 )
 """All headers that the service sends by itself: a client has smuggled in any other."""
 _LEDGER = re.compile(
@@ -70,6 +81,7 @@ def service(replicas: int = 2, front_ends: int = 1) -> Iterator[Running]:
     """Start the service that campaigns are run against."""
     settings = {
         "head_timeout_s": 5.0,
+        "grpc_port": _GRPC_PORT,
         "front_ends": front_ends,
         "default_model": "efficientnet_lite0",
         "models": {name: {**model, "replicas": replicas} for name, model in _MODELS.items()},
@@ -86,6 +98,7 @@ def campaign(
     max_s: float = float("inf"),
     num_connections: int = 48,
     rest_s: float = 0.0,
+    protocol: Protocol = "predict",
     on_progress: Callable[[int], None] = lambda _: None,
 ) -> Verdict:
     """Send so many inputs, and look at the service before, meanwhile and after.
@@ -99,16 +112,25 @@ def campaign(
     verdict.pss_bytes.append(_pss_bytes(target))
     began = time.monotonic()
 
-    def on_exchange(exchange: RawExchange) -> None:
+    def on_exchange(exchange: RawExchange | GrpcExchange) -> None:
         verdict.num_inputs += 1
-        judge(exchange, verdict)
+        if isinstance(exchange, RawExchange):
+            judge(exchange, verdict)
+        else:
+            judge_call(exchange, verdict)
         on_progress(verdict.num_inputs)
 
     half = num_inputs // 2
     for numbers in (range(half), range(half, num_inputs)):
-        inputs = (make_input(seed, number) for number in numbers)
-        in_time = itertools.takewhile(lambda _: time.monotonic() < began + max_s, inputs)
-        uvloop.run(send_all(target.address, in_time, on_exchange, num_connections))
+        in_time = itertools.takewhile(lambda _: time.monotonic() < began + max_s, numbers)
+        if protocol == "grpc":
+            calls = map(partial(make_grpc_call, seed), in_time)
+            address = f"{target.address[0]}:{_GRPC_PORT}"
+            uvloop.run(send_calls(address, calls, on_exchange, num_connections))
+        else:
+            make = make_input if protocol == "predict" else make_infer_input
+            inputs = map(partial(make, seed), in_time)
+            uvloop.run(send_all(target.address, inputs, on_exchange, num_connections))
         time.sleep(rest_s)
         verdict.pss_bytes.append(_pss_bytes(target))
     verdict.seconds = time.monotonic() - began
@@ -145,7 +167,8 @@ def judge(exchange: RawExchange, verdict: Verdict) -> None:
         counts[str(answer.status)] += 1
         if line := _stray_line(answer.head):
             verdict.offend(f"{answer.status}, with a line that is not ours: {line!r}", input)
-        asked_for_it = answer.status == 504 and b"x-timeout-ms" in input.data.lower()
+        sent = input.data.lower()
+        asked_for_it = answer.status == 504 and (b"x-timeout-ms" in sent or b'"timeout"' in sent)
         if answer.status < 200 or (answer.status >= 500 and not asked_for_it):
             verdict.offend(f"{answer.status}: {answer.body[:300]!r}", input)
         elif answer.body and b"application/problem+json" in answer.head:
@@ -156,6 +179,27 @@ def judge(exchange: RawExchange, verdict: Verdict) -> None:
                 continue
             if problem["status"] != answer.status or not problem["detail"]:
                 verdict.offend(f"{answer.status}, and its problem says {problem}", input)
+        if input.kind in INFER_KINDS and answer.status >= 400 and not _has_error(answer.body):
+            verdict.offend(f"{answer.status}, and no text `error`: {answer.body[:300]!r}", input)
+
+
+def judge_call(exchange: GrpcExchange, verdict: Verdict) -> None:
+    """Count the answer to a call of gRPC, and note what must not happen."""
+    call = exchange.call
+    verdict.statuses.setdefault(call.kind, Counter())[exchange.code.name] += 1
+    if exchange.offence:
+        data = b"".join(len(each).to_bytes(4, "big") + each for each in call.messages)
+        kept = HostileInput(number=call.number, kind=call.kind, data=data, is_framed=True)
+        verdict.offend(f"{call.method}: {exchange.offence}", kept)
+
+
+def _has_error(body: bytes) -> bool:
+    """Return whether a body is JSON with the text that clients of other protocols need."""
+    try:
+        value = msgspec.json.decode(body)
+    except msgspec.DecodeError:
+        return False
+    return isinstance(value, dict) and isinstance(value.get("error"), str) and bool(value["error"])
 
 
 def _stray_line(head: bytes) -> bytes:

@@ -43,6 +43,7 @@ class RawConnection:
         self.is_open = True
         self._reader = reader
         self._writer = writer
+        self._last: int | None = None
 
     async def ask(self, input: HostileInput) -> RawExchange:
         """Send an input and wait for what comes of it."""
@@ -58,12 +59,13 @@ class RawConnection:
             reading.cancel()
             exchange.error = f"neither answered nor closed in {ANSWER_TIMEOUT_S:g} s"
         elif input.is_framed and not exchange.answers:
-            exchange.error = "the connection was closed without an answer"
+            exchange.error = f"closed without an answer, {self._last} came before on its connection"
         elif input.is_framed and len(exchange.answers) > 1:
             exchange.error = f"more than one answer: {exchange.answers[1].head!r}"
         closes = any(_CLOSES.search(answer.head) for answer in exchange.answers)
         if closes or exchange.error or not input.is_framed:
             self.close()
+        self._last = input.number
         return exchange
 
     def close(self) -> None:

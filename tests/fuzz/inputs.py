@@ -52,14 +52,14 @@ class HostileInput:
 
 def make_input(seed: int, number: int) -> HostileInput:
     """Return the input of a number."""
-    maker = _Maker(f"{seed}-{number}")
+    maker = RequestMaker(f"{seed}-{number}")
     kind = maker.choices(KINDS, list(_PERCENT.values()))[0]
     data = getattr(maker, f"{kind}_request")(number)
     is_framed = kind not in ("head", "other")
     return HostileInput(number=number, kind=kind, data=data, is_framed=is_framed)
 
 
-class _Maker(Random):
+class RequestMaker(Random):
     """Makes one input, by its own stream of random numbers."""
 
     def framed(
