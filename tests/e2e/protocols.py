@@ -158,7 +158,7 @@ class _GrpcClient(FaultClient):
         await self._channel.close()
 
 
-PROTOCOLS = ("predict", "v2", "v1")
+PROTOCOLS = ("predict", "v2", "v1", "grpc")
 
 
 @contextlib.asynccontextmanager

@@ -24,7 +24,7 @@ from tests.ports import free_port
 
 BY_EACH = pytest.mark.parametrize("protocol", PROTOCOLS)
 SOURCE = "tests.fault_model:TensorFaultModel"
-MAX_QUEUE = 12
+MAX_QUEUE = 24
 FRONTS = pytest.mark.parametrize("fronts", ["1", "2"])
 
 
@@ -174,7 +174,7 @@ def test_a_full_queue_refuses_and_answers_what_it_took(target: Struck, protocol:
         async with asyncio.timeout(60):
             while not all(each.done() for each in asked.values()):
                 refused = [each for each in asked.values() if each.done()]
-                if len(refused) >= MAX_QUEUE - 4:  # the worker has a few ahead of the queue
+                if len(refused) >= MAX_QUEUE - 6:  # the worker has a few ahead of the queue
                     gate.unlink(missing_ok=True)
                 await asyncio.sleep(0.02)
         assert await held == right(n)
@@ -293,7 +293,7 @@ def test_a_killed_front_end_loses_its_own_calls_alone(tmp_path: Path):
         return [front["pid"] for front in fronts if front["pid"] != service.process.pid]
 
     async def go(two: Struck) -> None:
-        async with asking_by_all(two.service, two.grpc_port, num_clients=4) as tallies:
+        async with asking_by_all(two.service, two.grpc_port) as tallies:
             await until_each_has(tallies, 5)
             victim = (await asyncio.to_thread(front_pids, two.service))[0]
             os.kill(victim, signal.SIGKILL)
@@ -301,10 +301,8 @@ def test_a_killed_front_end_loses_its_own_calls_alone(tmp_path: Path):
             await until_each_has(tallies, 5)
         for protocol, tally in tallies.items():
             assert (protocol, tally.wrong) == (protocol, [])
-            assert tally.lost <= 4
-        assert (
-            "grpc" not in tallies or tallies["grpc"].lost == 0
-        )  # the main process has these calls
+            assert tally.lost <= 2
+        assert tallies["grpc"].lost == 0  # the main process has these calls
 
     with struck(tmp_path, "--front-ends", "2") as two:
         asyncio.run(go(two))
