@@ -14,7 +14,7 @@ SEED = 20261129
 
 
 def test_hostile_calls_over_http_harm_nothing(target: Running):
-    verdict = campaign(target, num_inputs=1_500, seed=SEED, protocol="infer")
+    verdict = campaign(target, num_inputs=800, seed=SEED, protocol="infer")
     assert verdict.offences == []
     assert set(verdict.statuses) == set(KINDS)
     found = set().union(*verdict.statuses.values())
@@ -22,7 +22,7 @@ def test_hostile_calls_over_http_harm_nothing(target: Running):
 
 
 def test_hostile_calls_over_grpc_harm_nothing(target: Running):
-    verdict = campaign(target, num_inputs=1_500, seed=SEED, protocol="grpc", num_connections=8)
+    verdict = campaign(target, num_inputs=1_200, seed=SEED, protocol="grpc", num_connections=8)
     assert verdict.offences == []
     found = set().union(*verdict.statuses.values())
     assert {"OK", "INVALID_ARGUMENT", "NOT_FOUND", "UNIMPLEMENTED"} <= found

@@ -6,6 +6,7 @@ from http import HTTPStatus
 from typing import Any, Literal
 
 from fastapi import APIRouter
+from starlette.exceptions import HTTPException
 
 from inferpool.service.catalog.catalog import ModelVersion
 from inferpool.service.errors import UnavailableError, UnknownModelError
@@ -133,7 +134,8 @@ def _describe_predict(router: APIRouter) -> None:
 
 
 async def _not_here() -> None:
-    raise AssertionError("calls to a model come to the exchange")
+    """Refuse a path that only resembles that of a call: the exchange has answered all others."""
+    raise HTTPException(404)
 
 
 def _names(entries: Mapping[str, ModelVersion]) -> list[str]:
