@@ -26,7 +26,7 @@ class AllTypes(Model):
         return {name.replace("in_", "out_"): tensor for name, tensor in batch.items()}
 
 
-class Sums(Model):
+class RowSums(Model):
     """Returns the sum of each row, and the row's first number; as if it scored two classes."""
 
     inputs = (TensorSpec(name="x", dtype="float32", shape=(-1, WIDTH)),)
@@ -37,7 +37,7 @@ class Sums(Model):
         return {"y": torch.stack([x.sum(1), x[:, 0]], 1)}
 
 
-class Lengths(Model):
+class TextLengths(Model):
     """Answers a text with its length in JSON; an object with the text "t" of it."""
 
     example = "text"

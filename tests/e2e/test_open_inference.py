@@ -22,7 +22,7 @@ def service() -> Iterator[Running]:
     module = "tests.open_inference_model"
     models = {
         name: {"source": f"{module}:{source}", "replicas": 1}
-        for name, source in [("types", "AllTypes"), ("sums", "Sums"), ("lengths", "Lengths")]
+        for name, source in [("types", "AllTypes"), ("sums", "RowSums"), ("lengths", "TextLengths")]
     }
     models["parts"] = {"source": "tests.streaming_model:CountingStream", "replicas": 1}
     env = {"INFERPOOL_ADMIN_KEYS": KEY}
