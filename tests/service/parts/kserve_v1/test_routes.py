@@ -54,6 +54,8 @@ def test_a_model_that_is_ready_says_so_and_which_versions_it_has(
         ("GET", "/v1", 404, "nothing"),
         ("POST", "/v1/models", 405, "takes GET, not POST"),
         ("POST", "/v1/models/net:explain", 405, "takes GET"),
+        ("POST", "/v1/models/net:predict/", 404, "nothing"),
+        ("POST", "/v1/models/net/versions/1:predict/", 404, "nothing"),
     ],
 )
 def test_what_is_not_there_or_not_ready_is_refused_with_a_sentence(
