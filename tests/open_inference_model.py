@@ -31,6 +31,7 @@ class RowSums(Model):
 
     inputs = (TensorSpec(name="x", dtype="float32", shape=(-1, WIDTH)),)
     outputs = (TensorSpec(name="y", dtype="float32", shape=(-1, 2)),)
+    labels = ("all", "first")
 
     def forward(self, batch: Features) -> Features:
         x = batch["x"]

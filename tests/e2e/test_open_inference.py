@@ -84,6 +84,17 @@ def test_bodies_without_json_go_on_being_answered_on_one_connection(service: Run
             ]
 
 
+def test_both_front_ends_know_the_names_of_classes(service: Running) -> None:
+    one = {"name": "x", "datatype": "FP32", "shape": [1, WIDTH]}
+    one["parameters"] = {"binary_data_size": 4 * WIDTH}
+    row = np.full(WIDTH, 2, "<f4").tobytes()
+    wish = [{"name": "y", "parameters": {"classification": 2}}]
+    for _ in range(4):  # the kernel chooses the front end
+        answer = infer(service.http, service.url, "sums", [one], row, outputs=wish)
+        (output,) = answer.json()["outputs"]
+        assert output["data"] == [f"{2 * WIDTH}.000000:0:all", "2.000000:1:first"]
+
+
 def test_a_model_of_texts_answers_texts_and_objects(service: Running) -> None:
     one = {"name": "input", "datatype": "BYTES", "shape": [2, 1], "data": ["four", "fünfe"]}
     answer = infer(service.http, service.url, "lengths", [one])
