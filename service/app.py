@@ -365,8 +365,9 @@ def _live_feed(assembly: Assembly) -> Part:
 def _v2_routers(assembly: Assembly) -> list[APIRouter]:
     from inferpool.service.parts.open_inference.routes import v2_router
 
-    report = assembly.service.report
-    return [v2_router(assembly.repository(), report)]
+    service = assembly.service
+    has_operators = bool(service.settings.admin_keys)
+    return [v2_router(assembly.repository(), service.report, has_operators=has_operators)]
 
 
 def _make_repository(service: Service, changes: "Changes | None") -> "Repository":

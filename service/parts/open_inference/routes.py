@@ -167,12 +167,15 @@ class ModelNames:
     models: Sequence[str]
 
 
-def v2_router(repository: Repository, report: Callable[[], HealthReport]) -> APIRouter:
+def v2_router(
+    repository: Repository, report: Callable[[], HealthReport], *, has_operators: bool = True
+) -> APIRouter:
     """Return the routes. The application that serves them checks the key.
 
     Args:
         repository: The models.
         report: Returns the state of the service now.
+        has_operators: Someone has the key to load and unload models.
     """
     router = APIRouter(prefix="/v2", tags=["open inference"])
     _add_server(router, repository, report)
@@ -181,7 +184,8 @@ def v2_router(repository: Repository, report: Callable[[], HealthReport]) -> API
         _add_model(router, repository, ending, path)
         _describe_infer(router, ending, path)
     _add_index(router, repository)
-    _add_changes(router, repository)
+    if has_operators:
+        _add_changes(router, repository)
     _add_refusals(router)
     return router
 

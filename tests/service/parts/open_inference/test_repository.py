@@ -11,7 +11,7 @@ import pytest
 
 from inferpool.models.spec import Interface, TensorSpec
 from inferpool.service.api.web import App
-from inferpool.service.errors import UnknownModelError
+from inferpool.service.errors import UnavailableError, UnknownModelError
 from inferpool.service.parts.open_inference.repository import Repository
 from inferpool.service.parts.open_inference.routes import v2_router
 from inferpool.service.parts.swap.changes import Changes
@@ -40,7 +40,8 @@ class AskedRepository:
             kept.catalog, configured, self.changes if has_operators else None
         )
         self.is_ready = True
-        app = App(version="1", routers=[v2_router(self.repository, self._report)])
+        router = v2_router(self.repository, self._report, has_operators=has_operators)
+        app = App(version="1", routers=[router])
         transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
         self.http = httpx.AsyncClient(transport=transport, base_url="http://host")
 
@@ -161,7 +162,9 @@ async def test_without_an_operator_nothing_is_loaded_or_unloaded(make):
     asked = await make(has_operators=False).ready()
     assert "model_repository" not in (await asked.get(""))["extensions"]
     status, error = await asked.change("unload")
-    assert (status, "no admin key" in error) == (503, True)
+    assert (status, "there is nothing at" in error) == (404, True)
+    with pytest.raises(UnavailableError, match="there is no admin key"):
+        asked.repository.begin_unload("m", {})
     assert await asked.get("/models/m/ready") == {"name": "m", "ready": True}
 
 
