@@ -78,22 +78,27 @@ class PredictProtocolV1:
                 place = f"instances[{index}]"
                 if len(outcomes) > 1 and not outcome.message.startswith(place):
                     outcome.message = f"{place}: {outcome.message}"
-                return self.problem(outcome, call)
+                return error_answer(outcome, call)
             value = outcome.value
             values.append(value if isinstance(value, bytes) else attached("content in JSON")(value))
         return encode_json(values)
 
     def problem(self, error: ServiceError, call: Call) -> Answer:
-        """Render an error as KServe does, so that its client shows the message.
+        """Render an error."""
+        return error_answer(error, call)
 
-        The status is ours, but 400 for each input that does not fit.
-        """
-        status, headers, _ = problem(error, call.request_id, call.path)
-        document = {"error": error.message, "code": error.code, "request_id": call.request_id}
-        body = msgspec.json.encode(document)
-        rest = [each for each in headers if each[0] not in (b"content-type", b"content-length")]
-        own = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-        return _UNREADABLE if status == _UNFIT else status, own + rest, body
+
+def error_answer(error: ServiceError, call: Call) -> Answer:
+    """Render an error as KServe does, so that its client shows the message.
+
+    The status is ours, but 400 for each input that does not fit.
+    """
+    status, headers, _ = problem(error, call.request_id, call.path)
+    document = {"error": error.message, "code": error.code, "request_id": call.request_id}
+    body = msgspec.json.encode(document)
+    rest = [each for each in headers if each[0] not in (b"content-type", b"content-length")]
+    own = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    return _UNREADABLE if status == _UNFIT else status, own + rest, body
 
 
 @lru_cache(maxsize=64)

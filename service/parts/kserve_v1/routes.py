@@ -1,21 +1,20 @@
 """`/v1/models`: the models and whether they are ready. Runs in the main process's event loop."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, Literal
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request, Response
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
+from inferpool.service.api.errors import CALL_KEY
 from inferpool.service.catalog.catalog import ModelVersion
-from inferpool.service.errors import UnavailableError, UnknownModelError
+from inferpool.service.errors import ServiceError, UnavailableError, UnknownModelError
+from inferpool.service.parts.kserve_v1.calls import error_answer
 
 _Responses = dict[int | str, dict[str, Any]]
-_UNREADY: _Responses = {
-    404: {"description": "No such model."},
-    503: {"description": "It is not ready."},
-}
 _ERROR = {
     "type": "object",
     "required": ["error"],
@@ -25,13 +24,18 @@ _ERROR = {
         "request_id": {"type": "string"},
     },
 }
-_REFUSED: _Responses = {
-    status: {
-        "description": HTTPStatus(status).phrase,
-        "content": {"application/json": {"schema": _ERROR}},
+
+
+def _errors(*statuses: int) -> _Responses:
+    content = {"application/json": {"schema": _ERROR}}
+    return {
+        status: {"description": HTTPStatus(status).phrase, "content": content}
+        for status in statuses
     }
-    for status in (400, 401, 403, 404, 405, 408, 413, 415, 429, 500, 503, 504)
-}
+
+
+_UNREADY = _errors(404, 503)
+_REFUSED = _errors(400, 401, 403, 404, 405, 408, 413, 415, 429, 500, 503, 504)
 _ROWS = {
     "type": "object",
     "required": ["instances"],
@@ -84,7 +88,7 @@ class Predictions:
 
 def v1_router(entries: Mapping[str, ModelVersion]) -> APIRouter:
     """Return the routes; `entries` are the versions that calls can ask for, as in a catalog."""
-    router = APIRouter(tags=["kserve"])
+    router = APIRouter(tags=["kserve"], route_class=_KserveRoute)
 
     @router.get("/v1/models", summary="The models, for clients of KServe")
     async def list_served() -> ServedModels:
@@ -107,6 +111,25 @@ def v1_router(entries: Mapping[str, ModelVersion]) -> APIRouter:
 
     _describe_predict(router)
     return router
+
+
+class _KserveRoute(APIRoute):
+    """A route whose errors have the form that KServe's client reads."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return what answers a call."""
+        answer = super().get_route_handler()
+
+        async def answer_or_refuse(request: Request) -> Response:
+            try:
+                return await answer(request)
+            except ServiceError as error:
+                status, headers, body = error_answer(error, request.scope[CALL_KEY])
+                refusal = Response(body, status)
+                refusal.raw_headers = headers
+                return refusal
+
+        return answer_or_refuse
 
 
 def _describe_predict(router: APIRouter) -> None:

@@ -63,3 +63,6 @@ def test_what_is_not_there_or_not_ready_is_refused_with_a_sentence(
 ) -> None:
     answer = call(app, method, path)
     assert (answer.status_code, said in answer.json()["error"]) == (status, True)
+    is_ours = method == "GET" and "models/" in path and said != "nothing"
+    assert (answer.headers["content-type"] == "application/json") == is_ours
+    assert ("retry-after" in answer.headers) == (status == 503)
