@@ -4,15 +4,16 @@ The model reads nothing of its payload. The generator is one process with plain 
 work on a call is one write and one read. It shares the cores with the service.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from itertools import product
+from multiprocessing.synchronize import Barrier
 from statistics import quantiles
 from types import SimpleNamespace
 
 from tests.bench.frame import Benchmark, Cell, benchmark
-from tests.bench.senders import BodyLoad, send_bodies
+from tests.bench.senders import BodyLoad, Sent, send_bodies
 from tests.bench.server import BenchServer, inferpool
 from tests.bench.together import run_together
 from tests.bench.workloads import echo_bodies
@@ -75,13 +76,17 @@ def _take(bench: Benchmark, server: BenchServer, contender: str, _: int) -> Iter
         yield Cell(f"{size:g} bytes", contender, connections, load_by(server, load))
 
 
-def load_by(server: BenchServer, load: BodyLoad) -> dict[str, float]:
+def load_by(
+    server: BenchServer,
+    load: BodyLoad,
+    send: Callable[[Barrier, tuple[BodyLoad, list[int]]], Sent] = send_bodies,
+) -> dict[str, float]:
     """Load a server, and return the figures; CPU is in microseconds per call."""
     health = server.http.get("/health").json()
     workers = {each["pid"] for model in health["models"] for each in model["workers"]}
     fronts = {each["pid"] for each in health["fronts"]} - {server.pid}
     pids = [server.pid, *fronts, *workers]
-    (sent,) = run_together(send_bodies, [(load, pids)])
+    (sent,) = run_together(send, [(load, pids)])
     cuts = quantiles(sent.latencies_s, n=100)
 
     def us_of(pids: set[int]) -> float:

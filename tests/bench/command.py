@@ -15,6 +15,7 @@ from tests.bench import (
     loops,
     overload,
     peers,
+    protocols,
     service,
     soak,
     split,
@@ -52,6 +53,7 @@ BENCHMARKS = {
     "hosts": hosts.hosts,
     "streams": streams.streams,
     "bodies": bodies.bodies,
+    "protocols": protocols.protocols,
     "soak": soak.soak,
 }
 

@@ -26,6 +26,7 @@ STACK = "tests.bench.models:StackModel"
 SLEEPER = "tests.bench.models:Sleeper"
 STAND_IN = "tests.bench.models:StandIn"
 TOKENS = "tests.bench.models:TokenStreams"
+FIRST_BYTES = "tests.bench.models:FirstBytes"
 WIDTH = 2048
 HIDDEN = 4 * WIDTH
 BLOCK_BYTES = 4 * (2 * WIDTH * HIDDEN + HIDDEN + 3 * WIDTH)
@@ -145,6 +146,16 @@ def compute_by_blocks(index: Path, num_blocks: int, x: Tensor) -> Tensor:
             block.load_state_dict(state)
             x = block(x)
     return x
+
+
+class FirstBytes(Model):
+    """Answers bytes of any number with the first four, so that only their way costs anything."""
+
+    inputs = (TensorSpec(name="bytes", dtype="uint8", shape=(-1, -1)),)
+    outputs = (TensorSpec(name="first", dtype="float32", shape=(-1, 4)),)
+
+    def forward(self, batch: Features) -> Features:
+        return {"first": batch["bytes"][:, :4].float()}
 
 
 class TokenStreams(Model):

@@ -27,6 +27,8 @@ class BodyLoad:
     connections: int
     warm_s: float
     secs: float
+    ending: bytes = b"]}"
+    """Last bytes of each answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +68,7 @@ class _Generator:
 
     def __init__(self, load: BodyLoad) -> None:
         self._request = load.request
+        self._ending = load.ending
         self._selector = selectors.DefaultSelector()
         self._unsent: dict[socket.socket, memoryview] = {}
         self._began: dict[socket.socket, float] = {}
@@ -120,7 +123,7 @@ class _Generator:
 
     def _finish(self, connection: socket.socket, latencies_s: list[float], until: float) -> float:
         answer = connection.recv(_ANSWER_BYTES)
-        if not (answer.startswith(b"HTTP/1.1 200") and answer.endswith(b"]}")):
+        if not (answer.startswith(b"HTTP/1.1 200") and answer.endswith(self._ending)):
             raise ConnectionError(f"a call was answered with {answer[:300]!r}")
         now = time.perf_counter()
         began = self._began.pop(connection)
