@@ -30,12 +30,11 @@ _BASE = "predict"
     connections=(16, 64),
     serve_args="--replicas 1 --speed exact",
     bytes=(150_528, "size of the tensor"),
-    grpc_port=(8801, "of the service"),
 )
 def protocols(bench: Benchmark) -> None:
     """Load one service by each protocol in turn."""
     args = bench.args
-    settings = {"grpc_port": args.grpc_port, "models.m.source": FIRST_BYTES}
+    settings = {"grpc_port": args.port + 1, "models.m.source": FIRST_BYTES}
     command = inferpool(args, name="protocols", settings=settings, env=_ENV)
     with BenchServer(command, args.port) as server:
         server.wait_ready()
@@ -52,7 +51,7 @@ def _load(
     args = bench.args
     for connections in args.connections:
         load = BodyLoad(
-            port=server.port if request else args.grpc_port,
+            port=server.port if request else args.port + 1,
             request=request or _message(args.bytes),
             connections=int(connections),
             warm_s=args.warm,

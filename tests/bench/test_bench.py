@@ -41,6 +41,7 @@ _COMMANDS = {
     "overload --rounds 1 --secs 1 --times 3": "goodput_share",
     "decoders --rounds 1 --secs 0.5 --warm 0.2 --numbers 1": "worker_us",
     "bodies --rounds 1 --secs 0.5 --warm 0.2 --bytes 80000 --front-ends 1": "main_us",
+    "protocols --rounds 1 --secs 0.5 --warm 0.2 --connections 4": "service_us",
     "streams --rounds 1 --secs 1 --hangups 64": "parts_per_s",
     "shares --source sleep --rounds 1 --secs 1": "ratio",
     "jobs --source sleep --rounds 1 --secs 1": "of_idle",
