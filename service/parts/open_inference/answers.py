@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from math import prod
+from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec import Raw
@@ -16,6 +17,9 @@ from inferpool.service.parts.open_inference.requests import (
     wants_binary,
 )
 from inferpool.service.parts.open_inference.values import InferOutput, InferRequest
+
+if TYPE_CHECKING:
+    from inferpool.service.queue.instance import Buffer
 
 _MAX_VALUES = 1 << 18
 """Most numbers and texts of an answer in JSON: it is written in the event loop, in some 50 ms."""
@@ -48,25 +52,27 @@ def encode_answer(
     Raises:
         BadRequestError: An output has no form in JSON and was asked for in it, or is too long.
     """
-    is_binary = {each.name: wants_binary(request, i) for i, each in enumerate(request.outputs)}
     default = request.parameters.get(BINARY_OUTPUT, False)
-    binary = [each for each in outputs if is_binary.get(each.name, default)]
-    texts = [each for each in outputs if not is_binary.get(each.name, default)]
-    if texts and (num_values := sum(prod(each.shape) for each in texts)) > _MAX_VALUES:
-        raise BadRequestError(
-            f"the answer has {num_values} values, and JSON is for {_MAX_VALUES} at most; ask for "
-            "it as binary, by binary_data_output"
-        )
-    shown = [
-        _with_size(each) if is_binary.get(each.name, default) else _with_data(each)
-        for each in outputs
-    ]
+    is_binary = {each.name: wants_binary(request, i) for i, each in enumerate(request.outputs)}
+    pieces: list[Buffer] = [b""]
+    shown, num_values = [], 0
+    for output in outputs:
+        if is_binary.get(output.name, default):
+            pieces += output.pieces()
+            shown.append(_with_size(output))
+        elif (num_values := num_values + prod(output.shape)) > _MAX_VALUES:
+            raise BadRequestError(
+                f"the answer has more than {_MAX_VALUES} values, the most that JSON is for; ask "
+                "for it as binary, by binary_data_output"
+            )
+        else:
+            shown.append(_with_data(output))
     text = msgspec.json.encode(_Answer(entry.name, str(entry.version), shown, request.id))
-    if not binary:
+    if len(pieces) == 1:
         return [(b"content-type", b"application/json")], text
+    pieces[0] = text
     length = (HEADER_LENGTH, b"%d" % len(text))
-    pieces = [piece for each in binary for piece in each.pieces()]
-    return [(b"content-type", b"application/octet-stream"), length], b"".join([text, *pieces])
+    return [(b"content-type", b"application/octet-stream"), length], b"".join(pieces)
 
 
 def _with_size(output: InferOutput) -> _Shown:

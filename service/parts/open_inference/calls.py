@@ -11,13 +11,19 @@ from inferpool.service.api.errors import Answer, kind_of, problem
 from inferpool.service.api.exchange import Call, Exchange, ModelEntry
 from inferpool.service.errors import BadRequestError, ServiceError
 from inferpool.service.parts.open_inference.answers import encode_answer
+from inferpool.service.parts.open_inference.known import KnownRequests
 from inferpool.service.parts.open_inference.requests import (
     RAW_REQUEST,
     header_length,
     read_raw,
     read_request,
 )
-from inferpool.service.parts.open_inference.tensors import decode_request, outputs_of
+from inferpool.service.parts.open_inference.tensors import (
+    decode_request,
+    outputs_of,
+    set_options,
+    wants_tensors,
+)
 from inferpool.service.parts.open_inference.values import InferRequest
 from inferpool.service.queue.instance import Buffer
 
@@ -36,10 +42,12 @@ class InferProtocol:
     gets one of its own, which knows the request.
     """
 
-    def __init__(self, request: InferRequest = RAW_REQUEST, *, is_inflated: bool = False) -> None:
-        """Know what the call asks for. `is_inflated`: its body has lost its encoding."""
-        self._request = request
+    _request = RAW_REQUEST
+
+    def __init__(self, *, is_inflated: bool = False) -> None:
+        """Know nothing of a call. `is_inflated`: its body has lost its encoding."""
         self._is_inflated = is_inflated
+        self._known = KnownRequests()
 
     def name_in(self, call: Call) -> str:
         """Return the key in `Predict.models` that a call asks for: a name, maybe with a version."""
@@ -61,14 +69,22 @@ class InferProtocol:
             if inflated is None:
                 return None
             chunks = [inflated]
-        if header_length(call.headers) == 0:
+        text_bytes = header_length(call.headers)
+        if known := self._known.find(text_bytes, chunks, entry):
+            assert text_bytes is not None
+            decoded, asked = known.decoded(text_bytes, chunks), known.asked
+            set_options(asked.parameters, call, limits)
+            call.ref.wants_tensors = wants_tensors(entry, is_bytes=False)
+        elif text_bytes == 0:
             request = RAW_REQUEST._replace(inputs=[read_raw(chunks, entry)])
+            decoded = decode_request(request, entry, call, limits)
+            return _as_whole(decoded, entry, call, is_encoded=is_encoded)
         else:
             request = read_request(chunks, call.headers, limits)
-        decoded = decode_request(request, entry, call, limits)
-        if request.parameters is RAW_REQUEST.parameters:
-            return _as_whole(decoded, entry, call, is_encoded=is_encoded)
-        call.protocol = InferProtocol(request._replace(inputs=()))  # nobody needs the body any more
+            decoded = decode_request(request, entry, call, limits)
+            self._known.remember(text_bytes, chunks, entry, request, decoded)
+            asked = request._replace(inputs=())  # nobody needs the body any more
+        call.protocol = _AskedFor(asked)
         return decoded
 
     def reply(self, call: Call, outcomes: Sequence[Outcome]) -> Answer:
@@ -98,6 +114,13 @@ class InferProtocol:
             shown.code = error.code
         status, headers, body = problem(shown, call.request_id, call.path)
         return status, [(name, _HEADERS.get(name, value)) for name, value in headers], body
+
+
+class _AskedFor(InferProtocol):
+    """A call whose request is known."""
+
+    def __init__(self, request: InferRequest) -> None:
+        self._request = request
 
 
 class _BrokenBody(InferProtocol):

@@ -40,7 +40,7 @@ RAW_REQUEST = InferRequest((), parameters={BINARY_OUTPUT: True})
 """The request of a body that is a tensor alone: all outputs, as binary."""
 
 _MAX_DIGITS = 18
-_KNOWN_BYTES = 2048
+KNOWN_BYTES = 2048
 """JSON up to this size is remembered: a client sends the same with each call of its loop."""
 _NOTHING = Raw()
 
@@ -103,7 +103,7 @@ def read_request(
     rest_bytes = total - num_json_bytes
     views = cut(chunks, [num_json_bytes, rest_bytes])
     text = b"".join(views[0])
-    asked, given, sizes = _read_short(text) if len(text) <= _KNOWN_BYTES else _read(text)
+    asked, given, sizes = _read_short(text) if len(text) <= KNOWN_BYTES else _read(text)
     num_bytes = sum(size for size in sizes if size is not None)
     if num_bytes != rest_bytes:
         raise BadRequestError(

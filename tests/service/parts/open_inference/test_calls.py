@@ -14,7 +14,7 @@ import pytest
 
 from inferpool.models.spec import Interface, TensorSpec
 from inferpool.service.api.codecs.body import Limits
-from inferpool.service.api.exchange import Exchange
+from inferpool.service.api.exchange import Exchange, Predict
 from inferpool.service.api.exchange import Reply as Answered
 from inferpool.service.errors import InvalidInputError, ModelFailedError, UnavailableError
 from inferpool.workers.shared.messages import ContentBlob, TensorBlob
@@ -241,6 +241,26 @@ def test_sizes_of_binary_tensors_are_compared_with_shape_and_body(
     one = tensor(parameters={"binary_data_size": size})
     error_of(infer(model, one, tail=bytes(num_bytes), headers=headers))
     assert model.bodies == []
+
+
+def test_a_json_that_came_before_is_read_alike_for_each_tensor_and_each_model() -> None:
+    model, other = doubler(), doubler(spec(-1, 2, name="z"), name="other")
+    predict = Predict({"fake": model, "other": other})
+    body = json.dumps(
+        {"inputs": [{**sized(8), "shape": [1, 2]}], "parameters": {"priority": 3, "k": 1}}
+    )
+    headers = {LENGTH: str(len(body))}
+    for number in range(3):
+        tail = np.array([number, 1], "<f4").tobytes()
+        assert post(predict, PATH, content=body.encode() + tail, headers=headers).is_success
+        assert model.bodies[-1] == tail
+        assert (model.refs[-1].priority, model.refs[-1].parameters) == (3, b'{"k":1}')
+        assert model.refs[-1].headers == model.refs[0].headers
+    error_of(post(predict, PATH, content=body.encode() + bytes(7), headers=headers))
+    path = "/v2/models/other/infer"
+    assert "it has 'z'" in error_of(
+        post(predict, path, content=body.encode() + bytes(8), headers=headers)
+    )
 
 
 def test_an_input_has_data_or_a_size_not_both() -> None:
