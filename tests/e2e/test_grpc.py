@@ -68,7 +68,7 @@ def code_of(ask: Any, **fields: Any) -> grpc.StatusCode:
 
 
 def test_it_serves_what_the_front_ends_serve():
-    sums = {"source": "tests.open_inference_model:Sums", "replicas": 1}
+    sums = {"source": "tests.open_inference_model:RowSums", "replicas": 1}
     settings = {"models": {"sums": sums, "stream": STREAM}, "front_ends": 2, "grpc_port": 0}
     environ = {"INFERPOOL_ADMIN_KEYS": ADMIN_KEY}
     with running(settings=settings, env=environ) as service, stub_of(service) as stub:
