@@ -11,10 +11,11 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tests.clients.compare import DOCUMENTED, difference
+from tests.clients.compare import difference, reason_of
 from tests.clients.environments import ClientCall, Environments, calls_of
 from tests.clients.perf import MODES, WORK, measure
 from tests.clients.recording import record
+from tests.clients.scripts.telling import KEY
 from tests.clients.service import inferpool
 from tests.clients.triton_server import triton
 
@@ -48,7 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             assert theirs is not None, "--record needs --triton"
             record(environments, args.out, theirs)
             return 0
-        ours = stack.enter_context(inferpool(args.out, {}))
+        (args.out / "admin.key").write_text(KEY)
+        settings = {"admin_keys_file": str(args.out / "admin.key")}
+        ours = stack.enter_context(inferpool(args.out, settings))
         wrong = 0
         if args.calls:
             wrong = compare_calls(environments.clients(), args.only, ours, theirs, args.out)
@@ -91,7 +94,7 @@ def compare_calls(
     (out / "calls.json").write_text(json.dumps(rows, indent=1))
     for client, call, result, text in rows:
         if result not in ("same", "answered"):
-            say(f"{client:22} {call:44} {result:10} {text}")
+            say(f"{client:22} {call:44} {result:10} {' '.join(text.split())}")
     for client in only or CLIENTS:
         results = [result for name, _, result, _ in rows if name == client]
         counts = (f"{results.count(each)} {each}" for each in dict.fromkeys(results))
@@ -112,8 +115,8 @@ def rows_of(
         text = difference(found.call, told.values, found.values)
         if not text:
             yield found.call, "same", ""
-        elif found.call in DOCUMENTED:
-            yield found.call, "documented", f"{text} ({DOCUMENTED[found.call]})"
+        elif reason := reason_of(found.call, found.values):
+            yield found.call, "documented", f"{text} ({reason})"
         else:
             yield found.call, "different", f"{text} {found.text}"
 

@@ -27,7 +27,7 @@ DATATYPES = {
 
 
 @dataclass(frozen=True)
-class ServedModel:
+class PeerModel:
     """One model that both servers serve."""
 
     inputs: tuple[Tensor, ...]
@@ -40,45 +40,45 @@ class ServedModel:
 
 _HALVES = ("FP16", "BF16")
 MODELS = {
-    "add_sub": ServedModel(
+    "add_sub": PeerModel(
         inputs=(("INPUT0", "INT32", (4,)), ("INPUT1", "INT32", (4,))),
         outputs=(("SUM", "INT32", (4,)), ("DIFFERENCE", "INT32", (4,))),
     ),
-    "types": ServedModel(
+    "types": PeerModel(
         inputs=tuple((f"IN_{t}", t, (2,)) for t in DATATYPES if t not in _HALVES),
         outputs=tuple((f"OUT_{t}", t, (2,)) for t in DATATYPES if t not in _HALVES),
     ),
-    "halves": ServedModel(
+    "halves": PeerModel(
         inputs=tuple((f"IN_{t}", t, (2,)) for t in _HALVES),
         outputs=tuple((f"OUT_{t}", t, (2,)) for t in _HALVES),
     ),
-    "scores": ServedModel(
+    "scores": PeerModel(
         inputs=(("x", "FP32", (4,)),),
         outputs=(("y", "FP32", (4,)),),
         labels=("ant", "bee", "cow", "dog"),
     ),
-    "any_size": ServedModel(
+    "any_size": PeerModel(
         inputs=(("x", "FP32", (-1,)),),
         outputs=(("y", "FP32", (-1,)),),
     ),
-    "half_floats": ServedModel(
+    "half_floats": PeerModel(
         inputs=(("x", "FP16", (-1,)),),
         outputs=(("y", "FP16", (-1,)),),
     ),
-    "lengths": ServedModel(
-        inputs=(("text", "BYTES", (1,)),),
+    "lengths": PeerModel(
+        inputs=(("input", "BYTES", (1,)),),
         outputs=(("length", "INT32", (1,)),),
     ),
-    "counts": ServedModel(
+    "counts": PeerModel(
         inputs=(("n", "INT32", (1,)),),
-        outputs=(("part", "INT32", (1,)),),
+        outputs=(("output", "BYTES", (1,)),),
         streams=True,
     ),
-    "fails": ServedModel(
+    "fails": PeerModel(
         inputs=(("x", "INT32", (1,)),),
         outputs=(("y", "INT32", (1,)),),
     ),
 }
 """`scores`, `any_size`, `half_floats`, `types` and `halves` return what they were given; `lengths`
-returns the number of bytes; `counts` answers n by 0, 1, ... n - 1, and fails at part 2 if n is more
-than 100; `fails` fails for a number below 0, and returns others."""
+returns the number of bytes; `counts` answers n by the parts [0], [1], ... [n - 1] as JSON, and
+fails at part 2 if n is more than 100; `fails` fails for a number below 0, and returns others."""

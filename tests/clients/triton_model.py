@@ -1,5 +1,7 @@
 """The models of these tests for Triton, which loads this file by its Python backend."""
 
+import json
+
 import numpy
 import triton_python_backend_utils as backend
 
@@ -10,6 +12,8 @@ class TritonPythonModel:
     def initialize(self, args):
         self.name = args["model_name"]
         self.streams = self.name == "counts"
+        config = json.loads(args["model_config"])
+        self.order = [each["name"] for each in config["output"]]
 
     def execute(self, requests):
         if self.streams:
@@ -25,7 +29,8 @@ class TritonPythonModel:
             outputs = compute(self.name, tensors)
         except ValueError as error:
             return backend.InferenceResponse(error=backend.TritonError(str(error)))
-        return backend.InferenceResponse([each for each in outputs if each.name() in wanted])
+        found = {each.name(): each for each in outputs if each.name() in wanted}
+        return backend.InferenceResponse([found[each] for each in self.order if each in found])
 
     def _stream(self, request):
         sender = request.get_response_sender()
@@ -35,7 +40,8 @@ class TritonPythonModel:
                 error = backend.TritonError("I was told to")
                 sender.send(backend.InferenceResponse(error=error))
                 break
-            tensor = backend.Tensor("part", numpy.array([[part]], numpy.int32))
+            text = numpy.array([[f"[{part}]".encode()]], numpy.object_)
+            tensor = backend.Tensor("output", text)
             sender.send(backend.InferenceResponse([tensor]))
         sender.send(flags=backend.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
@@ -47,7 +53,7 @@ def compute(name, tensors):
             one, two = (tensors[each].as_numpy() for each in ("INPUT0", "INPUT1"))
             return [backend.Tensor("SUM", one + two), backend.Tensor("DIFFERENCE", one - two)]
         case "lengths":
-            texts = tensors["text"].as_numpy()
+            texts = tensors["input"].as_numpy()
             lengths = numpy.array([len(each) for each in texts.ravel()], numpy.int32)
             return [backend.Tensor("length", lengths.reshape(texts.shape))]
         case "fails":

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.clients.shapes import MAX_BATCH_SIZE, MODELS, ServedModel, Tensor
+from tests.clients.shapes import MAX_BATCH_SIZE, MODELS, PeerModel, Tensor
 from tests.ports import free_port
 
 HERE = Path(__file__).parent
@@ -114,7 +114,7 @@ def write_repository(folder: Path) -> None:
             (folder / name / "labels.txt").write_text("\n".join(model.labels) + "\n")
 
 
-def configuration(name: str, model: ServedModel) -> str:
+def configuration(name: str, model: PeerModel) -> str:
     """Return the text of a `config.pbtxt`."""
     parts = [f'name: "{name}"', 'backend: "python"', f"max_batch_size: {MAX_BATCH_SIZE}"]
     parts += [f"input {{ {_field(each)} }}" for each in model.inputs]

@@ -98,7 +98,7 @@ async def infer(send):
     half = tensor("x", "FP16", np.array([[0.5, 2]], np.float16))
     await call("FP16", send(request("half_floats", [half], parameters=binary)))
     texts = np.array([[b"abc"], [b""]], dtype=np.object_)
-    await call("texts", send(request("lengths", [tensor("text", "BYTES", texts)])))
+    await call("texts", send(request("lengths", [tensor("input", "BYTES", texts)])))
     await call("missing input", send(request("add_sub", pair()[:1])))
     await call("wrong shape", send(request("any_size", [tensor("x", "FP32", np.zeros(3, "f4"))])))
     await call("infer of no model", send(request("nobody", pair())))

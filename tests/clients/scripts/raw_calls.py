@@ -9,7 +9,7 @@ import sys
 import time
 import zlib
 
-from telling import named, shown, tell
+from telling import KEY, named, shown, tell
 
 ADDRESS = sys.argv[2]
 LENGTH = "Inference-Header-Content-Length"
@@ -151,8 +151,8 @@ def as_json():
     infer("an output twice", "add_sub", pair(outputs=[{"name": "SUM"}, {"name": "SUM"}]))
     infer("an unknown output", "add_sub", pair(outputs=[{"name": "nothing"}]))
     infer("keys that nobody knows", "add_sub", pair(unknown=1))
-    infer("texts", "lengths", {"inputs": [one("text", [2, 1], "BYTES", ["a", "\u00e9"])]})
-    infer("texts, nested", "lengths", {"inputs": [one("text", [2, 1], "BYTES", [["a"], ["bb"]])]})
+    infer("texts", "lengths", {"inputs": [one("input", [2, 1], "BYTES", ["a", "\u00e9"])]})
+    infer("texts, nested", "lengths", {"inputs": [one("input", [2, 1], "BYTES", [["a"], ["bb"]])]})
     infer("an empty tensor", "any_size", x([1, 0], []))
     infer("a number that is no float", "any_size", x([1, 2], [1, 2.5]))
     infer("a stream's model", "counts", {"inputs": [one("n", [1, 1], "INT32", [2])]})
@@ -244,7 +244,7 @@ def as_binary():
     infer(
         "texts as binary",
         "lengths",
-        {"inputs": [one("text", [2, 1], "BYTES", binary_data_size=len(elements))]},
+        {"inputs": [one("input", [2, 1], "BYTES", binary_data_size=len(elements))]},
         elements,
     )
     halves = [
@@ -291,7 +291,7 @@ def bad_binary():
         infer(
             f"texts: {name}",
             "lengths",
-            {"inputs": [one("text", [2, 1], "BYTES", binary_data_size=len(elements))]},
+            {"inputs": [one("input", [2, 1], "BYTES", binary_data_size=len(elements))]},
             elements,
         )
 
@@ -404,16 +404,18 @@ def types_and_parameters():
         call(f"{action} of no model", "POST", f"/v2/repository/models/nobody/{action}", b"{}")
         call(f"{action}: bad JSON", "POST", f"/v2/repository/models/half_floats/{action}", b"{")
     call(
-        "load with a configuration",
+        "load with a configuration by the key",
         "POST",
         "/v2/repository/models/half_floats/load",
         json.dumps({"parameters": {"config": "{}"}}).encode(),
+        {"X-API-Key": KEY},
     )
     call(
-        "load with a file",
+        "load with a file by the key",
         "POST",
         "/v2/repository/models/half_floats/load",
         json.dumps({"parameters": {"file:1/model.py": "AAAA"}}).encode(),
+        {"X-API-Key": KEY},
     )
     call("load", "POST", "/v2/repository/models/half_floats/load")
 

@@ -4,6 +4,9 @@ import json
 import os
 import sys
 
+KEY = "operator-of-the-tests"
+"""The admin key of the service; Triton has none."""
+
 
 def named(call):
     """Return the header that names a call for the proxy that records it; empty if none does."""

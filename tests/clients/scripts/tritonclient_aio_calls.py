@@ -75,7 +75,7 @@ async def main():
         await call("infer of no model", client.infer("nobody", pair()))
         await call("missing input", client.infer("add_sub", pair()[:1]))
         texts = np.array([[b"abc"]], dtype=np.object_)
-        await call("texts", client.infer("lengths", [tensor("text", "BYTES", texts)]))
+        await call("texts", client.infer("lengths", [tensor("input", "BYTES", texts)]))
         classes = library.InferRequestedOutput("y", class_count=2)
         x = tensor("x", "FP32", np.array([[3, 1, 4, 1.5]], np.float32))
         await call("classes", client.infer("scores", [x], outputs=[classes]))

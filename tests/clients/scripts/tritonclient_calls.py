@@ -2,10 +2,11 @@
 
 import sys
 import threading
+import time
 
 import ml_dtypes
 import numpy as np
-from telling import array, named, plain, shown, tell
+from telling import KEY, array, named, plain, shown, tell
 
 KIND, ADDRESS = sys.argv[1:3]
 if KIND == "http":
@@ -47,8 +48,8 @@ def answer(result):
 
 
 def call(name, function, *arguments, **options):
-    if named(name):
-        options["headers"] = named(name)
+    if headers := named(name) | options.pop("headers", {}):
+        options["headers"] = headers
     try:
         found = function(*arguments, **options)
         tell(name, answer(found) if hasattr(found, "as_numpy") else plain(found))
@@ -140,7 +141,7 @@ def datatypes(client):
     ]
     call("halves", client.infer, "halves", both)
     texts = np.array([[b""], [b"a"], ["\u00e9\u00e9".encode()], [b"x" * 300]], dtype=np.object_)
-    call("texts", client.infer, "lengths", [tensor("text", "BYTES", texts)])
+    call("texts", client.infer, "lengths", [tensor("input", "BYTES", texts)])
     call(
         "empty tensor",
         client.infer,
@@ -173,7 +174,7 @@ def datatypes(client):
             "texts as JSON",
             client.infer,
             "lengths",
-            [tensor("text", "BYTES", texts, binary_data=False)],
+            [tensor("input", "BYTES", texts, binary_data=False)],
         )
         call(
             "halves, the answer as JSON",
@@ -313,6 +314,18 @@ def administration(client):
     call("load", client.load_model, "add_sub")
     call("unload of no model", client.unload_model, "nobody")
     call("load of no model", client.load_model, "nobody")
+    admin = {"x-api-key": KEY}
+    x = [tensor("x", "FP16", np.array([[0.5, 2]], np.float16))]
+    call("unload by the key", client.unload_model, "half_floats", headers=admin)
+    until(lambda: not client.is_model_ready("half_floats"))
+    call("ready after unload", client.is_model_ready, "half_floats")
+    call("infer after unload", client.infer, "half_floats", x)
+    call("index after unload", client.get_model_repository_index)
+    call("load by the key", client.load_model, "half_floats", headers=admin)
+    until(lambda: client.is_model_ready("half_floats"))
+    call("infer after load", client.infer, "half_floats", x)
+    call("unload of no model by the key", client.unload_model, "nobody", headers=admin)
+    call("load of no model by the key", client.load_model, "nobody", headers=admin)
     call("system shared memory status", client.get_system_shared_memory_status)
     call(
         "register system shared memory",
@@ -338,6 +351,12 @@ def administration(client):
     output.set_shared_memory("region", 16)
     zeros = tensor("INPUT0", "INT32", np.zeros((1, 4), np.int32))
     call("an output in shared memory", client.infer, "add_sub", [zeros, other], outputs=[output])
+
+
+def until(is_so):
+    end = time.monotonic() + 60
+    while not is_so() and time.monotonic() < end:
+        time.sleep(0.1)
 
 
 def main():
