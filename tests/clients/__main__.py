@@ -11,12 +11,13 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import inferpool
 from tests.clients.compare import difference, reason_of
 from tests.clients.environments import ClientCall, Environments, calls_of
 from tests.clients.perf import MODES, WORK, measure
 from tests.clients.recording import record
 from tests.clients.scripts.telling import KEY
-from tests.clients.service import inferpool
+from tests.clients.service import served
 from tests.clients.triton_server import triton
 
 OUT = Path(tempfile.gettempdir()) / "inferpool-clients"
@@ -29,9 +30,14 @@ CLIENTS = {
     "kserve v2": ("kserve_calls.py", "v2"),
     "kserve gRPC": ("kserve_calls.py", "grpc"),
     "kserve v1": ("kserve_calls.py", "v1"),
+    "real models, HTTP": ("real_models_calls.py", "http"),
+    "real models, gRPC": ("real_models_calls.py", "grpc"),
     "by hand": ("raw_calls.py", "http"),
 }
 """Scripts and the argument that says how they call."""
+_OURS_ALONE = ("kserve v1", "real models, HTTP", "real models, gRPC")
+PHOTO = Path(inferpool.__path__[0]) / "models/vision/photos/chelsea.jpg"
+_BAD = ("500", "INTERNAL", "UNKNOWN", "AssertionError", "JSONDecodeError")
 Ports = tuple[int, int]
 
 
@@ -51,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         (args.out / "admin.key").write_text(KEY)
         settings = {"admin_keys_file": str(args.out / "admin.key")}
-        ours = stack.enter_context(inferpool(args.out, settings))
+        ours = stack.enter_context(served(args.out, settings))
         wrong = 0
         if args.calls:
             wrong = compare_calls(environments.clients(), args.only, ours, theirs, args.out)
@@ -86,9 +92,10 @@ def compare_calls(
     for client in only or CLIENTS:
         script, kind = CLIENTS[client]
         place = int(kind == "grpc")
-        found = calls_of(python, script, kind, f"127.0.0.1:{ours[place]}")
+        needs = {"PREDICT": f"http://127.0.0.1:{ours[0]}", "PHOTO": str(PHOTO)}
+        found = calls_of(python, script, kind, f"127.0.0.1:{ours[place]}", **needs)
         told: Sequence[ClientCall | None] = [None] * len(found)
-        if theirs is not None and kind != "v1":  # Triton does not know it
+        if theirs is not None and client not in _OURS_ALONE:
             told = calls_of(python, script, kind, f"127.0.0.1:{theirs[place]}")
         rows += [(client, *row) for row in rows_of(found, told)]
     (out / "calls.json").write_text(json.dumps(rows, indent=1))
@@ -108,7 +115,7 @@ def rows_of(
     """Yield the name of each call, its result, and how it differs or what the error says."""
     for found, told in zip(ours, theirs, strict=True):
         if told is None:
-            is_bad = found.status in ("500", "INTERNAL", "UNKNOWN") and "fails" not in found.call
+            is_bad = found.status in _BAD and "fails" not in found.call
             yield found.call, "failed" if is_bad else "answered", found.text
             continue
         assert found.call == told.call

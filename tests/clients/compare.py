@@ -30,7 +30,8 @@ DOCUMENTED: dict[str, tuple[Collection[str], str]] = {
         _REFUSED,
         "settings are the operator's",
     ),
-    "infer after load": (("200",), "a model that is loaded again is a new version"),
+    "infer after load|FP16": (("200",), "a model that is loaded again is a new version"),
+    "stream: parts and the final response": (("200",), "the empty answer has a version"),
     "(un)?load of no model by the key": (("404", "NOT_FOUND"), "the model is unknown"),
     "load with a (configuration|file) by the key": (("400",), "models come from the operator"),
     "metadata of a version that is no number": (("NOT_FOUND",), "as over HTTP"),
@@ -46,7 +47,7 @@ _MODEL_KEYS = ("name", "versions", "inputs", "outputs")
 _CONFIG_KEYS = ("name", "max_batch_size", "input", "output")
 _FIELD_KEYS = ("name", "data_type", "dims")
 _UNEQUAL = ("has_length", "has length", "batch_stats", "response_stats", "ns")
-"""Keys that may be missing: that of an answer without binary data, and of times of zero over gRPC."""
+"""Keys that may be missing, such as times of zero over gRPC."""
 _UNLOADED = "UNAVAILABLE"
 _ERRORS = ("error", "error_message")
 _HEALTH = re.compile(r"GET /v2/(health/\w+|models/\w+(/versions/\d+)?/ready)|live|ready")

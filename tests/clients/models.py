@@ -131,3 +131,9 @@ SETTINGS: dict[str, dict[str, object]] = {
     for name, found in _CLASSES.items()
 }
 """The settings of each model, for a settings file."""
+REAL_MODELS: dict[str, dict[str, object]] = {
+    "echo": {"source": "echo", "replicas": 1},
+    "efficientnet_lite0": {"source": "efficientnet_lite0", "replicas": 1, "speed": "exact"},
+    "minilm_l6": {"source": "minilm_l6", "replicas": 1, "speed": "exact"},
+}
+"""Models of the package, which Triton does not have."""

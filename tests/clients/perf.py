@@ -1,6 +1,5 @@
 """perf_analyzer in four modes, against one server."""
 
-import json
 import re
 import subprocess
 from collections.abc import Mapping
@@ -17,9 +16,8 @@ WORK = {
     "scores": ("-m", "scores"),
     "150 KiB": ("-m", "any_size", "--shape", "x:38400"),
     "texts": ("-m", "lengths", "--string-length", "1024"),
-    "parts": ("-m", "counts", "--input-data"),
 }
-"""Inputs: 16 bytes, 150 KiB, a text of 1 KiB, and `parts_input` for a model that streams."""
+"""Inputs: 16 bytes, 150 KiB and a text of 1 KiB."""
 _RUN_S = 120.0
 _RATE = re.compile(r"Throughput: ([\d.]+) infer/sec")
 _MEDIAN = re.compile(r"p50 latency: (\d+) usec")
@@ -63,10 +61,3 @@ def measure(
     if done.returncode or not rate or not median:
         return (done.stdout + done.stderr)[-400:]
     return LoadFigures(per_s=float(rate[1]), p50_ms=int(median[1]) / 1000)
-
-
-def parts_input(folder: Path) -> Path:
-    """Write the input of a model that streams: perf_analyzer sends it."""
-    path = folder / "parts.json"
-    path.write_text(json.dumps({"data": [{"n": [3]}]}))
-    return path

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.clients.environments import SCRIPTS, Environments, calls_of
-from tests.clients.perf import MODES, WORK, parts_input
+from tests.clients.perf import MODES, WORK
 
 LENGTH = "Inference-Header-Content-Length"
 _KEPT = ("content-type", "content-encoding", LENGTH.lower())
@@ -48,10 +48,12 @@ def record(environments: Environments, folder: Path, ports: tuple[int, int]) -> 
             with _recorded(name, python, kind, ports) as address:
                 calls_of(python, script, kind, address, **_RECORD)
     program, variables = environments.perf_analyzer()
+    parts = folder / "parts.json"
+    parts.write_text(json.dumps({"data": [{"n": [3]}]}))
     for kind, work, mode in (
         ("http", WORK["scores"], "HTTP, sync"),
         ("grpc", WORK["texts"], "gRPC, async"),
-        ("grpc", (*WORK["parts"], str(parts_input(folder))), "gRPC, a stream"),
+        ("grpc", ("-m", "counts", "--input-data", str(parts)), "gRPC, a stream"),
     ):
         with _recorded("perf_analyzer_" + work[1], python, kind, ports) as address:
             command = [str(program), "-u", address, *work, *MODES[mode], *_FEW]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.clients.models import SETTINGS
+from tests.clients.models import REAL_MODELS, SETTINGS
 from tests.ports import free_port
 
 _START_S = 180.0
@@ -18,7 +18,7 @@ _STOP_S = 60.0
 
 
 @contextmanager
-def inferpool(folder: Path, settings: dict[str, object]) -> Iterator[tuple[int, int]]:
+def served(folder: Path, settings: dict[str, object]) -> Iterator[tuple[int, int]]:
     """Serve the models; yield the ports for HTTP and gRPC.
 
     Args:
@@ -28,7 +28,7 @@ def inferpool(folder: Path, settings: dict[str, object]) -> Iterator[tuple[int, 
     http, grpc = free_port(), free_port()
     found = {"host": "127.0.0.1", "port": http, "grpc_port": grpc, "front_ends": 1, **settings}
     lines = [f"{key} = {json.dumps(value)}" for key, value in found.items()]
-    for name, values in SETTINGS.items():
+    for name, values in (SETTINGS | REAL_MODELS).items():
         lines += [f"[models.{name}]", *(f"{k} = {json.dumps(v)}" for k, v in values.items())]
     (folder / "inferpool.toml").write_text("\n".join(lines) + "\n")
     log = folder / "inferpool.log"
