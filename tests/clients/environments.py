@@ -24,7 +24,7 @@ class ClientCall:
     status: str
     answer: Any
     text: str = ""
-    """What the client's error says."""
+    """Text of the client's error."""
 
     @property
     def values(self) -> dict[str, Any]:

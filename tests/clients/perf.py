@@ -25,7 +25,7 @@ _MEDIAN = re.compile(r"p50 latency: (\d+) usec")
 
 @dataclass(frozen=True)
 class LoadFigures:
-    """What perf_analyzer has measured."""
+    """Figures that perf_analyzer has measured."""
 
     per_s: float
     """Calls answered in a second."""
