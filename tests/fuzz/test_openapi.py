@@ -67,8 +67,6 @@ OPERATIONS = [
         for what in ("", "/ready", "/config", "/stats")
     ),
     "POST /v2/repository/index",
-    "POST /v2/repository/models/{model}/load",
-    "POST /v2/repository/models/{model}/unload",
 ]
 
 

@@ -104,6 +104,18 @@ _ANSWER_EXAMPLE = {
     "outputs": [{"name": "y", "shape": [1, 3], "datatype": "FP32", "data": [2.0, 4.0, 6.0]}],
 }
 _SERVER_EXAMPLE = {"name": "inferpool", "version": "1.0.0", "extensions": ["binary_tensor_data"]}
+_ERROR = {
+    "description": "An error.",
+    "content": {
+        "application/json": {
+            "schema": {
+                "type": "object",
+                "required": ["error"],
+                "properties": {"error": {"type": "string"}},
+            }
+        }
+    },
+}
 _OCTETS = {"type": "string", "format": "binary"}
 _FILTER = {
     "type": "object",
@@ -284,7 +296,7 @@ def _describe_infer(router: APIRouter, ending: str, path: str) -> None:
     """Describe calls to a model, which never come here, since the exchange answers them."""
     json = {"schema": _INFER_REQUEST, "example": _INFER_EXAMPLE}
     answer = {"schema": _INFER_ANSWER, "example": _ANSWER_EXAMPLE}
-    statuses = (404, 405, 408, 413, 415, 429, 500, 504)
+    statuses = (400, 401, 403, 404, 405, 408, 413, 415, 429, 500, 503, 504)
     router.add_api_route(
         f"{path}/infer",
         _not_here,
@@ -296,8 +308,7 @@ def _describe_infer(router: APIRouter, ending: str, path: str) -> None:
         response_class=Response,
         responses={
             200: {"content": {"application/json": answer}},
-            400: {"description": "The input cannot be read, or does not fit."},
-            **{status: {"description": "An error."} for status in statuses},
+            **dict.fromkeys(statuses, _ERROR),
         },
         openapi_extra={
             "parameters": [
