@@ -18,7 +18,11 @@ from inferpool.service.endpoint import make_predict
 from inferpool.service.errors import BadRequestError, ServiceError, StartError
 from inferpool.service.parts.open_inference.grpc.health import HealthService
 from inferpool.service.parts.open_inference.grpc.infer import UnaryInfer, values_of, with_deadline
-from inferpool.service.parts.open_inference.grpc.reading import MessageReader, client_of
+from inferpool.service.parts.open_inference.grpc.reading import (
+    MessageReader,
+    UnsentAnswers,
+    client_of,
+)
 from inferpool.service.parts.open_inference.grpc.reflection import Reflection
 from inferpool.service.parts.open_inference.grpc.schema import INFERENCE, schema
 from inferpool.service.parts.open_inference.grpc.server import Endpoint, GrpcServer, Servicer
@@ -121,9 +125,9 @@ class InferenceService:
         """
         self._is_ready = is_ready
         self._repository = repository
-        self._predict = predict
         self._reader = reader
         self._streams = StreamCalls(predict, write_timeout_s)
+        self._unsent = UnsentAnswers(predict)
         self._unary = UnaryInfer(predict)
         self._methods = {each.name: each for each in schema().methods(_SERVICE)}
 
@@ -182,6 +186,7 @@ class InferenceService:
         request_id, answer = await self._unary.answer(message, headers, client)
         if isinstance(answer, ServiceError):
             await refuse(context, answer, request_id)
+        self._unsent.hold(context, dict(headers), len(answer))
         context.set_trailing_metadata((("x-request-id", request_id),))
         if wants_gzip(metadata):
             context.set_compression(grpc.Compression.Gzip)

@@ -1,6 +1,7 @@
-"""Reads the messages of clients within bounds of time and memory. Event loop."""
+"""Bounds the time and the memory of messages on their way, both ways. Event loop."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote
@@ -10,6 +11,8 @@ from grpc import aio
 from inferpool.service.api.exchange import Predict
 from inferpool.service.errors import BadRequestError, OverloadedError, ServiceError, SlowBodyError
 
+_SMALL_BYTES = 64 * 1024
+"""Answers up to this size are bounded by the number of calls."""
 SOON_S = 0.2
 """A message that takes longer counts as an unfinished request."""
 
@@ -89,6 +92,51 @@ class _Arrival:
             self._predict.unfinished.hold(self, self._predict.limits.max_body_bytes)
         except OverloadedError as error:
             self.give_way(error)
+
+
+class UnsentAnswers:
+    """Bounds the bytes of answers that grpcio keeps for clients that do not read them.
+
+    Nothing can take an answer back from grpcio but the end of its connection. So where there is no
+    room, the next answer is refused.
+    """
+
+    def __init__(self, predict: Predict) -> None:
+        """Keep to the limits of an endpoint."""
+        self._predict = predict
+        self._owners: Counter[str] = Counter()
+        self._num_bytes = 0
+
+    def hold(self, context: Any, headers: Mapping[bytes, bytes], num_bytes: int) -> None:
+        """Count an answer until its client has read it.
+
+        Args:
+            context: The call, as grpcio has it.
+            headers: The metadata of the call.
+            num_bytes: The length of the answer.
+
+        Raises:
+            OverloadedError: There is no room.
+        """
+        if num_bytes <= _SMALL_BYTES:
+            return
+        owner = self._predict.owner_of(headers, client_of(context.peer()))
+        unread, own = self._predict.unread, self._owners[owner]
+        most = unread.share * (unread.max_bytes - (self._num_bytes - own))
+        if own and own + num_bytes > most:
+            raise OverloadedError(
+                f"clients have not read {self._num_bytes} bytes of answers (max_unread_bytes, of "
+                "which a key or an address has its share)",
+                retry_after_s=1,
+            )
+        self._add(owner, num_bytes)
+        context.add_done_callback(lambda _: self._add(owner, -num_bytes))
+
+    def _add(self, owner: str, num_bytes: int) -> None:
+        self._num_bytes += num_bytes
+        self._owners[owner] += num_bytes
+        if not self._owners[owner]:
+            del self._owners[owner]
 
 
 def client_of(peer: str) -> str | None:

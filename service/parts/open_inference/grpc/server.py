@@ -30,6 +30,9 @@ _MAX_CALLS_OF_CONNECTION = 1024
 _MAX_METADATA_BYTES = 16 * 1024
 _IDLE_S = 300
 """A connection without calls is closed after this time; clients open another one when needed."""
+_AGE_S = 2 * 3600
+"""A connection is closed after this time, and calls on it end `max_timeout_s` later: nothing else
+ends a call whose client does not read its answer."""
 _PING_S = 60
 """How often a silent client with calls under way is asked whether it is there."""
 _LAST_WORDS_S = 2.0
@@ -137,6 +140,8 @@ class GrpcServer:
             ("grpc.max_allowed_incoming_connections", self._max_connections),
             ("grpc.server_handshake_timeout_ms", int(settings.head_timeout_s * 1000)),
             ("grpc.max_connection_idle_ms", _IDLE_S * 1000),
+            ("grpc.max_connection_age_ms", _AGE_S * 1000),
+            ("grpc.max_connection_age_grace_ms", int(settings.max_timeout_s * 1000)),
             ("grpc.keepalive_time_ms", _PING_S * 1000),
             ("grpc.keepalive_timeout_ms", int(settings.write_timeout_s * 1000)),
             ("grpc.http2.min_ping_interval_without_data_ms", 10_000),

@@ -131,7 +131,7 @@ class InferStream:
         self._wake = asyncio.Event()
         """There is something to send, or nothing more to read."""
         self._has_room = asyncio.Event()
-        self._is_draining = False
+        self._is_draining = self._is_writing = False
         self._reading: asyncio.Task[None] | None = None
         self._task: asyncio.Task[Any] | None = None
         self._error: ServiceError | None = None
@@ -148,15 +148,14 @@ class InferStream:
                 await self._send_all()
             if _has_failed(reading):
                 await reading
-        except TimeoutError:
-            error = ReaderTooSlowError("the client reads no answers")
-            await refuse(self._context, error)
         except asyncio.CancelledError:
             if self._error is None:
                 raise
             assert self._task is not None
             self._task.uncancel()
-            await refuse(self._context, self._error)
+            if not self._is_writing:  # else no status can be sent before the message is
+                await refuse(self._context, self._error)
+            return
         finally:
             reading.cancel()
             for place in (*self._line, *self._parted):
@@ -177,12 +176,7 @@ class InferStream:
 
     def cut_off(self) -> None:
         """End the call: others need the memory that its unread answers take."""
-        self._error = ReaderTooSlowError(
-            "the client reads too slowly (max_unread_bytes, of which a key or an address has its "
-            "share)"
-        )
-        if self._task is not None:
-            self._task.cancel()
+        self._cut_off("max_unread_bytes, of which a key or an address has its share")
 
     def send(self, message: bytes, *, is_last: bool) -> None:
         """Send a message as soon as the client reads those before it; an empty one is not sent."""
@@ -220,14 +214,27 @@ class InferStream:
         while self._outgoing:
             message, is_last = self._outgoing[0]
             if message:
-                async with asyncio.timeout(self._write_timeout_s):
-                    await self._context.write(message)
+                await self._write(message)
                 self.num_unread_bytes -= len(message)
                 self._predict.unread.take(self, self.num_unread_bytes)
             self._outgoing.popleft()
             if is_last:
                 self._num_under_way -= 1
                 self._has_room.set()
+
+    async def _write(self, message: bytes) -> None:
+        """Send a message, or cut the call off if the client does not read it."""
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(self._write_timeout_s, self._cut_off, "write_timeout_s")
+        self._is_writing = True
+        await self._context.write(message)
+        self._is_writing = False
+        timer.cancel()
+
+    def _cut_off(self, bound: str) -> None:
+        self._error = ReaderTooSlowError(f"the client reads too slowly ({bound})")
+        if self._task is not None:
+            self._task.cancel()
 
     async def _read_all(self) -> None:
         try:

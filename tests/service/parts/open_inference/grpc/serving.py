@@ -1,5 +1,6 @@
 """A gRPC server in the event loop of a test, before models that answer as told."""
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping
 from functools import partial
@@ -119,3 +120,37 @@ async def refused(call: Any) -> tuple[grpc.StatusCode, str]:
     except aio.AioRpcError as error:
         return error.code(), error.details() or ""
     raise AssertionError("it was answered")
+
+
+async def ask_and_read_nothing(served: Served, method: str, *messages: Any) -> asyncio.StreamWriter:
+    """Make a call whose answer may not be sent: its client allows no bytes of it (RFC 9113, 6.9).
+
+    Returns the connection, which is to be closed.
+    """
+
+    def frame(kind: int, flags: int, stream: int, data: bytes) -> bytes:
+        return len(data).to_bytes(3) + bytes([kind, flags]) + stream.to_bytes(4) + data
+
+    head = {
+        ":method": "POST",
+        ":scheme": "http",
+        ":path": f"/{INFERENCE_SERVICE}/{method}",
+        ":authority": "x",
+        "content-type": "application/grpc",
+        "te": "trailers",
+    }
+    pairs = b"".join(
+        b"\0" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
+        for name, value in head.items()
+    )
+    no_window = b"\0\4" + bytes(4)  # SETTINGS_INITIAL_WINDOW_SIZE
+    data = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, no_window) + frame(4, 1, 0, b"")
+    data += frame(1, 4, 1, pairs)
+    for index, message in enumerate(messages, 1):
+        body = message.SerializeToString()
+        is_last = index == len(messages)
+        data += frame(0, int(is_last), 1, b"\0" + len(body).to_bytes(4) + body)
+    _, writer = await asyncio.open_connection("127.0.0.1", served.server.port)
+    writer.write(data)
+    await writer.drain()
+    return writer

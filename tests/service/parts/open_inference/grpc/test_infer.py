@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import struct
 import time
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,12 @@ from inferpool.service.settings.draft import read_keys
 from inferpool.workers.shared.messages import TensorBlob
 from tests.service.api.fakes import FakeModel, result
 from tests.service.api.server import silent_model, until
-from tests.service.parts.open_inference.grpc.serving import Channel, refused, serving
+from tests.service.parts.open_inference.grpc.serving import (
+    Channel,
+    ask_and_read_nothing,
+    refused,
+    serving,
+)
 
 KEY = "0123456789abcdef"
 FOUR = struct.pack("<4f", 1, 2, 3, 4)
@@ -249,3 +255,25 @@ async def test_messages_are_compressed_both_ways():
         }
         answer = await infer(channel, tensor(), raw_input_contents=[FOUR], options=options)
         assert len(answer.raw_output_contents[0]) == 16
+
+
+async def test_answers_that_nobody_reads_have_a_share_of_memory():
+    blob = TensorBlob("y", "uint8", (600_000,), bytes(600_000))
+    model = FakeModel(lambda _: result([blob]))
+    given = {"raw_input_contents": [FOUR]}
+    async with serving(model, max_unread_bytes=1_000_000) as (served, channel):
+        request = REQUEST(model_name="fake", inputs=[tensor()], **given)
+        writer = await ask_and_read_nothing(served, "ModelInfer", request)
+        await until(lambda: served.done)
+        code, text = await refused(infer(channel, tensor(), **given))
+        assert (code, "max_unread_bytes" in text) == (StatusCode.RESOURCE_EXHAUSTED, True)
+        writer.close()
+
+        async def is_answered() -> bool:
+            with contextlib.suppress(grpc.RpcError):
+                await infer(channel, tensor(), **given)
+                return True
+            return False
+
+        while not await is_answered():
+            pass

@@ -10,7 +10,7 @@ from inferpool.service.parts.open_inference.grpc.schema import INFERENCE, schema
 from inferpool.service.parts.open_inference.grpc.streams import MAX_UNDER_WAY
 from tests.service.api.fakes import FakeModel, result
 from tests.service.api.server import silent_model, until
-from tests.service.parts.open_inference.grpc.serving import Channel, serving
+from tests.service.parts.open_inference.grpc.serving import Channel, ask_and_read_nothing, serving
 
 REQUEST = schema().message(INFERENCE, "ModelInferRequest")
 STREAMING = Interface(streams=True)
@@ -147,6 +147,16 @@ async def _read(stream: Any) -> Any:
     await stream.done_writing()
     async for answer in stream:
         yield answer
+
+
+async def test_a_client_that_reads_no_answer_is_cut_off():
+    replies = [result(b'"%b"' % bytes(2**20)), None]
+    async with serving(model := FakeModel(replies.__getitem__), write_timeout_s=0.1) as (served, _):
+        requests = (request(), request())
+        writer = await ask_and_read_nothing(served, "ModelStreamInfer", *requests)
+        await until(lambda: len(model.futures) == 2)
+        await until(model.futures[1].cancelled)
+        writer.close()
 
 
 async def test_a_drain_answers_what_has_come_and_ends_the_streams():
