@@ -7,15 +7,18 @@ Runs in the main process's event loop.
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Request, Response
+from fastapi.routing import APIRoute
 
-from inferpool.service.api.errors import NotFoundError, kind_of
+from inferpool.service.api.errors import CALL_KEY, NotFoundError
 from inferpool.service.api.routes.health import HealthReport
 from inferpool.service.errors import BadRequestError, ServiceError, TooLargeError
 from inferpool.service.parts.admin.routes import record
+from inferpool.service.parts.open_inference.calls import InferProtocol
 from inferpool.service.parts.open_inference.metadata import (
     ModelMetadata,
     ServedConfig,
@@ -27,19 +30,23 @@ from inferpool.service.parts.open_inference.statistics import StatisticsList
 _MAX_BODY_BYTES = 64 * 1024
 _BODY_S = 10.0
 """How long a body may take to arrive."""
-_UNFIT = 422
-"""A status of `/predict` that is 400 in this protocol."""
 
 _Responses = dict[int | str, dict[str, Any]]
-_NO_MODEL: _Responses = {404: {"description": "No such model, or no such version of it."}}
-_UNREADY: _Responses = {503: {"description": "It is not ready."}}
-_BAD_BODY: _Responses = {
-    400: {"description": "The body cannot be read, or has a parameter that is refused."},
-    413: {"description": "The body is too large."},
-}
-_BUSY: _Responses = {409: {"description": "The model is being changed."}}
-_UNSAVED: _Responses = {507: {"description": "The change cannot be kept for the next start."}}
-_REFUSED: _Responses = {400: {"description": "Always."}}
+_PROBLEM = {"application/json": {"schema": {"$ref": "#/components/schemas/Problem"}}}
+"""The content of errors: KServe's client shows the message of no other type."""
+
+
+def _error(status: int, description: str) -> _Responses:
+    return {status: {"description": description, "content": _PROBLEM}}
+
+
+_NO_MODEL = _error(404, "No such model, or no such version of it.")
+_UNREADY = _error(503, "It is not ready.")
+_BAD_BODY = _error(400, "The body cannot be read, or has a parameter that is refused.") | _error(
+    413, "The body is too large."
+)
+_BUSY = _error(409, "The model is being changed.")
+_UNSAVED = _error(507, "The change cannot be kept for the next start.")
 _NAMED = {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}}
 _TENSOR = {
     "type": "object",
@@ -104,18 +111,6 @@ _ANSWER_EXAMPLE = {
     "outputs": [{"name": "y", "shape": [1, 3], "datatype": "FP32", "data": [2.0, 4.0, 6.0]}],
 }
 _SERVER_EXAMPLE = {"name": "inferpool", "version": "1.0.0", "extensions": ["binary_tensor_data"]}
-_ERROR = {
-    "description": "An error.",
-    "content": {
-        "application/json": {
-            "schema": {
-                "type": "object",
-                "required": ["error"],
-                "properties": {"error": {"type": "string"}},
-            }
-        }
-    },
-}
 _OCTETS = {"type": "string", "format": "binary"}
 _FILTER = {
     "type": "object",
@@ -189,7 +184,7 @@ def v2_router(
         report: Returns the state of the service now.
         has_operators: Someone has the key to load and unload models.
     """
-    router = APIRouter(prefix="/v2", tags=["open inference"])
+    router = APIRouter(prefix="/v2", tags=["open inference"], route_class=_ProtocolRoute)
     _add_server(router, repository, report)
     _add_models(router, repository)
     for ending, path in (("", "/models/{model}"), ("_of_version", _VERSION)):
@@ -203,6 +198,26 @@ def v2_router(
 
 
 _VERSION = "/models/{model}/versions/{version}"
+
+
+class _ProtocolRoute(APIRoute):
+    """A route whose errors have the form of those of infer requests."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return what answers a call."""
+        answer = super().get_route_handler()
+
+        async def answer_or_refuse(request: Request) -> Response:
+            try:
+                return await answer(request)
+            except ServiceError as error:
+                call = request.scope[CALL_KEY]
+                status, headers, body = InferProtocol().problem(error, call)
+                refusal = Response(body, status)
+                refusal.raw_headers = headers
+                return refusal
+
+        return answer_or_refuse
 
 
 def _add_server(
@@ -296,7 +311,7 @@ def _describe_infer(router: APIRouter, ending: str, path: str) -> None:
     """Describe calls to a model, which never come here, since the exchange answers them."""
     json = {"schema": _INFER_REQUEST, "example": _INFER_EXAMPLE}
     answer = {"schema": _INFER_ANSWER, "example": _ANSWER_EXAMPLE}
-    statuses = (400, 401, 403, 404, 405, 408, 413, 415, 429, 500, 503, 504)
+    statuses = (401, 403, 404, 405, 408, 413, 415, 429, 500, 503, 504)
     router.add_api_route(
         f"{path}/infer",
         _not_here,
@@ -308,7 +323,8 @@ def _describe_infer(router: APIRouter, ending: str, path: str) -> None:
         response_class=Response,
         responses={
             200: {"content": {"application/json": answer}},
-            **dict.fromkeys(statuses, _ERROR),
+            **_error(400, "The input cannot be read, or does not fit."),
+            **{each: _error(each, HTTPStatus(each).phrase)[each] for each in statuses},
         },
         openapi_extra={
             "parameters": [
@@ -392,14 +408,9 @@ def _add_changes(router: APIRouter, repository: Repository) -> None:
         begin: Callable[[str, Mapping[str, object]], bool],
         parameters: Mapping[str, object],
     ) -> Response:
-        try:
-            if begin(model, parameters):
-                record(request, f"{what} {model}")
-            await repository.until_changed(model)
-        except ServiceError as error:
-            if kind_of(error).status == _UNFIT:
-                raise BadRequestError(error.message) from error
-            raise
+        if begin(model, parameters):
+            record(request, f"{what} {model}")
+        await repository.until_changed(model)
         return Response()
 
 

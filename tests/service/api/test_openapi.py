@@ -134,7 +134,7 @@ def test_every_error_is_a_problem_with_an_example_of_each_of_its_codes(document:
                 continue
             (media,) = follow(document, response)["content"].values()
             if "examples" not in media:  # another protocol has its own form
-                assert media["schema"]["required"] == ["error"]
+                assert "error" in follow(document, media["schema"])["required"]
                 continue
             for code, example in media["examples"].items():
                 value = example["value"]
