@@ -26,6 +26,8 @@ ADMIN = "admin-0123456789"
 PAGE = (ROOT / "docs" / "deployment.md").read_text()
 BODY = b'{"instances": [1]}'
 TEXT = {"content-type": "application/json"}
+BROWSER = {"accept": "text/html,*/*;q=0.8"}
+"""At "/" a browser gets the page, and a program another answer."""
 ASKS = (
     ("GET", "/"),
     ("GET", "/docs"),
@@ -88,6 +90,7 @@ class Peers:
         has_body = method in ("POST", "PUT")
         headers = [
             *((b"x-request-id", b"r"), (b"accept-encoding", b"identity")),
+            *((name.encode(), value.encode()) for name, value in BROWSER.items()),
             *([(b"content-type", b"application/json")] if has_body else []),
             *((name.encode(), value.encode("latin-1")) for name, value in more),
         ]
@@ -215,7 +218,7 @@ def look_around(root: str) -> None:
     with httpx.Client(timeout=60, follow_redirects=False) as client:
 
         def get(url: str) -> httpx.Response:
-            answer = client.get(url)
+            answer = client.get(url, headers=BROWSER)
             assert answer.status_code == 200, (url, answer.text)
             assert str(answer.url).startswith(f"{root}/"), url
             return answer
@@ -275,7 +278,7 @@ def test_everything_works_under_a_path_of_nginx(peers, tmp_path: Path):
             look_around(root)
         assert other.get("/health/ready").status_code == 200
         assert other.get("/visions/health/ready").status_code == 404
-        page = httpx.get(f"{url}/vision")
+        page = httpx.get(f"{url}/vision", headers=BROWSER)
         assert '<base href="/vision/">' in page.text
         assert "base-uri 'self'" in page.headers["content-security-policy"]
         for root in (f"{url}/bare", f"{url}/models/", f"{url}/vision"):
