@@ -141,7 +141,7 @@ class Service:
         self.is_draining = False
         self._may_get_hosts = host is None
         self._is_stopping = False
-        self._is_hurried = False
+        self.is_hurried = False
         self._has_served = False
         """A model has been ready, maybe one that was removed since."""
         self._engine: ClosableEngine | None = None
@@ -223,7 +223,7 @@ class Service:
     def cut_off(self) -> None:
         """Answer everything in flight now, and let `stop` kill the workers."""
         self.begin_stop()
-        self._is_hurried = True
+        self.is_hurried = True
         for version in self.catalog.loaded.values():
             version.pool.dispatcher.cut_off("this server was told to stop at once")
 
@@ -240,7 +240,7 @@ class Service:
 
     async def stop_workers(self) -> None:
         """Stop every worker."""
-        grace_s = 0.0 if self._is_hurried else _STOP_GRACE_S
+        grace_s = 0.0 if self.is_hurried else _STOP_GRACE_S
         loaded = self.catalog.loaded.values()
         await asyncio.gather(*(version.pool.stop(grace_s) for version in loaded))
         await self.catalog.stop()

@@ -92,7 +92,7 @@ def make_grpc(
     ]
     if settings.docs:
         servicers.append(Reflection())
-    return GrpcServer(settings, guard, servicers, edge.max_connections)
+    return GrpcServer(settings, guard, servicers, edge.max_connections, lambda: service.is_hurried)
 
 
 def _is_ready(service: Service, name: str) -> bool | None:

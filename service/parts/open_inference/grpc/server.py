@@ -38,6 +38,9 @@ _PING_S = 60
 _LAST_WORDS_S = 2.0
 """How long clients may take to read their answers after all is answered."""
 
+_HURRY_S = 0.5
+"""The same where the service does not wait for clients."""
+
 Handler = Callable[[Any], Awaitable[bytes | None]]
 """Answers a call, given grpcio's context: it reads and writes messages as bytes."""
 
@@ -71,8 +74,16 @@ class GrpcServer:
         guard: Guard,
         servicers: Sequence[Servicer],
         max_connections: int = EdgeLimits().max_connections,
+        is_hurried: Callable[[], bool] = lambda: False,
     ) -> None:
         """Reserve the port, and listen from `start` on.
+
+        Args:
+            settings: Those of the service.
+            guard: Checks keys.
+            servicers: The services.
+            max_connections: Connections at once.
+            is_hurried: Says whether the service stops without waiting for clients.
 
         Raises:
             StartError: The port is in use, or the address is not this host's.
@@ -83,11 +94,14 @@ class GrpcServer:
         self._servicers = servicers
         self._router = _Router(guard, servicers)
         self._max_connections = max_connections
+        self._is_hurried = is_hurried
         self._pem = None if settings.tls_certificate is None else _pem_of(settings)
         self._held = hold_port(settings.host, settings.grpc_port)
-        host, self.port = self._held.getsockname()[:2]
+        host, self.port = self._held[0].getsockname()[:2]
         self.address = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
         self._server: Any = None
+        self._drained: Any = None
+        """The server, once it accepts no more calls."""
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -110,14 +124,18 @@ class GrpcServer:
         for servicer in self._servicers:
             servicer.begin_drain()
         if self._server is not None:
-            server, self._server = self._server, None
-            self._tasks.append(asyncio.create_task(self._drain(server), name="drain of gRPC"))
+            self._drained, self._server = self._server, None
+            task = self._drain(self._drained)
+            self._tasks.append(asyncio.create_task(task, name="drain of gRPC"))
 
     async def stop(self) -> None:
         """Close the port, and end calls that are left: their clients do not read."""
         self.begin_drain()
+        if self._is_hurried() and self._drained is not None:
+            await self._drained.stop(_HURRY_S)  # the wait that goes on ends with this one
         await asyncio.gather(*self._tasks)
-        self._held.close()
+        for held in self._held:
+            held.close()
 
     async def _start(self, server: Any) -> None:
         await server.start()
@@ -175,8 +193,10 @@ class _Router(grpc.GenericRpcHandler):  # type: ignore[misc]  # it has no types
         return handler
 
 
-def hold_port(host: str, port: int) -> socket.socket:
+def hold_port(host: str, port: int) -> list[socket.socket]:
     """Reserve a port for gRPC, which can then bind it too; nothing else can.
+
+    Returns the socket that does so first, and maybe others that are to be kept as long.
 
     Args:
         host: Name or address of this host.
@@ -197,6 +217,8 @@ def hold_port(host: str, port: int) -> socket.socket:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         # Or another one could bind it until something listens there.
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+        if address[0] == "0.0.0.0":
+            return [held, *_without_ipv6(held.getsockname()[1])]
     except OSError as error:
         if held is not None:
             held.close()
@@ -204,7 +226,22 @@ def hold_port(host: str, port: int) -> socket.socket:
             f"gRPC cannot listen on {host}:{port}: {error.strerror}; choose another port with "
             "--grpc-port"
         ) from error
-    return held
+    return [held]
+
+
+def _without_ipv6(port: int) -> list[socket.socket]:
+    """Reserve the port for IPv6 too, or else grpcio listens there for every IPv4 address."""
+    try:
+        held = socket.socket(socket.AF_INET6)
+    except OSError:  # there is no IPv6
+        return []
+    try:
+        held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        held.bind(("::", port))
+    except OSError:  # it is reserved already
+        held.close()
+        return []
+    return [held]
 
 
 def _pem_of(settings: Settings) -> tuple[bytes, bytes]:

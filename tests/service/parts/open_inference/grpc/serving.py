@@ -77,6 +77,7 @@ class Served:
     def __init__(self, server: GrpcServer, predict: Predict, ready: dict[str, bool]) -> None:
         self.server = server
         self.predict = predict
+        self.is_hurried = False
         self.ready = ready
         self.done: list[tuple[str, int]] = []
         """The model and status of each call of `ModelInfer`."""
@@ -103,7 +104,8 @@ async def serving(
         HealthService(ready.get, predict.models, reader),
         Reflection(),
     ]
-    served = Served(GrpcServer(settings, guard, servicers), predict, ready)
+    server = GrpcServer(settings, guard, servicers, is_hurried=lambda: served.is_hurried)
+    served = Served(server, predict, ready)
     predict.on_done = lambda model, status, _: served.done.append((model, status))
     served.server.start()
     try:

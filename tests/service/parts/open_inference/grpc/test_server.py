@@ -10,10 +10,16 @@ from inferpool.service.errors import StartError
 from inferpool.service.parts.open_inference.grpc.schema import HEALTH, REFLECTION
 from inferpool.service.parts.open_inference.grpc.server import hold_port
 from inferpool.service.settings.draft import read_keys
+from inferpool.workers.shared.messages import TensorBlob
 from tests.certificates import make_certificate
-from tests.service.api.fakes import FakeModel
+from tests.service.api.fakes import FakeModel, result
 from tests.service.api.server import until
-from tests.service.parts.open_inference.grpc.serving import Channel, refused, serving
+from tests.service.parts.open_inference.grpc.serving import (
+    Channel,
+    ask_and_read_nothing,
+    refused,
+    serving,
+)
 
 KEY = "0123456789abcdef"
 HEALTH_SERVICE = f"{HEALTH}.Health"
@@ -142,11 +148,34 @@ async def test_a_port_in_use_is_an_error_of_the_start():
         port = other.getsockname()[1]
         with pytest.raises(StartError, match=f"listen on 127.0.0.1:{port}.*--grpc-port"):
             hold_port("127.0.0.1", port)
-    with (
-        hold_port("127.0.0.1", 0) as held,
-        pytest.raises(StartError, match="in use"),
-    ):
+    (held,) = hold_port("127.0.0.1", 0)
+    with held, pytest.raises(StartError, match="in use"):
         hold_port("127.0.0.1", held.getsockname()[1])
     async with serving() as (served, _):
         with pytest.raises(StartError, match="in use"):
             hold_port("127.0.0.1", served.server.port)
+
+
+async def test_all_addresses_of_ipv4_are_none_of_ipv6():
+    async with serving(host="0.0.0.0") as (served, _):
+        port = served.server.port
+        async with aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            assert (await Channel(channel).ask("ServerLive")).live
+        async with aio.insecure_channel(f"[::1]:{port}") as channel:
+            asked = refused(Channel(channel).ask("ServerLive"))
+            assert (await asked)[0] is StatusCode.UNAVAILABLE
+
+
+async def test_a_hurried_stop_waits_for_no_client():
+    blob = TensorBlob("y", "uint8", (2**20,), bytes(2**20))
+    model = FakeModel(lambda _: result([blob]))
+    async with serving(model, drain_timeout_s=3000) as (served, channel):
+        tensor = {"name": "x", "datatype": "UINT8", "shape": [1]}
+        request = channel.method("ModelInfer").request
+        given = request(model_name="fake", inputs=[tensor], raw_input_contents=[b"x"])
+        writer = await ask_and_read_nothing(served, "ModelInfer", given)
+        await until(lambda: served.done)
+        served.server.begin_drain()
+        served.is_hurried = True
+        await served.server.stop()
+        writer.close()
