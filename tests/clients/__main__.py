@@ -30,14 +30,19 @@ CLIENTS = {
     "kserve v2": ("kserve_calls.py", "v2"),
     "kserve gRPC": ("kserve_calls.py", "grpc"),
     "kserve v1": ("kserve_calls.py", "v1"),
+    "one process": ("one_process_calls.py", "tritonclient"),
+    "one process, kserve": ("one_process_calls.py", "kserve"),
     "real models, HTTP": ("real_models_calls.py", "http"),
     "real models, gRPC": ("real_models_calls.py", "grpc"),
     "by hand": ("raw_calls.py", "http"),
 }
 """Scripts and the argument that says how they call."""
-_OURS_ALONE = ("kserve v1", "real models, HTTP", "real models, gRPC")
+_OURS_ALONE = (
+    *("kserve v1", "real models, HTTP", "real models, gRPC"),
+    *("one process", "one process, kserve"),
+)
 PHOTO = Path(inferpool.__path__[0]) / "models/vision/photos/chelsea.jpg"
-_BAD = ("500", "INTERNAL", "UNKNOWN", "AssertionError", "JSONDecodeError")
+_BAD = ("500", "INTERNAL", "UNKNOWN", "AssertionError", "JSONDecodeError", "TypeError")
 Ports = tuple[int, int]
 
 
@@ -93,7 +98,12 @@ def compare_calls(
         script, kind = CLIENTS[client]
         place = int(kind == "grpc")
         needs = {"PREDICT": f"http://127.0.0.1:{ours[0]}", "PHOTO": str(PHOTO)}
-        found = calls_of(python, script, kind, f"127.0.0.1:{ours[place]}", **needs)
+        address, interpreter = f"127.0.0.1:{ours[place]}", python
+        if script == "one_process_calls.py":  # it serves too, and imports the client's packages
+            interpreter = Path(sys.executable)
+            (packages,) = python.parent.parent.glob("lib/python*/site-packages")
+            address = str(packages)
+        found = calls_of(interpreter, script, kind, address, **needs)
         told: Sequence[ClientCall | None] = [None] * len(found)
         if theirs is not None and client not in _OURS_ALONE:
             told = calls_of(python, script, kind, f"127.0.0.1:{theirs[place]}")
