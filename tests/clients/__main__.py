@@ -6,6 +6,7 @@ See README.md.
 import argparse
 import contextlib
 import json
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -167,4 +168,6 @@ def say(line: str) -> None:
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)  # the servers end with the command
     sys.exit(main())
