@@ -1,7 +1,7 @@
 """Outputs as their best classes: Triton's extension "classification". Imported with the first."""
 
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _MAX_VALUES = 1 << 20
 """Most values in one output: they are sorted in the event loop."""
-_MAX_CLASSES = 1 << 16
+_MAX_CLASSES = 1 << 14
 """Most texts in one output."""
 
 
@@ -42,15 +42,24 @@ def classified(output: InferOutput, count: int, labels: "Sequence[str]") -> Infe
     form = "%f:%d" if values.dtype.kind == "f" else "%d:%d"
     texts = []
     for row in values:
-        # The order is that of the reversed row, reversed: so equal values keep their order.
-        order = len(row) - 1 - np.argsort(row[::-1], kind="stable")[::-1][:count]
+        order = _largest(row, count)
         for index, value in zip(order.tolist(), row[order].tolist(), strict=True):
             label = f":{labels[index]}" if index < len(labels) else ""
             texts.append((form % (value, index) + label).encode())
     return output._replace(datatype=BYTES, shape=(values.shape[0], count), chunks=texts)
 
 
-def _values_of(output: InferOutput) -> "NDArray[np.generic]":
+def _largest(row: "NDArray[Any]", count: int) -> "NDArray[np.intp]":
+    """Return the indices of the largest values, the largest first; equal ones in their order."""
+    indices = np.arange(len(row))
+    if 0 < count < len(row):  # all are not sorted, only those that may be among the largest
+        indices = indices[~(row < np.partition(row, -count)[-count])]
+    # The order is that of the reversed values, reversed: so equal values keep their order.
+    order = np.argsort(row[indices][::-1], kind="stable")[::-1][:count]
+    return indices[len(indices) - 1 - order]
+
+
+def _values_of(output: InferOutput) -> "NDArray[Any]":
     """Return the values of each instance as one row."""
     dtype = DTYPES.get(output.datatype, "bool")
     if dtype == "bool":

@@ -4,6 +4,7 @@ The first dimension of each shape is the batch. Runs in the event loop.
 """
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from math import prod
 
 import msgspec
@@ -114,9 +115,11 @@ def outputs_of(
     values = []
     for index, outcome in enumerate(outcomes):
         if isinstance(outcome, ServiceError):
-            if len(outcomes) > 1 and not outcome.message.startswith("instances["):
-                outcome.message = f"instance {index} of the batch: {outcome.message}"
-            raise outcome
+            if len(outcomes) == 1 or outcome.message.startswith("instances["):
+                raise outcome
+            error = copy(outcome)  # the instances of other calls may have the same one
+            error.message = f"instance {index} of the batch: {outcome.message}"
+            raise error
         values.append(outcome.value)
     rows = [value for value in values if isinstance(value, list)]
     found = _columns(rows) if len(rows) == len(values) else {BYTES_OUTPUT: _texts_of(values)}

@@ -477,6 +477,28 @@ def test_classes_of_bools_are_refused_and_none_are_asked_for_by_zero() -> None:
     assert infer(model, tensor(), outputs=[wish]).json()["outputs"][0]["data"] == [True, True]
 
 
+def test_the_classes_of_one_answer_are_bounded() -> None:
+    row = np.arange(20_000, dtype=np.int32)
+    model = FakeModel(
+        lambda _: result([TensorBlob("y", "int32", row.shape, row.tobytes())]), inputs=[spec(-1, 2)]
+    )
+    one = tensor(shape=[1, 2], data=[1, 2])
+    wish = {"name": "y", "parameters": {"classification": 20_000}}
+    assert "too many" in error_of(infer(model, one, outputs=[wish]))
+    wish["parameters"] = {"classification": 2}
+    found = infer(model, one, outputs=[wish]).json()["outputs"][0]
+    assert found["data"] == ["19999:19999", "19998:19998"]
+
+
+def test_instances_of_other_calls_keep_their_message() -> None:
+    error = UnavailableError("gone", retry_after_s=7)
+    model = FakeModel(lambda _: error, inputs=[spec(-1, 2)])
+    answer = infer(model, tensor())
+    assert error_of(answer, 503) == "instance 0 of the batch: gone"
+    assert answer.headers["retry-after"] == "7"
+    assert error.message == "gone"
+
+
 def test_parameters_that_are_not_reserved_reach_the_model() -> None:
     model = doubler()
     given = {
