@@ -629,7 +629,8 @@ def test_parts_of_gzip_are_joined() -> None:
 def test_a_compressed_body_is_bounded_once_it_is_inflated(encoding: str, encoder: Any) -> None:
     limits = Limits(max_body_bytes=3 << 20)
     model = doubler()
-    error_of(encoded(model, encoder(bytes(30 << 20)), encoding, limits=limits), 413)
+    answer = encoded(model, encoder(bytes(30 << 20)), encoding, limits=limits)
+    assert "once it is inflated" in error_of(answer, 413)
     assert model.bodies == []
 
 
