@@ -9,6 +9,9 @@ from inferpool.models.base import Model
 from inferpool.models.errors import BadReturnError
 from inferpool.models.spec import Interface
 
+_MOST_CLASSES = 1 << 15
+"""More are no names of classes, and would burden each message about the model."""
+
 
 def is_overridden(model: Model, method: str) -> bool:
     """Return whether a model replaces a method of `Model`."""
@@ -31,6 +34,7 @@ def rendering_of(model: Model) -> tuple[str, Callable[..., Sequence[object]]]:
 def interface_of(model: Model, learned: Sequence[str] = ()) -> Interface:
     """Return how clients speak to a model; `learned` are media types that it has not declared."""
     labels = model.labels if isinstance(model.labels, (list, tuple)) else ()
+    labels = labels if len(labels) <= _MOST_CLASSES else ()
     return Interface(
         media_types=attached("types of content")(model) if model.media_types else tuple(learned),
         accepts=model.accepts,

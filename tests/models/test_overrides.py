@@ -15,6 +15,6 @@ def test_the_names_of_a_models_classes_belong_to_its_interface_which_is_usual_al
     assert interface.is_usual
 
 
-@pytest.mark.parametrize("labels", ["cat", 3, {0: "cat"}, None])
+@pytest.mark.parametrize("labels", ["cat", 3, {0: "cat"}, None, ["cat"] * 40_000], ids=type)
 def test_an_attribute_that_names_no_classes_is_left_alone(labels):
     assert interface_of(Labelled(labels)).labels == ()
