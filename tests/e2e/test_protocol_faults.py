@@ -25,7 +25,6 @@ from tests.ports import free_port
 BY_EACH = pytest.mark.parametrize("protocol", PROTOCOLS)
 SOURCE = "tests.fault_model:TensorFaultModel"
 MAX_QUEUE = 24
-FRONTS = pytest.mark.parametrize("fronts", ["1", "2"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +113,10 @@ def number(protocol: str, place: int) -> int:
 def test_killed_workers_cost_no_call_of_any_protocol(target: Struck):
     async def go() -> None:
         async with asking_by_all(target.service, target.grpc_port) as tallies:
-            for _ in range(2):
-                await until_each_has(tallies, 5)
-                for pid in await asyncio.to_thread(target.service.worker_pids):
-                    os.kill(pid, signal.SIGKILL)
-                await asyncio.to_thread(target.service.wait_until_full)
+            await until_each_has(tallies, 5)
+            for pid in await asyncio.to_thread(target.service.worker_pids):
+                os.kill(pid, signal.SIGKILL)
+            await asyncio.to_thread(target.service.wait_until_full)
             await until_each_has(tallies, 5)
         for protocol, tally in tallies.items():
             assert (protocol, tally.wrong, tally.lost) == (protocol, [], 0)
@@ -259,8 +257,7 @@ def test_a_swap_under_calls_of_all_protocols_costs_none(target: Struck):
     asyncio.run(go())
 
 
-@FRONTS
-def test_a_service_that_ends_answers_what_it_took_by_each_protocol(fronts: str, tmp_path: Path):
+def test_a_service_that_ends_answers_what_it_took_by_each_protocol(tmp_path: Path):
     gate = tmp_path / "gate"
 
     async def go(ending: Struck) -> None:
@@ -283,7 +280,7 @@ def test_a_service_that_ends_answers_what_it_took_by_each_protocol(fronts: str, 
                 assert await answer == right(n)
         assert await asyncio.to_thread(service.wait) == 0
 
-    with struck(tmp_path, "--front-ends", fronts) as ending:
+    with struck(tmp_path, "--front-ends", "2") as ending:
         asyncio.run(go(ending))
 
 

@@ -14,7 +14,7 @@ SEED = 20261129
 
 
 def test_hostile_calls_over_http_harm_nothing(target: Running):
-    verdict = campaign(target, num_inputs=800, seed=SEED, protocol="infer")
+    verdict = campaign(target, num_inputs=600, seed=SEED, protocol="infer")
     assert verdict.offences == []
     assert set(verdict.statuses) == set(KINDS)
     found = set().union(*verdict.statuses.values())
