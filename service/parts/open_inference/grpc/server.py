@@ -7,6 +7,7 @@ loop of the service.
 import asyncio
 import logging
 import socket
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -16,8 +17,10 @@ from grpc import aio
 
 from inferpool.service.api.auth import Guard
 from inferpool.service.api.codecs.body import joined
+from inferpool.service.api.errors import NotFoundError
 from inferpool.service.api.wire.budgets import EdgeLimits
-from inferpool.service.errors import ServiceError, StartError
+from inferpool.service.errors import OverShareError, ServiceError, StartError
+from inferpool.service.parts.open_inference.grpc.reading import client_of
 from inferpool.service.parts.open_inference.grpc.statuses import headers_of, internal, refuse
 from inferpool.service.settings.settings import Settings
 from inferpool.service.settings.tls import server_context
@@ -172,9 +175,10 @@ class _Router(grpc.GenericRpcHandler):  # type: ignore[misc]  # it has no types
     def __init__(self, guard: Guard, servicers: Sequence[Servicer]) -> None:
         self._guard = guard
         self._handlers: dict[str, tuple[str, Any]] = {}
+        calls = _Calls(guard) if guard.share < 1 else None
         for servicer in servicers:
             for method, endpoint in servicer.endpoints().items():
-                self._handlers[method] = endpoint.path, _handler_of(endpoint)
+                self._handlers[method] = endpoint.path, _handler_of(endpoint, calls)
 
     def service(self, handler_call_details: Any) -> Any:
         """Return the handler of a call; None if there is no such method."""
@@ -185,12 +189,47 @@ class _Router(grpc.GenericRpcHandler):  # type: ignore[misc]  # it has no types
         try:
             headers = headers_of(handler_call_details.invocation_metadata)
             self._guard.check_path(path, joined(headers))
+        except NotFoundError:
+            return _refusal(NotFoundError("nobody may call this here: there is no admin key"))
         except ServiceError as error:
             return _refusal(error)
         except Exception:
             logger.exception("a call of %s failed", handler_call_details.method)
             return _refusal(internal())
         return handler
+
+
+class _Calls:
+    """Gives each key its share of the calls at once, where keys are told apart."""
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
+        self._owners: Counter[str] = Counter()
+        self._num = 0
+
+    def hold(self, context: Any) -> None:
+        """Count a call until it is over.
+
+        Raises:
+            OverShareError: Its key has its share.
+        """
+        headers = joined(headers_of(context.invocation_metadata()))
+        owner = self._guard.owner_of("predict", headers, client_of(context.peer()))
+        own = self._owners[owner]
+        if own >= self._guard.share * (MAX_CALLS - (self._num - own)):
+            raise OverShareError(
+                f"the calls of this key or address have their share of {MAX_CALLS} at once "
+                f"(per_key_share = {self._guard.share:g} of what others leave)",
+                retry_after_s=1,
+            )
+        self._add(owner, 1)
+        context.add_done_callback(lambda _: self._add(owner, -1))
+
+    def _add(self, owner: str, num: int) -> None:
+        self._num += num
+        self._owners[owner] += num
+        if not self._owners[owner]:
+            del self._owners[owner]
 
 
 def hold_port(host: str, port: int) -> list[socket.socket]:
@@ -256,9 +295,11 @@ def _pem_of(settings: Settings) -> tuple[bytes, bytes]:
     return Path(settings.tls_key or certificate).read_bytes(), Path(certificate).read_bytes()
 
 
-def _handler_of(endpoint: Endpoint) -> Any:
+def _handler_of(endpoint: Endpoint, calls: _Calls | None) -> Any:
     async def answer(_: object, context: Any) -> bytes | None:
         try:
+            if calls is not None:
+                calls.hold(context)
             return await endpoint.handler(context)
         except ServiceError as error:
             await refuse(context, error)

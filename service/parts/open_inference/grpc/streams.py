@@ -78,9 +78,8 @@ class StreamCalls:
             client: The address that it comes from.
         """
         owner = self._predict.owner_of(dict(headers), client)
-        guard, num = self._predict.guard, self._owners[owner]
-        share = 1.0 if guard is None else guard.share
-        if num >= share * (MAX_STREAMS - (len(self._open) - num)):
+        num = self._owners[owner]
+        if num >= self._predict.unread.share * (MAX_STREAMS - (len(self._open) - num)):
             raise OverloadedError(f"there are {len(self._open)} streams", retry_after_s=1)
         if self._is_draining:
             raise UnavailableError("this server is shutting down", retry_after_s=1)

@@ -13,7 +13,7 @@ from inferpool.service.settings.draft import read_keys
 from inferpool.workers.shared.messages import TensorBlob
 from tests.certificates import make_certificate
 from tests.service.api.fakes import FakeModel, result
-from tests.service.api.server import until
+from tests.service.api.server import silent_model, until
 from tests.service.parts.open_inference.grpc.serving import (
     Channel,
     ask_and_read_nothing,
@@ -113,6 +113,37 @@ async def test_the_key_of_a_call_is_checked_before_its_message_comes():
             assert await channel.ask("List", HEALTH_SERVICE, options={"metadata": [key]})
         wrong = channel.ask("List", HEALTH_SERVICE, options={"metadata": [("x-api-key", "x" * 20)]})
         assert (await refused(wrong))[0] is StatusCode.UNAUTHENTICATED
+
+
+async def test_each_key_has_its_share_of_calls(monkeypatch):
+    monkeypatch.setattr("inferpool.service.parts.open_inference.grpc.server.MAX_CALLS", 4)
+    keys = read_keys(f"{KEY},{KEY[::-1]}")
+    async with serving(model := silent_model(), predict_keys=keys, per_key_share=0.5) as (
+        _,
+        channel,
+    ):
+        request = channel.method("ModelInfer").request
+        tensor = {"name": "x", "datatype": "UINT8", "shape": [1]}
+        given = request(model_name="fake", inputs=[tensor], raw_input_contents=[b"x"])
+
+        def ask(key: str) -> aio.UnaryUnaryCall:
+            return channel.call("ModelInfer")(given, metadata=[("x-api-key", key)])
+
+        calls = [ask(KEY) for _ in range(2)]
+        await until(lambda: len(model.futures) == 2)
+        code, text = await refused(ask(KEY))
+        assert (code, "per_key_share" in text) == (StatusCode.RESOURCE_EXHAUSTED, True)
+        calls.append(ask(KEY[::-1]))
+        await until(lambda: len(model.futures) == 3)
+        for call in calls:
+            call.cancel()
+        await until(lambda: all(each.cancelled() for each in model.futures))
+
+
+async def test_methods_for_operators_are_not_there_without_their_keys():
+    async with serving() as (_, channel):
+        code, text = await refused(channel.ask("RepositoryModelLoad", model_name="fake"))
+        assert (code, "no admin key" in text) == (StatusCode.NOT_FOUND, True)
 
 
 async def test_messages_that_come_slowly_have_room_for_some():
