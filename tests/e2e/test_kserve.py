@@ -5,6 +5,7 @@ here are those for the fields that they use.
 """
 
 import re
+import socket
 from typing import Any
 
 import jsonschema_rs
@@ -14,6 +15,7 @@ import yaml
 
 from inferpool.service.settings.loader import load
 from tests.e2e.running import ROOT, Running, running, until
+from tests.ports import free_port
 
 FOLDER = ROOT / "docker" / "kserve"
 (RUNTIME,) = yaml.safe_load_all((FOLDER / "runtime.yaml").read_text())
@@ -158,7 +160,8 @@ def test_a_pod_is_ready_by_its_probes_and_answers_by_the_name_of_its_service() -
     container = pod_of(SERVICES[0])
     name = NAMES[0]
     environment = environment_of(container) | {f"INFERPOOL_MODELS__{name}__SOURCE": "echo"}
-    del environment["INFERPOOL_GRPC_PORT"]  # it is fixed, and may be in use here
+    port = free_port()  # the one of the manifest may be in use here
+    environment["INFERPOOL_GRPC_PORT"] = str(port)
     with running(*container["args"][1:], "--front-ends", "2", env=environment) as service:
         check_probes(service, container)
         path = f"/v1/models/{name}"
@@ -167,6 +170,7 @@ def test_a_pod_is_ready_by_its_probes_and_answers_by_the_name_of_its_service() -
         answer = service.post(f"{path}:predict", json={"instances": [1, "a"]})
         assert answer.json() == {"predictions": [1, "a"]}
         assert service.get("/").json() == {"status": "alive"}
+        socket.create_connection(("127.0.0.1", port), 60).close()
         assert "/v1/models/{model}:predict" in service.get("/openapi.json").json()["paths"]
 
 
