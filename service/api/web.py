@@ -259,7 +259,7 @@ class App(FastAPI):
     def _current_document(self, root: str) -> "_Document":
         """Return the document as bytes; it is built again only after something in it has changed.
 
-        To build it costs the event loop 30 ms, and no key is needed to ask for it. Only the address
+        To build it costs the event loop 50 ms, and no key is needed to ask for it. Only the address
         of the service may differ from call to call, behind a proxy that is trusted.
         """
         origin = (self._served(), dict(self.examples()), dict(self.interfaces()))
