@@ -167,7 +167,10 @@ def _inflate(exchange: Exchange, chunks: Sequence[Buffer]) -> bytes | None:
     inflation = Inflation(encoding, chunks, limits.max_body_bytes)
     if exchange.num_bytes <= SMALL_BYTES and (body := inflation.run(SMALL_BYTES)) is not None:
         return body
-    exchange.count()  # so that bodies that wait for a thread are bounded in sum
+    # Bodies that wait for a thread are bounded in sum by what they may become, so that none waits
+    # long for those that a client has made small.
+    exchange.num_bytes = inflation.expected_bytes
+    exchange.count()
     if exchange.response_complete:
         return None
     loop = asyncio.get_running_loop()

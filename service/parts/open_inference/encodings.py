@@ -38,6 +38,7 @@ class Inflation:
         self._is_gzip = encoding == b"gzip"
         self._most_bytes = most_bytes
         self._left = b"".join(chunks)
+        self._total = len(self._left)
         self._num_members = 0
         self._num_bytes = 0
         self._pieces: list[bytes] = []
@@ -69,6 +70,13 @@ class Inflation:
             elif not self._left and not self._inflater.eof:
                 raise BadRequestError(f"the body: the {self._name} is cut off")
         return b"".join(self._pieces)
+
+    @property
+    def expected_bytes(self) -> int:
+        """Size of the whole body, if its rest is as dense as what was inflated."""
+        done = self._total - len(self._left)
+        ratio = self._num_bytes / done if done else 1.0
+        return min(self._most_bytes, max(self._total, int(ratio * self._total)))
 
     @property
     def _name(self) -> str:

@@ -16,6 +16,7 @@ from inferpool.models.spec import Interface, TensorSpec
 from inferpool.service.api.codecs.body import Limits
 from inferpool.service.api.exchange import Exchange, Predict
 from inferpool.service.api.exchange import Reply as Answered
+from inferpool.service.api.wire.budgets import UnfinishedRequests
 from inferpool.service.errors import InvalidInputError, ModelFailedError, UnavailableError
 from inferpool.workers.shared.messages import ContentBlob, TensorBlob
 from tests.service.api.fakes import FakeModel, NoWire, Reply, endpoint, post, result, spec
@@ -704,6 +705,31 @@ def test_nobody_computes_a_body_whose_client_hung_up_while_it_was_inflated() -> 
     model, answers = asyncio.run(go())
     assert [reply[0] for reply in answers] == [200, 200]
     assert model.bodies == [bytes(4 * WIDE)] * 2
+
+
+def test_bodies_that_wait_to_be_inflated_count_by_what_they_become() -> None:
+    async def go() -> list[int]:
+        answers: list[Answered] = []
+        are_answered = asyncio.Event()
+
+        def on_answer(reply: Answered) -> None:
+            answers.append(reply)
+            if len(answers) == 4:
+                are_answered.set()
+
+        limits, wire = Limits(max_body_bytes=8 << 20), NoWire(on_answer)
+        predict = endpoint(doubler(), limits=limits, unfinished=UnfinishedRequests(20 << 20))
+        for _ in range(4):
+            headers = [(b"content-encoding", b"gzip")]
+            exchange = Exchange.open(wire, predict, "POST", PATH, b"", headers)
+            exchange.start()
+            exchange.feed(gzipped(bytes(8 << 20)))
+            exchange.complete()
+        await are_answered.wait()
+        assert predict.unfinished.num_bytes == 0
+        return [reply[0] for reply in answers]
+
+    assert asyncio.run(go()) == [429, 429, 413, 413]
 
 
 def test_a_model_without_outputs_answers_tensors_with_tensors() -> None:
