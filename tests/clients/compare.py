@@ -1,8 +1,8 @@
 """Compares an answer of ours with Triton's to the same call.
 
 `DOCUMENTED` has what is meant to differ, with the reason; docs/open-inference.md says the same.
-Triton counts batches of each size from its start (`batch_stats`), and this service from the first call
-for statistics; it does not count responses.
+Triton counts batches of each size from its start (`batch_stats`), and this service from the first
+call for statistics; it does not count responses.
 """
 
 import math
