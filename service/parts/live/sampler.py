@@ -74,8 +74,9 @@ class LiveFeed:
         self._answered_per_s = 0.0
         """Instances of jobs in the last interval."""
         self._metrics = metrics
-        self._before: dict[str, ModelMetrics] = {}
-        """The counters of each model at the last sample."""
+        self._before: dict[ModelMetrics, ModelMetrics] = {}
+        """What the counters of each model were at the last sample; those of one that has come back
+        are others."""
         self._past: deque[Moment] = deque(maxlen=_NUM_KEPT)
         self._began = self._last = time.monotonic()
         self._interval_s = 0.0
@@ -129,15 +130,16 @@ class LiveFeed:
         now = time.monotonic()
         self._interval_s, self._last = now - self._last, now
         before = self._before
-        self._before = {name: self._metrics.total(name) for name in self._pools}
+        counters = {name: self._metrics.model(name) for name in self._pools}
+        self._before = {each: self._metrics.total(name) for name, each in counters.items()}
         models = {
             name: _sample(
-                before.get(name) or ModelMetrics(name),
-                total,
+                before.get(each) or ModelMetrics(name),
+                self._before[each],
                 self._pools[name].dispatcher.num_queued,
                 self._interval_s,
             )
-            for name, total in self._before.items()
+            for name, each in counters.items()
         }
         if self._jobs is not None:
             num = self._jobs.num_answered

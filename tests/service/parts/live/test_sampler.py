@@ -81,6 +81,21 @@ async def test_an_event_tells_what_was_counted_in_its_interval(feed):
         assert later["latency_ms"] is None
 
 
+async def test_a_model_that_has_left_and_come_back_meanwhile_counts_from_zero(feed, caplog):
+    async with feed as (live, before, _engine):
+        before.answer_duration.observe(0.5)
+        before.requests[200] += 1
+        await live.next()
+        live._metrics.remove("m")
+        live._metrics.add("m")
+        sample = (await next_of(live))["models"]["m"]
+        assert (sample["latency_ms"], sample["requests_per_s"]) == (None, 0)
+        assert not caplog.records
+        live._metrics.model("m").answer_duration.observe(0.02)
+        sample = (await next_of(live))["models"]["m"]
+        assert sample["latency_ms"]["p50"] == pytest.approx(20, rel=0.1)
+
+
 async def test_jobs_are_told_of_where_there_are_any(arena: Arena):
     counts = StoreCounts(jobs={"queued": 2, "failed": 0}, num_waiting=70, num_bytes=9)
     jobs = SimpleNamespace(counts=counts, is_open=True, num_answered=0)
