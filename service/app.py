@@ -443,6 +443,7 @@ def _grpc(assembly: Assembly) -> Part:
         raise StartError(
             f"grpc_port: {error.name} is not installed: pip install 'inferpool[grpc]'"
         ) from error
+    assembly.repository()  # once, before the thread that makes the routes asks for it
     tracer = assembly.tracer
     recorder = None if tracer is None else tracer.recorder
     server = make_grpc(assembly.service, assembly.guard, recorder, assembly.repository)

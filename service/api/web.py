@@ -1,5 +1,6 @@
 """The FastAPI application: routes, docs and errors. Calls to `/predict` go past its machinery."""
 
+import asyncio
 import hashlib
 import logging
 import re
@@ -138,7 +139,9 @@ class App(FastAPI):
         self.has_jobs = False
         """Calls to `/predict` that prefer `respond-async` go to the routes of jobs."""
         self.later: dict[str, Callable[[], Sequence[APIRouter]]] = {}
-        """Makes the routes below a first segment of paths, when something there is asked for."""
+        """Makes the routes below a first segment of paths, when something there is asked for; in a
+        thread, since it imports."""
+        self._making = asyncio.Lock()
         self.tracing: Tracing | None = None
         """Traces calls to the other routes, but only those with a `traceparent`: not probes."""
         self._guard = guard
@@ -201,11 +204,13 @@ class App(FastAPI):
         if self._guard is not None:
             self.scopes = dict(_scopes_of(self.routes))
 
-    def _include_later(self, segment: str) -> None:
+    async def _include_later(self, segment: str) -> None:
         """Add the routes below a first segment of paths, if they are not there yet."""
-        make = self.later.pop(segment, None)
-        if make is not None:
-            self._include(make())
+        async with self._making:
+            if (make := self.later.get(segment)) is not None:
+                routers = await asyncio.to_thread(make)
+                if self.later.pop(segment, None) is not None:  # `openapi` may have added them
+                    self._include(routers)
 
     async def _answer(self, call: Call, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a call to anything but `/predict`."""
@@ -218,7 +223,8 @@ class App(FastAPI):
                     self._log_refusal(scope, call, error)
                 await refusal(scope, receive, send)
                 return
-        self._include_later(call.path[1:].partition("/")[0])
+        if (segment := call.path[1:].partition("/")[0]) in self.later:
+            await self._include_later(segment)
         if scope["method"] == "HEAD":  # the server drops the body (RFC 9110, 9.3.2)
             scope.update({"method": "GET", WAS_HEAD: True})  # this is our copy
         await super().__call__(scope, receive, send)
@@ -229,7 +235,7 @@ class App(FastAPI):
 
         self.openapi_schema = None
         for segment in list(self.later):
-            self._include_later(segment)
+            self._include(self.later.pop(segment)())
         models, default = self._served()
         return complete(
             super().openapi(),

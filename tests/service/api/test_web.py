@@ -1,7 +1,10 @@
+import asyncio
 import re
 import subprocess
 import sys
+import threading
 
+import httpx
 import pytest
 from fastapi import APIRouter
 
@@ -117,3 +120,28 @@ def test_routes_that_wait_for_their_first_call_are_made_with_it_and_described() 
     assert call(app, "GET", "/v2/things").status_code == 401
     assert len(made) == 1
     assert "/v2/things" in call(app, "GET", "/openapi.json").json()["paths"]
+
+
+async def test_other_calls_are_answered_while_routes_are_made() -> None:
+    router, quick = APIRouter(tags=["predict"]), APIRouter(tags=["predict"])
+    router.add_api_route("/v2/things", lambda: "a thing", name="things", summary="Things")
+    quick.add_api_route("/health", lambda: "well", name="health", summary="Health")
+    may_end, made = threading.Event(), []
+
+    def make() -> list[APIRouter]:
+        assert may_end.wait(60)
+        made.append(router)
+        return [router]
+
+    app = App(version="0", routers=[quick], guard=Guard())
+    app.later = {"v2": make}
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app=app), base_url="http://host"
+    ) as http:
+        asked = [asyncio.create_task(http.get("/v2/things")) for _ in range(3)]
+        await asyncio.sleep(0)
+        assert (await http.get("/health")).json() == "well"
+        assert not made
+        may_end.set()
+        assert [(await each).json() for each in asked] == ["a thing"] * 3
+    assert len(made) == 1
