@@ -5,6 +5,7 @@ of. Their `instances`, `parameters` and `{"b64": "..."}` are those of our own JS
 """
 
 from collections.abc import Sequence
+from copy import copy
 from functools import lru_cache
 
 import msgspec
@@ -76,9 +77,10 @@ class PredictProtocolV1:
         for index, outcome in enumerate(outcomes):
             if isinstance(outcome, ServiceError):
                 place = f"instances[{index}]"
-                if len(outcomes) > 1 and not outcome.message.startswith(place):
-                    outcome.message = f"{place}: {outcome.message}"
-                return error_answer(outcome, call)
+                error = copy(outcome)  # the instances of other calls may have the same one
+                if len(outcomes) > 1 and not error.message.startswith(place):
+                    error.message = f"{place}: {error.message}"
+                return error_answer(error, call)
             value = outcome.value
             values.append(value if isinstance(value, bytes) else attached("content in JSON")(value))
         return encode_json(values)

@@ -121,7 +121,8 @@ def test_an_instance_that_fails_fails_the_call_and_is_named(
     )
     answer = ask(model, {"instances": [1, 2, 3]})
     assert answer.status_code == status
-    assert answer.json()["error"] == f"instances[1]: {error.message.split(': ')[-1]}"
+    assert answer.json()["error"] == f"instances[1]: {error.message}"
+    assert "instances" not in error.message  # calls may share it
     assert ("retry-after" in answer.headers) == (status in (429, 503))
     assert ask(FakeModel(lambda _: error), {"instances": [1]}).status_code == status
 
