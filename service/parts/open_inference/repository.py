@@ -154,6 +154,7 @@ class Repository:
         Raises:
             BadRequestError: There are parameters: a caller may not say what is loaded.
             UnknownModelError: It is none of the models that can be loaded.
+            UnavailableError: It is served, but no worker takes calls for it.
             ConflictError: It is being changed.
         """
         changes = self._changes_of_models()
@@ -166,6 +167,7 @@ class Repository:
                 )
             raise BadRequestError(f"parameters.{parameter[:80]}: is not known")
         if name in self._catalog.serving:
+            self.check_ready(name)
             return False
         settings = self._absent.get(name)
         if settings is None:

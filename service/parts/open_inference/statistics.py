@@ -59,7 +59,8 @@ class VersionStatistics:
     name: str
     version: str
     last_inference: int
-    """When the last batch was answered, in milliseconds of the Unix epoch; 0 if none was."""
+    """When the last batch was answered, in milliseconds of the Unix epoch; 0 if none was. For those
+    before the first call to `stats`, it is the time of that call."""
     inference_count: int
     """Instances that were answered."""
     execution_count: int
