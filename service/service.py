@@ -98,7 +98,7 @@ class Part:
     """Makes the routes. `POLICIES` of `service.api.auth` must say who may ask each."""
     later: Mapping[str, Callable[[], Sequence[APIRouter]]] = field(default_factory=dict)
     """Makes the routes below a first segment of paths, such as "v2", when something there is first
-    asked for: until then, nothing of it is imported."""
+    asked for, in a thread: until then, nothing of it is imported."""
     gauges: Callable[[], Iterable[Reading]] | None = None
     """Reads the metrics."""
     health: Callable[[HealthReport], HealthReport] | None = None

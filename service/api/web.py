@@ -139,8 +139,7 @@ class App(FastAPI):
         self.has_jobs = False
         """Calls to `/predict` that prefer `respond-async` go to the routes of jobs."""
         self.later: dict[str, Callable[[], Sequence[APIRouter]]] = {}
-        """Makes the routes below a first segment of paths, when something there is asked for; in a
-        thread, since it imports."""
+        """Makes the routes below a first segment of paths, in a thread: when one is asked for."""
         self._making = asyncio.Lock()
         self.tracing: Tracing | None = None
         """Traces calls to the other routes, but only those with a `traceparent`: not probes."""

@@ -75,8 +75,7 @@ class LiveFeed:
         """Instances of jobs in the last interval."""
         self._metrics = metrics
         self._before: dict[ModelMetrics, ModelMetrics] = {}
-        """What the counters of each model were at the last sample; those of one that has come back
-        are others."""
+        """The counters of each model as they were at the last sample."""
         self._past: deque[Moment] = deque(maxlen=_NUM_KEPT)
         self._began = self._last = time.monotonic()
         self._interval_s = 0.0

@@ -4,7 +4,6 @@ They are below `/v2`, with Triton's extensions for statistics, configurations an
 Runs in the main process's event loop.
 """
 
-import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -16,7 +15,8 @@ from fastapi.routing import APIRoute
 
 from inferpool.service.api.errors import CALL_KEY, NotFoundError
 from inferpool.service.api.routes.health import HealthReport
-from inferpool.service.errors import BadRequestError, ServiceError, TooLargeError
+from inferpool.service.errors import BadRequestError, ServiceError
+from inferpool.service.parts.admin.bodies import body_of, object_in
 from inferpool.service.parts.admin.routes import record
 from inferpool.service.parts.open_inference.calls import InferProtocol
 from inferpool.service.parts.open_inference.metadata import (
@@ -28,8 +28,6 @@ from inferpool.service.parts.open_inference.repository import IndexEntry, Reposi
 from inferpool.service.parts.open_inference.statistics import StatisticsList
 
 _MAX_BODY_BYTES = 64 * 1024
-_BODY_S = 10.0
-"""How long a body may take to arrive."""
 
 _Responses = dict[int | str, dict[str, Any]]
 _PROBLEM = {"application/json": {"schema": {"$ref": "#/components/schemas/Problem"}}}
@@ -483,19 +481,4 @@ async def _object_in(request: Request) -> Mapping[str, object]:
         BadRequestError: It holds something else, or does not arrive.
         TooLargeError: It is too long.
     """
-    body = b""
-    try:
-        async with asyncio.timeout(_BODY_S):
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > _MAX_BODY_BYTES:
-                    raise TooLargeError(f"the body is larger than {_MAX_BODY_BYTES} bytes")
-    except TimeoutError:
-        raise BadRequestError(f"the body did not arrive within {_BODY_S:g} s") from None
-    try:
-        decoded = msgspec.json.decode(body) if body.strip() else {}
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadRequestError(f"the body is not JSON: {error}") from error
-    if not isinstance(decoded, dict):
-        raise BadRequestError("the body must be a JSON object")
-    return decoded
+    return object_in((await body_of(request, most_bytes=_MAX_BODY_BYTES)).strip() or b"{}")

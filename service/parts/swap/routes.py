@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,15 +12,13 @@ from fastapi import APIRouter, Request, Response
 from inferpool.service.api.addresses import root_for
 from inferpool.service.api.preferences import is_async
 from inferpool.service.api.routes.health import VersionInfo
-from inferpool.service.errors import BadRequestError, TooLargeError
+from inferpool.service.parts.admin.bodies import body_of, object_in
 from inferpool.service.parts.admin.repeats import AskedChanges
 from inferpool.service.parts.admin.routes import ERRORS, record
 from inferpool.service.parts.swap.changes import Changes
 from inferpool.service.parts.swap.records import ModelInfo
 
 MAX_BODY_BYTES = 256 * 1024
-_BODY_S = 10.0
-"""How long a body may take to arrive."""
 _ANSWER_S = 3600.0
 """The longest that a call waits for the decision."""
 
@@ -111,10 +109,10 @@ def _add_changes(router: APIRouter, target: Changes, answer_s: float) -> None:
     @router.post("", summary="Load one more model", responses=_BUSY | _UNFIT | _UNSAVED | _GOING_ON)
     async def add_model(request: Request, response: Response) -> ModelInfo:
         """The body is a JSON object: `name`, and the settings of `[models.NAME]` in the file."""
-        body = await _body_of(request)
+        body = await body_of(request, most_bytes=MAX_BODY_BYTES)
 
         def begin() -> str:
-            name = target.begin_add(_object_in(body))
+            name = target.begin_add(object_in(body))
             record(request, f"add {name}")
             return name
 
@@ -127,10 +125,10 @@ def _add_changes(router: APIRouter, target: Changes, answer_s: float) -> None:
     )
     async def swap_model(request: Request, response: Response, model: str) -> ModelInfo:
         """The body is a JSON object: settings of `[models.NAME]` that change, and the policy."""
-        body = await _body_of(request)
+        body = await body_of(request, most_bytes=MAX_BODY_BYTES)
 
         def begin() -> str:
-            target.begin_swap(model, _object_in(body))
+            target.begin_swap(model, object_in(body))
             record(request, f"another version of {model}")
             return model
 
@@ -188,37 +186,3 @@ def _going_on_headers(request: Request, name: str) -> dict[str, str]:
     if _is_asynchronous(request):
         headers["preference-applied"] = "respond-async"
     return headers
-
-
-async def _body_of(request: Request) -> bytes:
-    """Read a body.
-
-    Raises:
-        BadRequestError: It does not arrive.
-        TooLargeError: It is too long.
-    """
-    body = b""
-    try:
-        async with asyncio.timeout(_BODY_S):
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > MAX_BODY_BYTES:
-                    raise TooLargeError(f"the body is larger than {MAX_BODY_BYTES} bytes")
-    except TimeoutError:
-        raise BadRequestError(f"the body did not arrive within {_BODY_S:g} s") from None
-    return body
-
-
-def _object_in(body: bytes) -> Mapping[str, object]:
-    """Return the JSON object that a body holds.
-
-    Raises:
-        BadRequestError: It holds something else.
-    """
-    try:
-        decoded = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadRequestError(f"the body is not JSON: {error}") from error
-    if not isinstance(decoded, dict):
-        raise BadRequestError('the body must be a JSON object, such as {"source": "echo"}')
-    return decoded

@@ -41,8 +41,8 @@ class AskedRepository:
         )
         self.is_ready = True
         router = v2_router(self.repository, self._report, has_operators=has_operators)
-        app = App(version="1", routers=[router])
-        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+        self.app = App(version="1", routers=[router])
+        transport = httpx.ASGITransport(app=self.app, raise_app_exceptions=False)
         self.http = httpx.AsyncClient(transport=transport, base_url="http://host")
 
     async def ready(self) -> "AskedRepository":
@@ -135,6 +135,25 @@ async def test_a_model_that_cannot_be_loaded_any_more_says_why_and_stays_away(ma
     assert await asked.change("load") == (200, "")
 
 
+async def test_a_client_that_is_gone_before_its_body_disturbs_nothing(make):
+    asked = await make().ready()
+    came = iter(
+        [{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}]
+    )
+    statuses = []
+
+    async def receive() -> Any:
+        return next(came)
+
+    async def send(message: Any) -> None:
+        statuses.append(message.get("status"))
+
+    path = "/v2/repository/index"
+    head = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode()}
+    await asked.app({**head, "query_string": b"", "headers": []}, receive, send)
+    assert statuses[0] == 400
+
+
 async def test_a_model_that_is_being_changed_is_neither_loaded_nor_unloaded(make):
     asked = await make().ready()
     asked.kept.catalog.busy.begin("m", "workers of it are being restarted")
@@ -214,6 +233,8 @@ async def test_a_model_that_loads_is_listed_and_not_ready(make):
     for path in ("", "/ready", "/config"):
         status, error = await asked.refusal("GET", f"/models/m{path}")
         assert (status, error.startswith("m is not ready: ")) == (503, True)
+    status, error = await asked.change("load")
+    assert (status, error.startswith("m is not ready: ")) == (503, True)
     assert len((await asked.get("/models/m/stats"))["model_stats"]) == 1
 
 
