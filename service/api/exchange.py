@@ -349,7 +349,7 @@ def _choose_form(call: Call, entry: ModelEntry) -> None:
         NotAcceptableError: The call allows none of them.
     """
     if call.protocol is not None:
-        call.chosen, call.ref.wants_tensors = "protocol", bool(entry.outputs)
+        call.chosen = "protocol"
         return
     accept = call.headers.get(b"accept")
     if accept is not None:

@@ -6,6 +6,7 @@ import json
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import httpx
@@ -286,6 +287,27 @@ def test_a_body_without_json_is_one_instance_of_the_only_input() -> None:
     for inputs in ([spec(-1, -1, -1)], [spec(-1, 3)], [spec(-1, 2), spec(-1, 2, name="z")]):
         answer = post(endpoint(doubler(*inputs)), PATH, content=numbers, headers={LENGTH: "0"})
         error_of(answer)
+
+
+def test_a_known_head_gets_tensors_while_calls_look_for_their_version_anew() -> None:
+    async def go() -> FakeModel:
+        model = FakeModel(
+            lambda _: result([TensorBlob("x", "float32", (2,), bytes(8))]), inputs=[spec(-1, 2)]
+        )
+        predict, wire = endpoint(model), NoWire()
+        headers = [(LENGTH.lower().encode(), b"0")]
+        first = Exchange.open(wire, predict, "POST", PATH, b"", headers)
+        first.start()
+        earlier = copy(first.call)
+        earlier.ref = copy(earlier.ref)
+        for is_serving in (True, False, True):
+            model.is_serving = is_serving  # it is not while a canary gets a share
+            Exchange.from_known_head(wire, predict, earlier).take(bytes(8))
+        return model
+
+    model = asyncio.run(go())
+    assert [ref.wants_tensors for ref in model.refs] == [True, True, True]
+    assert len({id(ref.headers) for ref in model.refs}) == 1  # the last two were not read anew
 
 
 def test_a_text_without_json_is_one_element() -> None:
