@@ -68,7 +68,7 @@ class InferProtocol:
             inflated = _inflate(exchange, chunks)
             if inflated is None:
                 return None
-            chunks = [inflated]
+            chunks = inflated
         text_bytes = header_length(call.headers)
         if known := self._known.find(text_bytes, chunks, entry):
             assert text_bytes is not None
@@ -147,7 +147,7 @@ def _as_whole(decoded: Decoded, entry: ModelEntry, call: Call, *, is_encoded: bo
     return msgspec.structs.replace(decoded, is_whole=is_whole)
 
 
-def _inflate(exchange: Exchange, chunks: Sequence[Buffer]) -> bytes | None:
+def _inflate(exchange: Exchange, chunks: Sequence[Buffer]) -> Sequence[Buffer] | None:
     """Inflate a small body. None: a thread does it, and submits the call again.
 
     Raises:
@@ -163,7 +163,7 @@ def _inflate(exchange: Exchange, chunks: Sequence[Buffer]) -> bytes | None:
     call, limits = exchange.call, exchange.predict.limits
     encoding = encoding_of(call.headers)
     if not encoding:
-        return b"".join(chunks)
+        return chunks
     inflation = Inflation(encoding, chunks, limits.max_body_bytes)
     if exchange.num_bytes <= SMALL_BYTES and (body := inflation.run(SMALL_BYTES)) is not None:
         return body
@@ -175,16 +175,22 @@ def _inflate(exchange: Exchange, chunks: Sequence[Buffer]) -> bytes | None:
         return None
     loop = asyncio.get_running_loop()
 
-    def resume(done: "asyncio.Future[bytes | None]") -> None:
-        error = None if done.cancelled() else done.exception()
-        if exchange.response_complete or done.cancelled():
+    def resume(done: "asyncio.Future[list[bytes] | None]") -> None:
+        if done.cancelled():
+            inflation.stop()
             return
+        error = done.exception()
+        if exchange.response_complete:
+            return
+        call.outcomes.clear()
         if error is None:
             call.protocol = InferProtocol(is_inflated=True)
-            exchange.submit([done.result() or b""])
+            exchange.submit(done.result() or (b"",))
         else:
             call.protocol = _BrokenBody(error)
-            exchange.submit([b""])
+            exchange.submit((b"",))
 
-    loop.run_in_executor(inflaters(), inflation.run).add_done_callback(resume)
+    future = loop.run_in_executor(inflaters(), inflation.run)
+    future.add_done_callback(resume)
+    call.outcomes.append(future)  # type: ignore[arg-type]  # so it is cancelled with the call
     return None

@@ -19,10 +19,14 @@ from inferpool.service.queue.instance import Buffer
 
 ENCODINGS = (b"gzip", b"deflate")
 SMALL_BYTES = 1 << 20
-"""Bodies and answers up to this size are inflated and deflated in the event loop: some 5 ms."""
+"""Bodies up to this size are inflated in the event loop: some 5 ms."""
+_MAX_DEFLATED = 1 << 18
+"""Answers up to this size are deflated, in the event loop: some 7 ms for numbers."""
 _NUM_THREADS = 2
 """Bodies that are inflated at once: each may take the memory of the largest body."""
 _STEP_BYTES = 1 << 18
+_TAKEN_BYTES = 1 << 16
+"""Bytes that zlib gets at once: with each step it copies those that it has not used."""
 _MAX_MEMBERS = 64
 """Most parts of a body of gzip; programs that compress in blocks make a few."""
 _LEVEL = 1
@@ -37,28 +41,38 @@ class Inflation:
         """Inflate nothing yet; `encoding` is one of `ENCODINGS`."""
         self._is_gzip = encoding == b"gzip"
         self._most_bytes = most_bytes
-        self._left = b"".join(chunks)
-        self._total = len(self._left)
+        self._data = memoryview(b"".join(chunks))
+        self._position = 0
+        self._tail: Buffer = b""
+        """What zlib got and has not used."""
         self._num_members = 0
         self._num_bytes = 0
         self._pieces: list[bytes] = []
+        self._is_stopped = False
         self._begin()
 
-    def run(self, until_bytes: int | None = None) -> bytes | None:
-        """Inflate up to a size, or all; return the body if it is whole, else None.
+    def stop(self) -> None:
+        """Do no more: nobody waits for the body. Another thread may run it."""
+        self._is_stopped = True
+
+    def run(self, until_bytes: int | None = None) -> list[bytes] | None:
+        """Inflate up to a size, or all; return the body in pieces if it is whole, else None.
 
         Raises:
             BadRequestError: It is damaged, or cut off.
             TooLargeError: It is over the limit.
         """
         while not self._is_whole():
-            if until_bytes is not None and self._num_bytes >= until_bytes:
+            if self._is_stopped or (until_bytes is not None and self._num_bytes >= until_bytes):
                 return None
+            if not self._tail:
+                self._tail = self._data[self._position : self._position + _TAKEN_BYTES]
+                self._position += len(self._tail)
             try:
-                piece = self._inflater.decompress(self._left, _STEP_BYTES)
+                piece = self._inflater.decompress(self._tail, _STEP_BYTES)
             except zlib.error as error:
                 raise BadRequestError(f"the body: damaged {self._name} ({error})") from None
-            self._left = self._inflater.unconsumed_tail
+            self._tail = self._inflater.unconsumed_tail
             self._num_bytes += len(piece)
             if self._num_bytes > self._most_bytes:
                 raise TooLargeError(
@@ -67,16 +81,21 @@ class Inflation:
                 )
             if piece:
                 self._pieces.append(piece)
-            elif not self._left and not self._inflater.eof:
+            elif not self._num_left and not self._inflater.eof:
                 raise BadRequestError(f"the body: the {self._name} is cut off")
-        return b"".join(self._pieces)
+        return self._pieces or [b""]
 
     @property
     def expected_bytes(self) -> int:
         """Size of the whole body, if its rest is as dense as what was inflated."""
-        done = self._total - len(self._left)
+        total = len(self._data)
+        done = total - self._num_left
         ratio = self._num_bytes / done if done else 1.0
-        return min(self._most_bytes, max(self._total, int(ratio * self._total)))
+        return min(self._most_bytes, max(total, int(ratio * total)))
+
+    @property
+    def _num_left(self) -> int:
+        return len(self._tail) + len(self._data) - self._position
 
     @property
     def _name(self) -> str:
@@ -88,7 +107,7 @@ class Inflation:
         if self._is_gzip:
             wbits = _GZIP
         else:
-            start = self._left[:2]
+            start = self._data[:2]
             has_frame = start[:1] and start[0] & 15 == 8 and int.from_bytes(start, "big") % 31 == 0
             wbits = _ZLIB if has_frame else _BARE
         self._inflater = zlib.decompressobj(wbits)
@@ -96,12 +115,11 @@ class Inflation:
     def _is_whole(self) -> bool:
         if not self._inflater.eof:
             return False
-        rest = self._inflater.unused_data
-        if not rest:
+        self._tail = self._inflater.unused_data
+        if not self._num_left:
             return True
         if not self._is_gzip or self._num_members == _MAX_MEMBERS:
-            raise BadRequestError(f"the body: {len(rest)} bytes follow the {self._name}")
-        self._left = rest
+            raise BadRequestError(f"the body: {self._num_left} bytes follow the {self._name}")
         self._begin()
         return False
 
@@ -138,7 +156,7 @@ def deflated(
     """Return an answer with an encoding that `Accept-Encoding` names; large ones as they are."""
     qualities = qualities_in(accept)
     best = max(ENCODINGS, key=lambda each: qualities.get(each, 0.0))
-    if not qualities.get(best) or not 0 < len(body) <= SMALL_BYTES:
+    if not qualities.get(best) or not 0 < len(body) <= _MAX_DEFLATED:
         return list(headers), body
     deflater = zlib.compressobj(_LEVEL, wbits=_GZIP if best == b"gzip" else _ZLIB)
     packed = deflater.compress(body) + deflater.flush()

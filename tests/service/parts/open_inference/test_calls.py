@@ -4,6 +4,7 @@ import asyncio
 import gzip
 import json
 import struct
+import threading
 import zlib
 from collections.abc import Mapping, Sequence
 from copy import copy
@@ -19,6 +20,7 @@ from inferpool.service.api.exchange import Exchange, Predict
 from inferpool.service.api.exchange import Reply as Answered
 from inferpool.service.api.wire.budgets import UnfinishedRequests
 from inferpool.service.errors import InvalidInputError, ModelFailedError, UnavailableError
+from inferpool.service.parts.open_inference.encodings import Inflation, inflaters
 from inferpool.workers.shared.messages import ContentBlob, TensorBlob
 from tests.service.api.fakes import FakeModel, NoWire, Reply, endpoint, post, result, spec
 
@@ -648,6 +650,18 @@ def test_parts_of_gzip_are_joined() -> None:
     assert len(model.bodies) == 2
 
 
+def test_long_parts_of_gzip_are_joined() -> None:
+    numbers = np.random.default_rng(1).bytes(4 * WIDE)  # it does not get shorter
+    cut = 500_001
+    model = doubler(spec(-1, WIDE))
+    answer = encoded(
+        model, gzipped(numbers[:cut]) + gzipped(b"") + gzipped(numbers[cut:]), "gzip",
+        headers={LENGTH: "0"},
+    )  # fmt: skip
+    assert answer.status_code == 200
+    assert model.bodies == [numbers]
+
+
 @pytest.mark.parametrize(("encoding", "encoder"), ENCODERS)
 def test_a_compressed_body_is_bounded_once_it_is_inflated(encoding: str, encoder: Any) -> None:
     limits = Limits(max_body_bytes=3 << 20)
@@ -727,6 +741,42 @@ def test_nobody_computes_a_body_whose_client_hung_up_while_it_was_inflated() -> 
     model, answers = asyncio.run(go())
     assert [reply[0] for reply in answers] == [200, 200]
     assert model.bodies == [bytes(4 * WIDE)] * 2
+
+
+def test_a_body_is_not_inflated_once_its_client_has_hung_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun: list[Inflation] = []
+
+    def run(self: Inflation, until_bytes: int | None = None) -> None:
+        if until_bytes is None:
+            begun.append(self)
+
+    monkeypatch.setattr(Inflation, "run", run)
+
+    async def go() -> Predict:
+        predict, may_go = endpoint(doubler()), threading.Event()
+        for _ in range(2):
+            inflaters().submit(may_go.wait)
+        exchanges = [
+            Exchange.open(
+                NoWire(), predict, "POST", PATH, b"", [(b"content-encoding", b"gzip")]
+            )
+            for _ in range(3)
+        ]  # fmt: skip
+        for exchange in exchanges:
+            exchange.start()
+            exchange.feed(gzipped(bytes(4 * WIDE)))
+            exchange.complete()
+        for exchange in exchanges:
+            exchange.abandon()
+        await asyncio.sleep(0)  # then the futures tell their threads
+        may_go.set()
+        inflaters().submit(int).result()
+        return predict
+
+    assert asyncio.run(go()).unfinished.num_bytes == 0
+    assert begun == []
 
 
 def test_bodies_that_wait_to_be_inflated_count_by_what_they_become() -> None:
