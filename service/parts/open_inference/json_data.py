@@ -16,12 +16,12 @@ from inferpool.service.queue.instance import Buffer
 
 BINARY_ALONE = ("FP16", "BF16")
 """Datatypes that have no form in JSON."""
-_MAX_RANK = 16
 _SPACE = b" \t\r\n"
+_NO_LIST = bytes(code for code in range(256) if code not in b"[,]")
 
 
 def read_data(
-    data: msgspec.Raw, datatype: str, shape: Sequence[int], place: str, most_texts: int
+    data: msgspec.Raw, datatype: str, shape: Sequence[int], place: str, most_rows: int
 ) -> Sequence[Buffer]:
     """Return the bytes of a tensor that is given as JSON: one list, or lists in lists.
 
@@ -30,32 +30,30 @@ def read_data(
         datatype: The protocol's name of the dtype; for BYTES there is a piece for each text.
         shape: Shape of the tensor.
         place: What messages call it.
-        most_texts: Most elements of BYTES.
+        most_rows: The largest batch, and most elements of BYTES.
 
     Raises:
         BadRequestError: It is no such list.
         InvalidInputError: The lists are of another shape, or a number is out of range.
-        TooLargeError: There are too many texts.
+        TooLargeError: The batch is too large.
     """
     if datatype in BINARY_ALONE:
         raise BadRequestError(
             f"{place}: {datatype} has no form in JSON; send it as binary, by binary_data_size"
         )
+    num_rows = prod(shape) if datatype == BYTES else prod(shape[:1])
+    if num_rows > most_rows:
+        raise TooLargeError(
+            f"{place}: a batch of {num_rows}; the limit for one request is {most_rows}"
+        )
     if datatype == BYTES:
-        kind: type = str
-        if prod(shape) > most_texts:
-            raise TooLargeError(
-                f"{place}: a batch of {prod(shape)}; the limit for one request is {most_texts}"
-            )
-    elif datatype in DTYPES:
-        kind = {"B": bool, "F": float}.get(datatype[0], int)
-    else:
+        return [text.encode() for text in _texts(bytes(data), shape, place)]
+    if datatype not in DTYPES:
         raise BadRequestError(
             f"{place}: {datatype[:40]!r} is not one of {', '.join(DTYPES)}, {BYTES}"
         )
-    values = _flat(data, kind, shape, place)
-    if kind is str:
-        return [value.encode() for value in values]
+    kind = {"B": bool, "F": float}.get(datatype[0], int)
+    values = _numbers(bytes(data), kind, shape, place)
     if kind is bool:
         return [bytes(values)]
     return [_packed(values, DTYPES[datatype], datatype, place)]
@@ -84,35 +82,74 @@ def write_data(output: InferOutput) -> bytes:
     return msgspec.json.encode(flat.tolist())
 
 
-def _flat(data: msgspec.Raw, kind: type, shape: Sequence[int], place: str) -> list[Any]:
-    """Return the values of lists as one list."""
-    rank = _rank(data)
+def _numbers(data: bytes, kind: type, shape: Sequence[int], place: str) -> list[Any]:
+    """Return the numbers of lists as one list. Lists in lists cost too much to be made first."""
+    rank = _checked_rank(data, shape, place)
+    text, num = data.translate(None, _SPACE), prod(shape)
+    if rank == 1:
+        found = text.count(b",") + (text != b"[]")
+        if found != num:
+            raise InvalidInputError(f"{place}: {list(shape)} has {num} values, found {found}")
+    else:
+        _check_nesting(text, shape, place)
+        text = b"[%b]" % text.translate(None, b"[,]" if not num else b"[]")
+    try:
+        values: list[Any] = _decoder(list[kind]).decode(text)  # type: ignore[valid-type]
+    except JsonErrors as error:
+        where = str(json_message(error, text)).replace("`$", "`data")
+        raise InvalidInputError(f"{place}: {where}") from None
+    return values
+
+
+def _texts(data: bytes, shape: Sequence[int], place: str) -> list[str]:
+    """Return the texts of lists as one list."""
+    rank = _checked_rank(data, shape, place)
+    made: Any = str
+    for size in reversed(shape if rank > 1 else (prod(shape),)):
+        made = tuple[(made,) * size]  # type: ignore[misc]  # longer lists end the decoding
+    try:
+        values = _decoder(made).decode(data)
+    except JsonErrors as error:
+        where = str(json_message(error, data)).replace("`$", "`data")
+        raise InvalidInputError(f"{place}: {where}") from None
+    for _ in range(rank - 1):
+        values = list(chain.from_iterable(values))
+    return list(values)
+
+
+def _checked_rank(data: bytes, shape: Sequence[int], place: str) -> int:
+    """Return how deep the first list is nested."""
+    rank = 0
+    for code in data:
+        if code == 0x5B:
+            rank += 1
+        elif code not in _SPACE:
+            break
     if rank not in (1, len(shape) or 1):
         raise InvalidInputError(
             f"{place}: data is nested {rank} deep; one list is expected, or {len(shape)} deep for "
             f"{list(shape)}"
         )
-    try:
-        values = _decoder(kind, rank).decode(data)
-    except JsonErrors as error:
-        where = str(json_message(error, data)).replace("`$", "`data")
-        raise InvalidInputError(f"{place}: {where}") from None
-    if rank > 1:
-        rows = [values]
-        for axis, size in enumerate(shape):
-            wrong = next((len(row) for row in rows if len(row) != size), None)
-            if wrong is not None:
-                raise InvalidInputError(
-                    f"{place}: a list of {wrong} in dimension {axis}, where {list(shape)} has "
-                    f"{size}"
-                )
-            rows = list(chain.from_iterable(rows))
-        return rows
-    if len(values) != prod(shape):
-        raise InvalidInputError(
-            f"{place}: {list(shape)} has {prod(shape)} values, found {len(values)}"
-        )
-    return values  # type: ignore[no-any-return]  # the decoder's type is made up
+    return rank
+
+
+def _check_nesting(text: bytes, shape: Sequence[int], place: str) -> None:
+    """Check by brackets and commas alone that lists have a shape."""
+    found, expected = text.translate(None, _NO_LIST), b""
+    if prod(size or 1 for size in shape) <= len(text):
+        for size in reversed(shape):
+            expected = b"[%b]" % b",".join([expected] * size)
+    is_empty = 0 in shape
+    if (text if is_empty else found) == expected and is_empty == (b"[]" in text):
+        return
+    length = min(len(found), len(expected))
+    differ = np.frombuffer(found, "u1", length) != np.frombuffer(expected, "u1", length)
+    before = found[: int(differ.argmax()) if differ.any() else length]
+    axis = max(before.count(b"[") - before.count(b"]") - 1, 0)
+    raise InvalidInputError(
+        f"{place}: data is not nested as {list(shape)} says: in dimension {axis}, or below it, a "
+        "list has another length"
+    )
 
 
 def _packed(values: Sequence[Any], dtype: str, datatype: str, place: str) -> bytes:
@@ -133,20 +170,6 @@ def _packed(values: Sequence[Any], dtype: str, datatype: str, place: str) -> byt
     )
 
 
-def _rank(data: msgspec.Raw) -> int:
-    """Return how deep the first list is nested."""
-    rank = 0
-    for code in memoryview(data):
-        if code == 0x5B:
-            rank += 1
-        elif code not in _SPACE:
-            break
-    return rank
-
-
 @lru_cache(maxsize=64)
-def _decoder(kind: type, rank: int) -> "msgspec.json.Decoder[Any]":
-    made: Any = kind
-    for _ in range(min(rank, _MAX_RANK)):
-        made = list[made]
-    return msgspec.json.Decoder(made)
+def _decoder(kind: Any) -> "msgspec.json.Decoder[Any]":
+    return msgspec.json.Decoder(kind)
