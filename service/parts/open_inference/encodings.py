@@ -44,7 +44,7 @@ class Inflation:
         self._data = memoryview(b"".join(chunks))
         self._position = 0
         self._tail: Buffer = b""
-        """What zlib got and has not used."""
+        """The bytes that zlib got and has not used."""
         self._num_members = 0
         self._num_bytes = 0
         self._pieces: list[bytes] = []

@@ -152,13 +152,13 @@ def _check_inputs(inputs: Sequence[InferInput]) -> None:
         refuse_shared_memory(each.parameters, place)
         if not each.shape:
             raise BadRequestError(f"{place}: the shape is empty; it must begin with the batch")
+        check_shape(each.shape, place)
         if each.datatype == BYTES:
             continue
         if each.datatype not in DTYPES:
             raise BadRequestError(
                 f"{place}: {each.datatype[:40]!r} is not one of {', '.join(DTYPES)}, {BYTES}"
             )
-        check_shape(each.shape, place)
         expected = prod(each.shape) * DTYPE_BYTES[DTYPES[each.datatype]]
         if (num_bytes := sum(map(len, each.chunks))) != expected:
             raise InvalidInputError(

@@ -381,6 +381,7 @@ def test_elements_become_what_predict_would_get(
         ([2, 1], elements(b"text"), "text/plain"),
         ([1, 2], elements(b"text", b"text"), "text/plain"),
         ([0, 1], b"", "text/plain"),
+        ([1] * 1000, elements(b"text"), "text/plain"),
         ([1, 1], elements(b"\xff"), "text/plain"),
         ([1, 1], elements(b"{"), "application/json"),
         ([1, 1], elements(b"[" * 200 + b"]" * 200), "application/json"),
@@ -393,7 +394,8 @@ def test_elements_that_cannot_be_read_are_refused(
 ) -> None:
     parameters = {"binary_data_size": len(tail), "content_type": content_type}
     model = FakeModel()
-    error_of(infer(model, tensor("input", shape, "BYTES", parameters=parameters), tail=tail))
+    answer = infer(model, tensor("input", shape, "BYTES", parameters=parameters), tail=tail)
+    assert len(error_of(answer)) < 500
     assert model.bodies == []
 
 
