@@ -150,11 +150,11 @@ async def _read(stream: Any) -> Any:
 
 
 async def test_a_client_that_reads_no_answer_is_cut_off():
-    replies = [result(b'"%b"' % bytes(2**20)), None]
-    async with serving(model := FakeModel(replies.__getitem__), write_timeout_s=0.1) as (served, _):
+    async with serving(model := silent_model(), write_timeout_s=0.1) as (served, _):
         requests = (request(), request())
         writer = await ask_and_read_nothing(served, "ModelStreamInfer", *requests)
         await until(lambda: len(model.futures) == 2)
+        model.futures[0].set_result(result(b'"%b"' % bytes(2**20)))
         await until(model.futures[1].cancelled)
         writer.close()
 
