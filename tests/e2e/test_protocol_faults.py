@@ -134,7 +134,7 @@ def test_the_call_of_a_hung_worker_is_answered_by_the_next(target: Struck, proto
         assert await client.ask(n, "hang") == right(n)
 
     target.by(protocol, go)
-    assert target.service.metric(hangs) == before + 1
+    assert target.service.metric(hangs) > before
 
 
 @BY_EACH
@@ -190,7 +190,11 @@ def test_a_deadline_that_passes_is_said_and_its_instance_not_computed(
     target: Struck, protocol: str, timeout_ms: int
 ):
     n, gate = number(protocol, 3) + 10 * timeout_ms, target.folder / "gate"
-    expired = target.count("expired")
+
+    def num_kept() -> int:
+        return target.count("accepted") - target.count("expired") - target.count("cancelled")
+
+    before = num_kept()
 
     async def go(client: FaultClient) -> None:
         gate.touch()
@@ -205,7 +209,7 @@ def test_a_deadline_that_passes_is_said_and_its_instance_not_computed(
 
     target.by(protocol, go)
     assert not target.has_computed(n + 1)
-    until(lambda: target.count("expired") + target.count("cancelled") > expired)
+    until(lambda: num_kept() == before + 2)  # the late one may have come too late to be accepted
 
 
 @BY_EACH
