@@ -40,6 +40,13 @@ def _error(status: int, description: str) -> _Responses:
 
 _NO_MODEL = _error(404, "No such model, or no such version of it.")
 _UNREADY = _error(503, "It is not ready.")
+_READINESS = {"allOf": [{"$ref": "#/components/schemas/ServerReady"}], "required": ["error"]}
+_SERVER_UNREADY: _Responses = {
+    503: {
+        "description": "It is not ready.",
+        "content": {"application/json": {"schema": _READINESS}},
+    }
+}
 _BAD_BODY = _error(400, "The body cannot be read, or has a parameter that is refused.") | _error(
     413, "The body is too large."
 )
@@ -234,8 +241,7 @@ def _add_server(
     @router.get(
         "/health/ready",
         summary="200 while this host should be sent requests (v2)",
-        responses=_UNREADY,
-        response_model_exclude_defaults=False,
+        responses=_SERVER_UNREADY,
         response_model=ServerReady,
         response_model_exclude={"error"},
     )

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import jsonschema_rs
 import msgspec
 import pytest
 
@@ -202,6 +203,10 @@ async def test_the_server_is_ready_when_the_service_is(make):
     assert answer.status_code == 503
     assert answer.json() == {"ready": False, "live": True, "error": "this server is not ready"}
     assert (await asked.http.head("/v2/health/ready")).status_code == 503
+    document: Any = asked.app.openapi()
+    described = document["paths"]["/v2/health/ready"]["get"]["responses"]["503"]["content"]
+    schema = described["application/json"]["schema"] | {"components": document["components"]}
+    jsonschema_rs.validate(schema, answer.json())
 
 
 async def test_versions_that_calls_can_name_are_numbers_as_texts(make):
