@@ -330,8 +330,10 @@ class InferCall:
             ServiceError: It cannot be read, or does not fit the model.
         """
         assert self._arrived is not None
-        self.request = request_of(self._arrived, self._limits)
-        return decode_request(self.request, entry, exchange.call, self._limits)
+        arrived, self._arrived = self._arrived, None
+        request = request_of(arrived, self._limits)
+        self.request = request._replace(inputs=())  # nobody needs the body any more
+        return decode_request(request, entry, exchange.call, self._limits)
 
     def reply(self, call: Call, outcomes: Sequence[Outcome]) -> Answer:
         """Render the outcomes of all instances of a call."""
@@ -448,6 +450,7 @@ class UnaryInfer:
         infer = InferCall(message, self._predict.limits)
         wire = InferWire(self._predict, client, on_answer)
         exchange = begin_infer(wire, self._predict, infer, len(message), headers)
+        del message  # the arena has it
         try:
             body = await answered
         finally:

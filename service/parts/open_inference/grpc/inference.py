@@ -180,10 +180,12 @@ class InferenceService:
     async def _infer(self, context: Any) -> bytes:
         metadata = context.invocation_metadata()
         headers = headers_of(metadata)
-        message = await self._reader.read(context, dict(headers))
-        headers = with_deadline(headers, context.time_remaining())
         client = client_of(context.peer())
-        request_id, answer = await self._unary.answer(message, headers, client)
+        request_id, answer = await self._unary.answer(
+            await self._reader.read(context, dict(headers)),  # kept no longer than it is needed
+            with_deadline(headers, context.time_remaining()),
+            client,
+        )
         if isinstance(answer, ServiceError):
             await refuse(context, answer, request_id)
         self._unsent.hold(context, dict(headers), len(answer))

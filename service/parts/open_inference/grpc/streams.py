@@ -40,7 +40,7 @@ from inferpool.service.parts.open_inference.grpc.infer import (
     with_deadline,
 )
 from inferpool.service.parts.open_inference.grpc.schema import INFERENCE, schema
-from inferpool.service.parts.open_inference.grpc.statuses import Headers, refuse
+from inferpool.service.parts.open_inference.grpc.statuses import Headers
 from inferpool.service.parts.open_inference.tensors import outputs_of
 from inferpool.service.queue.instance import Buffer, InstanceTiming, Result
 
@@ -125,12 +125,13 @@ class InferStream:
         """Requests that are being answered in parts."""
         self._outgoing: deque[tuple[bytes, bool]] = deque()
         """Messages to send, and whether each is the last one to its request."""
-        self.num_unread_bytes = 0
+        self.num_unread_bytes = self._num_waiting_bytes = 0
+        """Bytes of all answers, and of those among them that wait in line."""
         self._num_under_way = 0
         self._wake = asyncio.Event()
         """There is something to send, or nothing more to read."""
         self._has_room = asyncio.Event()
-        self._is_draining = self._is_writing = False
+        self._is_draining = False
         self._reading: asyncio.Task[None] | None = None
         self._task: asyncio.Task[Any] | None = None
         self._error: ServiceError | None = None
@@ -152,9 +153,7 @@ class InferStream:
                 raise
             assert self._task is not None
             self._task.uncancel()
-            if not self._is_writing:  # else no status can be sent before the message is
-                await refuse(self._context, self._error)
-            return
+            raise self._error from None
         finally:
             reading.cancel()
             for place in (*self._line, *self._parted):
@@ -180,9 +179,7 @@ class InferStream:
     def send(self, message: bytes, *, is_last: bool) -> None:
         """Send a message as soon as the client reads those before it; an empty one is not sent."""
         self._outgoing.append((message, is_last))
-        if message:
-            self.num_unread_bytes += len(message)
-            self._predict.unread.take(self, self.num_unread_bytes)
+        self._keep(len(message))
         self._wake.set()
 
     def keeps_too_much(self) -> str:
@@ -190,7 +187,8 @@ class InferStream:
         num, limits = max(1, len(self._parted)), self.limits
         if len(self._outgoing) > num * limits.stream_buffer_parts + MAX_UNDER_WAY:
             return f"stream_buffer_parts = {limits.stream_buffer_parts}"
-        if len(self._outgoing) > 1 and self.num_unread_bytes > num * limits.stream_buffer_bytes:
+        num_bytes = self.num_unread_bytes - self._num_waiting_bytes
+        if len(self._outgoing) > 1 and num_bytes > num * limits.stream_buffer_bytes:
             return f"stream_buffer_bytes = {limits.stream_buffer_bytes}"
         return ""
 
@@ -203,19 +201,31 @@ class InferStream:
     def over(self, place: "_Place") -> None:
         """Send the answer of a request once it is its turn."""
         self._parted.discard(place)
+        if place.message:
+            self._num_waiting_bytes += len(place.message)
+            self._keep(len(place.message))
         self._move_on()
 
     def _move_on(self) -> None:
-        while self._line and self._line[0].message is not None:
-            self.send(self._line.popleft().message or b"", is_last=True)
+        while self._line and (message := self._line[0].message) is not None:
+            self._line.popleft()
+            self._num_waiting_bytes -= len(message)
+            self._outgoing.append((message, True))
+            self._wake.set()
+
+    def _keep(self, num_bytes: int) -> None:
+        self.num_unread_bytes += num_bytes
+        if self.num_unread_bytes:
+            self._predict.unread.take(self, self.num_unread_bytes)
+        else:
+            self._predict.unread.give_back(self)
 
     async def _send_all(self) -> None:
         while self._outgoing:
             message, is_last = self._outgoing[0]
             if message:
                 await self._write(message)
-                self.num_unread_bytes -= len(message)
-                self._predict.unread.take(self, self.num_unread_bytes)
+                self._keep(-len(message))
             self._outgoing.popleft()
             if is_last:
                 self._num_under_way -= 1
@@ -225,10 +235,10 @@ class InferStream:
         """Send a message, or cut the call off if the client does not read it."""
         loop = asyncio.get_running_loop()
         timer = loop.call_later(self._write_timeout_s, self._cut_off, "write_timeout_s")
-        self._is_writing = True
-        await self._context.write(message)
-        self._is_writing = False
-        timer.cancel()
+        try:
+            await self._context.write(message)
+        finally:
+            timer.cancel()
 
     def _cut_off(self, bound: str) -> None:
         self._error = ReaderTooSlowError(f"the client reads too slowly ({bound})")
@@ -239,6 +249,7 @@ class InferStream:
         try:
             while (message := await self._context.read()) is not aio.EOF:
                 self._begin(message)
+                del message  # it may be large, and the next one may take long
                 while self._num_under_way >= MAX_UNDER_WAY:
                     self._has_room.clear()
                     await self._has_room.wait()
@@ -251,7 +262,9 @@ class InferStream:
         self._line.append(place)
         headers = with_deadline(self._headers, self._context.time_remaining())
         wire = InferWire(self._predict, self._client, place.on_answer)
-        place.exchange = begin_infer(wire, self._predict, place, len(message), headers)
+        exchange = begin_infer(wire, self._predict, place, len(message), headers)
+        if place.message is None:
+            place.exchange = exchange
 
 
 def _has_failed(task: "asyncio.Task[None]") -> bool:
@@ -286,9 +299,11 @@ class _Place(InferCall):
         return None
 
     def on_answer(self, exchange: Exchange, reply: Reply) -> None:
-        """Keep the answer until it is its turn."""
+        """Keep the answer until it is its turn, and nothing else of the request."""
         self.exchange = exchange
         self.message = reply[2] if self.failure is None else self._error_of(self.failure)
+        self._arrived = None
+        self.exchange = self.early = self.failure = None  # frames of errors hold the body
         self._stream.over(self)
 
     def render(self, pieces: Sequence[Buffer]) -> bytes:

@@ -1,13 +1,14 @@
 import asyncio
+import weakref
 from typing import Any
 
 import pytest
 from grpc import StatusCode, aio
 
 from inferpool.models.spec import Interface
-from inferpool.service.errors import InvalidInputError
+from inferpool.service.errors import InvalidInputError, OverloadedError
 from inferpool.service.parts.open_inference.grpc.schema import INFERENCE, schema
-from inferpool.service.parts.open_inference.grpc.streams import MAX_UNDER_WAY
+from inferpool.service.parts.open_inference.grpc.streams import MAX_UNDER_WAY, InferStream
 from tests.service.api.fakes import FakeModel, result
 from tests.service.api.server import silent_model, until
 from tests.service.parts.open_inference.grpc.serving import Channel, ask_and_read_nothing, serving
@@ -157,6 +158,66 @@ async def test_a_client_that_reads_no_answer_is_cut_off():
         model.futures[0].set_result(result(b'"%b"' % bytes(2**20)))
         await until(model.futures[1].cancelled)
         writer.close()
+
+
+async def test_a_client_that_reads_on_after_it_was_cut_off_learns_of_it():
+    model = FakeModel(lambda index: result(b'"%b"' % (b"a" * 2**20)) if index < 8 else None)
+    async with serving(model, write_timeout_s=0.1) as (_, channel):
+        stream = stream_of(channel)
+        for number in range(9):
+            await stream.write(request(number))
+        await until(lambda: len(model.futures) == 9 and model.futures[8].cancelled())
+        with pytest.raises(aio.AioRpcError, match="write_timeout_s"):
+            while await stream.read() is not aio.EOF:
+                pass
+
+
+class Body(bytearray):
+    """Bytes that a test can look for."""
+
+
+class Client:
+    """A client of one stream, as grpcio shows it; it sends no more, and reads everything."""
+
+    def __init__(self, *messages: Any) -> None:
+        self._bodies = [Body(each.SerializeToString()) for each in reversed(messages)]
+        self._sent: list[weakref.ref[Body]] = []
+
+    async def read(self) -> Body:
+        if not self._bodies:
+            await asyncio.Event().wait()
+        self._sent.append(weakref.ref(body := self._bodies.pop()))
+        return body
+
+    def kept(self) -> list[Body]:
+        return [body for each in self._sent if (body := each()) is not None]
+
+    async def write(self, message: bytes) -> None:
+        pass
+
+    def time_remaining(self) -> None:
+        return None
+
+
+async def test_answers_in_line_count_as_unread_and_the_bodies_of_their_requests_are_dropped():
+    replies = [None, InvalidInputError("bad"), result(b'"%b"' % (b"a" * 10_000))]
+    refusals = [None, None, None, OverloadedError("full", retry_after_s=1)]
+    model = FakeModel(replies.__getitem__, refusals=refusals)
+    extra = {"raw_input_contents": [b"x", b"x"]}
+    requests = [request(number) for number in range(4)]
+    bad = [request(model_name="other"), request(**extra), REQUEST(model_name="fake", **extra)]
+    async with serving(model) as (served, _):
+        client = Client(*requests, *bad)
+        stream = InferStream(client, served.predict, [], None, 60)
+        running = asyncio.create_task(stream.run())
+        await until(lambda: len(served.done) == 6)
+        model.payloads.clear()  # a real one has copied them
+        assert client.kept() == []
+        assert served.predict.unread.num_bytes == stream.num_unread_bytes > 10_000
+        model.futures[0].set_result(result(b'"x"'))
+        await until(lambda: not stream.num_unread_bytes)
+        assert served.predict.unread.num_bytes == 0
+        running.cancel()
 
 
 async def test_a_drain_answers_what_has_come_and_ends_the_streams():
