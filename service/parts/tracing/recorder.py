@@ -80,6 +80,7 @@ class Recorder:
         headers = call.headers
         call.headers = {name: headers[name][:_MAX_BYTES] for name in _KEPT if name in headers}
         call.path, call.query = call.path[:_MAX_BYTES], b""
+        call.protocol = None  # it may hold a body
         if call.entry is not None:
             self._metrics(call.entry.name).exemplars.note(duration_s, call.trace_id)
         waiting.append(Ended(call, status, duration_s))

@@ -61,6 +61,7 @@ _TYPED: Mapping[str, tuple[str, str]] = {
 }
 """The field of `InferTensorContents` for each datatype, and its code in `array`."""
 _MAX_RANK = 16
+_MAX_PARAMETERS = 1024
 _LONGEST_S = 1e9
 """A longer deadline is none."""
 
@@ -209,20 +210,24 @@ def _typed_contents(given: Any, place: str) -> Sequence[Buffer]:
 
     Raises:
         BadRequestError: Its datatype has no such contents.
-        InvalidInputError: A number is out of its range.
+        InvalidInputError: They are not as many as its shape says, or a number is out of its range.
     """
-    contents = given.contents
-    if given.datatype == BYTES:
-        return list(contents.bytes_contents)
-    if given.datatype not in _TYPED:
+    if given.datatype != BYTES and given.datatype not in _TYPED:
         if given.datatype in DTYPES:
             raise BadRequestError(
                 f"{place}: {given.datatype} has no typed contents; send raw_input_contents"
             )
         return ()  # the datatype is refused later
-    field, code = _TYPED[given.datatype]
+    field, code = _TYPED.get(given.datatype, ("bytes_contents", ""))
+    values, num = getattr(given.contents, field), prod(given.shape)
+    if len(values) != num:  # before each of them costs time
+        raise InvalidInputError(
+            f"{place}: {list(given.shape)} has {num} elements, found {len(values)}"
+        )
+    if given.datatype == BYTES:
+        return list(values)
     try:
-        return (array(code, getattr(contents, field)).tobytes(),)
+        return (array(code, values).tobytes(),)
     except OverflowError:
         raise InvalidInputError(f"{place}: a number is no {given.datatype}") from None
 
@@ -248,7 +253,15 @@ def _elements(data: memoryview, num: int, place: str) -> Iterator[memoryview]:
 
 
 def values_of(parameters: Mapping[str, Any]) -> dict[str, object]:
-    """Return parameters as values."""
+    """Return parameters as values.
+
+    Raises:
+        BadRequestError: There are too many.
+    """
+    if len(parameters) > _MAX_PARAMETERS:
+        raise BadRequestError(
+            f"parameters: has {len(parameters)}; up to {_MAX_PARAMETERS} are possible"
+        )
     found: dict[str, object] = {}
     for name, each in parameters.items():
         kind = each.WhichOneof("parameter_choice")

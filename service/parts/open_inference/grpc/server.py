@@ -134,8 +134,9 @@ class GrpcServer:
     async def stop(self) -> None:
         """Close the port, and end calls that are left: their clients do not read."""
         self.begin_drain()
-        if self._is_hurried() and self._drained is not None:
-            await self._drained.stop(_HURRY_S)  # the wait that goes on ends with this one
+        if self._drained is not None:  # the wait that goes on ends with this one
+            await self._tasks[0]
+            await self._drained.stop(_HURRY_S if self._is_hurried() else _LAST_WORDS_S)
         await asyncio.gather(*self._tasks)
         for held in self._held:
             held.close()

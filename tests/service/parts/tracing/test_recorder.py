@@ -1,5 +1,6 @@
 import pytest
 
+from inferpool.models.attached import protocol_at
 from inferpool.service.api.exchange import Call, begin_call
 from inferpool.service.parts.tracing.recorder import MAX_WAITING, Recorder
 from inferpool.service.telemetry.metrics import ModelMetrics
@@ -52,3 +53,12 @@ def test_calls_beyond_the_bound_are_dropped_and_counted() -> None:
     assert len(recorder.waiting) == MAX_WAITING
     assert recorder.num_dropped == 3
     assert recorder.wake.is_set()
+
+
+def test_a_call_that_waits_keeps_nothing_of_its_body() -> None:
+    recorder = make(1.0)
+    call = begin_call("POST", "/v2/models/a/infer", b"", [(b"x", b"y")])
+    recorder.begin(call)
+    call.protocol = protocol_at(call.path)
+    recorder.take(call, 200, 0.1)
+    assert (recorder.waiting[0].call.protocol, call.headers) == (None, {})

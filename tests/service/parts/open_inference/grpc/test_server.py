@@ -197,7 +197,8 @@ async def test_all_addresses_of_ipv4_are_none_of_ipv6():
             assert (await asked)[0] is StatusCode.UNAVAILABLE
 
 
-async def test_a_hurried_stop_waits_for_no_client():
+@pytest.mark.parametrize("is_hurried", [True, False])
+async def test_a_stop_waits_little_for_clients_that_do_not_read(is_hurried: bool):
     blob = TensorBlob("y", "uint8", (2**20,), bytes(2**20))
     model = FakeModel(lambda _: result([blob]))
     async with serving(model, drain_timeout_s=3000) as (served, channel):
@@ -207,6 +208,6 @@ async def test_a_hurried_stop_waits_for_no_client():
         writer = await ask_and_read_nothing(served, "ModelInfer", given)
         await until(lambda: served.done)
         served.server.begin_drain()
-        served.is_hurried = True
+        served.is_hurried = is_hurried
         await served.server.stop()
         writer.close()

@@ -205,7 +205,11 @@ async def test_answers_in_line_count_as_unread_and_the_bodies_of_their_requests_
     model = FakeModel(replies.__getitem__, refusals=refusals)
     extra = {"raw_input_contents": [b"x", b"x"]}
     requests = [request(number) for number in range(4)]
-    bad = [request(model_name="other"), request(**extra), REQUEST(model_name="fake", **extra)]
+    bad = [
+        request(model_name="other", **extra),
+        request(**extra),
+        REQUEST(model_name="fake", **extra),
+    ]
     async with serving(model) as (served, _):
         client = Client(*requests, *bad)
         stream = InferStream(client, served.predict, [], None, 60)
