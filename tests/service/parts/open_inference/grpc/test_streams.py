@@ -168,8 +168,7 @@ async def test_a_client_that_reads_on_after_it_was_cut_off_learns_of_it():
             await stream.write(request(number))
         await until(lambda: len(model.futures) == 9 and model.futures[8].cancelled())
         with pytest.raises(aio.AioRpcError, match="write_timeout_s"):
-            while await stream.read() is not aio.EOF:
-                pass
+            [answer async for answer in stream]
 
 
 class Body(bytearray):
