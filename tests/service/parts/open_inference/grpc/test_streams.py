@@ -175,7 +175,7 @@ class Body(bytearray):
     """Bytes that a test can look for."""
 
 
-class Client:
+class FakeContext:
     """A client of one stream, as grpcio shows it; it sends no more, and reads everything."""
 
     def __init__(self, *messages: Any) -> None:
@@ -210,7 +210,7 @@ async def test_answers_in_line_count_as_unread_and_the_bodies_of_their_requests_
         REQUEST(model_name="fake", **extra),
     ]
     async with serving(model) as (served, _):
-        client = Client(*requests, *bad)
+        client = FakeContext(*requests, *bad)
         stream = InferStream(client, served.predict, [], None, 60)
         running = asyncio.create_task(stream.run())
         await until(lambda: len(served.done) == 6)
