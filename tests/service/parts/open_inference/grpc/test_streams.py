@@ -155,18 +155,20 @@ async def test_a_client_that_reads_no_answer_is_cut_off():
         requests = (request(), request())
         writer = await ask_and_read_nothing(served, "ModelStreamInfer", *requests)
         await until(lambda: len(model.futures) == 2)
-        model.futures[0].set_result(result(b'"%b"' % bytes(2**20)))
+        model.futures[0].set_result(result(b'"%b"' % (b"a" * 2**20)))
         await until(model.futures[1].cancelled)
         writer.close()
 
 
 async def test_a_client_that_reads_on_after_it_was_cut_off_learns_of_it():
-    model = FakeModel(lambda index: result(b'"%b"' % (b"a" * 2**20)) if index < 8 else None)
-    async with serving(model, write_timeout_s=0.1) as (_, channel):
+    async with serving(model := silent_model(), write_timeout_s=0.1) as (_, channel):
         stream = stream_of(channel)
         for number in range(9):
             await stream.write(request(number))
-        await until(lambda: len(model.futures) == 9 and model.futures[8].cancelled())
+        await until(lambda: len(model.futures) == 9)
+        for future in model.futures[:8]:
+            future.set_result(result(b'"%b"' % (b"a" * 2**20)))
+        await until(model.futures[8].cancelled)
         with pytest.raises(aio.AioRpcError, match="write_timeout_s"):
             [answer async for answer in stream]
 
