@@ -199,7 +199,7 @@ class Repository:
         return True
 
     async def until_changed(self, name: str) -> None:
-        """Wait until what `begin_load` or `begin_unload` has begun is done.
+        """Wait until what `begin_load` or `begin_unload` has begun is done, and all fronts know.
 
         Raises:
             ServiceError: It came to nothing; says why.
@@ -208,6 +208,7 @@ class Repository:
         try:
             async with asyncio.timeout(_ANSWER_S):
                 await self._changes_of_models().until_decided(name)
+                await self._catalog.until_known()
         except TimeoutError:
             raise UnavailableError(f"{name}: it takes long, and goes on") from None
 

@@ -125,6 +125,20 @@ async def test_callers_bring_in_neither_models_nor_settings(make, what, model, b
     assert await asked.index() == [{"name": "m", "version": "1", "state": "READY"}]
 
 
+async def test_a_load_is_answered_once_all_fronts_know_the_model(make):
+    asked = await make().ready()
+    await asked.change("unload")
+    kept = asked.kept
+    kept.are_fronts_slow = True
+    loading = asyncio.create_task(asked.change("load"))
+    await until(lambda: "m" in kept.catalog.serving and "m" not in kept.catalog.busy)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not loading.done()
+    kept.told.set()
+    assert await loading == (200, "")
+
+
 async def test_a_model_that_cannot_be_loaded_any_more_says_why_and_stays_away(make):
     asked = await make().ready()
     await asked.change("unload")
