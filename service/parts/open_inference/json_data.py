@@ -52,7 +52,7 @@ def read_data(
         raise BadRequestError(
             f"{place}: {datatype[:40]!r} is not one of {', '.join(DTYPES)}, {BYTES}"
         )
-    kind = {"B": bool, "F": float}.get(datatype[0], int)
+    kind: Any = {"B": bool, "F": int | float}.get(datatype[0], int)  # as float it takes longer
     values = _numbers(bytes(data), kind, shape, place)
     if kind is bool:
         return [bytes(values)]
@@ -82,7 +82,7 @@ def write_data(output: InferOutput) -> bytes:
     return msgspec.json.encode(flat.tolist())
 
 
-def _numbers(data: bytes, kind: type, shape: Sequence[int], place: str) -> list[Any]:
+def _numbers(data: bytes, kind: Any, shape: Sequence[int], place: str) -> list[Any]:
     """Return the numbers of lists as one list. Lists in lists cost too much to be made first."""
     rank = _checked_rank(data, shape, place)
     text, num = data.translate(None, _SPACE), prod(shape)
@@ -94,7 +94,7 @@ def _numbers(data: bytes, kind: type, shape: Sequence[int], place: str) -> list[
         _check_nesting(text, shape, place)
         text = b"[%b]" % text.translate(None, b"[,]" if not num else b"[]")
     try:
-        values: list[Any] = _decoder(list[kind]).decode(text)  # type: ignore[valid-type]
+        values: list[Any] = _decoder(list[kind]).decode(text)
     except JsonErrors as error:
         where = str(json_message(error, text)).replace("`$", "`data")
         raise InvalidInputError(f"{place}: {where}") from None
@@ -158,7 +158,10 @@ def _packed(values: Sequence[Any], dtype: str, datatype: str, place: str) -> byt
         with np.errstate(over="ignore"):  # what is too large becomes infinite, and is found below
             array = np.array(values, dtype)
     except OverflowError:
-        least, most = np.iinfo(dtype).min, np.iinfo(dtype).max
+        limits: Any = np.finfo(dtype) if datatype[0] == "F" else np.iinfo(dtype)
+        least, most = (
+            limit if isinstance(limit, int) else float(limit) for limit in (limits.min, limits.max)
+        )
         index = next(i for i, value in enumerate(values) if not least <= value <= most)
     else:
         if array.dtype.kind != "f" or np.isfinite(array).all():

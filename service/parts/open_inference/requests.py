@@ -42,6 +42,8 @@ RAW_REQUEST = InferRequest((), parameters={BINARY_OUTPUT: True})
 _MAX_DIGITS = 18
 KNOWN_BYTES = 2048
 """JSON up to this size is remembered: a client sends the same with each call of its loop."""
+_MAX_BESIDES = 1 << 16
+"""Most bytes of JSON besides data: they may be thousands of shapes, parameters and outputs."""
 _NOTHING = Raw()
 
 
@@ -67,7 +69,18 @@ class _Body(msgspec.Struct, frozen=True, gc=False):
     outputs: tuple[_Output, ...] = ()
 
 
+class _Data(msgspec.Struct, frozen=True, gc=False):
+    """An input whose other members are skipped."""
+
+    data: Raw = _NOTHING
+
+
+class _AllData(msgspec.Struct, frozen=True, gc=False):
+    inputs: list[_Data]
+
+
 _body = msgspec.json.Decoder(_Body)
+_all_data = msgspec.json.Decoder(_AllData)
 
 
 def read_request(
@@ -202,6 +215,12 @@ def _decode(text: bytes) -> _Body:
     try:
         if not text.isascii():
             text.decode()  # msgspec skips over strings without looking for errors in their UTF-8
+        if len(text) > _MAX_BESIDES:
+            data = [len(memoryview(each.data)) for each in _all_data.decode(text).inputs]
+            if len(text) - sum(data) > _MAX_BESIDES:
+                raise TooLargeError(
+                    f"the JSON has more than {_MAX_BESIDES} bytes besides the data of its inputs"
+                )
         return _body.decode(text)
     except msgspec.ValidationError as error:
         form = 'the JSON must be {"inputs": [{"name", "shape", "datatype", "data"}, ...], ...}'

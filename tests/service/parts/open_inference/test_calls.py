@@ -206,7 +206,17 @@ def test_an_input_that_does_not_fit_is_a_400_that_says_where(
 
 @pytest.mark.parametrize(
     ("datatype", "value"),
-    [("INT8", 128), ("UINT8", -1), ("INT64", 1 << 63), ("UINT64", 1 << 64), ("INT32", 1.0)],
+    [
+        ("INT8", 128),
+        ("UINT8", -1),
+        ("INT64", 1 << 63),
+        ("UINT64", 1 << 64),
+        ("INT32", 1.0),
+        ("FP32", 10**39),
+        ("FP64", -(10**309)),
+        ("FP64", 10**4000),
+        ("FP64", True),
+    ],
 )
 def test_numbers_outside_of_their_datatype_are_refused(datatype: str, value: object) -> None:
     model = FakeModel(inputs=[spec(-1, 1, dtype=DATATYPES[datatype])])
@@ -529,6 +539,30 @@ def test_instances_of_other_calls_keep_their_message() -> None:
     assert error_of(answer, 503) == "instance 0 of the batch: gone"
     assert answer.headers["retry-after"] == "7"
     assert error.message == "gone"
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        {"outputs": [{"name": "y"}] * 9000},
+        {"parameters": {f"{number}": 0 for number in range(9000)}},
+        {"id": "a" * 90_000},
+    ],
+)
+def test_json_besides_data_is_bounded(members: dict[str, object]) -> None:
+    model = doubler()
+    assert "besides the data" in error_of(infer(model, tensor(), **members), 413)
+    assert model.bodies == []
+
+
+def test_long_data_is_read() -> None:
+    model = doubler(spec(-1, 40_000))
+    numbers = [float(number) for number in range(40_000)]
+    assert infer(model, tensor(shape=[1, 40_000], data=numbers), id="a").is_success
+    assert model.bodies == [np.array(numbers, "<f4").tobytes()]
+    error_of(infer(model, tensor(shape=[1] * 40_000)), 413)
+    body = b'{"inputs": ' + b" " * 70_000 + b"7}"
+    error_of(post(endpoint(model), PATH, content=body))
 
 
 def test_parameters_that_are_not_reserved_reach_the_model() -> None:
