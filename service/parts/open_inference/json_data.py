@@ -17,6 +17,7 @@ from inferpool.service.queue.instance import Buffer
 BINARY_ALONE = ("FP16", "BF16")
 """Datatypes that have no form in JSON."""
 _SPACE = b" \t\r\n"
+_SEARCHED_BYTES = 1 << 15
 _NO_LIST = bytes(code for code in range(256) if code not in b"[,]")
 
 
@@ -96,8 +97,7 @@ def _numbers(data: bytes, kind: Any, shape: Sequence[int], place: str) -> list[A
     try:
         values: list[Any] = _decoder(list[kind]).decode(text)
     except JsonErrors as error:
-        where = str(json_message(error, text)).replace("`$", "`data")
-        raise InvalidInputError(f"{place}: {where}") from None
+        raise _wrong(error, text, place) from None
     return values
 
 
@@ -110,11 +110,16 @@ def _texts(data: bytes, shape: Sequence[int], place: str) -> list[str]:
     try:
         values = _decoder(made).decode(data)
     except JsonErrors as error:
-        where = str(json_message(error, data)).replace("`$", "`data")
-        raise InvalidInputError(f"{place}: {where}") from None
+        raise _wrong(error, data, place) from None
     for _ in range(rank - 1):
         values = list(chain.from_iterable(values))
     return list(values)
+
+
+def _wrong(error: Exception, text: bytes, place: str) -> InvalidInputError:
+    # To find a number that is out of range takes a second in a long text.
+    message = json_message(error, text if len(text) <= _SEARCHED_BYTES else b"")
+    return InvalidInputError(f"{place}: {message.replace('`$', '`data')}")
 
 
 def _checked_rank(data: bytes, shape: Sequence[int], place: str) -> int:

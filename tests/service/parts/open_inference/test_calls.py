@@ -14,6 +14,7 @@ import httpx
 import numpy as np
 import pytest
 
+from inferpool.models import json_errors
 from inferpool.models.spec import Interface, TensorSpec
 from inferpool.service.api.codecs.body import Limits
 from inferpool.service.api.exchange import Exchange, Predict
@@ -222,6 +223,25 @@ def test_numbers_outside_of_their_datatype_are_refused(datatype: str, value: obj
     model = FakeModel(inputs=[spec(-1, 1, dtype=DATATYPES[datatype])])
     one = tensor(datatype=datatype, shape=[1, 1], data=[value])
     assert "data" in error_of(infer(model, one))
+
+
+@pytest.mark.parametrize("num", [2, 100_000])
+def test_a_number_that_no_float_holds_is_refused_without_a_search_of_long_data(
+    num: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched: list[int] = []
+    find = json_errors.number_out_of_range
+
+    def count(text: bytes) -> str | None:
+        searched.append(len(text))
+        return find(text)
+
+    monkeypatch.setattr(json_errors, "number_out_of_range", count)
+    one = json.dumps(tensor(shape=[1, num], data=[0] * num))
+    body = b'{"inputs": [%b]}' % one.replace("0]}", "1e999]}").encode()
+    answer = post(endpoint(doubler(spec(-1, num))), PATH, content=body)
+    assert "out of range" in error_of(answer)
+    assert max(searched) < 1000
 
 
 def test_inputs_must_be_those_of_the_model() -> None:
