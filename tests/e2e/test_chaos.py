@@ -87,6 +87,16 @@ def test_the_promise_is_kept_beside_scribbling_code_greed_bursts_and_unread_answ
 
 
 @pytest.mark.alone
+@pytest.mark.parametrize("protocol", ["v2", "v1", "grpc"])
+def test_the_promise_is_kept_by_other_protocols(tmp_path: Path, protocol: str):
+    report = kept(
+        tmp_path, "--protocol", protocol, "--kills", "2", "--kill-every", "0.7",
+        "--stop-every", "0", "--poison-every", "1.5", "--forkserver-every", "0",
+    )  # fmt: skip
+    assert report["poisonings"]["right"] == report["poisonings"]["sent"] >= 1
+
+
+@pytest.mark.alone
 def test_model_that_exits_costs_its_own_instance_alone(tmp_path: Path):
     report = kept_under(tmp_path, "exit")
     assert report["ledger"]["restarts"] == 0

@@ -22,9 +22,10 @@ from inferpool.service.client.health import ForkserverState, WorkerState
 from inferpool.service.tools.chaos.hosts import HostFaults
 from inferpool.service.tools.chaos.load import PATIENCE_S, ChaosTally
 from inferpool.service.tools.chaos.plan import Fault
+from inferpool.service.tools.chaos.protocols import Open
 from inferpool.service.tools.chaos.questions import Question, is_refusal, problem_code
 from inferpool.service.tools.chaos.watch import FORKSERVER, Recovery, Watch, decoder_name
-from inferpool.service.tools.trial.connection import Address, NoAnswerError, connected
+from inferpool.service.tools.trial.connection import Address, NoAnswerError, connect
 
 PLACES = ("preprocess", "forward", "render")
 """Places where a poisoned input acts: see `models.sources.poisonable`."""
@@ -101,6 +102,8 @@ class Faults:
     """Faults that take a while, and what they do."""
     key: str = ""
     """API key of poisoned inputs; empty for none."""
+    open: Open = connect
+    """Opens the connections of poisoned inputs."""
     counts: Counter[Fault] = field(default_factory=Counter)
     poisonings: Poisonings = field(default_factory=Poisonings)
     _rng: random.Random = field(init=False)
@@ -294,7 +297,8 @@ class Faults:
         while True:
             self.poisonings.num_attempts += 1
             try:
-                async with connected(self.address, tally.note_stray) as connection:
+                opened = await self.open(self.address, tally.note_stray)
+                with contextlib.closing(opened) as connection:
                     answer = await connection.ask(request, self.timeout_s + PATIENCE_S)
             except (OSError, NoAnswerError) as error:
                 tally.lost += 1

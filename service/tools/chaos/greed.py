@@ -9,9 +9,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from inferpool.service.tools.chaos.load import ChaosTally, NumberedLoad
+from inferpool.service.tools.chaos.protocols import Open
 from inferpool.service.tools.chaos.questions import Question
 from inferpool.service.tools.chaos.stores import StoreFaults
-from inferpool.service.tools.trial.connection import Address, NoAnswerError
+from inferpool.service.tools.trial.connection import Address, NoAnswerError, connect
 
 _MORE = 8
 """Number of greedy clients for each client that counts."""
@@ -38,6 +39,7 @@ class Greed:
     num_clients: int
     """Clients that are watched."""
     timeout_s: float
+    open: Open = connect
     tally: ChaosTally = field(default_factory=ChaosTally)
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(_FIRST))
 
@@ -51,6 +53,7 @@ class Greed:
             timeout_s=self.timeout_s,
             is_over=lambda: time.monotonic() > until,
             key=self.key,
+            open=self.open,
         )
         try:
             await load.run(self._numbers, _MORE * self.num_clients)

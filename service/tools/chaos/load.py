@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from inferpool.service.tools.chaos.protocols import ChaosConnection, Open
 from inferpool.service.tools.chaos.questions import Question, is_refusal, problem_code
 from inferpool.service.tools.trial.connection import (
     Address,
     NoAnswerError,
     TrialAnswer,
-    TrialConnection,
     connect,
 )
 from inferpool.service.tools.trial.tally import LatencyHistogram
@@ -76,6 +76,7 @@ class NumberedLoad:
     patience_s: float = PATIENCE_S
     key: str = ""
     """API key of the clients; empty for none."""
+    open: Open = connect
 
     async def run(self, numbers: Iterator[int], num_clients: int) -> None:
         """Ask the numbers with several clients, until the run is over."""
@@ -84,7 +85,7 @@ class NumberedLoad:
                 group.create_task(self._be_client(numbers))
 
     async def _be_client(self, numbers: Iterator[int]) -> None:
-        connection: TrialConnection | None = None
+        connection: ChaosConnection | None = None
         try:
             while not self.is_over():
                 number = next(numbers)
@@ -95,8 +96,8 @@ class NumberedLoad:
                 connection.close()
 
     async def _settle(
-        self, number: int, connection: TrialConnection | None
-    ) -> TrialConnection | None:
+        self, number: int, connection: ChaosConnection | None
+    ) -> ChaosConnection | None:
         """Ask until an answer comes or none can come; return the connection to go on with.
 
         A refused request was never accepted, so it is asked again.
@@ -107,7 +108,7 @@ class NumberedLoad:
         began = time.monotonic()
         while True:
             if connection is None or not connection.is_open:
-                connection = await connect(self.address, self.tally.note_stray)
+                connection = await self.open(self.address, self.tally.note_stray)
             tally.num_instances_sent += question.num_instances
             asked = time.monotonic()
             try:

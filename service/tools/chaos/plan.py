@@ -23,6 +23,9 @@ Fault = Literal[
     "scribble", "exit", "burst", "unread", "greed", "store", "upload",
 ]  # fmt: skip
 
+CallKind = Literal["predict", "v2", "v1", "grpc"]
+"""Protocols of the numbered requests."""
+
 EXTRA: tuple[Fault, ...] = ("scribble", "exit", "burst", "unread", "greed", "store", "upload")
 """Faults that are off by default, without swaps."""
 SCARCE: tuple[Fault, ...] = ("stop", "poison", "forkserver", "swap", *EXTRA)
@@ -37,7 +40,9 @@ PLURALS: Mapping[Fault, str] = {
 """Names of several faults of a kind."""
 HOST_STRIKES = 3
 """And until this number of hosts was struck, each in another way."""
-_OWN_FLAGS = ("requests", "kills", "seconds", "clients", "inputs", "tolerance", "hosts", "seed")
+_OWN_FLAGS = (
+    "requests", "kills", "seconds", "clients", "inputs", "tolerance", "hosts", "protocol", "seed",
+)  # fmt: skip
 
 
 _FAULTS: Mapping[Fault, tuple[float, str]] = {
@@ -84,6 +89,9 @@ class ChaosPlan:
     hosts: Count = 0
     """Run the workers on N hosts: agents on this machine, which join the front end (default:
     none)."""
+    protocol: CallKind = "predict"
+    """Ask by /predict, by the Open Inference Protocol (v2), by KServe's version 1 (v1), or by the
+    former over gRPC, which needs the extra grpc."""
     seed: int = 1
     """Decides the inputs, and what is done when."""
     every_s: Mapping[Fault, float]

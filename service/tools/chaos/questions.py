@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from inferpool.service.client.reaching import problem_in
-from inferpool.service.tools.trial.connection import TrialConnection, TrialError, post_request
+from inferpool.service.tools.chaos.protocols import ChaosConnection
+from inferpool.service.tools.trial.connection import TrialError, post_request
 from inferpool.service.tools.trial.inputs import TrialInput
 
 _ASK_ALONE_S = 120.0
@@ -106,7 +107,7 @@ def _numbered(path: str, body: bytes, content_type: str, request_id: str, key: s
 
 
 async def learn(
-    connection: TrialConnection, path: str, given: TrialInput, tolerance: float, key: str = ""
+    connection: ChaosConnection, path: str, given: TrialInput, tolerance: float, key: str = ""
 ) -> KnownQuestion:
     """Ask a healthy service twice, and return the question with this answer as the right one.
 

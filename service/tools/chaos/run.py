@@ -27,6 +27,7 @@ from inferpool.service.tools.chaos.plan import (
     Fault,
     shown_share,
 )
+from inferpool.service.tools.chaos.protocols import opener
 from inferpool.service.tools.chaos.questions import (
     EchoQuestion,
     Question,
@@ -51,7 +52,7 @@ from inferpool.service.tools.trial.connection import (
     connected,
 )
 from inferpool.service.tools.trial.screen import Interruption, Screen
-from inferpool.service.tools.trial.service import TrialService, rows_of
+from inferpool.service.tools.trial.service import TrialService, free_port, rows_of
 
 EXIT_KEPT = 0
 EXIT_BROKEN = 1
@@ -79,6 +80,9 @@ def run(loaded: LoadedSettings, plan: ChaosPlan) -> int:
         can_be_poisoned = any(plan.every_s[fault] for fault in POISONS)
         rows = rows_for(loaded, can_be_poisoned=can_be_poisoned)
         key, *own_keys = (secrets.token_urlsafe(24) for _ in range(3))
+        grpc_port = free_port() if plan.protocol == "grpc" else 0
+        if grpc_port:
+            rows.insert(0, (("grpc_port",), grpc_port, "chaos"))
         if not plan.every_s["greed"] and not plan.every_s["upload"]:
             own_keys = []  # then any client may ask, as usual
         with (
@@ -91,7 +95,8 @@ def run(loaded: LoadedSettings, plan: ChaosPlan) -> int:
             ) as subject,
         ):
             swaps = Swaps(address=subject.address, models=list(loaded.settings.models), key=key)
-            report = uvloop.run(_ChaosRun(subject, agents, loaded, plan, swaps, own_keys).run())
+            chaos_run = _ChaosRun(subject, agents, loaded, plan, swaps, own_keys, grpc_port)
+            report = uvloop.run(chaos_run.run())
     except KeyboardInterrupt:
         sys.stderr.write("inferpool chaos: ended at once, without a report\n")
         return EXIT_INTERRUPTED
@@ -115,9 +120,11 @@ class _ChaosRun:
         plan: ChaosPlan,
         swaps: Swaps,
         keys: Sequence[str],
+        grpc_port: int,
     ) -> None:
         self._keys = keys
         """Keys of the watched clients and of the greedy ones, if there are any."""
+        self._grpc_port = grpc_port
         self._subject = subject
         self._agents = agents
         self._swaps = swaps
@@ -135,6 +142,7 @@ class _ChaosRun:
             await self._agents.until_ready(self._subject, _MAX_START_S)
             watch = Watch(self._subject.address, self._subject.key)
             health = await watch.look()
+            self._open = opener(self._plan.protocol, health, self._grpc_port)
             screen.begin("learning the right answers")
             await self._learn(health)
             screen.begin("asking undisturbed")
@@ -185,7 +193,8 @@ class _ChaosRun:
     async def _learn(self, health: ServiceHealth) -> None:
         plan, questions, notes = self._plan, self._questions, self._notes
         try:
-            async with connected(self._subject.address) as connection:
+            opened = await self._open(self._subject.address, lambda: None)
+            with contextlib.closing(opened) as connection:
                 for model in health.models:
                     path = f"/predict/{model.name}"
                     is_echo = self._settings.models[model.name].source == "echo"
@@ -228,6 +237,7 @@ class _ChaosRun:
             timeout_s=self._settings.default_timeout_s,
             is_over=lambda: self._interruption.has_come or is_over(tally),
             key=self._subject.key,
+            open=self._open,
         )
         try:
             await load.run(self._numbers, self._plan.clients)
@@ -264,6 +274,7 @@ class _ChaosRun:
             key=greedy_key,
             num_clients=self._plan.clients,
             timeout_s=self._settings.default_timeout_s,
+            open=self._open,
         )
         if not self._poisonable:
             every_s |= dict.fromkeys(POISONS, 0.0)
@@ -290,6 +301,7 @@ class _ChaosRun:
                 "upload": uploads.hold,
             },
             key=self._subject.key,
+            open=self._open,
         )
 
     async def _disturb(
