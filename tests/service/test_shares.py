@@ -253,12 +253,16 @@ SHARED: Mapping[str, Shared] = {
         "queue/admission.py", "key", "queue/test_admission.py"
     ),
     "the arena": Shared("queue/admission.py", "key", "queue/test_admission.py"),
+    "threads that inflate bodies": Shared(
+        "parts/open_inference", "key or address, by bytes", "parts/open_inference/test_calls.py"
+    ),
     "the arena of front ends": Shared(
         "parts/fronts/front_side.py", "key", "parts/fronts/test_sides.py"
     ),
 }
 """All pools, places, queues and name spaces of the main process that clients share."""
 NOT_SHARED: Mapping[str, str] = {
+    "api/web.py": "once for each protocol",
     "parts/live/page.py": "for each file of the page",
     "batch": "of one user's own command",
     "parts/swap": "of operators",
