@@ -1,17 +1,16 @@
 """`/v1/models`: the models and whether they are ready. Runs in the main process's event loop."""
 
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, Literal
 
-from fastapi import APIRouter, Request, Response
-from fastapi.routing import APIRoute
+from fastapi import APIRouter
 from starlette.exceptions import HTTPException
 
-from inferpool.service.api.errors import CALL_KEY
 from inferpool.service.catalog.catalog import ModelVersion
-from inferpool.service.errors import ServiceError, UnavailableError, UnknownModelError
+from inferpool.service.errors import UnavailableError, UnknownModelError
+from inferpool.service.parts.error_routes import routes_with
 from inferpool.service.parts.kserve_v1.calls import error_answer
 
 _Responses = dict[int | str, dict[str, Any]]
@@ -88,7 +87,7 @@ class Predictions:
 
 def v1_router(entries: Mapping[str, ModelVersion]) -> APIRouter:
     """Return the routes; `entries` are the versions that calls can ask for, as in a catalog."""
-    router = APIRouter(tags=["kserve"], route_class=_KserveRoute)
+    router = APIRouter(tags=["kserve"], route_class=routes_with(error_answer))
 
     @router.get("/v1/models", summary="The models, for clients of KServe")
     async def list_served() -> ServedModels:
@@ -111,25 +110,6 @@ def v1_router(entries: Mapping[str, ModelVersion]) -> APIRouter:
 
     _describe_predict(router)
     return router
-
-
-class _KserveRoute(APIRoute):
-    """A route whose errors have the form that KServe's client reads."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return what answers a call."""
-        answer = super().get_route_handler()
-
-        async def answer_or_refuse(request: Request) -> Response:
-            try:
-                return await answer(request)
-            except ServiceError as error:
-                status, headers, body = error_answer(error, request.scope[CALL_KEY])
-                refusal = Response(body, status)
-                refusal.raw_headers = headers
-                return refusal
-
-        return answer_or_refuse
 
 
 def _describe_predict(router: APIRouter) -> None:

@@ -19,7 +19,7 @@ from inferpool.service.queue.instance import Buffer
 
 _CONTENT_TYPE = "content_type"
 _START_BYTES = 32
-"""Pictures have a zero byte among so many at their start, and texts have none at all."""
+"""Pictures have a zero byte among their first 32, and texts have none at all."""
 
 
 def payloads_of(given: InferInput, interface: Interface, limits: Limits) -> list[Payload]:

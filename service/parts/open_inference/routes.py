@@ -11,13 +11,13 @@ from typing import Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Request, Response
-from fastapi.routing import APIRoute
 
-from inferpool.service.api.errors import CALL_KEY, NotFoundError
+from inferpool.service.api.errors import NotFoundError
 from inferpool.service.api.routes.health import HealthReport
-from inferpool.service.errors import BadRequestError, ServiceError
+from inferpool.service.errors import BadRequestError
 from inferpool.service.parts.admin.bodies import body_of, object_in
 from inferpool.service.parts.admin.routes import record
+from inferpool.service.parts.error_routes import routes_with
 from inferpool.service.parts.open_inference.calls import InferProtocol
 from inferpool.service.parts.open_inference.metadata import (
     ModelMetadata,
@@ -189,7 +189,8 @@ def v2_router(
         report: Returns the state of the service now.
         has_operators: Someone has the key to load and unload models.
     """
-    router = APIRouter(prefix="/v2", tags=["open inference"], route_class=_ProtocolRoute)
+    errors = routes_with(InferProtocol().problem)
+    router = APIRouter(prefix="/v2", tags=["open inference"], route_class=errors)
     _add_server(router, repository, report)
     _add_models(router, repository)
     for ending, path in (("", "/models/{model}"), ("_of_version", _VERSION)):
@@ -203,26 +204,6 @@ def v2_router(
 
 
 _VERSION = "/models/{model}/versions/{version}"
-
-
-class _ProtocolRoute(APIRoute):
-    """A route whose errors have the form of those of infer requests."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return what answers a call."""
-        answer = super().get_route_handler()
-
-        async def answer_or_refuse(request: Request) -> Response:
-            try:
-                return await answer(request)
-            except ServiceError as error:
-                call = request.scope[CALL_KEY]
-                status, headers, body = InferProtocol().problem(error, call)
-                refusal = Response(body, status)
-                refusal.raw_headers = headers
-                return refusal
-
-        return answer_or_refuse
 
 
 def _add_server(
