@@ -35,6 +35,7 @@ OTHERS = {
     "folder of transformers": "inferpool.models.files.hugging_face:is_picture_folder",
     "package of AOTInductor": "inferpool.models.files.kinds:is_package",
     "fault of a folder": "inferpool.models.files.run_folder:why_no_run",
+    "errors of preprocess": "inferpool.workers.inside.preprocess_errors:PreprocessErrors",
     "check of a list": "inferpool.workers.inside.lists:check_list",
     "lists to send": "inferpool.workers.inside.lists:OutgoingLists",
     "named outputs": "inferpool.models.ragged:outputs_of",
@@ -53,6 +54,8 @@ OTHERS = {
     "stream of a call": "inferpool.service.parts.streams.call_stream:stream_call",
     "stream by sockets": "inferpool.service.parts.streams.wires:SocketStream",
     "stream by ASGI": "inferpool.service.parts.streams.wires:AsgiStream",
+    "unknown model": "inferpool.service.api.unknown:unknown_model",
+    "several instances": "inferpool.service.api.several:submit_several",
     "body of raw bytes": "inferpool.service.api.codecs.tensors:decode_raw",
     "body of npy": "inferpool.service.api.codecs.tensors:decode_npy",
     "body of safetensors": "inferpool.service.api.codecs.tensors:decode_safetensors",
@@ -77,11 +80,27 @@ OTHERS = {
     "answers with content": "inferpool.service.api.codecs.contents:encode_with_content",
     "forget a load": "inferpool.models.speed.attempts:forget_load",
 }
+_TEXTS = "inferpool.service.parts.texts"
 CALLS = {
-    ("/v2/models/", "/infer"): "inferpool.service.parts.open_inference.calls:InferProtocol",
-    ("/v1/models/", ":predict"): "inferpool.service.parts.kserve_v1.calls:PredictProtocolV1",
+    "/v2/models/*/infer": "inferpool.service.parts.open_inference.calls:InferProtocol",
+    "/v1/models/*:predict": "inferpool.service.parts.kserve_v1.calls:PredictProtocolV1",
+    "/v1/embeddings": f"{_TEXTS}.embeddings:EmbeddingsProtocol",
+    "/v1/rerank": f"{_TEXTS}.rerank:RerankProtocol",
+    "/v2/rerank": f"{_TEXTS}.rerank:RerankProtocol",
+    "/v1/classify": f"{_TEXTS}.classify:ClassifyProtocol",
 }
-"""Protocols besides our own, by the start and the end of the paths of their calls."""
+"""Protocols besides our own, by the paths of their calls; `*` stands for a model's name."""
+_TEI = (
+    "embed", "embed_all", "embed_sparse", "similarity", "rerank", "predict", "tokenize", "decode"
+)  # fmt: skip
+CALLS_BY_SETTING = {
+    "tei": {
+        path: f"inferpool.service.parts.tei.calls:{name.title().replace('_', '')}Protocol"
+        for name in _TEI
+        for path in (f"/{name}", f"/tei/*/{name}")
+    }
+}
+"""Further ones, by the setting that turns them on."""
 
 BUILT_IN_SOURCES = ("efficientnet_lite0", "minilm_l6", "echo")
 """Sources that need neither a file nor a package of the user's."""
@@ -111,12 +130,19 @@ def attached(name: str) -> Any:
     return resolve_name((SOURCES | OTHERS)[name])
 
 
-def protocol_at(path: str) -> Any | None:
-    """Return the protocol of a path, imported with its first call; None if `CALLS` has none."""
-    for (start, end), name in CALLS.items():
-        is_long = len(path) >= len(start) + len(end)  # a model may be called "infer"
-        if is_long and path.startswith(start) and path.endswith(end):
-            return _protocol(name)
+def protocol_at(path: str, settings: Iterable[str] = CALLS_BY_SETTING) -> Any | None:
+    """Return the protocol of a path, imported with its first call; None if no table has it.
+
+    `settings` are those that are on, of `CALLS_BY_SETTING`.
+    """
+    for table in (CALLS, *(CALLS_BY_SETTING[each] for each in settings)):
+        if path in table:
+            return _protocol(table[path])
+        for pattern, name in table.items():
+            start, star, end = pattern.partition("*")
+            is_long = len(path) >= len(start) + len(end)  # a model may be called "infer"
+            if star and is_long and path.startswith(start) and path.endswith(end):
+                return _protocol(name)
     return None
 
 

@@ -23,7 +23,7 @@ from inferpool.models.runtime import (
     Runtime,
     from_runtime,
 )
-from inferpool.models.spec import Decoding, Placement, TensorSpec
+from inferpool.models.spec import Decoding, Placement, TensorSpec, TextFacts
 from inferpool.models.tolerance import Tolerance, ValueTolerance
 
 MAX_JSON_NUMBERS = 1 << 24
@@ -82,6 +82,8 @@ class Model(ModelInterface):
     of another shape fails."""
     labels: Sequence[str] = ()
     """Names of the classes that a classifier tells apart, in the order of its output."""
+    text: TextFacts | None = None
+    """What the model does with texts, for protocols about texts such as OpenAI's; after `load`."""
     finite_outputs: bool = True
     """Outputs have no NaN and no infinity; an instance with one in its outputs fails alone. Set
     it to False if they mean something."""
@@ -236,7 +238,10 @@ class Model(ModelInterface):
         raise NotImplementedError(f"{type(self).__name__} must define forward(batch)")
 
     def postprocess(self, outputs: Outputs) -> Outputs | Any:
-        """Finish a whole batch on the CPU (scores, thresholds); by default, change nothing."""
+        """Finish a whole batch on the CPU (scores, thresholds); by default, change nothing.
+
+        An output whose name begins with "_" is for `render` alone: no client gets it as a tensor.
+        """
         return outputs
 
     def render(self, outputs: Features, parameters: Mapping[str, object]) -> object:

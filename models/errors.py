@@ -6,6 +6,7 @@
     +-- BadReturnError
     +-- DataError
     InputError
+    Answered
     RankError
     PassesThrough
     +-- OutOfStepError
@@ -63,3 +64,12 @@ class InputError(ValueError):
 
     The client gets 422 with the message, which says what was wrong, where, and what would be right.
     """
+
+
+class Answered(Exception):  # noqa: N818 - it is no error
+    """Raised by `preprocess`: the answer is known without the network, such as a text's tokens."""
+
+    def __init__(self, value: object) -> None:
+        """Store the answer, which is a value that JSON can say."""
+        super().__init__()
+        self.value = value

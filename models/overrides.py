@@ -45,6 +45,7 @@ def interface_of(model: Model, learned: Sequence[str] = ()) -> Interface:
         joins=model.joins,
         alone=model._streams_alone,
         labels=tuple(str(each).encode(errors="replace").decode() for each in labels),
+        text=model.text,
     )
 
 

@@ -69,6 +69,20 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.shape[1:]
 
 
+class TextFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a model does with texts, for protocols that are about texts."""
+
+    task: Literal["embedding", "reranking", "classification"]
+    max_tokens: int
+    """Most tokens of a text, with those for its start and end; longer ones are cut."""
+    vocab_size: int
+    """Ids of tokens are from 0 up to less than this."""
+    num_dimensions: int = 0
+    """Length of its vectors."""
+    pooling: str = ""
+    """How vectors of tokens become one."""
+
+
 class Interface(msgspec.Struct, frozen=True, kw_only=True):
     """How clients speak to a model, where that is not as usual."""
 
@@ -90,11 +104,13 @@ class Interface(msgspec.Struct, frozen=True, kw_only=True):
     """Its parts are those of one instance, so that batches of one suit it."""
     labels: tuple[str, ...] = ()
     """Names of the classes that it tells apart, by their index."""
+    text: TextFacts | None = None
+    """What it does with texts; None if nothing is known."""
 
     @property
     def is_usual(self) -> bool:
-        """True if clients speak to it as usual; its classes make no difference."""
-        return msgspec.structs.replace(self, labels=()) == USUAL_INTERFACE
+        """True if clients speak to it as usual; what it does with inputs makes no difference."""
+        return msgspec.structs.replace(self, labels=(), text=None) == USUAL_INTERFACE
 
 
 USUAL_INTERFACE = Interface()

@@ -8,6 +8,7 @@ from functools import partial
 import uvicorn
 from uvicorn.config import LifespanType
 
+from inferpool.models.attached import CALLS_BY_SETTING
 from inferpool.service.api.addresses import Addresses
 from inferpool.service.api.auth import Guard
 from inferpool.service.api.codecs.body import Limits
@@ -86,6 +87,7 @@ def make_predict(
     return Predict(
         models,
         default=settings.default_model,
+        optional=[name for name in CALLS_BY_SETTING if getattr(settings, name)],
         root_path=settings.root_path.encode(),
         limits=make_limits(settings),
         unfinished=UnfinishedRequests(

@@ -96,7 +96,9 @@ PREFIX = "/predict"
 JOBS = "/jobs"
 VERSION_HEADER = b"x-model-version"
 """With it a call asks for a version of the model in the path."""
-_VERSIONS = "/versions/"
+VERSIONS = "/versions/"
+DEFAULT_MODEL = "*"
+"""The name for which a protocol gets the default model."""
 _CLIENT_GONE = 499
 _FIRST_ERROR = 400
 _PREFLIGHT = 204
@@ -184,8 +186,19 @@ class CallProtocol(Protocol):
     All else about them is as for `/predict`. `models.attached.CALLS` has the paths.
     """
 
-    def name_in(self, call: "Call") -> str:
-        """Return the key in `Predict.models` that a call asks for."""
+    def name_in(self, call: "Call") -> str | None:
+        """Return the key in `Predict.models` that a call asks for.
+
+        It is `DEFAULT_MODEL` if the call leaves the choice to the service, and None if its body
+        names the model.
+        """
+
+    def opened(self, exchange: "Exchange", chunks: Sequence[Buffer]) -> "CallProtocol":
+        """Return the protocol of one call, which knows its name, from its whole body.
+
+        It is called where `name_in` returns None. Raises as `decode` does.
+        """
+        raise RuntimeError("the heads of these calls name their model")
 
     def decode(
         self, exchange: "Exchange", entry: ModelEntry, chunks: Sequence[Buffer]
@@ -342,13 +355,13 @@ class KnownHeads(dict[bytes, KnownHead]):
         self[head] = KnownHead(head, call, int(num_body_bytes), keep_alive)
 
 
-def _choose_form(call: Call, entry: ModelEntry) -> None:
+def _choose_form(call: Call, entry: ModelEntry | None) -> None:
     """Choose the form of the answer, of those that a model has.
 
     Raises:
         NotAcceptableError: The call allows none of them.
     """
-    if call.protocol is not None:
+    if call.protocol is not None or entry is None:
         call.chosen = "protocol"
         return
     accept = call.headers.get(b"accept")
@@ -374,6 +387,8 @@ class Predict:
     _: KW_ONLY
     default: str | None = None
     """The model of `/predict` without a name."""
+    optional: Sequence[str] = ()
+    """The protocols that the settings turn on, of `models.attached.CALLS_BY_SETTING`."""
     root_path: bytes = b""
     """The path that may stand before all paths of calls over sockets, as in a URL."""
     limits: Limits = field(default_factory=Limits)
@@ -417,7 +432,8 @@ class Predict:
 
     def takes(self, path: str) -> bool:
         """Return whether a path is of this endpoint, a model's own, or one of a protocol's."""
-        return is_predict(path) or self.own(path) is not None or protocol_at(path) is not None
+        is_own = is_predict(path) or self.own(path) is not None
+        return is_own or protocol_at(path, self.optional) is not None
 
     def own(self, path: str) -> ModelEntry | None:
         """Return the version that serves the model with a path of its own; None if none has it."""
@@ -425,7 +441,7 @@ class Predict:
 
     def find(self, call: Call) -> ModelEntry | None:
         """Return the version that a call is for now; None if there is none."""
-        name = self._name_in(call)
+        name = self.name_in(call)
         return None if name is None else self.models.get(name)
 
     def find_now(self, call: Call) -> ModelEntry | None:
@@ -433,7 +449,7 @@ class Predict:
 
         Calls that name a version get that one.
         """
-        name = self._name_in(call)
+        name = self.name_in(call)
         entry = None if name is None else self.models.get(name)
         if entry is None or entry.canary is None or name != entry.name:
             return entry
@@ -442,48 +458,29 @@ class Predict:
 
     def unknown(self, call: Call) -> UnknownModelError:
         """Return the error for a call to a model or version that is not served."""
-        names, path = ", ".join(self.names) or "none", self._name_in(call)
-        if path is None:
-            return UnknownModelError(f"no model is the default; name one in the path: {names}")
-        if path.startswith("/"):
-            return UnknownModelError(f"no model has the path {path[:80]!r} now; there are: {names}")
-        name, asks_for_version, version = path.partition(_VERSIONS)
-        if name == self.default and name not in self.models and is_unnamed(call):
-            return UnknownModelError(
-                f"the default model {name!r} is not served now; name one in the path: {names}"
-            )
-        if _VERSIONS in version:
-            return UnknownModelError(
-                "the path asks for one version of the model, and X-Model-Version for another one"
-            )
-        if asks_for_version and name in self.models:
-            prefix = name + _VERSIONS
-            there = [each for each in self.models if each.startswith(prefix)]
-            numbers = ", ".join(each.removeprefix(prefix) for each in there)
-            return UnknownModelError(
-                f"{name} has no version {version[:20]!r} loaded; there are: {numbers}"
-            )
-        return UnknownModelError(f"no model is called {name[:80]!r}; there are: {names}")
+        error: UnknownModelError = attached("unknown model")(self, call)
+        return error
 
-    def _name_in(self, call: Call) -> str | None:
-        """Return the key in `models` that a call asks for; None if it names nothing."""
+    def name_in(self, call: Call) -> str | None:
+        """Return the key in `models` that a call asks for; None if its head names nothing."""
         rest = call.path[len(PREFIX) + 1 :]
         name = rest.removesuffix("/") if rest else self.default
         if call.protocol is not None:
-            name = call.protocol.name_in(call)
+            given = call.protocol.name_in(call)
+            name = self.default if given == DEFAULT_MODEL else given
         elif not is_predict(call.path):
             entry = self.own(call.path)
             name = call.path if entry is None else entry.name
         version = call.headers.get(VERSION_HEADER)
         if name is None or version is None:
             return name
-        asked_for = f"{_VERSIONS}{version.decode('latin-1')}"
+        asked_for = f"{VERSIONS}{version.decode('latin-1')}"
         return name if name.endswith(asked_for) else name + asked_for
 
 
 def path_of(name: str, version: int) -> str:
     """Return the rest of the path of a version of a model."""
-    return f"{name}{_VERSIONS}{version}"
+    return f"{name}{VERSIONS}{version}"
 
 
 def is_unnamed(call: Call) -> bool:
@@ -498,7 +495,9 @@ def is_job(path: str, headers: Iterable[tuple[bytes, bytes]], *, takes: bool) ->
     """
     if path == JOBS or path.startswith(JOBS + "/"):
         return True
-    return takes and is_async(headers) and protocol_at(path) is None
+    if not (takes and is_async(headers)):
+        return False
+    return is_predict(path) or protocol_at(path) is None
 
 
 def is_predict(path: str) -> bool:
@@ -569,8 +568,8 @@ class Exchange(msgspec.Struct, eq=False):
     ) -> "Exchange":
         """Begin a call (see `begin_call`). It raises nothing, so that the answer has an id."""
         call = begin_call(method, path, query, headers)
-        if not is_predict(path):
-            call.protocol = protocol_at(path)
+        if predict.optional or not is_predict(path):
+            call.protocol = protocol_at(path, predict.optional)
         call.choose(predict.find(call))
         if predict.cors is not None:
             call.cors_lines = predict.cors.lines_for(call.headers.get(b"origin"))
@@ -727,7 +726,9 @@ class Exchange(msgspec.Struct, eq=False):
             call.ref.caller = predict.guard.check("predict", headers)
         if call.method != "POST":
             raise MethodNotAllowedError(f"{call.path} takes POST, not {call.method}")
-        if call.entry is None:
+        if call.entry is None and (
+            call.protocol is None or call.protocol.name_in(call) is not None
+        ):
             raise predict.unknown(call)
         limits = predict.limits
         length = headers.get(b"content-length")
@@ -752,9 +753,11 @@ class Exchange(msgspec.Struct, eq=False):
         call = self.call
         entry, form, ref = call.entry, call.form, call.ref
         slot, owner = self.slot, None
-        assert entry is not None
         try:
-            if not entry.is_serving:
+            if entry is None:
+                assert call.protocol is not None
+                call.protocol = call.protocol.opened(self, chunks)
+            if entry is None or not entry.is_serving:
                 entry = _entry_now(call, self.predict)
             if form is not None and form.inputs is entry.inputs:
                 ref.kind, ref.num_bytes, ref.parameters = form.kind, self.num_bytes, form.parameters
@@ -770,7 +773,7 @@ class Exchange(msgspec.Struct, eq=False):
                     attached("stream of a call")(self, entry, decoded.payloads)
                     return
                 if len(decoded.payloads) > 1:
-                    self._submit_several(entry, decoded.payloads)
+                    attached("several instances")(self, entry, decoded.payloads)
                     return
                 chunks = put_into(ref, decoded.payloads[0])
             future = entry.submit(ref, chunks, new_steps(call), owner)
@@ -787,6 +790,12 @@ class Exchange(msgspec.Struct, eq=False):
         if slot is not None or self._chunks:
             self.let_go()
         future.add_done_callback(self.on_done)
+
+    def decode_as_own(self, entry: ModelEntry, chunks: Sequence[Buffer]) -> Decoded | None:
+        """Read a body as `/predict` does; for a protocol that shares its path, from `decode`."""
+        self.call.protocol = self.call.earlier = None
+        _choose_form(self.call, entry)
+        return self._decode(entry, chunks)
 
     def _decode(self, entry: ModelEntry, chunks: Sequence[Buffer]) -> Decoded | None:
         call = self.call
@@ -805,25 +814,6 @@ class Exchange(msgspec.Struct, eq=False):
                 kind, decoded.parameters, entry.inputs, headers, decoded.is_batch
             )
         return decoded
-
-    def _submit_several(self, entry: ModelEntry, payloads: Sequence[Payload]) -> None:
-        """Submit several instances; one that is refused becomes an error in its place."""
-        call = self.call
-        if call.chosen == "content":
-            attached("content of several")(call.headers[b"accept"])
-        outcomes = call.outcomes
-        call.num_instances = len(payloads)
-        for payload in payloads:
-            ref, steps = copy(call.ref), new_steps(call)
-            try:
-                outcomes.append(entry.submit(ref, put_into(ref, payload), steps))
-            except ServiceError as error:
-                outcomes.append(error)
-                if steps is not None:
-                    steps.code, steps.message = error.code, error.message
-        self.let_go()
-        done = _all_done([each for each in outcomes if not isinstance(each, ServiceError)])
-        done.add_done_callback(self.on_done)
 
     def on_done(self, _: object) -> None:
         """Answer: each instance has its outcome."""
@@ -911,24 +901,6 @@ def put_into(ref: ItemRef, payload: Payload) -> Sequence[Buffer]:
     ref.kind, ref.headers = payload.kind, payload.headers
     ref.num_bytes = sum(map(len, payload.chunks))
     return payload.chunks
-
-
-def _all_done(futures: Sequence["asyncio.Future[Result]"]) -> "asyncio.Future[None]":
-    """Return a future that is done with the last of several; it keeps no results."""
-    done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    left = len(futures)
-    if not left:
-        done.set_result(None)
-
-    def count_down(_: object) -> None:
-        nonlocal left
-        left -= 1
-        if not left and not done.done():
-            done.set_result(None)
-
-    for future in futures:
-        future.add_done_callback(count_down)
-    return done
 
 
 def reply_to(call: Call) -> Reply:

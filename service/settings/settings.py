@@ -62,6 +62,14 @@ def _check_job_store(job_store: str) -> str:
 JobStore = Annotated[Text, AfterValidator(_check_job_store)]
 
 
+_NEEDED_BY = {
+    "tls_key": "tls_certificate",
+    "cluster_certificate": "cluster_authority",
+    "cluster_key": "cluster_certificate",
+}
+"""Files that are of no use without another one, and that one."""
+
+
 class Settings(SettingsTable):
     """All settings: the top level of the file."""
 
@@ -137,6 +145,9 @@ class Settings(SettingsTable):
     """Addresses and networks of proxies whose headers count, such as `10.0.0.5` or `10.0.0.0/8`, or
     `*` for everyone. By default nobody's do. Separate them by commas in the variable and the
     flag."""
+    tei: bool = False
+    """Serve the paths of Text Embeddings Inference too: /embed, /rerank, /predict with `inputs` and
+    the others for the default model, and all of them for any model below /tei/NAME."""
     page: bool = True
     """Serve the page at /. What it shows needs the keys of /events and /predict."""
     max_connections: Auto | Length = "auto"
@@ -294,18 +305,10 @@ class Settings(SettingsTable):
         pairs_of(resource)
         return resource
 
-    @field_validator("tls_key")
+    @field_validator(*_NEEDED_BY)
     @classmethod
-    def _check_tls_key(cls, tls_key: str | None, info: ValidationInfo) -> str | None:
-        if tls_key is not None and info.data.get("tls_certificate") is None:
-            raise ValueError("is a key without a certificate; set tls_certificate too")
-        return tls_key
-
-    @field_validator("cluster_certificate", "cluster_key")
-    @classmethod
-    def _check_cluster_files(cls, path: str | None, info: ValidationInfo) -> str | None:
-        is_key = info.field_name == "cluster_key"
-        other = "cluster_certificate" if is_key else "cluster_authority"
+    def _check_pair(cls, path: str | None, info: ValidationInfo) -> str | None:
+        other = _NEEDED_BY[str(info.field_name)]
         if path is not None and info.data.get(other) is None:
             raise ValueError(f"is of no use alone; set {other} too")
         return path

@@ -16,7 +16,7 @@ from inferpool.workers.decoders.ring import MAX_ANSWER_BYTES, TASKS_AT_ONCE
 from inferpool.workers.shared.messages import ItemError, ItemRef, Outcome
 from inferpool.workers.shared.queues import Frames
 
-Found = Features | ItemError | None
+Found = Features | bytes | ItemError | None
 """Result of a decoder for an instance; None: the worker has to prepare it itself."""
 
 
@@ -79,7 +79,7 @@ class Decoding:
         decoded = []
         self.others = []
         for index, found in self.found.items():
-            if isinstance(found, ItemError):
+            if isinstance(found, bytes | ItemError):
                 outcomes[index] = found
             elif found is None:
                 self.others.append(index)

@@ -20,14 +20,13 @@ from inferpool.models.texts import described
 from inferpool.workers.decoders.ring import (
     DecoderReady,
     FromDecoder,
-    Refused,
     RingLayout,
+    Settled,
     SlotFilled,
     Task,
     Unfit,
 )
 from inferpool.workers.decoders.slots import decodable, digest_of, in_slot, write_to
-from inferpool.workers.inside.outcomes import PreprocessErrors
 from inferpool.workers.inside.own_process import (
     ToldToLeave,
     build_model,
@@ -36,6 +35,7 @@ from inferpool.workers.inside.own_process import (
     set_up,
 )
 from inferpool.workers.inside.preparing import item_of
+from inferpool.workers.inside.preprocess_errors import PreprocessErrors
 from inferpool.workers.shared.config import WorkerConfig
 from inferpool.workers.shared.heartbeat import Heartbeat
 from inferpool.workers.shared.messages import Leaving
@@ -142,7 +142,7 @@ class DecoderLoop:
         try:
             features = self._model.preprocess(item)
         except raised() as error:
-            return Refused(task.id, self._errors.outcome_of(error, item, ref))
+            return Settled(task.id, self._errors.outcome_of(error, item, ref))
         placed = in_slot(features, self._layout.slot_bytes)
         if placed is None:
             return Unfit(task.id)

@@ -50,11 +50,11 @@ class SlotFilled(msgspec.Struct, frozen=True, array_like=True, tag="filled", gc=
     headers: tuple[TensorHeader, ...]
 
 
-class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused", gc=False):
-    """Decoder to worker: the instance fails with this error."""
+class Settled(msgspec.Struct, frozen=True, array_like=True, tag="refused", gc=False):
+    """Decoder to worker: the instance has this outcome, and goes into no batch."""
 
     id: int
-    error: ItemError
+    outcome: bytes | ItemError
 
 
 class Unfit(msgspec.Struct, frozen=True, array_like=True, tag="unfit", gc=False):
@@ -63,7 +63,7 @@ class Unfit(msgspec.Struct, frozen=True, array_like=True, tag="unfit", gc=False)
     id: int
 
 
-FromDecoder = DecoderReady | SlotFilled | Refused | Unfit
+FromDecoder = DecoderReady | SlotFilled | Settled | Unfit
 
 
 class DecodingPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):

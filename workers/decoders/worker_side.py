@@ -44,9 +44,9 @@ from inferpool.workers.decoders.ring import (
     FromDecoder,
     NewDecoder,
     NewRing,
-    Refused,
     RingLayout,
     RingRuns,
+    Settled,
     SlotFilled,
     Task,
     is_short,
@@ -353,8 +353,8 @@ class Decoders:
             assert self._slots is not None
             row = self._slots[job.decoding.run[job.index]]
             found = {header.name: view_in(row, header) for header in message.headers}
-        elif isinstance(message, Refused):
-            found = message.error
+        elif isinstance(message, Settled):
+            found = message.outcome
         self._settle(decoder, message.id, found)
         decoder.due = time.monotonic() + self._task_timeout_s
 

@@ -7,22 +7,18 @@ errors are limited before they are formatted. An instance that exceeds a limit f
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from traceback import walk_tb
 
 import msgspec
 import torch
 from torch import Tensor
 
-from inferpool.models.accelerator.failures import lacks_resources, raised
+from inferpool.models.accelerator.failures import lacks_resources
 from inferpool.models.attached import attached
-from inferpool.models.base import MAX_JSON_NUMBERS, Model
+from inferpool.models.base import MAX_JSON_NUMBERS
 from inferpool.models.errors import InputError
-from inferpool.models.example import example_item
 from inferpool.models.inputs import non_finite_input
 from inferpool.models.item import Features, Item, Outputs
-from inferpool.models.json_errors import first_in, number_out_of_range, placed
-from inferpool.models.overrides import place_of
-from inferpool.models.spec import Kind
+from inferpool.models.json_errors import first_in, placed
 from inferpool.models.texts import described, name_of, text_of, traceback_of
 from inferpool.workers.inside.checks import BrokenPromiseError
 from inferpool.workers.shared.config import ErrorDetail
@@ -43,17 +39,6 @@ MAX_BATCH_BYTES = 1 << 29
 """Approximate limit of the answers to a batch in one message; it may reach twice as much."""
 MAX_OUTPUTS = 1024
 _MAX_NAME_CHARS = 256
-
-_OF_JSON = (KeyError, IndexError, TypeError, ValueError, OverflowError)
-"""Errors that code raises on JSON of another form than it expects."""
-_OF_CLIENTS: Mapping[Kind, tuple[type[Exception], ...]] = {
-    "json": _OF_JSON,
-    "form": (*_OF_JSON, AttributeError),
-}
-"""Errors that `preprocess` raises on what a client sent. In a form, a text may be in the place of
-an `Upload`, or the other way round."""
-_MOST_WHOLE = 2.0**63
-"""Larger numbers fit into no integer of torch."""
 
 Keep = Callable[[memoryview], bytes | Stored]
 """Function that copies the bytes of an output: the model may reuse its memory."""
@@ -97,6 +82,7 @@ def outgoing_of(outputs: Outputs, num_rows: int) -> TensorOutputs:
     Raises:
         BrokenPromiseError: They cannot be sent.
     """
+    outputs = {name: out for name, out in outputs.items() if not str(name).startswith("_")}
     has_lists = any(isinstance(output, list) for output in outputs.values())
     make = attached("lists to send") if has_lists else TensorOutputs
     outgoing: TensorOutputs = make(outputs, num_rows)
@@ -160,68 +146,6 @@ def refusal_of(item: Item, features: Features | None = None) -> ItemError | None
     if (found := non_finite_input(item, features)) is None:
         return None
     return ItemError("invalid_input", f"{found}: this model computes no answer from it")
-
-
-class PreprocessErrors:
-    """Tells whether the client or the model is at fault where `preprocess` raises."""
-
-    def __init__(self, model: Model, detail: ErrorDetail) -> None:
-        self._model = model
-        self._detail = detail
-        self._is_own: dict[tuple[str, str], bool] = {}
-        """True for an error that the model's example raises too, by its type and its line."""
-
-    def outcome_of(self, error: BaseException, item: Item, ref: ItemRef) -> ItemError:
-        """Return the outcome for an item on which `preprocess` raised; log what is worth it."""
-        if not isinstance(error, InputError) and not lacks_resources(error):
-            if refusal := refusal_of(item):
-                return refusal
-            if item.kind == "json" and (
-                not isinstance(error, LookupError)  # which is about a name or a place
-                and (found := number_out_of_range(item.payload, most_whole=_MOST_WHOLE))
-            ):
-                return ItemError("invalid_input", f"instance: {found} is out of range")
-            expected = _OF_CLIENTS.get("form" if item.is_form else item.kind)
-            is_of_client = expected is not None and isinstance(error, expected)
-            if is_of_client and not self._is_models_own(error, item, ref):
-                text = text_for(error, self._detail)
-                return ItemError("unfit_input", f"instance: preprocess raised {text}")
-        return error_of(error, "preprocess", ref, self._detail)
-
-    def _is_models_own(self, error: BaseException, item: Item, ref: ItemRef) -> bool:
-        """Return whether the example raises the error too; log each type of each line once."""
-        key = name_of(error), self._line_of(error)
-        if key not in self._is_own:
-            self._is_own[key] = is_own = self._example_raises(key)
-            if not is_own:
-                logger.warning(
-                    "preprocess raised %s on a client's %s at %s; a %s of this line is not "
-                    "logged again",
-                    described(error),
-                    "form" if item.kind == "form" else "JSON",
-                    key[1],
-                    key[0],
-                    exc_info=error,
-                    extra=ref.log_ids(),
-                )
-        return self._is_own[key]
-
-    def _example_raises(self, key: tuple[str, str]) -> bool:
-        try:
-            item = example_item(self._model)
-            if item is not None:
-                self._model.preprocess(item)
-        except raised() as error:
-            return key == (name_of(error), self._line_of(error))
-        return False
-
-    def _line_of(self, error: BaseException) -> str:
-        """Return the last line that ran in the file of the model's `preprocess`, as "file:line"."""
-        file = place_of(self._model, "preprocess").rpartition(":")[0]
-        lines = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
-        own = [each for each in lines if each[0] == file]
-        found, line = (own or lines or [(file, 0)])[-1]
-        return f"{found}:{line}"
 
 
 def client_text(error: BaseException, detail: ErrorDetail) -> str:

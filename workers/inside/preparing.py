@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import msgspec
 import torch
@@ -20,10 +20,11 @@ from torch import Tensor
 
 from inferpool.models.accelerator.device import HandOver
 from inferpool.models.accelerator.failures import is_lost_device, is_out_of_memory, raised
+from inferpool.models.attached import attached
 from inferpool.models.base import Model
 from inferpool.models.errors import InputError
 from inferpool.models.item import Features, Item
-from inferpool.workers.inside.outcomes import PreprocessErrors, error_of
+from inferpool.workers.inside.outcomes import MAX_BATCH_BYTES, error_of
 from inferpool.workers.inside.pools import started_pool
 from inferpool.workers.inside.staging import Launch, Staging
 from inferpool.workers.shared.config import ErrorDetail
@@ -124,7 +125,8 @@ class Preparer:
         self._model = model
         self._staging = staging
         self._error_detail = error_detail
-        self._errors = PreprocessErrors(model, error_detail)
+        self._errors: Any = None
+        """The `PreprocessErrors`; the first error makes them."""
         # Its threads share the OpenMP threads of this one: 8 with 16 each took 64 ms to check 64
         # tensors of 600 KB for NaN (16 cores, with an H200).
         self._pool = (
@@ -232,11 +234,15 @@ class Preparer:
             except raised() as error:
                 if is_lost_device(error):
                     raise
-                prepared.outcomes[i] = (
+                if self._errors is None:
+                    self._errors = attached("errors of preprocess")(self._model, self._error_detail)
+                prepared.outcomes[i] = outcome = (
                     self._errors.outcome_of(error, items[i], refs[i])
                     if step == "preprocess"
                     else error_of(error, step, refs[i], self._error_detail)
                 )
+                if isinstance(outcome, bytes):
+                    prepared.num_bytes = MAX_BATCH_BYTES + 1  # then `bounded` counts it
 
 
 def unprepared(id: int, refs: Sequence[ItemRef], payloads: Sequence[memoryview]) -> Prepared:

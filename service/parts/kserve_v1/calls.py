@@ -19,7 +19,7 @@ from inferpool.service.api.codecs.body import BodyContext, Decoded, Payload
 from inferpool.service.api.codecs.json import decode_json
 from inferpool.service.api.codecs.requests import check_encoding
 from inferpool.service.api.errors import Answer, problem
-from inferpool.service.api.exchange import Call, Exchange, ModelEntry
+from inferpool.service.api.exchange import Call, CallProtocol, Exchange, ModelEntry
 from inferpool.service.errors import BadRequestError, InvalidInputError, ServiceError
 from inferpool.service.queue.instance import Buffer
 
@@ -41,7 +41,7 @@ class _RowsAndMore(msgspec.Struct, forbid_unknown_fields=True, gc=False):
 _rows_and_more = msgspec.json.Decoder(_RowsAndMore)
 
 
-class PredictProtocolV1:
+class PredictProtocolV1(CallProtocol):
     """Calls of version 1 of the protocol. Has no state."""
 
     def name_in(self, call: Call) -> str:

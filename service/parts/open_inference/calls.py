@@ -8,7 +8,7 @@ import msgspec
 from inferpool.service.api.codecs.answers import Outcome
 from inferpool.service.api.codecs.body import Decoded
 from inferpool.service.api.errors import Answer, kind_of, problem
-from inferpool.service.api.exchange import Call, Exchange, ModelEntry
+from inferpool.service.api.exchange import Call, CallProtocol, Exchange, ModelEntry
 from inferpool.service.errors import BadRequestError, ServiceError
 from inferpool.service.parts.open_inference.answers import encode_answer
 from inferpool.service.parts.open_inference.known import KnownRequests
@@ -35,7 +35,7 @@ _HEADERS = {b"content-type": b"application/json", b"accept-encoding": b"gzip, de
 """Headers of a problem that differ from those of `/predict`."""
 
 
-class InferProtocol:
+class InferProtocol(CallProtocol):
     """Calls of the Open Inference Protocol over HTTP.
 
     One object is shared by all calls whose body has not been read, or has no JSON; each other call

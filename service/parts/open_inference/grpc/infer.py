@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 from inferpool.service.api.codecs.answers import Outcome
 from inferpool.service.api.codecs.body import Decoded, Limits
 from inferpool.service.api.errors import Answer, kind_of
-from inferpool.service.api.exchange import Call, Exchange, ModelEntry, Predict, Reply
+from inferpool.service.api.exchange import Call, CallProtocol, Exchange, ModelEntry, Predict, Reply
 from inferpool.service.errors import (
     BadRequestError,
     InvalidInputError,
@@ -304,7 +304,7 @@ def response_pieces(
     return [head.SerializeToString(), *contents]
 
 
-class InferCall:
+class InferCall(CallProtocol):
     """How one call is read and answered: a `CallProtocol`."""
 
     def __init__(self, message: Buffer, limits: Limits) -> None:

@@ -1,0 +1,118 @@
+"""Submits several instances of one call. Runs in the event loop.
+
+A protocol may read more of them than `max_instances_per_request`. Then the rest waits outside of
+the queue: each is submitted once one before it is done, so that one call never fills the queue.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from copy import copy
+from typing import TYPE_CHECKING
+
+from inferpool.models.attached import attached
+from inferpool.service.api.codecs.body import Payload
+from inferpool.service.api.exchange import Exchange, ModelEntry, new_steps, put_into
+from inferpool.service.errors import OverloadedError, ServiceError
+
+if TYPE_CHECKING:
+    from inferpool.service.queue.instance import Result
+
+
+def submit_several(exchange: Exchange, entry: ModelEntry, payloads: Sequence[Payload]) -> None:
+    """Submit instances; one that is refused becomes an error in its place."""
+    call, at_once = exchange.call, exchange.predict.limits.max_instances
+    if call.chosen == "content":
+        attached("content of several")(call.headers[b"accept"])
+    call.num_instances = len(payloads)
+    if len(payloads) > at_once:
+        exchange.count()  # its body is kept meanwhile
+        if not exchange.response_complete:
+            _Rest(exchange, entry, payloads).submit(at_once)
+        return
+    for payload in payloads:
+        try:
+            _submit(exchange, entry, payload)
+        except ServiceError as error:
+            call.outcomes.append(error)
+    exchange.let_go()
+    done = _all_done([each for each in call.outcomes if not isinstance(each, ServiceError)])
+    done.add_done_callback(exchange.on_done)
+
+
+class _Rest:
+    """The instances of a call that have not been submitted.
+
+    If one fails, those that wait are not tried, and have its error.
+    """
+
+    def __init__(self, exchange: Exchange, entry: ModelEntry, payloads: Sequence[Payload]) -> None:
+        self._exchange = exchange
+        self._entry = entry
+        self._waiting = deque(payloads)
+        self._num_in_flight = 0
+
+    def submit(self, most: int) -> None:
+        """Submit as many as `most`, as long as there is room for them."""
+        outcomes = self._exchange.call.outcomes
+        while self._waiting and most:
+            try:
+                future = _submit(self._exchange, self._entry, self._waiting[0])
+            except OverloadedError as error:
+                if not self._num_in_flight:
+                    self._end(error)
+                break  # one that is in flight makes room
+            except ServiceError as error:
+                self._end(error)
+                break
+            self._waiting.popleft()
+            outcomes.append(future)
+            self._num_in_flight += 1
+            future.add_done_callback(self._on_one_done)
+            most -= 1
+        if not self._waiting:
+            self._exchange.let_go()
+            if not self._num_in_flight:
+                self._exchange.on_done(None)
+
+    def _on_one_done(self, future: "asyncio.Future[Result]") -> None:
+        self._num_in_flight -= 1
+        if self._exchange.response_complete:
+            self._waiting.clear()
+            return
+        error = None if future.cancelled() else future.exception()
+        if isinstance(error, ServiceError):
+            self._end(error)
+        self.submit(2)  # two, so that more are in flight again after some were refused
+
+    def _end(self, error: ServiceError) -> None:
+        self._exchange.call.outcomes += [error] * len(self._waiting)
+        self._waiting.clear()
+
+
+def _submit(exchange: Exchange, entry: ModelEntry, payload: Payload) -> "asyncio.Future[Result]":
+    ref, steps = copy(exchange.call.ref), new_steps(exchange.call)
+    try:
+        return entry.submit(ref, put_into(ref, payload), steps)
+    except ServiceError as error:
+        if steps is not None:
+            steps.code, steps.message = error.code, error.message
+        raise
+
+
+def _all_done(futures: Sequence["asyncio.Future[Result]"]) -> "asyncio.Future[None]":
+    """Return a future that is done with the last of several; it keeps no results."""
+    done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    left = len(futures)
+    if not left:
+        done.set_result(None)
+
+    def count_down(_: object) -> None:
+        nonlocal left
+        left -= 1
+        if not left and not done.done():
+            done.set_result(None)
+
+    for future in futures:
+        future.add_done_callback(count_down)
+    return done

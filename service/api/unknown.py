@@ -1,0 +1,30 @@
+"""Says which models there are to a call for another one. Runs in the event loop."""
+
+from inferpool.service.api.exchange import VERSIONS, Call, Predict, is_unnamed
+from inferpool.service.errors import UnknownModelError
+
+
+def unknown_model(predict: Predict, call: Call) -> UnknownModelError:
+    """Return the error for a call to a model or version that is not served."""
+    names, path = ", ".join(predict.names) or "none", predict.name_in(call)
+    if path is None:
+        return UnknownModelError(f"no model is the default; name one in the path: {names}")
+    if path.startswith("/"):
+        return UnknownModelError(f"no model has the path {path[:80]!r} now; there are: {names}")
+    name, asks_for_version, version = path.partition(VERSIONS)
+    if name == predict.default and name not in predict.models and is_unnamed(call):
+        return UnknownModelError(
+            f"the default model {name!r} is not served now; name one in the path: {names}"
+        )
+    if VERSIONS in version:
+        return UnknownModelError(
+            "the call asks for one version of the model, and X-Model-Version for another one"
+        )
+    if asks_for_version and name in predict.models:
+        prefix = name + VERSIONS
+        there = [each for each in predict.models if each.startswith(prefix)]
+        numbers = ", ".join(each.removeprefix(prefix) for each in there)
+        return UnknownModelError(
+            f"{name} has no version {version[:20]!r} loaded; there are: {numbers}"
+        )
+    return UnknownModelError(f"no model is called {name[:80]!r}; there are: {names}")
