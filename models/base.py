@@ -83,7 +83,7 @@ class Model(ModelInterface):
     labels: Sequence[str] = ()
     """Names of the classes that a classifier tells apart, in the order of its output."""
     text: TextFacts | None = None
-    """What the model does with texts, for protocols about texts such as OpenAI's; after `load`."""
+    """Facts about a model of texts, for protocols such as OpenAI's; `load` may set it."""
     finite_outputs: bool = True
     """Outputs have no NaN and no infinity; an instance with one in its outputs fails alone. Set
     it to False if they mean something."""

@@ -70,7 +70,7 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TextFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a model does with texts, for protocols that are about texts."""
+    """Facts about a model of texts, for protocols that are about texts."""
 
     task: Literal["embedding", "reranking", "classification"]
     max_tokens: int
@@ -105,7 +105,7 @@ class Interface(msgspec.Struct, frozen=True, kw_only=True):
     labels: tuple[str, ...] = ()
     """Names of the classes that it tells apart, by their index."""
     text: TextFacts | None = None
-    """What it does with texts; None if nothing is known."""
+    """Facts about it if it is a model of texts."""
 
     @property
     def is_usual(self) -> bool:

@@ -32,7 +32,7 @@ def submit_several(exchange: Exchange, entry: ModelEntry, payloads: Sequence[Pay
         return
     for payload in payloads:
         try:
-            _submit(exchange, entry, payload)
+            call.outcomes.append(_submit(exchange, entry, payload))
         except ServiceError as error:
             call.outcomes.append(error)
     exchange.let_go()

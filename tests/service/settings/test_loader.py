@@ -439,7 +439,7 @@ def test_no_form_of_the_settings_shows_a_secret(loading):
         ("", {"INFERPOOL_ADMIN_KEYS": ","}, "there is no key in it"),
         ("", {"INFERPOOL_ADMIN_KEY": "SECRET"}, "did you mean INFERPOOL_ADMIN_KEYS"),
         ("", {"INFERPOOL_ADMIN_KEYS": "SECRETé-0123456789"}, "not visible ASCII"),
-        ('tls_key = "x.pem"', {}, "a key without a certificate"),
+        ('tls_key = "x.pem"', {}, "of no use alone; set tls_certificate too"),
         ("docs = 1", {}, "true or false"),
     ],
 )
