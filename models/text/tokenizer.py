@@ -1,0 +1,205 @@
+"""Turns texts into ids of tokens, and back, by the library tokenizers. Worker processes only."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+
+from inferpool.models.errors import InputError, ModelError
+
+Side: TypeAlias = Literal["left", "right"]
+"""The end of a text that is cut off if the text is too long."""
+_CHARS_PER_TOKEN = 16
+"""Characters per token that are tokenized first of a long text: words have four or five."""
+
+
+class Token(msgspec.Struct, frozen=True):
+    """One token of a text, with the fields of Text Embeddings Inference's `/tokenize`."""
+
+    id: int
+    text: str
+    """The part of the text; the name of the token if it is special."""
+    special: bool
+    start: int | None
+    """Characters before it in the text; None for a special token."""
+    stop: int | None
+
+
+class Tokens(msgspec.Struct, frozen=True):
+    """Tokens of a text or of a pair, as a network takes them."""
+
+    ids: list[int]
+    types: list[int] | None = None
+    """For each token of a pair, the text that it belongs to as the tokenizer numbers them."""
+
+
+class Tokenizer:
+    """A tokenizer.json of the `tokenizers` library. Any number of threads may use it at once.
+
+    Args:
+        file: Path of the tokenizer.json.
+        max_tokens: Most tokens of a text or a pair, with those that the tokenizer adds.
+        vocab_size: Number of tokens that the network knows; None for the tokenizer's own.
+
+    Raises:
+        ModelError: The file cannot be read, or the library is not installed.
+    """
+
+    def __init__(self, file: Path, *, max_tokens: int, vocab_size: int | None = None) -> None:
+        try:
+            import tokenizers
+        except ImportError:
+            raise ModelError(
+                "texts need the package tokenizers, which is not installed: "
+                "pip install 'inferpool[text]'"
+            ) from None
+        self._max_tokens = max_tokens
+        try:
+            self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises nothing more precise
+            raise ModelError(f"{file} cannot be read: {error}") from error
+        self._tokenizer.no_padding()
+        # It would be a state that all threads share; and what was cut off could not be counted.
+        self._tokenizer.no_truncation()
+        own = self._tokenizer.get_vocab_size()
+        self.vocab_size: int = vocab_size or own
+        """Ids are from 0 up to less than this."""
+        self._has_more = own > self.vocab_size
+        self._num_added = self._tokenizer.num_special_tokens_to_add(False)
+        self._num_added_to_pair = self._tokenizer.num_special_tokens_to_add(True)
+
+    def ids(self, text: str, *, truncates: bool = True, side: Side = "right") -> list[int]:
+        """Return the ids of a text's tokens.
+
+        Args:
+            text: Of any length.
+            truncates: Whether to cut a text that is too long.
+            side: The end that is cut off.
+
+        Raises:
+            InputError: The text is too long, and must not be cut.
+        """
+        most = self._max_tokens
+        near = _near_end(text, most * _CHARS_PER_TOKEN, side)
+        encoding = self._tokenizer.encode(near)
+        if len(encoding) <= most and near is not text:
+            near = text
+            encoding = self._tokenizer.encode(near)
+        if len(encoding) > most:
+            self._check_may_cut("text", truncates)
+            cut = self._tokenizer.encode(near, add_special_tokens=False)
+            cut.truncate(most - self._num_added, 0, side)
+            encoding = self._tokenizer.post_process(cut)
+        return self._known(encoding.ids)
+
+    def pair(
+        self, first: str, second: str, *, truncates: bool = True, side: Side = "right"
+    ) -> Tokens:
+        """Return the tokens of two texts that a network sees together.
+
+        What is too much is cut off the longer one, and then off both, as transformers does by
+        `truncation="longest_first"`.
+
+        Raises:
+            InputError: They are too long, and must not be cut.
+        """
+        most = self._max_tokens
+        bound = most * _CHARS_PER_TOKEN
+        texts = [first, second]
+        if len(first) + len(second) > bound:
+            texts = [_near_end(each, bound, side) for each in texts]
+        parts = [self._tokenizer.encode(each, add_special_tokens=False) for each in texts]
+        if texts != [first, second] and sum(map(len, parts)) + self._num_added_to_pair <= most:
+            parts = [
+                self._tokenizer.encode(each, add_special_tokens=False) for each in (first, second)
+            ]
+        lengths = [len(part) for part in parts]
+        if sum(lengths) + self._num_added_to_pair > most:
+            self._check_may_cut("pair of texts", truncates)
+            for part, length in zip(
+                parts, _longest_first(lengths, most - self._num_added_to_pair), strict=True
+            ):
+                part.truncate(length, 0, side)
+        whole = self._tokenizer.post_process(*parts)
+        return Tokens(self._known(whole.ids), whole.type_ids)
+
+    def taken(
+        self, ids: Sequence[int], *, truncates: bool = True, side: Side = "right"
+    ) -> list[int]:
+        """Return ids that a client made by itself, cut to the most tokens.
+
+        Raises:
+            InputError: There are none or too many, or one is no id of this vocabulary.
+        """
+        if not ids:
+            raise InputError("the list of ids is empty: a text has at least one token")
+        low, high = min(ids), max(ids)
+        if low < 0 or high >= self.vocab_size:
+            wrong = low if low < 0 else high
+            raise InputError(
+                f"id {wrong} is outside of this model's vocabulary, 0 to {self.vocab_size - 1}: "
+                "another tokenizer made it. LangChain's OpenAIEmbeddings sends ids of OpenAI's "
+                "vocabulary unless it is made with check_embedding_ctx_length=False"
+            )
+        if len(ids) <= self._max_tokens:
+            return list(ids)
+        self._check_may_cut("list of ids", truncates)
+        most = self._max_tokens
+        return list(ids[:most] if side == "right" else ids[-most:])
+
+    def tokens(self, text: str, second: str | None = None, *, adds: bool = True) -> list[Token]:
+        """Return all tokens of a text or a pair; `adds` says whether with the special ones."""
+        whole = self._tokenizer.encode(text, second, add_special_tokens=adds)
+        texts = {0: text, 1: second or ""}
+        return [
+            Token(id, name, True, None, None)
+            if is_special
+            else Token(id, texts[number or 0][start:stop], False, start, stop)
+            for id, name, is_special, number, (start, stop) in zip(
+                whole.ids,
+                whole.tokens,
+                whole.special_tokens_mask,
+                whole.sequence_ids,
+                whole.offsets,
+                strict=True,
+            )
+        ]
+
+    def decoded(self, ids: Sequence[int], *, skips: bool = True) -> str:
+        """Return the text of some ids; `skips` says whether to leave out the special ones."""
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skips)
+        return text
+
+    def _check_may_cut(self, name: str, truncates: bool) -> None:
+        if not truncates:
+            raise InputError(f"the {name} has more than {self._max_tokens} tokens")
+
+    def _known(self, ids: list[int]) -> list[int]:
+        if self._has_more and max(ids, default=0) >= self.vocab_size:
+            name = self._tokenizer.id_to_token(max(ids))
+            raise InputError(
+                f"the token {name!r} is unknown to the network, which knows {self.vocab_size} "
+                "tokens, fewer than the tokenizer of its folder"
+            )
+        return ids
+
+
+def _near_end(text: str, num_chars: int, side: Side) -> str:
+    """Return the end of a text that is kept, cut at a space: tokens do not reach over spaces.
+
+    All of the text if there is no space to cut at.
+    """
+    if len(text) <= num_chars:
+        return text
+    if side == "right":
+        start, space, _ = text[:num_chars].rpartition(" ")
+        return start if space else text
+    _, space, end = text[-num_chars:].partition(" ")
+    return space + end if space else text  # with the space, as it may be part of the token
+
+
+def _longest_first(lengths: Sequence[int], most: int) -> list[int]:
+    """Return the lengths that two texts are cut to, so that their sum is `most`."""
+    short = min(*lengths, most // 2)
+    return [short, most - short] if lengths[0] <= lengths[1] else [most - short, short]

@@ -1,0 +1,118 @@
+"""Texts to ids of tokens and back, beside what transformers makes of the same files."""
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from inferpool.models.errors import InputError
+from inferpool.models.text.encoder import packaged_folder
+from inferpool.models.text.options import CLASSIFIER, ENCODER, options_of
+from inferpool.models.text.prose import PROSE
+from inferpool.models.text.tokenizer import Token, Tokenizer
+
+FILE = packaged_folder() / "tokenizer.json"
+SHORT, LONG = "Who is Alice?", PROSE
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer(FILE, max_tokens=32)
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return PreTrainedTokenizerFast(tokenizer_file=str(FILE), pad_token="[PAD]")
+
+
+def test_texts_are_cut_at_the_wanted_end_as_by_transformers(tokenizer, reference):
+    for side in ("right", "left"):
+        reference.truncation_side = side
+        for text in (SHORT, LONG, "", "x" * 900, "née Ünal " * 40):
+            wanted = reference(text, truncation=True, max_length=32)["input_ids"]
+            assert tokenizer.ids(text, side=side) == wanted
+
+
+def test_pairs_are_cut_as_by_transformers(tokenizer, reference):
+    texts = ("", SHORT, LONG, " ".join(LONG.split()[:20]))
+    for side in ("right", "left"):
+        reference.truncation_side = side
+        for first in texts:
+            for second in texts[1:]:  # transformers takes an empty one for none
+                wanted = reference(
+                    first, second, truncation=True, max_length=32, return_token_type_ids=True
+                )
+                found = tokenizer.pair(first, second, side=side)
+                assert found.ids == wanted["input_ids"]
+                assert found.types == wanted["token_type_ids"]
+
+
+def test_what_must_not_be_cut_is_refused(tokenizer):
+    with pytest.raises(InputError, match="the text has more than 32 tokens"):
+        tokenizer.ids(LONG, truncates=False)
+    with pytest.raises(InputError, match="the pair of texts has more than 32 tokens"):
+        tokenizer.pair(SHORT, LONG, truncates=False)
+    with pytest.raises(InputError, match="the list of ids has more than 32 tokens"):
+        tokenizer.taken([5] * 33, truncates=False)
+
+
+def test_ids_are_taken_as_they_are_if_they_are_of_the_vocabulary(tokenizer):
+    assert tokenizer.taken([101, 5, 102]) == [101, 5, 102]
+    assert tokenizer.taken(range(40)) == [*range(32)]
+    assert tokenizer.taken(range(40), side="left") == [*range(8, 40)]
+    for ids in ([5, 30522], [-1]):
+        with pytest.raises(InputError, match=r"0 to 30521.*check_embedding_ctx_length=False"):
+            tokenizer.taken(ids)
+    with pytest.raises(InputError, match="the list of ids is empty"):
+        tokenizer.taken([])
+
+
+def test_tokens_have_their_places_in_the_text_in_characters(tokenizer):
+    assert tokenizer.tokens("Né 😀 a") == [
+        Token(101, "[CLS]", True, None, None),
+        Token(11265, "Né", False, 0, 2),
+        Token(100, "😀", False, 3, 4),
+        Token(1037, "a", False, 5, 6),
+        Token(102, "[SEP]", True, None, None),
+    ]
+    assert [each.text for each in tokenizer.tokens("a", "bc", adds=False)] == ["a", "bc"]
+    assert len(tokenizer.tokens(LONG)) > 32
+
+
+def test_ids_are_decoded_with_or_without_special_tokens(tokenizer):
+    ids = tokenizer.ids(SHORT)
+    assert tokenizer.decoded(ids) == "who is alice?"
+    assert tokenizer.decoded(ids, skips=False) == "[CLS] who is alice? [SEP]"
+
+
+def test_a_token_that_the_network_does_not_know_is_refused_by_name():
+    tokenizer = Tokenizer(FILE, max_tokens=32, vocab_size=3000)
+    assert tokenizer.ids("the")
+    with pytest.raises(InputError, match="the token 'daisy' is unknown to the network"):
+        tokenizer.ids("daisy")
+
+
+def test_parameters_are_read_by_name():
+    assert options_of({}, ENCODER).truncate
+    options = options_of({"as": "base64", "dimensions": 8, "truncation_direction": "left"}, ENCODER)
+    assert (options.form, options.dimensions, options.truncation_direction) == (
+        "base64",
+        8,
+        "left",
+    )
+
+
+@pytest.mark.parametrize(
+    ("parameters", "said"),
+    [
+        ({"top_k": 1}, "parameter 'top_k' is unknown: this model takes 'truncate', "),
+        ({"truncate": 0}, "parameter 'truncate' must be true or false, not 0"),
+        ({"as": "hex"}, '\'as\' must be "floats", "base64" or "tokens", not \'hex\''),
+        ({"dimensions": 0}, "'dimensions' must be a whole number from 1 on, not 0"),
+        ({"dimensions": True}, "'dimensions' must be a whole number from 1 on, not True"),
+        ({"truncation_direction": []}, 'must be "right" or "left"'),
+    ],
+)
+def test_a_wrong_parameter_is_refused_by_name(parameters, said):
+    with pytest.raises(InputError) as error:
+        options_of(parameters, ENCODER)
+    assert said in str(error.value)
+    assert options_of({"top_k": 1}, CLASSIFIER).top_k == 1
