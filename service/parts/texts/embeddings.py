@@ -6,8 +6,7 @@ Source: OpenAI's API reference, "Create embeddings", and openai-python 3.57,
 
 import re
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta, Raw
@@ -17,7 +16,13 @@ from inferpool.service.api.codecs.body import Decoded, Payload
 from inferpool.service.api.errors import Answer
 from inferpool.service.api.exchange import Call, Exchange, ModelEntry
 from inferpool.service.parts.texts.errors import ArgumentError
-from inferpool.service.parts.texts.requests import BodyProtocol, NamedRequest, check_task, counted
+from inferpool.service.parts.texts.requests import (
+    BodyProtocol,
+    NamedRequest,
+    check_task,
+    counted,
+    items_of,
+)
 from inferpool.service.queue.instance import Buffer
 
 MAX_INPUTS = 2048
@@ -26,7 +31,7 @@ _INPUT = "input"
 _FIRST_ITEM = re.compile(rb"\[[ \t\r\n]*(.)", re.DOTALL)
 _NO_IDS = re.compile(rb"\[[ \t\r\n]*\]")
 _DIGITS = b"-0123456789"
-_NOTHING = Raw()
+_QUOTE, _BRACKET = b'"['
 _JSON = (b"content-type", b"application/json")
 
 
@@ -71,7 +76,7 @@ class EmbeddingsProtocol(BodyProtocol[EmbeddingsRequest]):
         check_task(exchange, entry, "embedding")
         exchange.call.ref.wants_tensors = False
         payloads = payloads_of(self.request.input)
-        return Decoded(payloads, _is_list(self.request.input), self.request.parameters())
+        return Decoded(payloads, is_list(self.request.input), self.request.parameters())
 
     def reply(self, call: Call, outcomes: Sequence[Outcome]) -> Answer:
         """Render the vectors.
@@ -100,55 +105,28 @@ def payloads_of(given: Raw) -> list[Payload]:
     Raises:
         ArgumentError: It is something else, is empty, or has too many of them.
     """
-    text = memoryview(given)
-    first = bytes(text[:1])
-    if first != b"[":
-        return [_payload(text, _INPUT)]
-    found = _FIRST_ITEM.match(text)
-    assert found is not None  # it is JSON
-    if found[1] in _DIGITS:
-        return [_payload(text, _INPUT)]
-    if found[1] == b"]":
-        raise ArgumentError(_INPUT, "is an empty list; send a text at least")
-    try:
-        fields = msgspec.structs.astuple(_bounded().decode(text))
-    except msgspec.ValidationError:
-        raise ArgumentError(
-            _INPUT, f"has more than {MAX_INPUTS} texts; send them in several calls"
-        ) from None
-    items = [memoryview(each) for each in fields if each is not _NOTHING]
+    if not is_list(given):
+        return [_payload(memoryview(given), _INPUT)]
+    items = items_of(given, MAX_INPUTS, _INPUT)
     return [_payload(each, f"{_INPUT}[{index}]") for index, each in enumerate(items)]
+
+
+def is_list(given: Raw) -> bool:
+    """Return whether an `input` is a list of inputs, and not one: a list of numbers is one."""
+    found = _FIRST_ITEM.match(memoryview(given))
+    return found is not None and found[1] not in _DIGITS
 
 
 def _payload(item: memoryview, place: str) -> Payload:
     first = item[0]
-    if first == 0x22:
+    if first == _QUOTE:
         if len(item) > 2:
             return Payload("json", (item,))
         what = "is an empty text"
-    elif first == 0x5B:
+    elif first == _BRACKET:
         if not _NO_IDS.fullmatch(item):
             return Payload("json", (b'{"ids":', item, b"}"))
         what = "is an empty list of ids"
     else:
         what = "must be a text, or a list of ids"
-    error = ArgumentError(place, what)
-    error.param = _INPUT
-    raise error
-
-
-def _is_list(given: Raw) -> bool:
-    """Return whether an `input` is a list of inputs, and not one."""
-    found = _FIRST_ITEM.match(memoryview(given))
-    return found is not None and found[1] not in _DIGITS
-
-
-@lru_cache
-def _bounded() -> "msgspec.json.Decoder[Any]":
-    """Return a decoder for a list of `MAX_INPUTS` at most: an array of optional fields.
-
-    So that a body of millions of items makes no list of millions.
-    """
-    fields = [(f"i{index}", Raw, _NOTHING) for index in range(MAX_INPUTS)]
-    array = msgspec.defstruct("Inputs", fields, array_like=True, forbid_unknown_fields=True)
-    return msgspec.json.Decoder(array)
+    raise ArgumentError(_INPUT, what, place=place)

@@ -40,8 +40,9 @@ class ArgumentError(InvalidInputError):
         param: The argument's name in the body.
     """
 
-    def __init__(self, param: str, message: str) -> None:
-        super().__init__(f"{param}: {message}")
+    def __init__(self, param: str, message: str, *, place: str = "") -> None:
+        """Say what is wrong with an argument, or with a place in it such as "input[3]"."""
+        super().__init__(f"{place or param}: {message}")
         self.param = param
 
 

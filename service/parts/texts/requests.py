@@ -5,9 +5,11 @@ Workers render all JSON; here it is only cut and joined, so that the loop stays 
 
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, ClassVar, Generic, Literal, TypeVar, get_args
 
 import msgspec
+from msgspec import Raw
 
 from inferpool.models.json_errors import BYTE_ORDER_MARK, JsonErrors, json_message
 from inferpool.service.api.codecs.answers import Outcome
@@ -34,6 +36,7 @@ from inferpool.service.parts.texts.errors import ArgumentError, error_answer, er
 from inferpool.service.queue.instance import Buffer
 
 T = TypeVar("T")
+_NOTHING = Raw()
 Task = Literal["embedding", "reranking", "classification"]
 _WORDS = {
     "embedding": "computes no vectors of texts",
@@ -143,6 +146,31 @@ def named_model(predict: Predict, name: str | None) -> str:
     return DEFAULT_MODEL
 
 
+def items_of(given: Raw, most: int, param: str) -> list[memoryview]:
+    """Return the JSON of each item of a list that is an argument.
+
+    Args:
+        given: The argument's JSON, without space around it.
+        most: More items are refused.
+        param: The name of the argument.
+
+    Raises:
+        ArgumentError: It is no list, is empty, or has too many items.
+    """
+    try:
+        fields = msgspec.structs.astuple(_list_of(most).decode(given))
+    except msgspec.ValidationError as error:
+        if "at most length" not in str(error):
+            raise ArgumentError(param, "must be a list") from None
+        raise ArgumentError(
+            param, f"has more than {most} items; send them in several calls"
+        ) from None
+    items = [memoryview(each) for each in fields if each is not _NOTHING]
+    if not items:
+        raise ArgumentError(param, "is an empty list; it needs one item at least")
+    return items
+
+
 def check_task(exchange: Exchange, entry: ModelEntry, task: Task) -> None:
     """Check that a model is for a protocol's task, as far as that is known.
 
@@ -189,6 +217,17 @@ def counted(outcomes: Sequence[Outcome], param: str, *, is_list: bool) -> tuple[
     return num_tokens, answers
 
 
+@lru_cache
+def _list_of(most: int) -> "msgspec.json.Decoder[Any]":
+    """Return a decoder for a list of limited length: an array of optional fields.
+
+    So that a body of millions of items makes no list of millions.
+    """
+    fields = [(f"i{index}", Raw, _NOTHING) for index in range(most)]
+    array = msgspec.defstruct("Items", fields, array_like=True, forbid_unknown_fields=True)
+    return msgspec.json.Decoder(array)
+
+
 def _misshapen(
     message: str, reader: "msgspec.json.Decoder[Any]"
 ) -> ArgumentError | InvalidInputError:
@@ -207,9 +246,7 @@ def _misshapen(
     name = re.split(r"[.\[]", place)[0]
     if what.startswith("invalid enum value") and (allowed := _choices(reader, name)):
         what += f"; use {' or '.join(map(repr, allowed))}"
-    error = ArgumentError(place, what)
-    error.param = name
-    return error
+    return ArgumentError(name, what, place=place)
 
 
 def _known(reader: "msgspec.json.Decoder[Any]") -> list[str]:
