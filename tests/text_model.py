@@ -29,7 +29,7 @@ _KNOWN = {
 }
 
 
-class TextModel(FaultModel):
+class TextFaultModel(FaultModel):
     """Takes texts such as "ok 7", "raise 7" or "kill 7"; a text without an act is as "ok".
 
     An encoder answers with `vector_of(text)`, a reranker with `score_of(text)`, and a classifier
