@@ -17,7 +17,8 @@ from PIL import Image
 from inferpool.models.base import Model
 from inferpool.models.content import Content
 from inferpool.models.errors import InputError, ModelError, SourceError
-from inferpool.models.hugging_face.loading import FolderOptions, PictureFolder, fetched
+from inferpool.models.files.networks import FolderOptions, fetched
+from inferpool.models.hugging_face.loading import PictureFolder
 from inferpool.models.item import Features, Item
 from inferpool.models.label_tolerance import LabelTolerance
 from inferpool.models.ragged import outputs_of
@@ -309,5 +310,5 @@ def _picture_of(model: Model, folder: PictureFolder, item: Item) -> Image.Image:
 
 def _network(model: Model, folder: PictureFolder, placement: Placement) -> Any:
     network = model.load_network(folder.build_network, None, placement)
-    folder.log_found()
+    folder.report()
     return network

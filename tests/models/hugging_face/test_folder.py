@@ -11,7 +11,8 @@ import torch
 from PIL import Image
 
 from inferpool.models.errors import CheckpointError, InputError, ModelError, SourceError
-from inferpool.models.hugging_face.loading import FolderOptions, PictureFolder
+from inferpool.models.files.networks import FolderOptions
+from inferpool.models.hugging_face.loading import PictureFolder
 from inferpool.models.sources.registry import build
 from tests.models.items import answers, encoded, image_item, loaded, photo
 
