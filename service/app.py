@@ -379,8 +379,9 @@ def _make_repository(service: Service, changes: "Changes | None") -> "Repository
 
 def _v1_routers(service: Service) -> list[APIRouter]:
     from inferpool.service.parts.kserve_v1.routes import v1_router
+    from inferpool.service.parts.texts.routes import texts_router
 
-    return [v1_router(service.catalog.entries)]
+    return [v1_router(service.catalog.entries), texts_router()]
 
 
 def _speed_search(search: SpeedSearch, service: Service) -> Part:

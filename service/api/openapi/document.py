@@ -28,6 +28,7 @@ TAGS: Sequence[Mapping[str, str]] = (
     {"name": "predict", "description": "Predictions, one instance or many at a time."},
     {"name": "health", "description": "For orchestrators, balancers, Prometheus and people."},
     {"name": "kserve", "description": "Version 1 of KServe's protocol, as its clients speak it."},
+    {"name": "texts", "description": "Vectors, ranks and classes of texts."},
     {"name": "open inference", "description": "Version 2 of the Open Inference Protocol."},
     {"name": "jobs", "description": "Predictions that outlive their connection."},
     {

@@ -1,17 +1,24 @@
-"""`/v1/models`: the models and whether they are ready. Runs in the main process's event loop."""
+"""`/v1/models`: the models and whether they are ready. Runs in the main process's event loop.
+
+Clients of KServe, of TensorFlow Serving and of OpenAI ask here. One object has what each reads;
+errors have OpenAI's form, since KServe's client shows any.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from http import HTTPStatus
 from typing import Any, Literal
 
+import psutil
 from fastapi import APIRouter
 from starlette.exceptions import HTTPException
 
 from inferpool.service.catalog.catalog import ModelVersion
 from inferpool.service.errors import UnavailableError, UnknownModelError
 from inferpool.service.parts.error_routes import routes_with
-from inferpool.service.parts.kserve_v1.calls import error_answer
+from inferpool.service.parts.texts.errors import error_answer
+from inferpool.service.parts.texts.routes import errors as errors_of_openai
 
 _Responses = dict[int | str, dict[str, Any]]
 _ERROR = {
@@ -33,7 +40,7 @@ def _errors(*statuses: int) -> _Responses:
     }
 
 
-_UNREADY = _errors(404, 503)
+_UNREADY = errors_of_openai(404, 503)
 _REFUSED = _errors(400, 401, 403, 404, 405, 408, 413, 415, 429, 500, 503, 504)
 _ROWS = {
     "type": "object",
@@ -48,11 +55,26 @@ _ROWS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """A model, in the words of OpenAI."""
+
+    id: str
+    """Its name; a call may ask for it."""
+    created: int
+    """When the service started, in seconds since 1970."""
+    object: Literal["model"] = "model"
+    owned_by: str = "inferpool"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModels:
-    """The names of all models."""
+    """All models."""
 
     models: Sequence[str]
-    """Their names; a call may ask for each."""
+    """Their names, for clients of KServe."""
+    data: Sequence[ServedModel]
+    """The same, for clients of OpenAI."""
+    object: Literal["list"] = "list"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +89,7 @@ class VersionStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelReadiness:
+class ModelReadiness(ServedModel):
     """A model, or a version of one, that is ready."""
 
     name: str
@@ -89,10 +111,12 @@ def v1_router(entries: Mapping[str, ModelVersion]) -> APIRouter:
     """Return the routes; `entries` are the versions that calls can ask for, as in a catalog."""
     router = APIRouter(tags=["kserve"], route_class=routes_with(error_answer))
 
-    @router.get("/v1/models", summary="The models, for clients of KServe")
+    @router.get("/v1/models", summary="The models, for clients of KServe and of OpenAI")
     async def list_served() -> ServedModels:
         """The names of all models, ready or not."""
-        return ServedModels(models=_names(entries))
+        names = _names(entries)
+        data = [ServedModel(id=name, created=_started()) for name in names]
+        return ServedModels(models=names, data=data)
 
     @router.get("/v1/models/{model}", summary="Whether a model is ready", responses=_UNREADY)
     async def show_served(model: str) -> ModelReadiness:
@@ -141,6 +165,11 @@ async def _not_here() -> None:
     raise HTTPException(404)
 
 
+@cache
+def _started() -> int:
+    return int(psutil.Process().create_time())
+
+
 def _names(entries: Mapping[str, ModelVersion]) -> list[str]:
     return [name for name in entries if "/" not in name]
 
@@ -161,6 +190,8 @@ def _served(entries: Mapping[str, ModelVersion], model: str, key: str) -> ModelR
     versions = [each for each in entries.values() if each.name == model]
     shown = {each.number: each for each in versions if key in (model, each.path)}
     return ModelReadiness(
+        id=key,
+        created=_started(),
         name=model,
         ready=True,
         model_version_status=[
