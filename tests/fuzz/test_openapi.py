@@ -49,6 +49,7 @@ OPERATIONS = [
     "GET /health/live",
     "GET /health/ready",
     "GET /metrics",
+    "POST /v1/embeddings",
     "POST /v1/models/{model}:predict",
     "POST /v1/models/{model}/versions/{version}:predict",
     "GET /v1/models",

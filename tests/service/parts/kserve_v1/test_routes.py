@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from inferpool.service.api.web import App
@@ -24,8 +25,22 @@ def app() -> App:
     return App(version="0", routers=[v1_router(ENTRIES)])
 
 
-def test_all_models_are_listed_by_name(app: App) -> None:
-    assert call(app, "GET", "/v1/models").json() == {"models": ["net", "late"]}
+def test_all_models_are_listed_for_clients_of_kserve_and_of_openai(app: App) -> None:
+    found = call(app, "GET", "/v1/models").json()
+    assert (found["models"], found["object"]) == (["net", "late"], "list")
+    started = int(psutil.Process().create_time())
+    assert found["data"] == [
+        {"id": name, "object": "model", "created": started, "owned_by": "inferpool"}
+        for name in ("net", "late")
+    ]
+    assert call(app, "HEAD", "/v1/models").status_code == 200
+
+
+@pytest.mark.parametrize("path", ["net", "net/versions/2", "net%2Fversions%2F2"])
+def test_one_model_is_shown_as_openai_has_it(app: App, path: str) -> None:
+    found = call(app, "GET", f"/v1/models/{path}").json()
+    assert (found["id"], found["object"]) == (path.replace("%2F", "/"), "model")
+    assert found["owned_by"] == "inferpool"
 
 
 @pytest.mark.parametrize(
@@ -62,7 +77,11 @@ def test_what_is_not_there_or_not_ready_is_refused_with_a_sentence(
     app: App, method: str, path: str, status: int, said: str
 ) -> None:
     answer = call(app, method, path)
-    assert (answer.status_code, said in answer.json()["error"]) == (status, True)
-    is_ours = method == "GET" and "models/" in path and said != "nothing"
-    assert (answer.headers["content-type"] == "application/json") == is_ours
+    error = answer.json()["error"]
+    is_openais = method == "GET" and "models/" in path and said != "nothing"
+    if is_openais:
+        assert error["code"] == ("model_not_found" if status == 404 else "unavailable")
+        error = error["message"]
+    assert (answer.status_code, said in error) == (status, True)
+    assert (answer.headers["content-type"] == "application/json") == is_openais
     assert ("retry-after" in answer.headers) == (status == 503)
