@@ -1,4 +1,4 @@
-"""Errors and figures as Cohere's and Jina's clients read them. Runs in the event loop.
+"""What calls in Cohere's and Jina's forms share: errors and figures. Runs in the event loop.
 
 Cohere's client shows the whole body of an error (cohere-python 5.21, `core/api_error.py`), where
 its API has `message` and `id`; readers of Jina's API show `detail`, as that of

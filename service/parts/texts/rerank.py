@@ -6,13 +6,12 @@ answer has the members of both; a client ignores those that it does not know.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 from msgspec import Meta as Bounds
 
-from inferpool.models.json_errors import JsonErrors, json_message
 from inferpool.service.api.codecs.answers import Outcome
 from inferpool.service.api.codecs.body import Decoded, Payload
 from inferpool.service.api.errors import Answer
@@ -35,8 +34,6 @@ from inferpool.service.parts.texts.requests import (
     items_of,
 )
 from inferpool.service.queue.instance import Buffer
-
-T = TypeVar("T")
 
 MAX_DOCUMENTS = 1000
 """Most documents of one call: "we recommend a maximum of 1,000" (Cohere's API reference)."""
@@ -197,12 +194,12 @@ def _names_in(given: Raw) -> Sequence[str]:
     """
     if given == _NULL:
         return ()
-    names = []
+    names: dict[str, None] = {}  # a text has a member once, however often it is named
     for index, item in enumerate(items_of(given, _MAX_FIELDS, _FIELDS)):
         if item[0] != _QUOTE:
             raise ArgumentError(f"{_FIELDS}[{index}]", "must be the name of a member")
-        names.append(_decoded(_text, item, f"{_FIELDS}[{index}]"))
-    return names
+        names[_text.decode(item)] = None
+    return list(names)
 
 
 def _texts_of(documents: Sequence[memoryview], names: Sequence[str]) -> Iterator[Buffer]:
@@ -218,7 +215,7 @@ def _texts_of(documents: Sequence[memoryview], names: Sequence[str]) -> Iterator
         elif document[0] != _BRACE:
             raise ArgumentError(place, 'must be a text, or an object with a "text"')
         else:
-            members = _decoded(_members, document, place)
+            members = _members.decode(document)
             yield _lines_of(members, names, place) if names else _text_of(members, place)
 
 
@@ -240,8 +237,7 @@ def _lines_of(members: Mapping[str, Raw], names: Sequence[str], place: str) -> B
         raw = memoryview(value)
         if raw[0] in _NESTED:
             raise ArgumentError(f"{place}.{name[:80]}", "must be a text or a number")
-        is_text = raw[0] == _QUOTE
-        shown = _decoded(_text, raw, f"{place}.{name[:80]}") if is_text else bytes(raw).decode()
+        shown = _text.decode(raw) if raw[0] == _QUOTE else bytes(raw).decode()
         lines.append(f"{name}: {shown}")
     if not lines:
         raise ArgumentError(place, "has none of the members in rank_fields")
@@ -266,10 +262,3 @@ def _warnings(request: RerankRequest, entry: ModelEntry) -> list[str]:
             f"{facts.max_tokens} tokens"
         )
     return warnings
-
-
-def _decoded(decoder: "msgspec.json.Decoder[T]", text: memoryview, place: str) -> T:
-    try:
-        return decoder.decode(text)
-    except JsonErrors as error:
-        raise ArgumentError(place, json_message(error, text)) from None

@@ -100,7 +100,7 @@ def test_documents_are_shown_as_they_came_where_the_call_or_jina_wants_them(
 def test_objects_have_their_text_or_the_members_that_the_call_names() -> None:
     model = ranker(0.1, 0.2, 0.3)
     documents = [{"title": "T", "year": 1999, "text": "x"}, "plain", {"text": "y\n", "title": None}]
-    body = {"query": "q", "documents": documents, "rank_fields": ["title", "year", "text"]}
+    body = {"query": "q", "documents": documents, "rank_fields": ["title", "year", "text", "title"]}
     assert ask(model, body).is_success
     assert [each["text"] for each in asked(model)] == [  # type: ignore[index]  # objects
         "title: T\nyear: 1999\ntext: x",
