@@ -108,6 +108,8 @@ def payloads_of(given: Raw) -> list[Payload]:
     if not is_list(given):
         return [_payload(memoryview(given), _INPUT)]
     items = items_of(given, MAX_INPUTS, _INPUT)
+    if len({item[0] for item in items}) > 1:
+        raise ArgumentError(_INPUT, "must be either texts or lists of ids; send two calls")
     return [_payload(each, f"{_INPUT}[{index}]") for index, each in enumerate(items)]
 
 

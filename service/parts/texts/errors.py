@@ -84,6 +84,8 @@ def error_of_input(error: ServiceError, param: str, index: int | None = None) ->
         param: The argument that the instance came from, such as "input".
         index: The place of the instance in it; None if the argument is the instance itself.
     """
+    if kind_of(error).is_retryable:
+        return error  # it is not about the instance
     error = copy(error)
     if isinstance(error, InvalidInputError) and _PARAMETER.match(error.message):
         return error  # it is about the whole call
