@@ -1,6 +1,7 @@
-"""Clients of a `TensorFaultModel`, one for each protocol that a service speaks."""
+"""Clients of a `TensorFaultModel` or a `TextFaultModel`, one for each protocol of a service."""
 
 import asyncio
+import base64
 import contextlib
 import itertools
 import json
@@ -8,13 +9,14 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 import grpc.aio
 import httpx
 
 from tests.e2e.running import Running
-from tests.fault_model import ACTS
+from tests.fault_model import ACTS, SCORE_UNIT
 from tests.grpc_messages import SERVICE, SentTensor, infer_request, outputs_in
 
 _PATIENCE_S = 60.0
@@ -131,6 +133,72 @@ class _V2Client(_HttpClient):
         return ProtocolAnswer(status=200, twice=found)
 
 
+class _EmbeddingsClient(_HttpClient):
+    """Asks for even numbers as floats, and for odd ones in base64."""
+
+    async def ask(
+        self, n: int, do: str = "ok", *, model: str = "m", timeout_ms: int | None = None
+    ) -> ProtocolAnswer:
+        form = "base64" if n % 2 else "float"
+        body = {"model": "encoder", "input": text_of(n, do, model), "encoding_format": form}
+        value, problem = await self._post("/v1/embeddings", body, timeout_ms)
+        if problem:
+            return problem
+        assert (value["model"], value["usage"]["total_tokens"]) == ("encoder", 3)
+        (found,) = (each["embedding"] for each in value["data"])
+        vector = struct.unpack("<2f", base64.b64decode(found)) if n % 2 else found
+        return ProtocolAnswer(status=200, twice=int(vector[0]))
+
+    async def _post(
+        self, path: str, body: Mapping[str, object], timeout_ms: int | None
+    ) -> tuple[Any, ProtocolAnswer | None]:
+        headers = {} if timeout_ms is None else {"x-timeout-ms": f"{timeout_ms}"}
+        answer = await self.http.post(path, json=body, headers=headers)
+        value = answer.json()
+        if answer.status_code == 200:
+            return value, None
+        error = self._error(value)
+        assert isinstance(error, str)
+        return None, ProtocolAnswer(status=answer.status_code, error=error)
+
+    def _error(self, value: Any) -> str:
+        assert isinstance(value["error"]["type"], str)
+        return str(value["error"]["message"])
+
+
+class _RerankClient(_EmbeddingsClient):
+    async def ask(
+        self, n: int, do: str = "ok", *, model: str = "m", timeout_ms: int | None = None
+    ) -> ProtocolAnswer:
+        texts = [text_of(n, do, model)]
+        body = {"model": "reranker", "query": "which number?", "documents": texts}
+        value, problem = await self._post("/v2/rerank", body, timeout_ms)
+        if problem:
+            return problem
+        (found,) = value["results"]
+        assert found["index"] == 0
+        return ProtocolAnswer(status=200, twice=round(found["relevance_score"] * SCORE_UNIT))
+
+    def _error(self, value: Any) -> str:
+        return str(value["message"])
+
+
+class _TeiClient(_EmbeddingsClient):
+    async def ask(
+        self, n: int, do: str = "ok", *, model: str = "m", timeout_ms: int | None = None
+    ) -> ProtocolAnswer:
+        body = {"inputs": text_of(n, do, model)}
+        value, problem = await self._post("/tei/encoder/embed", body, timeout_ms)
+        if problem:
+            return problem
+        (vector,) = value
+        return ProtocolAnswer(status=200, twice=int(vector[0]))
+
+    def _error(self, value: Any) -> str:
+        assert isinstance(value["error_type"], str)
+        return str(value["error"])
+
+
 class _GrpcClient(FaultClient):
     """Has one channel. Odd deadlines are sent as gRPC's own, even ones as a parameter."""
 
@@ -158,18 +226,31 @@ class _GrpcClient(FaultClient):
         await self._channel.close()
 
 
-PROTOCOLS = ("predict", "v2", "v1", "grpc")
+_KINDS = {
+    "predict": _PredictClient, "v2": _V2Client, "v1": _V1Client,
+    "embeddings": _EmbeddingsClient, "rerank": _RerankClient, "tei": _TeiClient,
+}  # fmt: skip
+PROTOCOLS = ("predict", "v2", "v1", "grpc", "embeddings", "rerank", "tei")
+TEXT_MODELS = {"embeddings": "encoder", "rerank": "reranker", "tei": "encoder"}
+"""The only models of the protocols of texts: `TextFaultModel`s, whatever name is asked for."""
+
+
+def text_of(n: int, do: str, model: str) -> str:
+    """Return the text of an act; their model spares nothing that is for "poisoned"."""
+    return f"{n} exit" if (do, model) == ("kill", "poisoned") else f"{n} {do}"
+
+
+def model_of(protocol: str, name: str) -> str:
+    """Return the model that a client of a protocol asks, if it is told a name."""
+    return TEXT_MODELS.get(protocol, name)
 
 
 @contextlib.asynccontextmanager
 async def client_of(protocol: str, service: Running, grpc_port: int) -> AsyncIterator[FaultClient]:
     """Open a client of a protocol for the block."""
-    client: FaultClient
-    if protocol == "grpc":
-        client = _GrpcClient(service, grpc_port)
-    else:
-        kinds = {"predict": _PredictClient, "v2": _V2Client, "v1": _V1Client}
-        client = kinds[protocol](service)
+    client: FaultClient = (
+        _GrpcClient(service, grpc_port) if protocol == "grpc" else _KINDS[protocol](service)
+    )
     try:
         yield client
     finally:

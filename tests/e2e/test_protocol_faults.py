@@ -12,10 +12,12 @@ import pytest
 
 from tests.e2e.protocols import (
     PROTOCOLS,
+    TEXT_MODELS,
     FaultClient,
     ProtocolAnswer,
     asking_by_all,
     client_of,
+    model_of,
     until_each_has,
 )
 from tests.e2e.running import Running, running, until
@@ -23,7 +25,7 @@ from tests.e2e.swapping import ADMIN, KEYS
 from tests.ports import free_port
 
 BY_EACH = pytest.mark.parametrize("protocol", PROTOCOLS)
-SOURCE = "tests.fault_model:TensorFaultModel"
+SOURCE, TEXTS = "tests.fault_model:TensorFaultModel", "tests.fault_model:TextFaultModel"
 MAX_QUEUE = 24
 
 
@@ -44,8 +46,10 @@ class Struck:
 
         asyncio.run(go())
 
-    def count(self, outcome: str) -> int:
-        return int(self.service.metric(f'instances_total{{model="gated",outcome="{outcome}"}}'))
+    def count(self, outcome: str, protocol: str) -> int:
+        """Return the number of instances of the model whose pass waits at the gate."""
+        labels = f'model="{model_of(protocol, "gated")}",outcome="{outcome}"'
+        return int(self.service.metric(f"instances_total{{{labels}}}"))
 
     def has_computed(self, n: int) -> bool:
         return f"{n}" in (self.folder / "calls").read_text().split()
@@ -56,7 +60,7 @@ class Struck:
     def is_empty(self) -> bool:
         """Return whether nothing is left of any call."""
         in_flight = 'instances_in_flight{model="%s"}'
-        names = ("m", "gated", "poisoned")
+        names = ("m", "gated", "poisoned", *TEXT_MODELS.values())
         return self.service.metric("arena_used_bytes") == 0 and not any(
             self.service.metric(in_flight % name) for name in names
         )
@@ -68,7 +72,10 @@ def struck(folder: Path, *arguments: str, **models: dict[str, object]) -> Iterat
     (folder / "calls").touch()
     port = free_port()
     files = {name: str(folder / name) for name in ("calls", "gate")}
+    once = {"once": str(folder / "once")}
+    texts: dict[str, object] = {"source": TEXTS, "max_batch_size": 1, "batch_timeout_s": 6.0}
     settings = {
+        "tei": True,
         "arena_bytes": 1 << 26,
         "max_queue_length": MAX_QUEUE,
         "grpc_port": port,
@@ -76,8 +83,10 @@ def struck(folder: Path, *arguments: str, **models: dict[str, object]) -> Iterat
         "models": {
             name: {"source": SOURCE, "replicas": 1, **model}
             for name, model in {
-                "m": {"options": {"once": str(folder / "once")}, "batch_timeout_s": 1.0},
+                "m": {"options": once, "batch_timeout_s": 1.0},
                 "gated": {"options": files, "max_batch_size": 1},
+                "encoder": texts | {"options": files | once | {"task": "embedding"}},
+                "reranker": texts | {"options": files | once | {"task": "reranking"}},
                 **models,
             }.items()
         },
@@ -127,7 +136,7 @@ def test_killed_workers_cost_no_call_of_any_protocol(target: Struck):
 @BY_EACH
 def test_the_call_of_a_hung_worker_is_answered_by_the_next(target: Struck, protocol: str):
     n = number(protocol, 0)
-    hangs = 'worker_restarts_total{model="m",reason="hang"}'
+    hangs = f'worker_restarts_total{{model="{model_of(protocol, "m")}",reason="hang"}}'
     before = target.service.metric(hangs)
 
     async def go(client: FaultClient) -> None:
@@ -140,7 +149,11 @@ def test_the_call_of_a_hung_worker_is_answered_by_the_next(target: Struck, proto
 @BY_EACH
 def test_a_client_that_hangs_up_gives_its_instances_up(target: Struck, protocol: str):
     n = number(protocol, 1)
-    cancelled, accepted = target.count("cancelled"), target.count("accepted")
+
+    def num(outcome: str) -> int:
+        return target.count(outcome, protocol)
+
+    cancelled, accepted = num("cancelled"), num("accepted")
     gate = target.folder / "gate"
 
     async def go(client: FaultClient) -> None:
@@ -148,11 +161,11 @@ def test_a_client_that_hangs_up_gives_its_instances_up(target: Struck, protocol:
         asked = [asyncio.ensure_future(client.ask(n, "wait", model="gated"))]
         await target.until_computing(n)
         asked.append(asyncio.ensure_future(client.ask(n + 1, model="gated")))
-        await asyncio.to_thread(until, lambda: target.count("accepted") == accepted + 2)
+        await asyncio.to_thread(until, lambda: num("accepted") == accepted + 2)
         for each in asked:
             each.cancel()
         await asyncio.wait(asked)
-        await asyncio.to_thread(until, lambda: target.count("cancelled") == cancelled + 2)
+        await asyncio.to_thread(until, lambda: num("cancelled") == cancelled + 2)
         gate.unlink()
         assert await client.ask(n + 2, model="gated") == right(n + 2)
 
@@ -192,7 +205,10 @@ def test_a_deadline_that_passes_is_said_and_its_instance_not_computed(
     n, gate = number(protocol, 3) + 10 * timeout_ms, target.folder / "gate"
 
     def num_kept() -> int:
-        return target.count("accepted") - target.count("expired") - target.count("cancelled")
+        accepted, expired, cancelled = (
+            target.count(each, protocol) for each in ("accepted", "expired", "cancelled")
+        )
+        return accepted - expired - cancelled
 
     before = num_kept()
 
@@ -242,18 +258,24 @@ def test_an_input_that_kills_its_workers_is_quarantined(target: Struck, protocol
 
 
 def test_a_swap_under_calls_of_all_protocols_costs_none(target: Struck):
-    body = {"policy": "force", "rollback_s": 0, "options": {"once": str(target.folder / "once")}}
+    once, calls, gate = ({name: str(target.folder / name)} for name in ("once", "calls", "gate"))
+    options = {
+        "m": once,
+        "encoder": {"task": "embedding", **once, **calls, **gate},
+        "reranker": {"task": "reranking", **once, **calls, **gate},
+    }
 
     async def go() -> None:
         async with asking_by_all(target.service, target.grpc_port) as tallies:
             await until_each_has(tallies, 5)
-            swapped = await asyncio.to_thread(
-                target.service.post,
-                "/admin/models/m/versions",
-                json=body,
-                headers={"x-api-key": ADMIN},
-            )
-            assert swapped.status_code == 200, swapped.text
+            for model, own in options.items():
+                swapped = await asyncio.to_thread(
+                    target.service.post,
+                    f"/admin/models/{model}/versions",
+                    json={"policy": "force", "rollback_s": 0, "options": own},
+                    headers={"x-api-key": ADMIN},
+                )
+                assert swapped.status_code == 200, swapped.text
             await until_each_has(tallies, 5)
         for protocol, tally in tallies.items():
             assert (protocol, tally.wrong, tally.lost) == (protocol, [], 0)
@@ -263,6 +285,9 @@ def test_a_swap_under_calls_of_all_protocols_costs_none(target: Struck):
 
 def test_a_service_that_ends_answers_what_it_took_by_each_protocol(tmp_path: Path):
     gate = tmp_path / "gate"
+
+    def num_accepted(ending: Struck) -> int:
+        return sum(ending.count("accepted", each) for each in ("v1", "embeddings", "rerank"))
 
     async def go(ending: Struck) -> None:
         service = ending.service
@@ -276,7 +301,7 @@ def test_a_service_that_ends_answers_what_it_took_by_each_protocol(tmp_path: Pat
                 n: asyncio.ensure_future(client.ask(n, "wait", model="gated"))
                 for n, client in enumerate(clients, 1)
             }
-            await asyncio.to_thread(until, lambda: ending.count("accepted") == len(clients))
+            await asyncio.to_thread(until, lambda: num_accepted(ending) == len(clients))
             service.signal(signal.SIGTERM)
             await asyncio.to_thread(service.wait_for_log, "stopping")
             gate.unlink()

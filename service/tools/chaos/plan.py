@@ -23,7 +23,7 @@ Fault = Literal[
     "scribble", "exit", "burst", "unread", "greed", "store", "upload",
 ]  # fmt: skip
 
-CallKind = Literal["predict", "v2", "v1", "grpc"]
+CallKind = Literal["predict", "v2", "v1", "grpc", "embeddings", "rerank", "tei"]
 """Protocols of the numbered requests."""
 
 EXTRA: tuple[Fault, ...] = ("scribble", "exit", "burst", "unread", "greed", "store", "upload")
@@ -90,8 +90,9 @@ class ChaosPlan:
     """Run the workers on N hosts: agents on this machine, which join the front end (default:
     none)."""
     protocol: CallKind = "predict"
-    """Ask by /predict, by the Open Inference Protocol (v2), by KServe's version 1 (v1), or by the
-    former over gRPC, which needs the extra grpc."""
+    """Ask by /predict, by the Open Inference Protocol (v2), by KServe's version 1 (v1), by the
+    former over gRPC, which needs the extra grpc; or a model of texts by OpenAI's embeddings, by
+    Cohere's rerank, or by Text Embeddings Inference (tei)."""
     seed: int = 1
     """Decides the inputs, and what is done when."""
     every_s: Mapping[Fault, float]

@@ -18,6 +18,7 @@ from inferpool.service.client.health import ServiceHealth
 from inferpool.service.client.reaching import problem_in
 from inferpool.service.client.safetensors import read_safetensors
 from inferpool.service.tools.chaos.plan import CallKind
+from inferpool.service.tools.chaos.texts import TEXT_FORMS, TextCall, TextForm, problem_of
 from inferpool.service.tools.trial.connection import (
     Address,
     NoAnswerError,
@@ -86,8 +87,10 @@ def opener(protocol: CallKind, health: ServiceHealth, grpc_port: int) -> Open:
     }
 
     async def open_http(address: Address, on_stray: Callable[[], None]) -> ChaosConnection:
-        form = _V1() if protocol == "v1" else _V2(ranks)
-        return _HttpCalls(await connect(address, on_stray), form)
+        connection = await connect(address, on_stray)
+        if protocol in TEXT_FORMS:
+            return _TextCalls(connection, TEXT_FORMS[protocol]())
+        return _HttpCalls(connection, _V1() if protocol == "v1" else _V2(ranks))
 
     async def open_grpc(address: Address, on_stray: Callable[[], None]) -> ChaosConnection:
         return _GrpcCalls((address[0], grpc_port), ranks)
@@ -200,6 +203,44 @@ class _HttpCalls:
         if answer.status != 200:
             return _problem(asked, answer, str(problem_in(answer.body).get("code", "")))
         return _success(answer, lambda: self._form.predictions(asked, answer))
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._connection.close()
+
+
+class _TextCalls:
+    """A connection for calls of a protocol of texts. Those with parameters go to `/predict`."""
+
+    def __init__(self, connection: TrialConnection, form: TextForm) -> None:
+        self._connection = connection
+        self._form = form
+
+    @property
+    def is_open(self) -> bool:
+        """It can be asked."""
+        return self._connection.is_open
+
+    async def ask(self, request: bytes, timeout_s: float, request_id: bytes = b"") -> TrialAnswer:
+        """Send the same call in the protocol, and return the answer as `/predict` has it."""
+        asked = _asked_in(request)
+        if asked.parameters:
+            return await self._connection.ask(request, timeout_s, request_id)
+        is_json = asked.content_type == "application/json"
+        raw = _raw_instances(asked.body) if is_json else [msgspec.json.encode(asked.body.decode())]
+        values = [msgspec.json.decode(bytes(each)) for each in raw]
+        call = TextCall(asked.model, asked.number, dict(asked.headers), values)
+        answer = await self._connection.ask(self._form.request(call), timeout_s, request_id)
+        if answer.status == 200:
+            return _success(
+                answer,
+                lambda: msgspec.json.encode(
+                    {"predictions": self._form.predictions(call, answer.body)}
+                ),
+            )
+        code, message = problem_of(answer.body)
+        answer.body = msgspec.json.encode({"code": code, "detail": message})
+        return _problem(asked, answer, code)
 
     def close(self) -> None:
         """Close the connection."""

@@ -43,6 +43,7 @@ from inferpool.service.tools.chaos.resources import (
 )
 from inferpool.service.tools.chaos.stores import StoreFaults
 from inferpool.service.tools.chaos.swaps import Swaps
+from inferpool.service.tools.chaos.texts import TEXT_FORMS
 from inferpool.service.tools.chaos.watch import Watch
 from inferpool.service.tools.trial import inputs
 from inferpool.service.tools.trial.agents import TrialAgents
@@ -83,6 +84,8 @@ def run(loaded: LoadedSettings, plan: ChaosPlan) -> int:
         grpc_port = free_port() if plan.protocol == "grpc" else 0
         if grpc_port:
             rows.insert(0, (("grpc_port",), grpc_port, "chaos"))
+        if plan.protocol == "tei":
+            rows.insert(0, (("tei",), True, "chaos"))
         if not plan.every_s["greed"] and not plan.every_s["upload"]:
             own_keys = []  # then any client may ask, as usual
         with (
@@ -198,7 +201,7 @@ class _ChaosRun:
                 for model in health.models:
                     path = f"/predict/{model.name}"
                     is_echo = self._settings.models[model.name].source == "echo"
-                    if is_echo and not plan.inputs:
+                    if is_echo and not plan.inputs and plan.protocol not in TEXT_FORMS:
                         questions.append(EchoQuestion(path, plan.seed))
                         continue
                     given = (
