@@ -10,7 +10,13 @@ from inferpool.service.client.health import ServiceHealth
 from inferpool.service.tools.chaos.load import ChaosTally, NumberedLoad
 from inferpool.service.tools.chaos.plan import CallKind
 from inferpool.service.tools.chaos.protocols import Open, opener
-from inferpool.service.tools.chaos.questions import EchoQuestion, Question, learn
+from inferpool.service.tools.chaos.questions import (
+    EchoQuestion,
+    KnownQuestion,
+    Question,
+    learn,
+)
+from inferpool.service.tools.chaos.texts import TEXT_FORMS
 from inferpool.service.tools.trial import inputs
 from inferpool.service.tools.trial.connection import Address, connected
 from tests.clients.models import SETTINGS
@@ -46,7 +52,7 @@ async def test_questions_are_asked_and_judged_alike_by_all_protocols():
     with running(settings={"grpc_port": grpc_port, "models": models}) as service:
         async with connected(service.address) as connection:
             health = await connection.read_health()
-        for protocol in get_args(CallKind):
+        for protocol in set(get_args(CallKind)) - set(TEXT_FORMS):
             opened = opener(protocol, health, grpc_port)
             questions: list[Question] = [EchoQuestion("/predict/echo", 1)]
             with closing(await opened(service.address, lambda: None)) as chaos_connection:
@@ -62,6 +68,37 @@ async def test_questions_are_asked_and_judged_alike_by_all_protocols():
             tally = await asked(service.address, opened, [EchoQuestion("/predict/nobody", 1)], 2)
             assert tally.wrong == 2, protocol
             assert " is wrong: 40" in tally.examples[0], "the status and the reason are shown"
+
+
+TEXTS = "tests.text_model:TextModel"
+TEXT_MODELS = {
+    "encoder": {"source": TEXTS},
+    "reranker": {"source": TEXTS, "options": {"task": "reranking"}},
+}
+_TEXT_PROTOCOLS = {"embeddings": "encoder"}
+
+
+@pytest.mark.slow
+async def test_questions_about_texts_are_asked_and_judged_by_the_protocols_of_texts():
+    models = {name: {**model, "replicas": 1} for name, model in TEXT_MODELS.items()}
+    with running(settings={"tei": True, "models": models}) as service:
+        async with connected(service.address) as connection:
+            health = await connection.read_health()
+        states = {model.name: model for model in health.models}
+        for protocol, name in _TEXT_PROTOCOLS.items():
+            opened = opener(protocol, health, 0)  # type: ignore[arg-type]  # they are such
+            given = inputs.made_up(states[name], 1, 3)
+            path = f"/predict/{name}"
+            async with connected(service.address) as plain:
+                own = [await learn(plain, path, each, 1e-3) for each in given]
+            tally = await asked(service.address, opened, [*own], 6)
+            assert tally.right == 6, (protocol, tally.examples)  # as `/predict` says
+            other = next(each for each in states if each != name)
+            tally = await asked(
+                service.address, opened, [KnownQuestion(f"/predict/{other}", given[0], b"{}", 0)], 2
+            )
+            assert tally.wrong == 2, protocol
+            assert "is wrong: 400" in tally.examples[0]
 
 
 def answer_of(number: int, texts: list[bytes], id: str) -> bytes:
