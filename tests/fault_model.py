@@ -36,7 +36,7 @@ PRINTED = {
 }
 """Lines that a `NoisyModel` writes, by stream."""
 SCORE_UNIT = 2.0**23
-"""Scores of `TextFaultModel` times this are twice the number: smaller numbers have one below 1."""
+"""Scores of `NumberTextModel` times this are twice the number: smaller numbers have one below 1."""
 _BIG_BYTES = 8 << 20
 
 
@@ -255,7 +255,7 @@ class TensorFaultModel(FaultModel):
         return [Item(kind="json", payload=memoryview(b'{"n": 0, "do": 0}'))]
 
 
-class TextFaultModel(FaultModel):
+class NumberTextModel(FaultModel):
     """A `FaultModel` of texts such as "7 kill": an encoder, or a reranker that has a query too.
 
     The vector is [2 * number, 0.5], and the score 2 * number / 2 ** 23.

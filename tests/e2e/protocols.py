@@ -1,4 +1,4 @@
-"""Clients of a `TensorFaultModel` or a `TextFaultModel`, one for each protocol of a service."""
+"""Clients of a `TensorFaultModel` or a `NumberTextModel`, one for each protocol of a service."""
 
 import asyncio
 import base64
@@ -230,9 +230,9 @@ _KINDS = {
     "predict": _PredictClient, "v2": _V2Client, "v1": _V1Client,
     "embeddings": _EmbeddingsClient, "rerank": _RerankClient, "tei": _TeiClient,
 }  # fmt: skip
-PROTOCOLS = ("predict", "v2", "v1", "grpc", "embeddings")
+PROTOCOLS = ("predict", "v2", "v1", "grpc", "embeddings", "rerank")
 TEXT_MODELS = {"embeddings": "encoder", "rerank": "reranker", "tei": "encoder"}
-"""The only models of the protocols of texts: `TextFaultModel`s, whatever name is asked for."""
+"""The only models of the protocols of texts: `NumberTextModel`s, whatever name is asked for."""
 
 
 def text_of(n: int, do: str, model: str) -> str:

@@ -25,7 +25,7 @@ from tests.e2e.swapping import ADMIN, KEYS
 from tests.ports import free_port
 
 BY_EACH = pytest.mark.parametrize("protocol", PROTOCOLS)
-SOURCE, TEXTS = "tests.fault_model:TensorFaultModel", "tests.fault_model:TextFaultModel"
+SOURCE, TEXTS = "tests.fault_model:TensorFaultModel", "tests.fault_model:NumberTextModel"
 MAX_QUEUE = 24
 
 

@@ -70,12 +70,12 @@ async def test_questions_are_asked_and_judged_alike_by_all_protocols():
             assert " is wrong: 40" in tally.examples[0], "the status and the reason are shown"
 
 
-TEXTS = "tests.text_model:TextModel"
+TEXTS = "tests.text_model:TextFaultModel"
 TEXT_MODELS = {
     "encoder": {"source": TEXTS},
     "reranker": {"source": TEXTS, "options": {"task": "reranking"}},
 }
-_TEXT_PROTOCOLS = {"embeddings": "encoder"}
+_TEXT_PROTOCOLS = {"embeddings": "encoder", "rerank": "reranker"}
 
 
 @pytest.mark.slow
