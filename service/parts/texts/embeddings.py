@@ -86,10 +86,10 @@ class EmbeddingsProtocol(BodyProtocol[EmbeddingsRequest]):
         """
         assert call.entry is not None
         num_tokens, vectors = counted(outcomes, _INPUT, is_list=call.is_batch)
-        pieces = list[bytes]()
+        pieces = list[Buffer]()
         for index, vector in enumerate(vectors):
             pieces += (b',{"object":"embedding","index":%d,"embedding":' % index, vector, b"}")
-        pieces[0] = b'{"object":"list","data":[' + pieces[0][1:]
+        pieces[0] = b'{"object":"list","data":[' + bytes(pieces[0][1:])
         name = msgspec.json.encode(call.entry.name)
         pieces.append(
             b'],"model":%b,"usage":{"prompt_tokens":%d,"total_tokens":%d}}'
