@@ -364,10 +364,12 @@ def _live_feed(assembly: Assembly) -> Part:
 
 def _v2_routers(assembly: Assembly) -> list[APIRouter]:
     from inferpool.service.parts.open_inference.routes import v2_router
+    from inferpool.service.parts.texts.ranking_routes import ranking_router
 
     service = assembly.service
     has_operators = bool(service.settings.admin_keys)
-    return [v2_router(assembly.repository(), service.report, has_operators=has_operators)]
+    protocol = v2_router(assembly.repository(), service.report, has_operators=has_operators)
+    return [protocol, ranking_router(2)]
 
 
 def _make_repository(service: Service, changes: "Changes | None") -> "Repository":
@@ -379,9 +381,10 @@ def _make_repository(service: Service, changes: "Changes | None") -> "Repository
 
 def _v1_routers(service: Service) -> list[APIRouter]:
     from inferpool.service.parts.kserve_v1.routes import v1_router
+    from inferpool.service.parts.texts.ranking_routes import ranking_router
     from inferpool.service.parts.texts.routes import texts_router
 
-    return [v1_router(service.catalog.entries), texts_router()]
+    return [v1_router(service.catalog.entries), texts_router(), ranking_router(1)]
 
 
 def _speed_search(search: SpeedSearch, service: Service) -> Part:

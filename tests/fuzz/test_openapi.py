@@ -50,6 +50,9 @@ OPERATIONS = [
     "GET /health/ready",
     "GET /metrics",
     "POST /v1/embeddings",
+    "POST /v1/rerank",
+    "POST /v2/rerank",
+    "POST /v1/classify",
     "POST /v1/models/{model}:predict",
     "POST /v1/models/{model}/versions/{version}:predict",
     "GET /v1/models",
@@ -71,7 +74,7 @@ OPERATIONS = [
 ]
 
 
-REFUSING = ("POST /predict", "POST /v1", "POST /v2/models")
+REFUSING = ("POST /predict", "POST /v1", "POST /v2/models", "POST /v2/rerank")
 """Beginnings of operations that are also given what does not fit their schema."""
 
 

@@ -100,8 +100,9 @@ SCOPES = {
     "predict": """
         /jobs /jobs/{id} /jobs/{id}/events /jobs/{id}/result
         /predict /predict/{model:path} /predict/{model} /predict/{model}/versions/{version}
-        /v1/embeddings /v1/models /v1/models/{model} /v1/models/{model}:predict
+        /v1/classify /v1/embeddings /v1/models /v1/models/{model} /v1/models/{model}:predict
         /v1/models/{model}/versions/{version} /v1/models/{model}/versions/{version}:predict
+        /v1/rerank /v2/rerank
         /v2 /v2/models /v2/models/stats /v2/repository/index
         /v2/models/{model} /v2/models/{model}/ready /v2/models/{model}/config
         /v2/models/{model}/stats /v2/models/{model}/infer

@@ -56,12 +56,17 @@ _REFUSED = {
 """Arguments that Jina's and Cohere's calls may have, and why they are refused."""
 
 
+def _nothing() -> Raw:
+    """Return the default of an argument: a function, since it cannot stand in a JSON schema."""
+    return _NULL
+
+
 class ClassifyRequest(NamedRequest, frozen=True, gc=False):
     """The body of a call: `input` or `inputs`."""
 
-    input: Raw = _NULL
+    input: Raw = msgspec.field(default_factory=_nothing)
     """A text or several, each a JSON string or {"text": ..., "pair": ...}."""
-    inputs: Raw = _NULL
+    inputs: Raw = msgspec.field(default_factory=_nothing)
     """The same, to be answered as Cohere does."""
     top_k: Annotated[int, Bounds(ge=1)] | None = None
     """Labels of each text, the best first; all by default."""
@@ -69,10 +74,10 @@ class ClassifyRequest(NamedRequest, frozen=True, gc=False):
     """True: scores as the network computes them, of any size (infinity)."""
     truncate: Literal["NONE", "START", "END"] | bool | None = None
     """The end to cut if a text is too long (Cohere); NONE or false refuses such a text."""
-    labels: Raw = _NULL
-    classifier_id: Raw = _NULL
-    examples: Raw = _NULL
-    preset: Raw = _NULL
+    labels: Raw = msgspec.field(default_factory=_nothing)
+    classifier_id: Raw = msgspec.field(default_factory=_nothing)
+    examples: Raw = msgspec.field(default_factory=_nothing)
+    preset: Raw = msgspec.field(default_factory=_nothing)
     user: str | None = None
     """Accepted, and not used."""
 

@@ -37,7 +37,7 @@ from inferpool.service.queue.instance import Buffer
 
 MAX_DOCUMENTS = 1000
 """Most documents of one call: "we recommend a maximum of 1,000" (Cohere's API reference)."""
-_MAX_FIELDS = 64
+MAX_FIELDS = 64
 _DOCUMENTS, _FIELDS = "documents", "rank_fields"
 _QUOTE, _BRACE = 0x22, 0x7B
 _NESTED = b"[{"
@@ -55,7 +55,7 @@ class RerankRequest(NamedRequest, frozen=True, gc=False):
     documents: Raw
     top_n: Annotated[int, Bounds(ge=1)] | None = None
     return_documents: bool | None = None
-    rank_fields: Raw = _NULL
+    rank_fields: Raw = msgspec.field(default_factory=lambda: _NULL)  # no default in the schema
     """Members of documents that are objects; the text to compare has one line for each."""
     max_chunks_per_doc: Annotated[int, Bounds(ge=1)] | None = None
     """Accepted, and not used: a document is cut, and not split."""
@@ -195,7 +195,7 @@ def _names_in(given: Raw) -> Sequence[str]:
     if given == _NULL:
         return ()
     names: dict[str, None] = {}  # a text has a member once, however often it is named
-    for index, item in enumerate(items_of(given, _MAX_FIELDS, _FIELDS)):
+    for index, item in enumerate(items_of(given, MAX_FIELDS, _FIELDS)):
         if item[0] != _QUOTE:
             raise ArgumentError(f"{_FIELDS}[{index}]", "must be the name of a member")
         names[_text.decode(item)] = None

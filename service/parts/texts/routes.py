@@ -102,6 +102,7 @@ def describe(
     body: Mapping[str, Any],
     example: object,
     answer: Mapping[str, Any],
+    error: Mapping[str, Any] = _ERROR,
 ) -> None:
     """Describe calls to a path.
 
@@ -114,6 +115,7 @@ def describe(
         body: The JSON schema of bodies.
         example: A body.
         answer: The JSON schema of answers.
+        error: The JSON schema of errors.
     """
     router.add_api_route(
         path,
@@ -123,7 +125,7 @@ def describe(
         summary=summary,
         description=description,
         response_model=None,
-        responses={200: _content(answer, f"{summary}."), **errors(*_REFUSED)},
+        responses={200: _content(answer, f"{summary}."), **errors(*_REFUSED, schema=error)},
         openapi_extra={
             "requestBody": {
                 "required": True,
@@ -133,9 +135,9 @@ def describe(
     )
 
 
-def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Return the descriptions of error answers in OpenAI's form, by their status."""
-    return {status: _content(_ERROR, HTTPStatus(status).phrase) for status in statuses}
+def errors(*statuses: int, schema: Mapping[str, Any] = _ERROR) -> dict[int | str, dict[str, Any]]:
+    """Return the descriptions of error answers by their status, usually in OpenAI's form."""
+    return {status: _content(schema, HTTPStatus(status).phrase) for status in statuses}
 
 
 def schema_of(request: type[msgspec.Struct], **properties: object) -> dict[str, Any]:
