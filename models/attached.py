@@ -90,14 +90,14 @@ CALLS = {
     "/v1/classify": f"{_TEXTS}.classify:ClassifyProtocol",
 }
 """Protocols besides our own, by the paths of their calls; `*` stands for a model's name."""
-_TEI = (
+_TEI = "inferpool.service.parts.tei.calls"
+_OF_TEI = (
     "embed", "embed_all", "embed_sparse", "similarity", "rerank", "predict", "tokenize", "decode"
 )  # fmt: skip
 CALLS_BY_SETTING = {
     "tei": {
-        path: f"inferpool.service.parts.tei.calls:{name.title().replace('_', '')}Protocol"
-        for name in _TEI
-        for path in (f"/{name}", f"/tei/*/{name}")
+        **{path: f"{_TEI}:{name}" for name in _OF_TEI for path in (f"/{name}", f"/tei/*/{name}")},
+        "/predict": f"{_TEI}:SharedPredictProtocol",
     }
 }
 """Further ones, by the setting that turns them on."""

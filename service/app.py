@@ -298,6 +298,7 @@ def _in_order(
         *([] if changes is None or settings.watch is None else [_watched(changes, settings)]),
         Part(name="KServe's version 1", later={"v1": partial(_v1_routers, service)}),
         Part(name="Open Inference Protocol", later={"v2": partial(_v2_routers, assembly)}),
+        *([_tei(service)] if settings.tei else []),
         # Last, since the routes of the documentation come in this order.
         *([] if jobs is None else [_jobs(jobs, assembly)]),
         # It asks for all of the above, and ends before them.
@@ -385,6 +386,20 @@ def _v1_routers(service: Service) -> list[APIRouter]:
     from inferpool.service.parts.texts.routes import texts_router
 
     return [v1_router(service.catalog.entries), texts_router(), ranking_router(1)]
+
+
+def _tei(service: Service) -> Part:
+    def of_default() -> list[APIRouter]:
+        from inferpool.service.parts.tei.routes import info_router
+
+        return [info_router(service.catalog.entries, service.settings)]
+
+    def of_any() -> list[APIRouter]:
+        from inferpool.service.parts.tei.routes import tei_router
+
+        return [tei_router(service.catalog.entries, service.settings)]
+
+    return Part(name="Text Embeddings Inference", later={"info": of_default, "tei": of_any})
 
 
 def _speed_search(search: SpeedSearch, service: Service) -> Part:

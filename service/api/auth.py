@@ -38,6 +38,15 @@ POLICIES: Mapping[str, Policy] = {
     "/v2/health/ready": "open",
     "/v2/repository/models": "admin",
     "/admin": "admin",
+    "/tei": "predict",
+    "/info": "predict",
+    "/embed": "predict",
+    "/embed_all": "predict",
+    "/embed_sparse": "predict",
+    "/similarity": "predict",
+    "/rerank": "predict",
+    "/tokenize": "predict",
+    "/decode": "predict",
 }
 """The policy of a path and of everything below it; the longest match counts. "/" means itself
 alone. A route that is to be open stands here itself: none is so because of a path above it."""

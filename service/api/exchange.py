@@ -791,10 +791,18 @@ class Exchange(msgspec.Struct, eq=False):
             self.let_go()
         future.add_done_callback(self.on_done)
 
-    def decode_as_own(self, entry: ModelEntry, chunks: Sequence[Buffer]) -> Decoded | None:
-        """Read a body as `/predict` does; for a protocol that shares its path, from `decode`."""
-        self.call.protocol = self.call.earlier = None
-        _choose_form(self.call, entry)
+    def decode_as_own(
+        self, entry: ModelEntry, chunks: Sequence[Buffer], *, by_head: bool = False
+    ) -> Decoded | None:
+        """Read a body as `/predict` does; for a protocol that shares its path, from `decode`.
+
+        `by_head`: the head alone says so, and so the next calls with it are `/predict`'s too.
+        """
+        if not by_head:
+            self.call.earlier = None
+        for call in filter(None, (self.call, self.call.earlier)):
+            call.protocol, call.chosen = None, "json"
+            _choose_form(call, entry)
         return self._decode(entry, chunks)
 
     def _decode(self, entry: ModelEntry, chunks: Sequence[Buffer]) -> Decoded | None:

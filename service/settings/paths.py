@@ -18,16 +18,8 @@ OWN_PATHS_BY_PART: Mapping[str, Sequence[str]] = {
     "operations": ("admin",),
     "KServe's version 1": ("v1",),
     "Open Inference Protocol": ("v2",),
-}
-"""The first segments of the paths that there are, by the part that has them."""
-OWN_PATHS = frozenset(path for paths in OWN_PATHS_BY_PART.values() for path in paths)
-OF_PROTOCOLS = frozenset(
-    [
+    "Text Embeddings Inference": (
         "tei",
-        "ping",
-        "models",
-        "invocations",
-        "predictions",
         "info",
         "embed",
         "embed_all",
@@ -36,10 +28,13 @@ OF_PROTOCOLS = frozenset(
         "rerank",
         "tokenize",
         "decode",
-    ]
-)
-"""The first segments of the paths that other services of models have, such as those of OpenAI,
-KServe, Text Embeddings Inference and SageMaker: clients of these expect their protocol there."""
+    ),
+}
+"""The first segments of the paths that there are, by the part that has them."""
+OWN_PATHS = frozenset(path for paths in OWN_PATHS_BY_PART.values() for path in paths)
+OF_PROTOCOLS = frozenset(["ping", "models", "invocations", "predictions"])
+"""The first segments of the paths that other services of models have, such as TorchServe and
+SageMaker: clients of these expect their protocol there."""
 
 _MAX_LENGTH = 256
 _SEGMENTS = re.compile(r"(/[A-Za-z0-9._~!$&'()*+,;=:@-]+)+")

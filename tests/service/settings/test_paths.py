@@ -14,6 +14,7 @@ from inferpool.service.parts.live.page import Page
 from inferpool.service.parts.live.sampler import events_router
 from inferpool.service.parts.open_inference.routes import v2_router
 from inferpool.service.parts.swap.routes import models_router
+from inferpool.service.parts.tei.routes import info_router, tei_router
 from inferpool.service.settings.draft import read_keys
 from inferpool.service.settings.loader import load
 from inferpool.service.settings.names import SettingsError
@@ -61,6 +62,7 @@ def test_the_table_has_the_beginnings_of_all_routes_of_all_parts():
     routers.append(jobs_router(None, guard, Limits()))  # type: ignore[arg-type]  # as above
     v2 = v2_router(None, None)  # type: ignore[arg-type]  # as above
     routers += [Page(docs=True).router(), v1_router({}), v2]
+    routers += [make({}, None) for make in (info_router, tei_router)]  # type: ignore[arg-type]  # as above
     app = App(version="1", routers=routers, guard=guard)
     found = {
         path[1:].partition("/")[0]

@@ -1,0 +1,1 @@
+"""The paths of Text Embeddings Inference (TEI), a server of Hugging Face."""
