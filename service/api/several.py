@@ -5,18 +5,23 @@ the queue: each is submitted once one before it is done, so that one call never 
 """
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Sequence
 from copy import copy
+from functools import partial
 from typing import TYPE_CHECKING
 
 from inferpool.models.attached import attached
 from inferpool.service.api.codecs.body import Payload
+from inferpool.service.api.errors import INTERNAL_MESSAGE
 from inferpool.service.api.exchange import Exchange, ModelEntry, new_steps, put_into
-from inferpool.service.errors import OverloadedError, ServiceError
+from inferpool.service.errors import InternalError, OverloadedError, ServiceError
 
 if TYPE_CHECKING:
     from inferpool.service.queue.instance import Result
+
+logger = logging.getLogger(__name__)
 
 
 def submit_several(exchange: Exchange, entry: ModelEntry, payloads: Sequence[Payload]) -> None:
@@ -28,7 +33,7 @@ def submit_several(exchange: Exchange, entry: ModelEntry, payloads: Sequence[Pay
     if len(payloads) > at_once:
         exchange.count()  # its body is kept meanwhile
         if not exchange.response_complete:
-            _Rest(exchange, entry, payloads).submit(at_once)
+            _Rest(exchange, entry, payloads, at_once).submit(at_once)
         return
     for payload in payloads:
         try:
@@ -41,23 +46,27 @@ def submit_several(exchange: Exchange, entry: ModelEntry, payloads: Sequence[Pay
 
 
 class _Rest:
-    """The instances of a call that have not been submitted.
+    """The instances of a call that have not been submitted, or were refused for want of room.
 
     If one fails, those that wait are not tried, and have its error.
     """
 
-    def __init__(self, exchange: Exchange, entry: ModelEntry, payloads: Sequence[Payload]) -> None:
+    def __init__(
+        self, exchange: Exchange, entry: ModelEntry, payloads: Sequence[Payload], at_once: int
+    ) -> None:
         self._exchange = exchange
         self._entry = entry
-        self._waiting = deque(payloads)
+        self._at_once = at_once
+        self._waiting = deque(enumerate(payloads))
         self._num_in_flight = 0
 
     def submit(self, most: int) -> None:
         """Submit as many as `most`, as long as there is room for them."""
         outcomes = self._exchange.call.outcomes
         while self._waiting and most:
+            index, payload = self._waiting[0]
             try:
-                future = _submit(self._exchange, self._entry, self._waiting[0])
+                future = _submit(self._exchange, self._entry, payload)
             except OverloadedError as error:
                 if not self._num_in_flight:
                     self._end(error)
@@ -66,27 +75,38 @@ class _Rest:
                 self._end(error)
                 break
             self._waiting.popleft()
-            outcomes.append(future)
+            outcomes[index : index + 1] = [future]
             self._num_in_flight += 1
-            future.add_done_callback(self._on_one_done)
+            future.add_done_callback(partial(self._on_one_done, index, payload))
             most -= 1
-        if not self._waiting:
+        if not self._waiting and not self._num_in_flight:
             self._exchange.let_go()
-            if not self._num_in_flight:
-                self._exchange.on_done(None)
+            self._exchange.on_done(None)
 
-    def _on_one_done(self, future: "asyncio.Future[Result]") -> None:
+    def _on_one_done(self, index: int, payload: Payload, future: "asyncio.Future[Result]") -> None:
         self._num_in_flight -= 1
         if self._exchange.response_complete:
             self._waiting.clear()
             return
         error = None if future.cancelled() else future.exception()
+        if isinstance(error, OverloadedError) and self._num_in_flight:
+            # A front end learns so late that there was no room; the next one that is done makes it.
+            self._waiting.appendleft((index, payload))
+            return
         if isinstance(error, ServiceError):
             self._end(error)
-        self.submit(2)  # two, so that more are in flight again after some were refused
+        try:
+            # Two, so that more are in flight again after some were refused.
+            self.submit(min(2, self._at_once - self._num_in_flight))
+        except Exception:
+            logger.exception("a call failed", extra=self._exchange.call.log_ids())
+            self._end(InternalError(INTERNAL_MESSAGE))
+            self.submit(0)
 
     def _end(self, error: ServiceError) -> None:
-        self._exchange.call.outcomes += [error] * len(self._waiting)
+        outcomes = self._exchange.call.outcomes
+        for index, _ in self._waiting:
+            outcomes[index : index + 1] = [error]
         self._waiting.clear()
 
 
