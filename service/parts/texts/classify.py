@@ -46,7 +46,7 @@ MAX_SCORES = 20_000
 """Most labels in one answer: rendering them takes some 10 ms of the event loop."""
 _QUOTE, _BRACE, _BRACKET = b'"{['
 _NULL = Raw(b"null")
-_ZERO_SHOT = "its labels are those that the model was trained with"
+_ZERO_SHOT = "a model has the labels that it was trained with"
 _REFUSED = {
     "labels": _ZERO_SHOT,
     "classifier_id": "classifiers are not trained here; name one in model",
